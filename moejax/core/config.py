@@ -1,0 +1,204 @@
+"""The frozen dataclasses that describe a model, its placement and the engine.
+
+They are plain values: they know nothing of Hydra, Hugging Face or JAX devices. A family's file under
+`moejax/models/` builds a `ModelConfig` from a Hugging Face `config.json`.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from moejax.core.errors import ConfigError, unknown
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+QkNorm = Literal["none", "head", "projection"]
+MoeExecution = Literal["dense", "capacity", "grouped"]
+OverflowPolicy = Literal["drop", "reroute"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+DTYPES: tuple[str, ...] = get_args(DType)
+
+
+def check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises `ConfigError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{key}: {unknown('value', str(value), choices)}")
+
+
+def check_positive(key: str, value: object) -> None:
+    """Raises `ConfigError` unless `value` is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key} must be an integer of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding and its context extension.
+
+    Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595); dynamic NTK;
+    YaRN (arXiv 2309.00071); the Llama 3.1 model card's piecewise scaling. Field names follow
+    Hugging Face's `rope_parameters`.
+    """
+
+    kind: RopeKind = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_choice("rope_type", self.kind, get_args(RopeKind))
+        if not self.theta > 0:
+            raise ConfigError(f"rope_theta must be positive, got {self.theta}")
+        if self.kind != "default" and not self.factor > 0:
+            raise ConfigError(f"rope factor must be positive, got {self.factor}")
+        if self.kind in ("yarn", "llama3") and not self.original_max_position_embeddings:
+            raise ConfigError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that determines a decoder's computation and parameter shapes.
+
+    `moe_layers[l]` says whether layer l holds experts or a dense MLP; `sliding_windows[l]` is layer l's
+    attention window in tokens (a query at position p sees keys in (p - window, p]) or None for full
+    causal attention. `norm_topk_prob` renormalises the chosen experts' probabilities to sum to one.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    intermediate_size: int
+    moe_layers: tuple[bool, ...]
+    sliding_windows: tuple[int | None, ...]
+    max_position_embeddings: int
+    norm_topk_prob: bool = True
+    shared_expert_intermediate_size: int = 0
+    qk_norm: QkNorm = "none"
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    clip_qkv: float | None = None
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    dtype: DType = "float32"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_experts",
+            "num_experts_per_tok", "moe_intermediate_size", "intermediate_size", "max_position_embeddings",
+        ):  # fmt: skip
+            check_positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts {self.num_experts}")
+        for name in ("moe_layers", "sliding_windows"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ConfigError(
+                    f"{name} has {len(getattr(self, name))} entries for num_hidden_layers {self.num_layers}"
+                )
+        for window in self.sliding_windows:
+            if window is not None and window < 1:
+                raise ConfigError(f"sliding_window must be at least 1, got {window}")
+        check_choice("qk_norm", self.qk_norm, get_args(QkNorm))
+        check_choice("dtype", self.dtype, DTYPES)
+
+    def replace(self, **changes: object) -> "ModelConfig":
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on q·k before the softmax."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """How the expert layers are executed; it changes speed, and with `capacity` also the result.
+
+    `capacity_factor` c gives each expert room for ceil(c · T · k / E) of a batch's T·k assignments.
+    """
+
+    execution: MoeExecution = "grouped"
+    capacity_factor: float = 1.25
+    overflow: OverflowPolicy = "drop"
+    block_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("engine.moe.execution", self.execution, get_args(MoeExecution))
+        check_choice("engine.moe.overflow", self.overflow, get_args(OverflowPolicy))
+        if not self.capacity_factor > 0:
+            raise ConfigError(f"engine.moe.capacity_factor must be positive, got {self.capacity_factor}")
+        if self.block_rows is not None:
+            check_positive("engine.moe.block_rows", self.block_rows)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and choices of the engine. Lengths in tokens; `max_model_len=None` takes the model's own."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    platform: str = "auto"
+    compile_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None:
+            check_positive("engine.max_model_len", self.max_model_len)
+        check_positive("engine.max_num_seqs", self.max_num_seqs)
+        check_choice("engine.platform", self.platform, ("auto", "cpu", "gpu"))
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees of parallelism: data, pipeline, expert, tensor. Only 1 each is built so far."""
+
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "pp", "ep", "tp"):
+            check_positive(f"parallel.{name}", getattr(self, name))
+            if getattr(self, name) != 1:
+                raise ConfigError(
+                    f"parallel.{name}={getattr(self, name)}: parallel meshes are not built yet; set it to 1"
+                )
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Weight quantization. Only `none` is built so far."""
+
+    method: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.method != "none":
+            raise ConfigError(f"quant.method={self.method!r}: quantization is not built yet; set it to 'none'")

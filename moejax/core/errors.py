@@ -1,0 +1,47 @@
+"""Errors for a user's mistakes: each is one clear line, and the command line exits with 2 on any of them.
+
+An exception that does not derive from `MoejaxError` is a defect of ours and keeps its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoejaxError(Exception):
+    """Base of every error that the user can mend. The text says what is wrong and what to do."""
+
+
+class ConfigError(MoejaxError, ValueError):
+    """A configuration key or value is wrong, or two values do not fit each other."""
+
+
+class CheckpointError(MoejaxError, ValueError):
+    """A checkpoint is missing, damaged, or does not fit its configuration."""
+
+
+class RequestError(MoejaxError, ValueError):
+    """A prompt or its sampling parameters cannot be served."""
+
+
+class DeviceError(MoejaxError, RuntimeError):
+    """A device that was asked for is not there."""
+
+
+class TrackingError(MoejaxError, RuntimeError):
+    """An experiment tracker was asked for and cannot be had."""
+
+
+class OutputError(MoejaxError, OSError):
+    """A result cannot be written where it was asked for."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the nearest of `known`, or the empty string if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """One line for an unknown name: what it is, the nearest valid name, and all valid names."""
+    names = sorted(known)
+    return f"unknown {kind} {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})"
