@@ -148,8 +148,10 @@ class MoeConfig:
     capacity_factor: float = 1.25
     overflow: OverflowPolicy = "drop"
     block_rows: int | None = None
+    grouped_matmul: str = "auto"
 
     def __post_init__(self) -> None:
+        check_choice("engine.moe.grouped_matmul", self.grouped_matmul, ("auto", "loop", "ragged_dot"))
         check_choice("engine.moe.execution", self.execution, get_args(MoeExecution))
         check_choice("engine.moe.overflow", self.overflow, get_args(OverflowPolicy))
         if not self.capacity_factor > 0:

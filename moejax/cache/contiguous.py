@@ -1,0 +1,81 @@
+"""The plain key/value cache: one contiguous row of slots per sequence, slot s for position s.
+
+It is the oracle of the paged cache. Device state is this pytree, passed in donated and returned.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.core.config import ModelConfig
+from moejax.ops.attention import attention
+
+Phase = Literal["prefill", "decode"]
+
+
+class ContiguousCache(NamedTuple):
+    """Keys and values of all layers: each a tuple of `[B, K, S, Dh]`, one per layer.
+
+    The head axis comes before the slots so that a head's keys lie together: the two products of decode
+    then read the cache in order instead of transposing it first.
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+
+    @property
+    def num_slots(self) -> int:
+        return self.k[0].shape[2]
+
+
+def empty_cache(config: ModelConfig, batch: int, num_slots: int, dtype: Any) -> ContiguousCache:
+    """A zeroed cache for `batch` sequences of up to `num_slots` tokens."""
+    shape = (batch, config.num_kv_heads, num_slots, config.head_dim)
+    layers = range(config.num_layers)
+    return ContiguousCache(
+        tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers)
+    )
+
+
+class ContiguousLayer(NamedTuple):
+    """One layer's part. Implements `moejax.ops.attention.LayerCache`."""
+
+    k: jax.Array
+    v: jax.Array
+    phase: Phase
+
+    def update_and_attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array,
+        *,
+        window: int | None,
+        scale: float,
+    ) -> tuple[jax.Array, "ContiguousLayer"]:
+        """`prefill`: whole sequences from position 0, attended among themselves and stored.
+        `decode`: one token a sequence, stored at its position, attending to its row."""
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        if self.phase == "prefill":
+            start = (0, 0, 0, 0)
+            stored = ContiguousLayer(
+                jax.lax.dynamic_update_slice(self.k, k.astype(self.k.dtype), start),
+                jax.lax.dynamic_update_slice(self.v, v.astype(self.v.dtype), start),
+                self.phase,
+            )
+            return attention(q, k, v, positions, window=window, scale=scale), stored
+        rows = positions[:, 0]
+        stored = ContiguousLayer(_write_row(self.k, k, rows), _write_row(self.v, v, rows), self.phase)
+        out = attention(q, stored.k, stored.v, positions, window=window, scale=scale)
+        return out, stored
+
+
+def _write_row(cache: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
+    """Writes new `[B, K, 1, Dh]` into slot rows[b] of each sequence of cache `[B, K, S, Dh]`."""
+    for b in range(cache.shape[0]):
+        # One in-place slice update a sequence: XLA:CPU turns a scatter into a loop over elements.
+        part = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=0).astype(cache.dtype)
+        cache = jax.lax.dynamic_update_slice(cache, part, (b, 0, rows[b], 0))
+    return cache

@@ -1,0 +1,112 @@
+"""Writing results: JSON that any reader accepts, and files that are either whole or not there.
+
+It knows nothing of what is written. No JAX here.
+"""
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejax.core.errors import OutputError
+
+
+def to_jsonable(value: Any) -> Any:
+    """`value` as JSON's own types. NaN and the infinities become None, because JSON has no words for them.
+
+    Dataclasses and mappings become dicts with string keys, tuples, sets (sorted) and arrays become lists,
+    numpy scalars and 0-d arrays become numbers, paths and enum members their text and value.
+
+    Raises:
+        TypeError: for a type that has no such form.
+    """
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, enum.Enum):
+        return to_jsonable(value.value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, (np.ndarray, np.generic)):
+        return to_jsonable(value.tolist())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_jsonable(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return [to_jsonable(item) for item in sorted(value, key=str)]
+    if isinstance(value, (list, tuple)):
+        return [to_jsonable(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
+
+
+def dump_json(value: Any, *, indent: int | None = None) -> str:
+    """`value` through `to_jsonable` as strict JSON text, keys in the order given."""
+    return json.dumps(to_jsonable(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def canonical_json(value: Any) -> str:
+    """One text per value: sorted keys, no spaces. Made for hashing."""
+    return json.dumps(
+        to_jsonable(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False
+    )
+
+
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Writes `data` beside `path` and renames it into place, so that no reader sees half a file.
+
+    The folder is made if it is missing. Returns the path.
+
+    Raises:
+        OutputError: the file cannot be written; nothing is left behind.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # "x" and not mkstemp: the file then gets the permissions of the user's umask.
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+    return target
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
+    """`atomic_write_bytes` of `text` in UTF-8."""
+    return atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def ensure_writable(directory: str | os.PathLike[str]) -> Path:
+    """Makes `directory` if it is missing and proves that a file can be made in it. Call it before any work.
+
+    Raises:
+        OutputError: one line with the folder and the system's reason.
+    """
+    folder = Path(directory)
+    probe = folder / f".moejax-{uuid.uuid4().hex[:12]}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.touch(exist_ok=False)
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
+    return folder

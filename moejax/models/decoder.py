@@ -1,0 +1,128 @@
+"""The one decoder: embedding, layers of attention and experts (or a dense MLP), norm, output projection.
+
+Every family is a `ModelConfig`; there is no per-family module.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.cache.contiguous import ContiguousCache, ContiguousLayer, Phase
+from moejax.core.config import ModelConfig, MoeConfig
+from moejax.moe.layer import MoELayer, RoutingTrace
+from moejax.nn.attention import Attention
+from moejax.nn.embedding import Embedding
+from moejax.nn.linear import Linear
+from moejax.nn.mlp import GatedMLP
+from moejax.nn.norm import RMSNorm
+from moejax.nn.param import initialize
+from moejax.nn.rope import rope_tables
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward, each with its residual."""
+
+    def __init__(self, config: ModelConfig, index: int, moe: MoeConfig, dtype: Any) -> None:
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(D, "embed", dtype, eps)
+        self.attention = Attention(config, config.sliding_windows[index], dtype)
+        self.post_attention_norm = RMSNorm(D, "embed", dtype, eps)
+        sparse, hidden, scale = config.moe_layers[index], config.intermediate_size, config.initializer_range
+        self.moe = MoELayer(config, moe, dtype) if sparse else None
+        self.mlp = None if sparse else GatedMLP(D, hidden, config.hidden_act, dtype, scale)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        valid: jax.Array | None,
+        cache: Any,
+    ) -> tuple[jax.Array, Any, RoutingTrace | None]:
+        """x `[B, T, D]` → (`[B, T, D]`, updated cache layer, trace of an expert layer)."""
+        attended, cache = self.attention(self.input_norm(x), rope, positions, cache)
+        x = x + attended
+        normed = self.post_attention_norm(x)
+        if self.moe is not None:
+            out, trace = self.moe(normed, valid)
+            return x + out, cache, trace
+        assert self.mlp is not None
+        return x + self.mlp(normed), cache, None
+
+
+class Decoder(nnx.Module):
+    """A causal language model with expert layers.
+
+    Built abstract (shapes only); `seed` fills it at random, `moejax.checkpoint` from files.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, moe: MoeConfig | None = None, seed: int | None = None
+    ) -> None:
+        dtype = jnp.dtype(config.dtype)
+        moe = moe or MoeConfig()
+        scale = config.initializer_range
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, scale)
+        self.layers = nnx.List([DecoderLayer(config, i, moe, dtype) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, "embed", dtype, config.rms_norm_eps)
+        shape, tied = (config.hidden_size, config.vocab_size), config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(shape, ("embed", "vocab"), dtype, scale=scale)
+        self.config = config
+        if seed is not None:
+            initialize(self, seed)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        *,
+        valid: jax.Array | None = None,
+        cache: ContiguousCache | None = None,
+        phase: Phase = "prefill",
+    ) -> tuple[jax.Array, ContiguousCache | None, tuple[RoutingTrace | None, ...]]:
+        """The final norm's output.
+
+        Args:
+            tokens, positions: int32 `[B, T]`.
+            valid: bool `[B, T]`, False for padding, which then visits no expert. None: all are real.
+            cache: where keys and values are kept; None attends within this call only.
+            phase: `prefill` for whole sequences from position 0, `decode` for one token each.
+
+        Returns:
+            (`[B, T, D]`, updated cache, one trace per layer, None for dense layers).
+        """
+        last = positions if valid is None else jnp.where(valid, positions, -1)
+        rope = rope_tables(self.config, positions, jnp.max(last, axis=1) + 1)
+        x = self.embedding(tokens)
+        keys, values, traces = [], [], []
+        for i, layer in enumerate(self.layers):
+            part = None if cache is None else ContiguousLayer(cache.k[i], cache.v[i], phase)
+            x, part, trace = layer(x, rope, positions, valid, part)
+            traces.append(trace)
+            if part is not None:
+                keys.append(part.k)
+                values.append(part.v)
+        if cache is not None:
+            cache = ContiguousCache(tuple(keys), tuple(values))
+        return self.norm(x), cache, tuple(traces)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """`[..., D]` → float32 `[..., V]`."""
+        out = self.embedding.attend(x) if self.lm_head is None else self.lm_head(x)
+        return out.astype(jnp.float32)
+
+    def __call__(
+        self, tokens: jax.Array, *, valid: jax.Array | None = None, return_routing: bool = False
+    ) -> Any:
+        """Logits of whole sequences: int32 `[B, T]` → float32 `[B, T, V]`.
+
+        With `return_routing`, `(logits, traces)` where traces has a `RoutingTrace` per layer, or None for a
+        dense layer.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        x, _, traces = self.hidden(tokens, positions, valid=valid)
+        logits = self.logits(x)
+        return (logits, traces) if return_routing else logits

@@ -1,0 +1,185 @@
+"""The stacked experts and the ways of running them.
+
+`dense` runs every expert on every token: the oracle. `grouped` sorts tokens by expert and runs each block
+of rows with one expert's weights: dropless, the default. `capacity` gives every expert a fixed number of
+rows (GShard, Lepikhin et al., arXiv 2006.16668): static shapes and cheap gradients, at the price of
+assignments that overflow, which are dropped or rerouted and always counted.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.core.config import MoeConfig
+from moejax.moe.permute import combine, plan_blocks
+from moejax.moe.router import Routing
+from moejax.nn.activation import activation
+from moejax.nn.param import ParamSpec, declare
+from moejax.ops import dispatch
+from moejax.ops.grouped_matmul import grouped_swiglu_loop, grouped_swiglu_ragged
+
+
+class ExpertsOutput(NamedTuple):
+    """Output `[N, D]`, the assignments that were made, and how many overflowed."""
+
+    out: jax.Array
+    routing: Routing
+    dropped: jax.Array
+    rerouted: jax.Array
+
+
+class Experts(nnx.Module):
+    """E gated MLPs stacked: gate and up `[E, D, F]`, down `[E, F, D]`."""
+
+    def __init__(
+        self, num_experts: int, dim: int, hidden: int, act: str, normalize: bool, dtype: Any, scale: float
+    ) -> None:
+        axes = ("expert", "embed", "expert_mlp")
+        self.gate_proj = declare(ParamSpec((num_experts, dim, hidden), axes, dtype, "normal", scale))
+        self.up_proj = declare(ParamSpec((num_experts, dim, hidden), axes, dtype, "normal", scale))
+        self.down_proj = declare(
+            ParamSpec((num_experts, hidden, dim), ("expert", "expert_mlp", "embed"), dtype, "normal", scale)
+        )
+        self.num_experts = num_experts
+        self.act = act
+        self.normalize = normalize
+
+    def __call__(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
+        """x `[N, D]` → ExpertsOutput, by the execution that `config` names."""
+        if config.execution == "capacity":
+            return self._capacity(x, routing, config)
+        zero = jnp.zeros((), jnp.int32)
+        run = self._dense if config.execution == "dense" else self._grouped
+        return ExpertsOutput(run(x, routing, config), routing, zero, zero)
+
+    def _dense(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
+        """Every expert on every token, weighted by 0 where the router did not choose it."""
+        act = activation(self.act)
+        table = jnp.zeros((x.shape[0], self.num_experts + 1), routing.weights.dtype)
+        table = table.at[jnp.arange(x.shape[0])[:, None], routing.ids].add(routing.weights)
+
+        def one(total: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+            gate, up, down, weight = expert
+            y = (act(x @ gate) * (x @ up)) @ down
+            return total + y * weight[:, None].astype(x.dtype), None
+
+        stacked = (self.gate_proj[...], self.up_proj[...], self.down_proj[...], table.T[: self.num_experts])
+        total, _ = jax.lax.scan(one, jnp.zeros_like(x), stacked)
+        return total
+
+    def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
+        """Sorted by expert, in blocks of one expert each; nothing is dropped."""
+        N, k = routing.ids.shape
+        rows = config.block_rows or dispatch.block_rows_for(N * k, self.num_experts)
+        plan = plan_blocks(routing.ids, self.num_experts, rows)
+        sorted_x = x[plan.order // k]
+        weights = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
+        act = activation(self.act)
+        if dispatch.choose_grouped_matmul(config.grouped_matmul).value == "loop":
+            blocks = (plan.block_expert, plan.block_start, plan.num_blocks)
+            out = grouped_swiglu_loop(sorted_x, *weights, *blocks, block_rows=rows, act=act)
+        else:
+            out = grouped_swiglu_ragged(sorted_x, *weights, plan.counts, act=act)
+        return combine(out, plan, routing.weights)
+
+    def _capacity(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
+        """Each expert takes at most C rows; buffers `[E, C, D]`, so gradients are batched products."""
+        N, k = routing.ids.shape
+        E = self.num_experts
+        C = capacity(N, k, E, config.capacity_factor)
+        chosen = routing.ids
+        if config.overflow == "reroute":
+            placed, slots, rerouted = reroute(routing, E, C, self.normalize)
+        else:
+            slots = slot_in_expert(chosen, E)
+            kept = (slots < C) & (chosen < E)
+            placed = Routing(
+                jnp.where(kept, chosen, E), jnp.where(kept, routing.weights, 0.0), routing.logits
+            )
+            rerouted = jnp.zeros((), jnp.int32)
+        dropped = jnp.sum(chosen < E, dtype=jnp.int32) - jnp.sum(placed.ids < E, dtype=jnp.int32)
+
+        # Row E·C is a bin for what is not assigned.
+        target = jnp.where(placed.ids < E, placed.ids * C + slots, E * C).reshape(-1)
+        token = jnp.arange(N * k, dtype=jnp.int32) // k
+        buffer = jnp.zeros((E * C + 1, x.shape[1]), x.dtype).at[target].set(x[token])
+        buffer = buffer[: E * C].reshape(E, C, -1)
+        act = activation(self.act)
+        hidden = act(jnp.einsum("ecd,edf->ecf", buffer, self.gate_proj[...]))
+        hidden = hidden * jnp.einsum("ecd,edf->ecf", buffer, self.up_proj[...])
+        out = jnp.einsum("ecf,efd->ecd", hidden, self.down_proj[...]).reshape(E * C, -1)
+        out = jnp.concatenate([out, jnp.zeros((1, x.shape[1]), out.dtype)])
+        picked = out[target].reshape(N, k, -1)
+        summed = jnp.sum(picked * placed.weights[..., None].astype(x.dtype), axis=1)
+        return ExpertsOutput(summed, placed, dropped, rerouted)
+
+
+def capacity(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """Rows per expert: ceil(factor · N·k / E), at least 1 and at most N."""
+    return max(1, min(tokens, math.ceil(factor * tokens * top_k / num_experts)))
+
+
+def slot_in_expert(ids: jax.Array, num_experts: int) -> jax.Array:
+    """int32 `[N, k]`: an assignment's place in its expert's queue.
+
+    First choices come before second choices, then token order, so that overflow hits the least wanted.
+    """
+    N, k = ids.shape
+    by_choice = jax.nn.one_hot(ids.T.reshape(-1), num_experts, dtype=jnp.int32)  # [k·N, E], choice-major
+    place = jnp.cumsum(by_choice, axis=0) - by_choice
+    return jnp.sum(place * by_choice, axis=1).reshape(k, N).T
+
+
+def reroute(
+    routing: Routing, num_experts: int, room: int, normalize: bool
+) -> tuple[Routing, jax.Array, jax.Array]:
+    """Sends assignments that overflow to the token's next best expert that still has room.
+
+    In rounds: pending assignments ask for an expert; an expert accepts, first choices first and then in
+    token order, as many as fit; the refused ask for the next expert of their token's ranking. It ends when
+    none is pending or a token has asked all experts; what is left then is dropped.
+
+    Returns:
+        The assignments made, with weights from the experts that really run (renormalised if the model does
+        so); each one's slot in its expert, int32 `[N, k]`; and the number that were rerouted.
+    """
+    N, k = routing.ids.shape
+    E = num_experts
+    probabilities = jax.nn.softmax(routing.logits, axis=-1)
+    ranking = jax.lax.top_k(probabilities, E)[1].astype(jnp.int32)
+    real = routing.ids < E
+
+    def some_pending(state: tuple[jax.Array, ...]) -> jax.Array:
+        pending, _, _, _, asked = state
+        return jnp.any(pending & (asked < E)[:, None])
+
+    def one_round(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        pending, ids, slots, used, asked = state
+        # A token's pending assignments ask for consecutive places of its ranking.
+        place = asked[:, None] + jnp.cumsum(pending, axis=1) - pending
+        wanted = jnp.take_along_axis(ranking, jnp.minimum(place, E - 1), axis=1)
+        wanted = jnp.where(pending & (place < E), wanted, E)
+        slot = slot_in_expert(wanted, E) + jnp.append(used, 0)[wanted]
+        accepted = (wanted < E) & (slot < room)
+        ids, slots = jnp.where(accepted, wanted, ids), jnp.where(accepted, slot, slots)
+        used = used + jnp.zeros(E + 1, jnp.int32).at[jnp.where(accepted, wanted, E)].add(1)[:E]
+        asked = jnp.minimum(asked + jnp.sum(pending, axis=1, dtype=jnp.int32), E)
+        return pending & ~accepted, ids, slots, used, asked
+
+    start = (
+        real,
+        jnp.full((N, k), E, jnp.int32),
+        jnp.zeros((N, k), jnp.int32),
+        jnp.zeros(E, jnp.int32),
+        jnp.zeros(N, jnp.int32),
+    )
+    _, ids, slots, _, _ = jax.lax.while_loop(some_pending, one_round, start)
+    made = ids < E
+    weights = jnp.where(made, jnp.take_along_axis(probabilities, jnp.minimum(ids, E - 1), axis=1), 0.0)
+    if normalize:
+        total = jnp.sum(weights, axis=1, keepdims=True)
+        weights = weights / jnp.where(total > 0, total, 1.0)
+    return Routing(ids, weights, routing.logits), slots, jnp.sum(made & (ids != routing.ids), dtype=jnp.int32)

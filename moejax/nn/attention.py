@@ -1,0 +1,81 @@
+"""Grouped-query attention (Ainslie et al., arXiv 2305.13245) with the families' variations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.core.config import ModelConfig
+from moejax.nn.linear import Linear
+from moejax.nn.norm import RMSNorm
+from moejax.nn.rope import apply_rope
+from moejax.ops.attention import LayerCache, attention
+
+
+class Attention(nnx.Module):
+    """Projections, optional query/key norm, rotary embedding, attention, output projection.
+
+    `qk_norm="head"` normalises each head's Dh (Qwen3), `"projection"` the whole projection before it is
+    split into heads (OLMoE). `clip_qkv` bounds the projections' absolute values (OLMoE).
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None, dtype: Any) -> None:
+        D, H, K, Dh = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        scale, bias = config.initializer_range, config.qkv_bias
+        self.q_proj = Linear((D, H * Dh), ("embed", "heads"), dtype, bias=bias, scale=scale)
+        self.k_proj = Linear((D, K * Dh), ("embed", "kv_heads"), dtype, bias=bias, scale=scale)
+        self.v_proj = Linear((D, K * Dh), ("embed", "kv_heads"), dtype, bias=bias, scale=scale)
+        self.o_proj = Linear(
+            (H * Dh, D), ("heads", "embed"), dtype, bias=config.attention_out_bias, scale=scale
+        )
+        # NNX fixes at the first assignment whether an attribute holds data, so each is assigned once.
+        q_dim, k_dim, q_axis, k_axis = H * Dh, K * Dh, "heads", "kv_heads"
+        if config.qk_norm == "head":
+            q_dim, k_dim, q_axis, k_axis = Dh, Dh, "head_dim", "head_dim"
+        has_norm, eps = config.qk_norm != "none", config.rms_norm_eps
+        self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps) if has_norm else None
+        self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps) if has_norm else None
+        self.config = config
+        self.window = window
+
+    def project(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x `[B, T, D]` → rotated q `[B, T, H, Dh]`, rotated k and v `[B, T, K, Dh]`."""
+        config = self.config
+        B, T, _ = x.shape
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if config.qk_norm == "projection":
+            assert self.q_norm is not None and self.k_norm is not None
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.clip_qkv is not None:
+            q, k, v = (jnp.clip(t, -config.clip_qkv, config.clip_qkv) for t in (q, k, v))
+        q = q.reshape(B, T, config.num_heads, config.head_dim)
+        k = k.reshape(B, T, config.num_kv_heads, config.head_dim)
+        v = v.reshape(B, T, config.num_kv_heads, config.head_dim)
+        if config.qk_norm == "head":
+            assert self.q_norm is not None and self.k_norm is not None
+            q, k = self.q_norm(q), self.k_norm(k)
+        return apply_rope(q, *rope), apply_rope(k, *rope), v
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """x `[B, T, D]` → (`[B, T, D]`, updated cache).
+
+        Without a cache the call holds each sequence whole, from position 0.
+        """
+        B, T, _ = x.shape
+        scale = self.config.attention_scale
+        q, k, v = self.project(x, rope)
+        if cache is None:
+            keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+            out = attention(q, keys, values, positions, window=self.window, scale=scale)
+        else:
+            out, cache = cache.update_and_attend(q, k, v, positions, window=self.window, scale=scale)
+        return self.o_proj(out.reshape(B, T, -1)), cache

@@ -1,0 +1,29 @@
+"""Affine projection."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moejax.nn.param import ParamSpec, declare
+
+
+class Linear(nnx.Module):
+    """`x @ kernel (+ bias)`; kernel is stored `[in, out]`, the transpose of PyTorch's layout."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        axes: tuple[str | None, str | None],
+        dtype: Any,
+        *,
+        bias: bool = False,
+        scale: float = 0.02,
+    ) -> None:
+        self.kernel = declare(ParamSpec(shape, axes, dtype, "normal", scale))
+        self.bias = declare(ParamSpec(shape[1:], axes[1:], dtype, "zeros")) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[..., in]` → `[..., out]`, in x's dtype."""
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]

@@ -1,0 +1,23 @@
+"""The gated MLP of dense layers and shared experts (SwiGLU, Shazeer, arXiv 2002.05202)."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moejax.nn.activation import activation
+from moejax.nn.linear import Linear
+
+
+class GatedMLP(nnx.Module):
+    """`down(act(gate(x)) * up(x))`."""
+
+    def __init__(self, dim: int, hidden: int, act: str, dtype: Any, scale: float) -> None:
+        self.gate_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, scale=scale)
+        self.up_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, scale=scale)
+        self.down_proj = Linear((hidden, dim), ("mlp", "embed"), dtype, scale=scale)
+        self.act = act
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[..., D]` → `[..., D]`."""
+        return self.down_proj(activation(self.act)(self.gate_proj(x)) * self.up_proj(x))

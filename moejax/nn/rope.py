@@ -1,0 +1,110 @@
+"""Rotary position embedding with the context extensions that the supported families use.
+
+Frequencies are computed on the host in float32 by the formulas that Hugging Face follows, so that long
+positions rotate by the same angles there and here. Only `dynamic` depends on the sequence at run time.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.core.config import ModelConfig, RopeConfig
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """float32 `[Dh/2]`: theta^(-2i/Dh)."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """YaRN (arXiv 2309.00071, §3.2-3.4): interpolate slow dimensions, keep fast ones, ramp between."""
+    original = rope.original_max_position_embeddings
+    assert original is not None
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1).astype(np.float32)
+    keep = 1 - ramp
+    plain = inverse_frequencies(head_dim, rope.theta)
+    freqs = (plain / np.float32(rope.factor)) * (1 - keep) + plain * keep
+
+    def mscale(scale: float, m: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * m * math.log(scale) + 1.0
+
+    if rope.attention_factor is not None:
+        attention = rope.attention_factor
+    elif rope.mscale and rope.mscale_all_dim:
+        attention = mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
+    else:
+        attention = mscale(rope.factor)
+    return freqs.astype(np.float32), attention
+
+
+def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Llama 3.1: divide long wavelengths by the factor, keep short ones, blend between."""
+    original = rope.original_max_position_embeddings
+    assert original is not None
+    plain = inverse_frequencies(head_dim, rope.theta)
+    wavelength = 2 * math.pi / plain
+    longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
+    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * plain / rope.factor + smooth * plain
+    freqs = np.where(wavelength > longest, plain / rope.factor, plain)
+    return np.where((wavelength >= shortest) & (wavelength <= longest), blended, freqs).astype(np.float32)
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Frequencies float32 `[Dh/2]` and the factor on cos and sin, for every kind but `dynamic`'s growth."""
+    rope, head_dim = config.rope, config.head_dim
+    if rope.kind == "linear":
+        return inverse_frequencies(head_dim, rope.theta) / np.float32(rope.factor), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, head_dim)
+    if rope.kind == "llama3":
+        return _llama3(rope, head_dim), 1.0
+    return inverse_frequencies(head_dim, rope.theta), 1.0
+
+
+def rope_tables(
+    config: ModelConfig, positions: jax.Array, seq_lens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 `[B, T, Dh/2]`.
+
+    Args:
+        positions: int32 `[B, T]`.
+        seq_lens: int32 `[B]`, tokens each sequence has after this call. `dynamic` NTK scaling takes its
+            base from it once it passes `max_position_embeddings`; keys already cached keep the angles that
+            they were written with, as in Hugging Face.
+    """
+    freqs, attention_factor = rope_frequencies(config)
+    angles = positions.astype(jnp.float32)[..., None] * freqs
+    if config.rope.kind == "dynamic":
+        angles = positions.astype(jnp.float32)[..., None] * _dynamic(config, seq_lens)[:, None, :]
+    return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
+
+
+def _dynamic(config: ModelConfig, seq_lens: jax.Array) -> jax.Array:
+    """float32 `[B, Dh/2]`: NTK-aware base that grows with the sequence."""
+    dim, longest, factor = config.head_dim, config.max_position_embeddings, config.rope.factor
+    length = jnp.maximum(seq_lens, longest).astype(jnp.float32)
+    base = config.rope.theta * ((factor * length / longest) - (factor - 1)) ** (dim / (dim - 2))
+    exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
+    return 1.0 / base[:, None] ** exponent
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates `[B, T, heads, Dh]` by `[B, T, Dh/2]` tables, pairing dimension i with i + Dh/2."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, :, None, :].astype(x.dtype), sin[:, :, None, :].astype(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

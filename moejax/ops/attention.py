@@ -1,0 +1,96 @@
+"""Causal attention over keys whose slot number is their position, in plain XLA.
+
+This is the contract that later paged and kernel implementations are held to.
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+# Scores of more elements than this are computed for a part of the queries at a time: 2^26 floats are 256 MB.
+MAX_SCORE_ELEMENTS = 1 << 26
+
+
+class LayerCache(Protocol):
+    """What an attention layer needs of one layer's key/value cache."""
+
+    def update_and_attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array,
+        *,
+        window: int | None,
+        scale: float,
+    ) -> tuple[jax.Array, "LayerCache"]:
+        """q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]` → output `[B, T, H, Dh]` and the updated cache."""
+        ...
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_positions: jax.Array,
+    *,
+    window: int | None = None,
+    scale: float,
+) -> jax.Array:
+    """Grouped-query attention; softmax in float32.
+
+    Args:
+        q: `[B, T, H, Dh]`; query heads h·G to h·G + G - 1 share key head h.
+        k, v: `[B, K, S, Dh]`; slot s holds the key of position s. Slots past a query's position are never
+            seen, so they may hold anything finite.
+        q_positions: int32 `[B, T]`.
+        window: a query at p sees slots in (p - window, p]; None sees all up to p.
+        scale: factor on q·k.
+
+    Returns:
+        `[B, T, H, Dh]` in q's dtype.
+    """
+    B, T, H, _ = q.shape
+    S = k.shape[2]
+    if T > 1 and B * H * T * S > MAX_SCORE_ELEMENTS:
+        chunk = max(1, MAX_SCORE_ELEMENTS // (B * H * S))
+        return _chunked(q, k, v, q_positions, window=window, scale=scale, chunk=chunk)
+    return _attention(q, k, v, q_positions, window=window, scale=scale)
+
+
+def visible(q_positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
+    """bool `[B, T, S]`: whether the query at a position sees the key in a slot."""
+    p = q_positions[:, :, None]
+    seen = slots <= p
+    return seen if window is None else seen & (slots > p - window)
+
+
+def _attention(q, k, v, q_positions, *, window, scale):  # type: ignore[no-untyped-def]
+    B, T, H, Dh = q.shape
+    K, S = k.shape[1], k.shape[2]
+    G = H // K
+    # [B, K, G·T, Dh]: one matrix product per key head, no repeated keys.
+    grouped = q.reshape(B, T, K, G, Dh).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, Dh)
+    scores = jnp.einsum("bkmd,bksd->bkms", grouped * jnp.asarray(scale, q.dtype), k).astype(jnp.float32)
+    mask = visible(q_positions, jnp.arange(S, dtype=jnp.int32), window)
+    scores = scores.reshape(B, K, G, T, S)
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(B, K, G * T, S)
+    out = jnp.einsum("bkms,bksd->bkmd", weights, v)
+    return out.reshape(B, K, G, T, Dh).transpose(0, 3, 1, 2, 4).reshape(B, T, H, Dh)
+
+
+def _chunked(q, k, v, q_positions, *, window, scale, chunk):  # type: ignore[no-untyped-def]
+    """The same in parts of `chunk` queries, so that the score matrix stays small."""
+    B, T, H, Dh = q.shape
+    parts = -(-T // chunk)
+    pad = parts * chunk - T
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    q_positions = jnp.pad(q_positions, ((0, 0), (0, pad)))
+    q = q.reshape(B, parts, chunk, H, Dh).swapaxes(0, 1)
+    q_positions = q_positions.reshape(B, parts, chunk).swapaxes(0, 1)
+    out = jax.lax.map(
+        lambda part: _attention(part[0], k, v, part[1], window=window, scale=scale), (q, q_positions)
+    )
+    return out.swapaxes(0, 1).reshape(B, parts * chunk, H, Dh)[:, :T]

@@ -1,0 +1,64 @@
+"""Expert products over block-aligned groups: the XLA implementation for CPU.
+
+`jax.lax.ragged_dot` computes every expert on CPU (docs/log.md), so here a loop visits only the blocks in
+use and reads only their experts' weights.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def grouped_swiglu_loop(
+    rows: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    block_expert: jax.Array,
+    block_start: jax.Array,
+    num_blocks: jax.Array,
+    *,
+    block_rows: int,
+    act: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """`(act(x @ gate[e]) * (x @ up[e])) @ down[e]` for each block of rows and its expert e.
+
+    Blocks must come in rising order of `block_start`: a block writes `block_rows` rows, of which those past
+    its group's end are overwritten by the next group's first block.
+
+    Args:
+        rows: `[A, D]`, sorted by expert.
+        gate, up: `[E, D, F]`; down: `[E, F, D]`.
+        block_expert, block_start: int32 `[M]`; num_blocks: int32 scalar.
+
+    Returns:
+        `[A + block_rows, D]`; rows that belong to no group are undefined (finite).
+    """
+    A, D = rows.shape
+    padded = jnp.pad(rows, ((0, block_rows), (0, 0)))
+
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        expert, start = block_expert[i], block_start[i]
+        x = jax.lax.dynamic_slice(padded, (start, 0), (block_rows, D))
+        w_gate = jax.lax.dynamic_index_in_dim(gate, expert, 0, keepdims=False)
+        w_up = jax.lax.dynamic_index_in_dim(up, expert, 0, keepdims=False)
+        w_down = jax.lax.dynamic_index_in_dim(down, expert, 0, keepdims=False)
+        y = (act(x @ w_gate) * (x @ w_up)) @ w_down
+        return jax.lax.dynamic_update_slice(out, y, (start, 0))
+
+    return jax.lax.fori_loop(0, num_blocks, body, jnp.zeros((A + block_rows, D), rows.dtype))
+
+
+def grouped_swiglu_ragged(
+    rows: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    counts: jax.Array,
+    *,
+    act: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """The same by `jax.lax.ragged_dot`: rows `[A, D]` sorted by expert, counts int32 `[E]` → `[A, D]`."""
+    hidden = act(jax.lax.ragged_dot(rows, gate, counts)) * jax.lax.ragged_dot(rows, up, counts)
+    return jax.lax.ragged_dot(hidden, down, counts)
