@@ -1,0 +1,133 @@
+"""Declarative key tables: which checkpoint key fills which parameter, and how.
+
+`{l}` stands for a layer and `{e}` for an expert. A rule reads and, where it is `canonical`, writes.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+Transform = Literal["same", "transpose", "fused_gate", "fused_up", "fused_down"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parameter path (`layers.{l}.…`) and how a checkpoint tensor becomes (a part of) it.
+
+    `same` and `transpose` (PyTorch's `[out, in]` → `[in, out]`) fill one whole matrix or, where the key has
+    `{e}`, one expert of a stack. `fused_gate`/`fused_up` take the halves of a stacked `[E, 2F, D]`,
+    `fused_down` a stacked `[E, D, F]`, each transposed per expert.
+    """
+
+    param: str
+    transform: Transform = "same"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A checkpoint key and its targets; none means that the tensor is known and derived, not loaded."""
+
+    key: str
+    targets: tuple[Target, ...]
+    canonical: bool = True
+    pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        regex = re.escape(self.key).replace(r"\{l\}", r"(?P<l>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")
+        object.__setattr__(self, "pattern", re.compile(regex))
+
+    @property
+    def per_expert(self) -> bool:
+        return "{e}" in self.key
+
+
+def source_shape(transform: Transform, shape: tuple[int, ...], per_expert: bool) -> tuple[int, ...]:
+    """The checkpoint tensor's shape for a parameter of `shape`."""
+    if transform in ("fused_gate", "fused_up"):
+        return (shape[0], 2 * shape[2], shape[1])
+    if transform == "fused_down":
+        return (shape[0], shape[2], shape[1])
+    part = shape[1:] if per_expert else shape
+    return part[::-1] if transform == "transpose" else part
+
+
+def apply_transform(transform: Transform, value: np.ndarray) -> np.ndarray:
+    """Checkpoint tensor → parameter part (a view)."""
+    if transform == "transpose":
+        return value.T
+    if transform == "fused_gate":
+        return value[:, : value.shape[1] // 2].swapaxes(1, 2)
+    if transform == "fused_up":
+        return value[:, value.shape[1] // 2 :].swapaxes(1, 2)
+    if transform == "fused_down":
+        return value.swapaxes(1, 2)
+    return value
+
+
+def linear(key: str, param: str, *, bias: bool = False) -> tuple[Rule, ...]:
+    """A projection's weight and, for families that can have one, its bias."""
+    rules = (Rule(f"{key}.weight", (Target(f"{param}.kernel", "transpose"),)),)
+    return (*rules, Rule(f"{key}.bias", (Target(f"{param}.bias"),))) if bias else rules
+
+
+_LAYER = "model.layers.{l}"
+
+COMMON: tuple[Rule, ...] = (
+    Rule("model.embed_tokens.weight", (Target("embedding.table"),)),
+    Rule("model.norm.weight", (Target("norm.scale"),)),
+    *linear("lm_head", "lm_head"),
+    Rule(f"{_LAYER}.input_layernorm.weight", (Target("layers.{l}.input_norm.scale"),)),
+    Rule(f"{_LAYER}.post_attention_layernorm.weight", (Target("layers.{l}.post_attention_norm.scale"),)),
+    *linear(f"{_LAYER}.self_attn.q_proj", "layers.{l}.attention.q_proj", bias=True),
+    *linear(f"{_LAYER}.self_attn.k_proj", "layers.{l}.attention.k_proj", bias=True),
+    *linear(f"{_LAYER}.self_attn.v_proj", "layers.{l}.attention.v_proj", bias=True),
+    *linear(f"{_LAYER}.self_attn.o_proj", "layers.{l}.attention.o_proj", bias=True),
+    # Old checkpoints store the rotary frequencies, which follow from the configuration.
+    Rule(f"{_LAYER}.self_attn.rotary_emb.inv_freq", (), canonical=False),
+)
+
+QK_NORM: tuple[Rule, ...] = (
+    Rule(f"{_LAYER}.self_attn.q_norm.weight", (Target("layers.{l}.attention.q_norm.scale"),)),
+    Rule(f"{_LAYER}.self_attn.k_norm.weight", (Target("layers.{l}.attention.k_norm.scale"),)),
+)
+
+DENSE_MLP: tuple[Rule, ...] = (
+    *linear(f"{_LAYER}.mlp.gate_proj", "layers.{l}.mlp.gate_proj"),
+    *linear(f"{_LAYER}.mlp.up_proj", "layers.{l}.mlp.up_proj"),
+    *linear(f"{_LAYER}.mlp.down_proj", "layers.{l}.mlp.down_proj"),
+)
+
+
+def routed(
+    block: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    canonical: bool = True,
+) -> tuple[Rule, ...]:
+    """Router and experts under `model.layers.{l}.<block>`, one tensor per expert and projection."""
+    gate, up, down = names
+    experts, prefix = "layers.{l}.moe.experts", f"{_LAYER}.{block}"
+    router = Target("layers.{l}.moe.router.kernel", "transpose")
+    return (
+        Rule(f"{prefix}.gate.weight", (router,), canonical),
+        *(
+            Rule(f"{prefix}.experts.{{e}}.{name}.weight", (Target(f"{experts}.{ours}", "transpose"),), canonical)
+            for name, ours in ((gate, "gate_proj"), (up, "up_proj"), (down, "down_proj"))
+        ),
+    )
+
+
+def fused_experts(block: str) -> tuple[Rule, ...]:
+    """The stacked layout that transformers 5 keeps in memory and can save: gate and up in one tensor."""
+    experts = "layers.{l}.moe.experts"
+    halves = (Target(f"{experts}.gate_proj", "fused_gate"), Target(f"{experts}.up_proj", "fused_up"))
+    return (
+        Rule(f"{_LAYER}.{block}.experts.gate_up_proj", halves, canonical=False),
+        Rule(
+            f"{_LAYER}.{block}.experts.down_proj",
+            (Target(f"{experts}.down_proj", "fused_down"),),
+            canonical=False,
+        ),
+    )

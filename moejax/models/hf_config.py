@@ -1,0 +1,159 @@
+"""Reading a Hugging Face `config.json` field by field, so that nothing in it is ignored by accident.
+
+A family takes the fields it understands; `finish` then raises for any field left over that could change
+the computation.
+"""
+
+from typing import Any
+
+from moejax.core.config import RopeConfig
+from moejax.core.errors import ConfigError
+
+# Bookkeeping, training-only or output-only fields: they do not change what inference computes.
+NEUTRAL = frozenset({
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
+    "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype", "finetuning_task", "hidden_dropout",
+    "id2label", "label2id", "model_type", "output_attentions", "output_hidden_states", "output_router_logits",
+    "prefix", "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+    "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers_version",
+    "use_cache",
+})  # fmt: skip
+
+# Fields that are harmless at one value only.
+ONLY_AT: dict[str, Any] = {
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "is_decoder": False,
+    "cross_attention_hidden_size": None,
+    "pretraining_tp": 1,
+    "partial_rotary_factor": 1.0,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+    "quantization_config": None,
+}
+
+ROPE_KEYS = {
+    "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor",
+}  # fmt: skip
+
+
+class HfFields:
+    """A `config.json` whose fields are taken one at a time."""
+
+    def __init__(self, raw: dict[str, Any], source: str) -> None:
+        self.raw = raw
+        self.source = source
+        self.taken: set[str] = set()
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """The first of `names` that is present and not null, else `default`. All of them count as taken."""
+        self.taken.update(names)
+        for name in names:
+            if self.raw.get(name) is not None:
+                return self.raw[name]
+        return default
+
+    def require(self, *names: str) -> Any:
+        """As `take`, but a missing field is a `ConfigError`."""
+        value = self.take(*names)
+        if value is None:
+            raise ConfigError(f"{self.source}: missing field {' or '.join(map(repr, names))}")
+        return value
+
+    def only(self, name: str, value: Any) -> None:
+        """Accepts a field at one value; any other is a `ConfigError` that names it."""
+        self.taken.add(name)
+        found = self.raw.get(name)
+        if found is not None and found != value:
+            raise ConfigError(
+                f"{self.source}: {name}={found!r} changes the computation and is not implemented "
+                f"(only {value!r} is)"
+            )
+
+    def rope(self, *, default_theta: float, max_position_embeddings: int) -> RopeConfig:
+        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+        theta = self.take("rope_theta", default=default_theta)
+        fields = dict(self.take("rope_parameters", "rope_scaling", default={}))
+        kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
+        fields.pop("type", None)
+        theta = fields.pop("rope_theta", theta)
+        if fields.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
+            raise ConfigError(f"{self.source}: partial_rotary_factor other than 1.0 is not implemented")
+        strange = sorted(set(fields) - ROPE_KEYS)
+        if strange:
+            raise ConfigError(
+                f"{self.source}: rope field(s) {', '.join(strange)} are not implemented "
+                f"(known: {', '.join(sorted(ROPE_KEYS))})"
+            )
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if kind in ("yarn", "llama3"):
+            fields.setdefault("original_max_position_embeddings", max_position_embeddings)
+            if "factor" not in fields:
+                fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
+        elif kind in ("linear", "dynamic") and "factor" not in fields:
+            raise ConfigError(f"{self.source}: rope_type {kind!r} needs a factor")
+        return RopeConfig(kind=kind, theta=float(theta), **fields)
+
+    def special_tokens(self) -> dict[str, Any]:
+        """bos, eos (one or several) and pad ids as `ModelConfig` keeps them."""
+        eos = self.take("eos_token_id", default=())
+        eos = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+        return {
+            "bos_token_id": self.take("bos_token_id"),
+            "eos_token_ids": eos,
+            "pad_token_id": self.take("pad_token_id"),
+        }
+
+    def dtype(self) -> str:
+        """The dtype that the checkpoint says it is in; float32 if it does not say."""
+        name = str(self.take("dtype", "torch_dtype", default="float32"))
+        return name.removeprefix("torch.")
+
+    def finish(self) -> None:
+        """Raises `ConfigError` naming every field that was not taken and is not known to be harmless."""
+        for name, value in ONLY_AT.items():
+            if name not in self.taken:
+                self.only(name, value)
+        left = [
+            name
+            for name, value in self.raw.items()
+            if name not in self.taken and name not in NEUTRAL and value is not None
+        ]
+        if left:
+            shown = ", ".join(f"{name}={self.raw[name]!r}" for name in sorted(left))
+            raise ConfigError(
+                f"{self.source}: field(s) not implemented for model_type {self.raw.get('model_type')!r}: {shown}. "
+                "They may change the computation; if they do not, remove them from config.json"
+            )
+
+
+def sparse_layers(fields: HfFields, num_layers: int) -> tuple[bool, ...]:
+    """Which layers hold experts, from Qwen's `decoder_sparse_step` and `mlp_only_layers`."""
+    step = int(fields.take("decoder_sparse_step", default=1))
+    dense = set(fields.take("mlp_only_layers", default=()))
+    strange = sorted(i for i in dense if not isinstance(i, int) or not 0 <= i < num_layers)
+    if strange:
+        raise ConfigError(f"{fields.source}: mlp_only_layers {strange} outside 0..{num_layers - 1}")
+    if step < 1:
+        raise ConfigError(f"{fields.source}: decoder_sparse_step must be at least 1, got {step}")
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """`rope_parameters` as transformers 5 writes it; earlier versions read `rope_theta`/`rope_scaling`."""
+    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    used: dict[str, tuple[str, ...]] = {
+        "default": (),
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": (
+            "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+            "mscale", "mscale_all_dim", "truncate",
+        ),
+        "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    }  # fmt: skip
+    for name in used[rope.kind]:
+        if getattr(rope, name) is not None:
+            out[name] = getattr(rope, name)
+    return out

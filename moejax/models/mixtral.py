@@ -1,0 +1,35 @@
+"""Mixtral (Jiang et al., arXiv 2401.04088): every layer routed, top-k renormalised, one sliding window."""
+
+from typing import Any
+
+from moejax.core.config import ModelConfig
+from moejax.models.family import Family, common_fields
+from moejax.models.hf_config import HfFields
+
+
+def _read(fields: HfFields) -> ModelConfig:
+    common = common_fields(fields, default_theta=1e6, default_eps=1e-5)
+    layers, hidden = common["num_layers"], int(fields.require("intermediate_size"))
+    window = fields.take("sliding_window")
+    return ModelConfig(
+        family="mixtral",
+        num_experts=int(fields.require("num_local_experts", "num_experts")),
+        moe_intermediate_size=hidden,
+        intermediate_size=hidden,
+        moe_layers=(True,) * layers,
+        sliding_windows=(window,) * layers,
+        norm_topk_prob=True,
+        **common,
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "intermediate_size": config.moe_intermediate_size,
+        "num_local_experts": config.num_experts,
+        "head_dim": config.head_dim,
+        "sliding_window": config.sliding_windows[0],
+    }
+
+
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read, _write)

@@ -1,0 +1,102 @@
+"""Qwen2-MoE (shared expert with a sigmoid gate, biased q, k and v) and Qwen3-MoE (per-head query/key norm,
+no shared expert; Yang et al., arXiv 2505.09388)."""
+
+from typing import Any
+
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.models.family import Family, common_fields
+from moejax.models.hf_config import HfFields, sparse_layers
+
+
+def _qwen2_windows(fields: HfFields, layers: int) -> tuple[int | None, ...]:
+    """Per-layer windows; without `layer_types`, transformers' rule: even layers below max_window_layers."""
+    types = fields.take("layer_types")
+    use, window = bool(fields.take("use_sliding_window", default=False)), fields.take("sliding_window")
+    below = int(fields.take("max_window_layers", default=28))
+    if types is None:
+        types = [
+            "sliding_attention" if use and i % 2 == 0 and i < below else "full_attention"
+            for i in range(layers)
+        ]
+    strange = sorted(set(types) - {"sliding_attention", "full_attention"})
+    if strange or len(types) != layers:
+        raise ConfigError(
+            f"{fields.source}: layer_types must name 'full_attention' or 'sliding_attention' for each of "
+            f"{layers} layers, got {types!r}"
+        )
+    if "sliding_attention" in types and not (use and window):
+        raise ConfigError(
+            f"{fields.source}: layer_types has sliding_attention, but use_sliding_window or sliding_window is off"
+        )
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+
+
+def _read_qwen2(fields: HfFields) -> ModelConfig:
+    common = common_fields(fields, default_theta=1e4, default_eps=1e-6)
+    layers = common["num_layers"]
+    return ModelConfig(
+        family="qwen2_moe",
+        num_experts=int(fields.require("num_experts", "num_local_experts")),
+        moe_intermediate_size=int(fields.require("moe_intermediate_size")),
+        intermediate_size=int(fields.require("intermediate_size")),
+        shared_expert_intermediate_size=int(fields.require("shared_expert_intermediate_size")),
+        moe_layers=sparse_layers(fields, layers),
+        sliding_windows=_qwen2_windows(fields, layers),
+        norm_topk_prob=bool(fields.take("norm_topk_prob", default=False)),
+        qkv_bias=bool(fields.take("qkv_bias", default=True)),
+        **common,
+    )
+
+
+def _read_qwen3(fields: HfFields) -> ModelConfig:
+    common = common_fields(fields, default_theta=1e4, default_eps=1e-6)
+    layers = common["num_layers"]
+    use, window = bool(fields.take("use_sliding_window", default=False)), fields.take("sliding_window")
+    fields.take("max_window_layers")  # transformers does not read it for this family either
+    bias = bool(fields.take("attention_bias", default=False))
+    return ModelConfig(
+        family="qwen3_moe",
+        num_experts=int(fields.require("num_experts", "num_local_experts")),
+        moe_intermediate_size=int(fields.require("moe_intermediate_size")),
+        intermediate_size=int(fields.require("intermediate_size")),
+        moe_layers=sparse_layers(fields, layers),
+        sliding_windows=(int(window) if use and window else None,) * layers,
+        norm_topk_prob=bool(fields.take("norm_topk_prob", default=False)),
+        qk_norm="head",
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        **common,
+    )
+
+
+def _write_common(config: ModelConfig) -> dict[str, Any]:
+    window = next((w for w in config.sliding_windows if w is not None), None)
+    return {
+        "intermediate_size": config.intermediate_size,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "num_experts": config.num_experts,
+        "norm_topk_prob": config.norm_topk_prob,
+        "head_dim": config.head_dim,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, sparse in enumerate(config.moe_layers) if not sparse],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+
+
+def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
+    kinds = ["full_attention" if w is None else "sliding_attention" for w in config.sliding_windows]
+    return _write_common(config) | {
+        "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+        "qkv_bias": config.qkv_bias,
+        "layer_types": kinds,
+    }
+
+
+def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
+    return _write_common(config) | {"attention_bias": config.qkv_bias}
+
+
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2, _write_qwen2)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3, _write_qwen3)

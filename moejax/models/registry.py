@@ -1,0 +1,42 @@
+"""The families by Hugging Face's `model_type`."""
+
+from typing import Any
+
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError, unknown
+from moejax.models.family import Family
+from moejax.models.mixtral import MIXTRAL
+from moejax.models.olmoe import OLMOE
+from moejax.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE)}
+
+
+def get_family(name: str, source: str = "config.json") -> Family:
+    """Raises `ConfigError` naming the supported families."""
+    if name not in FAMILIES:
+        raise ConfigError(f"{source}: {unknown('model_type', name, FAMILIES)}")
+    return FAMILIES[name]
+
+
+def config_from_hf(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
+    """A Hugging Face `config.json`, as a dictionary, → `ModelConfig`.
+
+    Raises:
+        ConfigError: unsupported `model_type`, missing or bad fields, or fields that change the computation
+            and are not implemented; the message names them.
+    """
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise ConfigError(f"{source}: no 'model_type'; is this a Hugging Face model configuration?")
+    family = get_family(raw["model_type"], source)
+    try:
+        return family.from_hf(raw, source)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{source}: a field has the wrong type ({error})") from error
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `config_from_hf`."""
+    return get_family(config.family).to_hf(config)
