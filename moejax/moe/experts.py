@@ -159,14 +159,15 @@ def reroute(
     def one_round(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         pending, ids, slots, used, asked = state
         # A token's pending assignments ask for consecutive places of its ranking.
-        place = asked[:, None] + jnp.cumsum(pending, axis=1) - pending
+        asking = pending.astype(jnp.int32)
+        place = asked[:, None] + jnp.cumsum(asking, axis=1) - asking
         wanted = jnp.take_along_axis(ranking, jnp.minimum(place, E - 1), axis=1)
         wanted = jnp.where(pending & (place < E), wanted, E)
         slot = slot_in_expert(wanted, E) + jnp.append(used, 0)[wanted]
         accepted = (wanted < E) & (slot < room)
         ids, slots = jnp.where(accepted, wanted, ids), jnp.where(accepted, slot, slots)
         used = used + jnp.zeros(E + 1, jnp.int32).at[jnp.where(accepted, wanted, E)].add(1)[:E]
-        asked = jnp.minimum(asked + jnp.sum(pending, axis=1, dtype=jnp.int32), E)
+        asked = jnp.minimum(asked + jnp.sum(asking, axis=1), E)
         return pending & ~accepted, ids, slots, used, asked
 
     start = (

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from moejax.nn.param import ParamSpec, declare
@@ -26,4 +27,4 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., in]` → `[..., out]`, in x's dtype."""
         y = x @ self.kernel[...]
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)

@@ -21,4 +21,5 @@ class RMSNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         # Rounded to x's dtype before the scale, as Hugging Face does it.
-        return self.scale[...] * (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
+        normed = (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
+        return jnp.broadcast_to(self.scale[...], x.shape) * normed

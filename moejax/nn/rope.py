@@ -87,7 +87,7 @@ def rope_tables(
             they were written with, as in Hugging Face.
     """
     freqs, attention_factor = rope_frequencies(config)
-    angles = positions.astype(jnp.float32)[..., None] * freqs
+    angles = positions.astype(jnp.float32)[..., None] * freqs[None, None, :]
     if config.rope.kind == "dynamic":
         angles = positions.astype(jnp.float32)[..., None] * _dynamic(config, seq_lens)[:, None, :]
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
@@ -99,7 +99,7 @@ def _dynamic(config: ModelConfig, seq_lens: jax.Array) -> jax.Array:
     length = jnp.maximum(seq_lens, longest).astype(jnp.float32)
     base = config.rope.theta * ((factor * length / longest) - (factor - 1)) ** (dim / (dim - 2))
     exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
-    return 1.0 / base[:, None] ** exponent
+    return 1.0 / base[:, None] ** exponent[None, :]
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

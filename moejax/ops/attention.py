@@ -62,6 +62,7 @@ def attention(
 def visible(q_positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
     """bool `[B, T, S]`: whether the query at a position sees the key in a slot."""
     p = q_positions[:, :, None]
+    slots = slots[None, None, :]
     seen = slots <= p
     return seen if window is None else seen & (slots > p - window)
 
