@@ -1,0 +1,51 @@
+"""moejax: inference experiments on mixture-of-experts transformers in JAX."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moejax.checkpoint.hf import load_pretrained, save_pretrained
+    from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, ParallelConfig, QuantConfig
+    from moejax.engine.llm import LLM
+    from moejax.engine.request import RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "moejax.engine.llm",
+    "SamplingParams": "moejax.engine.request",
+    "RequestOutput": "moejax.engine.request",
+    "load_pretrained": "moejax.checkpoint.hf",
+    "save_pretrained": "moejax.checkpoint.hf",
+    "ModelConfig": "moejax.core.config",
+    "MoeConfig": "moejax.core.config",
+    "EngineConfig": "moejax.core.config",
+    "ParallelConfig": "moejax.core.config",
+    "QuantConfig": "moejax.core.config",
+}
+
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "ModelConfig",
+    "MoeConfig",
+    "ParallelConfig",
+    "QuantConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "load_pretrained",
+    "save_pretrained",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use, so that `import moejax.core` and the host-only parts do not start JAX.
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'moejax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,167 @@
+"""From logits to tokens on the device. Every row has its own parameters and random stream.
+
+Order of operations, as in vLLM: repetition penalty, temperature, min-p, top-k, top-p, then a draw by the
+Gumbel-max trick. A row's random key depends on its seed and the number of its tokens alone, so neighbours
+in the batch do not change what it draws.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.engine.request import SamplingParams
+
+
+class SamplerMode(NamedTuple):
+    """What a batch needs of the sampler: part of a step's compile key, so that greedy decoding pays for
+    nothing else. `logprobs` is the number of likeliest tokens to report, -1 for no log-probabilities."""
+
+    greedy: bool = True
+    filters: bool = False
+    penalty: bool = False
+    logprobs: int = -1
+
+
+class SamplingArrays(NamedTuple):
+    """Per-row parameters, each `[B]`: see `moejax.engine.request.SamplingParams`."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    seed: jax.Array
+
+
+class Sampled(NamedTuple):
+    """tokens int32 `[B]`; where asked for, the chosen token's log-probability and rank `[B]` and the
+    likeliest tokens' ids and log-probabilities `[B, n]` (else None)."""
+
+    tokens: jax.Array
+    logprob: jax.Array | None
+    rank: jax.Array | None
+    top_ids: jax.Array | None
+    top_logprobs: jax.Array | None
+
+
+def sampler_mode(params: Sequence[SamplingParams], vocab_size: int) -> SamplerMode:
+    """The least mode that serves all of `params`."""
+    wanted = [p.logprobs for p in params if p.logprobs is not None]
+    return SamplerMode(
+        greedy=all(p.greedy for p in params),
+        filters=any(not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params),
+        penalty=any(p.repetition_penalty != 1.0 for p in params),
+        logprobs=min(max(wanted), vocab_size) if wanted else -1,
+    )
+
+
+def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingArrays:
+    """Stacks per-row parameters."""
+    f32 = np.float32
+    return SamplingArrays(
+        jnp.asarray(np.array([p.temperature for p in params], f32)),
+        jnp.asarray(np.array([p.top_k for p in params], np.int32)),
+        jnp.asarray(np.array([p.top_p for p in params], f32)),
+        jnp.asarray(np.array([p.min_p for p in params], f32)),
+        jnp.asarray(np.array([p.repetition_penalty for p in params], f32)),
+        jnp.asarray(np.array([s % 2**32 for s in seeds], np.uint32)),
+    )
+
+
+def sample(
+    logits: jax.Array,
+    arrays: SamplingArrays,
+    step: jax.Array,
+    seen: jax.Array | None,
+    mode: SamplerMode,
+) -> Sampled:
+    """Chooses one token a row.
+
+    Args:
+        logits: float32 `[B, V]`.
+        step: int32 `[B]`, tokens that the row has generated so far.
+        seen: bool `[B, V]`, tokens of prompt and output; needed only under `mode.penalty`.
+    """
+    scores = logits
+    if mode.penalty:
+        assert seen is not None
+        scores = penalize(scores, seen, arrays.repetition_penalty)
+    tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    if not mode.greedy:
+        hot = arrays.temperature > 0
+        scaled = scores / jnp.where(hot, arrays.temperature, 1.0)[:, None]
+        if mode.filters:
+            scaled = filter_scores(scaled, arrays)
+        tokens = jnp.where(hot, draw(scaled, arrays.seed, step), tokens)
+    if mode.logprobs < 0:
+        return Sampled(tokens, None, None, None, None)
+    return _with_logprobs(logits, tokens, mode.logprobs)
+
+
+def _with_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> Sampled:
+    """Log-probabilities under the model's own distribution."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)
+    rank = 1 + jnp.sum(logprobs > chosen, axis=1, dtype=jnp.int32)
+    if count:
+        top, ids = jax.lax.top_k(logprobs, count)
+    else:
+        top, ids = jnp.zeros((tokens.shape[0], 0)), jnp.zeros((tokens.shape[0], 0), jnp.int32)
+    return Sampled(tokens, chosen[:, 0], rank, ids, top)
+
+
+def penalize(scores: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Divides positive and multiplies negative scores of seen tokens by the penalty (arXiv 1909.05858)."""
+    factor = penalty[:, None]
+    return jnp.where(seen, jnp.where(scores > 0, scores / factor, scores * factor), scores)
+
+
+def filter_scores(scores: jax.Array, arrays: SamplingArrays) -> jax.Array:
+    """Scores `[B, V]` with the tokens that min-p, top-k and top-p exclude at -inf.
+
+    At least the likeliest token always stays. Ties with the last token kept by top-k are kept too.
+    """
+    V = scores.shape[-1]
+    log_min = jnp.log(jnp.maximum(arrays.min_p, jnp.finfo(jnp.float32).tiny))
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    keep = (scores >= best + log_min[:, None]) | (arrays.min_p <= 0)[:, None]
+    scores = jnp.where(keep, scores, -jnp.inf)
+
+    ordered = -jnp.sort(-scores, axis=-1)
+    k = jnp.where(arrays.top_k > 0, jnp.minimum(arrays.top_k, V), V)
+    kth = jnp.take_along_axis(ordered, (k - 1)[:, None], axis=1)
+    scores = jnp.where(scores >= kth, scores, -jnp.inf)
+    ordered = jnp.where(ordered >= kth, ordered, -jnp.inf)
+
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # A token stays while the likelier ones together have not reached top_p.
+    inside = before < arrays.top_p[:, None]
+    least = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(scores >= jnp.where((arrays.top_p < 1.0)[:, None], least, -jnp.inf), scores, -jnp.inf)
+
+
+def draw(scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
+    """One sample a row from softmax(scores), by row keys (seed, step). int32 `[B]`."""
+
+    def one(row: jax.Array, row_seed: jax.Array, row_step: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row_seed), row_step)
+        return jnp.argmax(row + jax.random.gumbel(key, row.shape, row.dtype)).astype(jnp.int32)
+
+    return jax.vmap(one)(scores, seed, step)
+
+
+def mark_seen(seen: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Adds each row's new token to `seen` `[B, V]`."""
+    return seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
+
+
+def initial_seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -> np.ndarray:
+    """bool `[rows, V]`: the tokens of each prompt."""
+    seen = np.zeros((rows, vocab_size), np.bool_)
+    for row, prompt in enumerate(prompts):
+        seen[row, np.asarray(prompt, np.int64)] = True
+    return seen

@@ -1,0 +1,156 @@
+"""The compiled steps over the contiguous cache: pure functions of (weight leaves, cache, state).
+
+Weights go in as a flat list of leaves: splitting the module once and calling with leaves costs 0.1 ms a
+step where `nnx.jit` costs 6 (docs/log.md).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.cache.contiguous import ContiguousCache
+from moejax.engine.sampler import Sampled, SamplerMode, SamplingArrays, mark_seen, sample
+from moejax.models.decoder import Decoder
+from moejax.moe.layer import RoutingTrace
+
+# Logits of at most this many elements exist at a time while scoring: 2^24 floats are 64 MB.
+MAX_LOGIT_ELEMENTS = 1 << 24
+
+
+class StepState(NamedTuple):
+    """What one decode step hands the next, all on the device and donated.
+
+    Attributes:
+        tokens: int32 `[B]`, each row's newest token, not yet in the cache.
+        positions: int32 `[B]`, the slot where that token goes.
+        steps: int32 `[B]`, tokens generated so far.
+        seen: bool `[B, V]`, or `[B, 0]` where no row has a repetition penalty.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    steps: jax.Array
+    seen: jax.Array
+
+
+class StepOutput(NamedTuple):
+    """What the host reads after a step. counts int32 `[L, E]` only where routing is recorded."""
+
+    sampled: Sampled
+    counts: jax.Array | None
+
+
+class ModelFunctions:
+    """A model split into weight leaves and pure step functions."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.graphdef, state = nnx.split(model)
+        self.leaves, self.treedef = jax.tree.flatten(state)
+        self.config = model.config
+
+    def merge(self, leaves: Sequence[jax.Array]) -> Decoder:
+        """The module again, inside a trace."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+    def prefill(
+        self,
+        leaves: Sequence[jax.Array],
+        cache: ContiguousCache,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        seen: jax.Array,
+        arrays: SamplingArrays,
+        *,
+        mode: SamplerMode,
+        record: bool,
+    ) -> tuple[ContiguousCache, StepState, StepOutput]:
+        """Whole prompts, right-padded: tokens int32 `[B, T]`, lengths int32 `[B]` (0 for a padding row).
+
+        Fills the cache's first T slots and samples each row's first token.
+        """
+        model = self.merge(leaves)
+        B, T = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, :], (B, T))
+        valid = positions < lengths[:, None]
+        x, new_cache, traces = model.hidden(tokens, positions, valid=valid, cache=cache, phase="prefill")
+        assert new_cache is not None
+        last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        steps = jnp.zeros_like(lengths)
+        out, seen = _sample(model, last, arrays, steps, seen, mode)
+        state = StepState(out.tokens, lengths, steps + 1, seen)
+        return new_cache, state, StepOutput(out, _counts(traces, self.config.num_experts) if record else None)
+
+    def decode(
+        self,
+        leaves: Sequence[jax.Array],
+        cache: ContiguousCache,
+        state: StepState,
+        active: jax.Array,
+        arrays: SamplingArrays,
+        *,
+        mode: SamplerMode,
+        record: bool,
+    ) -> tuple[ContiguousCache, StepState, StepOutput]:
+        """One token a row. Rows that are not `active` (bool `[B]`) visit no expert and stay in place."""
+        model = self.merge(leaves)
+        tokens, positions = state.tokens[:, None], state.positions[:, None]
+        valid = active[:, None]
+        x, new_cache, traces = model.hidden(tokens, positions, valid=valid, cache=cache, phase="decode")
+        assert new_cache is not None
+        out, seen = _sample(model, x[:, 0], arrays, state.steps, state.seen, mode)
+        # An inactive row writes again where it wrote before, so it never runs past its last slot.
+        moved = active.astype(jnp.int32)
+        state = StepState(out.tokens, state.positions + moved, state.steps + moved, seen)
+        return new_cache, state, StepOutput(out, _counts(traces, self.config.num_experts) if record else None)
+
+    def score(self, leaves: Sequence[jax.Array], tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """float32 `[B, T - 1]`: log p(token t | tokens < t); entries past a row's length are undefined."""
+        model = self.merge(leaves)
+        B, T = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, :], (B, T))
+        x, _, _ = model.hidden(tokens, positions, valid=positions < lengths[:, None])
+        flat = x[:, :-1].reshape(B * (T - 1), -1)
+        targets = tokens[:, 1:].reshape(-1)
+        return _token_logprobs(model, flat, targets).reshape(B, T - 1)
+
+
+def _sample(
+    model: Decoder,
+    x: jax.Array,
+    arrays: SamplingArrays,
+    steps: jax.Array,
+    seen: jax.Array,
+    mode: SamplerMode,
+) -> tuple[Sampled, jax.Array]:
+    """x `[B, D]` → sampled tokens and the updated `seen`."""
+    out = sample(model.logits(x), arrays, steps, seen if mode.penalty else None, mode)
+    return out, mark_seen(seen, out.tokens) if mode.penalty else seen
+
+
+def _counts(traces: tuple[RoutingTrace | None, ...], num_experts: int) -> jax.Array:
+    """int32 `[L, E]`; a dense layer's row is 0."""
+    none = jnp.zeros(num_experts, jnp.int32)
+    return jnp.stack([none if trace is None else trace.counts for trace in traces])
+
+
+def _token_logprobs(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """x `[N, D]`, targets int32 `[N]` → float32 `[N]`, in parts so that `[N, V]` never exists whole."""
+    N = x.shape[0]
+    part = max(1, min(N, MAX_LOGIT_ELEMENTS // model.config.vocab_size))
+    parts = -(-N // part)
+    x = jnp.pad(x, ((0, parts * part - N), (0, 0))).reshape(parts, part, -1)
+    targets = jnp.pad(targets, (0, parts * part - N)).reshape(parts, part)
+
+    def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logprobs = jax.nn.log_softmax(model.logits(args[0]), axis=-1)
+        return jnp.take_along_axis(logprobs, args[1][:, None], axis=1)[:, 0]
+
+    return jax.lax.map(one, (x, targets)).reshape(-1)[:N]
+
+
+def shapes_of(tree: Any) -> Any:
+    """The same tree with shapes and dtypes only."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

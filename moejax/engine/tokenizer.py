@@ -1,0 +1,118 @@
+"""Text to tokens and back, by the `tokenizers` library, with Hugging Face's chat templates (jinja2)."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.decoders import DecodeStream
+
+from moejax.core.errors import CheckpointError, RequestError
+
+ChatMessage = dict[str, Any]
+
+
+class Tokenizer:
+    """A model directory's `tokenizer.json` and chat template."""
+
+    def __init__(self, tokenizer: HfTokenizer, settings: dict[str, Any], chat_template: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._chat_template = chat_template
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer | None":
+        """None where the directory has no `tokenizer.json`.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            tokenizer = HfTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise CheckpointError(f"{path}: not a tokenizer ({error})") from None
+        settings: dict[str, Any] = {}
+        settings_path = directory / "tokenizer_config.json"
+        if settings_path.is_file():
+            try:
+                settings = json.loads(settings_path.read_text(encoding="utf-8"))
+            except json.JSONDecodeError as error:
+                raise CheckpointError(f"{settings_path}: not valid JSON ({error})") from None
+        template_path = directory / "chat_template.jinja"
+        if template_path.is_file():
+            template: Any = template_path.read_text(encoding="utf-8")
+        else:
+            template = settings.get("chat_template")
+        if isinstance(template, list):  # several named templates
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return cls(tokenizer, settings, template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of entries, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def stream(self) -> "TextStream":
+        return TextStream(self._tokenizer)
+
+    def apply_chat_template(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt text of a conversation.
+
+        Raises:
+            RequestError: the model has no template, or the template rejects the messages.
+        """
+        if not self._chat_template:
+            raise RequestError("this model has no chat template; pass a plain prompt")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        special = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in self._settings.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        try:
+            return environment.from_string(self._chat_template).render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **special, **variables
+            )
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template rejects these messages: {error}") from None
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class TextStream:
+    """Text of a growing token sequence; bytes of an unfinished character are held back."""
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def step(self, token: int) -> str:
+        """The text that `token` completes; may be empty."""
+        return self._stream.step(self._tokenizer, token) or ""
