@@ -1,0 +1,154 @@
+"""A run's `result.json` and `requests.jsonl`: building, writing and reading back.
+
+Both are written whole or not at all. No JAX here.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moejax.bench.metrics import RequestRecord, record_row
+from moejax.core.errors import ConfigError
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable, to_jsonable
+
+__all__ = [
+    "REQUESTS_FILE", "RESULT_FILE", "SCHEMA", "build_result", "ensure_writable", "load_requests",
+    "load_result", "write_requests", "write_result",
+]  # fmt: skip
+
+SCHEMA = 1
+"""Version of result.json. It grows when a key's meaning changes, not when a key is added."""
+
+RESULT_FILE = "result.json"
+REQUESTS_FILE = "requests.jsonl"
+
+_REQUIRED: dict[str, type] = {
+    "schema": int, "experiment": str, "metrics": dict, "cases": list, "config": dict, "provenance": dict,
+}  # fmt: skip
+
+
+def build_result(
+    experiment: str,
+    *,
+    metrics: Mapping[str, Any],
+    config: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    cases: Sequence[Mapping[str, Any]] = (),
+    compile_ledger: Sequence[Any] | None = None,
+    routing: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    """The content of result.json as JSON's own types.
+
+    Args:
+        experiment: its name, such as "latency".
+        metrics: flat name → number or None; names as in `moejax.bench.metrics`.
+        config: the resolved configuration.
+        provenance: from `moejax.tracking.provenance.collect`.
+        cases: one row per workload case.
+        compile_ledger: one row per compilation (what, why, seconds).
+        routing: `counts` [layers, experts], tokens routed to each expert, and whatever else was traced.
+        extra: further top-level keys.
+
+    Raises:
+        ValueError: `metrics` is not flat, or an extra key is one of the above.
+    """
+    for name, value in metrics.items():
+        if isinstance(value, (Mapping, list, tuple)):
+            raise ValueError(f"metrics must be flat; {name!r} holds a {type(value).__name__}")
+    if "schema" in extra:
+        raise ValueError("the schema's version is not the caller's to set")
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "experiment": experiment,
+        "metrics": metrics,
+        "cases": list(cases),
+        "config": config,
+        "provenance": provenance,
+    }
+    if compile_ledger is not None:
+        result["compile_ledger"] = list(compile_ledger)
+    if routing is not None:
+        result["routing"] = routing
+    return to_jsonable({**result, **extra})
+
+
+def write_result(result: Mapping[str, Any], directory: str | os.PathLike[str]) -> Path:
+    """Writes `directory/result.json` atomically and returns its path.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    return atomic_write_text(Path(directory) / RESULT_FILE, dump_json(result, indent=2) + "\n")
+
+
+def write_requests(records: Iterable[RequestRecord], directory: str | os.PathLike[str]) -> Path:
+    """Writes `directory/requests.jsonl`, one row per request, and returns its path. Arrivals are counted
+    from the first one.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    records = list(records)
+    origin = min((record.metrics.arrival_time for record in records), default=0.0)
+    lines = [dump_json(record_row(record, origin)) + "\n" for record in records]
+    return atomic_write_text(Path(directory) / REQUESTS_FILE, "".join(lines))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"no result at {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a result.json, or the one in a folder, and checks its shape.
+
+    Raises:
+        ConfigError: there is none, it is not JSON, a key is missing or of the wrong type, or its schema is
+            another version's.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / RESULT_FILE
+    try:
+        result = json.loads(_read(file))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(result, dict):
+        raise ConfigError(f"{file} holds a {type(result).__name__} where a result is an object")
+    schema = result.get("schema")
+    if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
+        raise ConfigError(f"{file} has schema {schema}; this moejax reads schema {SCHEMA}")
+    for key, kind in _REQUIRED.items():
+        if key not in result:
+            raise ConfigError(f"{file} is not a moejax result: it has no {key!r}")
+        if not isinstance(result[key], kind) or isinstance(result[key], bool):
+            actual = type(result[key]).__name__
+            raise ConfigError(f"{file}: {key!r} must be of type {kind.__name__}, not {actual}")
+    return result
+
+
+def load_requests(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Reads the rows of a requests.jsonl, or of the one in a folder.
+
+    Raises:
+        ConfigError: there is none, or a line is not JSON (named by its number).
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / REQUESTS_FILE
+    rows = []
+    for number, line in enumerate(_read(file).split("\n"), start=1):
+        if not line:
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{file}, line {number} is not JSON: {error}") from error
+    return rows

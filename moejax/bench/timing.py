@@ -1,0 +1,132 @@
+"""Timing of JAX callables to the end of their device work, and peak memory.
+
+A call returns before the device is done, so each measurement ends in `block_until_ready`. Warm-up calls,
+the first of which compiles, are timed apart and never enter a median.
+"""
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from moejax.bench.statistics import Interval, bootstrap_interval, paired_ratio
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Measured calls of one variant, in seconds. `first_call_s` includes tracing and compiling."""
+
+    name: str
+    seconds: tuple[float, ...]
+    first_call_s: float
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def min_s(self) -> float:
+        return min(self.seconds)
+
+    def interval(self, confidence: float = 0.95) -> Interval:
+        """The median with its bootstrap interval, in seconds."""
+        return bootstrap_interval(self.seconds, "median", confidence=confidence)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants timed in turns. `ratios[name]` is that variant's time over the baseline's:
+    below 1 is faster."""
+
+    timings: dict[str, Timing]
+    baseline: str
+    ratios: dict[str, Interval]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict per variant: name, median_ms, min_ms, first_call_ms, ratio, ratio_low, ratio_high."""
+        return [
+            {
+                "name": name,
+                "median_ms": timing.median_s * 1e3,
+                "min_ms": timing.min_s * 1e3,
+                "first_call_ms": timing.first_call_s * 1e3,
+                "ratio": self.ratios[name].estimate,
+                "ratio_low": self.ratios[name].low,
+                "ratio_high": self.ratios[name].high,
+            }
+            for name, timing in self.timings.items()
+        ]
+
+
+def timed(fn: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+    """Calls `fn(*args)`, waits for its arrays and returns (seconds, result)."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(fn(*args))
+    return time.perf_counter() - start, result
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], Any]],
+    *,
+    baseline: str | None = None,
+    warmup: int = 2,
+    repeats: int = 10,
+) -> Comparison:
+    """Times several callables in turns, so that a machine's drift falls on all alike.
+
+    Args:
+        variants: name → callable without arguments; what it returns is waited for and then dropped.
+            A callable that donates its arguments must keep the returned ones itself.
+        baseline: the variant that ratios divide by; None takes the first.
+        warmup: calls of each before measuring, at least 1.
+        repeats: measured rounds; every other round goes through the variants backwards, so that none
+            always runs behind the same neighbour.
+
+    Raises:
+        ValueError: no variants, an unknown baseline, or counts below 1.
+    """
+    names = list(variants)
+    if not names or warmup < 1 or repeats < 1:
+        raise ValueError(f"need variants, warmup >= 1 and repeats >= 1; got {names}, {warmup}, {repeats}")
+    base = names[0] if baseline is None else baseline
+    if base not in variants:
+        raise ValueError(f"baseline {base!r} is not among {names}")
+    first = {}
+    for name in names:
+        # The result of `timed` is dropped at once: two variants' outputs need not fit in memory together.
+        first[name] = timed(variants[name])[0]
+        for _ in range(warmup - 1):
+            timed(variants[name])
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(repeats):
+        for name in names if round_ % 2 == 0 else reversed(names):
+            seconds[name].append(timed(variants[name])[0])
+    timings = {name: Timing(name, tuple(seconds[name]), first[name]) for name in names}
+    ratios = {name: paired_ratio(seconds[name], seconds[base]) for name in names}
+    return Comparison(timings, base, ratios)
+
+
+def measure(fn: Callable[[], Any], *, name: str = "call", warmup: int = 2, repeats: int = 10) -> Timing:
+    """`interleave` for a single callable."""
+    return interleave({name: fn}, warmup=warmup, repeats=repeats).timings[name]
+
+
+def peak_memory(devices: list[jax.Device] | None = None) -> dict[str, int | None]:
+    """Most memory in use so far, in bytes.
+
+    `host_peak_bytes` is the process's peak resident set; `device_peak_bytes` is the largest device's peak
+    where the backend counts it (GPU and TPU do), else None, as on CPU, whose arrays are in the resident set.
+    """
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host = usage if sys.platform == "darwin" else usage * 1024
+    peaks = []
+    for device in jax.local_devices() if devices is None else devices:
+        stats = device.memory_stats()
+        if stats and "peak_bytes_in_use" in stats:
+            peaks.append(int(stats["peak_bytes_in_use"]))
+    return {"host_peak_bytes": int(host), "device_peak_bytes": max(peaks) if peaks else None}

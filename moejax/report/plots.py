@@ -1,0 +1,292 @@
+"""The plots of a result, the same for the command line, notebooks and W&B.
+
+Each function takes a result (result.json's content) and returns a matplotlib `Figure`, or None where the
+result has nothing for it. Figures are made without pyplot, so no backend or global state is touched.
+No JAX here.
+"""
+
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from moejax.core.files import atomic_write_bytes
+from moejax.report.style import COLORS, Record, case_label, rows_by_case, run_title
+
+_PERCENTILES = (("median", "p50", "#9ecae1"), ("p90", "p90", "#4292c6"), ("p99", "p99", "#084594"))
+_DPI = 150
+
+
+def _figure(
+    title: str, result: Mapping[str, Any], width: float, height: float, rows: int = 1, columns: int = 1
+) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    subtitle = run_title(result)
+    figure.suptitle(title + (f"\n{subtitle}" if subtitle else ""), fontsize=11)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#dddddd", linewidth=0.7)
+        axis.set_axisbelow(True)
+    return figure, list(axes.flat)
+
+
+def latency_percentiles(result: Mapping[str, Any]) -> Figure | None:
+    """TTFT, TPOT and E2E of each case: bars of the median, 90th and 99th percentile, in milliseconds."""
+    cases = result.get("cases", [])
+    panels = [
+        (key, title)
+        for key, title in (("ttft", "TTFT"), ("tpot", "TPOT"), ("e2el", "E2E"))
+        if any(case.get(f"median_{key}_ms") is not None for case in cases)
+    ]
+    if not panels:
+        return None
+    # Side by side while that is readable; many cases go below one another.
+    stacked = len(cases) > 5
+    shape = (len(panels), 1) if stacked else (1, len(panels))
+    size = (
+        (max(7.0, 1.0 + 0.6 * len(cases)), 1.2 + 2.4 * len(panels)) if stacked else (3.3 * len(panels), 4.0)
+    )
+    figure, axes = _figure("Latency percentiles", result, *size, *shape)
+    width = 0.8 / len(_PERCENTILES)
+    for axis, (key, title) in zip(axes, panels, strict=True):
+        for offset, (statistic, label, color) in enumerate(_PERCENTILES):
+            heights = [case.get(f"{statistic}_{key}_ms") for case in cases]
+            places = np.arange(len(cases)) + (offset - 1) * width
+            bars = axis.bar(places, [h or 0.0 for h in heights], width * 0.92, color=color, label=label)
+            if len(cases) <= 4:
+                labels = [f"{h:.3g}" if h is not None and h < 1000 else f"{h or 0:.0f}" for h in heights]
+                axis.bar_label(bars, labels, fontsize=7, padding=2, rotation=90 if len(cases) > 2 else 0)
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks(range(len(cases)), [case_label(case) for case in cases], fontsize=8)
+        margin = max(0.5, 1.0 - 0.25 * (len(cases) - 1))  # a single case is not blown up to fill the width
+        axis.set_xlim(-margin, len(cases) - 1 + margin)
+        axis.margins(y=0.15)
+        axis.set_ylim(bottom=0)
+        if stacked or axis is axes[0]:
+            axis.set_ylabel("milliseconds")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _token_matrix(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Inter-token latencies [requests, longest output - 1] in ms, NaN beyond a request's end."""
+    matrix = np.full((len(rows), max((len(row["itl_ms"]) for row in rows), default=0)), np.nan)
+    for index, row in enumerate(rows):
+        matrix[index, : len(row["itl_ms"])] = row["itl_ms"]
+    return matrix
+
+
+def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) -> Figure | None:
+    """Left: inter-token latency over the token's place in the output, median over requests with the 10th to
+    90th percentile as a band. Right: its cumulative distribution over all tokens."""
+    groups = [(label, _token_matrix(rows)) for label, rows in rows_by_case(result, records)]
+    groups = [(label, matrix) for label, matrix in groups if matrix.size]
+    if not groups:
+        return None
+    figure, (over, cumulative) = _figure("Inter-token latency", result, 10.0, 4.2, 1, 2)
+    for index, (label, matrix) in enumerate(groups):
+        color = COLORS[index % len(COLORS)]
+        style = "-" if index < len(COLORS) else "--"
+        places = np.arange(2, matrix.shape[1] + 2)
+        low, middle, high = np.nanpercentile(matrix, (10, 50, 90), axis=0)
+        over.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
+        over.plot(places, middle, color=color, linewidth=1.3, linestyle=style, label=label)
+        values = np.sort(matrix[~np.isnan(matrix)])
+        cumulative.step(
+            values, np.arange(1, values.size + 1) / values.size, where="post", color=color, linestyle=style
+        )
+    over.set_xlabel("output token")
+    over.set_ylabel("inter-token latency (ms), p10 to p90")
+    over.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # From zero, so that a flat curve looks flat; one slow token must not press all the others down.
+    everything = np.concatenate([m[~np.isnan(m)] for _, m in groups])
+    over.set_ylim(0, max(np.nanpercentile(m, 90, axis=0).max() for _, m in groups) * 1.1)
+    cumulative.set_xlabel("inter-token latency (ms)")
+    cumulative.set_ylabel("share of tokens")
+    cumulative.set_ylim(0, 1.02)
+    if everything.min() > 0 and everything.max() / everything.min() > 10:
+        cumulative.set_xscale("log")
+        _round_ticks(cumulative.xaxis, *cumulative.get_xlim())
+    cumulative.grid(axis="x", color="#dddddd", linewidth=0.7)
+    figure.legend(
+        *over.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=min(4, len(groups)),
+        frameon=False,
+    )
+    return figure
+
+
+def throughput_by_batch(result: Mapping[str, Any]) -> Figure | None:
+    """Output tokens/s over the batch size, a line per prompt and output length, with the line that perfect
+    scaling from the smallest batch would give. None below two batch sizes."""
+    lines: dict[tuple[Any, Any], dict[int, float]] = {}
+    for case in result.get("cases", []):
+        if case.get("output_throughput") is not None and case.get("batch_size"):
+            key = (case.get("prompt_len"), case.get("output_len"))
+            lines.setdefault(key, {})[case["batch_size"]] = case["output_throughput"]
+    sizes = sorted({size for line in lines.values() for size in line})
+    if len(sizes) < 2:
+        return None
+    figure, (axis,) = _figure("Throughput", result, 6.4, 4.2)
+    for index, ((prompt, output), line) in enumerate(lines.items()):
+        color = COLORS[index % len(COLORS)]
+        places = sorted(line)
+        axis.plot(places, [line[p] for p in places], "o-", color=color, label=f"P={prompt}, N={output}")
+        if len(places) > 1:
+            ideal = [line[places[0]] * p / places[0] for p in places]
+            axis.plot(places, ideal, ":", color=color, linewidth=1, alpha=0.7)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.xaxis.set_minor_locator(NullLocator())
+    _round_ticks(axis.yaxis, *axis.get_ylim())
+    axis.set_xlabel("batch size (dotted: perfect scaling)")
+    axis.set_ylabel("output tokens/s")
+    axis.legend(frameon=False)
+    return figure
+
+
+def _round_ticks(axis: Axis, low: float, high: float) -> None:
+    """Ticks at 1, 2 and 5 times powers of ten on a logarithmic axis, written out plainly."""
+    ticks = [m * 10.0**e for e in range(-4, 10) for m in (1, 2, 5)]
+    axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e6 else f"{value:.0e}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def expert_load(result: Mapping[str, Any]) -> Figure | None:
+    """Heat map of the experts' load, layers x experts, from `routing["counts"]`: 1 is an even share, and the
+    number beside each layer is its busiest expert's. A dense layer (all zero) is left blank."""
+    counts = np.asarray((result.get("routing") or {}).get("counts") or [], dtype=np.float64)
+    if counts.ndim != 2 or not counts.size or not counts.sum():
+        return None
+    layers, experts = counts.shape
+    totals = counts.sum(axis=1, keepdims=True)
+    load = np.divide(counts * experts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
+    width, height = min(14.0, 3.5 + 0.24 * experts), min(12.0, 2.2 + 0.28 * layers)
+    figure, (axis,) = _figure("Expert load", result, max(6.0, width), max(3.2, height))
+    axis.grid(visible=False)
+    image = axis.imshow(load, aspect="auto", cmap="viridis", vmin=0.0, vmax=max(2.0, float(np.nanmax(load))))
+    axis.set_xlabel("expert")
+    axis.set_ylabel("layer")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+    if layers <= 48:
+        for layer in range(layers):
+            if totals[layer, 0] > 0:
+                axis.text(
+                    experts - 0.35, layer, f"{load[layer].max():.1f}x", va="center", fontsize=7, clip_on=False
+                )
+    figure.colorbar(image, ax=axis, pad=0.06, label="load / even share")
+    return figure
+
+
+def training_curve(
+    rows: Iterable[Mapping[str, Any]],
+    result: Mapping[str, Any] | None = None,
+    *,
+    loss: Sequence[str] = ("train_loss", "loss"),
+    heldout: Sequence[str] = ("heldout_loss", "eval_loss"),
+    rate: Sequence[str] = ("learning_rate", "lr"),
+) -> Figure | None:
+    """Training loss, held-out loss and learning rate over the step, from the rows of metrics.jsonl.
+
+    Of each kind the first name that occurs is drawn. A step that was logged twice (a run killed and resumed
+    from an earlier checkpoint) counts with its last value.
+    """
+    rows = list(rows)
+
+    def series(names: Sequence[str]) -> tuple[list[int], list[float]]:
+        for name in names:
+            found = {
+                r["step"]: r[name] for r in rows if r.get(name) is not None and r.get("step") is not None
+            }
+            if found:
+                steps = sorted(found)
+                return steps, [found[step] for step in steps]
+        return [], []
+
+    train, held, rates = series(loss), series(heldout), series(rate)
+    if not train[0] and not held[0]:
+        return None
+    figure = Figure(figsize=(7.2, 5.2 if rates[0] else 4.2), layout="constrained")
+    ratios = (3, 1) if rates[0] else (1,)
+    axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    figure.suptitle("\n".join(filter(None, ("Training", run_title(result or {})))), fontsize=11)
+    _draw_losses(axes[0], train, held)
+    if rates[0]:
+        axes[1].plot(*rates, color=COLORS[2], linewidth=1.3)
+        axes[1].set_ylabel("learning rate")
+        axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axes[-1].set_xlabel("step")
+    return figure
+
+
+def _draw_losses(
+    axis: Axes, train: tuple[list[int], list[float]], held: tuple[list[int], list[float]]
+) -> None:
+    steps, values = train
+    if len(steps) >= 50:
+        window = max(5, len(steps) // 50)
+        smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+        axis.plot(steps, values, color=COLORS[0], linewidth=0.6, alpha=0.3)
+        axis.plot(
+            steps[window - 1 :], smooth, color=COLORS[0], linewidth=1.6, label=f"train (mean of {window})"
+        )
+    elif steps:
+        axis.plot(steps, values, color=COLORS[0], linewidth=1.4, label="train")
+    if held[0]:
+        axis.plot(*held, "o-", color=COLORS[1], linewidth=1.4, markersize=3.5, label="held-out")
+        axis.annotate(
+            f"{held[1][-1]:.3f}", (held[0][-1], held[1][-1]), xytext=(4, 6), textcoords="offset points",
+            color=COLORS[1], fontsize=9,
+        )  # fmt: skip
+    axis.set_ylabel("loss (nats per token)")
+    axis.legend(frameon=False)
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Writes a PNG atomically and returns its path.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI)
+    return atomic_write_bytes(path, buffer.getvalue())
+
+
+def save_latency_plots(
+    result: Mapping[str, Any], records: Iterable[Record], out_dir: str | os.PathLike[str]
+) -> list[Path]:
+    """Draws every plot that the result has data for into `out_dir` and returns the files, one per plot drawn:
+    `latency.png`, `itl.png`, `throughput.png`, `expert_load.png`."""
+    figures = {
+        "latency": latency_percentiles(result),
+        "itl": inter_token_latency(result, records),
+        "throughput": throughput_by_batch(result),
+        "expert_load": expert_load(result),
+    }
+    return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]
+
+
+def save_training_plot(
+    rows: Iterable[Mapping[str, Any]],
+    out_dir: str | os.PathLike[str],
+    result: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """`training.png` in `out_dir` as a list of one path, or of none without a loss."""
+    figure = training_curve(rows, result)
+    return [] if figure is None else [save_figure(figure, Path(out_dir) / "training.png")]

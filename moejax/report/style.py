@@ -1,0 +1,66 @@
+"""What the tables and plots of one result share: its title, its cases' labels, its rows. No JAX here."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from moejax.bench.metrics import RequestRecord, record_row
+
+# Okabe and Ito's colours: told apart by every kind of colour vision, and in this order also in grey.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+
+Record = RequestRecord | Mapping[str, Any]
+
+
+def model_name(result: Mapping[str, Any]) -> str | None:
+    """The model's name in a result's config: `model` itself, or its `name` or `path`."""
+    model = result.get("config", {}).get("model")
+    if isinstance(model, Mapping):
+        model = model.get("name") or model.get("path")
+    return str(model) if model else None
+
+
+def device_name(result: Mapping[str, Any]) -> str | None:
+    """Such as "4x NVIDIA A100-SXM4-80GB", or the processor's name where JAX ran on the CPU."""
+    provenance = result.get("provenance", {})
+    device, cpu = provenance.get("device") or {}, provenance.get("cpu") or {}
+    kind, count = device.get("kind"), device.get("count") or 1
+    if device.get("platform") == "cpu":
+        cores = cpu.get("usable_cores")
+        return f"{cpu.get('model') or 'CPU'}{f', {cores} cores' if cores else ''}"
+    return f"{count}x {kind}" if kind and count > 1 else kind
+
+
+def commit_name(result: Mapping[str, Any]) -> str | None:
+    """The commit's first seven digits, with a + where the tree differed from it."""
+    git = result.get("provenance", {}).get("git") or {}
+    return f"{git['commit'][:7]}{'+' if git.get('dirty') else ''}" if git.get("commit") else None
+
+
+def run_title(result: Mapping[str, Any]) -> str:
+    """Model, device and commit on one line; what is not known is left out."""
+    parts = [model_name(result), device_name(result)]
+    commit = commit_name(result)
+    return " · ".join([part for part in parts if part] + ([f"commit {commit}"] if commit else []))
+
+
+def case_label(case: Mapping[str, Any], separator: str = "\n") -> str:
+    """Batch, prompt and output length of a case."""
+    names = (("B", "batch_size"), ("P", "prompt_len"), ("N", "output_len"))
+    return separator.join(f"{short}={case[name]}" for short, name in names if case.get(name) is not None)
+
+
+def request_rows(records: Iterable[Record]) -> list[Mapping[str, Any]]:
+    """Records as rows of requests.jsonl; rows pass through."""
+    return [record_row(record) if isinstance(record, RequestRecord) else record for record in records]
+
+
+def rows_by_case(result: Mapping[str, Any], records: Iterable[Record]) -> list[tuple[str, Sequence[Any]]]:
+    """(label, rows) of each case that has rows, in the cases' order."""
+    cases = result.get("cases", [])
+    groups: dict[int, list[Any]] = {}
+    for row in request_rows(records):
+        groups.setdefault(row["case"], []).append(row)
+    return [
+        (case_label(cases[index], " ") if index < len(cases) else f"case {index}", groups[index])
+        for index in sorted(groups)
+    ]

@@ -1,0 +1,206 @@
+"""What an experiment says to a tracker, and how trackers are chosen. No tracker's library is imported here.
+
+A tracker gets aggregates: a few numbers a step, never one call per token and never inside a timed region.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from moejax.core.config import check_choice
+from moejax.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Scalar = float | int | bool | str | None
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Which tracker runs beside the JSONL file, and where.
+
+    Attributes:
+        kind: `none`, `wandb_offline`, or `wandb` (online: needs a key and a server, never falls back).
+        project, entity, group, job_type, tags: W&B's own words. group and job_type None take the run's.
+        dir: the folder in which W&B keeps its `wandb/` folder; None takes $WANDB_DIR, else the working
+            directory, so that `wandb leet` without arguments finds every run.
+        timeout_s: most seconds that starting an online run may take.
+        finish_timeout_s: most seconds that uploading what is left may take at the end.
+    """
+
+    kind: str = "wandb_offline"
+    project: str = "moejax"
+    entity: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    tags: tuple[str, ...] = ()
+    dir: str | None = None
+    timeout_s: float = 30.0
+    finish_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        check_choice("tracker.kind", self.kind, tuple(sorted(_TRACKERS)))
+        if isinstance(self.tags, str):
+            raise ConfigError(f"tracker.tags must be a list of words, got {self.tags!r}")
+        object.__setattr__(self, "tags", tuple(self.tags))
+        for name in ("timeout_s", "finish_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"tracker.{name} must be a positive number, got {getattr(self, name)!r}")
+        if not self.project:
+            raise ConfigError("tracker.project must not be empty")
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Which run is tracked. `config` is the resolved configuration; `resumed` says that `output_dir` holds an
+    earlier part of the same run, whose history is kept."""
+
+    experiment: str
+    name: str
+    output_dir: Path
+    group: str | None = None
+    job_type: str | None = None
+    tags: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    resumed: bool = False
+
+
+class Tracker(Protocol):
+    """Where a run's numbers go. All calls are cheap; `finish` may wait for an upload, for a bounded time."""
+
+    def log(self, metrics: Mapping[str, Scalar], step: int | None = None) -> None:
+        """One row of the history. Steps must not fall."""
+
+    def summary(self, metrics: Mapping[str, Scalar]) -> None:
+        """The run's final numbers; a later value replaces an earlier one."""
+
+    def define_metric(self, name: str, *, step_metric: str | None = None, summary: str | None = None) -> None:
+        """How a metric is to be drawn: against which other metric, and what its summary is (min, max, mean,
+        last, none)."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table of plain values."""
+
+    def image(self, name: str, path: Path) -> None:
+        """A picture file."""
+
+    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+        """Files to keep with the run, as one named and versioned thing."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Ends the run; further calls are errors, a second `finish` does nothing."""
+
+    def hints(self) -> list[str]:
+        """Shell lines, exact and ready to paste, with which the user sees this run."""
+
+
+class CompositeTracker:
+    """Says everything to several trackers. As a context manager it finishes them, with exit code 1 if the
+    body raised."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers: tuple[Tracker, ...] = tuple(trackers)
+
+    def log(self, metrics: Mapping[str, Scalar], step: int | None = None) -> None:
+        for tracker in self.trackers:
+            tracker.log(metrics, step)
+
+    def summary(self, metrics: Mapping[str, Scalar]) -> None:
+        for tracker in self.trackers:
+            tracker.summary(metrics)
+
+    def define_metric(self, name: str, *, step_metric: str | None = None, summary: str | None = None) -> None:
+        for tracker in self.trackers:
+            tracker.define_metric(name, step_metric=step_metric, summary=summary)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        for tracker in self.trackers:
+            tracker.table(name, columns, rows)
+
+    def image(self, name: str, path: Path) -> None:
+        for tracker in self.trackers:
+            tracker.image(name, path)
+
+    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+        for tracker in self.trackers:
+            tracker.artifact(name, kind, paths)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Finishes all, also when one of them fails; the first failure is then raised."""
+        failures: list[Exception] = []
+        for tracker in self.trackers:
+            try:
+                tracker.finish(exit_code)
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def hints(self) -> list[str]:
+        return [line for tracker in self.trackers for line in tracker.hints()]
+
+    def __enter__(self) -> "CompositeTracker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish(0)
+            return
+        try:
+            self.finish(1)
+        except Exception as failure:  # must not hide what went wrong first
+            logger.error("tracker: %s", failure)
+
+
+# kind → "module:factory"; the module is imported only when its kind is chosen.
+_TRACKERS: dict[str, str | None] = {
+    "none": None,
+    "wandb_offline": "moejax.tracking.wandb:WandbTracker",
+    "wandb": "moejax.tracking.wandb:WandbTracker",
+}
+
+
+def make_tracker(config: TrackerConfig, info: RunInfo) -> CompositeTracker:
+    """The always-on JSONL tracker in `info.output_dir` together with the one that `config.kind` names.
+
+    Raises:
+        OutputError: the output folder or the tracker's own cannot be written.
+        TrackingError: the tracker cannot be started; there is no falling back to another.
+    """
+    from moejax.tracking.jsonl import JsonlTracker
+
+    trackers: list[Tracker] = [JsonlTracker(info)]
+    target = _TRACKERS[config.kind]
+    if target is not None:
+        module, _, attribute = target.partition(":")
+        factory: Callable[[TrackerConfig, RunInfo], Tracker] = getattr(
+            importlib.import_module(module), attribute
+        )
+        try:
+            trackers.append(factory(config, info))
+        except BaseException:
+            trackers[0].finish(1)
+            raise
+    return CompositeTracker(trackers)
+
+
+def plain_scalars(metrics: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Metrics as Python's own numbers; 0-d arrays are fetched.
+
+    Raises:
+        TypeError: a value is not a scalar; its name is in the text.
+    """
+    plain: dict[str, Scalar] = {}
+    for name, value in metrics.items():
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()
+        if not (value is None or isinstance(value, (bool, int, float, str))):
+            raise TypeError(f"metric {name!r} must be a scalar, got {type(value).__name__}")
+        plain[name] = value
+    return plain

@@ -1,0 +1,90 @@
+"""The tracker that always runs: one JSON object per logged step in `metrics.jsonl`, readable by anything."""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moejax.core.errors import ConfigError, OutputError
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable
+from moejax.tracking.base import RunInfo, Scalar, plain_scalars
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+class JsonlTracker:
+    """Appends the history to `metrics.jsonl` and writes `summary.json` when the run ends.
+
+    Rows are `{"step": …, "time": UNIX seconds, …metrics}`, each flushed, so that a killed run keeps what it
+    logged. A file from an earlier run is replaced unless `info.resumed`. Tables, pictures and artifacts are
+    files in the output folder already and are not copied.
+    """
+
+    def __init__(self, info: RunInfo) -> None:
+        self._dir = ensure_writable(info.output_dir)
+        self.path = self._dir / METRICS_FILE
+        self._summary: dict[str, Scalar] = {}
+        try:
+            self._file = open(self.path, "a" if info.resumed else "w", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def log(self, metrics: Mapping[str, Scalar], step: int | None = None) -> None:
+        row = {"step": step, "time": round(time.time(), 3), **plain_scalars(metrics)}
+        self._file.write(dump_json(row) + "\n")
+        self._file.flush()
+
+    def summary(self, metrics: Mapping[str, Scalar]) -> None:
+        self._summary.update(plain_scalars(metrics))
+
+    def define_metric(self, name: str, *, step_metric: str | None = None, summary: str | None = None) -> None:
+        pass
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        pass
+
+    def image(self, name: str, path: Path) -> None:
+        pass
+
+    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+        pass
+
+    def finish(self, exit_code: int = 0) -> None:
+        if self._file.closed:
+            return
+        self._file.close()
+        if self._summary:
+            atomic_write_text(self._dir / SUMMARY_FILE, dump_json(self._summary, indent=2) + "\n")
+
+    def hints(self) -> list[str]:
+        return []
+
+
+def load_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Reads the rows of a metrics.jsonl, or of the one in a folder. A last line that a kill cut short is
+    left out.
+
+    Raises:
+        ConfigError: there is no such file, or another line than the last is not JSON.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / METRICS_FILE
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ConfigError(f"{file}, line {number} is not JSON: {error}") from error
+    return rows

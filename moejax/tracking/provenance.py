@@ -1,0 +1,240 @@
+"""What a number came from: configuration, code, versions, machine, checkpoint and workload.
+
+Collecting never fails: a part that cannot be had is None. Neither host nor user name is recorded.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moejax.core.errors import CheckpointError
+from moejax.core.files import canonical_json, to_jsonable
+
+DISTRIBUTIONS: tuple[str, ...] = (
+    "moejax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "tokenizers",
+    "safetensors", "hydra-core", "wandb", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
+    "jax-cuda13-pjrt", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "jax-triton", "triton",
+)  # fmt: skip
+"""Recorded where installed."""
+
+_ENVIRONMENT = (
+    "XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED",
+    "TF_GPU_ALLOCATOR",
+)  # fmt: skip
+_ENVIRONMENT_PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_", "NCCL_", "MOEJAX_")
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def content_hash(value: Any) -> str:
+    """sha256 over the canonical JSON of a value: equal values, in whatever key order, hash alike."""
+    return hashlib.sha256(canonical_json(value).encode("utf-8")).hexdigest()
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """`content_hash` of a configuration."""
+    return content_hash(config)
+
+
+def hash_directory(path: str | os.PathLike[str]) -> str:
+    """sha256 over the sorted relative names and the contents of a model folder's files.
+
+    Hidden files and folders are left out (download caches keep changing times there), links are followed,
+    and neither times nor permissions count. Files are hashed side by side, a buffer at a time.
+
+    Raises:
+        CheckpointError: it is not a folder, or a file cannot be read.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"no folder at {root}")
+    names = sorted(
+        file.relative_to(root).as_posix()
+        for file in root.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
+    )
+
+    def digest(name: str) -> str:
+        with open(root / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    try:
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            digests = list(pool.map(digest, names))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror or error}") from error
+    return content_hash(list(zip(names, digests, strict=True)))
+
+
+def _git(directory: Path, *args: str) -> bytes | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *args], capture_output=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def git_state(directory: str | os.PathLike[str] = _PACKAGE) -> dict[str, Any]:
+    """`commit`, `dirty` and `diff_hash` (sha256 over the difference to the commit and the untracked files;
+    None when clean) of the repository that tracks the Python package in `directory`; all None outside one.
+
+    A package installed into an environment that lies inside somebody's repository is not tracked by it, and
+    that repository's commit would say nothing about our code.
+    """
+    state: dict[str, Any] = {"commit": None, "dirty": None, "diff_hash": None}
+    folder = Path(directory)
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return state
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    commit = _git(folder, "rev-parse", "HEAD")
+    if top is None or commit is None:
+        return state
+    root = Path(os.fsdecode(top.rstrip(b"\n")))
+    difference = _git(root, "diff", "HEAD", "--binary")
+    untracked = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    state["commit"] = commit.decode().strip()
+    if difference is None or untracked is None:
+        return state
+    state["dirty"] = bool(difference or untracked)
+    if state["dirty"]:
+        digest = hashlib.sha256(difference)
+        for name in sorted(filter(None, untracked.split(b"\0"))):
+            digest.update(name + b"\0")
+            try:
+                with open(root / os.fsdecode(name), "rb") as content:
+                    digest.update(hashlib.file_digest(content, "sha256").digest())
+            except OSError:
+                continue  # an untracked folder with its own repository, or a file that is gone by now
+        state["diff_hash"] = digest.hexdigest()
+    return state
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of each installed distribution among `DISTRIBUTIONS`."""
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The environment variables that change what is compiled or where it runs."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
+    }
+
+
+def cpu_info() -> dict[str, Any]:
+    """`model`, `cores` (logical), `usable_cores` (this process's share), `memory_bytes`, `machine`, `os`."""
+    model = platform.processor() or None
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            model = next(
+                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model
+            )
+    except OSError:
+        pass
+    try:
+        memory: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        memory = None
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "model": model,
+        "cores": os.cpu_count(),
+        "usable_cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "memory_bytes": memory,
+        "machine": platform.machine(),
+        "os": f"{platform.system()} {platform.release()}",
+    }
+
+
+def device_info() -> dict[str, Any]:
+    """`platform`, `kind`, `count`, `process_count` and `platform_version` of JAX's default devices.
+
+    It starts JAX's backend if nothing has yet.
+    """
+    info: dict[str, Any] = dict.fromkeys(("platform", "kind", "count", "process_count", "platform_version"))
+    try:
+        import jax
+
+        devices = jax.devices()
+        info.update(
+            platform=devices[0].platform,
+            kind=devices[0].device_kind,
+            count=len(devices),
+            process_count=jax.process_count(),
+            platform_version=str(devices[0].client.platform_version),
+        )
+    except (ImportError, RuntimeError, AttributeError):
+        pass
+    return info
+
+
+def _command(argv: Sequence[str]) -> list[str]:
+    """The command with its program relative to the working directory, so that machines' results agree."""
+    if not argv:
+        return []
+    try:
+        program = Path(argv[0]).relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        program = argv[0]
+    return [program, *argv[1:]]
+
+
+def collect(
+    config: Mapping[str, Any],
+    *,
+    seeds: Mapping[str, int] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_hash: str | None = None,
+    workload: Any = None,
+    argv: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Everything that tells two results apart, for `result["provenance"]` and a tracker's config.
+
+    Args:
+        config: the resolved configuration; it is repeated here beside its hash.
+        seeds: name → seed.
+        checkpoint: the model's folder, hashed here; leave it out where weights are random.
+        checkpoint_hash: its hash, where the caller has it already.
+        workload: what was asked for (prompt token ids, lengths, arrival times) as JSON-like data; only its
+            hash is kept.
+        argv: the command; None takes this process's.
+
+    Raises:
+        CheckpointError: `checkpoint` is not a readable folder.
+    """
+    if checkpoint is not None and checkpoint_hash is None:
+        checkpoint_hash = hash_directory(checkpoint)
+    return to_jsonable(
+        {
+            "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+            "argv": _command(sys.argv if argv is None else argv),
+            "config": config,
+            "config_hash": config_hash(config),
+            "git": git_state(),
+            "versions": versions(),
+            "env": environment(),
+            "device": device_info(),
+            "cpu": cpu_info(),
+            "seeds": dict(seeds or {}),
+            "checkpoint_hash": checkpoint_hash,
+            "workload_hash": None if workload is None else content_hash(workload),
+        }
+    )

@@ -1,0 +1,189 @@
+"""Tables, plots, progress and comparison: what is shown is what the result says."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moejax.bench.metrics import RequestRecord, case_row, compute_metrics
+from moejax.bench.result import build_result, load_requests, write_requests, write_result
+from moejax.core.errors import ConfigError
+from moejax.engine.request import RequestMetrics
+from moejax.report import plots, tables
+from moejax.report.compare import MISSING, compare_results, comparison_tables, run_names
+from moejax.report.progress import progress
+
+PROVENANCE = {
+    "time_utc": "2026-01-01T00:00:00+00:00",
+    "git": {"commit": "0123456789" * 4, "dirty": True, "diff_hash": "x"},
+    "device": {"platform": "gpu", "kind": "NVIDIA A100-SXM4-80GB", "count": 8},
+}
+
+
+def build(shapes=((1, 8, 6), (4, 8, 6)), step=0.01, config=None, routing=None):
+    """A latency result with one repeat per case, and its records."""
+    records, cases = [], []
+    for index, (batch, prompt, output) in enumerate(shapes):
+        times = [0.05 + step * batch * i for i in range(output)]
+        mine = [
+            RequestRecord(f"{index}-{i}", index, prompt, output, RequestMetrics(0.0, list(times)), "length")
+            for i in range(batch)
+        ]
+        cases.append(case_row({"batch_size": batch, "prompt_len": prompt, "output_len": output}, mine))
+        records += mine
+    config = config or {"model": {"name": "tiny"}, "seed": 0}
+    metrics = compute_metrics(records)
+    result = build_result(
+        "latency", metrics=metrics, cases=cases, config=config, provenance=PROVENANCE, routing=routing
+    )
+    return result, records
+
+
+def text_of(*renderables, width=80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    for renderable in renderables:
+        console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_latency_table_fits_80_columns_and_names_model_device_and_commit():
+    text = text_of(tables.latency_table(build(shapes=((1, 128, 64), (16, 4096, 64)), step=0.02)[0]))
+    assert "…" not in text and max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    for word in ("tiny", "8x NVIDIA A100-SXM4-80GB", "0123456+", "TTFT", "4,096", "50.00"):
+        assert word in text, text
+
+
+def test_columns_without_values_are_left_out():
+    text = text_of(tables.latency_table(build(shapes=((1, 8, 1),))[0]))
+    assert "TTFT" in text and "TPOT" not in text and "ITL" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "cell"),
+    [(None, "–"), (1234567, "1,234,567"), (0.0, "0"), (0.01234, "0.0123"), (3e-5, "3.00e-05"),
+     (12.346, "12.35"), (123.46, "123.5"), (12345.6, "12,346"), (True, "True"), ("x", "x")],
+)  # fmt: skip
+def test_numbers_are_readable(value, cell):
+    assert tables.number(value) == cell
+
+
+def test_other_tables():
+    assert "1,000" in text_of(tables.metrics_table({"completed": 1000}))
+    text = text_of(
+        tables.rows_table([{"what": "decode", "seconds": 1.5}, {"what": "prefill", "why": "new"}], "ledger")
+    )
+    assert all(word in text for word in ("ledger", "decode", "1.50", "new", "–"))
+
+
+def test_every_plot_with_data_is_a_png_and_is_listed(tmp_path):
+    counts = np.arange(32).reshape(2, 16)
+    result, records = build(routing={"counts": counts})
+    paths = plots.save_latency_plots(result, records, tmp_path)
+    assert [p.name for p in paths] == ["latency.png", "itl.png", "throughput.png", "expert_load.png"]
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in paths)
+
+
+def test_plots_without_data_are_not_drawn(tmp_path):
+    result, records = build(shapes=((1, 8, 1),))
+    paths = plots.save_latency_plots(result, records, tmp_path)
+    assert [p.name for p in paths] == ["latency.png"]
+    empty = build_result("latency", metrics={}, config={}, provenance={})
+    assert plots.save_latency_plots(empty, [], tmp_path / "empty") == []
+    assert not (tmp_path / "empty").exists()
+
+
+def test_plots_draw_the_same_from_rows_read_back(tmp_path):
+    result, records = build()
+    rows = load_requests(write_requests(records, tmp_path))
+    figures = [plots.inter_token_latency(result, source) for source in (records, rows)]
+    lines = [f.axes[0].lines[1].get_xydata() for f in figures]
+    np.testing.assert_allclose(lines[0], lines[1])
+    np.testing.assert_allclose(lines[0][:, 1], 40.0)
+
+
+def test_bars_are_the_cases_percentiles():
+    result, _ = build()
+    axis = plots.latency_percentiles(result).axes[1]
+    heights = [bar.get_height() for bar in axis.patches]
+    expected = [case[f"{s}_tpot_ms"] for s in ("median", "p90", "p99") for case in result["cases"]]
+    np.testing.assert_allclose(heights, expected)
+
+
+def test_many_cases_and_outputs_of_unequal_length():
+    shapes = [(b, p, n) for b in (1, 2, 4) for p, n in ((8, 6), (16, 3), (32, 1))]
+    result, records = build(shapes=shapes)
+    for figure in (plots.latency_percentiles(result), plots.inter_token_latency(result, records)):
+        figure.savefig(io.BytesIO(), format="png")
+
+
+def test_expert_load_is_relative_to_an_even_share_and_blank_for_dense_layers():
+    counts = [[0, 0, 0, 0], [4, 2, 1, 1]]
+    figure = plots.expert_load(build(routing={"counts": counts})[0])
+    load = np.ma.filled(figure.axes[0].images[0].get_array(), np.nan)
+    assert np.isnan(load[0]).all()
+    np.testing.assert_allclose(load[1], [2.0, 1.0, 0.5, 0.5])
+    assert plots.expert_load(build(routing={"counts": [[0, 0]]})[0]) is None
+
+
+def test_training_curve_keeps_the_last_value_of_a_step(tmp_path):
+    rows = [{"step": s, "train_loss": 5.0 - s, "lr": 1e-3} for s in (0, 1, 2)]
+    rows += [{"step": 1, "train_loss": 3.5}, {"step": 2, "train_loss": 2.5}, {"step": 2, "heldout_loss": 2.8}]
+    figure = plots.training_curve(rows)
+    np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), [5.0, 3.5, 2.5])
+    np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), [2.8])
+    assert [p.name for p in plots.save_training_plot(rows, tmp_path)] == ["training.png"]
+    assert plots.save_training_plot([{"step": 1}], tmp_path) == []
+
+
+def test_progress_prints_nothing_without_a_terminal():
+    console = Console(file=io.StringIO())
+    with progress("working", total=3, console=console) as task:
+        task.advance()
+        task.describe("still working")
+    assert console.file.getvalue() == ""
+
+
+def test_progress_shows_a_bar_on_a_terminal():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with progress("[working]", total=3, console=console) as task:
+        task.advance(3)
+    assert "[working]" in console.file.getvalue() and "3/3" in console.file.getvalue()
+
+
+def test_comparison_has_ratios_to_the_first_and_what_differs(tmp_path):
+    slow, _ = build(step=0.02)
+    fast, _ = build(step=0.01, config={"model": {"name": "tiny"}, "seed": 0, "engine": {"moe": "dense"}})
+    paths = [write_result(slow, tmp_path / "a" / "0"), write_result(fast, tmp_path / "a" / "1").parent]
+    found = compare_results(paths)
+    assert found.names == ("0", "1")
+    row = next(row for row in found.metrics if row.name == "median_tpot_ms")
+    assert row.ratios == (1.0, pytest.approx(0.5)) and row.lower_is_better
+    assert found.config == {"engine.moe": (MISSING, "dense")} and found.provenance == {}
+    text = text_of(*comparison_tables(found), width=120)
+    assert "0.50x" in text and "engine.moe" in text and "request_goodput" not in text
+
+
+def test_comparison_refuses_unknown_metrics_and_no_runs(tmp_path):
+    path = write_result(build()[0], tmp_path)
+    with pytest.raises(ConfigError, match="unknown metric 'mean_tftt_ms'; did you mean 'mean_ttft_ms'"):
+        compare_results([path], ["mean_tftt_ms"])
+    with pytest.raises(ConfigError, match="at least one"):
+        compare_results([])
+
+
+def test_metric_missing_from_one_run_has_no_ratio(tmp_path):
+    one, _ = build()
+    two, _ = build()
+    del two["metrics"]["median_ttft_ms"]
+    paths = [write_result(two, tmp_path / "two"), write_result(one, tmp_path / "one")]
+    row = compare_results(paths, ["median_ttft_ms"]).metrics[0]
+    assert row.values[0] is None and row.ratios == (None, None)
+    assert "–" in text_of(*comparison_tables(compare_results(paths, ["median_ttft_ms"])))
+
+
+def test_run_names_are_short_and_distinct(tmp_path):
+    assert run_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ("x/run", "y/run")
+    assert run_names([tmp_path / "x", tmp_path / "x"]) == ("x", "x (2)")
