@@ -1,0 +1,29 @@
+"""Trains a small mixture-of-experts language model on the prose that every Python installation carries.
+
+    python -m experiments.train export_dir=DIR
+
+Started again after a kill it goes on from its newest checkpoint. The model that ships with the package is
+made by this command with `export_dir=moejax/assets/tiny`.
+"""
+
+import shlex
+
+from hydra.core.hydra_config import HydraConfig
+
+from experiments._app import output_dir, run_experiment
+from experiments._schema import TrainExperimentConfig
+from moejax.train.run import run
+
+
+def main(config: TrainExperimentConfig) -> None:
+    overrides = HydraConfig.get().overrides.task
+    run(
+        config,
+        config.tracker,
+        output_dir(),
+        command=shlex.join(["python", "-m", "experiments.train", *overrides]),
+    )
+
+
+if __name__ == "__main__":
+    run_experiment(main, "train")

@@ -1,0 +1,235 @@
+"""What a latency experiment asks of the engine: cases, prompts and service-level objectives.
+
+Host code on plain values: no JAX, no Hydra. A case is B prompts of P tokens that generate N tokens each; all
+requests of a case start together.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from moejax.bench.metrics import Slo
+from moejax.core.config import check_choice, check_positive
+from moejax.core.errors import ConfigError
+from moejax.engine.request import SamplingParams
+
+Pairing = Literal["product", "zip"]
+Prompt = str | list[int]
+
+_LENGTHS = ("batch_size", "prompt_len", "output_len")
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """A fixed-batch workload.
+
+    Attributes:
+        batch_size, prompt_len, output_len: an integer or a list of them; lengths in tokens.
+        pairing: `product` takes every combination; `zip` the i-th of each (an integer goes with every one).
+        iterations: measured repetitions of each case.
+        warmup: repetitions of each case before, not measured (they compile).
+        temperature, top_k, top_p, min_p, ignore_eos: as in `SamplingParams`; greedy, to the full length.
+        seed: of the random prompts, and of sampling where temperature > 0.
+        prompts_file: prompts from a text or JSONL file (see `load_prompts`) instead of random tokens. Random
+            tokens spread over the experts more evenly than text does, and MoE time depends on that.
+        slo: objectives for goodput.
+    """
+
+    batch_size: int | list[int] = 1
+    prompt_len: int | list[int] = 64
+    output_len: int | list[int] = 32
+    pairing: Pairing = "product"
+    iterations: int = 3
+    warmup: int = 1
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    ignore_eos: bool = True
+    seed: int = 0
+    prompts_file: str | None = None
+    slo: Slo = field(default_factory=Slo)
+
+    def __post_init__(self) -> None:
+        for name in _LENGTHS:
+            _check_lengths(f"workload.{name}", getattr(self, name))
+        check_choice("workload.pairing", self.pairing, get_args(Pairing))
+        check_positive("workload.iterations", self.iterations)
+        for name in ("warmup", "seed"):
+            _check_not_negative(f"workload.{name}", getattr(self, name))
+        if self.pairing == "zip":
+            _zipped_length(self)
+        if self.prompts_file is not None and not Path(self.prompts_file).is_file():
+            raise ConfigError(f"workload.prompts_file: there is no file {self.prompts_file!r}")
+        self.sampling(1)  # raises RequestError for a wrong sampling field
+
+    def sampling(self, output_len: int, index: int = 0) -> SamplingParams:
+        """Sampling parameters of the `index`-th request of a case that generates `output_len` tokens."""
+        return SamplingParams(
+            max_tokens=output_len,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=(self.seed + index) % 2**32,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class LatencyCase:
+    """`batch_size` prompts of `prompt_len` tokens, `output_len` tokens generated for each."""
+
+    batch_size: int
+    prompt_len: int
+    output_len: int
+
+    @property
+    def name(self) -> str:
+        return f"b{self.batch_size}_p{self.prompt_len}_n{self.output_len}"
+
+    @property
+    def total_len(self) -> int:
+        """Longest sequence in tokens, which the engine's `max_model_len` must hold."""
+        return self.prompt_len + self.output_len
+
+
+def latency_cases(config: WorkloadConfig) -> list[LatencyCase]:
+    """The workload's cases in the order given, a repeated one once."""
+    axes = [_as_list(getattr(config, name)) for name in _LENGTHS]
+    if config.pairing == "zip":
+        count = _zipped_length(config)
+        rows = list(zip(*(axis * count if len(axis) == 1 else axis for axis in axes), strict=True))
+    else:
+        rows = list(itertools.product(*axes))
+    return [LatencyCase(*row) for row in dict.fromkeys(rows)]
+
+
+def random_prompts(case: LatencyCase, vocab_size: int, seed: int, low: int = 0) -> list[list[int]]:
+    """`case.batch_size` prompts of `case.prompt_len` token ids, uniform in [low, vocab_size).
+
+    A prompt depends on the seed, the case and its place in the batch, and on nothing else: adding a case to a
+    workload or changing the order leaves the others' prompts alone, and no two cases share a prefix. `low`
+    keeps clear of special tokens at the vocabulary's start.
+    """
+    if not 0 <= low < vocab_size:
+        raise ConfigError(f"no token id to draw from: low {low}, vocabulary size {vocab_size}")
+    root = [seed, case.batch_size, case.prompt_len, case.output_len]
+    rows = (np.random.default_rng([*root, row]) for row in range(case.batch_size))
+    return [rng.integers(low, vocab_size, size=case.prompt_len).tolist() for rng in rows]
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts of a file, one a line, blank lines skipped; ConfigError names the file and line of a bad one.
+
+    `*.jsonl`: a JSON string, an object with `prompt` (text or token ids) or `prompt_token_ids`, or a list of
+    token ids. Any other name: plain text.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"workload.prompts_file: cannot read {str(path)!r}: {reason}") from error
+    as_json = Path(path).suffix == ".jsonl"
+    rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ConfigError(f"workload.prompts_file: {str(path)!r} holds no prompt")
+    return [_parse_prompt(line, f"{path}:{number}") if as_json else line for number, line in rows]
+
+
+def case_prompts(
+    config: WorkloadConfig,
+    case: LatencyCase,
+    vocab_size: int,
+    *,
+    encode: Callable[[str], Sequence[int]] | None = None,
+    low: int = 0,
+) -> list[list[int]]:
+    """The token ids of a case: random ones, or the file's prompts brought to exactly `prompt_len` tokens.
+
+    The file's prompts are taken in turn, from the start again when there are fewer than `batch_size`; a
+    longer one is cut, a shorter one repeated, so that every request of the case has the same length. `encode`
+    turns text into token ids and is needed only for a file that holds text.
+    """
+    if config.prompts_file is None:
+        return random_prompts(case, vocab_size, config.seed, low)
+    where = f"workload.prompts_file {config.prompts_file!r}"
+    rows = []
+    for prompt in itertools.islice(itertools.cycle(load_prompts(config.prompts_file)), case.batch_size):
+        if not isinstance(prompt, str):
+            ids = prompt
+        elif encode is None:
+            raise ConfigError(f"{where} holds text; the model has no tokenizer")
+        else:
+            ids = list(encode(prompt))
+        if not ids:
+            raise ConfigError(f"{where}: {prompt!r} encodes to no token")
+        outside = [i for i in ids if not 0 <= i < vocab_size]
+        if outside:
+            raise ConfigError(f"{where}: token id {outside[0]} is outside the vocabulary [0, {vocab_size})")
+        rows.append(np.resize(np.asarray(ids), case.prompt_len).tolist())
+    return rows
+
+
+def workload_hash(config: WorkloadConfig) -> str:
+    """Sixteen hex digits that name what is asked of the engine: equal hashes, comparable results.
+
+    Covers the cases, the sampling fields, the seed and the prompt file's content (not its name); not how
+    often a case is measured and not the objectives, which change neither prompts nor tokens.
+    """
+    content = asdict(config)
+    for name in (*_LENGTHS, "pairing", "iterations", "warmup", "slo", "prompts_file"):
+        del content[name]
+    content["cases"] = [asdict(case) for case in latency_cases(config)]
+    content["prompts"] = "random" if config.prompts_file is None else load_prompts(config.prompts_file)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _as_list(value: int | list[int]) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _check_lengths(key: str, value: object) -> None:
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not items or not all(isinstance(i, int) and not isinstance(i, bool) and i > 0 for i in items):
+        raise ConfigError(f"{key} must be an integer of at least 1 or a list of such, got {value!r}")
+
+
+def _check_not_negative(key: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{key} must be an integer of at least 0, got {value!r}")
+
+
+def _zipped_length(config: WorkloadConfig) -> int:
+    """Number of zipped cases; lists longer than one must agree."""
+    lengths = {name: len(_as_list(getattr(config, name))) for name in _LENGTHS}
+    longest = max(lengths.values())
+    if any(n not in (1, longest) for n in lengths.values()):
+        found = ", ".join(f"{name} {n}" for name, n in lengths.items())
+        raise ConfigError(
+            f"workload.pairing=zip needs lists of one length, got {found}; or use pairing=product"
+        )
+    return longest
+
+
+def _parse_prompt(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"workload.prompts_file: {where}: not JSON ({error.msg})") from error
+    if isinstance(row, dict):
+        row = row.get("prompt_token_ids", row.get("prompt"))
+    if isinstance(row, str) and row:
+        return row
+    if isinstance(row, list) and row and all(isinstance(i, int) and not isinstance(i, bool) for i in row):
+        return row
+    raise ConfigError(
+        f"workload.prompts_file: {where}: no text and no token ids in `prompt` or `prompt_token_ids`"
+    )

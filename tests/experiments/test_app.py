@@ -1,0 +1,409 @@
+"""The launcher of experiments: configs compose, mistakes end in one line, jobs and sweeps behave."""
+
+import json
+import logging
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hydra.core.object_type import ObjectType
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from experiments._app import CONFIG_DIR, launch, output_dir, register_schema
+from experiments._completion import query_line
+from experiments._compose import build_job, composer, parse_flags
+from experiments._schema import GenerateConfig, LatencyConfig, TrainExperimentConfig
+from experiments._structured import build, mirror
+from moejax.bench.workload import LatencyCase, latency_cases
+from moejax.core.config import EngineConfig
+from moejax.core.errors import CheckpointError, ConfigError
+from moejax.train.config import TrainConfig
+
+SCHEMAS: dict[str, type] = {
+    "latency": LatencyConfig,
+    "generate": GenerateConfig,
+    "train": TrainExperimentConfig,
+}
+REPOSITORY = CONFIG_DIR.parent
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fresh working directory, and the logging that a job configures taken down again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    root, ours = logging.getLogger(), logging.getLogger("moejax")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    for handler in [item for item in root.handlers if item not in handlers]:
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
+def compose(name: str, *overrides: str) -> Any:
+    """The experiment's dataclass for a command line, without running anything."""
+    register_schema(name, SCHEMAS[name])
+    args = parse_flags(list(overrides))
+    with composer(CONFIG_DIR, args, name) as app:
+        config = app.compose_config(name, list(overrides), run_mode=RunMode.RUN, with_log_configuration=False)
+        return build_job(SCHEMAS[name], config)
+
+
+def options(group: str) -> list[str]:
+    with composer(CONFIG_DIR, parse_flags([]), "latency") as app:
+        return app.config_loader.get_group_options(group, ObjectType.CONFIG)
+
+
+class Recorder:
+    """An experiment that notes what it was given, and raises what it is told to for the seeds it is told."""
+
+    def __init__(self, raises: Mapping[int, BaseException] | None = None) -> None:
+        self.raises = raises or {}
+        self.configs: list[LatencyConfig] = []
+        self.folders: list[Path] = []
+
+    @property
+    def main(self) -> Any:
+        def main(config: LatencyConfig) -> None:
+            self.configs.append(config)
+            self.folders.append(output_dir())
+            if config.seed in self.raises:
+                raise self.raises[config.seed]
+            print(json.dumps({"seed": config.seed}))
+
+        return main
+
+
+def launch_latency(*argv: str, raises: Mapping[int, BaseException] | None = None) -> tuple[int, Recorder]:
+    recorder = Recorder(raises)
+    return launch(recorder.main, "latency", list(argv)), recorder
+
+
+# --- configs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_default_config_gives_the_dataclass(name: str) -> None:
+    config = compose(name) if name != "generate" else compose(name, "prompts=[a,b]")
+    assert type(config) is SCHEMAS[name]
+
+
+@pytest.mark.parametrize("group", ["model", "parallel", "engine", "quant", "workload", "tracker", "hardware"])
+def test_every_option_of_a_group_composes(group: str) -> None:
+    names = options(group)
+    assert names
+    for name in names:
+        extra = ["model.path=x"] if (group, name) == ("model", "checkpoint") else []
+        assert compose("latency", f"{group}={name}", *extra)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml")))
+def test_preset_says_what_it_costs_and_its_command_composes(name: str) -> None:
+    header = (CONFIG_DIR / "experiment" / f"{name}.yaml").read_text()
+    assert "# Cost: " in header and "# Gives: " in header
+    command = re.search(r"^# python -m experiments\.(\w+) (.*?)(?:  .*)?$", header, re.MULTILINE)
+    assert command is not None and f"experiment={name}" in command[2]
+    assert compose(command[1], *command[2].split())
+
+
+def test_peers_preset_has_the_three_cases() -> None:
+    config = compose("latency", "experiment=peers_medium", "model.path=x")
+    assert latency_cases(config.workload) == [
+        LatencyCase(1, 128, 64), LatencyCase(8, 128, 64), LatencyCase(16, 32, 64),
+    ]  # fmt: skip
+    assert config.model.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("mixtral_8x7b", 46.7), ("qwen3_30b_a3b", 30.5), ("olmoe_1b_7b", 6.9), ("qwen15_moe_a2_7b", 14.3)],
+)
+def test_dummy_shape_has_the_published_number_of_parameters(name: str, billions: float) -> None:
+    hf = compose("latency", f"model={name}").model.hf_config
+    hidden, heads, kv = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
+    head_dim = hf.get("head_dim", hidden // heads)
+    experts = hf.get("num_experts", hf.get("num_local_experts"))
+    width = hf.get("moe_intermediate_size", hf["intermediate_size"])
+    attention = hidden * head_dim * (2 * heads + 2 * kv)
+    expert_layer = (
+        3 * hidden * (experts * width + hf.get("shared_expert_intermediate_size", 0)) + hidden * experts
+    )
+    total = hf["num_hidden_layers"] * (attention + expert_layer) + 2 * hidden * hf["vocab_size"]
+    assert round(total / 1e9, 1) == billions
+
+
+def test_train_config_is_the_librarys_own_and_repeats_its_defaults() -> None:
+    config = compose("train")
+    assert isinstance(config, TrainConfig)
+    for name, value in vars(TrainConfig()).items():
+        assert getattr(config, name) == value, name
+
+
+def test_prompts_are_one_text_or_several() -> None:
+    assert compose("generate", "prompts=Once upon a time").prompts == ["Once upon a time"]
+    assert compose("generate", "prompts=[a,7,true]").prompts == ["a", "7", "true"]
+    for overrides in (["prompts=[]"], ["prompts=[[a]]"], ["prompts=[a,b]", "stream=true"]):
+        with pytest.raises(ConfigError, match="prompt"):
+            compose("generate", *overrides)
+
+
+def test_preset_wins_over_the_experiments_own_values_and_loses_to_the_command_line() -> None:
+    assert compose("train", "experiment=train_smoke").steps == 30
+    assert compose("train", "experiment=train_smoke", "steps=7").steps == 7
+    assert compose("latency", "experiment=quick").workload.iterations == 5
+
+
+def test_one_seed_reaches_the_workload_unless_it_has_its_own() -> None:
+    assert compose("latency", "seed=7").workload.seed == 7
+    assert compose("latency", "seed=7", "workload.seed=1").workload.seed == 1
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    (["workload.batchsize=3"], ["unknown key 'workload.batchsize'; did you mean 'workload.batch_size'?"]),
+    (["batch_size=3"], ["did you mean 'workload.batch_size'?"]),
+    (["+workload.foo=3"], ["unknown key 'workload.foo'", "prompt_len"]),
+    (["+foo=3"], ["unknown key 'foo'"]),
+    (["modle=tiny"], ["unknown key 'modle'; did you mean 'model'?"]),
+    (["hydra.rum.dir=x"], ["unknown key 'hydra.rum.dir'"]),
+    (["model/size=big"], ["unknown config group 'model/size'"]),
+    (
+        ["model=olmoe_1b_7b", "model.hf_config.num_layers=2"],
+        ["did you mean 'model.hf_config.num_hidden_layers'?"],
+    ),
+    (["model=tinny"], ["unknown option 'tinny'; did you mean 'tiny'?", "mixtral_8x7b"]),
+    (["workload=3"], ["unknown option '3'", "latency"]),
+    (["experiment=foo"], ["unknown option 'foo'", "quick"]),
+    (["experiment=train_smoke"], ["unknown key 'steps'", "experiment/train_smoke"]),
+    (["hydra/launcher=joblib"], ["moejax[sweep]"]),
+    (["+model=tiny"], ["leave out the '+'"]),
+    (["+seed=3"], ["leave out the '+'"]),
+    (["workload.batch_size=abc"], ["workload.batch_size must be an integer", "'abc'"]),
+    (["workload.batch_size=[1,0]"], ["workload.batch_size must be an integer", "[1, 0]"]),
+    (["workload.iterations=abc"], ["workload.iterations must be an integer, got 'abc'"]),
+    (["workload.iterations=null"], ["workload.iterations", "null"]),
+    (["verbose=maybe"], ["verbose must be true or false, got 'maybe'"]),
+    (["tracker.tags=a"], ["tracker.tags must be a list"]),
+    (["workload.slo=3"], ["workload.slo is a section", "ttft_ms"]),
+    (["workload.slo.ttft_ms=-1"], ["workload.slo.ttft_ms must be"]),
+    (["workload.pairing=zap"], ["unknown value 'zap'; did you mean 'zip'?"]),
+    (["workload.temperature=-1"], ["workload", "temperature must be"]),
+    (["engine.moe.execution=groupd"], ["did you mean 'grouped'?"]),
+    (["parallel.tp=2"], ["parallel.tp=2"]),
+    (["workload.batch_size=999"], ["exceeds engine.max_num_seqs"]),
+    (["model=mixtral_8x7b", "model.path=x"], ["model.path or model.hf_config"]),
+    (["model=checkpoint"], ["'model.path' has no value yet"]),
+    (["~model"], ["'model' has no value yet"]),
+    (["seed=${nothing}"], ["seed", "'nothing' not found"]),
+    (["workload.prompts_file=nope.txt"], ["no file 'nope.txt'"]),
+    (["workload.batch_size=[1,2"], ["cannot read the value in 'workload.batch_size=[1,2'"]),
+    (["workload.batch_size=1,8"], ["[1,8] for a list", "-m"]),
+    (["seed=range(0,3)"], ["add -m"]),
+    (["seed"], ["cannot read argument 'seed': write KEY=VALUE"]),
+    (["--multirn"], ["did you mean '--multirun'?"]),
+    (["--cfg", "jobs"], ["invalid choice", "jobs"]),
+    (["-m", "--cfg", "job"], ["exclude each other"]),
+    (["--resolve"], ["--resolve goes with --cfg"]),
+    (["--config-dir", "nowhere"], ["'nowhere' is not a folder"]),
+    (["--config-name", "latencyy"], ["unknown config 'latencyy'; did you mean 'latency'?"]),
+    (["-sc", "install=tcsh"], ["tcsh", "bash"]),
+    (["-m", "seed=1,abc"], ["seed must be an integer, got 'abc'"]),
+    (["-m", "model=tiny,tinny"], ["did you mean 'tiny'?"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "expected"), MISTAKES, ids=[" ".join(argv) for argv, _ in MISTAKES])
+def test_mistake_is_one_line_and_leaves_nothing(
+    argv: list[str], expected: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, recorder = launch_latency(*argv)
+    out, err = capsys.readouterr()
+    assert code == 2, err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    for text in expected:
+        assert text in err
+    assert out == ""
+    assert recorder.configs == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_yaml_and_unreadable_values_name_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    presets = tmp_path / "mine" / "experiment"
+    presets.mkdir(parents=True)
+    (presets / "broken.yaml").write_text("workload: [1,\n")
+    (presets / "typo.yaml").write_text("# @package _global_\nworkload:\n  batchsize: 3\n")
+    for name, expected in (("broken", "broken.yaml"), ("typo", "experiment/typo")):
+        code, _ = launch_latency("--config-dir", "mine", f"experiment={name}")
+        err = capsys.readouterr().err
+        assert code == 2 and err.count("\n") == 1 and expected in err, err
+
+
+def test_unwritable_output_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for argv in (["hydra.run.dir=file/run"], ["-m", "seed=1", "hydra.sweep.dir=file/sweep"]):
+        code, recorder = launch_latency(*argv)
+        err = capsys.readouterr().err
+        assert code == 2 and err.startswith("error: cannot write file/") and err.count("\n") == 1, err
+        assert recorder.configs == []
+
+
+# --- jobs ---------------------------------------------------------------------------------------------------
+
+
+def test_run_gets_dataclasses_and_its_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, recorder = launch_latency("workload.batch_size=[2,4]", "tracker.tags=[a,b]", "seed=3")
+    out, err = capsys.readouterr()
+    assert (code, json.loads(out), err) == (0, {"seed": 3}, "")
+    (config,), (folder,) = recorder.configs, recorder.folders
+    assert type(config) is LatencyConfig and type(config.engine) is EngineConfig
+    assert config.workload.batch_size == [2, 4] and config.tracker.tags == ("a", "b")
+    assert re.fullmatch(r"outputs/latency/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", str(folder.relative_to(tmp_path)))
+    assert (folder / ".hydra" / "config.yaml").is_file()
+    assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_values_may_ask_for_the_jobs_folder(tmp_path: Path) -> None:
+    code, recorder = launch_latency("tracker.dir=${hydra:runtime.output_dir}/wandb", "hydra.run.dir=here")
+    assert code == 0
+    assert recorder.configs[0].tracker.dir == str(tmp_path / "here" / "wandb")
+
+
+def test_users_error_in_a_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = launch_latency(raises={0: CheckpointError("missing keys:\n  a\n  b")})
+    assert (code, capsys.readouterr().err) == (2, "error: missing keys: a b\n")
+
+
+def test_defect_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (KeyError("ours"), ValueError("ours"), OSError(2, "ours", "file")):
+        code, _ = launch_latency(raises={0: error})
+        err = capsys.readouterr().err
+        assert code == 1
+        assert err.startswith("Traceback") and "ours" in err and "in main" in err
+
+
+def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = launch_latency(raises={0: KeyboardInterrupt()})
+    assert (code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_sweep_runs_each_value_in_its_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, recorder = launch_latency("-m", "seed=1,2")
+    out, _ = capsys.readouterr()
+    assert code == 0
+    assert [json.loads(line)["seed"] for line in out.splitlines()] == [1, 2]
+    places = [folder.relative_to(tmp_path).parts for folder in recorder.folders]
+    assert [(parts[:2], parts[3]) for parts in places] == [(("multirun", "latency"), n) for n in "01"]
+
+
+def test_sweep_goes_on_after_a_failing_job(capsys: pytest.CaptureFixture[str]) -> None:
+    code, recorder = launch_latency("-m", "seed=1,2,3", raises={2: CheckpointError("bad")})
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line.lower()]
+    assert code == 2
+    assert errors == ["error: job 1 (seed=2): bad"]
+    assert [config.seed for config in recorder.configs] == [1, 2, 3]
+
+
+def test_defect_outranks_a_users_error_in_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    for raises in ({1: KeyError("x"), 2: ConfigError("y")}, {1: ConfigError("y"), 2: KeyError("x")}):
+        code, _ = launch_latency("-m", "seed=1,2", raises=raises)
+        assert code == 1
+    assert "error: job" in capsys.readouterr().err
+
+
+def test_shown_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for argv, expected in (
+        (["--help"], "GROUP=OPTION"),
+        (["--cfg", "job"], "path: tiny"),
+        (["--cfg", "job", "-p", "workload", "--resolve"], "seed: 0"),
+        (["--info", "defaults"], "workload/latency"),
+    ):
+        code, recorder = launch_latency(*argv)
+        out, err = capsys.readouterr()
+        assert code == 0 and expected in out, (argv, out, err)
+        assert recorder.configs == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    """As a program from another folder: the schema of `__main__`, exit codes, completion's query."""
+    script = tmp_path / "scratch.py"
+    script.write_text(
+        "from experiments._app import run_experiment\n"
+        "from experiments._schema import LatencyConfig\n"
+        "def main(config: LatencyConfig) -> None:\n"
+        "    print(config.seed)\n"
+        "if __name__ == '__main__':\n"
+        "    run_experiment(main, 'latency')\n"
+    )
+
+    def call(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-W", "error", str(script), *argv],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY), **env},
+        )  # fmt: skip
+
+    done = call("seed=5")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
+    done = call("sed=5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr.startswith("error: unknown key 'sed'; did you mean 'seed'?")
+        and done.stderr.count("\n") == 1
+    )
+    done = call("-sc", "query=bash", COMP_LINE="python -m experiments.latency model=mi")
+    assert done.stdout.split() == ["model=mixtral_8x7b"]
+
+
+# --- parts --------------------------------------------------------------------------------------------------
+
+
+def test_query_line_strips_the_program() -> None:
+    assert query_line("python -m experiments.latency model=t") == "app model=t"
+    assert query_line(".venv/bin/python -X dev -m experiments.latency a=1 ") == "app a=1 "
+    assert query_line("") == "app "
+
+
+@dataclass(frozen=True)
+class Inner:
+    kind: Literal["a", "b"] = "a"
+    sizes: tuple[int, ...] = (1, 2)
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    either: int | list[int] = 1
+    limit: float | None = None
+    level: Literal[1, 2] = 1
+    inner: Inner = field(default_factory=lambda: Inner(kind="b"))
+    free: dict[str, Any] | None = None
+
+
+def test_mirror_and_build_are_inverse() -> None:
+    config = OmegaConf.structured(mirror(Outer))
+    config.merge_with(
+        OmegaConf.create({"name": "x", "either": [1, 2], "inner": {"sizes": [3]}, "free": {"k": 1}})
+    )
+    built = build(Outer, config)
+    assert built == Outer("x", either=[1, 2], inner=Inner("b", (3,)), free={"k": 1})
+    config.inner.kind = "c"
+    with pytest.raises(ConfigError, match=r"inner.kind: unknown value 'c'.*known: a, b"):
+        build(Outer, config)
+
+
+def test_mirror_is_pickled_by_name() -> None:
+    """Sweeps in other processes depend on it: a class pickled by value is another class there."""
+    assert pickle.loads(pickle.dumps(mirror(EngineConfig))) is mirror(EngineConfig)
