@@ -100,6 +100,9 @@ class ContiguousEngine:
             phase: np.zeros((self.config.num_layers, self.config.num_experts), np.int64)
             for phase in ("prefill", "decode")
         }
+        # Experts that a step visited, summed over recorded steps: what the step had to read.
+        self.routing_hits = {phase: np.zeros(self.config.num_layers, np.int64) for phase in ("prefill", "decode")}
+        self.recorded_steps = {"prefill": 0, "decode": 0}
 
     def run(
         self, rows: Sequence[Row], *, record_routing: bool = False
@@ -132,7 +135,9 @@ class ContiguousEngine:
                     running[row] = False
             if not running.any():
                 return
-            cache, state, output = self._decode(cache, state, jnp.asarray(running), arrays, mode, record_routing)
+            cache, state, output = self._decode(
+                cache, state, jnp.asarray(running), arrays, mode, record_routing
+            )
 
     def _prefill(
         self,
@@ -174,7 +179,7 @@ class ContiguousEngine:
             def decode(*a):  # type: ignore[no-untyped-def]
                 return self.functions.decode(*a, mode=mode, record=record)
 
-            return jax.jit(decode, donate_argnums=(1,))
+            return jax.jit(decode, donate_argnums=(1, 2))
 
         return self.ledger.get("decode", key, build, lambda: shapes_of(args))(*args)
 
@@ -192,7 +197,17 @@ class ContiguousEngine:
 
     def _record(self, phase: str, output: StepOutput) -> None:
         if output.counts is not None:
-            self.routing_counts[phase] += np.asarray(output.counts)
+            counts = np.asarray(output.counts)
+            self.routing_counts[phase] += counts
+            self.routing_hits[phase] += np.count_nonzero(counts, axis=1)
+            self.recorded_steps[phase] += 1
+
+    def reset_routing(self) -> None:
+        """Starts the recorded routing afresh."""
+        for phase in ("prefill", "decode"):
+            self.routing_counts[phase][...] = 0
+            self.routing_hits[phase][...] = 0
+            self.recorded_steps[phase] = 0
 
     @staticmethod
     def _row_steps(sampled: Sampled, rows: Sequence[Row], running: np.ndarray) -> list[RowStep]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from moejax.checkpoint.hf import load_config, load_pretrained, read_json, resolve_model_dir
 from moejax.core.config import EngineConfig, ModelConfig, ParallelConfig, QuantConfig
-from moejax.core.errors import ConfigError, RequestError
+from moejax.core.errors import CheckpointError, ConfigError, RequestError
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
 from moejax.engine.contiguous import ContiguousEngine, Row
 from moejax.engine.ledger import CompileLedger, enable_compile_cache
@@ -57,10 +57,12 @@ class LLM:
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
-        self.parallel_config = parallel or ParallelConfig()
-        self.quant_config = quant or QuantConfig()
-        self.engine_config = engine or EngineConfig()
-        self.seed = seed
+        self.parallel_config = _given("parallel", parallel, ParallelConfig)
+        self.quant_config = _given("quant", quant, QuantConfig)
+        self.engine_config = _given("engine", engine, EngineConfig)
+        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+            raise ConfigError(f"seed must be an integer, got {seed!r}")
+        self.seed = int(seed)
         platform = resolve_platform(self.engine_config.platform)
         if self.engine_config.compile_cache:
             enable_compile_cache(default_cache_dir())
@@ -69,6 +71,7 @@ class LLM:
         product = choose_grouped_matmul(self.engine_config.moe.grouped_matmul, platform.value)
         self.resolutions = [platform, resolved, Resolution("engine.moe.grouped_matmul", *product)]
         moe = self.engine_config.moe
+        self.max_model_len = self._longest(config)
         if load_format == "dummy":
             config = config.replace(dtype=resolved.value)
             self.model = Decoder(config, moe=moe, seed=seed)
@@ -78,12 +81,6 @@ class LLM:
         self.config = config
         self.tokenizer = Tokenizer.load(self.model_dir) if self.model_dir else None
         self.eos_token_ids = _eos_token_ids(config, self.model_dir)
-        self.max_model_len = self.engine_config.max_model_len or config.max_position_embeddings
-        if self.max_model_len > config.max_position_embeddings and config.rope.kind != "dynamic":
-            raise ConfigError(
-                f"engine.max_model_len={self.max_model_len} exceeds the model's max_position_embeddings "
-                f"{config.max_position_embeddings}"
-            )
         self.ledger = CompileLedger()
         self.engine = ContiguousEngine(self.model, self.ledger)
         self._request_ids = itertools.count()
@@ -109,9 +106,8 @@ class LLM:
                 model has no tokenizer. All prompts are checked before any is run.
         """
         requests = self._requests(_as_list(prompts), sampling_params)
-        for group in _groups(requests, self.engine_config.max_num_seqs):
-            for _ in self._run(group, record_routing):
-                pass
+        for _ in self._run(requests, record_routing):
+            pass
         return [request.output for request in requests]
 
     def generate_stream(
@@ -130,15 +126,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """`generate` for one conversation, or several, written out by the model's chat template."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
-        tokenizer = self._need_tokenizer()
-        prompts: list[Prompt] = [
-            # The template writes the special tokens itself.
-            tokenizer.encode(tokenizer.apply_chat_template(c), add_special_tokens=False)
-            for c in conversations
-        ]
+        prompts: list[Prompt] = [self.chat_prompt(c) for c in _conversations(messages)]
         return self.generate(prompts, sampling_params)
+
+    def chat_prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """A conversation's token ids by the model's chat template.
+
+        Raises:
+            RequestError: no tokenizer or template, or messages that the template rejects.
+        """
+        tokenizer = self._need_tokenizer()
+        # The template writes the special tokens itself.
+        return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
     def score(self, sequences: Sequence[Prompt]) -> list[np.ndarray]:
         """float32 arrays of length n - 1: log p(token t | tokens < t) for each sequence of n tokens.
@@ -146,7 +145,9 @@ class LLM:
         Raises:
             RequestError: as for `generate`, or a sequence of fewer than two tokens.
         """
-        ids = [self._token_ids(sequence, f"sequence {i}")[1] for i, sequence in enumerate(_as_list(sequences))]
+        ids = [
+            self._token_ids(sequence, f"sequence {i}")[1] for i, sequence in enumerate(_as_list(sequences))
+        ]
         for i, sequence in enumerate(ids):
             if len(sequence) < 2:
                 raise RequestError(f"sequence {i} has one token; scoring needs at least 2")
@@ -156,8 +157,8 @@ class LLM:
                 )
         scores: list[np.ndarray] = []
         per_call = max(1, MAX_SCORE_TOKENS // max(map(len, ids), default=1))
-        for group in _groups(ids, per_call):
-            scores += self.engine.score(group)
+        for start in range(0, len(ids), per_call):
+            scores += self.engine.score(ids[start : start + per_call])
         return scores
 
     @property
@@ -167,31 +168,43 @@ class LLM:
 
     # -- inside ----------------------------------------------------------------------------------------
 
+    def _longest(self, config: ModelConfig) -> int:
+        """The limit on prompt and output together, before any weight is read."""
+        asked, own = self.engine_config.max_model_len, config.max_position_embeddings
+        if asked is not None and asked > own and config.rope.kind != "dynamic":
+            raise ConfigError(
+                f"engine.max_model_len={asked} exceeds the model's max_position_embeddings {own}"
+            )
+        return asked or own
+
     def _run(self, requests: "Sequence[_Request]", record_routing: bool) -> Iterator[StreamChunk]:
-        """Runs requests as one batch and fills their outputs."""
-        rows, owner = [], []
-        for request in requests:
-            for builder in request.samples:
-                rows.append(request.row(builder.output.index))
-                owner.append((request, builder))
+        """Runs the requests' samples in batches of at most `max_num_seqs` and fills their outputs."""
+        samples = [(request, builder) for request in requests for builder in request.samples]
+        limit = self.engine_config.max_num_seqs
         try:
-            for steps, ended in self.engine.run(rows, record_routing=record_routing):
-                now = time.perf_counter()
-                for step in steps:
-                    request, builder = owner[step.row]
-                    if builder.output.index == 0:
-                        request.output.metrics.token_times.append(now)
-                    chunk = builder.add(step.token, step.logprob)
-                    if builder.finished:
-                        ended.add(step.row)
-                    yield chunk
+            for start in range(0, len(samples), limit):
+                yield from self._run_batch(samples[start : start + limit], record_routing)
         finally:
             # A stream that its caller leaves early ends with what it has.
-            for _, builder in owner:
+            for request, builder in samples:
                 if not builder.finished:
                     builder.abort()
-            for request in requests:
                 request.output.finished = True
+
+    def _run_batch(
+        self, samples: "Sequence[tuple[_Request, SampleBuilder]]", record_routing: bool
+    ) -> Iterator[StreamChunk]:
+        rows = [request.row(builder.output.index) for request, builder in samples]
+        for steps, ended in self.engine.run(rows, record_routing=record_routing):
+            now = time.perf_counter()
+            for step in steps:
+                request, builder = samples[step.row]
+                if builder.output.index == 0:
+                    request.output.metrics.token_times.append(now)
+                chunk = builder.add(step.token, step.logprob)
+                if builder.finished:
+                    ended.add(step.row)
+                yield chunk
 
     def _requests(
         self,
@@ -209,7 +222,14 @@ class LLM:
                     f"of {self.max_model_len} (engine.max_model_len)"
                 )
             if p.stop and self.tokenizer is None:
-                raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+                raise RequestError(
+                    "stop strings need a tokenizer, and this model has none; use stop_token_ids"
+                )
+            if p.stop_token_ids and max(p.stop_token_ids) >= self.config.vocab_size:
+                raise RequestError(
+                    f"prompt {i}: stop_token_ids has {max(p.stop_token_ids)}, out of range; the vocabulary "
+                    f"is 0..{self.config.vocab_size - 1}"
+                )
             # The request's place in the call seeds it, so that it draws the same whatever runs beside it.
             seed = p.seed if p.seed is not None else (self.seed * 1_000_003 + i * 1_009) % 2**32
             requests.append(_Request(self, next(self._request_ids), text, ids, p, seed, arrival))
@@ -220,8 +240,12 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
+            raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
         if len(params) != count:
-            raise RequestError(f"{len(params)} sampling_params for {count} prompts; pass one, or one a prompt")
+            raise RequestError(
+                f"{len(params)} sampling_params for {count} prompts; pass one, or one a prompt"
+            )
         return list(params)
 
     def _token_ids(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
@@ -233,16 +257,18 @@ class LLM:
             text, prompt = prompt, self._need_tokenizer().encode(prompt)
         try:
             array = np.asarray(prompt)
-        except ValueError:
+        except ValueError:  # rows of different lengths
             raise RequestError(f"{name} must be text or a flat list of token ids") from None
         if array.size == 0:
             raise RequestError(f"{name} is empty")
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        mixed = isinstance(prompt, (list, tuple)) and any(isinstance(token, bool) for token in prompt)
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or mixed:
             raise RequestError(f"{name} must be text or a flat list of token ids")
         strange = array[(array < 0) | (array >= self.config.vocab_size)]
         if strange.size:
             raise RequestError(
-                f"{name}: token id {int(strange[0])} out of range; the vocabulary is 0..{self.config.vocab_size - 1}"
+                f"{name}: token id {int(strange[0])} out of range; the vocabulary is "
+                f"0..{self.config.vocab_size - 1}"
             )
         return text, array.tolist()
 
@@ -286,30 +312,46 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
+    if isinstance(prompts, (np.ndarray, jax.Array)) and prompts.ndim == 1:
+        return [np.asarray(prompts)]
     try:
-        items = list(prompts)
+        items = None if isinstance(prompts, (bytes, Mapping)) else list(prompts)
     except TypeError:
-        raise RequestError(f"prompts must be text, token ids or a list of either, got {prompts!r}") from None
+        items = None
+    if items is None:
+        raise RequestError(f"prompts must be text, token ids or a list of either, got {prompts!r}")
     if not items:
         raise RequestError("no prompt given")
     return [items] if isinstance(items[0], (int, np.integer)) else items
 
 
-def _groups(items: Sequence[Any], limit: int) -> Iterator[list[Any]]:
-    """Consecutive groups of at most `limit` rows; a request of n samples counts n."""
-    group: list[Any] = []
-    rows = 0
-    for item in items:
-        size = item.params.n if isinstance(item, _Request) else 1
-        if group and rows + size > limit:
-            yield group
-            group, rows = [], 0
-        group.append(item)
-        rows += size
-    if group:
-        yield group
+def _conversations(messages: Any) -> list[list[ChatMessage]]:
+    """One conversation or several → a list of conversations.
+
+    Raises:
+        RequestError: something else was given.
+    """
+    several = isinstance(messages, (list, tuple)) and not any(isinstance(m, Mapping) for m in messages)
+    conversations = list(messages) if several else [messages]
+    for conversation in conversations:
+        whole = isinstance(conversation, (list, tuple)) and all(isinstance(m, Mapping) for m in conversation)
+        if not whole or not conversation:
+            raise RequestError(
+                "chat needs a list of messages such as {'role': 'user', 'content': '...'}, or several such "
+                f"lists, got {conversation!r}"
+            )
+    return conversations
+
+
+def _given(name: str, value: Any, kind: Any) -> Any:
+    """`value`, or `kind`'s defaults for None.
+
+    Raises:
+        ConfigError: it is something else, a dictionary for example.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
+    return kind() if value is None else value
 
 
 def _find_model(
@@ -328,8 +370,14 @@ def _eos_token_ids(config: ModelConfig, directory: Path | None) -> tuple[int, ..
     ids = set(config.eos_token_ids)
     path = directory / "generation_config.json" if directory else None
     if path is not None and path.is_file():
-        extra = read_json(path).get("eos_token_id")
-        ids.update(extra if isinstance(extra, list) else [] if extra is None else [extra])
+        settings = read_json(path)
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{path}: not a JSON object")
+        extra = settings.get("eos_token_id")
+        more = extra if isinstance(extra, list) else [] if extra is None else [extra]
+        if not all(isinstance(token, int) for token in more):
+            raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {extra!r}")
+        ids.update(more)
     return tuple(sorted(ids))
 
 

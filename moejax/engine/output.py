@@ -36,7 +36,6 @@ class SampleBuilder:
     ) -> None:
         self.params = params
         self.output = CompletionOutput(index, "", [], [] if params.logprobs is not None else None)
-        self._tokenizer = tokenizer
         self._stream = tokenizer.stream() if tokenizer else None
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._max_tokens = max_tokens
@@ -54,10 +53,12 @@ class SampleBuilder:
         if out.logprobs is not None and logprob is not None:
             out.logprobs.append(logprob)
         ends = token in self._eos or token in self.params.stop_token_ids
-        if self._stream is not None and not ends:
-            self._held += self._stream.step(token)
+        last = ends or len(out.token_ids) >= self._max_tokens
+        if self._stream is not None:
+            self._held += "" if ends else self._stream.step(token)
+            self._held += self._stream.flush() if last else ""
         text = self._release(ends)
-        if out.finish_reason is None and len(out.token_ids) >= self._max_tokens:
+        if last and not self.finished:
             text += self._finish("length", None)
         out.text += text
         logprobs = [logprob] if logprob is not None and out.logprobs is not None else None
@@ -65,15 +66,17 @@ class SampleBuilder:
 
     def abort(self) -> None:
         """Ends the sample with what it has."""
+        if self._stream is not None:
+            self._held += self._stream.flush()
         self.output.text += self._finish("abort", None)
 
     def _release(self, ends: bool) -> str:
         """Takes from the held text what can no longer become part of a stop string."""
-        found = [(self._held.find(s), s) for s in self.params.stop if s in self._held]
+        # The string that is complete first ends the text, however its characters fall into tokens.
+        found = [(self._held.find(s) + len(s), -len(s), s) for s in self.params.stop if s in self._held]
         if found:
-            place, stop = min(found)
-            keep = place + len(stop) if self.params.include_stop_str_in_output else place
-            self._held = self._held[:keep]
+            end, _, stop = min(found)
+            self._held = self._held[: end if self.params.include_stop_str_in_output else end - len(stop)]
             return self._finish("stop", stop)
         if ends:
             last = self.output.token_ids[-1]
@@ -88,10 +91,4 @@ class SampleBuilder:
         """Sets the reason and returns the text still held."""
         self.output.finish_reason, self.output.stop_reason = reason, stop_reason
         text, self._held = self._held, ""
-        if self._tokenizer is not None and reason == "length":
-            # An unfinished character at the very end shows as U+FFFD, as a whole decode would have it.
-            whole = self._tokenizer.decode(self.output.token_ids)
-            shown = self.output.text + text
-            if not self.params.stop and whole.startswith(shown):
-                text += whole[len(shown) :]
         return text

@@ -1,8 +1,9 @@
 """What a user asks of the engine and what comes back; names follow vLLM. No JAX here."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,8 +47,8 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         _require_int("max_tokens", self.max_tokens, 1)
         _require_int("n", self.n, 1)
         _require_int("top_k", self.top_k, 0)
@@ -59,23 +60,50 @@ class SamplingParams:
         _require_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _require_range("min_p", self.min_p, 0.0, 1.0)
         _require_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
-        if any(not s for s in self.stop):
-            raise RequestError("stop must not hold an empty string")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else _items(value)
+    if items is None or not all(isinstance(item, str) for item in items):
+        raise RequestError(f"{name} must be a string or a list of strings, got {value!r}")
+    if not all(items):
+        raise RequestError(f"{name} must not hold an empty string")
+    return items
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    items = _items(value)
+    if items is None:
+        raise RequestError(f"{name} must be a list of token ids, got {value!r}")
+    for item in items:
+        _require_int(f"{name}: each", item, 0)
+    return tuple(int(item) for item in items)
+
+
+def _items(value: object) -> tuple[Any, ...] | None:
+    """The items of a list or the like; None for what is not one."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        return None
+    return tuple(value)
+
+
 def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    span = f"at least {low}" if high is None else f"between {low} and {high}"
+    span = f"of at least {low}" if high is None else f"between {low} and {high}"
     ok = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not ok or value < low or (high is not None and value > high):  # type: ignore[operator]
-        raise RequestError(f"{name} must be an integer of {span}, got {value!r}")
+        raise RequestError(f"{name} must be an integer {span}, got {value!r}")
 
 
 def _require_range(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    ok = number and math.isfinite(value)
     if not ok or value > high or value < low or (low_open and value == low):
         span = f"{'(' if low_open else '['}{low}, {high}{']' if math.isfinite(high) else ')'}"
         raise RequestError(f"{name} must be a number in {span}, got {value!r}")

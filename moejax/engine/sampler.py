@@ -59,14 +59,19 @@ def sampler_mode(params: Sequence[SamplingParams], vocab_size: int) -> SamplerMo
 
 
 def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingArrays:
-    """Stacks per-row parameters."""
-    f32 = np.float32
+    """Stacks per-row parameters; what float32 or int32 cannot hold becomes the nearest that it can."""
+    int32, f32 = np.iinfo(np.int32), np.finfo(np.float32)
+    tiny = float(f32.tiny)
+
+    def floats(values: list[float], least: float = 0.0) -> jax.Array:
+        return jnp.asarray(np.clip(np.array(values, np.float64), least, f32.max).astype(np.float32))
+
     return SamplingArrays(
-        jnp.asarray(np.array([p.temperature for p in params], f32)),
-        jnp.asarray(np.array([p.top_k for p in params], np.int32)),
-        jnp.asarray(np.array([p.top_p for p in params], f32)),
-        jnp.asarray(np.array([p.min_p for p in params], f32)),
-        jnp.asarray(np.array([p.repetition_penalty for p in params], f32)),
+        floats([p.temperature for p in params]),
+        jnp.asarray(np.array([min(p.top_k, int32.max) for p in params], np.int32)),
+        floats([p.top_p for p in params], tiny),
+        floats([p.min_p for p in params]),
+        floats([p.repetition_penalty for p in params], tiny),
         jnp.asarray(np.array([s % 2**32 for s in seeds], np.uint32)),
     )
 
@@ -92,7 +97,9 @@ def sample(
     tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if not mode.greedy:
         hot = arrays.temperature > 0
-        scaled = scores / jnp.where(hot, arrays.temperature, 1.0)[:, None]
+        # Relative to the likeliest token, so that no temperature is too small to divide by.
+        scaled = scores - jnp.max(scores, axis=-1, keepdims=True)
+        scaled = scaled / jnp.where(hot, arrays.temperature, 1.0)[:, None]
         if mode.filters:
             scaled = filter_scores(scaled, arrays)
         tokens = jnp.where(hot, draw(scaled, arrays.seed, step), tokens)
@@ -105,9 +112,11 @@ def _with_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> Sampled:
     """Log-probabilities under the model's own distribution."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)
-    rank = 1 + jnp.sum(logprobs > chosen, axis=1, dtype=jnp.int32)
+    # Ranked by logits: two that differ may round to one log-probability.
+    rank = 1 + jnp.sum(logits > jnp.take_along_axis(logits, tokens[:, None], axis=1), axis=1, dtype=jnp.int32)
     if count:
-        top, ids = jax.lax.top_k(logprobs, count)
+        ids = jax.lax.top_k(logits, count)[1]
+        top = jnp.take_along_axis(logprobs, ids, axis=1)
     else:
         top, ids = jnp.zeros((tokens.shape[0], 0)), jnp.zeros((tokens.shape[0], 0), jnp.int32)
     return Sampled(tokens, chosen[:, 0], rank, ids, top)
@@ -116,7 +125,9 @@ def _with_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> Sampled:
 def penalize(scores: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
     """Divides positive and multiplies negative scores of seen tokens by the penalty (arXiv 1909.05858)."""
     factor = penalty[:, None]
-    return jnp.where(seen, jnp.where(scores > 0, scores / factor, scores * factor), scores)
+    penalized = jnp.where(scores > 0, scores / factor, scores * factor)
+    limits = jnp.finfo(scores.dtype)
+    return jnp.where(seen, jnp.clip(penalized, limits.min, limits.max), scores)
 
 
 def filter_scores(scores: jax.Array, arrays: SamplingArrays) -> jax.Array:

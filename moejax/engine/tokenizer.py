@@ -9,7 +9,6 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers.decoders import DecodeStream
 
 from moejax.core.errors import CheckpointError, RequestError
 
@@ -38,13 +37,18 @@ class Tokenizer:
             tokenizer = HfTokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise CheckpointError(f"{path}: not a tokenizer ({error})") from None
+        # Training settings that some files carry: they would cut or pad a prompt without a word.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         settings: dict[str, Any] = {}
         settings_path = directory / "tokenizer_config.json"
         if settings_path.is_file():
             try:
                 settings = json.loads(settings_path.read_text(encoding="utf-8"))
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{settings_path}: not valid JSON ({error})") from None
+            if not isinstance(settings, dict):
+                raise CheckpointError(f"{settings_path}: not a JSON object")
         template_path = directory / "chat_template.jinja"
         if template_path.is_file():
             template: Any = template_path.read_text(encoding="utf-8")
@@ -52,9 +56,20 @@ class Tokenizer:
             template = settings.get("chat_template")
         if isinstance(template, list):  # several named templates
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if template is not None and not isinstance(template, str):
+            raise CheckpointError(f"{settings_path}: chat_template is neither text nor a list of named texts")
         return cls(tokenizer, settings, template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids.
+
+        Raises:
+            RequestError: text with half a surrogate pair, which no tokenizer can read.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text is not valid Unicode: {error}") from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -98,7 +113,7 @@ class Tokenizer:
             return environment.from_string(self._chat_template).render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **special, **variables
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template runs Python's operators on whatever the messages hold
             raise RequestError(f"the chat template rejects these messages: {error}") from None
 
 
@@ -107,12 +122,38 @@ def _raise_exception(message: str) -> None:
 
 
 class TextStream:
-    """Text of a growing token sequence; bytes of an unfinished character are held back."""
+    """Text of a growing token sequence; bytes of an unfinished character are held back.
+
+    New tokens are decoded together with the ones before them, because decoders look at neighbours (a leading
+    space, a character of several bytes); what lies beyond the older ones' text is new. `DecodeStream` of
+    `tokenizers` works alike, but raises where a byte-fallback decoder turns text that was given out already
+    into U+FFFD, and cannot give out what it holds at the end.
+    """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        # The tokens of the text given out last, then those that are held back.
+        self._ids: list[int] = []
+        self._given_ids = 0
+        self._given_chars = 0
 
     def step(self, token: int) -> str:
         """The text that `token` completes; may be empty."""
-        return self._stream.step(self._tokenizer, token) or ""
+        self._ids.append(token)
+        text = self._decode()
+        if len(text) <= self._given_chars or text.endswith("\ufffd"):
+            return ""
+        return self._give_out(text)
+
+    def flush(self) -> str:
+        """The text held back, at the sequence's end: an unfinished character shows as U+FFFD."""
+        return self._give_out(self._decode())
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+
+    def _give_out(self, text: str) -> str:
+        new = text[self._given_chars :]
+        self._ids = self._ids[self._given_ids :]
+        self._given_ids, self._given_chars = len(self._ids), len(self._decode())
+        return new

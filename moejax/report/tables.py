@@ -23,6 +23,7 @@ _LATENCY_COLUMNS: tuple[tuple[str, str], ...] = (
     ("E2E\np50", "median_e2el_ms"),
     ("\np99", "p99_e2el_ms"),
     ("tok/s", "output_throughput"),
+    ("% of\nroof", "roofline_percent"),
 )
 
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
@@ -53,7 +54,7 @@ def latency_table(result: Mapping[str, Any]) -> Table:
     """One line per case: TTFT, TPOT, ITL and E2E at the median and the 99th percentile, and tokens/s."""
     table = Table(
         title=f"{result.get('experiment', '')}: {run_title(result)}",
-        caption="in, out: tokens per request; times in ms; tok/s: output tokens",
+        caption="in, out: tokens per request; times in ms; tok/s: output tokens; roof: share of the least TPOT that memory allows",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,

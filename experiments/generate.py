@@ -1,0 +1,25 @@
+"""Text in, text out.
+
+    python -m experiments.generate 'prompts=["The function returns"]' sampling.max_tokens=64 stream=true
+"""
+
+from experiments._app import output_dir, run_experiment
+from experiments._schema import GenerateConfig
+
+
+def main(config: GenerateConfig) -> None:
+    from experiments._model import open_llm
+    from moejax.engine.console import generate_to_console
+
+    generate_to_console(
+        open_llm(config),
+        list(config.prompts),
+        config.sampling,
+        stream=config.stream,
+        chat=config.chat,
+        out_dir=output_dir(),
+    )
+
+
+if __name__ == "__main__":
+    run_experiment(main, "generate")

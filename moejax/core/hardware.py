@@ -1,0 +1,108 @@
+"""Peak rates of the devices that results are held against.
+
+Sources: NVIDIA's data sheets of A100 (SXM), H100 (SXM) and H200; dense rates without sparsity. A CPU has no
+data sheet that would fit a shared machine, so its read bandwidth is measured (`measure_read_bandwidth`).
+"""
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moejax.core.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device. Rates in FLOP/s and bytes/s, memory in bytes; None where not known.
+
+    `source` says where the bandwidth comes from: "data sheet" or "measured".
+    """
+
+    kind: str
+    bandwidth: float | None
+    flops: dict[str, float]
+    memory: float | None
+    link_bandwidth: float | None
+    source: str
+
+
+_GB, _GIB = 1e9, 2**30
+
+KNOWN: dict[str, Hardware] = {
+    "a100_80gb": Hardware(
+        "a100_80gb",
+        2039 * _GB,
+        {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12, "int8": 624e12},
+        80 * _GIB,
+        600 * _GB,
+        "data sheet",
+    ),
+    "h100": Hardware(
+        "h100",
+        3352 * _GB,
+        {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "int8": 1979e12, "float8": 1979e12},
+        80 * _GIB,
+        900 * _GB,
+        "data sheet",
+    ),
+    "h200": Hardware(
+        "h200",
+        4800 * _GB,
+        {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "int8": 1979e12, "float8": 1979e12},
+        141 * _GIB,
+        900 * _GB,
+        "data sheet",
+    ),
+    "cpu": Hardware("cpu", None, {}, None, None, "measured"),
+}
+
+
+def detect(device_kind: str) -> str | None:
+    """A known kind for JAX's `device_kind` text, or None."""
+    text = device_kind.lower()
+    for mark, kind in (("a100", "a100_80gb"), ("h100", "h100"), ("h200", "h200"), ("cpu", "cpu")):
+        if mark in text:
+            return kind
+    return None
+
+
+def get_hardware(kind: str, device_kind: str) -> Hardware | None:
+    """The device to hold results against.
+
+    Args:
+        kind: a known kind, or "auto" to go by `device_kind` (None where that is not known).
+
+    Raises:
+        ConfigError: an unknown kind.
+    """
+    if kind == "auto":
+        found = detect(device_kind)
+        if found is None:
+            return None
+        kind = found
+    if kind not in KNOWN:
+        raise ConfigError(f"hardware.kind: {unknown('device', kind, (*KNOWN, 'auto'))}")
+    hardware = KNOWN[kind]
+    if hardware.bandwidth is None and detect(device_kind) == kind:
+        hardware = replace(hardware, bandwidth=measure_read_bandwidth())
+    return hardware
+
+
+def measure_read_bandwidth(size_bytes: int = 1 << 28, repeats: int = 5) -> float:
+    """Bytes per second that all of this machine's cores together read from memory, best of `repeats`.
+
+    By XLA's own reduction over an array much larger than the caches.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    data = jnp.asarray(np.ones(size_bytes // 4, np.float32)).reshape(-1, 4096)
+    read = jax.jit(lambda x: jnp.max(x, axis=1)).lower(data).compile()
+    jax.block_until_ready(read(data))
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(read(data))
+        best = min(best, time.perf_counter() - start)
+    return size_bytes / best
