@@ -1,6 +1,6 @@
 """Text in, text out.
 
-    python -m experiments.generate 'prompts=["The function returns"]' sampling.max_tokens=64 stream=true
+python -m experiments.generate 'prompts=["The function returns"]' sampling.max_tokens=64 stream=true
 """
 
 from experiments._app import output_dir, run_experiment

@@ -1,6 +1,6 @@
 """Times fixed batches: TTFT, TPOT, ITL and end-to-end latency.
 
-    python -m experiments.latency workload.batch_size=[1,8] workload.prompt_len=128 workload.output_len=64
+python -m experiments.latency workload.batch_size=[1,8] workload.prompt_len=128 workload.output_len=64
 """
 
 from experiments._app import output_dir, run_experiment

@@ -1,9 +1,9 @@
 """The latency experiment: fixed batches, measured in interleaved iterations.
 
-    warm-up: every case once, so that all is compiled   → from here on a compilation is a defect
-    routing: every case once more, expert counts recorded, not timed
-    measure: iteration by iteration, each through all cases, so that a slow moment of the machine meets all
-    report:  result.json, requests.jsonl, plots, tracker, table
+warm-up: every case once, so that all is compiled   → from here on a compilation is a defect
+routing: every case once more, expert counts recorded, not timed
+measure: iteration by iteration, each through all cases, so that a slow moment of the machine meets all
+report:  result.json, requests.jsonl, plots, tracker, table
 """
 
 import dataclasses

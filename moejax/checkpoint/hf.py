@@ -31,7 +31,9 @@ SINGLE = "model.safetensors"
 
 def shipped_models() -> list[str]:
     """Names of the models that come with the package."""
-    return sorted(p.name for p in ASSETS.iterdir() if (p / "config.json").is_file()) if ASSETS.is_dir() else []
+    return (
+        sorted(p.name for p in ASSETS.iterdir() if (p / "config.json").is_file()) if ASSETS.is_dir() else []
+    )
 
 
 def resolve_model_dir(model: str | os.PathLike[str]) -> Path:
@@ -109,7 +111,7 @@ def _tensor_shapes(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[
     home: dict[str, Path] = {}
     for path in files:
         with _open(path) as handle:
-            for key in handle.keys():  # noqa: SIM118 (not a dictionary)
+            for key in handle.keys():
                 if key in home:
                     raise CheckpointError(f"{key} stands in both {home[key].name} and {path.name}")
                 shapes[key], home[key] = tuple(handle.get_slice(key).get_shape()), path
@@ -164,7 +166,7 @@ def _fill(model: Decoder, files: list[Path], plan: LoadPlan) -> None:
     faults: list[str] = []
     for path in files:
         with _open(path) as handle:
-            for key in handle.keys():  # noqa: SIM118
+            for key in handle.keys():
                 if key not in plan.fills:
                     continue  # a tied lm_head
                 value = _read(handle, key, path)

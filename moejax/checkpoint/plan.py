@@ -87,7 +87,9 @@ def plan_load(
         expert = int(groups["e"]) if groups.get("e") is not None else None
         fills = _fills_of(key, shape, rule, groups, expert, specs, num_experts, faults)
         for fill in fills:
-            parts: list[int | None] = [fill.expert] if rule.per_expert else list(_all_parts(rule, fill, specs))
+            parts: list[int | None] = (
+                [fill.expert] if rule.per_expert else list(_all_parts(rule, fill, specs))
+            )
             for part in parts:
                 if (fill.param, part) in filled:
                     faults.add("doubly mapped", f"{key} and {filled[fill.param, part]}")

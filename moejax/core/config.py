@@ -32,6 +32,19 @@ def check_positive(key: str, value: object) -> None:
         raise ConfigError(f"{key} must be an integer of at least 1, got {value!r}")
 
 
+def check_number(key: str, value: object) -> None:
+    """Raises `ConfigError` unless `value` is a finite number above 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ConfigError(f"{key} must be a positive number, got {value!r}")
+
+
+def check_bool(key: str, value: object) -> None:
+    """Raises `ConfigError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} must be True or False, got {value!r}")
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding and its context extension.
@@ -56,10 +69,9 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_choice("rope_type", self.kind, get_args(RopeKind))
-        if not self.theta > 0:
-            raise ConfigError(f"rope_theta must be positive, got {self.theta}")
-        if self.kind != "default" and not self.factor > 0:
-            raise ConfigError(f"rope factor must be positive, got {self.factor}")
+        check_number("rope_theta", self.theta)
+        if self.kind != "default":
+            check_number("rope factor", self.factor)
         if self.kind in ("yarn", "llama3") and not self.original_max_position_embeddings:
             raise ConfigError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
 
@@ -111,20 +123,28 @@ class ModelConfig:
             check_positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+                f"num_attention_heads {self.num_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
         if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts {self.num_experts}")
+            raise ConfigError(
+                f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts {self.num_experts}"
+            )
         for name in ("moe_layers", "sliding_windows"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries for num_hidden_layers {self.num_layers}"
                 )
         for window in self.sliding_windows:
-            if window is not None and window < 1:
-                raise ConfigError(f"sliding_window must be at least 1, got {window}")
+            if window is not None:
+                check_positive("sliding_window", window)
+        if self.shared_expert_intermediate_size != 0:
+            check_positive("shared_expert_intermediate_size", self.shared_expert_intermediate_size)
+        if self.clip_qkv is not None:
+            check_number("clip_qkv", self.clip_qkv)
+        check_number("rms_norm_eps", self.rms_norm_eps)
         check_choice("qk_norm", self.qk_norm, get_args(QkNorm))
         check_choice("dtype", self.dtype, DTYPES)
 
@@ -154,8 +174,7 @@ class MoeConfig:
         check_choice("engine.moe.grouped_matmul", self.grouped_matmul, ("auto", "loop", "ragged_dot"))
         check_choice("engine.moe.execution", self.execution, get_args(MoeExecution))
         check_choice("engine.moe.overflow", self.overflow, get_args(OverflowPolicy))
-        if not self.capacity_factor > 0:
-            raise ConfigError(f"engine.moe.capacity_factor must be positive, got {self.capacity_factor}")
+        check_number("engine.moe.capacity_factor", self.capacity_factor)
         if self.block_rows is not None:
             check_positive("engine.moe.block_rows", self.block_rows)
 
@@ -175,6 +194,9 @@ class EngineConfig:
             check_positive("engine.max_model_len", self.max_model_len)
         check_positive("engine.max_num_seqs", self.max_num_seqs)
         check_choice("engine.platform", self.platform, ("auto", "cpu", "gpu"))
+        check_bool("engine.compile_cache", self.compile_cache)
+        if not isinstance(self.moe, MoeConfig):
+            raise ConfigError(f"engine.moe must be a MoeConfig, got {self.moe!r}")
 
 
 @dataclass(frozen=True)
@@ -203,4 +225,6 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         if self.method != "none":
-            raise ConfigError(f"quant.method={self.method!r}: quantization is not built yet; set it to 'none'")
+            raise ConfigError(
+                f"quant.method={self.method!r}: quantization is not built yet; set it to 'none'"
+            )

@@ -44,4 +44,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """One line for an unknown name: what it is, the nearest valid name, and all valid names."""
     names = sorted(known)
-    return f"unknown {kind} {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})"
+    return f"unknown {kind} {name!r}{did_you_mean(name, names)} (known: {', '.join(names) or 'none'})"

@@ -1,4 +1,4 @@
-""""auto" → a value and the reason for it, decided once, kept and reported with every result."""
+""" "auto" → a value and the reason for it, decided once, kept and reported with every result."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -34,8 +34,12 @@ def resolve_platform(asked: str) -> Resolution:
     try:
         jax.devices(asked)
     except RuntimeError:
-        hint = "install moejax[cuda12] or [cuda13] on a CUDA machine" if asked == "gpu" else "see JAX_PLATFORMS"
-        raise DeviceError(f"engine.platform={asked}: JAX sees no such device, only {present}; {hint}") from None
+        hint = (
+            "install moejax[cuda12] or [cuda13] on a CUDA machine" if asked == "gpu" else "see JAX_PLATFORMS"
+        )
+        raise DeviceError(
+            f"engine.platform={asked}: JAX sees no such device, only {present}; {hint}"
+        ) from None
     raise DeviceError(
         f"engine.platform={asked}: JAX's default backend is {present}; set JAX_PLATFORMS="
         f"{'cuda' if asked == 'gpu' else asked} before starting"

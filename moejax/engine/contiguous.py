@@ -101,7 +101,9 @@ class ContiguousEngine:
             for phase in ("prefill", "decode")
         }
         # Experts that a step visited, summed over recorded steps: what the step had to read.
-        self.routing_hits = {phase: np.zeros(self.config.num_layers, np.int64) for phase in ("prefill", "decode")}
+        self.routing_hits = {
+            phase: np.zeros(self.config.num_layers, np.int64) for phase in ("prefill", "decode")
+        }
         self.recorded_steps = {"prefill": 0, "decode": 0}
 
     def run(
@@ -156,7 +158,7 @@ class ContiguousEngine:
         args = (self.functions.leaves, cache, jnp.asarray(tokens), jnp.asarray(lengths), seen, arrays)
 
         def build() -> jax.stages.Wrapped:
-            def prefill(*a):  # type: ignore[no-untyped-def]
+            def prefill(*a):
                 return self.functions.prefill(*a, mode=mode, record=record)
 
             return jax.jit(prefill, donate_argnums=(1, 4) if mode.penalty else (1,))
@@ -176,7 +178,7 @@ class ContiguousEngine:
         args = (self.functions.leaves, cache, state, active, arrays)
 
         def build() -> jax.stages.Wrapped:
-            def decode(*a):  # type: ignore[no-untyped-def]
+            def decode(*a):
                 return self.functions.decode(*a, mode=mode, record=record)
 
             return jax.jit(decode, donate_argnums=(1, 2))

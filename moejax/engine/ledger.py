@@ -89,7 +89,7 @@ def _cause(key: Any, others: list[Any]) -> str:
 
 def enable_compile_cache(directory: str) -> None:
     """Keeps compiled programs in `directory` across processes, unless the user has set a place already."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", directory)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

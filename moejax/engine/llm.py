@@ -21,6 +21,7 @@ from moejax.engine.request import RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.tokenizer import ChatMessage, Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
+from moejax.nn.activation import activation
 from moejax.ops.dispatch import choose_grouped_matmul
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -67,6 +68,7 @@ class LLM:
         if self.engine_config.compile_cache:
             enable_compile_cache(default_cache_dir())
         self.model_dir, config = _find_model(model, load_format)
+        activation(config.hidden_act)  # an unknown one raises here, not when the first step is compiled
         resolved = resolve_dtype(dtype, config.dtype, platform.value)
         product = choose_grouped_matmul(self.engine_config.moe.grouped_matmul, platform.value)
         self.resolutions = [platform, resolved, Resolution("engine.moe.grouped_matmul", *product)]
@@ -255,22 +257,17 @@ class LLM:
             if not prompt:
                 raise RequestError(f"{name} is empty")
             text, prompt = prompt, self._need_tokenizer().encode(prompt)
-        try:
-            array = np.asarray(prompt)
-        except ValueError:  # rows of different lengths
-            raise RequestError(f"{name} must be text or a flat list of token ids") from None
-        if array.size == 0:
-            raise RequestError(f"{name} is empty")
-        mixed = isinstance(prompt, (list, tuple)) and any(isinstance(token, bool) for token in prompt)
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or mixed:
+        ids = _flat_ids(prompt)
+        if ids is None:
             raise RequestError(f"{name} must be text or a flat list of token ids")
-        strange = array[(array < 0) | (array >= self.config.vocab_size)]
-        if strange.size:
+        if not ids:
+            raise RequestError(f"{name} is empty")
+        strange = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
+        if strange is not None:
             raise RequestError(
-                f"{name}: token id {int(strange[0])} out of range; the vocabulary is "
-                f"0..{self.config.vocab_size - 1}"
+                f"{name}: token id {strange} out of range; the vocabulary is 0..{self.config.vocab_size - 1}"
             )
-        return text, array.tolist()
+        return text, ids
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -325,6 +322,18 @@ def _as_list(prompts: Any) -> list[Prompt]:
     return [items] if isinstance(items[0], (int, np.integer)) else items
 
 
+def _flat_ids(prompt: Any) -> list[int] | None:
+    """The integers of a list or array of them; None for anything else, bools and floats included."""
+    if isinstance(prompt, (np.ndarray, jax.Array)):
+        array = np.asarray(prompt)
+        whole = array.ndim == 1 and (np.issubdtype(array.dtype, np.integer) or not array.size)
+        return array.tolist() if whole else None
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+        return None
+    whole = all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in prompt)
+    return [int(token) for token in prompt] if whole else None
+
+
 def _conversations(messages: Any) -> list[list[ChatMessage]]:
     """One conversation or several → a list of conversations.
 
@@ -361,6 +370,11 @@ def _find_model(
         if load_format != "dummy":
             raise ConfigError("a configuration without a directory has no weights; use load_format='dummy'")
         return None, model if isinstance(model, ModelConfig) else config_from_hf(dict(model))
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(
+            "model must be a shipped model's name, a directory, or a configuration with load_format='dummy', "
+            f"got {model!r}"
+        )
     directory = resolve_model_dir(model)
     return directory, load_config(directory)
 

@@ -58,9 +58,7 @@ class Decoder(nnx.Module):
     Built abstract (shapes only); `seed` fills it at random, `moejax.checkpoint` from files.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, moe: MoeConfig | None = None, seed: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, moe: MoeConfig | None = None, seed: int | None = None) -> None:
         dtype = jnp.dtype(config.dtype)
         moe = moe or MoeConfig()
         scale = config.initializer_range

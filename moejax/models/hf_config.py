@@ -75,7 +75,7 @@ class HfFields:
         """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
         theta = self.take("rope_theta", default=default_theta)
         fields = dict(self.take("rope_parameters", "rope_scaling", default={}))
-        kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
+        kind: Any = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
         fields.pop("type", None)
         theta = fields.pop("rope_theta", theta)
         if fields.pop("partial_rotary_factor", 1.0) not in (None, 1.0):

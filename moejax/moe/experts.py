@@ -152,11 +152,11 @@ def reroute(
     ranking = jax.lax.top_k(probabilities, E)[1].astype(jnp.int32)
     real = routing.ids < E
 
-    def some_pending(state: tuple[jax.Array, ...]) -> jax.Array:
+    def some_pending(state: Any) -> jax.Array:
         pending, _, _, _, asked = state
         return jnp.any(pending & (asked < E)[:, None])
 
-    def one_round(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def one_round(state: Any) -> Any:
         pending, ids, slots, used, asked = state
         # A token's pending assignments ask for consecutive places of its ranking.
         asking = pending.astype(jnp.int32)

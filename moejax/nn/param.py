@@ -44,7 +44,7 @@ class ParamSpec:
 
 def declare(spec: ParamSpec) -> nnx.Param:
     """An abstract parameter that carries its declaration as the metadata `spec`."""
-    return nnx.Param(spec.struct(), spec=spec)  # type: ignore[arg-type]
+    return nnx.Param(spec.struct(), spec=spec)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -67,7 +67,7 @@ def visible(q_positions: jax.Array, slots: jax.Array, window: int | None) -> jax
     return seen if window is None else seen & (slots > p - window)
 
 
-def _attention(q, k, v, q_positions, *, window, scale):  # type: ignore[no-untyped-def]
+def _attention(q, k, v, q_positions, *, window, scale):
     B, T, H, Dh = q.shape
     K, S = k.shape[1], k.shape[2]
     G = H // K
@@ -82,7 +82,7 @@ def _attention(q, k, v, q_positions, *, window, scale):  # type: ignore[no-untyp
     return out.reshape(B, K, G, T, Dh).transpose(0, 3, 1, 2, 4).reshape(B, T, H, Dh)
 
 
-def _chunked(q, k, v, q_positions, *, window, scale, chunk):  # type: ignore[no-untyped-def]
+def _chunked(q, k, v, q_positions, *, window, scale, chunk):
     """The same in parts of `chunk` queries, so that the score matrix stays small."""
     B, T, H, Dh = q.shape
     parts = -(-T // chunk)

@@ -54,7 +54,8 @@ def latency_table(result: Mapping[str, Any]) -> Table:
     """One line per case: TTFT, TPOT, ITL and E2E at the median and the 99th percentile, and tokens/s."""
     table = Table(
         title=f"{result.get('experiment', '')}: {run_title(result)}",
-        caption="in, out: tokens per request; times in ms; tok/s: output tokens; roof: share of the least TPOT that memory allows",
+        caption="in, out: tokens per request; times in ms; tok/s: output tokens;\n"
+        "roof: share of the least TPOT that memory or compute allows",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,

@@ -113,7 +113,11 @@ def routed(
     return (
         Rule(f"{prefix}.gate.weight", (router,), canonical),
         *(
-            Rule(f"{prefix}.experts.{{e}}.{name}.weight", (Target(f"{experts}.{ours}", "transpose"),), canonical)
+            Rule(
+                f"{prefix}.experts.{{e}}.{name}.weight",
+                (Target(f"{experts}.{ours}", "transpose"),),
+                canonical,
+            )
             for name, ours in ((gate, "gate_proj"), (up, "up_proj"), (down, "down_proj"))
         ),
     )

@@ -1,0 +1,72 @@
+# Everything sets itself up: a bare machine needs Python 3.11+, pip and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints.txt
+
+# uv does not read pip's settings; hand on an index and a folder of wheels where pip has them.
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+endif
+# Falls back to pip where uv cannot install.
+INSTALL = $(BIN)/uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS)
+INSTALL_PIP = $(BIN)/pip install -q -c $(CONSTRAINTS)
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-slow test-oracle gpu-test lint format constraints clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
+
+$(BIN)/uv:
+	$(PYTHON) -c 'import sys; sys.exit("moejax needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check uv
+
+$(VENV)/.base: pyproject.toml $(CONSTRAINTS) | $(BIN)/uv
+	$(INSTALL) -e . || $(INSTALL_PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(INSTALL) -e '.[dev]' || $(INSTALL_PIP) -e '.[dev]'
+	@touch $@
+
+# pip takes torch, because it finds a CPU wheel on disk where the machine offers one.
+$(VENV)/.oracle: $(VENV)/.dev
+	$(BIN)/pip install -q --disable-pip-version-check torch==2.13.0
+	$(INSTALL) -e '.[dev,oracle]' || $(INSTALL_PIP) -e '.[dev,oracle]'
+	@touch $@
+
+run: $(VENV)/.base ## Measure the shipped model's latency: table, plots, result.json, W&B run
+	$(BIN)/python -m experiments.latency experiment=quick
+
+test: $(VENV)/.dev ## Fast tests (no GPU, no network, no torch)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle and not notebook"
+
+test-slow: $(VENV)/.dev ## The long tests too
+	$(BIN)/python -m pytest -m "not gpu and not oracle and not notebook"
+
+test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU)
+	$(BIN)/python -m pytest -m "oracle and not slow"
+
+gpu-test: $(VENV)/.dev ## Tests that need a CUDA device
+	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -m gpu; code=$$?; [ $$code -eq 5 ] && echo "no GPU test exists yet" ; exit $$code
+
+lint: $(VENV)/.dev ## What CI lints: ruff, mypy, import contracts (the pre-commit hooks)
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure --color never
+
+format: $(VENV)/.dev ## Format and fix what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+constraints: | $(BIN)/uv ## Resolve constraints.txt anew, for all platforms and Pythons
+	$(BIN)/uv pip compile --universal --upgrade --python-version 3.11 --quiet --no-header --no-annotate \
+	  --no-emit-index-url --no-emit-find-links --extra dev --extra sweep --extra notebooks pyproject.toml -o $(CONSTRAINTS)
+
+clean: ## Remove what was built and measured
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf outputs multirun wandb
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
