@@ -123,7 +123,8 @@ class HfFields:
         if left:
             shown = ", ".join(f"{name}={self.raw[name]!r}" for name in sorted(left))
             raise ConfigError(
-                f"{self.source}: field(s) not implemented for model_type {self.raw.get('model_type')!r}: {shown}. "
+                f"{self.source}: field(s) not implemented for model_type "
+                f"{self.raw.get('model_type')!r}: {shown}. "
                 "They may change the computation; if they do not, remove them from config.json"
             )
 

@@ -13,8 +13,8 @@ def _read(fields: HfFields) -> ModelConfig:
     layers, hidden = common["num_layers"], int(fields.require("intermediate_size"))
     if common["head_dim"] * common["num_heads"] != common["hidden_size"]:
         raise ConfigError(
-            f"{fields.source}: head_dim {common['head_dim']} x {common['num_heads']} heads is not hidden_size "
-            f"{common['hidden_size']}; OLMoE's query norm spans hidden_size"
+            f"{fields.source}: head_dim {common['head_dim']} x {common['num_heads']} heads is not "
+            f"hidden_size {common['hidden_size']}; OLMoE's query norm spans hidden_size"
         )
     bias, clip = bool(fields.take("attention_bias", default=False)), fields.take("clip_qkv")
     return ModelConfig(

@@ -27,7 +27,8 @@ def _qwen2_windows(fields: HfFields, layers: int) -> tuple[int | None, ...]:
         )
     if "sliding_attention" in types and not (use and window):
         raise ConfigError(
-            f"{fields.source}: layer_types has sliding_attention, but use_sliding_window or sliding_window is off"
+            f"{fields.source}: layer_types has sliding_attention, but use_sliding_window or sliding_window "
+            "is off"
         )
     return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
 
