@@ -55,7 +55,7 @@ def latency_table(result: Mapping[str, Any]) -> Table:
     table = Table(
         title=f"{result.get('experiment', '')}: {run_title(result)}",
         caption="in, out: tokens per request; times in ms; tok/s: output tokens;\n"
-        "roof: share of the least TPOT that memory or compute allows",
+        "roof: the least time per output token that memory and compute allow, over the measured",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
