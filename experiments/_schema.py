@@ -138,3 +138,21 @@ def _plain_text(item: object) -> str:
     if isinstance(item, (bool, int, float)):
         return str(item).lower() if isinstance(item, bool) else str(item)
     raise ConfigError(f"prompts must be texts, got {item!r}")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """`python -m experiments.compare`
+
+    Attributes:
+        runs: result.json files or run folders; ratios refer to the first.
+        metrics: names to compare; none takes the usual ones.
+    """
+
+    runs: list[str]
+    metrics: list[str] = field(default_factory=list)
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ConfigError("runs is empty: give result.json files or run folders, 'runs=[DIR,DIR]'")

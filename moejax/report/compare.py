@@ -1,6 +1,7 @@
 """Several results side by side: metrics with their ratio to the first, and what differs in how they came
 about. No JAX here."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from rich.text import Text
 
 from moejax.bench.result import RESULT_FILE, load_result
 from moejax.core.errors import ConfigError, unknown
-from moejax.report.tables import number
+from moejax.core.files import atomic_write_text, dump_json
+from moejax.report.tables import number, stderr_console
 
 DEFAULT_METRICS: tuple[str, ...] = (
     "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "median_itl_ms", "p99_itl_ms",
@@ -161,3 +163,18 @@ def comparison_tables(comparison: RunComparison) -> list[Table]:
                 table.add_row(key, *cells)
             tables.append(table)
     return tables
+
+
+def compare_and_print(
+    paths: Sequence[str | os.PathLike[str]], metrics: Sequence[str] | None, out_dir: Path
+) -> RunComparison:
+    """Prints the tables on stderr, the comparison as one JSON line on stdout, and keeps the line in
+    `out_dir/comparison.json`."""
+    comparison = compare_results(paths, metrics)
+    console = stderr_console()
+    for table in comparison_tables(comparison):
+        console.print(table)
+    line = dump_json(dataclasses.asdict(comparison))
+    atomic_write_text(out_dir / "comparison.json", line + "\n")
+    print(line)
+    return comparison
