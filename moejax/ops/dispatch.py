@@ -47,12 +47,12 @@ def block_rows_for(assignments: int, num_experts: int) -> int:
     """Rows per block for the loop on CPU, from the mean rows an expert gets.
 
     Short blocks waste little on experts with few tokens; tall ones amortise reading an expert's weights.
-    Measured with `python -m moejax.bench.grouped_matmul` (docs/log.md).
+    The steps are where the measured times cross (docs/log.md, 2026-11-21).
     """
     mean = assignments / num_experts
     if assignments <= 8:
         return 1
-    for rows, up_to in ((4, 6), (8, 12), (16, 24), (32, 48)):
+    for rows, up_to in ((4, 3), (16, 12), (32, 40)):
         if mean <= up_to:
             return rows
     return 64

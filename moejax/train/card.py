@@ -1,0 +1,177 @@
+"""The model card: what was trained, by which command, on what, and what was measured."""
+
+import dataclasses
+import math
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from moejax.tracking.provenance import cpu_info, device_info
+from moejax.train.config import TrainConfig
+from moejax.train.corpus import characters
+from moejax.train.evaluate import HeldOut, load_shares
+from moejax.train.loop import TrainResult
+from moejax.train.tokenizer import END_OF_TEXT
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card reports beyond the configuration.
+
+    Attributes:
+        command: what was typed.
+        result: the run.
+        held_out: of the exported, rounded weights.
+        samples: (prompt, continuation) as generated.
+        dtype: of the exported weights.
+    """
+
+    command: str
+    result: TrainResult
+    held_out: HeldOut
+    samples: list[tuple[str, str]]
+    dtype: str
+
+
+def model_card(config: TrainConfig, facts: CardFacts) -> str:
+    """Markdown with the front matter that Hugging Face reads."""
+    front = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: moejax\npipeline_tag: text-generation\n---"
+    parts = [
+        front,
+        _intro(config, facts),
+        _training(config, facts),
+        _text(config, facts),
+        _load(facts),
+        _samples(facts),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _intro(config: TrainConfig, facts: CardFacts) -> str:
+    shape, held_out = config.model, facts.held_out
+    heads = f"{shape.num_attention_heads} / {shape.num_key_value_heads} × {shape.head_dim}"
+    params = _millions(facts.result.metrics["num_params"])
+    experts = f"{shape.num_experts}, {shape.num_experts_per_tok}, {shape.moe_intermediate_size}"
+    return f"""# A small mixture-of-experts language model
+
+A Qwen3-MoE (`Qwen3MoeForCausalLM`) of {params} parameters for experiments with inference: small enough to
+ship with the code, trained enough that its routing, its perplexity and its text mean something. It knows the
+style of Python's documentation and nothing else; do not ask it for facts. It has seen no conversations: its
+chat template is there for code that needs one.
+
+| | |
+|---|---|
+| layers, width | {shape.num_hidden_layers}, {shape.hidden_size} |
+| query heads / key-value heads × size | {heads} |
+| experts, per token, hidden width | {experts} |
+| vocabulary | {config.vocab_size}, byte-level BPE |
+| weights | {facts.dtype} |
+| **held-out perplexity** | **{held_out.perplexity:.2f}** a token, {_bits_per_byte(facts):.3f} bits a byte |
+
+The perplexity is that of the weights in this folder, computed in float32 over the {held_out.tokens} tokens of
+`held_out.txt` (all but the first) in windows of {config.seq_len} without overlap. Before rounding to
+{facts.dtype} it was {facts.result.held_out.perplexity:.2f}."""
+
+
+def _training(config: TrainConfig, facts: CardFacts) -> str:
+    result = facts.result
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name in _TRAINING_FIELDS}
+    rows = "\n".join(f"{name}: {value}" for name, value in values.items())
+    tokens = config.tokens_per_step * config.steps
+    epochs = float(result.metrics["epochs"] or 0)
+    return f"""## Training
+
+```
+{facts.command}
+```
+
+{config.steps} steps of {config.tokens_per_step} tokens: {_millions(tokens)} in all, {epochs:.1f} times the
+text. The steps took {_cost(result, tokens)}.
+AdamW with warm-up and cosine decay, load-balance loss (arXiv 2101.03961), router z-loss (arXiv 2202.08906).
+While training, an expert takes at most {config.capacity_factor} times its even share of a batch; the rest is
+dropped and counted. Evaluation and inference drop nothing.
+
+```yaml
+{rows}
+```"""
+
+
+def _text(config: TrainConfig, facts: CardFacts) -> str:
+    text = facts.result.text
+    train, held_out = text.corpus.train, text.corpus.held_out
+    return f"""## Text
+
+The English prose that every Python installation carries: the help topics (`pydoc_data/topics.py`) and the
+standard library's docstrings and comment blocks, as of Python {platform.python_version()}.
+
+| | documents | characters |
+|---|---|---|
+| train | {len(train)} | {characters(train)} |
+| held out | {len(held_out)} | {characters(held_out)} |
+| of those in `held_out.txt` | {text.sample.count(END_OF_TEXT)} | {len(text.sample)} |
+
+A hash of a document's name decides whether it is held out; no paragraph of 40 characters or more stands in
+both parts. In `held_out.txt`, `{END_OF_TEXT}` ends each document. Another Python version has other
+text and gives another model.
+
+The text is Copyright © Python Software Foundation, under the PSF License Agreement version 2
+(https://docs.python.org/3/license.html), which also applies to `held_out.txt`; the weights are under this
+project's licence, Apache-2.0. Nothing else was read: no third-party packages, no downloads."""
+
+
+def _load(facts: CardFacts) -> str:
+    shares = load_shares(facts.held_out.counts)
+    even = 1 / shares.shape[1]
+    lines = [
+        "## Expert load",
+        "",
+        f"Share of each layer's assignments on the held-out text; even would be {even:.2%}.",
+        "",
+        "| layer | least used | most used | most / even |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {i} | {row.min():.2%} (expert {row.argmin()}) | {row.max():.2%} (expert {row.argmax()})"
+        f" | {row.max() / even:.2f} |"
+        for i, row in enumerate(shares)
+    ]
+    return "\n".join(lines)
+
+
+def _samples(facts: CardFacts) -> str:
+    blocks = [f"```text\n{_fenced(prompt)}▸{_fenced(text)}\n```" for prompt, text in facts.samples]
+    head = "## Samples\n\nTemperature 0.7, one try each, not selected; the prompt ends at ▸."
+    return "\n\n".join([head, *blocks])
+
+
+def _fenced(text: str) -> str:
+    """Text that cannot end a Markdown code block."""
+    return text.replace("```", "'''").rstrip("\n")
+
+
+def _bits_per_byte(facts: CardFacts) -> float:
+    size = len(facts.result.text.sample.encode("utf-8"))
+    return facts.held_out.loss * facts.held_out.tokens / math.log(2) / size
+
+
+def _millions(count: Any) -> str:
+    return f"{float(count) / 1e6:.2f} M"
+
+
+def _cost(result: TrainResult, tokens: int) -> str:
+    """Time and the kind of machine, never its name."""
+    device, cpu = device_info(), cpu_info()
+    seconds = max(result.seconds, 1e-9)
+    cost = f"{seconds / 60:.1f} minutes, {tokens / seconds:.0f} tokens/s"
+    if device["platform"] != "cpu":
+        return f"{cost}, on {device['count']} × {device['kind']}"
+    # A busy machine stretches the first figure and not the second.
+    used = f"{result.cpu_seconds / 60:.1f} minutes of CPU time"
+    return f"{cost} ({used}), on {cpu['usable_cores']} cores of {cpu['model']}"
+
+
+_TRAINING_FIELDS = (
+    "vocab_size", "held_out_fraction", "steps", "batch_size", "seq_len", "learning_rate", "warmup_steps",
+    "min_lr_ratio", "weight_decay", "beta1", "beta2", "grad_clip", "load_balance_coef", "router_z_coef",
+    "capacity_factor", "token_noise", "seed",
+)  # fmt: skip

@@ -1,0 +1,130 @@
+"""A finished run as a Hugging Face directory: weights, tokenizer, held-out sample and model card.
+
+Everything is built in a temporary folder beside the target, read back, measured, and only then renamed.
+"""
+
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+
+from moejax.checkpoint.hf import save_pretrained
+from moejax.core.config import EngineConfig
+from moejax.core.errors import OutputError
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable
+from moejax.engine.llm import LLM
+from moejax.engine.request import SamplingParams
+from moejax.report.progress import progress
+from moejax.train.card import CardFacts, model_card
+from moejax.train.config import TrainConfig
+from moejax.train.evaluate import Evaluator, HeldOut
+from moejax.train.loop import TrainResult
+from moejax.train.step import build_model, model_config
+from moejax.train.tokenizer import END_OF_TEXT, save_tokenizer
+
+WEIGHT_DTYPE = "bfloat16"
+HELD_OUT_FILE = "held_out.txt"
+CARD_FILE = "README.md"
+PROMPTS = ("The function returns", "If the file does not exist,", "Python is", "This class is used to")
+SAMPLING = tuple(SamplingParams(max_tokens=96, temperature=0.7, seed=i) for i in range(len(PROMPTS)))
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and the measurement of the rounded weights as they were read back."""
+
+    directory: Path
+    held_out: HeldOut
+    num_bytes: int
+
+
+def check_export_dir(directory: str | os.PathLike[str]) -> None:
+    """Call it before training. It makes the parent folder.
+
+    Raises:
+        OutputError: the place cannot be written, or holds something that is no model and would be lost.
+    """
+    target = Path(directory)
+    ensure_writable(target.parent)
+    if (
+        target.exists()
+        and not (target / "config.json").is_file()
+        and (target.is_file() or any(target.iterdir()))
+    ):
+        raise OutputError(f"export_dir {target} exists and is no model directory; move it away")
+
+
+def export(
+    config: TrainConfig, result: TrainResult, directory: str | os.PathLike[str], command: str
+) -> Exported:
+    """Writes `directory`, replacing a model that is there.
+
+    Args:
+        command: what was typed to train; it goes into the model card.
+
+    Raises:
+        OutputError: it cannot be written; what was there before is then untouched.
+    """
+    target = Path(directory)
+    check_export_dir(target)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        temporary.mkdir()
+        with progress("exporting"):
+            _write_model(config, result, temporary)
+            # From here on everything is measured on what was written, not on what is in memory.
+            llm = LLM(temporary, dtype="float32", engine=EngineConfig(compile_cache=False))
+            held_out = measure(config, llm, (temporary / HELD_OUT_FILE).read_text(encoding="utf-8"))
+            facts = CardFacts(command, result, held_out, sample_texts(llm), WEIGHT_DTYPE)
+            atomic_write_text(temporary / CARD_FILE, model_card(config, facts))
+        _swap(temporary, target)
+    except OSError as error:
+        if isinstance(error, OutputError):
+            raise
+        raise OutputError(f"cannot write the model to {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Exported(target, held_out, sum(path.stat().st_size for path in target.iterdir()))
+
+
+def measure(config: TrainConfig, llm: LLM, text: str) -> HeldOut:
+    """Held-out perplexity and expert load of a loaded model."""
+    assert llm.tokenizer is not None
+    stream = np.array(llm.tokenizer.encode(text), np.int32)
+    return Evaluator(config)(nnx.to_pure_dict(nnx.state(llm.model)), stream)
+
+
+def sample_texts(llm: LLM) -> list[tuple[str, str]]:
+    """(prompt, continuation) for each of `PROMPTS`, as they come."""
+    outputs = llm.generate(list(PROMPTS), list(SAMPLING))
+    return [(prompt, output.outputs[0].text) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+
+
+def _write_model(config: TrainConfig, result: TrainResult, folder: Path) -> None:
+    model = build_model(model_config(config), result.state.params)
+    save_pretrained(model, folder, dtype=WEIGHT_DTYPE)
+    tokenizer = result.text.tokenizer
+    save_tokenizer(tokenizer, folder, max_length=config.model.max_position_embeddings)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    atomic_write_text(folder / "generation_config.json", dump_json(generation, indent=2) + "\n")
+    atomic_write_text(folder / HELD_OUT_FILE, result.text.sample)
+
+
+def _swap(new: Path, target: Path) -> None:
+    """Puts `new` in `target`'s place; a folder cannot be renamed onto one that is not empty."""
+    old = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.old")
+    existed = target.exists()
+    if existed:
+        target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        if existed:
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""One optimiser step and one evaluation step as compiled functions over pure state.
+
+The model is split once into its graph and a nested dictionary of arrays; steps take and return the latter.
+Training runs the experts by `capacity` (its gradients are batched products; `grouped` has a loop of dynamic
+length, which has none), evaluation by `grouped`, which drops nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from moejax.core.config import ModelConfig, MoeConfig, RopeConfig
+from moejax.models.decoder import Decoder
+from moejax.train.config import TrainConfig
+from moejax.train.loss import LossParts, RoutingCounts, loss_parts, token_losses
+from moejax.train.optimizer import make_optimizer
+from moejax.train.tokenizer import END_OF_TEXT, SPECIAL_TOKENS
+
+Params = dict[str, Any]
+
+
+class TrainState(NamedTuple):
+    """All that a run needs to go on; the checkpoints hold exactly this.
+
+    Attributes:
+        params: nested dictionary of float32 arrays.
+        opt_state: optax's state over the same tree.
+        step: int32 scalar, optimiser steps done.
+        sequence: int32 scalar, the first sequence of the data order not yet trained on.
+        rng: uint32 key data from which every step derives its own randomness.
+    """
+
+    params: Params
+    opt_state: Any
+    step: jax.Array
+    sequence: jax.Array
+    rng: jax.Array
+
+
+class StepMetrics(NamedTuple):
+    """One step's figures. `grad_norm` is taken before clipping."""
+
+    parts: LossParts
+    routing: RoutingCounts
+    grad_norm: jax.Array
+
+
+class EvalSums(NamedTuple):
+    """Sums over a batch: `nats` float32 and `tokens` int32 scalars, `counts` int32 `[L, E]`."""
+
+    nats: jax.Array
+    tokens: jax.Array
+    counts: jax.Array
+
+
+def model_config(config: TrainConfig) -> ModelConfig:
+    """The decoder to train: a Qwen3-MoE without dense layers, float32."""
+    shape, layers = config.model, config.model.num_hidden_layers
+    end = SPECIAL_TOKENS.index(END_OF_TEXT)
+    return ModelConfig(
+        family="qwen3_moe",
+        vocab_size=config.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_layers=layers,
+        num_heads=shape.num_attention_heads,
+        num_kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.num_experts_per_tok,
+        moe_intermediate_size=shape.moe_intermediate_size,
+        # Read by dense layers only, and there are none.
+        intermediate_size=shape.moe_intermediate_size * shape.num_experts_per_tok,
+        moe_layers=(True,) * layers,
+        sliding_windows=(None,) * layers,
+        max_position_embeddings=shape.max_position_embeddings,
+        norm_topk_prob=shape.norm_topk_prob,
+        qk_norm="head",
+        rope=RopeConfig(theta=shape.rope_theta),
+        rms_norm_eps=shape.rms_norm_eps,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        initializer_range=shape.initializer_range,
+        bos_token_id=end,
+        eos_token_ids=(end,),
+        pad_token_id=end,
+        dtype="float32",
+    )
+
+
+def init_state(config: TrainConfig) -> TrainState:
+    """A fresh run's state. Weights depend on `config.seed` and their names only."""
+    model = Decoder(model_config(config), seed=config.seed)
+    params = nnx.to_pure_dict(nnx.state(model))
+    rng = jax.random.key_data(jax.random.key(config.seed))
+    # Two zeros, not one twice: the state is donated, and a buffer can be given away only once.
+    step, sequence = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    return TrainState(params, make_optimizer(config).init(params), step, sequence, rng)
+
+
+def build_model(config: ModelConfig, params: Params, moe: MoeConfig | None = None) -> Decoder:
+    """The module around arrays of a `TrainState`."""
+    return nnx.merge(nnx.graphdef(Decoder(config, moe=moe)), params)
+
+
+def add_noise(tokens: jax.Array, share: float, vocab_size: int, key: jax.Array) -> jax.Array:
+    """int32 `[B, T]` with about `share` of the tokens replaced by others, uniform over the vocabulary.
+
+    A regulariser for text that is seen many times ("data noising", Xie et al., arXiv 1703.02573). Only inputs
+    are replaced, never targets, and never by a special token.
+    """
+    where, what = jax.random.split(key)
+    random = jax.random.randint(what, tokens.shape, len(SPECIAL_TOKENS), vocab_size, tokens.dtype)
+    return jnp.where(jax.random.uniform(where, tokens.shape) < share, random, tokens)
+
+
+def make_train_step(config: TrainConfig) -> Any:
+    """A compiled `(state, batch) -> (state, metrics)`; the state that goes in is donated.
+
+    batch is int32 `[B, T + 1]`: inputs are `[:, :-1]`, targets `[:, 1:]`.
+    """
+    moe = MoeConfig(execution="capacity", capacity_factor=config.capacity_factor)
+    graph = nnx.graphdef(Decoder(model_config(config), moe=moe))
+    optimizer = make_optimizer(config)
+
+    def loss(params: Params, batch: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+        inputs = batch[:, :-1]
+        if config.token_noise:
+            inputs = add_noise(inputs, config.token_noise, config.vocab_size, key)
+        logits, traces = nnx.merge(graph, params)(inputs, return_routing=True)
+        parts, routing = loss_parts(
+            logits,
+            batch[:, 1:],
+            traces,
+            load_balance_coef=config.load_balance_coef,
+            router_z_coef=config.router_z_coef,
+        )
+        return parts.loss, (parts, routing)
+
+    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, StepMetrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        gradients, (parts, routing) = jax.grad(loss, has_aux=True)(state.params, batch, key)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts
+            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        new = TrainState(params, opt_state, state.step + 1, state.sequence + batch.shape[0], state.rng)
+        return new, StepMetrics(parts, routing, optax.tree.norm(gradients))
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(config: ModelConfig) -> Callable[[Params, Any, Any], EvalSums]:
+    """A compiled `(params, tokens [B, T + 1], scored bool [B, T]) -> EvalSums`, dropless.
+
+    Positions that are not scored are padding and visit no expert.
+    """
+    graph = nnx.graphdef(Decoder(config, moe=MoeConfig(execution="grouped")))
+
+    def step(params: Params, tokens: jax.Array, scored: jax.Array) -> EvalSums:
+        logits, traces = nnx.merge(graph, params)(tokens[:, :-1], valid=scored, return_routing=True)
+        nats = token_losses(logits, tokens[:, 1:])
+        counts = jnp.stack([trace.counts for trace in traces if trace is not None])
+        return EvalSums(jnp.sum(jnp.where(scored, nats, 0.0)), jnp.sum(scored, dtype=jnp.int32), counts)
+
+    return jax.jit(step)
