@@ -3,12 +3,13 @@
 import dataclasses
 import math
 import platform
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 from moejax.tracking.provenance import cpu_info, device_info
 from moejax.train.config import TrainConfig
-from moejax.train.corpus import characters
+from moejax.train.corpus import MIN_REPEATED, characters
 from moejax.train.evaluate import HeldOut, load_shares
 from moejax.train.loop import TrainResult
 from moejax.train.tokenizer import END_OF_TEXT
@@ -47,76 +48,74 @@ def model_card(config: TrainConfig, facts: CardFacts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _paragraph(text: str) -> str:
+    """Filled to 100 columns, however it is broken here."""
+    return textwrap.fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False)
+
+
 def _intro(config: TrainConfig, facts: CardFacts) -> str:
     shape, held_out = config.model, facts.held_out
-    heads = f"{shape.num_attention_heads} / {shape.num_key_value_heads} × {shape.head_dim}"
-    params = _millions(facts.result.metrics["num_params"])
-    experts = f"{shape.num_experts}, {shape.num_experts_per_tok}, {shape.moe_intermediate_size}"
-    return f"""# A small mixture-of-experts language model
-
-A Qwen3-MoE (`Qwen3MoeForCausalLM`) of {params} parameters for experiments with inference: small enough to
-ship with the code, trained enough that its routing, its perplexity and its text mean something. It knows the
-style of Python's documentation and nothing else; do not ask it for facts. It has seen no conversations: its
-chat template is there for code that needs one.
-
-| | |
-|---|---|
-| layers, width | {shape.num_hidden_layers}, {shape.hidden_size} |
-| query heads / key-value heads × size | {heads} |
-| experts, per token, hidden width | {experts} |
-| vocabulary | {config.vocab_size}, byte-level BPE |
-| weights | {facts.dtype} |
-| **held-out perplexity** | **{held_out.perplexity:.2f}** a token, {_bits_per_byte(facts):.3f} bits a byte |
-
-The perplexity is that of the weights in this folder, computed in float32 over the {held_out.tokens} tokens of
-`held_out.txt` (all but the first) in windows of {config.seq_len} without overlap. Before rounding to
-{facts.dtype} it was {facts.result.held_out.perplexity:.2f}."""
+    size = _millions(facts.result.metrics["num_params"])
+    about = f"""A Qwen3-MoE (`Qwen3MoeForCausalLM`) of {size} parameters for experiments with inference: small
+        enough to ship with the code, trained enough that its routing, its perplexity and its text mean
+        something. It knows the style of Python's documentation and nothing else; do not ask it for facts. It
+        has seen no conversations: its chat template is there for code that needs one."""
+    rows = {
+        "layers, width": f"{shape.num_hidden_layers}, {shape.hidden_size}",
+        "query heads / key-value heads × size": (
+            f"{shape.num_attention_heads} / {shape.num_key_value_heads} × {shape.head_dim}"
+        ),
+        "experts, per token, hidden width": (
+            f"{shape.num_experts}, {shape.num_experts_per_tok}, {shape.moe_intermediate_size}"
+        ),
+        "vocabulary": f"{config.vocab_size}, byte-level BPE",
+        "weights": facts.dtype,
+        "**held-out perplexity**": (
+            f"**{held_out.perplexity:.2f}** a token, {_bits_per_byte(facts):.3f} bits a byte"
+        ),
+    }
+    measured = f"""The perplexity is that of the weights in this folder, computed in float32 over the
+        {held_out.tokens} tokens of `held_out.txt` (all but the first) in windows of {config.seq_len} without
+        overlap. Before rounding to {facts.dtype} it was {facts.result.held_out.perplexity:.2f}."""
+    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    title = "# A small mixture-of-experts language model"
+    return "\n\n".join([title, _paragraph(about), table, _paragraph(measured)])
 
 
 def _training(config: TrainConfig, facts: CardFacts) -> str:
     result = facts.result
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in _TRAINING_FIELDS}
-    rows = "\n".join(f"{name}: {value}" for name, value in values.items())
+    settings = "\n".join(f"{name}: {value}" for name, value in values.items())
     tokens = config.tokens_per_step * config.steps
-    epochs = float(result.metrics["epochs"] or 0)
-    return f"""## Training
-
-```
-{facts.command}
-```
-
-{config.steps} steps of {config.tokens_per_step} tokens: {_millions(tokens)} in all, {epochs:.1f} times the
-text. The steps took {_cost(result, tokens)}.
-AdamW with warm-up and cosine decay, load-balance loss (arXiv 2101.03961), router z-loss (arXiv 2202.08906).
-While training, an expert takes at most {config.capacity_factor} times its even share of a batch; the rest is
-dropped and counted. Evaluation and inference drop nothing.
-
-```yaml
-{rows}
-```"""
+    noise = f"{config.token_noise:.0%} of the input tokens were replaced by random ones. "
+    about = f"""{config.steps} steps of {config.tokens_per_step} tokens: {_millions(tokens)} in all,
+        {float(result.metrics["epochs"] or 0):.1f} times the text. The steps took {_cost(result, tokens)}.
+        AdamW with warm-up and cosine decay, load-balance loss (arXiv 2101.03961), router z-loss (arXiv
+        2202.08906). {noise if config.token_noise else ""}While training, an expert takes at most
+        {config.capacity_factor} times its even share of a batch; the rest is dropped and counted. Evaluation
+        and inference drop nothing."""
+    code = f"```\n{facts.command}\n```"
+    return "\n\n".join(["## Training", code, _paragraph(about), f"```yaml\n{settings}\n```"])
 
 
 def _text(config: TrainConfig, facts: CardFacts) -> str:
     text = facts.result.text
     train, held_out = text.corpus.train, text.corpus.held_out
-    return f"""## Text
-
-The English prose that every Python installation carries: the help topics (`pydoc_data/topics.py`) and the
-standard library's docstrings and comment blocks, as of Python {platform.python_version()}.
-
-| | documents | characters |
+    about = f"""The English prose that every Python installation carries: the help topics
+        (`pydoc_data/topics.py`) and the standard library's docstrings and comment blocks, as of Python
+        {platform.python_version()}."""
+    table = f"""| | documents | characters |
 |---|---|---|
 | train | {len(train)} | {characters(train)} |
 | held out | {len(held_out)} | {characters(held_out)} |
-| of those in `held_out.txt` | {text.sample.count(END_OF_TEXT)} | {len(text.sample)} |
-
-A hash of a document's name decides whether it is held out; no paragraph of 40 characters or more stands in
-both parts. In `held_out.txt`, `{END_OF_TEXT}` ends each document. Another Python version has other
-text and gives another model.
-
-The text is Copyright © Python Software Foundation, under the PSF License Agreement version 2
-(https://docs.python.org/3/license.html), which also applies to `held_out.txt`; the weights are under this
-project's licence, Apache-2.0. Nothing else was read: no third-party packages, no downloads."""
+| of those in `held_out.txt` | {text.sample.count(END_OF_TEXT)} | {len(text.sample)} |"""
+    split = f"""A hash of a document's name decides whether it is held out; no paragraph of {MIN_REPEATED}
+        characters or more stands in both parts. In `held_out.txt`, `{END_OF_TEXT}` ends each document.
+        Another Python version has other text and gives another model."""
+    licence = """The text is Copyright © Python Software Foundation, under the PSF License Agreement version 2
+        (https://docs.python.org/3/license.html), which also applies to `held_out.txt`; the weights are under
+        this project's licence, Apache-2.0. Nothing else was read: no third-party packages, no downloads."""
+    return "\n\n".join(["## Text", _paragraph(about), table, _paragraph(split), _paragraph(licence)])
 
 
 def _load(facts: CardFacts) -> str:

@@ -244,10 +244,7 @@ class _Run:
 
     def _log_held_out(self, step: int, held_out: HeldOut) -> None:
         self.tracker.log({"held_out/loss": held_out.loss, "held_out/perplexity": held_out.perplexity}, step)
-        logger.info(
-            "step %d: held-out perplexity %.3f, train loss %s",
-            step, held_out.perplexity, self.last.get("train/cross_entropy"),
-        )  # fmt: skip
+        logger.info("step %d: held-out perplexity %.3f", step, held_out.perplexity)
 
 
 def define_metrics(tracker: Tracker) -> None:
