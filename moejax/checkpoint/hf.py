@@ -20,6 +20,7 @@ from moejax.checkpoint.maps.rules import apply_transform
 from moejax.checkpoint.plan import Faults, LoadPlan, canonical_key, plan_load
 from moejax.core.config import DTYPES, ModelConfig, MoeConfig, check_choice
 from moejax.core.errors import CheckpointError, ConfigError, OutputError, unknown
+from moejax.core.files import atomic_write_text
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf, config_to_hf
 from moejax.nn.param import iter_params, specs
@@ -27,6 +28,7 @@ from moejax.nn.param import iter_params, specs
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+STORED_DTYPES = ("F32", "BF16", "F16")
 
 
 def shipped_models() -> list[str]:
@@ -59,6 +61,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found; a Hugging Face directory needs it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
 
@@ -80,10 +84,12 @@ def weight_files(directory: Path) -> list[Path]:
         CheckpointError: none, or a shard that the index names is missing.
     """
     if (directory / INDEX).is_file():
-        weight_map = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{directory / INDEX}: no weight_map")
-        files = [directory / name for name in sorted(set(weight_map.values()))]
+        index = read_json(directory / INDEX)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not names or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{directory / INDEX}: no weight_map from tensors to files")
+        files = [directory / name for name in sorted(set(names))]
         missing = [path.name for path in files if not path.is_file()]
         if missing:
             raise CheckpointError(
@@ -106,16 +112,21 @@ def _open(path: Path) -> Any:
         ) from None
 
 
-def _tensor_shapes(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
+def _tensor_shapes(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], Faults]:
+    """Shape of every stored tensor; keys that two files hold and dtypes that are not read are faults."""
     shapes: dict[str, tuple[int, ...]] = {}
     home: dict[str, Path] = {}
+    faults = Faults()
     for path in files:
         with _open(path) as handle:
             for key in handle.keys():
+                stored = handle.get_slice(key)
                 if key in home:
-                    raise CheckpointError(f"{key} stands in both {home[key].name} and {path.name}")
-                shapes[key], home[key] = tuple(handle.get_slice(key).get_shape()), path
-    return shapes, home
+                    faults.add("doubly mapped", f"{key} in {home[key].name} and {path.name}")
+                if (dtype := stored.get_dtype()) not in STORED_DTYPES:
+                    faults.add(f"of a dtype other than {', '.join(STORED_DTYPES)}", f"{key} is {dtype}")
+                shapes[key], home[key] = tuple(stored.get_shape()), path
+    return shapes, faults
 
 
 class Loaded(NamedTuple):
@@ -146,7 +157,7 @@ def load_pretrained(
         config = config.replace(dtype=dtype)
     model = Decoder(config, moe=moe)
     files = weight_files(path)
-    shapes, _ = _tensor_shapes(files)
+    shapes, faults = _tensor_shapes(files)
     plan = plan_load(
         shapes,
         specs(model),
@@ -154,6 +165,7 @@ def load_pretrained(
         num_experts=config.num_experts,
         tied=config.tie_word_embeddings,
         source=str(path),
+        faults=faults,
     )
     _fill(model, files, plan)
     return Loaded(model, config)
@@ -163,18 +175,20 @@ def _fill(model: Decoder, files: list[Path], plan: LoadPlan) -> None:
     params = dict(iter_params(model))
     buffers: dict[str, np.ndarray] = {}
     left = dict(plan.parts)
-    faults: list[str] = []
+    faults = Faults()
     for path in files:
         with _open(path) as handle:
             for key in handle.keys():
                 if key not in plan.fills:
                     continue  # a tied lm_head
                 value = _read(handle, key, path)
-                if not np.isfinite(value.astype(np.float32, copy=False)).all():
-                    faults.append(key)
+                if not _usable(key, value, model.config.dtype, faults):
+                    continue  # the rest is still looked at, so that the error names every such tensor
                 for fill in plan.fills[key]:
                     spec = params[fill.param].get_metadata("spec")
                     part = apply_transform(fill.target.transform, value)
+                    if spec.transposed:
+                        part = part.swapaxes(-1, -2)
                     if fill.expert is None:
                         buffers[fill.param] = np.ascontiguousarray(part).astype(spec.dtype, copy=False)
                     else:
@@ -185,9 +199,17 @@ def _fill(model: Decoder, files: list[Path], plan: LoadPlan) -> None:
                     left[fill.param] -= 1
                     if not left[fill.param]:
                         params[fill.param].set_value(jax.device_put(buffers.pop(fill.param)))
-    if faults:
-        shown = Faults({"tensor(s) with NaN or infinite values": faults})
-        shown.check(str(files[0].parent))
+    faults.check(str(files[0].parent))
+
+
+def _usable(key: str, value: np.ndarray, dtype: str, faults: Faults) -> bool:
+    if not np.isfinite(value).all():
+        faults.add("with NaN or infinite values", key)
+        return False
+    if dtype == "float16" and np.abs(value).max(initial=0) > np.finfo(np.float16).max:
+        faults.add("with values too large for float16 (load as bfloat16 or float32)", key)
+        return False
+    return True
 
 
 def _read(handle: Any, key: str, path: Path) -> np.ndarray:
@@ -211,17 +233,24 @@ def save_pretrained(
         max_shard_bytes: a larger model is split into shards with an index.
 
     Raises:
-        OutputError: the directory cannot be written.
+        ConfigError: the family's `config.json` cannot describe the model.
+        OutputError: the directory cannot be written; nothing half-written is left.
     """
     out = Path(directory)
     config = model.config if dtype is None else model.config.replace(dtype=dtype)
+    text = json.dumps(config_to_hf(config), indent=2) + "\n"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        shards = _write_shards(model, out, jnp.dtype(config.dtype), max_shard_bytes)
-        _replace_text(out / "config.json", json.dumps(config_to_hf(config), indent=2) + "\n")
-        _commit_shards(out, shards)
-    except OSError as error:
-        raise OutputError(f"{out}: cannot write the model ({error.strerror or error})") from error
+        try:
+            shards = _write_shards(model, out, jnp.dtype(config.dtype), max_shard_bytes)
+            atomic_write_text(out / "config.json", text)
+            _commit_shards(out, shards)
+        finally:
+            for left in out.glob(".shard-*.tmp"):
+                left.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"{out}: cannot write the model ({reason})") from error
 
 
 def _tensors(model: Decoder, dtype: Any) -> Any:
@@ -237,6 +266,8 @@ def _tensors(model: Decoder, dtype: Any) -> Any:
         key, per_expert = canonical_key(name, rules)
         flip = transposed[name.split(".", 2)[-1]]
         value = np.asarray(param[...]).astype(dtype, copy=False)
+        if param.get_metadata("spec").transposed:
+            value = value.swapaxes(-1, -2)
         for expert in range(value.shape[0]) if per_expert else (None,):
             part = value if expert is None else value[expert]
             yield key.replace("{e}", str(expert)), np.ascontiguousarray(part.T if flip else part)
@@ -254,6 +285,7 @@ def _write_shards(
         nonlocal current, size
         path = out / f".shard-{len(shards)}.tmp"
         save_file(current, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors makes files that only their owner can read
         shards.append((path, dict.fromkeys(current, np.empty(0)), size))
         current, size = {}, 0
 
@@ -278,11 +310,5 @@ def _commit_shards(out: Path, shards: list[tuple[Path, dict[str, np.ndarray], in
         os.replace(path, out / name)
         weight_map.update(dict.fromkeys(keys, name))
     index = {"metadata": {"total_size": sum(size for _, _, size in shards)}, "weight_map": weight_map}
-    _replace_text(out / INDEX, json.dumps(index, indent=2) + "\n")
+    atomic_write_text(out / INDEX, json.dumps(index, indent=2) + "\n")
     (out / SINGLE).unlink(missing_ok=True)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

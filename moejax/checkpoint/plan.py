@@ -58,6 +58,7 @@ def plan_load(
     num_experts: int,
     tied: bool,
     source: str,
+    faults: Faults | None = None,
 ) -> LoadPlan:
     """Which tensor fills what.
 
@@ -65,12 +66,13 @@ def plan_load(
         shapes: checkpoint key → shape.
         specs: parameter path → declaration.
         tied: with tied embeddings a stored `lm_head.weight` is the embedding again, and is not read.
+        faults: what is known to be wrong already, to be listed with the rest.
 
     Raises:
         CheckpointError: listing all unmapped, doubly mapped, misshapen and missing keys.
     """
     rules = tuple(rules)
-    plan, faults = LoadPlan(), Faults()
+    plan, faults = LoadPlan(), faults or Faults()
     filled: dict[tuple[str, int | None], str] = {}
     for key, shape in shapes.items():
         if tied and key == "lm_head.weight":
@@ -119,7 +121,7 @@ def _fills_of(
         if spec is None or (expert is not None and expert >= num_experts):
             faults.add("unmapped", key)
             return []
-        expected = source_shape(target.transform, spec.shape, rule.per_expert)
+        expected = source_shape(target.transform, spec.canonical_shape, rule.per_expert)
         if tuple(shape) != expected:
             faults.add("misshapen", f"{key} is {list(shape)}, expected {list(expected)}")
             # Still counts as present, so that it is not also listed as missing.

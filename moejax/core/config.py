@@ -14,6 +14,7 @@ from moejax.core.errors import ConfigError, unknown
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection"]
 MoeExecution = Literal["dense", "capacity", "grouped"]
+ExpertLayout = Literal["auto", "edf", "efd"]
 OverflowPolicy = Literal["drop", "reroute"]
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -162,6 +163,10 @@ class MoeConfig:
     """How the expert layers are executed; it changes speed, and with `capacity` also the result.
 
     `capacity_factor` c gives each expert room for ceil(c · T · k / E) of a batch's T·k assignments.
+    `block_rows` fixes the height of `grouped`'s blocks (None: by the mean rows an expert gets).
+    `expert_layout` is how the experts' matrices lie in memory: "edf" (gate and up `[E, D, F]`, down
+    `[E, F, D]`) or "efd" (each transposed). "auto" is "edf" for a module of its own; `LLM` takes what is
+    faster on its platform.
     """
 
     execution: MoeExecution = "grouped"
@@ -169,9 +174,11 @@ class MoeConfig:
     overflow: OverflowPolicy = "drop"
     block_rows: int | None = None
     grouped_matmul: str = "auto"
+    expert_layout: ExpertLayout = "auto"
 
     def __post_init__(self) -> None:
         check_choice("engine.moe.grouped_matmul", self.grouped_matmul, ("auto", "loop", "ragged_dot"))
+        check_choice("engine.moe.expert_layout", self.expert_layout, get_args(ExpertLayout))
         check_choice("engine.moe.execution", self.execution, get_args(MoeExecution))
         check_choice("engine.moe.overflow", self.overflow, get_args(OverflowPolicy))
         check_number("engine.moe.capacity_factor", self.capacity_factor)

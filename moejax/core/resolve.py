@@ -1,4 +1,4 @@
-""" "auto" → a value and the reason for it, decided once, kept and reported with every result."""
+"""From "auto" to a value and the reason for it, decided once, kept and reported with every result."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,17 +1,18 @@
 """`LLM`: the public way to generate from and score with a model."""
 
+import dataclasses
 import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 
 from moejax.checkpoint.hf import load_config, load_pretrained, read_json, resolve_model_dir
-from moejax.core.config import EngineConfig, ModelConfig, ParallelConfig, QuantConfig
+from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, ParallelConfig, QuantConfig
 from moejax.core.errors import CheckpointError, ConfigError, RequestError
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
 from moejax.engine.contiguous import ContiguousEngine, Row
@@ -22,7 +23,7 @@ from moejax.engine.tokenizer import ChatMessage, Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
 from moejax.nn.activation import activation
-from moejax.ops.dispatch import choose_grouped_matmul
+from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul
 
 Prompt = str | Sequence[int] | np.ndarray
 # Scoring pads a call's sequences to its longest; this many tokens go through the model at a time.
@@ -71,8 +72,14 @@ class LLM:
         activation(config.hidden_act)  # an unknown one raises here, not when the first step is compiled
         resolved = resolve_dtype(dtype, config.dtype, platform.value)
         product = choose_grouped_matmul(self.engine_config.moe.grouped_matmul, platform.value)
-        self.resolutions = [platform, resolved, Resolution("engine.moe.grouped_matmul", *product)]
-        moe = self.engine_config.moe
+        layout = choose_expert_layout(self.engine_config.moe.expert_layout, platform.value)
+        self.resolutions = [
+            platform,
+            resolved,
+            Resolution("engine.moe.grouped_matmul", *product),
+            Resolution("engine.moe.expert_layout", *layout),
+        ]
+        moe = dataclasses.replace(self.engine_config.moe, expert_layout=cast(ExpertLayout, layout.value))
         self.max_model_len = self._longest(config)
         if load_format == "dummy":
             config = config.replace(dtype=resolved.value)

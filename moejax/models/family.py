@@ -1,11 +1,14 @@
 """What a model family is: how its Hugging Face configuration reads and writes."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
 from moejax.models.hf_config import HfFields, rope_to_hf
+from moejax.nn.activation import activation
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,18 @@ class Family:
 
     def from_hf(self, raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
         """Raises `ConfigError` for a missing or bad field and for any field it does not implement."""
-        fields = HfFields(raw, source)
-        config = self.read(fields)
-        fields.finish()
+        taken = HfFields(raw, source)
+        config = self.read(taken)
+        taken.finish()
         return config
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """A `config.json` for transformers."""
+        """A `config.json` for transformers.
+
+        Raises:
+            ConfigError: the family's `config.json` has no words for something in `config`, so that a model
+                loaded from it would compute something else.
+        """
         eos = config.eos_token_ids
         scaling = rope_to_hf(config.rope)
         common = {
@@ -56,7 +64,25 @@ class Family:
             "dtype": config.dtype,
             "use_cache": True,
         }
-        return common | self.write(config)
+        written = common | self.write(config)
+        back = self.from_hf(written)
+        lost = [
+            f"{item.name}={getattr(config, item.name)!r}"
+            for item in dataclasses.fields(config)
+            if not _same(item.name, config, back)
+        ]
+        if lost:
+            raise ConfigError(f"config.json of {self.name} cannot say {', '.join(lost)}; use another family")
+        return written
+
+
+def _same(name: str, config: ModelConfig, back: ModelConfig) -> bool:
+    """Whether a field survived writing, as far as it has any effect."""
+    if name == "rope":
+        return rope_to_hf(config.rope) == rope_to_hf(back.rope)
+    if name == "intermediate_size" and all(config.moe_layers):
+        return True
+    return bool(getattr(config, name) == getattr(back, name))
 
 
 def common_fields(fields: HfFields, *, default_theta: float, default_eps: float) -> dict[str, Any]:
@@ -64,6 +90,8 @@ def common_fields(fields: HfFields, *, default_theta: float, default_eps: float)
     hidden, heads = int(fields.require("hidden_size")), int(fields.require("num_attention_heads"))
     layers = int(fields.require("num_hidden_layers"))
     longest = int(fields.require("max_position_embeddings"))
+    act = str(fields.take("hidden_act", default="silu"))
+    activation(act)  # raises for one that is not known, before any weight is read
     return {
         "vocab_size": int(fields.require("vocab_size")),
         "hidden_size": hidden,
@@ -75,7 +103,7 @@ def common_fields(fields: HfFields, *, default_theta: float, default_eps: float)
         "max_position_embeddings": longest,
         "rope": fields.rope(default_theta=default_theta, max_position_embeddings=longest),
         "rms_norm_eps": float(fields.take("rms_norm_eps", default=default_eps)),
-        "hidden_act": str(fields.take("hidden_act", default="silu")),
+        "hidden_act": act,
         "tie_word_embeddings": bool(fields.take("tie_word_embeddings", default=False)),
         "initializer_range": float(fields.take("initializer_range", default=0.02)),
         "dtype": fields.dtype(),

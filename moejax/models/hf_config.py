@@ -74,6 +74,9 @@ class HfFields:
     def rope(self, *, default_theta: float, max_position_embeddings: int) -> RopeConfig:
         """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
         theta = self.take("rope_theta", default=default_theta)
+        new, old = self.raw.get("rope_parameters"), self.raw.get("rope_scaling")
+        if new is not None and old is not None and new != old:
+            raise ConfigError(f"{self.source}: rope_parameters and rope_scaling differ; remove one of them")
         fields = dict(self.take("rope_parameters", "rope_scaling", default={}))
         kind: Any = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
         fields.pop("type", None)

@@ -31,8 +31,10 @@ def config_from_hf(raw: dict[str, Any], source: str = "config.json") -> ModelCon
     family = get_family(raw["model_type"], source)
     try:
         return family.from_hf(raw, source)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        if str(error).startswith(source):
+            raise
+        raise ConfigError(f"{source}: {error}") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{source}: a field has the wrong type ({error})") from error
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.core.config import MoeConfig
+from moejax.core.config import ExpertLayout, ModelConfig, MoeConfig
 from moejax.moe.permute import combine, plan_blocks
 from moejax.moe.router import Routing
 from moejax.nn.activation import activation
@@ -32,20 +32,32 @@ class ExpertsOutput(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """E gated MLPs stacked: gate and up `[E, D, F]`, down `[E, F, D]`."""
+    """E gated MLPs stacked: gate and up `[E, D, F]`, down `[E, F, D]`; in layout "efd" each transposed."""
 
-    def __init__(
-        self, num_experts: int, dim: int, hidden: int, act: str, normalize: bool, dtype: Any, scale: float
-    ) -> None:
-        axes = ("expert", "embed", "expert_mlp")
-        self.gate_proj = declare(ParamSpec((num_experts, dim, hidden), axes, dtype, "normal", scale))
-        self.up_proj = declare(ParamSpec((num_experts, dim, hidden), axes, dtype, "normal", scale))
-        self.down_proj = declare(
-            ParamSpec((num_experts, hidden, dim), ("expert", "expert_mlp", "embed"), dtype, "normal", scale)
-        )
-        self.num_experts = num_experts
-        self.act = act
-        self.normalize = normalize
+    def __init__(self, config: ModelConfig, layout: ExpertLayout, dtype: Any) -> None:
+        E, D, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.transposed = layout == "efd"
+
+        def stack(rows: int, columns: int, axes: tuple[str, str]) -> nnx.Param:
+            shape = (E, columns, rows) if self.transposed else (E, rows, columns)
+            names = ("expert", *(axes[::-1] if self.transposed else axes))
+            scale = config.initializer_range
+            return declare(ParamSpec(shape, names, dtype, "normal", scale, transposed=self.transposed))
+
+        self.gate_proj = stack(D, F, ("embed", "expert_mlp"))
+        self.up_proj = stack(D, F, ("embed", "expert_mlp"))
+        self.down_proj = stack(F, D, ("expert_mlp", "embed"))
+        self.num_experts = E
+        self.act = config.hidden_act
+        self.normalize = config.norm_topk_prob
+
+    def matrices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """gate, up `[E, D, F]` and down `[E, F, D]`, whatever the layout."""
+        stored = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
+        if not self.transposed:
+            return stored
+        gate, up, down = (jnp.swapaxes(w, 1, 2) for w in stored)
+        return gate, up, down
 
     def __call__(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
         """x `[N, D]` → ExpertsOutput, by the execution that `config` names."""
@@ -66,23 +78,26 @@ class Experts(nnx.Module):
             y = (act(x @ gate) * (x @ up)) @ down
             return total + y * weight[:, None].astype(x.dtype), None
 
-        stacked = (self.gate_proj[...], self.up_proj[...], self.down_proj[...], table.T[: self.num_experts])
+        stacked = (*self.matrices(), table.T[: self.num_experts])
         total, _ = jax.lax.scan(one, jnp.zeros_like(x), stacked)
         return total
 
     def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
         """Sorted by expert, in blocks of one expert each; nothing is dropped."""
         N, k = routing.ids.shape
-        rows = config.block_rows or dispatch.block_rows_for(N * k, self.num_experts)
+        rows = config.block_rows or dispatch.block_rows_for(N * k, self.num_experts, self.transposed)
         plan = plan_blocks(routing.ids, self.num_experts, rows)
         sorted_x = x[plan.order // k]
-        weights = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
         act = activation(self.act)
         if dispatch.choose_grouped_matmul(config.grouped_matmul).value == "loop":
             blocks = (plan.block_expert, plan.block_start, plan.num_blocks)
-            out = grouped_swiglu_loop(sorted_x, *weights, *blocks, block_rows=rows, act=act)
+            # As stored: the loop slices first and transposes one expert, never the stack.
+            stored = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
+            out = grouped_swiglu_loop(
+                sorted_x, *stored, *blocks, block_rows=rows, act=act, transposed=self.transposed
+            )
         else:
-            out = grouped_swiglu_ragged(sorted_x, *weights, plan.counts, act=act)
+            out = grouped_swiglu_ragged(sorted_x, *self.matrices(), plan.counts, act=act)
         return combine(out, plan, routing.weights)
 
     def _capacity(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
@@ -107,10 +122,10 @@ class Experts(nnx.Module):
         token = jnp.arange(N * k, dtype=jnp.int32) // k
         buffer = jnp.zeros((E * C + 1, x.shape[1]), x.dtype).at[target].set(x[token])
         buffer = buffer[: E * C].reshape(E, C, -1)
-        act = activation(self.act)
-        hidden = act(jnp.einsum("ecd,edf->ecf", buffer, self.gate_proj[...]))
-        hidden = hidden * jnp.einsum("ecd,edf->ecf", buffer, self.up_proj[...])
-        out = jnp.einsum("ecf,efd->ecd", hidden, self.down_proj[...]).reshape(E * C, -1)
+        gate, up, down = self.matrices()
+        hidden = activation(self.act)(jnp.einsum("ecd,edf->ecf", buffer, gate))
+        hidden = hidden * jnp.einsum("ecd,edf->ecf", buffer, up)
+        out = jnp.einsum("ecf,efd->ecd", hidden, down).reshape(E * C, -1)
         out = jnp.concatenate([out, jnp.zeros((1, x.shape[1]), out.dtype)])
         picked = out[target].reshape(N, k, -1)
         summed = jnp.sum(picked * placed.weights[..., None].astype(x.dtype), axis=1)

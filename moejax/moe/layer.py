@@ -38,9 +38,7 @@ class MoELayer(nnx.Module):
     def __init__(self, config: ModelConfig, moe: MoeConfig, dtype: Any) -> None:
         D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
         self.router = Router(D, E, config.num_experts_per_tok, config.norm_topk_prob, dtype, scale)
-        self.experts = Experts(
-            E, D, config.moe_intermediate_size, config.hidden_act, config.norm_topk_prob, dtype, scale
-        )
+        self.experts = Experts(config, moe.expert_layout, dtype)
         hidden = config.shared_expert_intermediate_size
         self.shared_expert = GatedMLP(D, hidden, config.hidden_act, dtype, scale) if hidden else None
         self.shared_gate = Linear((D, 1), ("embed", None), dtype, scale=scale) if hidden else None

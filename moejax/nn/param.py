@@ -27,6 +27,8 @@ class ParamSpec:
         dtype: its storage dtype.
         init: initialiser of a fresh model; `normal` has standard deviation `scale`.
         scale: standard deviation of `normal`.
+        transposed: the tensor is stored with its last two dimensions swapped against the order that the key
+            tables and initialisers speak of; `shape` and `axes` are as stored.
     """
 
     shape: tuple[int, ...]
@@ -34,9 +36,15 @@ class ParamSpec:
     dtype: Any
     init: Init = "normal"
     scale: float = 0.02
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+    @property
+    def canonical_shape(self) -> tuple[int, ...]:
+        """The shape in the order that the key tables speak of."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
     def struct(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
@@ -81,7 +89,9 @@ def _initial_value(spec: ParamSpec, key: jax.Array) -> jax.Array:
         return jnp.zeros(spec.shape, spec.dtype)
     if spec.init == "ones":
         return jnp.ones(spec.shape, spec.dtype)
-    return (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(spec.dtype)
+    # Drawn in canonical order, so that a seed gives the same model in either layout.
+    value = (spec.scale * jax.random.normal(key, spec.canonical_shape, jnp.float32)).astype(spec.dtype)
+    return jnp.swapaxes(value, -1, -2) if spec.transposed else value
 
 
 def num_params(model: nnx.Module) -> int:

@@ -43,16 +43,25 @@ def choose_grouped_matmul(asked: str = "auto", platform: str | None = None) -> C
     return choose("engine.moe.grouped_matmul", asked, GROUPED_MATMUL, auto)
 
 
-def block_rows_for(assignments: int, num_experts: int) -> int:
+def block_rows_for(assignments: int, num_experts: int, transposed: bool = False) -> int:
     """Rows per block for the loop on CPU, from the mean rows an expert gets.
 
     Short blocks waste little on experts with few tokens; tall ones amortise reading an expert's weights.
     The steps are where the measured times cross (docs/log.md, 2026-11-21).
     """
     mean = assignments / num_experts
-    if assignments <= 8:
+    if assignments <= 8 or (transposed and mean <= 3):
         return 1
-    for rows, up_to in ((4, 3), (16, 12), (32, 40)):
+    for rows, up_to in ((8, 6), (16, 12), (32, 40)) if transposed else ((4, 3), (16, 12), (32, 40)):
         if mean <= up_to:
             return rows
     return 64
+
+
+def choose_expert_layout(asked: str, platform: str) -> Choice:
+    """How an engine's experts lie in memory, see `moejax.core.config.MoeConfig`."""
+    if platform == "cpu":
+        auto = Choice("efd", "on CPU a single row's product reads transposed experts without a copy")
+    else:
+        auto = Choice("edf", f"the products' own order on {platform}")
+    return choose("engine.moe.expert_layout", asked, ("edf", "efd"), auto)

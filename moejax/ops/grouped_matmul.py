@@ -21,6 +21,7 @@ def grouped_swiglu_loop(
     *,
     block_rows: int,
     act: Callable[[jax.Array], jax.Array],
+    transposed: bool = False,
 ) -> jax.Array:
     """`(act(x @ gate[e]) * (x @ up[e])) @ down[e]` for each block of rows and its expert e.
 
@@ -29,7 +30,8 @@ def grouped_swiglu_loop(
 
     Args:
         rows: `[A, D]`, sorted by expert.
-        gate, up: `[E, D, F]`; down: `[E, F, D]`.
+        gate, up: `[E, D, F]`; down: `[E, F, D]`; with `transposed`, each with its last two dimensions
+            swapped. A single row's product then fuses with the slice: no copy of the matrix (docs/log.md).
         block_expert, block_start: int32 `[M]`; num_blocks: int32 scalar.
 
     Returns:
@@ -38,12 +40,14 @@ def grouped_swiglu_loop(
     A, D = rows.shape
     padded = jnp.pad(rows, ((0, block_rows), (0, 0)))
 
+    def matrix(stack: jax.Array, expert: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False)
+        return one.T if transposed else one
+
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
         expert, start = block_expert[i], block_start[i]
         x = jax.lax.dynamic_slice(padded, (start, 0), (block_rows, D))
-        w_gate = jax.lax.dynamic_index_in_dim(gate, expert, 0, keepdims=False)
-        w_up = jax.lax.dynamic_index_in_dim(up, expert, 0, keepdims=False)
-        w_down = jax.lax.dynamic_index_in_dim(down, expert, 0, keepdims=False)
+        w_gate, w_up, w_down = (matrix(stack, expert) for stack in (gate, up, down))
         y = (act(x @ w_gate) * (x @ w_up)) @ w_down
         return jax.lax.dynamic_update_slice(out, y, (start, 0))
 
