@@ -7,6 +7,8 @@ within a bounded time. wandb's own console output is switched off; `hints()` has
 import logging
 import os
 import shlex
+import shutil
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,11 +119,20 @@ class WandbTracker:
             self._run.finish(exit_code=exit_code)
 
     def hints(self) -> list[str]:
-        lines = [f"wandb leet {_shell_path(self.run_dir)}"]
-        return [*lines, f"wandb leet {self._run.url}"] if self._online else [*lines, self._sync()]
+        lines = [f"{_command()} leet {_shell_path(self.run_dir)}"]
+        return [*lines, f"{_command()} leet {self._run.url}"] if self._online else [*lines, self._sync()]
 
     def _sync(self) -> str:
-        return f"wandb sync {_shell_path(self.run_dir)}"
+        return f"{_command()} sync {_shell_path(self.run_dir)}"
+
+
+def _command() -> str:
+    """How this shell calls wandb: by name where it is on the path, else from this environment's folder."""
+    beside = Path(sys.executable).parent / "wandb"
+    found = shutil.which("wandb")
+    if found and Path(found).resolve() == beside.resolve():
+        return "wandb"
+    return _shell_path(beside) if beside.is_file() else "wandb"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -90,9 +91,10 @@ def test_offline_run_is_read_back_with_leet(child, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     leet, sync = json.loads(done.stdout.splitlines()[-1])
-    run_dir = leet.removeprefix("wandb leet ")
+    command, run_dir = leet.split(" leet ")
+    assert command.endswith("wandb")
     assert run_dir.startswith("wandb/offline-run-") and (tmp_path / run_dir).is_dir()
-    assert sync == f"wandb sync {run_dir}"
+    assert sync == f"{command} sync {run_dir}"
 
     read = wandb_cli("leet", "inspect", "--json", run_dir, cwd=tmp_path)
     if read.returncode and "not available" in read.stderr:
@@ -143,7 +145,7 @@ def test_online_run_arrives_at_the_server(child, tmp_path):
     assert any(name.startswith("media/images/latency") for name in server.files)
     assert any(name.endswith("result.json") and content == b"{}" for name, content in server.files.items())
     lines = json.loads(done.stdout.splitlines()[-1])
-    assert lines[1] == f"wandb leet {server.url}/tester/moejax/runs/{server.run['name']}"
+    assert lines[1].endswith(f"wandb leet {server.url}/tester/moejax/runs/{server.run['name']}")
 
 
 def test_offline_run_syncs_later_with_the_printed_line(child, tmp_path):
@@ -152,7 +154,7 @@ def test_offline_run_syncs_later_with_the_printed_line(child, tmp_path):
     line = json.loads(done.stdout.splitlines()[-1])[1]
     with FakeWandb() as server:
         sync = subprocess.run(
-            [sys.executable, "-m", *line.split()],
+            shlex.split(line),  # exactly as printed
             cwd=tmp_path,
             env=clean_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY),
             capture_output=True,
