@@ -17,7 +17,7 @@ class RoutingTrace(NamedTuple):
 
     Attributes:
         ids: int32 `[B, T, k]`, experts that ran, by falling router probability; E where none did (padding,
-            or dropped).
+            or dropped). A rerouted assignment keeps its place.
         weights: float32 `[B, T, k]`.
         logits: float32 `[B, T, E]`.
         counts: int32 `[E]`, assignments that each expert ran.

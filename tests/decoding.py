@@ -1,0 +1,61 @@
+"""The plainest generation from a Decoder: what the engine's answers are compared with."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moejax.cache.contiguous import empty_cache
+from moejax.models.decoder import Decoder
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _step(graph: Any, state: Any, cache: Any, tokens: jax.Array, positions: jax.Array, phase: Any) -> Any:
+    model = nnx.merge(graph, state)
+    x, cache, _ = model.hidden(tokens, positions, cache=cache, phase=phase)
+    return model.logits(x), cache
+
+
+def cached_logits(model: Decoder, tokens: np.ndarray, prompt: int) -> np.ndarray:
+    """Logits `[B, T, V]` of given tokens: the first `prompt` in one prefill, the rest one by one."""
+    graph, state = nnx.split(model)
+    batch, length = tokens.shape
+    cache = empty_cache(model.config, batch, length, model.embedding.table[...].dtype)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    out, cache = _step(graph, state, cache, tokens[:, :prompt], positions[:, :prompt], "prefill")
+    parts = [np.asarray(out)]
+    for t in range(prompt, length):
+        part, cache = _step(graph, state, cache, tokens[:, t : t + 1], positions[:, t : t + 1], "decode")
+        parts.append(np.asarray(part))
+    return np.concatenate(parts, axis=1)
+
+
+def prefill_and_greedy(model: Decoder, tokens: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits `[B, T, V]` of the prompt and int32 `[B, steps]`, the likeliest token each step."""
+    graph, state = nnx.split(model)
+    batch, length = tokens.shape
+    cache = empty_cache(model.config, batch, length + steps, model.embedding.table[...].dtype)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    logits, cache = _step(graph, state, cache, jnp.asarray(tokens, jnp.int32), positions, "prefill")
+    last, chosen = logits[:, -1], []
+    for t in range(length, length + steps):
+        chosen.append(np.asarray(last.argmax(-1), np.int32))
+        if t + 1 == length + steps:
+            break
+        positions = jnp.full((batch, 1), t, jnp.int32)
+        out, cache = _step(graph, state, cache, jnp.asarray(chosen[-1])[:, None], positions, "decode")
+        last = out[:, 0]
+    return np.asarray(logits), np.stack(chosen, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(graph: Any, state: Any, tokens: jax.Array, valid: jax.Array | None) -> Any:
+    return nnx.merge(graph, state)(tokens, valid=valid, return_routing=True)
+
+
+def forward(model: Decoder, tokens: np.ndarray, valid: np.ndarray | None = None) -> Any:
+    """Compiled `model(tokens, valid=valid, return_routing=True)`."""
+    return _forward(*nnx.split(model), jnp.asarray(tokens, jnp.int32), valid)

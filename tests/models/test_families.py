@@ -1,0 +1,253 @@
+"""Reading and writing `config.json`: published models, both generations of rope fields, what is refused."""
+
+import copy
+import json
+
+import jax
+import pytest
+
+from moejax.core.config import ModelConfig, RopeConfig
+from moejax.core.errors import ConfigError
+from moejax.models.decoder import Decoder
+from moejax.models.registry import FAMILIES, config_from_hf, config_to_hf
+from moejax.nn.param import iter_params, num_params
+from tests.models.published import PUBLISHED
+from tests.oracle.cases import CASES, hf_fields
+
+BY_FAMILY = {published.fields["model_type"]: published.fields for published in PUBLISHED.values()}
+
+
+def fields_of(family, **changes):
+    return copy.deepcopy(BY_FAMILY[family]) | changes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_model(name):
+    """Its configuration reads, and the abstract model has the published number of parameters, unallocated."""
+    fields, parameters, billions = PUBLISHED[name]
+    config = config_from_hf(fields)
+    live = len(jax.live_arrays())
+    model = Decoder(config)
+    assert num_params(model) == parameters
+    assert round(parameters / 1e9, 1) == billions
+    assert len(jax.live_arrays()) == live
+    assert all(isinstance(p.get_value(), jax.ShapeDtypeStruct) for _, p in iter_params(model))
+    assert config.dtype == "bfloat16"
+
+
+def test_published_fields_arrive():
+    mixtral, qwen2, qwen3, olmoe = (config_from_hf(p.fields) for p in PUBLISHED.values())
+    assert (mixtral.head_dim, mixtral.norm_topk_prob, mixtral.qk_norm) == (128, True, "none")
+    assert mixtral.sliding_windows == (None,) * 32 and mixtral.rope == RopeConfig(theta=1e6)
+    assert mixtral.bos_token_id == 1 and mixtral.eos_token_ids == (2,)
+    assert (qwen2.qkv_bias, qwen2.attention_out_bias, qwen2.norm_topk_prob) == (True, False, False)
+    assert qwen2.shared_expert_intermediate_size == 5632 and qwen2.sliding_windows == (None,) * 24
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.norm_topk_prob) == (128, "head", True)
+    assert qwen3.head_dim * qwen3.num_heads != qwen3.hidden_size
+    assert (olmoe.qk_norm, olmoe.clip_qkv, olmoe.norm_topk_prob, olmoe.rms_norm_eps) == (
+        "projection",
+        None,
+        False,
+        1e-5,
+    )
+    assert olmoe.moe_intermediate_size == 1024 and olmoe.pad_token_id == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_round_trip_of_every_case(case):
+    """read(write(config)) == config, through JSON text."""
+    fields = json.loads(json.dumps(hf_fields(case) | {"model_type": case.family, "dtype": case.dtype}))
+    config = config_from_hf(fields)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+    assert config.dtype == case.dtype
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_round_trip_of_published_models(name):
+    config = config_from_hf(PUBLISHED[name].fields)
+    written = config_to_hf(config)
+    assert config_from_hf(written) == config
+    assert written["architectures"] == PUBLISHED[name].fields["architectures"]
+    assert written["model_type"] == PUBLISHED[name].fields["model_type"]
+
+
+def test_several_end_tokens_round_trip():
+    config = config_from_hf(fields_of("qwen3_moe", eos_token_id=[151645, 151643]))
+    assert config.eos_token_ids == (151645, 151643)
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"type": "linear", "factor": 2.0},
+        {"type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+        {"rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192,
+         "attention_factor": 1.2, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        {"rope_type": "llama3", **LLAMA3},
+    ],
+    ids=lambda s: "none" if s is None else s.get("rope_type", s.get("type")),
+)  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES)
+def test_old_and_new_rope_fields_read_alike(family, scaling):
+    """`rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (5) give one configuration."""
+    fields = fields_of(family)
+    del fields["rope_theta"]
+    old = {key: value for key, value in fields.items() if key != "rope_scaling"}
+    new = dict(old)
+    old |= {"rope_theta": 5e5, "rope_scaling": scaling}
+    given = {key: value for key, value in (scaling or {}).items() if key != "type"}
+    kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
+    new |= {"rope_parameters": {"rope_theta": 5e5, **given, "rope_type": kind}}
+    config = config_from_hf(new)
+    assert config_from_hf(old) == config
+    assert (config.rope.kind, config.rope.theta) == (kind, 5e5)
+    for name, value in given.items():
+        if name != "rope_type":
+            assert getattr(config.rope, name) == value
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_yarn_takes_its_length_and_factor_from_the_model():
+    """Without them: the original length is max_position_embeddings, the factor their ratio."""
+    config = config_from_hf(
+        fields_of("qwen3_moe", rope_scaling={"type": "yarn", "original_max_position_embeddings": 10240})
+    )
+    assert (config.rope.factor, config.rope.original_max_position_embeddings) == (4.0, 10240)
+    config = config_from_hf(fields_of("qwen3_moe", rope_scaling={"type": "yarn", "factor": 2.0}))
+    assert (config.rope.factor, config.rope.original_max_position_embeddings) == (2.0, 40960)
+
+
+@pytest.mark.parametrize(
+    "family, theta, eps",
+    [("mixtral", 1e6, 1e-5), ("qwen2_moe", 1e4, 1e-6), ("qwen3_moe", 1e4, 1e-6), ("olmoe", 1e4, 1e-5)],
+)
+def test_absent_fields_take_the_familys_defaults(family, theta, eps):
+    """transformers drops fields at their default when it writes; its defaults are per family."""
+    fields = fields_of(family)
+    for name in ("rope_theta", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "norm_topk_prob",
+                 "decoder_sparse_step", "mlp_only_layers", "attention_bias", "qkv_bias"):  # fmt: skip
+        fields.pop(name, None)
+    config = config_from_hf(fields)
+    assert (config.rope.theta, config.rms_norm_eps, config.hidden_act) == (theta, eps, "silu")
+    assert config.norm_topk_prob == (family == "mixtral") and not config.tie_word_embeddings
+    assert config.qkv_bias == (family == "qwen2_moe") and all(config.moe_layers)
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 100}
+
+
+@pytest.mark.parametrize(
+    "family, changes, expected",
+    [
+        ("mixtral", {"sliding_window": 64}, (64, 64, 64, 64)),
+        ("qwen3_moe", WINDOW, (100, 100, 100, 100)),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 100}, (None,) * 4),
+        ("qwen2_moe", WINDOW | {"max_window_layers": 3}, (100, None, 100, None)),
+        ("qwen2_moe", WINDOW | {"max_window_layers": 1}, (100, None, None, None)),
+        (
+            "qwen2_moe",
+            WINDOW
+            | {"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
+            (None, None, 100, None),
+        ),
+    ],
+)
+def test_windows_per_layer(family, changes, expected):
+    config = config_from_hf(fields_of(family, num_hidden_layers=4, **changes))
+    assert config.sliding_windows == expected
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, (True, True, True, True)),
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (False, True, False, False)),
+        ({"mlp_only_layers": [0, 2]}, (False, True, False, True)),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_which_layers_hold_experts(family, changes, expected):
+    config = config_from_hf(fields_of(family, num_hidden_layers=4, **changes))
+    assert config.moe_layers == expected
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+REFUSED = [
+    # Fields that change the computation and are not implemented are named, with their value.
+    ("mixtral", {"attention_bias": True}, "attention_bias=True"),
+    ("mixtral", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ("mixtral", {"is_decoder": True}, "is_decoder=True"),
+    ("qwen3_moe", {"n_group": 1, "routed_scaling_factor": 2.5}, "n_group=1, routed_scaling_factor=2.5"),
+    ("olmoe", {"sliding_window": 128}, "sliding_window=128"),
+    ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("qwen3_moe", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("qwen3_moe", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+    ("qwen3_moe", {"rope_scaling": {"type": "yarn", "factor": 2.0, "mrope_section": [1]}}, "mrope_section"),
+    ("qwen3_moe", {"rope_scaling": {"type": "linear"}}, "needs a factor"),
+    ("qwen3_moe", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}}, "differ"),
+    ("qwen3_moe", {"hidden_act": "siluu"}, "siluu"),
+    # Values that make no model.
+    ("qwen3_moe", {"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds num_experts 128"),
+    ("qwen3_moe", {"num_key_value_heads": 5}, "multiple of num_key_value_heads"),
+    ("qwen3_moe", {"head_dim": 7}, "head_dim must be even"),
+    ("qwen3_moe", {"hidden_size": "wide"}, "wrong type"),
+    ("qwen3_moe", {"mlp_only_layers": [48]}, "mlp_only_layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen3_moe", {"vocab_size": None}, "vocab_size"),
+    ("qwen3_moe", {"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ("mixtral", {"sliding_window": 0}, "sliding_window"),
+    ("olmoe", {"head_dim": 64}, "head_dim"),
+    ("qwen2_moe", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
+    ("qwen2_moe", {"layer_types": ["sliding_attention"] * 24}, "use_sliding_window"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, changes, named", REFUSED, ids=[f"{f}-{'-'.join(c)}" for f, c, _ in REFUSED])
+def test_what_is_not_implemented_is_refused_by_name(family, changes, named):
+    with pytest.raises(ConfigError) as caught:
+        config_from_hf(fields_of(family, **changes), "here/config.json")
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", [{}, {"model_type": 3}, [], None, {"architectures": ["MixtralForCausalLM"]}])
+def test_no_model_type(raw):
+    with pytest.raises(ConfigError, match="model_type"):
+        config_from_hf(raw)
+
+
+def test_unsupported_model_type_lists_the_supported():
+    with pytest.raises(ConfigError) as caught:
+        config_from_hf({"model_type": "qwen3_mo"})
+    for part in ("'qwen3_mo'", "did you mean 'qwen3_moe'", *FAMILIES):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"family": "mixtral"},  # has no query norm
+        {"sliding_windows": (4, None)},  # Qwen3-MoE has one window for all layers
+        {"clip_qkv": 1.0},
+        {"shared_expert_intermediate_size": 16},
+        {"family": "olmoe", "qk_norm": "projection", "head_dim": 16},
+    ],
+    ids=lambda c: "-".join(c),
+)
+def test_a_config_that_the_family_cannot_express_is_not_written(tiny_config: ModelConfig, changes):
+    """Else a saved model would compute something else when it is loaded."""
+    with pytest.raises(ConfigError, match="cannot"):
+        config_to_hf(tiny_config.replace(**changes))

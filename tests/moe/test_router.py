@@ -1,0 +1,92 @@
+"""The router alone, and the layer's trace."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.core.config import MoeConfig
+from moejax.moe.layer import MoELayer
+from moejax.moe.router import Router, expert_counts
+from moejax.nn.param import initialize
+from tests.moe import reference
+from tests.numerics import assert_close, tolerance
+
+
+def router_and_input(normalize: bool, top_k: int = 3):
+    router = Router(16, 8, top_k, normalize, jnp.float32, 0.5)
+    initialize(router, 0)
+    return router, np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_router_against_float64(normalize, top_k):
+    router, x = router_and_input(normalize, top_k)
+    logits = x.astype(np.float64) @ np.asarray(router.kernel[...], np.float64)
+    probabilities = reference.softmax(logits)
+    ids = np.argsort(-probabilities, axis=-1)[:, :top_k]
+    weights = np.take_along_axis(probabilities, ids, 1)
+    if normalize:
+        weights /= weights.sum(-1, keepdims=True)
+    got = router(jnp.asarray(x))
+    assert got.logits.dtype == got.weights.dtype == jnp.float32 and got.ids.dtype == jnp.int32
+    np.testing.assert_array_equal(got.ids, ids)
+    assert_close(got.logits, logits, tolerance(16))
+    assert_close(got.weights, weights, tolerance(16, 8))
+    assert (np.diff(got.weights, axis=-1) <= 0).all()
+
+
+def test_padding_is_assigned_to_no_expert():
+    router, x = router_and_input(True)
+    valid = np.arange(20) % 3 != 0
+    masked, plain = router(jnp.asarray(x), jnp.asarray(valid)), router(jnp.asarray(x))
+    assert (np.asarray(masked.ids)[~valid] == 8).all() and not np.asarray(masked.weights)[~valid].any()
+    np.testing.assert_array_equal(np.asarray(masked.ids)[valid], np.asarray(plain.ids)[valid])
+    counts = expert_counts(masked.ids, 8)
+    assert int(counts.sum()) == int(valid.sum()) * 3
+    np.testing.assert_array_equal(counts, np.bincount(np.asarray(plain.ids)[valid].ravel(), minlength=8))
+
+
+@pytest.mark.parametrize(
+    "execution, overflow", [("grouped", "drop"), ("capacity", "drop"), ("capacity", "reroute")]
+)
+def test_trace_accounts_for_every_assignment(tiny_config, execution, overflow):
+    """counts + dropped = k · valid tokens, and counts are those of the ids."""
+    layer = MoELayer(tiny_config, MoeConfig(execution, capacity_factor=0.6, overflow=overflow), jnp.float32)
+    initialize(layer, 0)
+    x = np.random.default_rng(1).normal(size=(2, 9, 32)).astype(np.float32)
+    valid = np.arange(9)[None] < np.array([[9], [5]])
+    _, trace = jax.jit(layer)(x, valid)
+    E, k = tiny_config.num_experts, tiny_config.num_experts_per_tok
+    assert trace.ids.shape == trace.weights.shape == (2, 9, k) and trace.logits.shape == (2, 9, E)
+    counted = np.bincount(np.asarray(trace.ids).ravel(), minlength=E + 1)
+    np.testing.assert_array_equal(trace.counts, counted[:E])
+    assert int(trace.counts.sum() + trace.dropped) == k * valid.sum()
+    assert (np.asarray(trace.ids)[~valid] == E).all()
+    # Room for ceil(0.6 · 18 · 2 / 8) = 3 rows an expert, for 28 assignments: some must overflow.
+    assert (int(trace.dropped + trace.rerouted) > 0) == (execution == "capacity")
+    np.testing.assert_array_equal(np.asarray(trace.weights) != 0, np.asarray(trace.ids) < E)
+
+
+def test_shared_expert_runs_on_every_token_with_its_gate(tiny_config):
+    config = tiny_config.replace(shared_expert_intermediate_size=12)
+    layer = MoELayer(config, MoeConfig(), jnp.float32)
+    initialize(layer, 0)
+    x = np.random.default_rng(1).normal(size=(1, 5, 32)).astype(np.float32)
+    out, trace = layer(jnp.asarray(x))
+    experts = layer.experts
+    routed = reference.moe(
+        x[0],
+        trace.ids[0],
+        trace.weights[0],
+        *(w[...] for w in (experts.gate_proj, experts.up_proj, experts.down_proj)),
+    )
+    x64 = x[0].astype(np.float64)
+    shared, gate = layer.shared_expert, np.asarray(layer.shared_gate.kernel[...], np.float64)
+    kernels = [
+        np.asarray(p.kernel[...], np.float64) for p in (shared.gate_proj, shared.up_proj, shared.down_proj)
+    ]
+    hidden = reference.silu(x64 @ kernels[0]) * (x64 @ kernels[1])
+    expected = routed + (hidden @ kernels[2]) / (1 + np.exp(-(x64 @ gate)))
+    assert_close(out[0], expected, tolerance(32, 32, 16, 2))

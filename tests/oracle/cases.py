@@ -1,0 +1,154 @@
+"""Tiny random models of every family that between them turn on every field the families share.
+
+No torch here: the golden files and the oracle tests build from the same tables. Sequences in the tests are
+longer than `max_position_embeddings` wherever a rotary kind depends on it.
+"""
+
+from typing import Any, NamedTuple
+
+# The oracle's models are wide enough for a norm or bias error to show; the golden ones are small files.
+SIZES: dict[str, dict[str, int]] = {
+    "oracle": {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 28,
+    },
+    "golden": {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 12, "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 10,
+    },
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One configuration: fields of `config.json` over the family's base; `dtype` is what is stored."""
+
+    name: str
+    family: str
+    fields: dict[str, Any]
+    dtype: str = "float32"
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10_000.0, **fields}
+
+
+CASES = (
+    Case("mixtral-plain", "mixtral", {}),
+    Case("mixtral-window-k1-wide-head", "mixtral", {
+        "sliding_window": 5, "num_experts_per_tok": 1, "head_dim": 12,
+    }),
+    Case("mixtral-all-experts-mqa-tied-linear", "mixtral", {
+        "num_local_experts": 4, "num_experts_per_tok": 4, "num_key_value_heads": 1,
+        "tie_word_embeddings": True, "rope_parameters": rope("linear", factor=4.0),
+    }, "bfloat16"),
+    Case("mixtral-yarn-gelu-mha", "mixtral", {
+        "hidden_act": "gelu", "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    }),
+    Case("mixtral-dynamic", "mixtral", {
+        "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=2.0), "head_dim": 6,
+    }),
+    Case("qwen2_moe-dense-layer", "qwen2_moe", {"mlp_only_layers": [0]}),
+    Case("qwen2_moe-window-sparse-step", "qwen2_moe", {
+        "num_hidden_layers": 4, "decoder_sparse_step": 2, "qkv_bias": False, "norm_topk_prob": True,
+        "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2,
+    }),
+    Case("qwen2_moe-tied-k1-mqa-dynamic", "qwen2_moe", {
+        "tie_word_embeddings": True, "head_dim": 16, "num_experts_per_tok": 1, "num_key_value_heads": 1,
+        "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=2.0),
+    }, "float16"),
+    Case("qwen2_moe-all-experts-llama3-layer-types", "qwen2_moe", {
+        "num_experts": 4, "num_experts_per_tok": 4, "hidden_act": "gelu_pytorch_tanh",
+        "layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True,
+        "sliding_window": 7, "head_dim": 16, "max_position_embeddings": 64,
+        "rope_parameters": rope("llama3", factor=4.0, original_max_position_embeddings=16,
+                                low_freq_factor=1.0, high_freq_factor=4.0),
+    }, "bfloat16"),
+    Case("qwen2_moe-yarn-attention-factor", "qwen2_moe", {
+        "head_dim": 16, "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=0.8,
+                                beta_fast=8.0, beta_slow=2.0),
+    }),
+    Case("qwen3_moe-plain", "qwen3_moe", {"norm_topk_prob": True, "head_dim": 16}),
+    Case("qwen3_moe-dense-layers-bias-tied", "qwen3_moe", {
+        "num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2, "attention_bias": True,
+        "tie_word_embeddings": True, "norm_topk_prob": True,
+    }, "bfloat16"),
+    Case("qwen3_moe-window-k1-mqa", "qwen3_moe", {
+        "use_sliding_window": True, "sliding_window": 4, "num_experts_per_tok": 1, "num_key_value_heads": 1,
+        "norm_topk_prob": True, "head_dim": 16,
+    }),
+    Case("qwen3_moe-all-experts-yarn-no-norm", "qwen3_moe", {
+        "num_experts": 4, "num_experts_per_tok": 4, "head_dim": 16, "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False,
+                                mscale=0.707, mscale_all_dim=0.5),
+    }),
+    Case("qwen3_moe-dynamic-gelu", "qwen3_moe", {
+        "hidden_act": "gelu", "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=4.0),
+        "head_dim": 8,
+    }),
+    Case("olmoe-plain", "olmoe", {"num_key_value_heads": 4}),
+    Case("olmoe-clip-bias-gqa", "olmoe", {
+        "clip_qkv": 0.6, "attention_bias": True, "num_key_value_heads": 2, "rms_norm_eps": 1e-3,
+    }, "float16"),
+    Case("olmoe-tied-k1-mqa-norm-linear", "olmoe", {
+        "tie_word_embeddings": True, "num_experts_per_tok": 1, "num_key_value_heads": 1,
+        "norm_topk_prob": True, "rope_parameters": rope("linear", factor=2.0),
+    }),
+    Case("olmoe-all-experts-llama3", "olmoe", {
+        "num_experts": 4, "num_experts_per_tok": 4, "max_position_embeddings": 64, "norm_topk_prob": True,
+        "rope_parameters": rope("llama3", factor=8.0, original_max_position_embeddings=16,
+                                low_freq_factor=1.0, high_freq_factor=4.0),
+    }),
+    Case("olmoe-dynamic-gelu", "olmoe", {
+        "hidden_act": "gelu", "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=2.0),
+        "clip_qkv": 1.0,
+    }),
+)  # fmt: skip
+
+# Two a family, one of each pair stored in half precision; between them every rotary kind but linear.
+GOLDEN = (
+    "mixtral-window-k1-wide-head",
+    "mixtral-all-experts-mqa-tied-linear",
+    "qwen2_moe-window-sparse-step",
+    "qwen2_moe-tied-k1-mqa-dynamic",
+    "qwen3_moe-dense-layers-bias-tied",
+    "qwen3_moe-all-experts-yarn-no-norm",
+    "olmoe-clip-bias-gqa",
+    "olmoe-all-experts-llama3",
+)
+
+FAMILY_BASE: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8},
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 0, "shared_expert_intermediate_size": 0},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 0},
+    "olmoe": {"num_experts": 8},
+}
+
+
+def by_name(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def hf_fields(case: Case, size: str = "oracle") -> dict[str, Any]:
+    """Keyword arguments of the family's transformers configuration."""
+    sizes, base = SIZES[size], FAMILY_BASE[case.family]
+    common = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 48,
+        "rope_parameters": rope("default"),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        # Large enough that the residual stream is the layers' work and no logit is near zero.
+        "initializer_range": 0.3 if size == "oracle" else 0.5,
+    }
+    sized = {
+        name: value
+        for name, value in sizes.items()
+        if name in base or not name.startswith(("moe_", "shared_"))
+    }
+    return {**common, **base, **sized, **case.fields}

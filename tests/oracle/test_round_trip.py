@@ -1,0 +1,173 @@
+"""Checkpoints that go from one library to the other and back."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from moejax.checkpoint.hf import load_pretrained, save_pretrained
+from moejax.core.config import MoeConfig
+from moejax.models.decoder import Decoder
+from moejax.models.registry import config_from_hf
+from moejax.nn.param import iter_params, num_params
+from tests.decoding import forward
+from tests.models.published import PUBLISHED
+from tests.numerics import assert_close, relative_l2
+from tests.oracle import hf
+from tests.oracle.cases import CASES, by_name, hf_fields
+
+pytestmark = pytest.mark.oracle
+
+NAMES = [case.name for case in CASES]
+PER_FAMILY = [
+    "mixtral-all-experts-mqa-tied-linear", "qwen2_moe-dense-layer", "qwen3_moe-dense-layers-bias-tied",
+    "olmoe-clip-bias-gqa",
+]  # fmt: skip
+
+
+def our_logits(model, tokens):
+    return np.asarray(forward(model, tokens)[0])
+
+
+@pytest.mark.parametrize("limit", [5_000_000_000, 20_000], ids=["single", "sharded"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_we_save_loads_in_transformers(tmp_path, pair, name, limit):
+    """Every tensor arrives bit for bit, every field means the same, and the logits are equal."""
+    both = pair(name)
+    save_pretrained(both.ours, tmp_path, max_shard_bytes=limit)
+    assert (tmp_path / "model.safetensors").exists() == (limit > 20_000)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    theirs = dict(both.theirs.named_parameters())
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter, theirs[key]), key
+    tokens = hf.random_tokens(96, 2, 40)
+    # transformers with transformers: what differs is only whether the configuration survived.
+    np.testing.assert_array_equal(hf.logits(model.eval(), tokens), hf.logits(both.theirs, tokens))
+
+
+@pytest.mark.parametrize("name", PER_FAMILY)
+def test_a_model_born_here_gives_the_same_logits_there(tmp_path, name):
+    case = by_name(name)
+    config = config_from_hf(hf_fields(case) | {"model_type": case.family})
+    model = Decoder(config, seed=5)
+    save_pretrained(model, tmp_path)
+    tokens = hf.random_tokens(96, 2, 40)
+    expected = hf.logits(hf.load(tmp_path), tokens)
+    assert expected.std() > 0.5
+    assert_close(our_logits(model, tokens), expected, 1e-4)
+    assert relative_l2(our_logits(model, tokens), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"], ids=["single", "sharded"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", PER_FAMILY)
+def test_what_transformers_saves_loads_here(tmp_path, name, dtype, max_shard_size):
+    """In its own dtype bit for bit, and in float32 exactly the widened values."""
+    case = by_name(name)._replace(dtype=dtype)
+    hf.save(hf.build(case), tmp_path, dtype, max_shard_size=max_shard_size)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_size == "20KB")
+    stored = {key: value for path in files for key, value in load_file(path).items()}
+
+    same, config = load_pretrained(tmp_path)
+    wide, _ = load_pretrained(tmp_path, dtype="float32")
+    assert config.dtype == dtype
+    seen = 0
+    for (path, param), (_, widened) in zip(iter_params(same), iter_params(wide), strict=True):
+        value = np.asarray(param[...])
+        assert str(value.dtype) == dtype
+        np.testing.assert_array_equal(np.asarray(widened[...]), value.astype(np.float32))
+        seen += value.size
+        # Bits, not values: compare the bytes of what the file holds for this parameter.
+        for key, part in parts_of(path, value, case.family):
+            assert stored[key].tobytes() == np.ascontiguousarray(part).tobytes(), key
+    assert seen == sum(value.size for key, value in stored.items())
+
+    tokens = hf.random_tokens(96, 1, 30)
+    assert_close(our_logits(wide, tokens), hf.logits(hf.load(tmp_path), tokens), 1e-4)
+
+
+def parts_of(path, value, family):
+    """The checkpoint keys of a parameter, worked out by hand for some of each kind."""
+    steps = path.split(".")
+    if path == "embedding.table":
+        yield "model.embed_tokens.weight", value
+    elif path.endswith("attention.q_proj.kernel"):
+        yield f"model.layers.{steps[1]}.self_attn.q_proj.weight", value.T
+    elif path.endswith("moe.experts.up_proj"):
+        block, up = ("block_sparse_moe", "w3") if family == "mixtral" else ("mlp", "up_proj")
+        for e in range(value.shape[0]):
+            yield f"model.layers.{steps[1]}.{block}.experts.{e}.{up}.weight", value[e].T
+
+
+@pytest.mark.parametrize("name", PER_FAMILY)
+def test_the_layout_in_memory_loads_too(tmp_path, pair, name):
+    """A plain dump of the state dictionary: experts stacked, gate and up in one tensor."""
+    from safetensors.torch import save_file
+
+    both = pair(name)
+    tied = both.ours.config.tie_word_embeddings
+    state = {
+        key: value.contiguous().clone()
+        for key, value in both.theirs.state_dict().items()
+        if not (tied and key == "lm_head.weight")
+    }
+    assert any(key.endswith("experts.gate_up_proj") for key in state)
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((both.directory / "config.json").read_text())
+    loaded, _ = load_pretrained(tmp_path, dtype="float32")
+    for (key, param), (_, expected) in zip(iter_params(loaded), iter_params(both.ours), strict=True):
+        np.testing.assert_array_equal(param[...], expected[...], err_msg=key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_means_the_same_in_both(pair, name):
+    """What transformers wrote, read and written by us, is the same configuration for transformers."""
+    both = pair(name)
+    raw = json.loads((both.directory / "config.json").read_text())
+    ours = config_from_hf(raw)
+    from moejax.models.registry import config_to_hf
+
+    written = config_to_hf(ours)
+    config_class = hf.CONFIGS[both.case.family]
+    theirs, back = config_class(**raw).to_dict(), config_class(**written).to_dict()
+    for name_ in ("transformers_version", "dtype", "_name_or_path", "architectures"):
+        theirs.pop(name_, None), back.pop(name_, None)
+    # Ours names the dense layers one by one instead of by step, and always says the head's width.
+    for either in (theirs, back):
+        layers = range(either["num_hidden_layers"])
+        step, dense = either.pop("decoder_sparse_step", 1), either.pop("mlp_only_layers", None) or []
+        either["sparse"] = [i not in dense and (i + 1) % step == 0 for i in layers]
+        head = either.pop("head_dim", None) or either["hidden_size"] // either["num_attention_heads"]
+        either["head_dim"] = head
+        either.pop("max_window_layers", None)  # spoken for by layer_types
+        if all(either["sparse"]) and "moe_intermediate_size" in either:
+            either.pop("intermediate_size")
+        either["rope_parameters"] = {k: v for k, v in either["rope_parameters"].items() if v is not None}
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    if theirs["rope_parameters"]["rope_type"] == "yarn":
+        theirs["rope_parameters"] = defaults | theirs["rope_parameters"]
+    # Dropout, auxiliary loss and the like stay at transformers' defaults, which the cases do not change.
+    assert back == theirs
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    """transformers counts the same parameters for the published configuration."""
+    published = PUBLISHED[name]
+    family = published.fields["model_type"]
+    fields = {k: v for k, v in published.fields.items() if k != "model_type"}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(hf.CONFIGS[family](**fields))
+    assert sum(p.numel() for p in model.parameters()) == published.parameters
+    assert num_params(Decoder(config_from_hf(published.fields), moe=MoeConfig())) == published.parameters
