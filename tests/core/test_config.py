@@ -93,6 +93,7 @@ def test_rope(fields: dict[str, Any], says: str) -> None:
     [
         ({"execution": "groupd"}, "engine.moe.execution: unknown value 'groupd'; did you mean 'grouped'?"),
         ({"execution": None}, "engine.moe.execution: unknown value 'None'"),
+        ({"expert_layout": "fde"}, "engine.moe.expert_layout: unknown value 'fde'"),
         ({"overflow": "rerout"}, "engine.moe.overflow: unknown value 'rerout'; did you mean 'reroute'?"),
         ({"grouped_matmul": "lop"}, "engine.moe.grouped_matmul: unknown value 'lop'; did you mean 'loop'?"),
         *(

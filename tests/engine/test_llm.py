@@ -180,6 +180,7 @@ def test_samples_differ_and_use_seed_plus_i(llm: LLM) -> None:
     samples = tokens([out])[0]
     assert [sample.index for sample in out.outputs] == [0, 1, 2]
     assert len({tuple(sample) for sample in samples}) == 3
+    assert len(out.metrics.token_times) == 6  # the first sample's
     for i in range(3):
         params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, seed=40 + i)
         assert tokens(llm.generate([5, 6, 7], params)) == [[samples[i]]]
@@ -272,9 +273,12 @@ def test_limits_and_resolutions(small_dir: Path) -> None:
     assert llm.max_model_len == 10
     assert LLM(small_dir, load_format="dummy", engine=ENGINE).max_model_len == 64
     assert {r.key: r.value for r in llm.resolutions} == {
-        "engine.platform": "cpu", "model.dtype": "float32", "engine.moe.grouped_matmul": "loop",
+        "engine.platform": "cpu",
+        "model.dtype": "float32",
+        "engine.moe.grouped_matmul": "loop",
         "engine.moe.expert_layout": "efd",
-    }  # fmt: skip
+    }
+    assert all(r.reason for r in llm.resolutions)
 
 
 def test_the_public_names() -> None:

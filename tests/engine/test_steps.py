@@ -82,10 +82,8 @@ def test_every_step_equals_the_whole_forward_pass(
 
 
 def test_the_window_matters(windowed: LLM, windowed_oracle: FullForward) -> None:
-    """Else the test above would say nothing about it; and it spans exactly 5 tokens, the query's own included.
-
-    Through two layers the token at p sees back to p - 8.
-    """
+    """Else the test above would say nothing about it. It spans 5 tokens, the query's own included, so through
+    two layers the token at p sees back to p - 8."""
     full = FullForward(Decoder(windowed_config().replace(sliding_windows=(None, None)), seed=0))
     ids = prompt(20)
     ours, theirs = windowed_oracle.logits(ids), full.logits(ids)
