@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import wandb
+
 from moejax.core.errors import TrackingError
 from moejax.core.files import ensure_writable, to_jsonable
 from moejax.tracking.base import RunInfo, Scalar, TrackerConfig, plain_scalars
