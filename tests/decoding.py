@@ -9,7 +9,25 @@ import numpy as np
 from flax import nnx
 
 from moejax.cache.contiguous import empty_cache
+from moejax.core.config import ModelConfig, MoeConfig
 from moejax.models.decoder import Decoder
+from moejax.nn.param import iter_params
+
+
+def random_model(config: ModelConfig, moe: MoeConfig | None = None, seed: int = 0) -> Decoder:
+    """A Decoder with normal weights, norm scales around 1, drawn by numpy in canonical layout.
+
+    `Decoder(config, seed=...)` compiles a generator per shape, which takes longer than most tests.
+    """
+    model = Decoder(config, moe=moe)
+    rng = np.random.default_rng(seed)
+    for name, param in iter_params(model):
+        spec = param.get_metadata("spec")
+        value = rng.normal(size=spec.canonical_shape) * config.initializer_range
+        value = 1.0 + value if name.endswith("scale") else value
+        value = value.swapaxes(-1, -2) if spec.transposed else value
+        param.set_value(jnp.asarray(value.astype(np.float32)).astype(spec.dtype))
+    return model
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder
+from tests.decoding import random_model
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +23,7 @@ def tiny_model() -> Decoder:
         moe_layers=(False, True), sliding_windows=(None, None), max_position_embeddings=32, qk_norm="head",
         initializer_range=0.3,
     )  # fmt: skip
-    return Decoder(config, seed=0)
+    return random_model(config, seed=0)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from moejax.core.errors import ConfigError, OutputError
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
 from moejax.nn.param import iter_params
+from tests.decoding import random_model
 from tests.oracle.cases import CASES, hf_fields
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,7 +46,7 @@ def assert_same_weights(ours: Decoder, other: Decoder, dtype: str = "float32") -
 
 def family_model(family: str) -> Decoder:
     case = ONE_PER_FAMILY[family]
-    return Decoder(config_from_hf(hf_fields(case, "golden") | {"model_type": family}), seed=0)
+    return random_model(config_from_hf(hf_fields(case, "golden") | {"model_type": family}), seed=0)
 
 
 @pytest.mark.parametrize("family", ONE_PER_FAMILY)
@@ -161,7 +162,7 @@ def test_mixtral_names_say_which_matrix_is_which(tmp_path):
 
 def test_tied_embeddings_are_stored_once_and_a_stored_head_is_not_read(tmp_path, tiny_model):
     config = tiny_model.config.replace(tie_word_embeddings=True)
-    model = Decoder(config, seed=0)
+    model = random_model(config, seed=0)
     save_pretrained(model, tmp_path)
     tensors = load_file(tmp_path / SINGLE)
     assert "lm_head.weight" not in tensors
@@ -205,7 +206,7 @@ def test_loaded_weights_do_not_depend_on_the_file_any_more(saved, tiny_model):
 
 def test_saving_again_replaces_the_layout(tmp_path, tiny_model):
     """Single over sharded and back: what loads is what was saved last."""
-    other = Decoder(tiny_model.config, seed=9)
+    other = random_model(tiny_model.config, seed=9)
     for model, limit in ((tiny_model, 4000), (other, 10**9), (tiny_model, 4000)):
         save_pretrained(model, tmp_path, max_shard_bytes=limit)
         assert (tmp_path / INDEX).exists() == (limit == 4000) != (tmp_path / SINGLE).exists()
@@ -230,7 +231,7 @@ def test_a_failed_save_leaves_the_old_model_whole(monkeypatch, saved, tiny_model
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     monkeypatch.setattr(hf, "save_file", failing)
     with pytest.raises(OutputError, match="cannot write the model"):
-        save_pretrained(Decoder(tiny_model.config, seed=3), saved, max_shard_bytes=4000)
+        save_pretrained(random_model(tiny_model.config, seed=3), saved, max_shard_bytes=4000)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     assert_same_weights(load_pretrained(saved).model, tiny_model)
 
@@ -243,7 +244,7 @@ def test_an_unwritable_place_is_one_error(tmp_path, tiny_model):
 
 def test_a_model_that_its_family_cannot_describe_is_not_saved(tmp_path, tiny_model):
     with pytest.raises(ConfigError, match="clip_qkv"):
-        save_pretrained(Decoder(tiny_model.config.replace(clip_qkv=1.0), seed=0), tmp_path / "model")
+        save_pretrained(random_model(tiny_model.config.replace(clip_qkv=1.0), seed=0), tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
@@ -263,10 +264,7 @@ def test_host_memory_while_loading(tmp_path, layout, experts):
         head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, intermediate_size=128,
         moe_layers=(True,) * 6, sliding_windows=(None,) * 6, max_position_embeddings=64, qk_norm="head",
     )  # fmt: skip
-    model = Decoder(config)
-    for _, param in iter_params(model):
-        spec = param.get_metadata("spec")
-        param.set_value(jnp.zeros(spec.shape, spec.dtype))
+    model = random_model(config)
     total = sum(param[...].nbytes for _, param in iter_params(model))
     save_pretrained(model, tmp_path, max_shard_bytes=1_000_000 if layout == "sharded" else 10**9)
     if layout == "stacked":

@@ -161,6 +161,13 @@ def test_stop_strings(text: str, stops: list[str], include: bool, split: bool) -
     assert (builder.output.finish_reason, builder.output.stop_reason) == ("stop", stop)
 
 
+def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
+    for stops in (["r", "er"], ["er", "r"]):
+        for tokens in (ids("er"), one_by_one("er")):
+            builder, _ = feed(tokens, SamplingParams(stop=stops))
+            assert (builder.output.text, builder.output.stop_reason) == ("", "er")
+
+
 def test_a_stop_string_over_several_tokens_is_held_back() -> None:
     builder, chunks = feed(one_by_one("one END two"), SamplingParams(stop=["END"]))
     assert builder.output.text == "one " and builder.output.stop_reason == "END"

@@ -10,14 +10,14 @@ import pytest
 from flax import nnx
 
 from moejax.core.config import MoeConfig
-from moejax.models.decoder import Decoder
 from moejax.moe import layer as layer_module
+from tests.decoding import random_model
 
 OPCODE = re.compile(r"= [^ ]+ ([a-z\-]+)\(")
 
 
 def compile_model(config, moe, return_routing):
-    graph, state = nnx.split(Decoder(config, moe=moe, seed=0))
+    graph, state = nnx.split(random_model(config, moe, seed=0))
     tokens = jnp.zeros((2, 8), jnp.int32)
     run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens, return_routing=return_routing))
     return run.lower(state, tokens).compile()
@@ -55,7 +55,7 @@ def test_without_trace_the_program_is_that_of_a_model_that_has_none(tiny_config,
 
 
 def test_asking_for_the_trace_does_not_change_the_logits(tiny_config):
-    model = Decoder(tiny_config, seed=0)
+    model = random_model(tiny_config, seed=0)
     graph, state = nnx.split(model)
     tokens = np.random.default_rng(0).integers(0, 96, (2, 8), dtype=np.int32)
     off = jax.jit(lambda s, t: nnx.merge(graph, s)(t))(state, tokens)
