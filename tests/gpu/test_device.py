@@ -1,4 +1,4 @@
-"""On a CUDA device the XLA paths give what the CPU gives. `make gpu-test` runs it; elsewhere it is skipped."""
+"""On a CUDA device the XLA paths give what the CPU gives. `make gpu-test` runs it, else it is skipped."""
 
 import jax
 import numpy as np
