@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from moejax.checkpoint.hf import save_pretrained
-from moejax.core.config import EngineConfig
+from moejax.core.config import EngineConfig, MoeConfig
 from moejax.core.errors import OutputError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 from moejax.engine.llm import LLM
@@ -77,7 +77,9 @@ def export(
         with progress("exporting"):
             _write_model(config, result, temporary)
             # From here on everything is measured on what was written, not on what is in memory.
-            llm = LLM(temporary, dtype="float32", engine=EngineConfig(compile_cache=False))
+            # The evaluator's own module has the plain expert layout, whatever suits this platform's engine.
+            engine = EngineConfig(compile_cache=False, moe=MoeConfig(expert_layout="edf"))
+            llm = LLM(temporary, dtype="float32", engine=engine)
             held_out = measure(config, llm, (temporary / HELD_OUT_FILE).read_text(encoding="utf-8"))
             facts = CardFacts(command, result, held_out, sample_texts(llm), WEIGHT_DTYPE)
             atomic_write_text(temporary / CARD_FILE, model_card(config, facts))

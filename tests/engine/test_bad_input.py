@@ -280,7 +280,12 @@ def test_max_model_len_above_the_models(unbuilt: None) -> None:
     assert text == "engine.max_model_len=65 exceeds the model's max_position_embeddings 64"
 
 
-BAD_MODELS = pytest.mark.parametrize(
+def test_an_activation_that_is_not_there(unbuilt: None) -> None:
+    text = refused_llm(ConfigError, **dummy(small_config(hidden_act="sillu")))
+    assert text.startswith("hidden_act: unknown activation 'sillu'; did you mean 'silu'?")
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds num_experts 8"),
@@ -295,14 +300,6 @@ BAD_MODELS = pytest.mark.parametrize(
         ({"num_experts": None, "num_local_experts": None}, "missing field 'num_experts'"),
     ],
 )
-
-
-def test_an_activation_that_is_not_there(unbuilt: None) -> None:
-    text = refused_llm(ConfigError, **dummy(small_config(hidden_act="sillu")))
-    assert text.startswith("hidden_act: unknown activation 'sillu'; did you mean 'silu'?")
-
-
-@BAD_MODELS
 def test_bad_model_configuration(changes: dict[str, Any], says: str) -> None:
     raw = config_to_hf(small_config()) | changes
     assert says in refused_llm(ConfigError, **dummy(raw))

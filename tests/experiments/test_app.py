@@ -160,7 +160,7 @@ def test_prompts_are_one_text_or_several() -> None:
 def test_preset_wins_over_the_experiments_own_values_and_loses_to_the_command_line() -> None:
     assert compose("train", "experiment=train_smoke").steps == 30
     assert compose("train", "experiment=train_smoke", "steps=7").steps == 7
-    assert compose("latency", "experiment=quick").workload.iterations == 5
+    assert compose("latency", "experiment=quick").workload.iterations == 10
 
 
 def test_one_seed_reaches_the_workload_unless_it_has_its_own() -> None:

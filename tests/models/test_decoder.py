@@ -111,15 +111,11 @@ def test_sequences_of_a_batch_decode_at_their_own_positions(tiny_config):
 
 @pytest.mark.parametrize(
     "moe",
-    [
-        MoeConfig("dense"),
-        MoeConfig("grouped", block_rows=3),
-        MoeConfig("grouped", grouped_matmul="ragged_dot"),
-        MoeConfig("capacity", capacity_factor=8.0),
-    ],
-    ids=["dense", "blocks-of-3", "ragged_dot", "capacity"],
+    [MoeConfig("dense"), MoeConfig("capacity", capacity_factor=8.0)],
+    ids=lambda moe: moe.execution,
 )
-def test_every_execution_gives_the_same_logits(tiny_config, moe):
+def test_other_executions_give_the_same_logits(tiny_config, moe):
+    """`tests/moe` compares them all on the experts alone."""
     tokens = random_tokens(tiny_config, 2, 9)
     expected, traces = forward(random_model(tiny_config, seed=0), tokens)
     got, other = forward(random_model(tiny_config, moe, seed=0), tokens)
