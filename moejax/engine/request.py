@@ -19,7 +19,7 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate, at least 1.
         temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches top_p (Holtzman et al., 1904.09751).
         min_p: drop tokens less likely than min_p times the likeliest (Nguyen et al., 2407.01082).
         repetition_penalty: > 1 makes tokens of the prompt and output less likely (Keskar et al., 1909.05858).
@@ -51,6 +51,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         _require_int("max_tokens", self.max_tokens, 1)
         _require_int("n", self.n, 1)
+        if self.top_k == -1 and not isinstance(self.top_k, bool):
+            object.__setattr__(self, "top_k", 0)  # vLLM's other word for "all"
         _require_int("top_k", self.top_k, 0)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, 1024)

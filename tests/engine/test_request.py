@@ -19,7 +19,7 @@ INF, NAN = float("inf"), float("nan")
 BAD: list[tuple[str, str, list[Any]]] = [
     ("max_tokens", "max_tokens must be an integer of at least 1", [0, -1, 1.0, NAN, True, None, "3"]),
     ("n", "n must be an integer of at least 1", [0, -2, 1.5, False, "2", None]),
-    ("top_k", "top_k must be an integer of at least 0", [-1, 0.5, True, None, INF]),
+    ("top_k", "top_k must be an integer of at least 0", [-2, 0.5, True, None, INF]),
     ("logprobs", "logprobs must be an integer between 0 and 1024", [-1, 1025, True, 1.0, "1"]),
     ("seed", "seed must be an integer between 0 and 4294967295", [-1, 2**32, 0.5, True, "1"]),
     ("temperature", "temperature must be a number in [0.0, inf)", [-0.1, NAN, INF, True, "1", None]),
@@ -116,3 +116,7 @@ def test_metrics_agree_with_each_other(arrival: float, gaps: list[float]) -> Non
     np.testing.assert_allclose(metrics.ttft + metrics.tpot * steps, metrics.e2e, atol=1e-6)
     if not steps:
         assert metrics.tpot == 0.0
+
+
+def test_top_k_of_minus_one_keeps_all_as_in_vllm() -> None:
+    assert SamplingParams(top_k=-1).top_k == 0
