@@ -5,6 +5,7 @@ within a bounded time. wandb's own console output is switched off; `hints()` has
 """
 
 import logging
+import netrc
 import os
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import wandb
 
@@ -151,6 +153,10 @@ def _require_login(timeout_s: float) -> None:
         raise TrackingError(f"tracker=wandb is online but WANDB_MODE={mode}; unset it, {_OFFLINE_INSTEAD}")
     wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
     url = str(wandb.setup().settings.base_url)
+    key = wandb.setup().settings.api_key or os.environ.get("WANDB_API_KEY") or _netrc_key(url)
+    # Asked before wandb does: its service goes on trying a dead server and holds up the interpreter's exit.
+    if key and (reason := _unreachable(url, timeout_s)):
+        raise TrackingError(f"W&B at {url}: {reason}; mend that, {_OFFLINE_INSTEAD}")
     try:
         known = wandb.login(prompt=False, verify=True)
     except (wandb.errors.Error, TimeoutError, OSError) as error:
@@ -160,6 +166,15 @@ def _require_login(timeout_s: float) -> None:
         raise TrackingError(
             f"W&B at {url}: no API key; set WANDB_API_KEY or run `wandb login`, {_OFFLINE_INSTEAD}"
         )
+
+
+def _netrc_key(url: str) -> str | None:
+    """The key that `wandb login` has left in the user's netrc file."""
+    try:
+        entry = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(url).hostname or "")
+    except (OSError, netrc.NetrcParseError):
+        return None
+    return entry[2] if entry else None
 
 
 def _unreachable(url: str, timeout_s: float) -> str | None:
