@@ -1,5 +1,5 @@
-"""Hydra's logging set-up closes every handler that exists. Absl's (orbax brings it) closes its stream too, which
-under pytest is the captured stderr, so it is kept from doing that whatever test ran before."""
+"""Hydra's logging set-up closes every handler that exists. Absl's (orbax brings it) closes its stream too,
+which under pytest is the captured stderr, so it is kept from doing that whatever test ran before."""
 
 import sys
 
