@@ -5,6 +5,7 @@ that at no time there are two copies of the model.
 """
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,16 +191,27 @@ def _fill(model: Decoder, files: list[Path], plan: LoadPlan) -> None:
                     if spec.transposed:
                         part = part.swapaxes(-1, -2)
                     if fill.expert is None:
-                        buffers[fill.param] = np.ascontiguousarray(part).astype(spec.dtype, copy=False)
+                        buffers[fill.param] = aligned_empty(spec.shape, spec.dtype)
+                        buffers[fill.param][...] = part
                     else:
-                        buffer = buffers.setdefault(fill.param, np.empty(0))
-                        if buffer.size == 0:
-                            buffer = buffers[fill.param] = np.empty(spec.shape, spec.dtype)
-                        buffer[fill.expert] = part
+                        if fill.param not in buffers:
+                            buffers[fill.param] = aligned_empty(spec.shape, spec.dtype)
+                        buffers[fill.param][fill.expert] = part
                     left[fill.param] -= 1
                     if not left[fill.param]:
-                        params[fill.param].set_value(jax.device_put(buffers.pop(fill.param)))
+                        params[fill.param].set_value(jax.device_put(buffers.pop(fill.param), may_alias=True))
     faults.check(str(files[0].parent))
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array that starts at a multiple of 64 bytes.
+
+    On CPU, JAX takes such an array over without a copy.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _usable(key: str, value: np.ndarray, dtype: str, faults: Faults) -> bool:
