@@ -44,14 +44,24 @@ def grouped_swiglu_loop(
         one = jax.lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False)
         return one.T if transposed else one
 
-    def body(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert, start = block_expert[i], block_start[i]
+    def block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # A block past the last one works on the padding rows.
+        start = jnp.where(i < num_blocks, block_start[i], A)
+        expert = block_expert[i]
         x = jax.lax.dynamic_slice(padded, (start, 0), (block_rows, D))
         w_gate, w_up, w_down = (matrix(stack, expert) for stack in (gate, up, down))
-        y = (act(x @ w_gate) * (x @ w_up)) @ w_down
-        return jax.lax.dynamic_update_slice(out, y, (start, 0))
+        return start, (act(x @ w_gate) * (x @ w_up)) @ w_down
 
-    return jax.lax.fori_loop(0, num_blocks, body, jnp.zeros((A + block_rows, D), rows.dtype))
+    # Single rows go two at a time: five to nine per cent less than one by one (docs/log.md).
+    unroll = 2 if block_rows == 1 else 1
+
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        for start, y in [block(i * unroll + j) for j in range(unroll)]:
+            out = jax.lax.dynamic_update_slice(out, y, (start, 0))
+        return out
+
+    iterations = (num_blocks + unroll - 1) // unroll
+    return jax.lax.fori_loop(0, iterations, body, jnp.zeros((A + block_rows, D), rows.dtype))
 
 
 def grouped_swiglu_ragged(
