@@ -44,10 +44,10 @@ run: $(VENV)/.base ## Measure the shipped model's latency: table, plots, result.
 	$(BIN)/python -m experiments.latency experiment=quick
 
 test: $(VENV)/.dev ## Fast tests (no GPU, no network, no torch)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle and not notebook"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle"
 
 test-slow: $(VENV)/.dev ## The long tests too
-	$(BIN)/python -m pytest -m "not gpu and not oracle and not notebook"
+	$(BIN)/python -m pytest -m "not gpu and not oracle"
 
 test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU)
 	$(BIN)/python -m pytest -m "oracle and not slow"
