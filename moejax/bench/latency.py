@@ -47,6 +47,7 @@ class CaseData:
     durations: list[float] = field(default_factory=list)
     counts: dict[str, np.ndarray] = field(default_factory=dict)
     decode_hits: np.ndarray | None = None
+    overflow: dict[str, int] = field(default_factory=dict)
 
 
 def run_latency(
@@ -98,10 +99,20 @@ def run_latency(
     print_latency(result, console)
     for late in llm.ledger.recompiles:
         console.print(f"recompiled while measuring: {late.function} {late.key} ({late.cause})", style="red")
-    console.print(f"results: {out_dir}", soft_wrap=True, highlight=False)
+    if dropped := result["metrics"]["dropped_assignments"]:
+        console.print(
+            f"{dropped} expert assignments dropped for lack of capacity (recorded pass)", style="yellow"
+        )
+    console.print(f"results: {_shown(out_dir)}", soft_wrap=True, highlight=False)
     for line in tracker.hints():
         console.print(line, soft_wrap=True, highlight=False)
     return result
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory where it lies below it."""
+    here = Path.cwd().resolve()
+    return str(path.resolve().relative_to(here)) if path.resolve().is_relative_to(here) else str(path)
 
 
 def _prompts(llm: LLM, workload: WorkloadConfig, case: LatencyCase) -> list[list[int]]:
@@ -127,6 +138,7 @@ def _measure(llm: LLM, workload: WorkloadConfig, data: Sequence[CaseData]) -> No
             llm.engine.reset_routing()
             _generate(llm, workload, item, record_routing=True)
             item.counts = {phase: counts.copy() for phase, counts in llm.routing_counts.items()}
+            item.overflow = dict(llm.engine.overflow)
             steps = llm.engine.recorded_steps["decode"]
             item.decode_hits = llm.engine.routing_hits["decode"] / steps if steps else None
             task.advance()
@@ -188,13 +200,13 @@ def _build(
     metrics = compute_metrics(records, duration, workload.slo)
     metrics |= peak_memory()
     metrics["compile_seconds"] = llm.ledger.seconds
+    # Of the recorded pass through every case; a drop is possible only under capacity execution.
+    for name in ("dropped", "rerouted"):
+        metrics[f"{name}_assignments"] = sum(item.overflow[name] for item in data)
     metrics["recompiles_after_warmup"] = len(llm.ledger.recompiles)
     routing = {
         "counts": sum(sum(item.counts.values()) for item in data),
-        "cases": [
-            {"case": i, **{phase: counts for phase, counts in item.counts.items()}}
-            for i, item in enumerate(data)
-        ],
+        "cases": [{"case": i, **item.counts, **item.overflow} for i, item in enumerate(data)],
         "num_experts_per_tok": llm.config.num_experts_per_tok,
         "moe_layers": list(llm.config.moe_layers),
     }

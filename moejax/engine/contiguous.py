@@ -105,6 +105,7 @@ class ContiguousEngine:
             phase: np.zeros(self.config.num_layers, np.int64) for phase in ("prefill", "decode")
         }
         self.recorded_steps = {"prefill": 0, "decode": 0}
+        self.overflow = {"dropped": 0, "rerouted": 0}
 
     def run(
         self, rows: Sequence[Row], *, record_routing: bool = False
@@ -203,6 +204,8 @@ class ContiguousEngine:
             self.routing_counts[phase] += counts
             self.routing_hits[phase] += np.count_nonzero(counts, axis=1)
             self.recorded_steps[phase] += 1
+            for name, count in zip(self.overflow, np.asarray(output.overflow).tolist(), strict=True):
+                self.overflow[name] += count
 
     def reset_routing(self) -> None:
         """Starts the recorded routing afresh."""
@@ -210,6 +213,7 @@ class ContiguousEngine:
             self.routing_counts[phase][...] = 0
             self.routing_hits[phase][...] = 0
             self.recorded_steps[phase] = 0
+        self.overflow = dict.fromkeys(self.overflow, 0)
 
     @staticmethod
     def _row_steps(sampled: Sampled, rows: Sequence[Row], running: np.ndarray) -> list[RowStep]:

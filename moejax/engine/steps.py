@@ -37,10 +37,12 @@ class StepState(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What the host reads after a step. counts int32 `[L, E]` only where routing is recorded."""
+    """What the host reads after a step. Only where routing is recorded: counts int32 `[L, E]`, and overflow
+    int32 `[2]`, the assignments dropped and rerouted (non-zero only under `capacity`)."""
 
     sampled: Sampled
     counts: jax.Array | None
+    overflow: jax.Array | None = None
 
 
 class ModelFunctions:
@@ -81,7 +83,7 @@ class ModelFunctions:
         steps = jnp.zeros_like(lengths)
         out, seen = _sample(model, last, arrays, steps, seen, mode)
         state = StepState(out.tokens, lengths, steps + 1, seen)
-        return new_cache, state, StepOutput(out, _counts(traces, self.config.num_experts) if record else None)
+        return new_cache, state, _step_output(out, traces, self.config.num_experts, record)
 
     def decode(
         self,
@@ -104,7 +106,7 @@ class ModelFunctions:
         # An inactive row writes again where it wrote before, so it never runs past its last slot.
         moved = active.astype(jnp.int32)
         state = StepState(out.tokens, state.positions + moved, state.steps + moved, seen)
-        return new_cache, state, StepOutput(out, _counts(traces, self.config.num_experts) if record else None)
+        return new_cache, state, _step_output(out, traces, self.config.num_experts, record)
 
     def score(self, leaves: Sequence[jax.Array], tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """float32 `[B, T - 1]`: log p(token t | tokens < t); entries past a row's length are undefined."""
@@ -128,6 +130,17 @@ def _sample(
     """x `[B, D]` → sampled tokens and the updated `seen`."""
     out = sample(model.logits(x), arrays, steps, seen if mode.penalty else None, mode)
     return out, mark_seen(seen, out.tokens) if mode.penalty else seen
+
+
+def _step_output(
+    sampled: Sampled, traces: tuple[RoutingTrace | None, ...], num_experts: int, record: bool
+) -> StepOutput:
+    if not record:
+        return StepOutput(sampled, None)
+    found = [trace for trace in traces if trace is not None]
+    zero = jnp.zeros((), jnp.int32)
+    overflow = jnp.stack([sum((t.dropped for t in found), zero), sum((t.rerouted for t in found), zero)])
+    return StepOutput(sampled, _counts(traces, num_experts), overflow)
 
 
 def _counts(traces: tuple[RoutingTrace | None, ...], num_experts: int) -> jax.Array:
