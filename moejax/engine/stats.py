@@ -1,0 +1,79 @@
+"""What the engine did, step by step and in sum. No JAX here."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One engine step.
+
+    Attributes:
+        time: instant at which its tokens were on the host, `time.perf_counter()` seconds.
+        seconds: since the previous step's tokens were there, or since this one was scheduled if that was later.
+        prefill_tokens, decode_tokens: real tokens in the batch; together they are what the step had to compute.
+        padded_tokens: the bucket's tokens, what the step did compute (experts excepted: padding visits none).
+        sequences: sequences in the batch.
+        running, waiting: sequences admitted and requests queued when it was scheduled.
+        used_blocks, num_blocks: of the cache, when it was scheduled.
+        stored_tokens: tokens whose keys and values the used blocks hold; a shared token counts once.
+        preempted: sequences that lost their blocks while it was scheduled.
+    """
+
+    time: float
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    padded_tokens: int
+    sequences: int
+    running: int
+    waiting: int
+    used_blocks: int
+    num_blocks: int
+    stored_tokens: int
+    preempted: int
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens."""
+        return self.prefill_tokens + self.decode_tokens
+
+
+@dataclass
+class EngineStats:
+    """Sums over all steps since the start or the last `reset`."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    padded_tokens: int = 0
+    preemptions: int = 0
+    max_running: int = 0
+    max_waiting: int = 0
+    max_used_blocks: int = 0
+    failed_steps: int = 0
+    last: StepRecord | None = field(default=None, repr=False)
+
+    def add(self, record: StepRecord) -> None:
+        self.steps += 1
+        self.seconds += record.seconds
+        self.prefill_tokens += record.prefill_tokens
+        self.decode_tokens += record.decode_tokens
+        self.padded_tokens += record.padded_tokens
+        self.preemptions += record.preempted
+        self.max_running = max(self.max_running, record.running)
+        self.max_waiting = max(self.max_waiting, record.waiting)
+        self.max_used_blocks = max(self.max_used_blocks, record.used_blocks)
+        self.last = record
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of computed tokens that were padding, in [0, 1)."""
+        real = self.prefill_tokens + self.decode_tokens
+        return 1.0 - real / self.padded_tokens if self.padded_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for `LLM.stats()` and result files."""
+        values = {name: value for name, value in asdict(self).items() if name != "last"}
+        return {**values, "padding_waste": self.padding_waste}
