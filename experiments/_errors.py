@@ -199,7 +199,8 @@ def _omegaconf(error: oc.OmegaConfBaseException, known: Known, merging: re.Match
     if merging and re.search(r"is not a ListConfig, list or tuple|Cannot assign .* to List", text):
         value = merging[1].partition("=")[2]
         return f"{key} must be a list: {key}=[{value}]"
-    if merging and re.search(r"is not a subclass of|Cannot assign .* to Dict", text):
+    if merging and re.search(r"is not a subclass of|Cannot assign .* to Dict|Cannot merge DictConfig", text):
+        key = key or merging[1].partition("=")[0]
         names = ", ".join(_children(key, known.keys))
         return f"{merging[1]!r}: {key} is a section; set its keys" + (f" ({names})" if names else "")
     if merging:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
+from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.config import DTYPES, EngineConfig, ParallelConfig, QuantConfig, check_choice
 from moejax.core.errors import ConfigError
@@ -95,6 +96,14 @@ class LatencyConfig(InferenceSections):
                 f"workload.batch_size {largest} exceeds engine.max_num_seqs {self.engine.max_num_seqs};"
                 f" raise the limit with engine.max_num_seqs={largest}"
             )
+
+
+@dataclass(frozen=True)
+class ThroughputConfig(InferenceSections):
+    """`python -m experiments.throughput`"""
+
+    workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,9 @@ def _build_value(hint: Any, value: Any, key: str) -> Any:
     inner, _ = _split_optional(hint)
     if value is None:
         return None
+    if _is_union(inner) and isinstance(value, dict):
+        # A number or a section: what is written as a section is that dataclass.
+        inner = next((arg for arg in get_args(inner) if dataclasses.is_dataclass(arg)), inner)
     origin, args = get_origin(inner), get_args(inner)
     if dataclasses.is_dataclass(inner):
         return _build(inner, value, key)

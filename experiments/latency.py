@@ -11,7 +11,8 @@ def main(config: LatencyConfig) -> None:
     from dataclasses import asdict
 
     from experiments._model import open_llm
-    from moejax.bench.latency import print_metrics_line, run_latency
+    from moejax.bench.latency import run_latency
+    from moejax.bench.result import print_metrics_line
 
     out = output_dir()
     result = run_latency(

@@ -7,7 +7,6 @@ report:  result.json, requests.jsonl, plots, tracker, table
 """
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from moejax.perf.cost import decode_step_cost
 from moejax.perf.roofline import step_bound
 from moejax.report.plots import save_latency_plots
 from moejax.report.progress import progress
-from moejax.report.tables import print_latency, stderr_console
+from moejax.report.tables import print_closing, print_latency, stderr_console
 from moejax.tracking.base import CompositeTracker, RunInfo, TrackerConfig, make_tracker
 from moejax.tracking.provenance import collect
 
@@ -97,22 +96,12 @@ def run_latency(
         _report(result, rows, data, files, tracker, out_dir)
     console = stderr_console()
     print_latency(result, console)
-    for late in llm.ledger.recompiles:
-        console.print(f"recompiled while measuring: {late.function} {late.key} ({late.cause})", style="red")
     if dropped := result["metrics"]["dropped_assignments"]:
         console.print(
             f"{dropped} expert assignments dropped for lack of capacity (recorded pass)", style="yellow"
         )
-    console.print(f"results: {_shown(out_dir)}", soft_wrap=True, highlight=False)
-    for line in tracker.hints():
-        console.print(line, soft_wrap=True, highlight=False)
+    print_closing(console, out_dir, tracker.hints(), llm.ledger.rows())
     return result
-
-
-def _shown(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
-    here = Path.cwd().resolve()
-    return str(path.resolve().relative_to(here)) if path.resolve().is_relative_to(here) else str(path)
 
 
 def _prompts(llm: LLM, workload: WorkloadConfig, case: LatencyCase) -> list[list[int]]:
@@ -135,12 +124,12 @@ def _measure(llm: LLM, workload: WorkloadConfig, data: Sequence[CaseData]) -> No
                 task.advance()
         task.describe("recording routing")
         for item in data:
-            llm.engine.reset_routing()
+            llm.routing.reset()
             _generate(llm, workload, item, record_routing=True)
             item.counts = {phase: counts.copy() for phase, counts in llm.routing_counts.items()}
-            item.overflow = dict(llm.engine.overflow)
-            steps = llm.engine.recorded_steps["decode"]
-            item.decode_hits = llm.engine.routing_hits["decode"] / steps if steps else None
+            item.overflow = dict(llm.routing.overflow)
+            steps = llm.routing.steps["decode"]
+            item.decode_hits = llm.routing.hits["decode"] / steps if steps else None
             task.advance()
         llm.ledger.warmed_up = workload.warmup > 0
         task.describe("measuring")
@@ -245,8 +234,3 @@ def _report(
     for plot in plots:
         tracker.image(plot.stem, plot)
     tracker.artifact("latency-result", "result", files)
-
-
-def print_metrics_line(result: Mapping[str, Any], out_dir: Path) -> None:
-    """One JSON line on stdout for programs: where the result is, and its flat metrics."""
-    print(json.dumps({"result": str(out_dir / "result.json"), **result["metrics"]}))

@@ -18,6 +18,8 @@ from moejax.engine.request import FinishReason, RequestMetrics, RequestOutput
 LATENCIES: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
 STATISTICS: tuple[str, ...] = ("mean", "median", "std", "p90", "p95", "p99")
 
+_BROKEN_OFF = ("abort", "error")
+
 Metrics = dict[str, float | int | None]
 
 
@@ -31,7 +33,7 @@ class RequestRecord:
         prompt_len: tokens in the prompt.
         output_len: tokens generated; `metrics.token_times` holds one instant for each.
         metrics: its arrival and token instants, in seconds.
-        finish_reason: why it ended; an aborted request counts in no metric.
+        finish_reason: why it ended; an aborted or failed request counts in no latency or rate.
     """
 
     request_id: str
@@ -64,7 +66,7 @@ class RequestRecord:
     @property
     def completed(self) -> bool:
         """Whether it ended by itself with at least one token."""
-        return self.finish_reason != "abort" and self.output_len > 0
+        return self.finish_reason not in _BROKEN_OFF and self.output_len > 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from moejax.core.files import atomic_write_text, dump_json, ensure_writable, to_
 
 __all__ = [
     "REQUESTS_FILE", "RESULT_FILE", "SCHEMA", "build_result", "ensure_writable", "load_requests",
-    "load_result", "write_requests", "write_result",
+    "load_result", "print_metrics_line", "write_request_rows", "write_requests", "write_result",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -93,8 +93,22 @@ def write_requests(records: Iterable[RequestRecord], directory: str | os.PathLik
     """
     records = list(records)
     origin = min((record.metrics.arrival_time for record in records), default=0.0)
-    lines = [dump_json(record_row(record, origin)) + "\n" for record in records]
+    return write_request_rows((record_row(record, origin) for record in records), directory)
+
+
+def write_request_rows(rows: Iterable[Mapping[str, Any]], directory: str | os.PathLike[str]) -> Path:
+    """Writes `directory/requests.jsonl` from finished rows and returns its path.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    lines = [dump_json(row) + "\n" for row in rows]
     return atomic_write_text(Path(directory) / REQUESTS_FILE, "".join(lines))
+
+
+def print_metrics_line(result: Mapping[str, Any], out_dir: Path) -> None:
+    """One JSON line on stdout for programs: where the result is, and its flat metrics."""
+    print(json.dumps({"result": str(out_dir / RESULT_FILE), **result["metrics"]}))
 
 
 def _read(path: Path) -> str:

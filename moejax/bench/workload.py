@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -23,6 +23,40 @@ Pairing = Literal["product", "zip"]
 Prompt = str | list[int]
 
 _LENGTHS = ("batch_size", "prompt_len", "output_len")
+
+
+class SamplingFields(Protocol):
+    """What every workload says about sampling: `SamplingParams`' fields, and where its seeds start."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def ignore_eos(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def request_sampling(fields: SamplingFields, output_len: int, index: int = 0) -> SamplingParams:
+    """Sampling parameters of a workload's `index`-th request, which generates `output_len` tokens.
+
+    Raises:
+        RequestError: a field is out of its range.
+    """
+    return SamplingParams(
+        max_tokens=output_len,
+        temperature=fields.temperature,
+        top_k=fields.top_k,
+        top_p=fields.top_p,
+        min_p=fields.min_p,
+        seed=(fields.seed + index) % 2**32,
+        ignore_eos=fields.ignore_eos,
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +96,7 @@ class WorkloadConfig:
         check_choice("workload.pairing", self.pairing, get_args(Pairing))
         check_positive("workload.iterations", self.iterations)
         for name in ("warmup", "seed"):
-            _check_not_negative(f"workload.{name}", getattr(self, name))
+            check_not_negative(f"workload.{name}", getattr(self, name))
         if self.pairing == "zip":
             _zipped_length(self)
         if self.prompts_file is not None and not Path(self.prompts_file).is_file():
@@ -71,15 +105,7 @@ class WorkloadConfig:
 
     def sampling(self, output_len: int, index: int = 0) -> SamplingParams:
         """Sampling parameters of the `index`-th request of a case that generates `output_len` tokens."""
-        return SamplingParams(
-            max_tokens=output_len,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=(self.seed + index) % 2**32,
-            ignore_eos=self.ignore_eos,
-        )
+        return request_sampling(self, output_len, index)
 
 
 @dataclass(frozen=True)
@@ -160,21 +186,31 @@ def case_prompts(
     if config.prompts_file is None:
         return random_prompts(case, vocab_size, config.seed, low)
     where = f"workload.prompts_file {config.prompts_file!r}"
-    rows = []
-    for prompt in itertools.islice(itertools.cycle(load_prompts(config.prompts_file)), case.batch_size):
-        if not isinstance(prompt, str):
-            ids = prompt
-        elif encode is None:
-            raise ConfigError(f"{where} holds text; the model has no tokenizer")
-        else:
-            ids = list(encode(prompt))
-        if not ids:
-            raise ConfigError(f"{where}: {prompt!r} encodes to no token")
-        outside = [i for i in ids if not 0 <= i < vocab_size]
-        if outside:
-            raise ConfigError(f"{where}: token id {outside[0]} is outside the vocabulary [0, {vocab_size})")
-        rows.append(np.resize(np.asarray(ids), case.prompt_len).tolist())
-    return rows
+    prompts = itertools.islice(itertools.cycle(load_prompts(config.prompts_file)), case.batch_size)
+    rows = [prompt_ids(prompt, vocab_size, encode, where) for prompt in prompts]
+    return [np.resize(np.asarray(ids), case.prompt_len).tolist() for ids in rows]
+
+
+def prompt_ids(
+    prompt: Prompt, vocab_size: int, encode: Callable[[str], Sequence[int]] | None, where: str
+) -> list[int]:
+    """A prompt's token ids; `encode` turns text into them.
+
+    Raises:
+        ConfigError: text without `encode`, no token, or one outside the vocabulary; begins with `where`.
+    """
+    if not isinstance(prompt, str):
+        ids = list(prompt)
+    elif encode is None:
+        raise ConfigError(f"{where} holds text; the model has no tokenizer")
+    else:
+        ids = list(encode(prompt))
+    if not ids:
+        raise ConfigError(f"{where}: {prompt!r} encodes to no token")
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        raise ConfigError(f"{where}: token id {outside[0]} is outside the vocabulary [0, {vocab_size})")
+    return ids
 
 
 def workload_hash(config: WorkloadConfig) -> str:
@@ -202,7 +238,8 @@ def _check_lengths(key: str, value: object) -> None:
         raise ConfigError(f"{key} must be an integer of at least 1 or a list of such, got {value!r}")
 
 
-def _check_not_negative(key: str, value: object) -> None:
+def check_not_negative(key: str, value: object) -> None:
+    """Raises `ConfigError` unless `value` is an integer of at least 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigError(f"{key} must be an integer of at least 0, got {value!r}")
 

@@ -38,6 +38,23 @@ def empty_cache(config: ModelConfig, batch: int, num_slots: int, dtype: Any) -> 
     )
 
 
+class ContiguousView(NamedTuple):
+    """The cache in one phase. Implements `moejax.models.decoder.DecoderCache`.
+
+    `prefill` takes whole sequences from position 0, `decode` one token each.
+    """
+
+    cache: ContiguousCache
+    phase: Phase
+
+    def layer(self, index: int) -> "ContiguousLayer":
+        return ContiguousLayer(self.cache.k[index], self.cache.v[index], self.phase)
+
+    def with_layers(self, layers: "list[ContiguousLayer]") -> "ContiguousView":
+        cache = ContiguousCache(tuple(part.k for part in layers), tuple(part.v for part in layers))
+        return ContiguousView(cache, self.phase)
+
+
 class ContiguousLayer(NamedTuple):
     """One layer's part. Implements `moejax.ops.attention.LayerCache`."""
 

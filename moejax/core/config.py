@@ -16,6 +16,7 @@ QkNorm = Literal["none", "head", "projection"]
 MoeExecution = Literal["dense", "capacity", "grouped"]
 ExpertLayout = Literal["auto", "edf", "efd"]
 OverflowPolicy = Literal["drop", "reroute"]
+Batching = Literal["continuous", "static"]
 DType = Literal["float32", "bfloat16", "float16"]
 
 DTYPES: tuple[str, ...] = get_args(DType)
@@ -188,22 +189,77 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits and choices of the engine. Lengths in tokens; `max_model_len=None` takes the model's own."""
+    """Limits and choices of the engine. Lengths in tokens.
+
+    Attributes:
+        max_model_len: longest prompt and output together; None takes the model's own.
+        batching: "continuous", or "static" as its baseline (padded, waits for the whole batch).
+        max_num_seqs: sequences that run at a time.
+        max_num_batched_tokens: tokens that one step computes; longer prompts are cut into chunks.
+        policy: who is admitted first and preempted last, see `moejax.engine.policy`.
+        block_size: tokens in a block of the key/value cache.
+        num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
+            `kv_cache_memory_gb`.
+        kv_cache_memory_gb: memory for the cache in units of 10^9 bytes; None: 2 on CPU (taken as it is
+            needed), elsewhere 80 % of what the device has free after the weights.
+        overlap: schedule and launch the next step before the tokens of the last are read.
+        strict_compile: a compilation after warm-up fails the step instead of only being recorded.
+        seq_buckets, token_buckets, block_buckets: the numbers of sequences, of prompt tokens and of cache
+            blocks that steps are compiled for, each padded up to the next; None: powers of two.
+        moe: execution of the expert layers.
+        platform: "auto", "cpu" or "gpu".
+        compile_cache: keep compiled programs on disk.
+    """
 
     max_model_len: int | None = None
+    batching: Batching = "continuous"
     max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    policy: str = "fcfs"
+    block_size: int = 32
+    num_blocks: int | None = None
+    kv_cache_memory_gb: float | None = None
+    overlap: bool = True
+    strict_compile: bool = False
+    seq_buckets: list[int] | None = None
+    token_buckets: list[int] | None = None
+    block_buckets: list[int] | None = None
     moe: MoeConfig = field(default_factory=MoeConfig)
     platform: str = "auto"
     compile_cache: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_model_len is not None:
-            check_positive("engine.max_model_len", self.max_model_len)
-        check_positive("engine.max_num_seqs", self.max_num_seqs)
+        for name in ("max_model_len", "num_blocks"):
+            if getattr(self, name) is not None:
+                check_positive(f"engine.{name}", getattr(self, name))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            check_positive(f"engine.{name}", getattr(self, name))
+        if self.kv_cache_memory_gb is not None:
+            check_number("engine.kv_cache_memory_gb", self.kv_cache_memory_gb)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens {self.max_num_batched_tokens} is below engine.max_num_seqs "
+                f"{self.max_num_seqs}: a step must hold one token of every running sequence"
+            )
+        check_choice("engine.batching", self.batching, get_args(Batching))
         check_choice("engine.platform", self.platform, ("auto", "cpu", "gpu"))
-        check_bool("engine.compile_cache", self.compile_cache)
+        for name in ("compile_cache", "overlap", "strict_compile"):
+            check_bool(f"engine.{name}", getattr(self, name))
+        for name in ("seq_buckets", "token_buckets", "block_buckets"):
+            if getattr(self, name) is not None:
+                _check_buckets(f"engine.{name}", getattr(self, name))
         if not isinstance(self.moe, MoeConfig):
             raise ConfigError(f"engine.moe must be a MoeConfig, got {self.moe!r}")
+
+
+def _check_buckets(key: str, value: object) -> None:
+    """Raises `ConfigError` unless `value` is a list of rising positive integers."""
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(f"{key} must be a list of rising integers, such as [1,8,32], got {value!r}")
+    for item in value:
+        check_positive(f"{key}: each", item)
+    if any(b <= a for a, b in zip(value, value[1:], strict=False)):
+        raise ConfigError(f"{key} must rise, got {list(value)}")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ An exception that does not derive from `MoejaxError` is a defect of ours and kee
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class MoejaxError(Exception):
@@ -25,6 +26,22 @@ class RequestError(MoejaxError, ValueError):
 
 class DeviceError(MoejaxError, RuntimeError):
     """A device that was asked for is not there."""
+
+
+class CompileError(MoejaxError, RuntimeError):
+    """A step would have to be compiled after warm-up, which `engine.strict_compile` forbids."""
+
+
+class StepError(MoejaxError, RuntimeError):
+    """A step of the engine failed; the requests in it ended with finish reason "error".
+
+    Attributes:
+        outputs: the call's `RequestOutput`s, the failed ones with what they had.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
 
 
 class TrackingError(MoejaxError, RuntimeError):

@@ -14,11 +14,13 @@ import numpy as np
 from moejax.cache.contiguous import ContiguousCache, empty_cache
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.request import Logprob, SamplingParams
+from moejax.engine.routing import RoutingRecord
 from moejax.engine.sampler import (
     Sampled,
     SamplerMode,
     SamplingArrays,
     initial_seen,
+    read_logprobs,
     sampler_mode,
     sampling_arrays,
 )
@@ -96,16 +98,7 @@ class ContiguousEngine:
         self.config = model.config
         self.ledger = ledger
         self.dtype = jnp.dtype(model.config.dtype)
-        self.routing_counts = {
-            phase: np.zeros((self.config.num_layers, self.config.num_experts), np.int64)
-            for phase in ("prefill", "decode")
-        }
-        # Experts that a step visited, summed over recorded steps: what the step had to read.
-        self.routing_hits = {
-            phase: np.zeros(self.config.num_layers, np.int64) for phase in ("prefill", "decode")
-        }
-        self.recorded_steps = {"prefill": 0, "decode": 0}
-        self.overflow = {"dropped": 0, "rerouted": 0}
+        self.routing = RoutingRecord(self.config.num_layers, self.config.num_experts)
 
     def run(
         self, rows: Sequence[Row], *, record_routing: bool = False
@@ -200,20 +193,7 @@ class ContiguousEngine:
 
     def _record(self, phase: str, output: StepOutput) -> None:
         if output.counts is not None:
-            counts = np.asarray(output.counts)
-            self.routing_counts[phase] += counts
-            self.routing_hits[phase] += np.count_nonzero(counts, axis=1)
-            self.recorded_steps[phase] += 1
-            for name, count in zip(self.overflow, np.asarray(output.overflow).tolist(), strict=True):
-                self.overflow[name] += count
-
-    def reset_routing(self) -> None:
-        """Starts the recorded routing afresh."""
-        for phase in ("prefill", "decode"):
-            self.routing_counts[phase][...] = 0
-            self.routing_hits[phase][...] = 0
-            self.recorded_steps[phase] = 0
-        self.overflow = dict.fromkeys(self.overflow, 0)
+            self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
 
     @staticmethod
     def _row_steps(sampled: Sampled, rows: Sequence[Row], running: np.ndarray) -> list[RowStep]:
@@ -221,18 +201,8 @@ class ContiguousEngine:
         tokens = np.asarray(sampled.tokens)
         if sampled.logprob is None:
             return [RowStep(i, int(tokens[i]), None) for i in range(len(rows)) if running[i]]
-        chosen, rank = np.asarray(sampled.logprob), np.asarray(sampled.rank)
-        top_ids, top = np.asarray(sampled.top_ids), np.asarray(sampled.top_logprobs)
-        steps = []
-        for i, row in enumerate(rows):
-            if not running[i]:
-                continue
-            logprob, count = None, row.params.logprobs
-            if count is not None:
-                likeliest = dict(zip(top_ids[i, :count].tolist(), top[i, :count].tolist(), strict=True))
-                logprob = Logprob(float(chosen[i]), int(rank[i]), likeliest)
-            steps.append(RowStep(i, int(tokens[i]), logprob))
-        return steps
+        logprobs = read_logprobs(sampled, [row.params.logprobs for row in rows])
+        return [RowStep(i, int(tokens[i]), logprobs[i]) for i in range(len(rows)) if running[i]]
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], batch: int) -> tuple[np.ndarray, np.ndarray]:

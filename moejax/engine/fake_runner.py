@@ -2,8 +2,9 @@
 host's work. No JAX here.
 
 Its cache holds, for each position, a hash of all tokens up to there, as a real cache's keys depend on all
-tokens up to theirs. A token's hash is made from the one before, read through the block table: a wrong block,
-a missed copy or a lost write gives another token than the same request alone would get.
+tokens up to theirs. A token is sampled from all positions up to its own, read through the block table: a
+wrong block, a missed copy, a lost write or one into another's block, however far back, gives another token
+than the same request alone would get.
 """
 
 from moejax.engine.runner import StepResult
@@ -39,17 +40,14 @@ class FakeRunner:
         for source, destination in plan.copies:
             self._cache[destination] = list(self._block(source))
         tokens = [0] * len(plan.sequences)
-        state: dict[int, int] = {}
         for sequence, position in zip(plan.decodes, plan.positions, strict=True):
-            state[id(sequence)] = self._store(sequence, position)
-        for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+            self._store(sequence, position)
+        for chunk in plan.chunks:
             for position in range(chunk.start, chunk.start + chunk.count):
-                value = self._store(chunk.sequence, position)
-            for sequence in (chunk.sequence, *forks):
-                state[id(sequence)] = value
+                self._store(chunk.sequence, position)
         for row, sequence in plan.sampling_rows():
             step = sequence.generated - 1
-            tokens[row] = hash((state[id(sequence)], sequence.seed, step)) % self.vocab_size
+            tokens[row] = hash((self._attend(sequence), sequence.seed, step)) % self.vocab_size
         for row, sequence in plan.sampling_rows():
             self._last[sequence.slot] = tokens[row]
         return StepResult(tokens, padded_tokens=plan.num_tokens)
@@ -62,8 +60,8 @@ class FakeRunner:
             raise AssertionError(f"block {block} does not exist")
         return self._cache.setdefault(block, [None] * self.block_size)
 
-    def _store(self, sequence: Sequence, position: int) -> int:
-        """Writes a position's hash and returns it."""
+    def _store(self, sequence: Sequence, position: int) -> None:
+        """Writes a position's hash."""
         known = position < len(sequence.tokens)
         token = sequence.tokens[position] if known else self._last[sequence.slot]
         before: int | None = 0
@@ -73,6 +71,11 @@ class FakeRunner:
             if before is None:
                 raise AssertionError(f"{sequence!r} reads position {position - 1}, which was never written")
         index, offset = divmod(position, self.block_size)
-        value = hash((before, token))
-        self._block(sequence.blocks[index])[offset] = value
-        return value
+        self._block(sequence.blocks[index])[offset] = hash((before, token))
+
+    def _attend(self, sequence: Sequence) -> int:
+        """A hash of what all its positions hold, once this step's are written."""
+        held = [value for block in sequence.blocks for value in self._block(block)][: sequence.computed]
+        if None in held:
+            raise AssertionError(f"{sequence!r} reads position {held.index(None)}, which was never written")
+        return hash(tuple(held))

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from moejax.core.errors import CompileError
+
 
 @dataclass(frozen=True)
 class CompileEntry:
@@ -27,9 +29,14 @@ class CompileEntry:
 
 
 class CompileLedger:
-    """Compiled functions by (name, key), and the record of how they came about."""
+    """Compiled functions by (name, key), and the record of how they came about.
 
-    def __init__(self) -> None:
+    Args:
+        strict: a compilation after `warmed_up` was set raises.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
         self.entries: list[CompileEntry] = []
         self.warmed_up = False
         self._compiled: dict[tuple[str, Any], Callable[..., Any]] = {}
@@ -43,11 +50,19 @@ class CompileLedger:
             key: hashable; describes the bucket (a NamedTuple reads well in the ledger).
             build: makes the jitted function.
             args: example arguments (arrays or `jax.ShapeDtypeStruct`) to compile for.
+
+        Raises:
+            CompileError: the key is new after warm-up, and the ledger is strict.
         """
         found = self._compiled.get((function, key))
         if found is not None:
             return found
         others = [k for name, k in self._compiled if name == function]
+        if self.strict and self.warmed_up:
+            raise CompileError(
+                f"{function} {key} is not compiled ({_cause(key, others)}), and engine.strict_compile forbids "
+                "compiling after warm-up; widen the warm-up or the engine's buckets"
+            )
         start = time.perf_counter()
         compiled = build().lower(*args()).compile()
         seconds = time.perf_counter() - start

@@ -64,11 +64,11 @@ class SampleBuilder:
         logprobs = [logprob] if logprob is not None and out.logprobs is not None else None
         return StreamChunk(out.index, text, [token], logprobs, out.finish_reason, out.stop_reason)
 
-    def abort(self) -> None:
+    def abort(self, reason: FinishReason = "abort") -> None:
         """Ends the sample with what it has."""
         if self._stream is not None:
             self._held += self._stream.flush()
-        self.output.text += self._finish("abort", None)
+        self.output.text += self._finish(reason, None)
 
     def _release(self, ends: bool) -> str:
         """Takes from the held text what can no longer become part of a stop string."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from moejax.core.errors import RequestError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,13 @@ def _require_range(name: str, value: float, low: float, high: float, low_open: b
 @dataclass
 class RequestMetrics:
     """Times of one request. Instants are `time.perf_counter()` seconds; token_times[i] is when token i was
-    on the host. `ttft`, `tpot` and `e2e` are durations in seconds."""
+    on the host, scheduled_time when the first step that held it was scheduled. `ttft`, `tpot` and `e2e` are
+    durations in seconds. `preemptions` counts how often a sample of it lost its cache blocks."""
 
     arrival_time: float
     token_times: list[float] = field(default_factory=list)
+    scheduled_time: float | None = None
+    preemptions: int = 0
 
     @property
     def ttft(self) -> float:
@@ -165,7 +168,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request with its samples. `metrics` is the first sample's."""
+    """A request with its samples. `metrics` is the first sample's. `error` says what failed where a sample's
+    finish reason is "error"."""
 
     request_id: str
     prompt: str | None
@@ -173,3 +177,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     finished: bool = False
+    error: str | None = None

@@ -5,14 +5,14 @@ Gumbel-max trick. A row's random key depends on its seed and the number of its t
 in the batch do not change what it draws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.engine.request import SamplingParams
+from moejax.engine.request import Logprob, SamplingParams
 
 
 class SamplerMode(NamedTuple):
@@ -58,22 +58,40 @@ def sampler_mode(params: Sequence[SamplingParams], vocab_size: int) -> SamplerMo
     )
 
 
-def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingArrays:
-    """Stacks per-row parameters; what float32 or int32 cannot hold becomes the nearest that it can."""
+def common_mode(modes: Iterable[SamplerMode]) -> SamplerMode:
+    """The least mode that does what all of `modes` do."""
+    found = set(modes)
+    if len(found) == 1:
+        return found.pop()
+    return SamplerMode(
+        greedy=all(m.greedy for m in found),
+        filters=any(m.filters for m in found),
+        penalty=any(m.penalty for m in found),
+        logprobs=max((m.logprobs for m in found), default=-1),
+    )
+
+
+def sampling_values(params: Sequence[SamplingParams], seeds: Sequence[int]) -> dict[str, np.ndarray]:
+    """Per-row parameters by name; what float32 or int32 cannot hold becomes the nearest that it can."""
     int32, f32 = np.iinfo(np.int32), np.finfo(np.float32)
     tiny = float(f32.tiny)
 
-    def floats(values: list[float], least: float = 0.0) -> jax.Array:
-        return jnp.asarray(np.clip(np.array(values, np.float64), least, f32.max).astype(np.float32))
+    def floats(values: list[float], least: float = 0.0) -> np.ndarray:
+        return np.clip(np.array(values, np.float64), least, f32.max).astype(np.float32)
 
-    return SamplingArrays(
-        floats([p.temperature for p in params]),
-        jnp.asarray(np.array([min(p.top_k, int32.max) for p in params], np.int32)),
-        floats([p.top_p for p in params], tiny),
-        floats([p.min_p for p in params]),
-        floats([p.repetition_penalty for p in params], tiny),
-        jnp.asarray(np.array([s % 2**32 for s in seeds], np.uint32)),
-    )
+    return {
+        "temperature": floats([p.temperature for p in params]),
+        "top_k": np.array([min(p.top_k, int32.max) for p in params], np.int32),
+        "top_p": floats([p.top_p for p in params], tiny),
+        "min_p": floats([p.min_p for p in params]),
+        "repetition_penalty": floats([p.repetition_penalty for p in params], tiny),
+        "seed": np.array([s % 2**32 for s in seeds], np.uint32),
+    }
+
+
+def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingArrays:
+    """`sampling_values` on the device."""
+    return SamplingArrays(**{k: jnp.asarray(v) for k, v in sampling_values(params, seeds).items()})
 
 
 def sample(
@@ -187,3 +205,17 @@ def initial_seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -
     for row, prompt in enumerate(prompts):
         seen[row, np.asarray(prompt, np.int64)] = True
     return seen
+
+
+def read_logprobs(sampled: Sampled, wanted: Sequence[int | None]) -> list[Logprob | None]:
+    """The log-probabilities of the first rows, on the host: `wanted[i]` likeliest tokens, None for none."""
+    chosen, rank = np.asarray(sampled.logprob), np.asarray(sampled.rank)
+    ids, top = np.asarray(sampled.top_ids), np.asarray(sampled.top_logprobs)
+    found: list[Logprob | None] = []
+    for i, count in enumerate(wanted):
+        if count is None:
+            found.append(None)
+            continue
+        likeliest = dict(zip(ids[i, :count].tolist(), top[i, :count].tolist(), strict=True))
+        found.append(Logprob(float(chosen[i]), int(rank[i]), likeliest))
+    return found

@@ -164,23 +164,46 @@ class Scheduler:
         self._fork(plan)
         return plan if plan.decodes or plan.chunks else None
 
-    def postprocess(self, plan: StepPlan, tokens: Row[int]) -> None:
+    def postprocess(self, plan: StepPlan, tokens: Row[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
 
         Sequences that reach `max_length` or a stop token end and give up what they own. A sequence that has
-        ended since the plan was made gets nothing: `Sequence.tokens` tells what was taken.
+        ended since the plan was made gets nothing.
+
+        Returns:
+            The rows whose token was taken, with their sequences.
         """
+        taken = []
         for row, sequence in plan.sampling_rows():
             if sequence.state is State.FINISHED:
                 continue
             token = tokens[row]
             sequence.pending -= 1
             sequence.tokens.append(token)
+            taken.append((row, sequence))
             if len(sequence.tokens) >= sequence.max_length or token in sequence.stop_ids:
                 self.finish(sequence)
         for chunk in plan.chunks:
             if chunk.last and chunk.sequence.score:
                 self.finish(chunk.sequence)
+        return taken
+
+    def stored_tokens(self) -> int:
+        """Tokens whose keys and values the blocks hold or are about to; a shared one counts once."""
+        allocator = self.allocator
+        empty = 0.0
+        for s in self.running:
+            if s.blocks:
+                # Sequences that share a last block leave the same places of it empty.
+                empty += (len(s.blocks) * allocator.block_size - s.computed) / allocator.refcount(s.blocks[-1])
+        return round(allocator.num_used * allocator.block_size - empty)
+
+    def forget_device_state(self) -> None:
+        """After a failed step: tokens that were not read are lost, and what runs is computed anew."""
+        for sequence in [*self.running, *self.waiting()]:
+            sequence.pending = 0
+        for sequence in list(self.running):
+            self.preempt(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence, whatever its state, together with forks that have not started."""

@@ -34,6 +34,7 @@ class Sequence:
         score: whether the prompt's log-probabilities are wanted, and no token sampled.
         record: whether its steps should record expert counts.
         slot: row of the per-sequence device state, -1 while it does not run.
+        mode: what its sampling needs of a step (`moejax.engine.sampler.SamplerMode`).
         owner: whatever the engine wants to find again; the scheduler does not look at it.
     """
 
@@ -47,6 +48,7 @@ class Sequence:
     forks: list["Sequence"] = field(default_factory=list)
     score: bool = False
     record: bool = False
+    mode: Any = None
     owner: Any = None
     state: State = State.WAITING
     pending: int = 0

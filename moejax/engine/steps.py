@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.cache.contiguous import ContiguousCache
+from moejax.cache.contiguous import ContiguousCache, ContiguousView
 from moejax.engine.sampler import Sampled, SamplerMode, SamplingArrays, mark_seen, sample
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
@@ -77,13 +77,12 @@ class ModelFunctions:
         B, T = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, :], (B, T))
         valid = positions < lengths[:, None]
-        x, new_cache, traces = model.hidden(tokens, positions, valid=valid, cache=cache, phase="prefill")
-        assert new_cache is not None
+        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=ContiguousView(cache, "prefill"))
         last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         steps = jnp.zeros_like(lengths)
         out, seen = _sample(model, last, arrays, steps, seen, mode)
         state = StepState(out.tokens, lengths, steps + 1, seen)
-        return new_cache, state, _step_output(out, traces, self.config.num_experts, record)
+        return view.cache, state, _step_output(out, traces, self.config.num_experts, record)
 
     def decode(
         self,
@@ -100,13 +99,12 @@ class ModelFunctions:
         model = self.merge(leaves)
         tokens, positions = state.tokens[:, None], state.positions[:, None]
         valid = active[:, None]
-        x, new_cache, traces = model.hidden(tokens, positions, valid=valid, cache=cache, phase="decode")
-        assert new_cache is not None
+        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=ContiguousView(cache, "decode"))
         out, seen = _sample(model, x[:, 0], arrays, state.steps, state.seen, mode)
         # An inactive row writes again where it wrote before, so it never runs past its last slot.
         moved = active.astype(jnp.int32)
         state = StepState(out.tokens, state.positions + moved, state.steps + moved, seen)
-        return new_cache, state, _step_output(out, traces, self.config.num_experts, record)
+        return view.cache, state, _step_output(out, traces, self.config.num_experts, record)
 
     def score(self, leaves: Sequence[jax.Array], tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """float32 `[B, T - 1]`: log p(token t | tokens < t); entries past a row's length are undefined."""
@@ -116,7 +114,7 @@ class ModelFunctions:
         x, _, _ = model.hidden(tokens, positions, valid=positions < lengths[:, None])
         flat = x[:, :-1].reshape(B * (T - 1), -1)
         targets = tokens[:, 1:].reshape(-1)
-        return _token_logprobs(model, flat, targets).reshape(B, T - 1)
+        return token_logprobs(model, flat, targets).reshape(B, T - 1)
 
 
 def _sample(
@@ -135,21 +133,20 @@ def _sample(
 def _step_output(
     sampled: Sampled, traces: tuple[RoutingTrace | None, ...], num_experts: int, record: bool
 ) -> StepOutput:
-    if not record:
-        return StepOutput(sampled, None)
+    return StepOutput(sampled, *routing_counts(traces, num_experts)) if record else StepOutput(sampled, None)
+
+
+def routing_counts(
+    traces: tuple[RoutingTrace | None, ...], num_experts: int
+) -> tuple[jax.Array, jax.Array]:
+    """Assignments int32 `[L, E]`, a dense layer's row being 0, and int32 `[2]`: dropped, rerouted."""
     found = [trace for trace in traces if trace is not None]
-    zero = jnp.zeros((), jnp.int32)
+    zero, none = jnp.zeros((), jnp.int32), jnp.zeros(num_experts, jnp.int32)
     overflow = jnp.stack([sum((t.dropped for t in found), zero), sum((t.rerouted for t in found), zero)])
-    return StepOutput(sampled, _counts(traces, num_experts), overflow)
+    return jnp.stack([none if trace is None else trace.counts for trace in traces]), overflow
 
 
-def _counts(traces: tuple[RoutingTrace | None, ...], num_experts: int) -> jax.Array:
-    """int32 `[L, E]`; a dense layer's row is 0."""
-    none = jnp.zeros(num_experts, jnp.int32)
-    return jnp.stack([none if trace is None else trace.counts for trace in traces])
-
-
-def _token_logprobs(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:
+def token_logprobs(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:
     """x `[N, D]`, targets int32 `[N]` → float32 `[N]`, in parts so that `[N, V]` never exists whole."""
     N = x.shape[0]
     part = max(1, min(N, MAX_LOGIT_ELEMENTS // model.config.vocab_size))

@@ -3,13 +3,12 @@
 Every family is a `ModelConfig`; there is no per-family module.
 """
 
-from typing import Any
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.cache.contiguous import ContiguousCache, ContiguousLayer, Phase
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.moe.layer import MoELayer, RoutingTrace
 from moejax.nn.attention import Attention
@@ -19,6 +18,15 @@ from moejax.nn.mlp import GatedMLP
 from moejax.nn.norm import RMSNorm
 from moejax.nn.param import initialize
 from moejax.nn.rope import rope_tables
+from moejax.ops.attention import LayerCache
+
+
+class DecoderCache(Protocol):
+    """What a decoder needs of a key/value cache: one part a layer, and itself again with the updated parts."""
+
+    def layer(self, index: int) -> LayerCache: ...
+
+    def with_layers(self, layers: list[Any]) -> Self: ...
 
 
 class DecoderLayer(nnx.Module):
@@ -77,33 +85,34 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         *,
         valid: jax.Array | None = None,
-        cache: ContiguousCache | None = None,
-        phase: Phase = "prefill",
-    ) -> tuple[jax.Array, ContiguousCache | None, tuple[RoutingTrace | None, ...]]:
+        cache: DecoderCache | None = None,
+        rope_lens: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, tuple[RoutingTrace | None, ...]]:
         """The final norm's output.
 
         Args:
             tokens, positions: int32 `[B, T]`.
             valid: bool `[B, T]`, False for padding, which then visits no expert. None: all are real.
             cache: where keys and values are kept; None attends within this call only.
-            phase: `prefill` for whole sequences from position 0, `decode` for one token each.
+            rope_lens: int32 `[B]`, sequence length that `dynamic` rotary scaling goes by; None: one past the
+                row's last real position.
 
         Returns:
             (`[B, T, D]`, updated cache, one trace per layer, None for dense layers).
         """
-        last = positions if valid is None else jnp.where(valid, positions, -1)
-        rope = rope_tables(self.config, positions, jnp.max(last, axis=1) + 1)
+        if rope_lens is None:
+            last = positions if valid is None else jnp.where(valid, positions, -1)
+            rope_lens = jnp.max(last, axis=1) + 1
+        rope = rope_tables(self.config, positions, rope_lens)
         x = self.embedding(tokens)
-        keys, values, traces = [], [], []
+        parts, traces = [], []
         for i, layer in enumerate(self.layers):
-            part = None if cache is None else ContiguousLayer(cache.k[i], cache.v[i], phase)
+            part = None if cache is None else cache.layer(i)
             x, part, trace = layer(x, rope, positions, valid, part)
             traces.append(trace)
-            if part is not None:
-                keys.append(part.k)
-                values.append(part.v)
+            parts.append(part)
         if cache is not None:
-            cache = ContiguousCache(tuple(keys), tuple(values))
+            cache = cache.with_layers(parts)
         return self.norm(x), cache, tuple(traces)
 
     def logits(self, x: jax.Array) -> jax.Array:

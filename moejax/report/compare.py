@@ -19,7 +19,8 @@ from moejax.report.tables import number, stderr_console
 DEFAULT_METRICS: tuple[str, ...] = (
     "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "median_itl_ms", "p99_itl_ms",
     "median_e2el_ms", "p99_e2el_ms", "request_throughput", "output_throughput", "total_token_throughput",
-    "request_goodput",
+    "request_goodput", "p99_queue_ms", "mean_batch_size", "cache_use_mean", "padding_waste", "preemptions",
+    "failed", "speedup_over_static",
 )  # fmt: skip
 
 # Differences in these say nothing about the numbers.
@@ -37,9 +38,11 @@ class MetricRow:
     @property
     def lower_is_better(self) -> bool | None:
         """True for times and losses, False for rates, None where neither is known to be better."""
-        if self.name.endswith(("_ms", "_s", "_bytes", "loss", "perplexity")):
+        if self.name.endswith(
+            ("_ms", "_s", "_bytes", "loss", "perplexity", "_waste", "preemptions", "failed")
+        ):
             return True
-        return False if self.name.endswith(("throughput", "goodput")) else None
+        return False if self.name.endswith(("throughput", "goodput", "speedup_over_static")) else None
 
 
 @dataclass(frozen=True)

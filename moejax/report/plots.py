@@ -5,7 +5,6 @@ result has nothing for it. Figures are made without pyplot, so no backend or glo
 No JAX here.
 """
 
-import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,29 +12,13 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
-from moejax.core.files import atomic_write_bytes
+from moejax.report.figure import new_figure, round_ticks, save_figure
 from moejax.report.style import COLORS, Record, case_label, rows_by_case, run_title
 
 _PERCENTILES = (("median", "p50", "#9ecae1"), ("p90", "p90", "#4292c6"), ("p99", "p99", "#084594"))
-_DPI = 150
-
-
-def _figure(
-    title: str, result: Mapping[str, Any], width: float, height: float, rows: int = 1, columns: int = 1
-) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    subtitle = run_title(result)
-    figure.suptitle(title + (f"\n{subtitle}" if subtitle else ""), fontsize=11)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#dddddd", linewidth=0.7)
-        axis.set_axisbelow(True)
-    return figure, list(axes.flat)
 
 
 def latency_percentiles(result: Mapping[str, Any]) -> Figure | None:
@@ -54,7 +37,7 @@ def latency_percentiles(result: Mapping[str, Any]) -> Figure | None:
     size = (
         (max(7.0, 1.0 + 0.6 * len(cases)), 1.2 + 2.4 * len(panels)) if stacked else (3.3 * len(panels), 4.0)
     )
-    figure, axes = _figure("Latency percentiles", result, *size, *shape)
+    figure, axes = new_figure("Latency percentiles", result, *size, *shape)
     width = 0.8 / len(_PERCENTILES)
     for axis, (key, title) in zip(axes, panels, strict=True):
         for offset, (statistic, label, color) in enumerate(_PERCENTILES):
@@ -91,7 +74,7 @@ def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) ->
     groups = [(label, matrix) for label, matrix in groups if matrix.size]
     if not groups:
         return None
-    figure, (over, cumulative) = _figure("Inter-token latency", result, 10.0, 4.2, 1, 2)
+    figure, (over, cumulative) = new_figure("Inter-token latency", result, 10.0, 4.2, 1, 2)
     for index, (label, matrix) in enumerate(groups):
         color = COLORS[index % len(COLORS)]
         style = "-" if index < len(COLORS) else "--"
@@ -114,7 +97,7 @@ def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) ->
     cumulative.set_ylim(0, 1.02)
     if everything.min() > 0 and everything.max() / everything.min() > 10:
         cumulative.set_xscale("log")
-        _round_ticks(cumulative.xaxis, *cumulative.get_xlim())
+        round_ticks(cumulative.xaxis, *cumulative.get_xlim())
     cumulative.grid(axis="x", color="#dddddd", linewidth=0.7)
     figure.legend(
         *over.get_legend_handles_labels(),
@@ -136,7 +119,7 @@ def throughput_by_batch(result: Mapping[str, Any]) -> Figure | None:
     sizes = sorted({size for line in lines.values() for size in line})
     if len(sizes) < 2:
         return None
-    figure, (axis,) = _figure("Throughput", result, 6.4, 4.2)
+    figure, (axis,) = new_figure("Throughput", result, 6.4, 4.2)
     for index, ((prompt, output), line) in enumerate(lines.items()):
         color = COLORS[index % len(COLORS)]
         places = sorted(line)
@@ -148,19 +131,11 @@ def throughput_by_batch(result: Mapping[str, Any]) -> Figure | None:
     axis.set_yscale("log")
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.xaxis.set_minor_locator(NullLocator())
-    _round_ticks(axis.yaxis, *axis.get_ylim())
+    round_ticks(axis.yaxis, *axis.get_ylim())
     axis.set_xlabel("batch size (dotted: perfect scaling)")
     axis.set_ylabel("output tokens/s")
     axis.legend(frameon=False)
     return figure
-
-
-def _round_ticks(axis: Axis, low: float, high: float) -> None:
-    """Ticks at 1, 2 and 5 times powers of ten on a logarithmic axis, written out plainly."""
-    ticks = [m * 10.0**e for e in range(-4, 10) for m in (1, 2, 5)]
-    axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e6 else f"{value:.0e}"))
-    axis.set_minor_locator(NullLocator())
 
 
 def expert_load(result: Mapping[str, Any]) -> Figure | None:
@@ -173,7 +148,7 @@ def expert_load(result: Mapping[str, Any]) -> Figure | None:
     totals = counts.sum(axis=1, keepdims=True)
     load = np.divide(counts * experts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
     width, height = min(14.0, 3.5 + 0.24 * experts), min(12.0, 2.2 + 0.28 * layers)
-    figure, (axis,) = _figure("Expert load", result, max(6.0, width), max(3.2, height))
+    figure, (axis,) = new_figure("Expert load", result, max(6.0, width), max(3.2, height))
     axis.grid(visible=False)
     image = axis.imshow(load, aspect="auto", cmap="viridis", vmin=0.0, vmax=max(2.0, float(np.nanmax(load))))
     axis.set_xlabel("expert")
@@ -255,17 +230,6 @@ def _draw_losses(
         )  # fmt: skip
     axis.set_ylabel("loss (nats per token)")
     axis.legend(frameon=False)
-
-
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes a PNG atomically and returns its path.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI)
-    return atomic_write_bytes(path, buffer.getvalue())
 
 
 def save_latency_plots(

@@ -1,7 +1,8 @@
 """Tables for the terminal. They go wherever the caller's console does, by default to stderr: stdout is for
 what programs read. No JAX here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from moejax.report.style import run_title
 
-# Column title and key in a case's row. Short, because eleven of them must fit 80 columns.
+# Column title and key in a case's row. Short, because they must fit 80 columns.
 _LATENCY_COLUMNS: tuple[tuple[str, str], ...] = (
     ("batch", "batch_size"),
     ("in", "prompt_len"),
@@ -25,6 +26,21 @@ _LATENCY_COLUMNS: tuple[tuple[str, str], ...] = (
     ("tok/s", "output_throughput"),
     ("% of\nroof", "roofline_percent"),
 )
+
+_THROUGHPUT_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("batching", "batching"),
+    ("TTFT\np50", "median_ttft_ms"),
+    ("\np99", "p99_ttft_ms"),
+    ("TPOT\np50", "median_tpot_ms"),
+    ("ITL\np99", "p99_itl_ms"),
+    ("req/s", "request_throughput"),
+    ("good\nreq/s", "request_goodput"),
+    ("tok/s", "output_throughput"),
+    ("seqs", "mean_batch_size"),
+    ("cache\n%", "cache_use_peak"),
+    ("pad\n%", "padding_waste"),
+)
+_SHARES = ("cache_use_peak", "padding_waste")
 
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
 _LOG_WIDTH = 140
@@ -52,23 +68,77 @@ def number(value: Any) -> str:
 
 def latency_table(result: Mapping[str, Any]) -> Table:
     """One line per case: TTFT, TPOT, ITL and E2E at the median and the 99th percentile, and tokens/s."""
-    table = Table(
+    table, keys = _cases_table(
+        result,
+        _LATENCY_COLUMNS,
         title=f"{result.get('experiment', '')}: {run_title(result)}",
         caption="in, out: tokens per request; times in ms; tok/s: output tokens;\n"
         "roof: the least time per output token that memory and compute allow, over the measured",
+    )
+    for case in result["cases"]:
+        table.add_row(*(number(case.get(key)) for key in keys))
+    return table
+
+
+def _cases_table(
+    result: Mapping[str, Any], columns: Sequence[tuple[str, str]], *, title: str, caption: str
+) -> tuple[Table, list[str]]:
+    """An empty table with the columns that any case fills (another would only take width), and their keys."""
+    table = Table(
+        title=title,
+        caption=caption,
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    # A column that no case fills would only take width.
-    columns = [c for c in _LATENCY_COLUMNS if any(case.get(c[1]) is not None for case in result["cases"])]
-    for title, _ in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    for case in result["cases"]:
-        table.add_row(*(number(case.get(key)) for _, key in columns))
+    kept = [c for c in columns if any(case.get(c[1]) is not None for case in result["cases"])]
+    for name, key in kept:
+        table.add_column(name, justify="left" if key == "batching" else "right", no_wrap=True)
+    return table, [key for _, key in kept]
+
+
+def throughput_table(result: Mapping[str, Any]) -> Table:
+    """One line per batching mode, and below two of them the first one's figures over the second's."""
+    cases = result["cases"]
+    table, keys = _cases_table(
+        result,
+        _THROUGHPUT_COLUMNS,
+        title=f"{result.get('experiment', '')}: {run_title(result)}\n{_traffic(cases[0])}",
+        caption="times in ms; tok/s: output tokens; seqs: mean sequences in a step;\n"
+        "cache: most blocks in use; pad: padding in computed tokens",
+    )
+    for case in cases:
+        table.add_row(*(_figure(case.get(key), key) for key in keys))
+    if len(cases) == 2:
+        table.add_section()
+        ratios = [_ratio(cases[0].get(key), cases[1].get(key)) for key in keys[1:]]
+        table.add_row("ratio", *ratios, style="bold")
     return table
+
+
+def _traffic(case: Mapping[str, Any]) -> str:
+    """What the requests of a throughput case are, in words."""
+    rate = case.get("request_rate")
+    arrival = "from a trace" if rate is None else "all at once" if rate == "inf" else f"at {rate:g}/s"
+    return (
+        f"{number(case['num_requests'])} requests {arrival}, at most {case['max_num_seqs']} running;"
+        f" mean {case['prompt_len']} in, {case['output_len']} out"
+    )
+
+
+def _figure(value: Any, key: str) -> str:
+    """A cell of about three digits: eleven must fit 80 columns. Shares are in per cent."""
+    if not isinstance(value, float) or 0 < value < 0.01:
+        return number(value)
+    if key in _SHARES:
+        return f"{100 * value:.0f}"
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return "–" if value is None or not base else f"{value / base:.2f}"
 
 
 def metrics_table(metrics: Mapping[str, Any], title: str = "metrics") -> Table:
@@ -96,3 +166,38 @@ def rows_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
 def print_latency(result: Mapping[str, Any], console: Console | None = None) -> None:
     """Prints `latency_table`."""
     (console or stderr_console()).print(latency_table(result))
+
+
+def print_throughput(result: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints `throughput_table`, and in red what did not end well: it is in no other figure."""
+    console = console or stderr_console()
+    console.print(throughput_table(result))
+    for case in result["cases"]:
+        counts = (
+            (case["failed"], "failed"), (case["aborted"], "aborted"), (case["failed_steps"], "failed steps")
+        )  # fmt: skip
+        found = ", ".join(f"{count} {what}" for count, what in counts if count)
+        if found:
+            reason = f"; first error: {case['first_error']}" if case.get("first_error") else ""
+            total = f"of {number(case['completed'] + case['failed'] + case['aborted'])} requests"
+            console.print(f"{case['batching']}: {found} {total}{reason}", style="red", markup=False)
+
+
+def print_closing(
+    console: Console, out_dir: Path, hints: Iterable[str], compile_ledger: Iterable[Mapping[str, Any]] = ()
+) -> None:
+    """What a run ends with: compilations that were none of the measurement's business, where the results are,
+    and the tracker's lines, ready to paste."""
+    for entry in compile_ledger:
+        if entry["after_warmup"]:
+            text = f"recompiled while measuring: {entry['function']} {entry['key']} ({entry['cause']})"
+            console.print(text, style="red", markup=False)
+    console.print(f"results: {_shown(out_dir)}", soft_wrap=True, highlight=False)
+    for line in hints:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory where it lies below it."""
+    here, there = Path.cwd().resolve(), path.resolve()
+    return str(there.relative_to(here)) if there.is_relative_to(here) else str(path)

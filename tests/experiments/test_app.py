@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import pickle
 import re
@@ -14,14 +15,16 @@ from typing import Any, Literal
 
 import pytest
 from hydra.core.object_type import ObjectType
+from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from experiments._app import CONFIG_DIR, launch, output_dir, register_schema
 from experiments._completion import query_line
 from experiments._compose import build_job, composer, parse_flags
-from experiments._schema import GenerateConfig, LatencyConfig, TrainExperimentConfig
+from experiments._schema import GenerateConfig, LatencyConfig, ThroughputConfig, TrainExperimentConfig
 from experiments._structured import build, mirror
+from moejax.bench.traffic import Lengths
 from moejax.bench.workload import LatencyCase, latency_cases
 from moejax.core.config import EngineConfig
 from moejax.core.errors import CheckpointError, ConfigError
@@ -29,6 +32,7 @@ from moejax.train.config import TrainConfig
 
 SCHEMAS: dict[str, type] = {
     "latency": LatencyConfig,
+    "throughput": ThroughputConfig,
     "generate": GenerateConfig,
     "train": TrainExperimentConfig,
 }
@@ -64,6 +68,13 @@ def options(group: str) -> list[str]:
         return app.config_loader.get_group_options(group, ObjectType.CONFIG)
 
 
+def trace_file(*rows: dict[str, Any]) -> str:
+    """A trace in the working directory."""
+    lines = [json.dumps(row) for row in rows or ({"time": 0.0, "prompt_len": 4, "output_len": 2},)]
+    Path("trace.jsonl").write_text("\n".join(lines))
+    return "trace.jsonl"
+
+
 class Recorder:
     """An experiment that notes what it was given, and raises what it is told to for the seeds it is told."""
 
@@ -89,6 +100,15 @@ def launch_latency(*argv: str, raises: Mapping[int, BaseException] | None = None
     return launch(recorder.main, "latency", list(argv)), recorder
 
 
+def launch_throughput(*argv: str) -> tuple[int, Recorder]:
+    recorder = Recorder()
+
+    def main(config: ThroughputConfig) -> None:
+        recorder.main(config)
+
+    return launch(main, "throughput", list(argv)), recorder
+
+
 # --- configs ------------------------------------------------------------------------------------------------
 
 
@@ -98,13 +118,25 @@ def test_default_config_gives_the_dataclass(name: str) -> None:
     assert type(config) is SCHEMAS[name]
 
 
-@pytest.mark.parametrize("group", ["model", "parallel", "engine", "quant", "workload", "tracker", "hardware"])
+@pytest.mark.parametrize("group", ["model", "parallel", "engine", "quant", "tracker", "hardware"])
 def test_every_option_of_a_group_composes(group: str) -> None:
     names = options(group)
     assert names
     for name in names:
         extra = ["model.path=x"] if (group, name) == ("model", "checkpoint") else []
         assert compose("latency", f"{group}={name}", *extra)
+
+
+def test_every_workload_is_of_the_experiment_that_it_says() -> None:
+    for name in options("workload"):
+        header = (CONFIG_DIR / "workload" / f"{name}.yaml").read_text().splitlines()[0]
+        mine, other = (
+            ("throughput", "latency") if "experiments.throughput" in header else ("latency", "throughput")
+        )
+        extra = [f"workload.trace_file={trace_file()}"] if name == "trace" else []
+        assert compose(mine, f"workload={name}", *extra)
+        with pytest.raises(ConfigCompositionException, match=f"workload/{name}"):
+            compose(other, f"workload={name}", *extra)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml")))
@@ -140,6 +172,39 @@ def test_dummy_shape_has_the_published_number_of_parameters(name: str, billions:
     )
     total = hf["num_hidden_layers"] * (attention + expert_layer) + 2 * hidden * hf["vocab_size"]
     assert round(total / 1e9, 1) == billions
+
+
+def test_a_length_is_a_number_or_a_distribution() -> None:
+    def lengths(*overrides: str) -> Any:
+        return compose("throughput", *overrides).workload.output_len
+
+    assert lengths() == Lengths(8, 128)
+    assert lengths("workload.output_len=64") == 64
+    assert lengths("workload.output_len.low=4", "workload.output_len.high=9") == Lengths(4, 9)
+    tail = ("workload.output_len.kind=lognormal", "workload.output_len.mean=32", "workload.output_len.std=40")
+    assert lengths(*tail) == Lengths(8, 128, "lognormal", 32.0, 40.0)
+    assert lengths("workload=bursty", "workload.output_len.high=512").high == 512
+    assert lengths("workload=bursty", "workload.output_len=3") == 3
+
+
+def test_rates_are_numbers_or_inf() -> None:
+    assert compose("throughput").workload.request_rate == math.inf
+    assert compose("throughput", "workload.request_rate=2.5").workload.request_rate == 2.5
+    assert compose("throughput", "workload=poisson", "workload.request_rate=inf").workload.slo.ttft_ms == 200
+
+
+def test_quick_throughput_compares_the_two_modes() -> None:
+    config = compose("throughput", "experiment=quick_throughput")
+    assert config.engine.batching == "continuous" and config.workload.compare == ("continuous", "static")
+    assert (config.workload.num_requests, config.workload.output_len) == (64, Lengths(8, 256))
+
+
+def test_rate_sweep_is_a_sweep_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    code, recorder = launch_throughput("experiment=rate_sweep")
+    assert code == 0, capsys.readouterr().err
+    assert [config.workload.request_rate for config in recorder.configs] == [4, 8, 16, 32, 64]
+    code, recorder = launch_throughput("-m", "experiment=rate_sweep", "workload.request_rate=1,2")
+    assert [config.workload.request_rate for config in recorder.configs] == [1, 2]
 
 
 def test_train_config_is_the_librarys_own_and_repeats_its_defaults() -> None:
@@ -184,6 +249,7 @@ MISTAKES = [
     ),
     (["model=tinny"], ["unknown option 'tinny'; did you mean 'tiny'?", "mixtral_8x7b"]),
     (["workload=3"], ["unknown option '3'", "latency"]),
+    (["workload=bursty"], ["unknown key 'workload.num_requests'", "workload/bursty"]),
     (["experiment=foo"], ["unknown option 'foo'", "quick"]),
     (["experiment=train_smoke"], ["unknown key 'steps'", "experiment/train_smoke"]),
     (["hydra/launcher=joblib"], ["moejax[sweep]"]),
@@ -236,6 +302,64 @@ def test_mistake_is_one_line_and_leaves_nothing(
     assert out == ""
     assert recorder.configs == []
     assert list(tmp_path.iterdir()) == []
+
+
+THROUGHPUT_MISTAKES = [
+    (["workload.request_rate=fast"], ["workload.request_rate must be a number, got 'fast'"]),
+    (["workload.request_rate=0"], ["workload.request_rate must be requests per second above 0, or inf"]),
+    (["workload.burstiness=2"], ["workload.burstiness needs a finite workload.request_rate"]),
+    (["workload.num_requests=0"], ["workload.num_requests must be an integer of at least 1, got 0"]),
+    (["workload.num_requests=null"], ["workload.num_requests=null takes all rows"]),
+    (["workload.batch_size=3"], ["unknown key 'workload.batch_size'"]),
+    (
+        ["workload.output_len.hihg=9"],
+        ["unknown key 'workload.output_len.hihg'", "'workload.output_len.high'"],
+    ),
+    (["workload.output_len.high=many"], ["workload.output_len.high must be an integer, got 'many'"]),
+    (["workload.output_len.low=900"], ["workload.output_len: low 900 exceeds high 128"]),
+    (["workload.output_len.kind=gauss"], ["workload.output_len.kind: unknown value 'gauss'", "lognormal"]),
+    (["workload.output_len.kind=normal"], ["workload.output_len: kind=normal needs mean"]),
+    (["workload.output_len.mean=5"], ["workload.output_len: kind=uniform has no mean"]),
+    (["workload.output_len=0"], ["workload.output_len must be an integer of at least 1 or a distribution"]),
+    (["workload.output_len=[8,256]"], ["workload.output_len", "section", "low", "high"]),
+    (["workload.output_len=8", "workload.output_len.low=9"], ["workload.output_len"]),
+    (["workload.compare=[statik]"], ["workload.compare[0]: unknown value 'statik'; did you mean 'static'?"]),
+    (["workload.compare=static"], ["workload.compare must be a list: workload.compare=[static]"]),
+    (["workload.trace_file=nope.jsonl"], ["there is no file 'nope.jsonl'"]),
+    (["workload.trace_speedup=2"], ["workload.trace_speedup needs workload.trace_file"]),
+    (["workload=trace"], ["add workload.trace_file=FILE"]),
+    (["workload.slo.ttft_ms=0"], ["workload.slo.ttft_ms must be a positive number"]),
+    (["workload=latency"], ["unknown key 'workload.batch_size'", "workload/latency"]),
+    (["engine.batching=statik"], ["engine.batching", "did you mean 'static'?"]),
+    (["experiment=rate_sweep", "workload.request_rate=4,-1"], ["workload.request_rate", "-1"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"), THROUGHPUT_MISTAKES, ids=[" ".join(argv) for argv, _ in THROUGHPUT_MISTAKES]
+)
+def test_mistake_in_traffic_is_one_line_and_leaves_nothing(
+    argv: list[str], expected: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, recorder = launch_throughput(*argv)
+    out, err = capsys.readouterr()
+    assert code == 2, err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    for text in expected:
+        assert text in err
+    assert (out, recorder.configs, list(tmp_path.iterdir())) == ("", [], [])
+
+
+def test_bad_trace_line_is_found_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = trace_file({"time": 0.0}, {"time": "soon"})
+    code, recorder = launch_throughput("workload=trace", f"workload.trace_file={path}")
+    err = capsys.readouterr().err
+    assert code == 2 and "trace.jsonl:2: `time` must be a number of seconds" in err and err.count("\n") == 1
+    assert recorder.configs == [] and [item.name for item in tmp_path.iterdir()] == ["trace.jsonl"]
+    code, _ = launch_throughput(f"workload.trace_file={trace_file()}", "workload.request_rate=3")
+    assert code == 2 and "exclude each other" in capsys.readouterr().err
 
 
 def test_broken_yaml_and_unreadable_values_name_the_file(

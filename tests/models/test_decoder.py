@@ -93,7 +93,7 @@ def test_sequences_of_a_batch_decode_at_their_own_positions(tiny_config):
     @jax.jit
     def decode(state, tokens, positions, cache):
         model = nnx.merge(graph, state)
-        x, cache, _ = model.hidden(tokens, positions, cache=cache, phase="decode")
+        x, cache, _ = model.hidden(tokens, positions, cache=ContiguousView(cache, "decode"))
         return model.logits(x)[:, 0], cache
 
     valid = np.arange(7)[None] < lengths[:, None]

@@ -1,0 +1,191 @@
+"""Sends planned requests to an engine at their times and steps it until all are answered.
+
+The loop is open: a request counts from the instant at which it was planned to arrive, however late the engine
+was to notice it, so an overloaded engine cannot make its own load lighter (Schroeder, Wierman and
+Harchol-Balter, NSDI 2006). Knows an engine by five members only. No JAX here.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moejax.bench.metrics import RequestRecord, Slo, record_row
+from moejax.bench.traffic import PlannedRequest
+from moejax.core.errors import RequestError
+from moejax.engine.request import RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.stats import StepRecord
+
+# Seconds of the driver's clock between looks at what has finished, which are for the progress bar only.
+_LOOK_EVERY = 0.2
+
+
+class Server(Protocol):
+    """What the driver needs of an engine; `moejax.LLM` is one."""
+
+    on_step: Callable[[StepRecord], None] | None
+
+    def submit(
+        self,
+        prompt: list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+    ) -> RequestOutput: ...
+
+    def step(self) -> bool: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """What became of one planned request.
+
+    Attributes:
+        record: its lengths, instants and finish reason; "error" if the engine refused or lost it.
+        queue_s: seconds from arrival to the first step that held it; None if none did.
+        preemptions: how often it lost its blocks.
+        error: one line if it failed.
+    """
+
+    record: RequestRecord
+    queue_s: float | None
+    preemptions: int
+    error: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.record.finish_reason == "error"
+
+    @property
+    def aborted(self) -> bool:
+        return self.record.finish_reason == "abort"
+
+    def row(self, origin: float, slo: Slo) -> dict[str, Any]:
+        """`record_row` with `queue_ms`, `preemptions`, `slo_met` (None without objectives) and `error`."""
+        met = self.record.completed and slo.met_by(self.record) if slo else None
+        return {
+            **record_row(self.record, origin),
+            "queue_ms": None if self.queue_s is None else self.queue_s * 1e3,
+            "preemptions": self.preemptions,
+            "slo_met": met,
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True)
+class TrafficRun:
+    """One pass of the whole traffic. `start` is the first arrival's instant on the driver's clock."""
+
+    start: float
+    served: tuple[ServedRequest, ...]
+    steps: tuple[StepRecord, ...]
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        return [item.record for item in self.served]
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first arrival to the last token of a completed request; 0 if none completed."""
+        ends = [record.metrics.token_times[-1] for record in self.records if record.completed]
+        return max(ends) - self.start if ends else 0.0
+
+
+def drive(
+    server: Server,
+    plan: Sequence[PlannedRequest],
+    sampling: Callable[[int, int], SamplingParams],
+    *,
+    case: int = 0,
+    on_progress: Callable[[int], None] = lambda finished: None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> TrafficRun:
+    """Serves `plan` from now on and returns when every request has ended.
+
+    Args:
+        plan: in order of arrival.
+        sampling: (output length, place in the plan) → sampling parameters.
+        case: index of the run's row in the result's `cases`.
+        on_progress: told now and then how many requests have ended since it was last told.
+        clock, sleep: seconds; the clock must be the engine's own.
+
+    A request that the engine refuses or breaks off is a `ServedRequest` like any other. If the body is left
+    by an exception (Ctrl-C too), what still runs is aborted.
+    """
+    steps: list[StepRecord] = []
+    live: list[RequestOutput] = []
+    before, server.on_step = server.on_step, steps.append
+    start = clock()
+    try:
+        outputs = _serve(server, plan, sampling, start, live, on_progress, clock, sleep)
+    finally:
+        server.on_step = before
+        for output in live:
+            if not output.finished:
+                server.abort(output.request_id)
+    served = [
+        _outcome(asked, output, start, f"{case}-{index}", case)
+        for index, (asked, output) in enumerate(zip(plan, outputs, strict=True))
+    ]
+    return TrafficRun(start, tuple(served), tuple(steps))
+
+
+def _serve(
+    server: Server,
+    plan: Sequence[PlannedRequest],
+    sampling: Callable[[int, int], SamplingParams],
+    start: float,
+    live: list[RequestOutput],
+    on_progress: Callable[[int], None],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> list[RequestOutput | str]:
+    """The loop; a request's output, or the line with which the engine refused it. Appends to `live` what was
+    taken on, so that the caller can clear up."""
+    params = [sampling(asked.output_len, index) for index, asked in enumerate(plan)]
+    outputs: list[RequestOutput | str] = []
+    running: list[RequestOutput] = []
+    looked = start
+    while True:
+        now = clock()
+        while len(outputs) < len(plan) and start + plan[len(outputs)].arrival_s <= now:
+            asked, chosen = plan[len(outputs)], params[len(outputs)]
+            try:
+                output = server.submit(asked.prompt_token_ids, chosen, arrival_time=start + asked.arrival_s)
+            except RequestError as error:
+                outputs.append(str(error))
+                on_progress(1)
+                continue
+            outputs.append(output)
+            live.append(output)
+            running.append(output)
+        busy = server.step()
+        if not busy or now - looked >= _LOOK_EVERY:
+            looked, before = now, len(running)
+            running = [output for output in running if not output.finished]
+            on_progress(before - len(running))
+        if not busy:
+            if len(outputs) == len(plan):
+                return outputs
+            sleep(max(0.0, start + plan[len(outputs)].arrival_s - clock()))
+
+
+def _outcome(
+    asked: PlannedRequest, output: RequestOutput | str, start: float, name: str, case: int
+) -> ServedRequest:
+    """What a request's output says at the end of the run."""
+    if isinstance(output, str):
+        times = RequestMetrics(start + asked.arrival_s)
+        record = RequestRecord(name, case, len(asked.prompt_token_ids), 0, times, "error")
+        return ServedRequest(record, None, 0, output)
+    record, error = RequestRecord.from_output(output, case=case), output.error
+    if not output.finished:
+        record = dataclasses.replace(record, finish_reason="error")
+        error = error or "the engine had nothing left to do before this request was finished"
+    scheduled = output.metrics.scheduled_time
+    queue = None if scheduled is None else scheduled - output.metrics.arrival_time
+    return ServedRequest(record, queue, output.metrics.preemptions, error)

@@ -1,0 +1,282 @@
+"""What a throughput experiment asks of the engine: requests that arrive over time.
+
+Host code on plain values: no JAX, no Hydra. Arrivals, prompt lengths, output lengths and the prompts'
+contents each have a random stream of their own: changing one leaves the others as they were, and fewer
+requests are the first ones of more.
+"""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from moejax.bench.metrics import Slo
+from moejax.bench.trace import TraceRow, load_trace
+from moejax.bench.workload import check_not_negative, load_prompts, prompt_ids, request_sampling
+from moejax.core.config import Batching, check_choice, check_number, check_positive
+from moejax.core.errors import ConfigError
+from moejax.core.files import canonical_json
+from moejax.engine.request import SamplingParams
+
+LengthKind = Literal["uniform", "normal", "lognormal"]
+
+# Which of the seed's random streams draws what.
+_ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS = range(4)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of lengths in tokens, whole numbers within [low, high].
+
+    Attributes:
+        low, high: the shortest and the longest; what a draw has beyond them is clipped.
+        kind: `uniform` over [low, high]; `normal`; `lognormal`, which has the long tail of real outputs.
+        mean, std: of the lengths themselves (a lognormal's too), before clipping; not for `uniform`.
+    """
+
+    low: int
+    high: int
+    kind: LengthKind = "uniform"
+    mean: float | None = None
+    std: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, get_args(LengthKind))
+        check_positive("low", self.low)
+        check_positive("high", self.high)
+        if self.low > self.high:
+            raise ConfigError(f"low {self.low} exceeds high {self.high}")
+        given = {name: getattr(self, name) for name in ("mean", "std") if getattr(self, name) is not None}
+        if self.kind == "uniform":
+            if given:
+                raise ConfigError(
+                    f"kind=uniform has no {' and no '.join(given)}; set kind=normal or kind=lognormal"
+                )
+            return
+        for name in ("mean", "std"):
+            if name not in given:
+                raise ConfigError(f"kind={self.kind} needs {name}, in tokens")
+            check_number(name, given[name])
+        if not self.low <= given["mean"] <= self.high:
+            raise ConfigError(f"mean {given['mean']} is outside [low, high] = [{self.low}, {self.high}]")
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """`count` lengths; the first k of them are the same for every count."""
+        if self.kind == "uniform":
+            return rng.integers(self.low, self.high, size=count, endpoint=True).tolist()
+        assert self.mean is not None and self.std is not None
+        if self.kind == "normal":
+            values = rng.normal(self.mean, self.std, size=count)
+        else:
+            variance = math.log1p((self.std / self.mean) ** 2)
+            values = rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), size=count)
+        return np.clip(np.rint(values), self.low, self.high).astype(int).tolist()
+
+
+@dataclass(frozen=True)
+class ThroughputWorkload:
+    """Requests that arrive whether or not the engine keeps up (an open loop).
+
+    Attributes:
+        num_requests: how many; of a trace at most that many rows, None takes all.
+        request_rate: mean arrivals per second; inf lets all arrive at once.
+        burstiness: shape of the gamma-distributed gaps between arrivals, as in vLLM's benchmark: 1 is a
+            Poisson process, less comes in bursts, more is steadier (the gaps' variance is mean²/burstiness).
+        trace_file: arrivals from a JSONL file instead (see `moejax.bench.trace.load_trace`).
+        trace_speedup: the trace's clock runs this many times faster.
+        prompt_len, output_len: tokens of each request, one number or a distribution. A trace's own lengths
+            and prompts come first.
+        prompts_file: prompts from a text or JSONL file (see `load_prompts`), in turn and at their own
+            lengths, instead of random tokens of `prompt_len`.
+        iterations: measured repetitions of the whole traffic.
+        warmup: short passes before, not measured, after all buckets are compiled; 0 measures a cold engine,
+            compilation included.
+        compare: batching modes measured beside `engine.batching`, in turns and with the same requests.
+        temperature, top_k, top_p, min_p, ignore_eos: as in `SamplingParams`; greedy, to the full length.
+        seed: of arrivals, lengths and random prompts, and of sampling where temperature > 0.
+        slo: objectives for goodput.
+    """
+
+    num_requests: int | None = 64
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    trace_file: str | None = None
+    trace_speedup: float = 1.0
+    prompt_len: int | Lengths = field(default_factory=lambda: Lengths(16, 64))
+    output_len: int | Lengths = field(default_factory=lambda: Lengths(8, 128))
+    prompts_file: str | None = None
+    iterations: int = 1
+    warmup: int = 1
+    compare: tuple[Batching, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    ignore_eos: bool = True
+    seed: int = 0
+    slo: Slo = field(default_factory=Slo)
+
+    def __post_init__(self) -> None:
+        if self.num_requests is not None:
+            check_positive("workload.num_requests", self.num_requests)
+        elif self.trace_file is None:
+            raise ConfigError(
+                "workload.num_requests=null takes all rows of a trace: add workload.trace_file=FILE"
+            )
+        if self.request_rate != math.inf:
+            _check_rate(self.request_rate)
+        check_number("workload.burstiness", self.burstiness)
+        check_number("workload.trace_speedup", self.trace_speedup)
+        for name in ("prompt_len", "output_len"):
+            _check_length(f"workload.{name}", getattr(self, name))
+        check_positive("workload.iterations", self.iterations)
+        for name in ("warmup", "seed"):
+            check_not_negative(f"workload.{name}", getattr(self, name))
+        if isinstance(self.compare, str):
+            raise ConfigError(f"workload.compare must be a list: workload.compare=[{self.compare}]")
+        object.__setattr__(self, "compare", tuple(self.compare))
+        for mode in self.compare:
+            check_choice("workload.compare", mode, get_args(Batching))
+        self._check_sources()
+        self.sampling(1)  # raises RequestError for a wrong sampling field
+
+    def _check_sources(self) -> None:
+        """Where arrivals and prompts come from: one source each, and its file can be read."""
+        if self.trace_file is not None:
+            if self.request_rate != math.inf:
+                raise ConfigError(
+                    f"workload.request_rate={self.request_rate:g} and workload.trace_file exclude each other:"
+                    " a trace has its own arrival times (workload.trace_speedup makes them denser)"
+                )
+            load_trace(self.trace_file)
+        elif self.trace_speedup != 1.0:
+            raise ConfigError("workload.trace_speedup needs workload.trace_file")
+        if self.burstiness != 1.0 and self.request_rate == math.inf:
+            raise ConfigError("workload.burstiness needs a finite workload.request_rate")
+        if self.prompts_file is not None and not Path(self.prompts_file).is_file():
+            raise ConfigError(f"workload.prompts_file: there is no file {self.prompts_file!r}")
+
+    def sampling(self, output_len: int, index: int = 0) -> SamplingParams:
+        """Sampling parameters of the `index`-th request."""
+        return request_sampling(self, output_len, index)
+
+
+@dataclass(frozen=True)
+class PlannedRequest:
+    """A request before it is sent: `arrival_s` seconds after the first one, and what it asks."""
+
+    arrival_s: float
+    prompt_token_ids: list[int]
+    output_len: int
+
+    @property
+    def total_len(self) -> int:
+        """Tokens of prompt and output together, which the engine's `max_model_len` must hold."""
+        return len(self.prompt_token_ids) + self.output_len
+
+
+def plan_requests(
+    workload: ThroughputWorkload,
+    vocab_size: int,
+    *,
+    encode: Callable[[str], Sequence[int]] | None = None,
+) -> list[PlannedRequest]:
+    """The workload's requests in order of arrival.
+
+    Args:
+        vocab_size: random prompts are uniform in [0, vocab_size).
+        encode: turns text into token ids; needed only for files that hold text.
+
+    Raises:
+        ConfigError: a file cannot be read, or a prompt of it has no token or one outside the vocabulary.
+    """
+    rows = load_trace(workload.trace_file)[: workload.num_requests] if workload.trace_file else []
+    count = len(rows) or workload.num_requests
+    assert count is not None
+    rows = rows or [TraceRow(time) for time in _arrivals(workload, count)]
+    origin = rows[0].time
+    prompts = _prompts(workload, rows, vocab_size, encode)
+    outputs = _draw(workload.output_len, workload.seed, _OUTPUT_LENGTHS, count)
+    return [
+        PlannedRequest((row.time - origin) / workload.trace_speedup, ids, row.output_len or output)
+        for row, ids, output in zip(rows, prompts, outputs, strict=True)
+    ]
+
+
+def traffic_hash(workload: ThroughputWorkload) -> str:
+    """Sixteen hex digits that name what is asked of the engine: equal hashes, comparable results.
+
+    Covers arrivals, lengths, prompts, sampling fields and seed, files by content and not by name; not how
+    often and in which modes it is measured, nor the objectives, which change neither prompts nor tokens.
+    """
+    content = asdict(workload)
+    for name in ("iterations", "warmup", "compare", "slo", "trace_file", "prompts_file"):
+        del content[name]
+    # JSON has no infinity, and null must not stand for it here.
+    content["request_rate"] = repr(float(workload.request_rate))
+    content["trace"] = load_trace(workload.trace_file) if workload.trace_file else None
+    content["prompts"] = load_prompts(workload.prompts_file) if workload.prompts_file else None
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
+
+
+def _arrivals(workload: ThroughputWorkload, count: int) -> list[float]:
+    """Arrival times in seconds, the first at 0. Another rate stretches the same pattern."""
+    if workload.request_rate == math.inf:
+        return [0.0] * count
+    rng = np.random.default_rng([workload.seed, _ARRIVALS])
+    gaps = rng.standard_gamma(workload.burstiness, size=count - 1)
+    gaps /= workload.request_rate * workload.burstiness
+    return [0.0, *np.cumsum(gaps).tolist()]
+
+
+def _prompts(
+    workload: ThroughputWorkload,
+    rows: Sequence[TraceRow],
+    vocab_size: int,
+    encode: Callable[[str], Sequence[int]] | None,
+) -> list[list[int]]:
+    """Token ids of each request: its trace row's, else the prompts file's next, else random ones.
+
+    A random prompt depends on the seed, its place and its length, not on the other requests' lengths.
+    """
+    lengths = _draw(workload.prompt_len, workload.seed, _PROMPT_LENGTHS, len(rows))
+    from_file = itertools.cycle(load_prompts(workload.prompts_file)) if workload.prompts_file else None
+    prompts = []
+    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if row.prompt is not None:
+            where = f"workload.trace_file {workload.trace_file!r}"
+            prompts.append(prompt_ids(row.prompt, vocab_size, encode, where))
+        elif from_file is not None and row.prompt_len is None:
+            where = f"workload.prompts_file {workload.prompts_file!r}"
+            prompts.append(prompt_ids(next(from_file), vocab_size, encode, where))
+        else:
+            rng = np.random.default_rng([workload.seed, _PROMPTS, index])
+            prompts.append(rng.integers(0, vocab_size, size=row.prompt_len or length).tolist())
+    return prompts
+
+
+def _draw(lengths: int | Lengths, seed: int, stream: int, count: int) -> list[int]:
+    if isinstance(lengths, int):
+        return [lengths] * count
+    return lengths.draw(np.random.default_rng([seed, stream]), count)
+
+
+def _check_rate(value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not value > 0:  # type: ignore[operator]
+        raise ConfigError(f"workload.request_rate must be requests per second above 0, or inf, got {value!r}")
+
+
+def _check_length(key: str, value: object) -> None:
+    if isinstance(value, Lengths):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"{key} must be an integer of at least 1 or a distribution"
+            f" ({key}.low, .high, .kind, .mean, .std), got {value!r}"
+        )

@@ -1,0 +1,214 @@
+"""The engine's loop: schedule, launch, collect, postprocess.
+
+    plain        schedule 1 · launch 1 · collect 1 | schedule 2 · launch 2 · collect 2 | …
+    overlapped   schedule 1 · launch 1 | schedule 2 · launch 2 · collect 1 | schedule 3 · launch 3 · collect 2 | …
+
+Both are made of the same parts and give the same tokens; the overlapped one lets the device work while the
+host schedules, and finds out one step later that a sequence has met its end-of-sequence token.
+
+There is no thread: whoever waits for a request turns the crank for all, under the lock, so that several
+callers can stream at once, from one thread or from many.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from moejax.engine.live import LiveRequest
+from moejax.engine.runner import Runner, StepResult
+from moejax.engine.scheduler import Scheduler, StepPlan
+from moejax.engine.sequence import State
+from moejax.engine.stats import EngineStats, StepRecord
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A launched step, and what was true when it was scheduled."""
+
+    plan: StepPlan
+    handle: Any
+    launched: float
+    running: int
+    waiting: int
+    used_blocks: int
+    stored_tokens: int
+
+
+class Engine:
+    """Drives a scheduler and a runner.
+
+    Args:
+        overlap: launch the next step before the last one's tokens are read.
+        clock: seconds; for tests.
+
+    `on_step` is called after every step with its `StepRecord`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.overlap = overlap
+        self.clock = clock
+        self.stats = EngineStats()
+        self.on_step: Callable[[StepRecord], None] | None = None
+        self.lock = threading.RLock()
+        self._in_flight: InFlight | None = None
+        self._last_time = clock()
+
+    def add(self, requests: Iterable[LiveRequest]) -> None:
+        """Queues requests, all or none.
+
+        Raises:
+            RequestError: one of them could never run.
+        """
+        requests = list(requests)
+        with self.lock:
+            for request in requests:
+                for root in request.roots:
+                    self.scheduler.check_fits(root)
+            for request in requests:
+                for root in request.roots:
+                    self.scheduler.add(root)
+
+    def abort(self, request: LiveRequest) -> None:
+        """Ends a request with what it has; nothing happens to one that has ended."""
+        with self.lock:
+            for sequence in request.sequences:
+                self.scheduler.finish(sequence)
+            request.abort()
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Steps until `done()`, together with whoever else does."""
+        while not done():
+            with self.lock:
+                if not done() and not self.step():
+                    raise AssertionError("the engine is idle and a request has not ended")
+
+    def step(self) -> bool:
+        """One turn of the loop. False if there was nothing to do.
+
+        A step that fails ends the requests in it with finish reason "error"; all others are computed anew.
+        """
+        with self.lock:
+            try:
+                return self._turn()
+            except BaseException:
+                # An interrupt, or a defect of ours: what is in flight cannot be accounted for any more.
+                self._forget()
+                raise
+
+    def _turn(self) -> bool:
+        previous, self._in_flight = self._in_flight, None
+        plan = self.scheduler.schedule()
+        if plan is None and previous is None:
+            return False
+        if previous is None:
+            self._last_time = self.clock()
+        launched = error = None
+        if plan is not None:
+            try:
+                launched = self._launch(plan)
+            except Exception as caught:
+                error = caught
+        if not self.overlap and launched is not None:
+            previous, launched = launched, None
+        if previous is not None:
+            try:
+                result = self.runner.collect(previous.handle)
+            except Exception as caught:
+                # The step launched after it has read its results, and fails with it.
+                self._fail(previous.plan, caught)
+                return True
+            self._deliver(previous, result)
+        if plan is not None and error is not None:
+            self._fail(plan, error)
+            return True
+        self._in_flight = launched
+        return True
+
+    def _launch(self, plan: StepPlan) -> InFlight:
+        scheduler, now = self.scheduler, self.clock()
+        for chunk in plan.chunks:
+            if chunk.start == 0 and chunk.sequence.owner is not None:
+                metrics = chunk.sequence.owner[0].output.metrics
+                metrics.scheduled_time = metrics.scheduled_time or now
+        return InFlight(
+            plan,
+            self.runner.launch(plan),
+            now,
+            len(scheduler.running),
+            scheduler.num_waiting,
+            scheduler.allocator.num_used,
+            scheduler.stored_tokens() if self.on_step else 0,
+        )
+
+    def _deliver(self, step: InFlight, result: StepResult) -> None:
+        """Brings a step's tokens to their requests."""
+        now = self.clock()
+        plan, scheduler = step.plan, self.scheduler
+        alive = [c.sequence.score and c.sequence.state is not State.FINISHED for c in plan.chunks]
+        for row, sequence in scheduler.postprocess(plan, result.tokens):
+            request, index = sequence.owner
+            logprob = result.logprobs[row] if result.logprobs else None
+            if request.take(index, result.tokens[row], logprob, now):
+                scheduler.finish(sequence)  # it may be a stop string, which only the text shows
+                request.close()
+        if result.prompt_logprobs is not None:
+            start = 0
+            for chunk, wanted in zip(plan.chunks, alive, strict=True):
+                part = result.prompt_logprobs[start : start + chunk.count]
+                start += chunk.count
+                if wanted:
+                    chunk.sequence.owner[0].take_scores(chunk.sequence, chunk.start, part)
+        self._record(step, result, now)
+
+    def _record(self, step: InFlight, result: StepResult, now: float) -> None:
+        plan = step.plan
+        decodes = len(plan.decodes)
+        record = StepRecord(
+            time=now,
+            seconds=now - max(self._last_time, step.launched),
+            prefill_tokens=plan.chunk_tokens,
+            decode_tokens=decodes,
+            padded_tokens=result.padded_tokens,
+            sequences=decodes + len(plan.chunks),
+            running=step.running,
+            waiting=step.waiting,
+            used_blocks=step.used_blocks,
+            num_blocks=self.scheduler.allocator.num_blocks,
+            stored_tokens=step.stored_tokens,
+            preempted=plan.preempted,
+        )
+        self._last_time = now
+        self.stats.add(record)
+        if self.on_step is not None:
+            self.on_step(record)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        """Ends the requests of a failed step and has all others computed anew."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        kind = "" if text.startswith(type(error).__name__) else f"{type(error).__name__}: "
+        self.stats.failed_steps += 1
+        requests: dict[int, LiveRequest] = {}
+        for sequence in plan.sequences:
+            if sequence.state is not State.FINISHED:
+                requests[id(sequence.owner[0])] = sequence.owner[0]
+        for request in requests.values():
+            for sequence in request.sequences:
+                self.scheduler.finish(sequence)
+            request.fail(f"request {request.output.request_id}: a step failed: {kind}{text}")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._in_flight = None
+        self.scheduler.forget_device_state()
+        self.runner.reset()

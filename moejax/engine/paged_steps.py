@@ -1,0 +1,112 @@
+"""The compiled step over the paged cache: a pure function of (weight leaves, device state, one buffer)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.cache.pool import PagedCache, Pages
+from moejax.engine.batch import Batch, Limits, StepKey, unpack
+from moejax.engine.sampler import Sampled, sample
+from moejax.engine.steps import ModelFunctions, routing_counts, token_logprobs
+from moejax.models.decoder import Decoder
+
+
+class DeviceState(NamedTuple):
+    """What a step hands the next, all donated.
+
+    Attributes:
+        pages: the slabs that the step reads and writes.
+        last: int32 `[slots + 1]`, the token that each slot sampled last; the last place is scratch.
+        seen: bool `[slots + 1, V]`, tokens of each slot's prompt and output; None in a step without
+            repetition penalties.
+    """
+
+    pages: Pages
+    last: jax.Array
+    seen: jax.Array | None
+
+
+class PagedOutput(NamedTuple):
+    """What the host reads after a step: sampled rows `[S]`; counts int32 `[L, E]` and overflow int32 `[2]` where
+    routing is recorded; prompt_logprobs float32 `[T]` where chunks are scored."""
+
+    sampled: Sampled
+    counts: jax.Array | None
+    overflow: jax.Array | None
+    prompt_logprobs: jax.Array | None
+
+
+class PagedFunctions(ModelFunctions):
+    """A model split into weight leaves and the step."""
+
+    def step(
+        self, leaves: Sequence[jax.Array], state: DeviceState, buffer: jax.Array, *, key: StepKey, limits: Limits
+    ) -> tuple[DeviceState, PagedOutput]:
+        """One token of each decoding row and all chunk tokens, in one pass of the model."""
+        batch = unpack(buffer, key, limits)
+        model = self.merge(leaves)
+        S = key.rows
+        token = jnp.where(batch.token >= 0, batch.token, state.last[batch.slot])
+        tokens, positions = token, batch.position
+        if batch.chunk_token is not None:
+            assert batch.chunk_position is not None
+            tokens = jnp.concatenate([tokens, batch.chunk_token])
+            positions = jnp.concatenate([positions, batch.chunk_position])
+        valid = positions >= 0
+        x, cache, traces = model.hidden(
+            tokens[:, None],
+            jnp.maximum(positions, 0)[:, None],
+            valid=valid[:, None],
+            cache=PagedCache(state.pages, batch.attention),
+            rope_lens=batch.rope_len,
+        )
+        x = x[:, 0]
+        rows, seen = None, state.seen
+        if key.mode.penalty:
+            assert state.seen is not None
+            rows = _seen_rows(batch, token, state.seen)
+            seen = state.seen.at[batch.slot].set(rows)
+        sampled = self._sample(model, x[batch.logit], batch, rows, key)
+        counts = overflow = None
+        if key.record:
+            counts, overflow = routing_counts(traces, self.config.num_experts)
+        scores = None
+        if key.score:
+            assert batch.target is not None
+            scores = token_logprobs(model, x[S:], batch.target)
+        last = _remember(state.last, batch, sampled.tokens)
+        return DeviceState(cache.pages, last, seen), PagedOutput(sampled, counts, overflow, scores)
+
+    @staticmethod
+    def _sample(
+        model: Decoder, x: jax.Array, batch: Batch, seen: jax.Array | None, key: StepKey
+    ) -> Sampled:
+        return sample(model.logits(x), batch.sampling, batch.step, seen, key.mode)
+
+
+def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:
+    """bool `[S, V]`: what each row has seen, this step's tokens included."""
+    assert batch.fresh is not None and batch.seen_as is not None
+    rows = seen[batch.slot] & (batch.fresh == 0)[:, None]
+    S, V = rows.shape
+    # A row that does not decode marks past the end, which drops it.
+    place = jnp.where(batch.position >= 0, jnp.arange(S, dtype=jnp.int32), S)
+    rows = rows.at[place, token].set(True, mode="drop")
+    if batch.chunk_row is not None:
+        assert batch.chunk_position is not None and batch.chunk_token is not None
+        place = jnp.where(batch.chunk_position >= 0, batch.chunk_row, S)
+        rows = rows.at[place, batch.chunk_token].set(True, mode="drop")
+    return rows[batch.seen_as]
+
+
+def _remember(last: jax.Array, batch: Batch, tokens: jax.Array) -> jax.Array:
+    """`last` with the tokens of the rows that sampled.
+
+    By comparison, not by scatter, which XLA:CPU runs element by element.
+    """
+    slots = jnp.arange(last.shape[0], dtype=jnp.int32)[:, None]
+    hit = (batch.slot[None, :] == slots) & (batch.sample != 0)[None, :]
+    new = jnp.max(jnp.where(hit, tokens[None, :], -1), axis=1)
+    return jnp.where(new >= 0, new, last)

@@ -1,0 +1,112 @@
+"""What an `LLM` needs before it can run: the model's files, limits, memory. Raises one-line errors."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moejax.cache.pool import block_bytes
+from moejax.checkpoint.hf import load_config, read_json, resolve_model_dir
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.errors import CheckpointError, ConfigError
+from moejax.core.resolve import Resolution
+from moejax.models.registry import config_from_hf
+
+CPU_CACHE_BYTES = 2e9
+DEVICE_CACHE_SHARE = 0.8
+
+
+def longest_sequence(engine: EngineConfig, config: ModelConfig) -> int:
+    """The limit on prompt and output together."""
+    asked, own = engine.max_model_len, config.max_position_embeddings
+    if asked is not None and asked > own and config.rope.kind != "dynamic":
+        raise ConfigError(f"engine.max_model_len={asked} exceeds the model's max_position_embeddings {own}")
+    return asked or own
+
+
+def cache_blocks(engine: EngineConfig, config: ModelConfig, max_model_len: int) -> Resolution:
+    """Blocks of the key/value cache, with the reason.
+
+    Raises:
+        ConfigError: the memory allowed does not hold one block.
+    """
+    key, size = "engine.num_blocks", block_bytes(config, engine.block_size, config.dtype)
+    if engine.num_blocks is not None:
+        return Resolution(key, str(engine.num_blocks), f"asked for; {engine.num_blocks * size / 1e6:.0f} MB")
+    wanted = engine.max_num_seqs * -(-max_model_len // engine.block_size)
+    memory, why = _cache_memory(engine)
+    fitting = int(memory // size)
+    if fitting < 1:
+        raise ConfigError(
+            f"engine.kv_cache_memory_gb: {memory / 1e9:.3g} GB ({why}) do not hold one block of "
+            f"{engine.block_size} tokens, {size / 1e9:.3g} GB; raise it or lower engine.block_size"
+        )
+    if wanted <= fitting:
+        reason = f"{engine.max_num_seqs} sequences of {max_model_len} tokens; {wanted * size / 1e6:.0f} MB"
+        return Resolution(key, str(wanted), reason)
+    return Resolution(key, str(fitting), f"{memory / 1e9:.3g} GB: {why}")
+
+
+def _cache_memory(engine: EngineConfig) -> tuple[float, str]:
+    """Bytes, and why so many."""
+    if engine.kv_cache_memory_gb is not None:
+        return engine.kv_cache_memory_gb * 1e9, "engine.kv_cache_memory_gb"
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        return DEVICE_CACHE_SHARE * free, f"{DEVICE_CACHE_SHARE:.0%} of the device's free memory"
+    return CPU_CACHE_BYTES, "the default without device memory statistics"
+
+
+def given(name: str, value: Any, kind: Any) -> Any:
+    """`value`, or `kind`'s defaults for None.
+
+    Raises:
+        ConfigError: it is something else, a dictionary for example.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
+    return kind() if value is None else value
+
+
+def find_model(
+    model: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig, load_format: str
+) -> tuple[Path | None, ModelConfig]:
+    if isinstance(model, (ModelConfig, Mapping)):
+        if load_format != "dummy":
+            raise ConfigError("a configuration without a directory has no weights; use load_format='dummy'")
+        return None, model if isinstance(model, ModelConfig) else config_from_hf(dict(model))
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(
+            "model must be a shipped model's name, a directory, or a configuration with load_format='dummy', "
+            f"got {model!r}"
+        )
+    directory = resolve_model_dir(model)
+    return directory, load_config(directory)
+
+
+def eos_token_ids(config: ModelConfig, directory: Path | None) -> tuple[int, ...]:
+    """The configuration's end-of-sequence tokens and those that `generation_config.json` adds."""
+    ids = set(config.eos_token_ids)
+    path = directory / "generation_config.json" if directory else None
+    if path is not None and path.is_file():
+        settings = read_json(path)
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{path}: not a JSON object")
+        extra = settings.get("eos_token_id")
+        more = extra if isinstance(extra, list) else [] if extra is None else [extra]
+        if not all(isinstance(token, int) for token in more):
+            raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {extra!r}")
+        ids.update(more)
+    return tuple(sorted(ids))
+
+
+def default_cache_dir() -> str:
+    """Where compiled programs are kept: `$MOEJAX_CACHE_DIR` or the user's cache folder."""
+    base = os.environ.get("MOEJAX_CACHE_DIR")
+    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moejax"
+    # XLA's CPU programs depend on the host's instruction set; JAX's key covers versions and options.
+    return str(root / "xla" / f"{jax.__version__}-{jax.default_backend()}")

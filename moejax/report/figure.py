@@ -1,0 +1,55 @@
+"""What every plot here is made of: a figure with the run's title, ticks, and the way into a file.
+
+Figures are made without pyplot, so no backend or global state is touched. No JAX here.
+"""
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from moejax.core.files import atomic_write_bytes
+from moejax.report.style import run_title
+
+_DPI = 150
+
+
+def new_figure(
+    title: str, result: Mapping[str, Any], width: float, height: float, rows: int = 1, columns: int = 1
+) -> tuple[Figure, list[Axes]]:
+    """A figure of `width` x `height` inches and its axes, row by row; under its title the run's, which is
+    model, device and commit."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    subtitle = run_title(result)
+    figure.suptitle(title + (f"\n{subtitle}" if subtitle else ""), fontsize=11)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#dddddd", linewidth=0.7)
+        axis.set_axisbelow(True)
+    return figure, list(axes.flat)
+
+
+def round_ticks(axis: Axis, low: float, high: float) -> None:
+    """Ticks at 1, 2 and 5 times powers of ten on a logarithmic axis, written out plainly."""
+    ticks = [m * 10.0**e for e in range(-4, 10) for m in (1, 2, 5)]
+    axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e6 else f"{value:.0e}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Writes a PNG atomically and returns its path.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI)
+    return atomic_write_bytes(path, buffer.getvalue())

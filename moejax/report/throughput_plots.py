@@ -1,0 +1,299 @@
+"""The plots of a throughput result: latency distributions, and what went on in the engine over time.
+
+Each function takes a result (result.json's content), some also the rows of requests.jsonl, and returns a
+matplotlib `Figure`, or None where there is nothing to draw. A batching mode keeps its colour in all of them.
+No JAX here.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from numpy.typing import NDArray
+
+from moejax.report.figure import new_figure, round_ticks, save_figure
+from moejax.report.style import COLORS
+
+Rows = Sequence[Mapping[str, Any]]
+
+_LATENCIES = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("inter-token latency", "itl_ms"), ("E2E", "e2el_ms"))
+_QUEUED, _PREFILL, _DECODE, _PADDING = "#bdbdbd", COLORS[1], COLORS[0], "#d9d9d9"
+# Where the engine idles for longer than this share of the run, a curve is broken instead of drawn through.
+_IDLE = 0.005
+_TOKEN_BINS = 160
+_MOST_BARS = 400
+_THOUSANDS = StrMethodFormatter("{x:,g}")
+
+
+def latency_distributions(result: Mapping[str, Any], requests: Rows) -> Figure | None:
+    """Cumulative distribution of TTFT, TPOT, ITL and E2E: a curve per batching mode with points at its median
+    and 99th percentile; objectives are dashed. All iterations pooled."""
+    modes = _modes(result)
+    values = {
+        (case, key): np.sort(_samples(requests, case, key)) for case, _ in modes for _, key in _LATENCIES
+    }
+    panels = [(title, key) for title, key in _LATENCIES if any(values[case, key].size for case, _ in modes)]
+    if not panels:
+        return None
+    figure, axes = new_figure("Latency distributions", result, 9.0, 7.0, 2, 2)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (title, key) in zip(axes, panels, strict=False):
+        for case, name in modes:
+            _draw_distribution(axis, values[case, key], name, COLORS[case % len(COLORS)])
+        limit = (result.get("slo") or {}).get(key)
+        if limit is not None:
+            axis.axvline(limit, color="black", linestyle="--", linewidth=1, label="objective")
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("milliseconds")
+        axis.set_ylim(0, 1.02)
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+        _scale(axis, np.concatenate([values[case, key] for case, _ in modes]), limit)
+    _legend(figure, axes[: len(panels)])
+    return figure
+
+
+def _draw_distribution(axis: Axes, values: NDArray[np.float64], name: str, color: str) -> None:
+    if not values.size:
+        return
+    shares = np.arange(1, values.size + 1) / values.size
+    axis.step(values, shares, where="post", color=color, linewidth=1.5, label=name)
+    points = np.percentile(values, (50, 99))
+    axis.plot(points, (0.5, 0.99), "o", color=color, markersize=4.5, markeredgecolor="white")
+
+
+def _scale(axis: Axes, values: NDArray[np.float64], limit: float | None) -> None:
+    """A logarithmic axis where the values span more than a factor of thirty."""
+    if values.min() > 0 and values.max() / values.min() > 30:
+        axis.set_xscale("log")
+        low, high = values.min() / 1.2, max(values.max(), limit or 0.0) * 1.2
+        axis.set_xlim(low, high)
+        round_ticks(axis.xaxis, low, high)
+    else:
+        axis.set_xlim(left=0)
+        axis.xaxis.set_major_formatter(_THOUSANDS)
+
+
+def load_over_time(result: Mapping[str, Any]) -> Figure | None:
+    """Sequences running and requests waiting over time, a curve per batching mode. Breaks are idle times."""
+    timelines = _timelines(result)
+    if not timelines:
+        return None
+    figure, axes = new_figure("Load over time", result, 8.0, 5.4, 2, 1)
+    for axis, column, label in zip(
+        axes, ("running_max", "waiting_max"), ("sequences running", "requests waiting"), strict=True
+    ):
+        for index, timeline in enumerate(timelines):
+            times, values = _curve(timeline, timeline[column])
+            axis.plot(times, values, color=_color(index), linewidth=1.3, label=timeline["batching"])
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    _share_time(axes, timelines)
+    _legend(figure, axes)
+    return figure
+
+
+def cache_over_time(result: Mapping[str, Any]) -> Figure | None:
+    """The share of the cache's blocks in use over time, a curve per batching mode; crosses at the top are
+    preemptions."""
+    timelines = _timelines(result)
+    if not timelines:
+        return None
+    figure, (axis,) = new_figure("Cache use over time", result, 8.0, 3.8)
+    top = 0.0
+    for index, timeline in enumerate(timelines):
+        use = np.asarray(timeline["used_blocks_max"]) / timeline["num_blocks"]
+        top = max(top, float(use.max()))
+        times, values = _curve(timeline, use)
+        axis.plot(times, values, color=_color(index), linewidth=1.3, label=timeline["batching"])
+        places = np.asarray(timeline["time_s"])[np.asarray(timeline["preempted"]) > 0]
+        if places.size:
+            height = 1.03 + 0.04 * index
+            label = f"{timeline['batching']}: {sum(timeline['preempted']):.0f} preemptions"
+            axis.plot(
+                places, np.full(places.size, height), "x", color=_color(index), markersize=5, label=label
+            )
+    axis.set_ylabel("blocks in use")
+    # The whole cache where it matters; a use of a few per cent would be a line on the axis there.
+    axis.set_ylim(0, 1.12 if top > 0.4 else 1.15 * top or 1.0)
+    axis.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _share_time([axis], timelines)
+    _legend(figure, [axis])
+    return figure
+
+
+def tokens_over_time(result: Mapping[str, Any]) -> Figure | None:
+    """Tokens computed per second over time, a panel per batching mode: decode, prefill, and the padding that
+    the shape buckets add."""
+    timelines = _timelines(result)
+    if not timelines:
+        return None
+    figure, axes = new_figure(
+        "Tokens computed over time", result, 8.0, 1.4 + 2.2 * len(timelines), len(timelines), 1
+    )
+    edges = np.linspace(0.0, _end(timelines), _TOKEN_BINS + 1)
+    for axis, timeline in zip(axes, timelines, strict=True):
+        prefill, decode, padded = (
+            _rate(timeline, f"{kind}_tokens", edges) for kind in ("prefill", "decode", "padded")
+        )
+        layers = (
+            ("decode", decode, _DECODE),
+            ("prefill", prefill, _PREFILL),
+            ("padding", np.maximum(padded - prefill - decode, 0.0), _PADDING),
+        )
+        base = np.zeros(_TOKEN_BINS)
+        for label, values, color in layers:
+            axis.stairs(base + values, edges, baseline=base, fill=True, color=color, label=label)
+            base = base + values
+        axis.set_ylabel("tokens/s")
+        axis.set_title(timeline["batching"], fontsize=10, loc="left")
+        axis.yaxis.set_major_locator(MaxNLocator(nbins=5))
+        axis.yaxis.set_major_formatter(_THOUSANDS)
+    _share_time(axes, timelines)
+    top = max(axis.get_ylim()[1] for axis in axes)
+    for axis in axes:
+        axis.set_ylim(0, top)
+    _legend(figure, axes)
+    return figure
+
+
+def request_spans(result: Mapping[str, Any], requests: Rows) -> Figure | None:
+    """Each request of the first iteration as a bar from its arrival to its last token, a panel per batching
+    mode, in order of arrival: waiting, first step to first token, further tokens. A red cross is a request
+    that was not completed. More than 400 requests are thinned out evenly."""
+    panels = []
+    for case, name in _modes(result):
+        rows = [row for row in requests if row["case"] == case and not row.get("iteration")]
+        places = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _MOST_BARS)).round().astype(int))
+        panels.append((name, [rows[place] for place in places]))
+    panels = [(name, rows) for name, rows in panels if rows]
+    if not panels:
+        return None
+    figure, axes = new_figure("Requests", result, 8.0, 1.4 + 2.6 * len(panels), len(panels), 1)
+    for axis, (name, rows) in zip(axes, panels, strict=True):
+        _draw_spans(axis, rows)
+        axis.set_title(name, fontsize=10, loc="left")
+        axis.set_ylabel("request")
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axis.grid(visible=False)
+        axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+    right = max(axis.get_xlim()[1] for axis in axes)
+    for axis in axes:
+        axis.set_xlim(0, right)
+        axis.tick_params(labelbottom=axis is axes[-1])
+    axes[-1].set_xlabel("seconds")
+    _legend(figure, axes)
+    return figure
+
+
+def _draw_spans(axis: Axes, rows: Rows) -> None:
+    places = np.arange(len(rows))
+    done = np.array([row["ttft_ms"] is not None for row in rows])
+    arrival = np.array([row["arrival_s"] for row in rows])
+    queue, first, end = (
+        arrival + np.array([row[key] or 0.0 for row in rows]) / 1e3
+        for key in ("queue_ms", "ttft_ms", "e2el_ms")
+    )
+    spans = (
+        ("waiting", arrival, queue, _QUEUED),
+        ("first step to first token", queue, first, _PREFILL),
+        ("further tokens", first, end, _DECODE),
+    )
+    for label, left, right, color in spans:
+        axis.barh(places[done], (right - left)[done], 0.8, left[done], color=color, label=label, linewidth=0)
+    if not done.all():
+        axis.plot(arrival[~done], places[~done], "x", color="#c00000", markersize=5, label="not completed")
+
+
+def save_throughput_plots(
+    result: Mapping[str, Any], requests: Rows, out_dir: str | os.PathLike[str]
+) -> list[Path]:
+    """Draws every plot that the result has data for into `out_dir` and returns the files: `latency.png`,
+    `load.png`, `cache.png`, `tokens.png`, `requests.png`.
+
+    Raises:
+        OutputError: one cannot be written.
+    """
+    figures = {
+        "latency": latency_distributions(result, requests),
+        "load": load_over_time(result),
+        "cache": cache_over_time(result),
+        "tokens": tokens_over_time(result),
+        "requests": request_spans(result, requests),
+    }
+    return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]
+
+
+def _modes(result: Mapping[str, Any]) -> list[tuple[int, str]]:
+    return [(index, case["batching"]) for index, case in enumerate(result.get("cases", []))]
+
+
+def _samples(requests: Rows, case: int, key: str) -> NDArray[np.float64]:
+    values: list[float] = []
+    for row in requests:
+        if row["case"] == case and row[key] is not None:
+            values += row[key] if isinstance(row[key], list) else [row[key]]
+    return np.asarray(values, dtype=np.float64)
+
+
+def _timelines(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [timeline for timeline in result.get("timeline", []) if timeline["time_s"]]
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _end(timelines: Sequence[Mapping[str, Any]]) -> float:
+    return max(timeline["time_s"][-1] for timeline in timelines) or 1.0
+
+
+def _curve(timeline: Mapping[str, Any], values: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Each row's value over the time that it stands for, with a break where the engine idled."""
+    ends, y = np.asarray(timeline["time_s"]), np.asarray(values, dtype=np.float64)
+    busy = timeline["bin_s"] or np.asarray(timeline["seconds"])
+    before = np.concatenate(([0.0], ends[:-1]))
+    starts = np.maximum(ends - busy, before)
+    starts = np.where(starts - before > _IDLE * ends[-1], starts, before)
+    gap = starts > before
+    x = np.stack([np.where(gap, before, starts), starts, ends], axis=1).ravel()
+    return x, np.stack([np.where(gap, np.nan, y), y, y], axis=1).ravel()
+
+
+def _rate(timeline: Mapping[str, Any], column: str, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Tokens per second between each two edges. A row's tokens are spread over the time it took: a long step
+    gathered at its end would look like a peak."""
+    ends, busy = np.asarray(timeline["time_s"]), np.asarray(timeline["seconds"])
+    before = np.concatenate(([0.0], ends[:-1]))
+    starts = np.clip(ends - busy, before, ends)
+    total = np.concatenate(([0.0], np.cumsum(timeline[column])))
+    times = np.stack([starts, ends], axis=1).ravel()
+    sums = np.stack([total[:-1], total[1:]], axis=1).ravel()
+    return np.diff(np.interp(edges, times, sums)) / np.diff(edges)
+
+
+def _share_time(axes: Sequence[Axes], timelines: Sequence[Mapping[str, Any]]) -> None:
+    for axis in axes:
+        axis.set_xlim(0, _end(timelines))
+        axis.tick_params(labelbottom=axis is axes[-1])
+    axes[-1].set_xlabel("seconds")
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend below for all panels; a label that several have is shown once."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    figure.legend(
+        found.values(), found.keys(), loc="outside lower center", ncols=min(4, len(found)), frameon=False
+    )

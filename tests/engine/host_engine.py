@@ -1,0 +1,336 @@
+"""A small engine on the host: allocator, scheduler and fake runner in the plain or the overlapped loop.
+
+It checks every plan and the whole state after every step, and counts what happened, so that tests can assert
+that the cases they are about did occur. `alone` is the oracle: a request's tokens on an engine of its own.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from moejax.cache.allocator import BlockAllocator
+from moejax.engine.fake_runner import FakeRunner
+from moejax.engine.policy import Policy
+from moejax.engine.request import SamplingParams
+from moejax.engine.scheduler import Scheduler, StaticScheduler, StepPlan
+from moejax.engine.sequence import Sequence, State
+
+VOCAB_SIZE = 1000
+
+
+class ShortestFirst:
+    """A policy other than first come first served."""
+
+    def key(self, sequence: Sequence) -> tuple[int, int]:
+        return sequence.prompt_len, sequence.order
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request by its content: the prompt is `first`, `first` + 1, …; a sampled token below `stop_below` ends
+    a sample."""
+
+    prompt_len: int
+    max_tokens: int = 4
+    n: int = 1
+    stop_below: int = 0
+    score: bool = False
+    first: int = 0
+    seed: int = 0
+
+    def sequence(self, order: int) -> Sequence:
+        """The first sample; its forks are the others."""
+        prompt = list(range(self.first, self.first + self.prompt_len))
+        params = SamplingParams(max_tokens=self.max_tokens, n=self.n)
+        samples = [
+            Sequence(
+                tokens=list(prompt),
+                prompt_len=self.prompt_len,
+                params=params,
+                max_length=self.prompt_len + (0 if self.score else self.max_tokens),
+                order=order + index,
+                seed=self.seed + index,
+                stop_ids=range(self.stop_below),
+                score=self.score,
+            )
+            for index in range(self.n)
+        ]
+        samples[0].forks = samples[1:]
+        return samples[0]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Configuration of a `HostEngine`. `fail_at`: launches that fail."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 32
+    overlap: bool = False
+    static: bool = False
+    policy: type[Policy] | None = None
+    fail_at: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class Group:
+    """A submitted request and its samples."""
+
+    ask: Ask
+    samples: list[Sequence]
+    aborted: set[int] = field(default_factory=set)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [sample.tokens for sample in self.samples]
+
+    @property
+    def live(self) -> bool:
+        return any(sample.state is not State.FINISHED for sample in self.samples)
+
+
+class HostEngine:
+    """Schedules, launches, postprocesses.
+
+    Args:
+        limits: its configuration.
+        scheduler, allocator: other classes than the real ones, to see that a defect is found.
+        events: what happened is counted here.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        scheduler: type[Scheduler] | None = None,
+        allocator: type[BlockAllocator] = BlockAllocator,
+        events: Counter[str] | None = None,
+    ) -> None:
+        self.limits = limits = limits or Limits()
+        scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
+        self.allocator = allocator(limits.num_blocks, limits.block_size)
+        policy = limits.policy() if limits.policy else None
+        self.scheduler = scheduler(self.allocator, limits.max_num_seqs, limits.max_num_batched_tokens, policy)
+        self.runner = FakeRunner(limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at)
+        self.events: Counter[str] = Counter() if events is None else events
+        self.groups: list[Group] = []
+        self.in_flight: tuple[StepPlan, object] | None = None
+        self._orders = 0
+        self._stored: dict[int, int] = {}  # order → positions computed without a gap
+
+    def submit(self, ask: Ask) -> Group:
+        """Queues a request; `RequestError` if it could never run."""
+        first = ask.sequence(self._orders)
+        group = Group(ask, [first, *first.forks])
+        self.scheduler.add(first)
+        self._orders += ask.n
+        self.groups.append(group)
+        return group
+
+    def abort(self, group: Group, samples: Iterable[int] | None = None) -> None:
+        """Ends a request, or some of its samples (which must have started), as a user would between steps."""
+        flying = self.in_flight[0].sequences if self.in_flight else []
+        for index in range(len(group.samples)) if samples is None else samples:
+            sample = group.samples[index]
+            if sample.state is State.FINISHED:
+                continue
+            group.aborted.add(index)
+            self.events["abort " + _situation(sample)] += 1
+            if sample.forks:
+                self.events["abort with unstarted forks"] += 1
+                group.aborted.update(range(1, len(group.samples)))
+            if sample in flying:
+                self.events["abort in flight"] += 1
+            self.scheduler.finish(sample)
+        self.scheduler.check_integrity()
+
+    def step(self) -> StepPlan | None:
+        """One turn of the loop; returns the plan that it launched."""
+        plan = self._schedule()
+        self.scheduler.check_integrity()
+        launched: tuple[StepPlan, object] | None = None
+        if plan:
+            try:
+                launched = plan, self.runner.launch(plan)
+            except RuntimeError:
+                self._recover()
+                return plan
+        if self.limits.overlap:
+            launched, self.in_flight = self.in_flight, launched
+        if launched:
+            self._postprocess(*launched)
+        elif not plan and not self.scheduler.idle:
+            raise AssertionError("nothing to compute, nothing in flight, and yet sequences are left")
+        self.scheduler.check_integrity()
+        return plan
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and not self.in_flight
+
+    def drain(self) -> int:
+        """Steps until nothing is left, and checks all outputs and that nothing is kept; returns the steps.
+
+        The first of the order advances by a token in each step that computes nothing for those behind it, and
+        those have no more than their lengths to compute until it ends: hence the bound.
+        """
+        live = [s for g in self.groups for s in g.samples if s.state is not State.FINISHED]
+        bound = (len(live) + 1) * (sum(s.max_length for s in live) + 2) + len(self.limits.fail_at)
+        steps = 0
+        while not self.idle:
+            if steps > bound:
+                raise AssertionError(f"{steps} steps and {len(live)} sequences not done: starvation")
+            self.step()
+            steps += 1
+        self.check_outputs()
+        if self.allocator.num_free != self.limits.num_blocks:
+            raise AssertionError(f"{self.allocator.num_used} blocks leaked")
+        return steps
+
+    def check_outputs(self) -> None:
+        """Every ended sample has the tokens that its request gets alone, an aborted one the first of them."""
+        for group in self.groups:
+            expected = alone(group.ask)
+            for index, sample in enumerate(group.samples):
+                if sample.state is not State.FINISHED:
+                    continue
+                got, want = tuple(sample.tokens), expected[index]
+                if got != (want[: len(got)] if index in group.aborted else want):
+                    raise AssertionError(f"{group.ask} sample {index} got {got}, alone {want}")
+                if sample.blocks or sample.slot != -1 or sample.forks:
+                    raise AssertionError(f"{sample!r} has ended and still owns something")
+                if sample.score and index not in group.aborted:
+                    assert self._stored[sample.order] == sample.prompt_len, "the prompt is not all computed"
+
+    # -- parts of a step ---------------------------------------------------------------------------------
+
+    def _schedule(self) -> StepPlan | None:
+        before = list(self.scheduler.running)
+        unforked = {s.order for s in before if s.forks}
+        queued = self.scheduler.waiting()
+        plan = self.scheduler.schedule()
+        gone = [s for s in before if s.state is not State.RUNNING]
+        if gone != before[len(before) - len(gone) :] or (before and len(gone) == len(before)):
+            raise AssertionError(f"preempted {gone} of {before}: not the last of the order, or the first")
+        assert plan is None or plan.preempted == len(gone)
+        self.events["preemptions"] += len(gone)
+        self.events["preemptions before forking"] += sum(s.order in unforked for s in gone)
+        for sequence in gone:
+            self._stored[sequence.order] = 0
+        if plan:
+            self._check_plan(plan, before, queued)
+        return plan
+
+    def _check_plan(self, plan: StepPlan, before: list[Sequence], queued: list[Sequence]) -> None:
+        """What a runner may rely on, and what the two kinds of batching promise."""
+        rows, limits, allocator = plan.sequences, self.limits, self.allocator
+        assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
+        assert plan.num_tokens == len(plan.positions) + sum(c.count for c in plan.chunks)
+        assert len({s.slot for s in rows}) == len(rows) <= limits.max_num_seqs
+        assert all(s in self.scheduler.running for s in rows)
+        keys = [self.scheduler.policy.key(s) for s in plan.decodes]
+        assert keys == sorted(keys), "decodes out of order"
+        shared = allocator.block_size
+        for sequence, position in zip(plan.decodes, plan.positions, strict=True):
+            self._advance(sequence, position, 1)
+            assert allocator.refcount(sequence.blocks[position // shared]) == 1, "writes a shared block"
+        for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+            self._advance(chunk.sequence, chunk.start, chunk.count)
+            assert len(chunk.sequence.blocks) >= allocator.blocks_for(
+                chunk.sequence.length - chunk.sequence.pending
+            )
+            end = chunk.start + chunk.count
+            for block in chunk.sequence.blocks[chunk.start // shared : allocator.blocks_for(end)]:
+                assert allocator.refcount(block) == 1 + len(forks), "writes a shared block"
+            for fork in forks:
+                self._stored[fork.order] = end
+        self._check_copies(plan)
+        admitted = [s for s in queued if s.state is State.RUNNING]
+        assert admitted == queued[: len(admitted)], "admitted out of order"
+        assert not (admitted and plan.preempted)
+        if limits.static:
+            assert not plan.preempted and not (admitted and before)
+            assert plan.min_rows >= len(rows)
+        else:
+            assert plan.min_rows == plan.min_tokens == 0
+        self.events["steps"] += 1
+        self.events["forks"] += sum(len(forks) for forks in plan.forks)
+        self.events["chunked prompts"] += sum(not c.last for c in plan.chunks)
+        self.events["mixed steps"] += bool(plan.decodes and plan.chunks)
+        self.events["readmissions"] += sum(s.preemptions > 0 for s in admitted)
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        """Each copy goes to a block of one decode's own. A copied block may be freed and written over in the
+        same step, so a source may be a later destination; never the other way round."""
+        sources = [source for source, _ in plan.copies]
+        destinations = [destination for _, destination in plan.copies]
+        assert len(set(destinations)) == len(destinations)
+        own = {
+            s.blocks[p // self.allocator.block_size]
+            for s, p in zip(plan.decodes, plan.positions, strict=True)
+        }
+        for index, (source, destination) in enumerate(plan.copies):
+            assert source != destination and destination in own
+            assert self.allocator.refcount(destination) == 1
+            assert destination not in sources[index:], "copies from a block that was just written"
+            self.events["copies over a copied block"] += destination in sources[:index]
+        self.events["copies"] += len(plan.copies)
+
+    def _advance(self, sequence: Sequence, start: int, count: int) -> None:
+        """Positions are computed one after another, from 0 again only after a preemption."""
+        if start != self._stored.get(sequence.order, 0) or sequence.computed != start + count:
+            raise AssertionError(
+                f"{sequence!r} computes from {start}, not from {self._stored.get(sequence.order)}"
+            )
+        self._stored[sequence.order] = start + count
+
+    def _postprocess(self, plan: StepPlan, handle: object) -> None:
+        ended = [s for _, s in plan.sampling_rows() if s.state is State.FINISHED]
+        self.events["tokens of ended sequences"] += len(ended)
+        before = [len(s.tokens) for s in ended]
+        self.scheduler.postprocess(plan, self.runner.collect(handle).tokens)
+        assert before == [len(s.tokens) for s in ended]
+        for _, sequence in plan.sampling_rows():
+            if sequence.state is State.FINISHED and len(sequence.tokens) < sequence.max_length:
+                self.events["stops"] += 1
+        self.events["scores"] += sum(c.sequence.score and c.last for c in plan.chunks)
+
+    def _recover(self) -> None:
+        """A launch failed: what ran before it counts, all else is computed anew."""
+        self.events["failures"] += 1
+        if self.in_flight:
+            self._postprocess(*self.in_flight)
+            self.in_flight = None
+        for sequence in reversed(list(self.scheduler.running)):
+            sequence.pending = 0
+            self.scheduler.preempt(sequence)
+            self._stored[sequence.order] = 0
+        self.runner.reset()
+        self.scheduler.check_integrity()
+
+
+def _situation(sample: Sequence) -> str:
+    if sample.state is State.WAITING:
+        return "preempted" if sample.preemptions else "waiting"
+    return "mid-prompt" if sample.computed < sample.prompt_len else "running"
+
+
+@functools.cache
+def alone(ask: Ask) -> tuple[tuple[int, ...], ...]:
+    """What a request's samples get on an engine that has room for all and runs nothing else."""
+    engine = HostEngine(Limits(num_blocks=512, max_num_seqs=16, max_num_batched_tokens=1024))
+    group = engine.submit(ask)
+    while not engine.idle:
+        engine.step()
+    assert not engine.events["preemptions"]
+    return tuple(tuple(tokens) for tokens in group.tokens)
+
+
+def run(limits: Limits, asks: Iterable[Ask]) -> HostEngine:
+    """All requests at once, to the end, checked."""
+    engine = HostEngine(limits)
+    for ask in asks:
+        engine.submit(ask)
+    engine.drain()
+    return engine

@@ -1,0 +1,263 @@
+"""Random workloads on the host side of the engine: after every step nothing is lost, shared in error or
+stuck, and every request gets the tokens that it would get alone. Defects put in on purpose are found."""
+
+from collections import Counter
+from collections.abc import Sequence as Row
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from moejax.cache.allocator import BlockAllocator
+from moejax.core.errors import RequestError
+from moejax.engine.scheduler import Scheduler, StaticScheduler, StepPlan
+from moejax.engine.sequence import Sequence, State
+from tests.engine.host_engine import Ask, HostEngine, Limits, ShortestFirst
+
+EVENTS = (
+    "abort in flight",
+    "abort mid-prompt",
+    "abort preempted",
+    "abort running",
+    "abort waiting",
+    "abort with unstarted forks",
+    "chunked prompts",
+    "copies",
+    "failures",
+    "forks",
+    "mixed steps",
+    "preemptions",
+    "preemptions before forking",
+    "readmissions",
+    "refused requests",
+    "scores",
+    "stops",
+    "tokens of ended sequences",
+)
+
+LONGEST_PROMPT, MOST_TOKENS = 24, 40
+
+
+def asks(**fixed: st.SearchStrategy) -> st.SearchStrategy[Ask]:
+    shape = {
+        "prompt_len": st.integers(1, LONGEST_PROMPT),
+        "max_tokens": st.integers(1, MOST_TOKENS),
+        "n": st.sampled_from((1, 1, 1, 2, 3, 4)),
+        "stop_below": st.sampled_from((0, 0, 40, 300)),
+        "first": st.integers(0, 2),
+        "seed": st.integers(0, 1),
+    }
+    return st.builds(Ask, **(shape | fixed))
+
+
+# Many samples of short prompts, which grow until memory is short, long prompts, and all kinds.
+kinds = st.one_of(
+    asks(prompt_len=st.integers(1, 6), max_tokens=st.integers(20, MOST_TOKENS), stop_below=st.just(0)),
+    asks(prompt_len=st.integers(16, LONGEST_PROMPT), n=st.integers(2, 3)),
+    asks(),
+    asks(score=st.just(True), n=st.just(1), stop_below=st.just(0)),
+)
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    """From an engine that holds one sequence, or not even each one, to one where memory is never short."""
+    seqs = draw(st.integers(1, 8))
+    size = draw(st.integers(1, 8))
+    longest = -(-(LONGEST_PROMPT + MOST_TOKENS) // size)
+    scarce = st.integers(longest, longest + 6)
+    return Limits(
+        num_blocks=draw(
+            st.one_of(scarce, scarce, st.integers(2, longest), st.integers(longest, 6 * longest))
+        ),
+        block_size=size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=seqs + draw(st.integers(0, 20)),
+        overlap=draw(st.booleans()),
+        static=draw(st.sampled_from((False, False, False, True))),
+        policy=draw(st.sampled_from((None, None, ShortestFirst))),
+        fail_at=frozenset(draw(st.lists(st.integers(0, 200), max_size=2))),
+    )
+
+
+class Machine(RuleBasedStateMachine):
+    """Arrivals, aborts and steps in any order. Subclasses count events, or put defects in."""
+
+    events: ClassVar[Counter[str]] = Counter()
+    scheduler: tuple[type[Scheduler], type[Scheduler]] = (Scheduler, StaticScheduler)
+    allocator: type[BlockAllocator] = BlockAllocator
+
+    @initialize(limits=limits())
+    def start(self, limits: Limits) -> None:
+        self.engine = HostEngine(limits, self.scheduler[limits.static], self.allocator, self.events)
+
+    @rule(batch=st.lists(kinds, min_size=1, max_size=6))
+    def arrive(self, batch: list[Ask]) -> None:
+        for ask in batch:
+            self._submit(ask)
+
+    def _submit(self, ask: Ask) -> None:
+        """A request is refused exactly if it could not run on the empty engine."""
+        limits, waiting = self.engine.limits, self.engine.scheduler.num_waiting
+        length = ask.prompt_len + (0 if ask.score else ask.max_tokens - 1)
+        need = -(-length // limits.block_size) * (ask.n if limits.static else 1)
+        fits = need <= limits.num_blocks and ask.n <= limits.max_num_seqs
+        try:
+            self.engine.submit(ask)
+        except RequestError:
+            assert not fits and self.engine.scheduler.num_waiting == waiting
+            self.events["refused requests"] += 1
+        else:
+            assert fits and self.engine.scheduler.num_waiting == waiting + ask.n
+
+    @rule(count=st.integers(1, 24))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: any(group.live for group in self.engine.groups))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = [group for group in self.engine.groups if group.live]
+        self.engine.abort(live[data.draw(st.integers(0, len(live) - 1))])
+
+    @precondition(lambda self: any(len(group.samples) > 1 and group.live for group in self.engine.groups))
+    @rule(data=st.data())
+    def stop_one_sample(self, data: st.DataObject) -> None:
+        """As a stop string does that the engine found in one sample's text."""
+        live = [group for group in self.engine.groups if group.live and not group.samples[0].forks]
+        if live:
+            group = live[data.draw(st.integers(0, len(live) - 1))]
+            self.engine.abort(group, [data.draw(st.integers(0, len(group.samples) - 1))])
+
+    @invariant()
+    def intact(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.drain()
+            assert all(s.state is State.FINISHED for g in self.engine.groups for s in g.samples)
+
+
+def explore(machine: type[Machine], examples: int, **options: Any) -> Counter[str]:
+    """Runs the machine; returns what happened. Nothing is timed: a loaded machine must not fail a test."""
+    machine.events = Counter()
+    defaults = {"derandomize": True, "database": None, "deadline": None}
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            suppress_health_check=list(HealthCheck),
+            **(defaults | options),
+        ),
+    )
+    return machine.events
+
+
+def test_random_workloads():
+    events = explore(Machine, 150)
+    assert events["steps"] >= 5_000
+    assert not [event for event in EVENTS if not events[event]], events
+
+
+@pytest.mark.slow
+def test_random_workloads_for_long():
+    events = explore(Machine, 1_000, derandomize=False)
+    assert events["steps"] >= 100_000
+    assert not [event for event in EVENTS if not events[event]], events
+
+
+# -- defects put in on purpose: each must be found ----------------------------------------------------------
+
+
+class SkipsCopies(Scheduler):
+    def schedule(self) -> StepPlan | None:
+        plan = super().schedule()
+        if plan:
+            plan.copies.clear()
+        return plan
+
+
+class KeepsSlots(Scheduler):
+    def _leave(self, sequence: Sequence) -> None:
+        super()._leave(sequence)
+        self._free_slots.pop()
+
+
+class PreemptsTheOldest(Scheduler):
+    def _make_room(self, plan: StepPlan, sequence: Sequence) -> bool:
+        self.running.append(self.running.pop(0))
+        return super()._make_room(plan, sequence)
+
+
+class ForgetsWhatIsPending(Scheduler):
+    """A sequence preempted while its token is on the device never learns it, and waits for ever."""
+
+    def preempt(self, sequence: Sequence) -> None:
+        super().preempt(sequence)
+        sequence.pending *= 2
+
+
+class BreaksPromises(Scheduler):
+    """Gives away the slots that forks are to have."""
+
+    @property
+    def _open_slots(self) -> int:
+        return len(self._free_slots)
+
+
+class TakesTokensOfTheDead(Scheduler):
+    def postprocess(self, plan: StepPlan, tokens: Row[int]) -> None:
+        ended = [sequence for _, sequence in plan.sampling_rows() if sequence.state is State.FINISHED]
+        super().postprocess(plan, tokens)
+        for sequence in ended:
+            sequence.tokens.append(0)
+
+
+class SharesUncounted(BlockAllocator):
+    def fork(self, table: Row[int]) -> list[int]:
+        return list(table)
+
+
+class WritesSharedBlocks(BlockAllocator):
+    def append(self, table: list[int], position: int) -> tuple[int, int] | None:
+        if position // self.block_size < len(table):
+            return None
+        return super().append(table, position)
+
+
+class KeepsSharedBlocks(BlockAllocator):
+    def release(self, table: list[int]) -> None:
+        super().release([block for block in table if self.refcount(block) == 1])
+        table.clear()
+
+
+SCHEDULERS = (
+    SkipsCopies, KeepsSlots, PreemptsTheOldest, ForgetsWhatIsPending, BreaksPromises, TakesTokensOfTheDead,
+)  # fmt: skip
+ALLOCATORS = (SharesUncounted, WritesSharedBlocks, KeepsSharedBlocks)
+
+
+@pytest.mark.parametrize("defect", SCHEDULERS + ALLOCATORS, ids=lambda defect: defect.__name__)
+def test_a_defect_is_found(defect: type):
+    class Broken(Machine):
+        pass
+
+    if issubclass(defect, BlockAllocator):
+        Broken.allocator = defect
+    else:
+        Broken.scheduler = (defect, StaticScheduler)
+    with pytest.raises((AssertionError, IndexError)):
+        explore(Broken, 150, phases=[Phase.generate], report_multiple_bugs=False)
