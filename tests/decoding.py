@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax.cache.contiguous import empty_cache
+from moejax.cache.contiguous import ContiguousView, empty_cache
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
@@ -33,8 +33,8 @@ def random_model(config: ModelConfig, moe: MoeConfig | None = None, seed: int = 
 @functools.partial(jax.jit, static_argnums=(0, 5))
 def _step(graph: Any, state: Any, cache: Any, tokens: jax.Array, positions: jax.Array, phase: Any) -> Any:
     model = nnx.merge(graph, state)
-    x, cache, _ = model.hidden(tokens, positions, cache=cache, phase=phase)
-    return model.logits(x), cache
+    x, view, _ = model.hidden(tokens, positions, cache=ContiguousView(cache, phase))
+    return model.logits(x), view.cache
 
 
 def cached_logits(model: Decoder, tokens: np.ndarray, prompt: int) -> np.ndarray:

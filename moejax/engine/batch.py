@@ -98,7 +98,8 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
     S, T, N, R = key.rows, key.tokens, key.blocks, key.owners
     Z = limits.slab_ends.index(N) + 1
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("slot", "token", "position", "logit", "step", "sample", "write_row", "write_block", "write_offset"), (S,)
+        ("slot", "token", "position", "logit", "step", "sample", "write_row", "write_block", "write_offset"),
+        (S,),
     )
     shapes |= {"write_ends": (Z,), "owner": (N, R), "logical": (N,), "rope_len": (S + T,)}
     if T:
@@ -288,7 +289,9 @@ class BatchBuilder:
         views["write_row"][:D] = order
         views["write_block"][:D] = local[order]
         views["write_offset"][:D] = (positions % size)[order]
-        views["write_ends"][:] = np.searchsorted(slab[order], np.arange(len(views["write_ends"])), side="right")
+        views["write_ends"][:] = np.searchsorted(
+            slab[order], np.arange(len(views["write_ends"])), side="right"
+        )
         row_of = np.repeat(np.arange(D), counts)
         owner, logical = views["owner"], views["logical"]
         owner[...] = -1
@@ -316,7 +319,9 @@ class BatchBuilder:
             views["chunk_position"][start : start + chunk.count] = positions
             rope[S + start : S + start + chunk.count] = np.maximum(positions + 1, sequence.prompt_len)
             table[row, : len(sequence.blocks)] = sequence.blocks
-            tiles += [(start + i, row, first + i, min(tile, chunk.count - i)) for i in range(0, chunk.count, tile)]
+            tiles += [
+                (start + i, row, first + i, min(tile, chunk.count - i)) for i in range(0, chunk.count, tile)
+            ]
             position = first
             while position < end:
                 count = min(size - position % size, end - position)

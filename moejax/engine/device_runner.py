@@ -86,7 +86,9 @@ class DeviceRunner:
         wanted = [s.params.logprobs for s in plan.sequences] if key.mode.logprobs >= 0 else None
         step = self._step(key)
         pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
-        state, output = step(self.functions.leaves, DeviceState(pages, self._last, self._seen_of(key)), buffer)
+        state, output = step(
+            self.functions.leaves, DeviceState(pages, self._last, self._seen_of(key)), buffer
+        )
         self.pool.put(state.pages)
         self._last = state.last
         if key.mode.penalty:

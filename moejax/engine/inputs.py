@@ -50,9 +50,7 @@ class PromptReader:
             )
         return text, ids
 
-    def to_generate(
-        self, prompt: Prompt, params: SamplingParams, name: str
-    ) -> tuple[str | None, list[int]]:
+    def to_generate(self, prompt: Prompt, params: SamplingParams, name: str) -> tuple[str | None, list[int]]:
         """`token_ids` of a prompt that leaves room for output under `params`."""
         text, ids = self.token_ids(prompt, name)
         if len(ids) >= self.max_model_len:
@@ -69,19 +67,20 @@ class PromptReader:
             )
         return text, ids
 
-    def to_score(self, prompt: Prompt, name: str) -> list[int]:
-        """The ids of a sequence of at least two tokens."""
-        ids = self.token_ids(prompt, name)[1]
-        if len(ids) < 2:
-            raise RequestError(f"{name} has one token; scoring needs at least 2")
-        if len(ids) > self.max_model_len:
-            raise RequestError(f"{name} has {len(ids)} tokens, over the limit of {self.max_model_len}")
-        return ids
+    def to_score(self, sequences: Sequence[Prompt]) -> list[list[int]]:
+        """The ids of sequences of at least two tokens each."""
+        every = [self.token_ids(sequence, f"sequence {i}")[1] for i, sequence in enumerate(sequences)]
+        for i, ids in enumerate(every):
+            if len(ids) < 2:
+                raise RequestError(f"sequence {i} has one token; scoring needs at least 2")
+            if len(ids) > self.max_model_len:
+                raise RequestError(
+                    f"sequence {i} has {len(ids)} tokens, over the limit of {self.max_model_len}"
+                )
+        return every
 
 
-def params_list(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
+def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """One set of parameters a prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count

@@ -21,7 +21,9 @@ class LiveRequest:
         on_close: called once the request has ended.
     """
 
-    def __init__(self, output: RequestOutput, builders: list[SampleBuilder], *, streams: bool = False) -> None:
+    def __init__(
+        self, output: RequestOutput, builders: list[SampleBuilder], *, streams: bool = False
+    ) -> None:
         self.output = output
         self.builders = builders
         self.streams = streams

@@ -206,10 +206,13 @@ class LLM:
             RequestError: as for `generate`, or a sequence of fewer than two tokens.
             StepError: a step failed.
         """
-        every = [self.reader.to_score(s, f"sequence {i}") for i, s in enumerate(as_list(sequences))]
+        every = self.reader.to_score(as_list(sequences))
         requests = [self._scoring(ids) for ids in every]
         self._run(requests)
-        return [np.concatenate(request.scores)[: len(ids) - 1] for request, ids in zip(requests, every, strict=True)]
+        return [
+            np.concatenate(request.scores)[: len(ids) - 1]
+            for request, ids in zip(requests, every, strict=True)
+        ]
 
     # -- one step at a time ----------------------------------------------------------------------------
 

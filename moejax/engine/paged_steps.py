@@ -42,7 +42,13 @@ class PagedFunctions(ModelFunctions):
     """A model split into weight leaves and the step."""
 
     def step(
-        self, leaves: Sequence[jax.Array], state: DeviceState, buffer: jax.Array, *, key: StepKey, limits: Limits
+        self,
+        leaves: Sequence[jax.Array],
+        state: DeviceState,
+        buffer: jax.Array,
+        *,
+        key: StepKey,
+        limits: Limits,
     ) -> tuple[DeviceState, PagedOutput]:
         """One token of each decoding row and all chunk tokens, in one pass of the model."""
         batch = unpack(buffer, key, limits)
@@ -80,9 +86,7 @@ class PagedFunctions(ModelFunctions):
         return DeviceState(cache.pages, last, seen), PagedOutput(sampled, counts, overflow, scores)
 
     @staticmethod
-    def _sample(
-        model: Decoder, x: jax.Array, batch: Batch, seen: jax.Array | None, key: StepKey
-    ) -> Sampled:
+    def _sample(model: Decoder, x: jax.Array, batch: Batch, seen: jax.Array | None, key: StepKey) -> Sampled:
         return sample(model.logits(x), batch.sampling, batch.step, seen, key.mode)
 
 

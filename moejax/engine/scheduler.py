@@ -195,7 +195,9 @@ class Scheduler:
         for s in self.running:
             if s.blocks:
                 # Sequences that share a last block leave the same places of it empty.
-                empty += (len(s.blocks) * allocator.block_size - s.computed) / allocator.refcount(s.blocks[-1])
+                empty += (len(s.blocks) * allocator.block_size - s.computed) / allocator.refcount(
+                    s.blocks[-1]
+                )
         return round(allocator.num_used * allocator.block_size - empty)
 
     def forget_device_state(self) -> None:
@@ -285,14 +287,18 @@ class Scheduler:
         return budget
 
     def _make_room(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Preempts from the order's end until a block is free; False if `sequence` itself had to go."""
-        while not self.allocator.num_free:
+        """Preempts from the order's end until `sequence` can append; False if it had to go itself."""
+        allocator, index = self.allocator, sequence.computed // self.allocator.block_size
+        while True:
             victim = self.running[-1]
             self.preempt(victim)
             plan.preempted += 1
             if victim is sequence:
                 return False
-        return True
+            # If it was the other owner of a shared block, no block is free, but none is needed any more.
+            mine = index < len(sequence.blocks) and allocator.refcount(sequence.blocks[index]) == 1
+            if mine or allocator.num_free:
+                return True
 
     def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """As much of a prompt as the budget allows; returns its tokens. Its blocks are there already."""
@@ -397,7 +403,9 @@ class StaticScheduler(Scheduler):
         sequence = super()._admissible()
         if sequence is None:
             return None
-        return sequence if self._reserved + self._least_blocks(sequence) <= self.allocator.num_blocks else None
+        return (
+            sequence if self._reserved + self._least_blocks(sequence) <= self.allocator.num_blocks else None
+        )
 
     def _admit(self, sequence: Sequence) -> None:
         self._reserved += self._least_blocks(sequence)

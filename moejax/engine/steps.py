@@ -136,9 +136,7 @@ def _step_output(
     return StepOutput(sampled, *routing_counts(traces, num_experts)) if record else StepOutput(sampled, None)
 
 
-def routing_counts(
-    traces: tuple[RoutingTrace | None, ...], num_experts: int
-) -> tuple[jax.Array, jax.Array]:
+def routing_counts(traces: tuple[RoutingTrace | None, ...], num_experts: int) -> tuple[jax.Array, jax.Array]:
     """Assignments int32 `[L, E]`, a dense layer's row being 0, and int32 `[2]`: dropped, rerouted."""
     found = [trace for trace in traces if trace is not None]
     zero, none = jnp.zeros((), jnp.int32), jnp.zeros(num_experts, jnp.int32)

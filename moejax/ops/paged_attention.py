@@ -185,7 +185,7 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     whole = jnp.concatenate(scores) if len(scores) > 1 else scores[0]
     whole = whole.astype(jnp.float32).reshape(N, K, R, G, size)
 
-    key = plan.logical[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    key = plan.logical[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
     last = jnp.where(plan.owner >= 0, jnp.take(plan.position, owner, mode="clip"), -1)
     seen = key[:, None, :] <= last[:, :, None]  # [N, R, bs]
     if window is not None:
@@ -240,6 +240,7 @@ def chunk_attention(q: jax.Array, slabs: Slabs, plan: ChunkPlan, window: int | N
             seen = key <= position
             if window is not None:
                 seen &= key > position - window
+            seen = seen[None]
             scores = jnp.where(seen, scores, lowest)
             new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
             weights = jnp.where(seen, jnp.exp(scores - new), 0.0)

@@ -28,8 +28,8 @@ class ShortestFirst:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request by its content: the prompt is `first`, `first` + 1, …; a sampled token below `stop_below` ends
-    a sample."""
+    """A request by its content: the prompt is `first`, `first` + 1, …; a sampled token below `stop_below`
+    ends a sample."""
 
     prompt_len: int
     max_tokens: int = 4
@@ -118,6 +118,7 @@ class HostEngine:
         self.in_flight: tuple[StepPlan, object] | None = None
         self._orders = 0
         self._stored: dict[int, int] = {}  # order → positions computed without a gap
+        self._scored: set[int] = set()
 
     def submit(self, ask: Ask) -> Group:
         """Queues a request; `RequestError` if it could never run."""
@@ -201,7 +202,7 @@ class HostEngine:
                 if sample.blocks or sample.slot != -1 or sample.forks:
                     raise AssertionError(f"{sample!r} has ended and still owns something")
                 if sample.score and index not in group.aborted:
-                    assert self._stored[sample.order] == sample.prompt_len, "the prompt is not all computed"
+                    assert sample.order in self._scored, "the prompt is not all computed"
 
     # -- parts of a step ---------------------------------------------------------------------------------
 
@@ -289,12 +290,16 @@ class HostEngine:
         ended = [s for _, s in plan.sampling_rows() if s.state is State.FINISHED]
         self.events["tokens of ended sequences"] += len(ended)
         before = [len(s.tokens) for s in ended]
-        self.scheduler.postprocess(plan, self.runner.collect(handle).tokens)
-        assert before == [len(s.tokens) for s in ended]
-        for _, sequence in plan.sampling_rows():
+        wanted = [(row, s) for row, s in plan.sampling_rows() if s.state is not State.FINISHED]
+        taken = self.scheduler.postprocess(plan, self.runner.collect(handle).tokens)
+        assert taken == wanted and before == [len(s.tokens) for s in ended]
+        for _, sequence in taken:
             if sequence.state is State.FINISHED and len(sequence.tokens) < sequence.max_length:
                 self.events["stops"] += 1
-        self.events["scores"] += sum(c.sequence.score and c.last for c in plan.chunks)
+        for chunk in plan.chunks:
+            if chunk.sequence.score and chunk.start + chunk.count == chunk.sequence.prompt_len:
+                self._scored.add(chunk.sequence.order)
+                self.events["scores"] += 1
 
     def _recover(self) -> None:
         """A launch failed: what ran before it counts, all else is computed anew."""
@@ -302,10 +307,9 @@ class HostEngine:
         if self.in_flight:
             self._postprocess(*self.in_flight)
             self.in_flight = None
-        for sequence in reversed(list(self.scheduler.running)):
-            sequence.pending = 0
-            self.scheduler.preempt(sequence)
+        for sequence in self.scheduler.running:
             self._stored[sequence.order] = 0
+        self.scheduler.forget_device_state()
         self.runner.reset()
         self.scheduler.check_integrity()
 

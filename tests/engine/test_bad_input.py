@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, ParallelConfig, QuantConfig
 from moejax.core.errors import CheckpointError, ConfigError, DeviceError, MoejaxError, RequestError
 from moejax.engine import llm as llm_module
+from moejax.engine.inputs import as_list
 from moejax.engine.llm import LLM
 from moejax.engine.request import SamplingParams
 from moejax.models.registry import config_to_hf
@@ -28,9 +29,8 @@ def idle(llm: LLM, bare_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("a step ran")
 
-    for engine in (llm.engine, bare_llm.engine):
-        for name in ("_prefill", "_decode", "score"):
-            monkeypatch.setattr(engine, name, never)
+    for each in (llm, bare_llm):
+        monkeypatch.setattr(each.runner, "launch", never)
 
 
 def refusal(error: type[MoejaxError], call: Any, *args: Any, **options: Any) -> str:
@@ -155,13 +155,13 @@ def test_bad_messages(messages: Any, llm: LLM, idle: None) -> None:
 def test_anything_is_taken_or_refused_in_one_line(llm: LLM, prompts: Any) -> None:
     """What is taken is token ids, flat or one list deep."""
     try:
-        requests = llm._requests(llm_module._as_list(prompts), None)
+        requests = llm._requests(as_list(prompts), None)
     except RequestError as error:
         assert str(error) and "\n" not in str(error)
     else:
         given_ids = [prompts] if isinstance(prompts[0], int) else prompts
-        assert [request.ids for request in requests] == [list(ids) for ids in given_ids]
-        assert all(type(i) is int and 0 <= i < 320 for request in requests for i in request.ids)
+        assert [request.output.prompt_token_ids for request in requests] == [list(ids) for ids in given_ids]
+        assert all(type(i) is int and 0 <= i < 320 for request in requests for i in request.output.prompt_token_ids)
 
 
 # -- parameters ----------------------------------------------------------------------------------------

@@ -93,13 +93,13 @@ def test_the_engine_compiles_once_per_bucket(llm: LLM) -> None:
     before = len(llm.ledger.entries)
     llm.generate([[4, 5, 6]], params)
     llm.generate([[7] * 16], SamplingParams(temperature=0.0, max_tokens=5, seed=3, stop=["x"], top_k=3))
-    llm.score([[9] * 16, [4, 5, 6]])
+    llm.score([[9] * 12, [4, 5, 6]])
     list(llm.generate_stream([1, 2], params))
     assert llm.ledger.entries[before:] == []
 
 
 def test_the_engine_names_the_bucket_that_is_new(llm: LLM) -> None:
-    """A longer prompt needs another prefill, and nothing else."""
+    """A longer prompt needs a step of more tokens, and nothing else."""
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     llm.generate([[1, 2, 3]], params)
     before = len(llm.ledger.entries)
@@ -107,8 +107,8 @@ def test_the_engine_names_the_bucket_that_is_new(llm: LLM) -> None:
     try:
         llm.generate([[1] * 33], params)
         added = llm.ledger.entries[before:]
-        assert [(entry.function, entry.after_warmup) for entry in added] == [("prefill", True)]
-        assert added[0].cause.startswith("new tokens ") and added[0].cause.endswith("-> 48")
+        assert [(entry.function, entry.after_warmup) for entry in added] == [("step", True)]
+        assert added[0].cause.startswith("new tokens ") and added[0].cause.endswith("-> 64")
         assert llm.ledger.recompiles == added
     finally:
         llm.ledger.warmed_up = False

@@ -14,8 +14,8 @@ def test_made_and_dropped_assignments_add_up(tiny_config: ModelConfig) -> None:
     )
     tokens = sum(map(len, prompts)) + 2 * 3  # the last token of each row is not run
     made = sum(int(counts.sum()) for counts in llm.routing_counts.values())
-    dropped = llm.engine.overflow["dropped"]
-    assert dropped > 0 and llm.engine.overflow["rerouted"] == 0
+    dropped = llm.routing.overflow["dropped"]
+    assert dropped > 0 and llm.routing.overflow["rerouted"] == 0
     assert made + dropped == tokens * tiny_config.num_experts_per_tok * tiny_config.num_layers
-    llm.engine.reset_routing()
-    assert llm.engine.overflow == {"dropped": 0, "rerouted": 0}
+    llm.routing.reset()
+    assert llm.routing.overflow == {"dropped": 0, "rerouted": 0}

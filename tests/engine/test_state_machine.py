@@ -62,7 +62,7 @@ def asks(**fixed: st.SearchStrategy) -> st.SearchStrategy[Ask]:
 # Many samples of short prompts, which grow until memory is short, long prompts, and all kinds.
 kinds = st.one_of(
     asks(prompt_len=st.integers(1, 6), max_tokens=st.integers(20, MOST_TOKENS), stop_below=st.just(0)),
-    asks(prompt_len=st.integers(16, LONGEST_PROMPT), n=st.integers(2, 3)),
+    asks(prompt_len=st.integers(12, LONGEST_PROMPT), n=st.integers(2, 3)),
     asks(),
     asks(score=st.just(True), n=st.just(1), stop_below=st.just(0)),
 )
@@ -81,7 +81,7 @@ def limits(draw: st.DrawFn) -> Limits:
         ),
         block_size=size,
         max_num_seqs=seqs,
-        max_num_batched_tokens=seqs + draw(st.integers(0, 20)),
+        max_num_batched_tokens=seqs + draw(st.one_of(st.integers(0, 3), st.integers(0, 20))),
         overlap=draw(st.booleans()),
         static=draw(st.sampled_from((False, False, False, True))),
         policy=draw(st.sampled_from((None, None, ShortestFirst))),

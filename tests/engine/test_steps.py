@@ -1,5 +1,6 @@
 """Prefill and decode over the cache against the model's whole forward pass, and what must not change it."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.engine import steps
-from moejax.engine.contiguous import ContiguousEngine, batch_bucket, slot_bucket, token_bucket
+from moejax.engine.contiguous import ContiguousEngine, Row, batch_bucket, slot_bucket, token_bucket
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.llm import LLM
 from moejax.engine.request import SamplingParams
@@ -117,7 +118,7 @@ def test_any_batch_gives_each_prompt_its_own_tokens(
 def test_executions_agree(moe: MoeConfig, llm: LLM) -> None:
     engine = ContiguousEngine(Decoder(llm.config, moe=moe, seed=0), CompileLedger())
     sequences = [prompt(9), prompt(12)]
-    for ours, theirs in zip(engine.score(sequences), llm.engine.score(sequences), strict=True):
+    for ours, theirs in zip(engine.score(sequences), llm.score(sequences), strict=True):
         assert relative_error(ours, theirs) < logits_tolerance(llm.config)
 
 
@@ -212,14 +213,12 @@ def test_scoring_the_vocabulary_in_parts(
     check_scores(engine.score(sequences), sequences, oracle)
 
 
-def test_scoring_in_several_calls(llm: LLM, oracle: FullForward, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moejax.engine.llm.MAX_SCORE_TOKENS", 40)
-    calls: list[int] = []
-    score = llm.engine.score
-    monkeypatch.setattr(llm.engine, "score", lambda group: calls.append(len(group)) or score(group))
+def test_scoring_in_chunks(llm: LLM, oracle: FullForward) -> None:
+    """Prompts cut by the token budget, several in a step, scores put together again."""
+    small = llm.variant(dataclasses.replace(ENGINE, max_num_seqs=4, max_num_batched_tokens=12, block_size=4))
     sequences = [prompt(n) for n in (16, 5, 2, 9, 13)]
-    check_scores(llm.score(sequences), sequences, oracle)
-    assert calls == [2, 2, 1]
+    check_scores(small.score(sequences), sequences, oracle)
+    assert small.stats()["steps"] >= 4
 
 
 def test_score_agrees_with_the_logprobs_of_generation(llm: LLM) -> None:
@@ -231,13 +230,14 @@ def test_score_agrees_with_the_logprobs_of_generation(llm: LLM) -> None:
     np.testing.assert_allclose(scores[16:], [entry.logprob for entry in out.logprobs], rtol=1e-4, atol=1e-5)
 
 
-# -- the cache is updated in place ---------------------------------------------------------------------
+# -- the plain loop's cache is updated in place ----------------------------------------------------------
 
 
-def test_the_cache_stays_where_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_contiguous_cache_stays_where_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     pointers: list[list[int]] = []
+    engine = ContiguousEngine(llm.model, CompileLedger())
     for name in ("_prefill", "_decode"):
-        run = getattr(llm.engine, name)
+        run = getattr(engine, name)
 
         def spy(*args: Any, run: Any = run) -> Any:
             out = run(*args)
@@ -245,40 +245,11 @@ def test_the_cache_stays_where_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
             pointers.append([leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(out[0])])
             return out
 
-        monkeypatch.setattr(llm.engine, name, spy)
-    llm.generate([prompt(4)], GREEDY)
+        monkeypatch.setattr(engine, name, spy)
+    for _ in engine.run([Row(prompt(4), GREEDY, 0, 8)]):
+        pass
     assert len(pointers) == 8 and len(pointers[0]) == 2 * llm.config.num_layers
     assert all(step == pointers[0] for step in pointers[1:])
-
-
-@pytest.mark.parametrize("function", ["prefill", "decode"])
-def test_the_compiled_step_aliases_the_cache(function: str, llm: LLM) -> None:
-    """Every key and value buffer of the output is one of the inputs."""
-    llm.generate([prompt(4)], GREEDY)
-    compiled = [step for (name, _), step in llm.ledger._compiled.items() if name == function]
-    assert compiled
-    for step in compiled:
-        header = step.as_text().split("entry_computation_layout")[0]
-        assert "input_output_alias" in header
-        aliased = {
-            int(part.split("}")[0]) for part in header.split("{ ", 1)[1].split("{")[1:] if part[0].isdigit()
-        }
-        assert set(range(2 * llm.config.num_layers)) <= aliased
-
-
-def test_donated_input_is_gone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Any] = []
-    run = llm.engine._decode
-
-    def spy(cache: Any, state: Any, *rest: Any) -> Any:
-        kept.append((cache, state))
-        return run(cache, state, *rest)
-
-    monkeypatch.setattr(llm.engine, "_decode", spy)
-    llm.generate([prompt(4)], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
-    cache, state = kept[0]
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
-    assert state.tokens.is_deleted() and state.positions.is_deleted()
 
 
 # -- routing -------------------------------------------------------------------------------------------
@@ -313,15 +284,12 @@ def test_recorded_routing_is_the_models_own(windowed: LLM, windowed_oracle: Full
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision(dtype: str, llm: LLM) -> None:
     """Weights and cache in the dtype, results in float32, scores near those of float32."""
     half = LLM(main_config(), dtype=dtype, load_format="dummy", engine=ENGINE)
     assert half.config.dtype == dtype and half.model.embedding.table[...].dtype == jnp.dtype(dtype)
-    caches = []
-    run = half.engine._prefill
-    monkeypatch.setattr(half.engine, "_prefill", lambda *args: caches.append(args[2]) or run(*args))
     out = half.generate([prompt(5)], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))[0]
-    assert all(leaf.dtype == jnp.dtype(dtype) for leaf in jax.tree.leaves(caches))
+    assert all(leaf.dtype == jnp.dtype(dtype) for leaf in jax.tree.leaves(half.runner.pool.take(1)))
     assert len(out.outputs[0].token_ids) == 4
     (ours,), (exact,) = half.score([prompt(12)]), llm.score([prompt(12)])
     assert ours.dtype == np.float32

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.cache.contiguous import empty_cache
+from moejax.cache.contiguous import ContiguousView, empty_cache
 from moejax.core.config import MoeConfig, RopeConfig
 from moejax.models.decoder import Decoder
 from tests.decoding import cached_logits, forward, random_model
@@ -88,13 +88,14 @@ def test_sequences_of_a_batch_decode_at_their_own_positions(tiny_config):
     @jax.jit
     def prefill(state, tokens, valid, cache):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        return nnx.merge(graph, state).hidden(tokens, positions, valid=valid, cache=cache)[1]
+        view = ContiguousView(cache, "prefill")
+        return nnx.merge(graph, state).hidden(tokens, positions, valid=valid, cache=view)[1].cache
 
     @jax.jit
     def decode(state, tokens, positions, cache):
         model = nnx.merge(graph, state)
-        x, cache, _ = model.hidden(tokens, positions, cache=ContiguousView(cache, "decode"))
-        return model.logits(x)[:, 0], cache
+        x, view, _ = model.hidden(tokens, positions, cache=ContiguousView(cache, "decode"))
+        return model.logits(x)[:, 0], view.cache
 
     valid = np.arange(7)[None] < lengths[:, None]
     cache = prefill(state, tokens[:, :7], valid, empty_cache(config, 3, 7 + steps, jnp.float32))
