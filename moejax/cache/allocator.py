@@ -25,7 +25,7 @@ class OutOfBlocks(MoejaxError):
 class BlockAllocator:
     """`num_blocks` blocks of `block_size` tokens, with reference counts.
 
-    Block tables are plain lists owned by the sequences; every method that changes one keeps the counts in step.
+    Block tables are plain lists owned by the sequences; a method that changes one keeps the counts in step.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -115,8 +115,10 @@ class BlockAllocator:
                 raise AssertionError(
                     f"block {block} has refcount {count} and is {'' if block in free else 'not '}free"
                 )
-        if strange := [block for block in held if not 0 <= block < self.num_blocks]:
+        if strange := [block for block in {*held, *free} if not 0 <= block < self.num_blocks]:
             raise AssertionError(f"blocks {strange} do not exist")
+        if any(self._free[(i - 1) // 2] > block for i, block in enumerate(self._free) if i):
+            raise AssertionError("the free list is not a heap: the lowest block would not be first")
 
     def _take(self) -> int:
         block = heapq.heappop(self._free)

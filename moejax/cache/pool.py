@@ -22,8 +22,7 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: Any) -> int:
 class BlockPool:
     """Owns the slabs. A step takes the first few, donated, and gives their successors back.
 
-    A slab is made when a step first needs it, so an idle engine holds little; no step ever copies or makes one
-    that exists.
+    A slab is made when a step first needs it, so an idle engine holds little; no step ever copies one.
     """
 
     def __init__(self, config: ModelConfig, slabs: SlabLayout, block_size: int, dtype: Any) -> None:

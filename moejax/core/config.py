@@ -5,6 +5,7 @@ They are plain values: they know nothing of Hydra, Hugging Face or JAX devices. 
 """
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -258,7 +259,7 @@ def _check_buckets(key: str, value: object) -> None:
         raise ConfigError(f"{key} must be a list of rising integers, such as [1,8,32], got {value!r}")
     for item in value:
         check_positive(f"{key}: each", item)
-    if any(b <= a for a, b in zip(value, value[1:], strict=False)):
+    if any(b <= a for a, b in itertools.pairwise(value)):
         raise ConfigError(f"{key} must rise, got {list(value)}")
 
 

@@ -84,7 +84,7 @@ class Batch(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What does not change between steps: slots, tokens in a block, most blocks of one sequence, slab ends."""
+    """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the slabs."""
 
     slots: int
     block_size: int

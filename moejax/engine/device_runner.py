@@ -1,7 +1,7 @@
-"""Runs plans on the device: builds the batch, finds the compiled step of its bucket, owns the device state."""
+"""Runs plans on the device: builds the batch, finds its bucket's compiled step, owns the device state."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -154,10 +154,10 @@ class DeviceRunner:
         def shapes() -> tuple[Any, ...]:
             slots, vocab = self.limits.slots + 1, self.functions.config.vocab_size
             seen = jax.ShapeDtypeStruct((slots, vocab), jnp.bool_) if key.mode.penalty else None
-            state = DeviceState(
+            state: Any = DeviceState(
                 self.pool.shapes(self.limits.slab_ends.index(key.blocks) + 1),
-                jax.ShapeDtypeStruct((slots,), jnp.int32),
-                seen,
+                cast(Any, jax.ShapeDtypeStruct((slots,), jnp.int32)),
+                cast(Any, seen),
             )
             buffer = jax.ShapeDtypeStruct((layout(key, self.limits)[1],), jnp.int32)
             return shapes_of(self.functions.leaves), state, buffer

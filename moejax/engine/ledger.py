@@ -60,8 +60,8 @@ class CompileLedger:
         others = [k for name, k in self._compiled if name == function]
         if self.strict and self.warmed_up:
             raise CompileError(
-                f"{function} {key} is not compiled ({_cause(key, others)}), and engine.strict_compile forbids "
-                "compiling after warm-up; widen the warm-up or the engine's buckets"
+                f"{function} {key} is not compiled ({_cause(key, others)}), and engine.strict_compile "
+                "forbids compiling after warm-up; widen the warm-up or the engine's buckets"
             )
         start = time.perf_counter()
         compiled = build().lower(*args()).compile()

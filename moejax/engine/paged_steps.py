@@ -29,8 +29,8 @@ class DeviceState(NamedTuple):
 
 
 class PagedOutput(NamedTuple):
-    """What the host reads after a step: sampled rows `[S]`; counts int32 `[L, E]` and overflow int32 `[2]` where
-    routing is recorded; prompt_logprobs float32 `[T]` where chunks are scored."""
+    """What the host reads after a step: sampled rows `[S]`; counts int32 `[L, E]` and overflow int32 `[2]`
+    where routing is recorded; prompt_logprobs float32 `[T]` where chunks are scored."""
 
     sampled: Sampled
     counts: jax.Array | None
@@ -94,7 +94,7 @@ def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:
     """bool `[S, V]`: what each row has seen, this step's tokens included."""
     assert batch.fresh is not None and batch.seen_as is not None
     rows = seen[batch.slot] & (batch.fresh == 0)[:, None]
-    S, V = rows.shape
+    S = rows.shape[0]
     # A row that does not decode marks past the end, which drops it.
     place = jnp.where(batch.position >= 0, jnp.arange(S, dtype=jnp.int32), S)
     rows = rows.at[place, token].set(True, mode="drop")

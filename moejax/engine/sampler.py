@@ -96,7 +96,7 @@ def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> S
 
 def sample(
     logits: jax.Array,
-    arrays: SamplingArrays,
+    arrays: SamplingArrays | None,
     step: jax.Array,
     seen: jax.Array | None,
     mode: SamplerMode,
@@ -105,15 +105,17 @@ def sample(
 
     Args:
         logits: float32 `[B, V]`.
+        arrays: the rows' parameters; None is enough where the mode is greedy without penalty.
         step: int32 `[B]`, tokens that the row has generated so far.
         seen: bool `[B, V]`, tokens of prompt and output; needed only under `mode.penalty`.
     """
     scores = logits
     if mode.penalty:
-        assert seen is not None
+        assert seen is not None and arrays is not None
         scores = penalize(scores, seen, arrays.repetition_penalty)
     tokens = first_argmax(scores)
     if not mode.greedy:
+        assert arrays is not None
         hot = arrays.temperature > 0
         # Relative to the likeliest token, so that no temperature is too small to divide by.
         scaled = scores - jnp.max(scores, axis=-1, keepdims=True)

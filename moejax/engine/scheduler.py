@@ -158,9 +158,9 @@ class Scheduler:
             if not _decodes(sequence):
                 budget -= self._chunk(plan, sequence, budget)
         # After a preemption memory is short: nobody new comes in.
-        while budget > 0 and not plan.preempted and (sequence := self._admissible()):
-            self._admit(sequence)
-            budget -= self._chunk(plan, sequence, budget)
+        while budget > 0 and not plan.preempted and (first := self._admissible()):
+            self._admit(first)
+            budget -= self._chunk(plan, first, budget)
         self._fork(plan)
         return plan if plan.decodes or plan.chunks else None
 

@@ -10,8 +10,8 @@ class StepRecord:
 
     Attributes:
         time: instant at which its tokens were on the host, `time.perf_counter()` seconds.
-        seconds: since the previous step's tokens were there, or since this one was scheduled if that was later.
-        prefill_tokens, decode_tokens: real tokens in the batch; together they are what the step had to compute.
+        seconds: since the previous step's tokens were there, or since this one was scheduled, if later.
+        prefill_tokens, decode_tokens: real tokens in the batch; together what the step had to compute.
         padded_tokens: the bucket's tokens, what the step did compute (experts excepted: padding visits none).
         sequences: sequences in the batch.
         running, waiting: sequences admitted and requests queued when it was scheduled.

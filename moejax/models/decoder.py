@@ -22,7 +22,7 @@ from moejax.ops.attention import LayerCache
 
 
 class DecoderCache(Protocol):
-    """What a decoder needs of a key/value cache: one part a layer, and itself again with the updated parts."""
+    """What a decoder needs of a key/value cache: a part for each layer, and itself again with new parts."""
 
     def layer(self, index: int) -> LayerCache: ...
 

@@ -1,7 +1,7 @@
 """Attention over a paged key/value cache, in plain XLA: a flat batch of decodes and prompt chunks.
 
-A layer's cache is slabs (`moejax.cache.slabs`) of blocks: keys `[n, K, Dh, bs]`, values `[n, K, bs, Dh]`. Keys
-lie transposed because both products then run along the last axis.
+A layer's cache is slabs (`moejax.cache.slabs`) of blocks: keys `[n, K, Dh, bs]`, values `[n, K, bs, Dh]`.
+Keys lie transposed because both products then run along the last axis.
 
 Decodes go block by block, not sequence by sequence: each block in use meets its owner's query where it lies,
 and the softmax is put together afterwards. Collecting a sequence's blocks first would copy the cache, which

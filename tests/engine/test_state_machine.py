@@ -125,9 +125,12 @@ class Machine(RuleBasedStateMachine):
             self.engine.step()
 
     @precondition(lambda self: any(group.live for group in self.engine.groups))
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), started=st.booleans())
+    def abort(self, data: st.DataObject, started: bool) -> None:
         live = [group for group in self.engine.groups if group.live]
+        if started:
+            running = [g for g in live if any(s.state is State.RUNNING for s in g.samples)]
+            live = running or live
         self.engine.abort(live[data.draw(st.integers(0, len(live) - 1))])
 
     @precondition(lambda self: any(len(group.samples) > 1 and group.live for group in self.engine.groups))
@@ -167,7 +170,7 @@ def explore(machine: type[Machine], examples: int, **options: Any) -> Counter[st
 
 
 def test_random_workloads():
-    events = explore(Machine, 150)
+    events = explore(Machine, 300)
     assert events["steps"] >= 5_000
     assert not [event for event in EVENTS if not events[event]], events
 
