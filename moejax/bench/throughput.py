@@ -39,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 # Rates are medians over the iterations; a pooled rate would let one slow iteration pull it down.
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
-# A warm-up pass: enough requests to fill a batch, too short to cost much.
-_WARMUP_REQUESTS, _WARMUP_TOKENS = 8, 16
+# A warm-up pass is twice the engine's batch, too short to cost much, and of unequal lengths: the batch fills,
+# takes in single prompts as others end, and drains, so that most programs have run once before it counts. The
+# first run of a compiled program takes tens of milliseconds more than the next on CPU.
+_WARMUP_TOKENS = 16
 # Rows of the first mode's timeline that go to the tracker; the result has up to `timeline.MAX_POINTS`.
 _TRACKED_POINTS = 200
 
@@ -161,8 +163,8 @@ def _warm_up(mode: Mode, workload: ThroughputWorkload, plan: Sequence[PlannedReq
         sampling_params=[workload.sampling(longest_output)],
     )
     short = [
-        dataclasses.replace(asked, arrival_s=0.0, output_len=min(asked.output_len, _WARMUP_TOKENS))
-        for asked in plan[:_WARMUP_REQUESTS]
+        dataclasses.replace(asked, arrival_s=0.0, output_len=min(asked.output_len, 1 + i % _WARMUP_TOKENS))
+        for i, asked in enumerate(plan[: 2 * mode.llm.engine_config.max_num_seqs])
     ]
     for _ in range(workload.warmup):
         drive(mode.llm, short, workload.sampling)

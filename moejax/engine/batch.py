@@ -213,11 +213,11 @@ class BatchBuilder:
         tokens = plan.chunk_tokens
         wanted = max(tokens, plan.min_tokens) if tokens else 0
         key = StepKey(
-            rows=self.buckets.rows_for(max(len(rows), plan.min_rows)),
+            rows=self.buckets.rows_for(len(rows)),
             tokens=self.buckets.tokens_for(wanted),
             blocks=self.buckets.slabs.ends[slabs - 1],
             owners=1 << (shared - 1).bit_length(),
-            mode=self._mode([sequence for _, sequence in plan.sampling_rows()]),
+            mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
             record=any(s.record for s in rows),
             score=any(chunk.sequence.score for chunk in plan.chunks),
         )
@@ -240,10 +240,13 @@ class BatchBuilder:
             _fill_penalty(views, plan)
         return key, buffer
 
-    def _mode(self, sampling: Items[Sequence]) -> SamplerMode:
+    def _mode(self, sampling: Items[Sequence], rows: Items[Sequence]) -> SamplerMode:
         """The least mode that serves every sequence that samples, or a compiled one that does."""
         modes: set[SamplerMode] = {s.mode for s in sampling}
         least = common_mode(modes)
+        # A part of a prompt samples nothing, but its tokens have been seen.
+        if any(s.mode.penalty for s in rows):
+            least = least._replace(penalty=True)
         return next((mode for mode in self.warm_modes if common_mode({mode, least}) == mode), least)
 
     def _rows(self, views: dict[str, np.ndarray], plan: StepPlan, rows: list[Sequence]) -> None:
@@ -335,6 +338,8 @@ class BatchBuilder:
             if "chunk_row" in views:
                 views["chunk_row"][start : start + chunk.count] = row
             start, row = start + chunk.count, row + 1 + len(forks)
+        # Static batching's padding is computed like a token, though it has no place in the cache.
+        views["chunk_position"][start : plan.min_tokens] = 0
         views["num_tiles"][0] = len(tiles)
         for name, column in zip(_CHUNK[:4], np.asarray(tiles, np.int32).T, strict=True):
             views[name][: len(tiles)] = column

@@ -173,7 +173,7 @@ class Engine:
 
     def _record(self, step: InFlight, result: StepResult, now: float) -> None:
         plan = step.plan
-        decodes = len(plan.decodes)
+        decodes = len(plan.decodes) - plan.idle
         record = StepRecord(
             time=now,
             seconds=now - max(self._last_time, step.launched),

@@ -178,7 +178,9 @@ class LLM:
         """
         request = self._requests([prompt], sampling_params, streams=True)[0]
         self.engine.add([request])
-        return self._stream(request)
+        stream = self._stream(request)
+        next(stream)  # enters its try block: a stream that nobody ever reads aborts its request too
+        return stream
 
     def chat(
         self,
@@ -232,8 +234,8 @@ class LLM:
             RequestError: as for `generate`.
         """
         request = self._requests([prompt], sampling_params, arrival=arrival_time)[0]
-        self.engine.add([request])
-        with self.engine.lock:
+        with self.engine.lock:  # else another thread could end it before `on_close` is set
+            self.engine.add([request])
             self._submitted[request.output.request_id] = request
             request.on_close = lambda: self._submitted.pop(request.output.request_id, None)
         return request.output
@@ -331,10 +333,14 @@ class LLM:
 
     def _stream(self, request: LiveRequest) -> Iterator[StreamChunk]:
         try:
-            while True:
+            yield StreamChunk(0, "", [], None, None, None)  # read by `generate_stream` itself
+            finished = False
+            while not finished:
+                # Read first: another thread may add the last chunk and finish once there is none.
+                finished = request.finished
                 while request.chunks:
                     yield request.chunks.popleft()
-                if request.finished:
+                if finished:
                     break
                 self.engine.run_until(lambda: bool(request.chunks) or request.finished)
         finally:

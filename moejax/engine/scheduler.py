@@ -42,7 +42,8 @@ class StepPlan:
         forks: of each chunk, the samples that start with it (only on a last chunk).
         copies: (source, destination) blocks to copy, in this order, before anything is written.
         preempted: sequences that lost their blocks for this plan.
-        min_rows, min_tokens: padding that static batching asks for; 0 otherwise.
+        idle: the last so many of the decodes are rows of static batching that have ended: computed as padding.
+        min_tokens: chunk tokens that static batching computes, padding included; 0 in continuous batching.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -51,13 +52,13 @@ class StepPlan:
     forks: list[list[Sequence]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: int = 0
-    min_rows: int = 0
+    idle: int = 0
     min_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute."""
-        return len(self.decodes) + self.chunk_tokens
+        """Tokens to compute, padding not counted."""
+        return len(self.decodes) - self.idle + self.chunk_tokens
 
     @property
     def chunk_tokens(self) -> int:
@@ -212,7 +213,7 @@ class Scheduler:
         if sequence.state is State.FINISHED:
             return
         if sequence.state is State.RUNNING:
-            self._leave(sequence)
+            self._end(sequence)
         else:
             self._num_waiting -= sequence.samples
         sequence.state = State.FINISHED
@@ -233,8 +234,9 @@ class Scheduler:
         Raises:
             AssertionError: what is wrong.
         """
-        self.allocator.check_integrity(s.blocks for s in self.running)
-        slots = sorted(s.slot for s in self.running) + list(self._free_slots)
+        holders = self._holders()
+        self.allocator.check_integrity(s.blocks for s in holders)
+        slots = sorted(s.slot for s in holders) + list(self._free_slots)
         reserved = sum(len(s.forks) for s in self.running)
         if len(set(slots)) != len(slots) or set(slots) != set(range(self.max_num_seqs)):
             raise AssertionError(f"slots {slots} are not each of 0..{self.max_num_seqs - 1} once")
@@ -253,6 +255,10 @@ class Scheduler:
             raise AssertionError("a waiting sequence owns blocks or a slot")
         if len(set(map(id, queued))) != len(queued) or self._num_waiting != sum(s.samples for s in queued):
             raise AssertionError(f"{self._num_waiting} samples counted as waiting, {len(queued)} queued")
+
+    def _holders(self) -> list[Sequence]:
+        """Sequences that own blocks and a slot."""
+        return self.running
 
     def _least_blocks(self, sequence: Sequence) -> int:
         """Blocks without which it cannot end. The last token that it samples is never stored."""
@@ -358,8 +364,15 @@ class Scheduler:
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=self.policy.key)
 
+    def _end(self, sequence: Sequence) -> None:
+        """A running sequence finishes."""
+        self._leave(sequence)
+
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
         self.allocator.release(sequence.blocks)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
@@ -371,19 +384,21 @@ class Scheduler:
 
 
 class StaticScheduler(Scheduler):
-    """The baseline: takes a batch, computes its prompts padded to the longest, decodes until its last
-    sequence ends, and only then takes the next. Blocks for the whole of every sequence are set aside, so
-    nothing is preempted."""
+    """The baseline, as a padded generation loop does it: takes a batch, computes its prompts padded to the
+    longest, decodes until its last sequence ends, and only then takes the next. Rows that have ended are
+    computed as padding, experts included. Blocks for the whole of every sequence are set aside, so nothing is
+    preempted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._ended: list[Sequence] = []  # of this batch; they keep their blocks and slots until it is over
         self._batch_rows = 0
         self._reserved = 0
 
     def schedule(self) -> StepPlan | None:
         plan = StepPlan()
         if not self.running:
-            self._batch_rows = self._reserved = 0
+            self._close_batch()
             while sequence := self._admissible():
                 self._admit(sequence)
         budget = self.max_num_batched_tokens
@@ -395,9 +410,39 @@ class StaticScheduler(Scheduler):
             plan.min_tokens = min(longest * self._batch_rows, self.max_num_batched_tokens)
         else:
             self._decode(plan, self._batch_rows)
+            if plan.decodes:
+                self._pad(plan)
         self._fork(plan)
-        plan.min_rows = self._batch_rows
         return plan if plan.decodes or plan.chunks else None
+
+    def _pad(self, plan: StepPlan) -> None:
+        """Has every row that has ended compute its last stored token again."""
+        for sequence in self._ended:
+            plan.decodes.append(sequence)
+            plan.positions.append(sequence.computed - 1)
+        plan.idle = len(self._ended)
+
+    def _holders(self) -> list[Sequence]:
+        return [*self.running, *self._ended]
+
+    def _end(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        if sequence.computed and not sequence.score:
+            self._ended.append(sequence)
+        else:
+            self._give_back(sequence)
+        if not self.running:
+            self._close_batch()
+
+    def _close_batch(self) -> None:
+        for sequence in self._ended:
+            self._give_back(sequence)
+        self._ended = []
+        self._batch_rows = self._reserved = 0
+
+    def forget_device_state(self) -> None:
+        self._close_batch()
+        super().forget_device_state()
 
     def _admissible(self) -> Sequence | None:
         sequence = super()._admissible()

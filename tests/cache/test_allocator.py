@@ -1,4 +1,5 @@
-"""Blocks are conserved, handed out lowest first, shared by forks and copied before a shared one is written."""
+"""Blocks are conserved, handed out lowest first, shared by forks, and copied before a shared one is
+written."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,0 +1,420 @@
+"""What the scheduler promises, case by case; `test_state_machine.py` has it in random order.
+
+`HostEngine` checks every plan (limits, order, who is preempted, who writes where), the state after every step
+and at the end every token, so a test here says what is special about its case.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moejax.core.errors import RequestError
+from moejax.engine.scheduler import StepPlan
+from moejax.engine.sequence import Sequence, State
+from tests.engine.host_engine import Ask, Group, HostEngine, Limits, alone, run
+
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+
+
+def _chunks(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """(order, start, count) of a plan's chunks."""
+    assert plan is not None
+    return [(chunk.sequence.order, chunk.start, chunk.count) for chunk in plan.chunks]
+
+
+def _decodes(plan: StepPlan | None) -> list[int]:
+    assert plan is not None
+    return [sequence.order for sequence in plan.decodes]
+
+
+# -- admission ----------------------------------------------------------------------------------------------
+
+
+def test_requests_are_admitted_in_order_while_slots_last():
+    engine = HostEngine(Limits(max_num_seqs=2))
+    for _ in range(4):
+        engine.submit(Ask(3, max_tokens=2))
+    assert engine.scheduler.num_waiting == 4
+    assert _chunks(engine.step()) == [(0, 0, 3), (1, 0, 3)]
+    assert [s.order for s in engine.scheduler.waiting()] == [2, 3]
+    assert _decodes(engine.step()) == [0, 1]
+    assert _chunks(engine.step()) == [(2, 0, 3), (3, 0, 3)]
+    engine.drain()
+
+
+def test_a_request_that_does_not_fit_yet_keeps_its_turn():
+    """The third would fit beside the first, but must not overtake the second."""
+    engine = HostEngine(Limits(num_blocks=10))
+    engine.submit(Ask(16, max_tokens=4))
+    engine.submit(Ask(24))
+    engine.submit(Ask(1))
+    assert _chunks(engine.step()) == [(0, 0, 16)]
+    assert _decodes(engine.step()) == [0]
+    engine.drain()
+
+
+def test_blocks_are_kept_free_for_those_that_run():
+    """The watermark: two more would fill the pool, and preempt each other at the next block."""
+    engine = HostEngine(Limits(num_blocks=4))
+    assert engine.scheduler.watermark == 1
+    for _ in range(4):
+        engine.submit(Ask(4, max_tokens=2))
+    assert len(_chunks(engine.step())) == 3 and engine.allocator.num_free == 1
+    engine.drain()
+
+
+def test_an_empty_engine_needs_no_reserve():
+    engine = HostEngine(Limits(num_blocks=4))
+    engine.submit(Ask(16, max_tokens=1))
+    assert _chunks(engine.step()) == [(0, 0, 16)] and engine.allocator.num_free == 4
+    assert engine.idle
+
+
+def test_the_watermark_is_a_hundredth_of_the_pool():
+    assert HostEngine(Limits(num_blocks=1000)).scheduler.watermark == 10
+
+
+def test_forks_are_promised_slots_and_blocks():
+    """A group is admitted as a whole, and nobody takes its forks' slots while its prompt is computed."""
+    engine = HostEngine(Limits(max_num_seqs=4, max_num_batched_tokens=6))
+    engine.submit(Ask(10, n=3))
+    engine.submit(Ask(1))
+    engine.submit(Ask(1))
+    assert _chunks(engine.step()) == [(0, 0, 6)]
+    assert _chunks(engine.step()) == [(0, 6, 4), (3, 0, 1)]
+    assert len(engine.scheduler.running) == 4 and engine.scheduler.num_waiting == 1
+    engine.drain()
+
+
+def test_too_long_a_request_is_refused_in_one_line():
+    engine = HostEngine(Limits(num_blocks=4, block_size=4))
+    with pytest.raises(RequestError) as caught:
+        engine.submit(Ask(10, max_tokens=8))
+    assert str(caught.value) == (
+        "18 tokens (10 of them the prompt) need 5 cache blocks of 4, and the cache has 4; raise "
+        "engine.num_blocks or lower max_tokens"
+    )
+    assert engine.idle
+    engine.submit(Ask(10, max_tokens=7))  # the last token sampled is never stored
+    engine.submit(Ask(16, score=True))
+    engine.drain()
+    with pytest.raises(RequestError, match="17 tokens"):
+        engine.submit(Ask(17, score=True))
+
+
+def test_too_many_samples_are_refused_in_one_line():
+    engine = HostEngine(Limits(max_num_seqs=2))
+    with pytest.raises(RequestError) as caught:
+        engine.submit(Ask(1, n=3))
+    assert str(caught.value) == "n=3 exceeds engine.max_num_seqs 2; raise it or lower n"
+    assert engine.idle
+    engine.submit(Ask(1, n=2))
+    engine.drain()
+
+
+# -- a step's tokens ----------------------------------------------------------------------------------------
+
+
+def test_decodes_come_first_and_prompts_fill_the_rest():
+    engine = HostEngine(Limits(max_num_batched_tokens=8))
+    engine.submit(Ask(2))
+    engine.submit(Ask(20))
+    assert _chunks(engine.step()) == [(0, 0, 2), (1, 0, 6)]
+    plan = engine.step()
+    assert _decodes(plan) == [0] and _chunks(plan) == [(1, 6, 7)] and plan.num_tokens == 8
+    assert _chunks(engine.step()) == [(1, 13, 7)]
+    engine.drain()
+
+
+def test_a_prompts_last_token_alone_is_decoded():
+    engine = HostEngine(Limits(max_num_batched_tokens=8))
+    group = engine.submit(Ask(9, max_tokens=1))
+    assert _chunks(engine.step()) == [(0, 0, 8)]
+    plan = engine.step()
+    assert _decodes(plan) == [0] and plan.positions == [8] and not plan.chunks
+    assert group.samples[0].state is State.FINISHED and len(group.samples[0].tokens) == 10
+
+
+def test_samples_start_with_the_last_chunk_and_not_before():
+    engine = HostEngine(Limits(max_num_batched_tokens=8))
+    group = engine.submit(Ask(9, max_tokens=2, n=2))
+    plan = engine.step()
+    assert plan.forks == [[]] and list(plan.sampling_rows()) == []
+    plan = engine.step()
+    assert _chunks(plan) == [(0, 8, 1)] and plan.forks == [[group.samples[1]]]
+    assert list(plan.sampling_rows()) == [(0, group.samples[0]), (1, group.samples[1])]
+    engine.drain()
+
+
+@LOOPS
+def test_chunked_prompts_give_the_tokens_of_whole_ones(overlap: bool):
+    asks = [Ask(n, max_tokens=5, n=1 + n % 3, first=n) for n in (17, 30, 1, 8, 23)]
+    engine = run(Limits(num_blocks=200, max_num_batched_tokens=9, overlap=overlap), asks)
+    assert engine.events["chunked prompts"] and not engine.events["preemptions"]
+
+
+# -- preemption ---------------------------------------------------------------------------------------------
+
+
+@LOOPS
+def test_the_latest_is_preempted_and_the_oldest_never(overlap: bool):
+    """Two that need six blocks each, of seven: the second goes, comes back, and loses no token."""
+    engine = HostEngine(Limits(num_blocks=7, overlap=overlap))
+    old, new = engine.submit(Ask(4, max_tokens=20)), engine.submit(Ask(4, max_tokens=20))
+    engine.drain()
+    assert old.samples[0].preemptions == 0 and new.samples[0].preemptions >= 1
+    assert engine.events["preemptions"] == engine.events["readmissions"] == new.samples[0].preemptions
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    engine = HostEngine(Limits(num_blocks=6))
+    engine.submit(Ask(7, max_tokens=12))
+    engine.submit(Ask(8, max_tokens=12))
+    while not (plan := engine.step()).preempted:
+        engine.submit(Ask(1, max_tokens=1))
+    assert not plan.chunks
+    engine.drain()
+
+
+def test_a_blocks_last_owner_needs_no_copy_and_is_not_preempted():
+    """Both samples share the pool's last block. When the second goes, no block is free, yet the first can
+    write where it is; it used to be preempted too."""
+    engine = HostEngine(Limits(num_blocks=6, block_size=3))
+    group = engine.submit(Ask(16, max_tokens=2, n=2))
+    engine.step()
+    plan = engine.step()
+    assert plan.preempted == 1 and not plan.copies and _decodes(plan) == [0]
+    engine.drain()
+    assert [s.preemptions for s in group.samples] == [0, 1]
+
+
+@LOOPS
+def test_a_group_is_preempted_before_it_forks(overlap: bool):
+    """It is queued again as a whole, keeps its place, and shares its prompt when its turn comes."""
+    engine = HostEngine(Limits(num_blocks=12, max_num_batched_tokens=9, overlap=overlap))
+    for _ in range(2):
+        engine.submit(Ask(4, max_tokens=16))
+    group = engine.submit(Ask(24, max_tokens=4, n=2))
+    while not engine.events["preemptions before forking"]:
+        engine.step()
+    assert engine.scheduler.num_waiting == 2 and group.samples[0].forks == group.samples[1:]
+    engine.drain()
+    assert engine.events["forks"] == 1
+
+
+def test_a_preempted_sequence_waits_for_its_token_on_the_device():
+    engine = HostEngine(Limits(num_blocks=4, overlap=True))
+    engine.submit(Ask(7, max_tokens=9))
+    sequence = engine.submit(Ask(4, max_tokens=9)).samples[0]
+    while sequence.preemptions == 0:
+        engine.scheduler.schedule() if False else engine.step()
+    engine.drain()
+
+
+# -- samples of one prompt ----------------------------------------------------------------------------------
+
+
+@LOOPS
+def test_samples_share_the_prompt_and_copy_its_last_block(overlap: bool):
+    engine = HostEngine(Limits(overlap=overlap))
+    group = engine.submit(Ask(10, max_tokens=6, n=3))
+    engine.step()
+    assert engine.allocator.num_used == 3
+    assert {tuple(sample.blocks) for sample in group.samples} == {(0, 1, 2)}
+    plan = engine.step()
+    assert plan.copies == [(2, 3), (2, 4)]
+    assert [sample.blocks[:2] for sample in group.samples] == [[0, 1]] * 3
+    engine.drain()
+    assert len({tuple(tokens) for tokens in group.tokens}) == 3
+
+
+def test_a_prompt_that_ends_with_its_block_is_not_copied():
+    engine = HostEngine()
+    engine.submit(Ask(8, max_tokens=6, n=3))
+    engine.drain()
+    assert engine.events["forks"] == 2 and not engine.events["copies"]
+
+
+def test_samples_of_one_token_end_with_the_prompt():
+    engine = HostEngine()
+    group = engine.submit(Ask(8, max_tokens=1, n=3))
+    engine.step()
+    assert engine.idle and all(len(tokens) == 9 for tokens in group.tokens)
+
+
+class _ByTable:
+    """Ranks by a table: lets the samples of two groups come in turns."""
+
+    RANK = {0: 0, 1: 3, 2: 1, 3: 2}
+
+    def key(self, sequence: Sequence) -> int:
+        return self.RANK[sequence.order]
+
+
+def test_a_freed_source_may_become_a_destination():
+    """0 and 1 share a block, 2 and 3 another. 0 copies its own; 2 must copy too, has 1 preempted for it and
+    gets the block that 0 copied from. So copies must be made in their order, or all read before any write."""
+    limits = Limits(num_blocks=3, block_size=4, max_num_batched_tokens=32, policy=_ByTable)
+    engine = HostEngine(limits)
+    engine.scheduler.watermark = -1  # both groups at once
+    groups = [engine.submit(Ask(2, max_tokens=2, n=2, first=i)) for i in range(2)]
+    engine.step()
+    assert [g.samples[0].blocks for g in groups] == [[0], [1]]
+    assert engine.step().copies == [(0, 2), (1, 0)]
+    assert engine.events["copies over a copied block"] == 1
+    engine.drain()
+
+
+# -- scores -------------------------------------------------------------------------------------------------
+
+
+@LOOPS
+def test_a_score_computes_the_prompt_and_samples_nothing(overlap: bool):
+    engine = HostEngine(Limits(max_num_batched_tokens=8, overlap=overlap))
+    group = engine.submit(Ask(17, score=True))
+    plans = [engine.step() for _ in range(3)]
+    assert [_chunks(plan) for plan in plans] == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 1)]]
+    assert not any(list(plan.sampling_rows()) for plan in plans)
+    engine.drain()
+    assert len(group.samples[0].tokens) == 17
+
+
+# -- aborts -------------------------------------------------------------------------------------------------
+
+
+def _crowd(overlap: bool, **limits: int) -> tuple[HostEngine, Group, Group]:
+    """An engine with a neighbour that must not notice, and the group to abort."""
+    engine = HostEngine(Limits(overlap=overlap, **limits))
+    return engine, engine.submit(Ask(5, max_tokens=12, n=2, first=50)), engine.submit(Ask(9, 12, n=2))
+
+
+@LOOPS
+def test_abort_while_waiting(overlap: bool):
+    engine, _, group = _crowd(overlap)
+    engine.abort(group)
+    assert engine.events["abort waiting"] and engine.scheduler.num_waiting == 2
+    engine.abort(group)  # again: nothing happens
+    engine.drain()
+    assert [len(tokens) for tokens in group.tokens] == [9, 9]
+
+
+@LOOPS
+def test_abort_in_the_middle_of_the_prompt(overlap: bool):
+    engine, _, group = _crowd(overlap, max_num_batched_tokens=8)
+    engine.step()
+    engine.abort(group)
+    assert engine.events["abort mid-prompt"] == engine.events["abort with unstarted forks"] == 1
+    assert all(sample.state is State.FINISHED for sample in group.samples)
+    engine.drain()
+
+
+@LOOPS
+def test_abort_while_running(overlap: bool):
+    engine, _, group = _crowd(overlap)
+    for _ in range(4):
+        engine.step()
+    engine.abort(group)
+    assert engine.events["abort running"] == 2
+    assert bool(engine.events["abort in flight"]) == overlap
+    lengths = [len(tokens) for tokens in group.tokens]
+    engine.drain()
+    assert lengths == [len(tokens) for tokens in group.tokens], "a token came after the abort"
+
+
+@LOOPS
+def test_one_sample_ends_and_its_sibling_goes_on(overlap: bool):
+    engine, _, group = _crowd(overlap)
+    for _ in range(3):
+        engine.step()
+    engine.abort(group, [0])
+    engine.drain()
+    assert len(group.tokens[0]) < 21 and len(group.tokens[1]) == 21
+
+
+@LOOPS
+def test_abort_after_a_preemption(overlap: bool):
+    engine = HostEngine(Limits(num_blocks=7, overlap=overlap))
+    engine.submit(Ask(4, max_tokens=20))
+    group = engine.submit(Ask(4, max_tokens=20))
+    while group.samples[0].preemptions == 0:
+        engine.step()
+    engine.abort(group)
+    assert engine.events["abort preempted"] == 1 and engine.scheduler.num_waiting == 0
+    engine.drain()
+
+
+# -- the overlapped loop ------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_is_found_one_step_late():
+    ask = next(
+        a for a in (Ask(3, 12, stop_below=150, seed=i) for i in range(99)) if 5 < len(alone(a)[0]) < 15
+    )
+    plain, late = run(Limits(), [ask]), run(Limits(overlap=True), [ask])
+    assert plain.groups[0].tokens == late.groups[0].tokens
+    assert plain.events["tokens of ended sequences"] == 0
+    assert late.events["tokens of ended sequences"] == 1
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    asks=st.lists(
+        st.builds(Ask, st.integers(1, 20), st.integers(1, 15), st.integers(1, 3), st.sampled_from((0, 200))),
+        min_size=1,
+        max_size=10,
+    ),
+    blocks=st.integers(9, 40),
+)
+def test_both_loops_give_the_same_tokens(asks: list[Ask], blocks: int):
+    plain, late = (run(Limits(blocks, overlap=overlap), asks) for overlap in (False, True))
+    assert [group.tokens for group in plain.groups] == [group.tokens for group in late.groups]
+
+
+# -- failed steps -------------------------------------------------------------------------------------------
+
+
+@LOOPS
+def test_after_a_failed_step_all_is_computed_anew(overlap: bool):
+    """The token of the step before it is kept, the failed one's is sampled again."""
+    asks = [Ask(5, max_tokens=8, n=2), Ask(20, max_tokens=3), Ask(7, score=True)]
+    limits = Limits(max_num_batched_tokens=16, overlap=overlap, fail_at=frozenset({0, 1, 4, 9}))
+    assert run(limits, asks).events["failures"] == 4
+
+
+# -- bookkeeping --------------------------------------------------------------------------------------------
+
+
+def test_a_shared_token_is_stored_once():
+    engine = HostEngine()
+    engine.submit(Ask(10, max_tokens=9, n=3))
+    engine.step()
+    assert engine.scheduler.stored_tokens() == 10
+    engine.step()
+    # The full blocks are shared, the last one is each sample's own with two prompt tokens and one more.
+    assert engine.scheduler.stored_tokens() == 8 + 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda s: setattr(s.running[0], "slot", s.running[1].slot), "slots"),
+        (lambda s: s._free_slots.pop(), "slots"),
+        (lambda s: s.running.reverse(), "out of order"),
+        (lambda s: setattr(s.running[0], "state", State.WAITING), "should be running"),
+        (lambda s: setattr(s.running[0], "computed", 99), "should be running"),
+        (lambda s: setattr(s.waiting()[0], "slot", 3), "a waiting sequence owns"),
+        (lambda s: setattr(s.waiting()[0], "computed", 1), "a waiting sequence owns"),
+        (lambda s: setattr(s, "_num_waiting", 5), "5 samples counted as waiting"),
+        (lambda s: s._waiting.append(s._waiting[0]), "1 samples counted as waiting, 2 queued"),
+        (lambda s: s.running[1].forks.extend(s.running * 9), "slots promised to forks"),
+        (lambda s: s.allocator.release(list(s.running[0].blocks)), "refcount"),
+    ],
+)
+def test_check_integrity_finds(damage, message: str):
+    engine = HostEngine(Limits(max_num_seqs=2))
+    for _ in range(3):
+        engine.submit(Ask(3))
+    engine.step()
+    damage(engine.scheduler)
+    with pytest.raises(AssertionError, match=message):
+        engine.scheduler.check_integrity()
