@@ -312,6 +312,8 @@ class BatchBuilder:
         size, tile, S = self.limits.block_size, tile_rows(key.tokens), key.rows
         table, rope = views["table"], views["rope_len"]
         views["chunk_position"][:] = -1
+        if "chunk_row" in views:
+            views["chunk_row"][:] = S  # nobody has seen the tokens of padding
         tiles: list[tuple[int, int, int, int]] = []
         runs: list[tuple[int, int, int, int]] = []
         start, row = 0, len(plan.decodes)

@@ -47,12 +47,13 @@ class Buckets:
         return self.tokens[bisect_left(self.tokens, tokens)] if tokens else 0
 
     def reachable(
-        self, max_prompt_len: int, max_total_len: int, block_size: int
+        self, max_prompt_len: int, max_total_len: int, block_size: int, samples: int = 1
     ) -> Iterator[tuple[int, int, int]]:
         """(rows, chunk tokens, slabs) that a workload can need, largest first.
 
         Args:
             max_prompt_len, max_total_len: of its longest request, in tokens; the second with the output.
+            samples: the largest n of a request.
         """
         most_rows, budget = self.rows[-1], self.tokens[-1]
         per_sequence = -(-max_total_len // block_size)
@@ -64,8 +65,9 @@ class Buckets:
             blocks = self.slabs.ends[slabs - 1]
             for rows in reversed(self.rows):
                 smaller = self.rows[self.rows.index(rows) - 1] if rows != self.rows[0] else 0
-                if smaller + 1 > blocks:
-                    continue  # each row has a block of its own, forks for their first step excepted
+                # A row has a block of its own, or shares one with the other samples of its request.
+                if smaller + 1 > blocks * samples:
+                    continue
                 yield rows, 0, slabs
                 for tokens in reversed([t for t in self.tokens if t <= last_chunk]):
                     yield rows, tokens, slabs

@@ -124,8 +124,11 @@ class DeviceRunner:
             samples: the largest n of a request.
         """
         self.builder.warm_modes = list(dict.fromkeys(modes))
+        samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
-        reachable = list(self.buckets.reachable(max_prompt_len, max_total_len, self.limits.block_size))
+        reachable = list(
+            self.buckets.reachable(max_prompt_len, max_total_len, self.limits.block_size, samples)
+        )
         for rows, tokens, slabs in reachable:
             for mode in self.builder.warm_modes:
                 for sharing in owners:

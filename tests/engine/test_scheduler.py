@@ -245,10 +245,8 @@ def test_samples_of_one_token_end_with_the_prompt():
 class _ByTable:
     """Ranks by a table: lets the samples of two groups come in turns."""
 
-    RANK = {0: 0, 1: 3, 2: 1, 3: 2}
-
     def key(self, sequence: Sequence) -> int:
-        return self.RANK[sequence.order]
+        return (0, 3, 1, 2)[sequence.order]
 
 
 def test_a_freed_source_may_become_a_destination():

@@ -1,0 +1,221 @@
+"""The paged, continuously batched engine gives each request the tokens that it gets alone, whatever the
+configuration: chunks, preemption, forks, static batches, the overlapped and the plain loop."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moejax.core.config import EngineConfig
+from moejax.engine.llm import LLM
+from moejax.engine.request import SamplingParams
+from tests.engine.paged import GREEDY, SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt, tight, tokens
+from tests.engine.tiny import PROPERTY, FullForward
+
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 24)
+
+
+@pytest.fixture(scope="module")
+def whole(bare_llm: LLM) -> FullForward:
+    return FullForward(bare_llm.model)
+
+
+@pytest.fixture(scope="module")
+def alone(bare_llm: LLM) -> OneByOne:
+    return OneByOne(bare_llm.model)
+
+
+@pytest.fixture(scope="module")
+def scarce(bare_llm: LLM) -> LLM:
+    return bare_llm.variant(SCARCE)
+
+
+@pytest.fixture(scope="module")
+def roomy(bare_llm: LLM) -> LLM:
+    return bare_llm.variant(TIGHT)
+
+
+class Copies(Counter[str]):
+    """Counts the copies that a runner makes."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        make = llm.runner._copy
+
+        def copy(pairs: Any) -> None:
+            self["copies"] += len(pairs)
+            make(pairs)
+
+        monkeypatch.setattr(llm.runner, "_copy", copy)
+
+
+# -- configurations ------------------------------------------------------------------------------------
+
+NARROW: dict[str, EngineConfig] = {
+    "chunked": TIGHT,
+    "chunked_plain_loop": tight(overlap=False),
+    "preempting": SCARCE,
+    "preempting_plain_loop": dataclasses.replace(SCARCE, overlap=False),
+    "static": tight(batching="static", max_num_batched_tokens=24, token_buckets=[24]),
+    "static_chunked_plain_loop": tight(batching="static", overlap=False),
+    "one_block_per_token": tight(block_size=1, num_blocks=40, block_buckets=[40]),
+    "one_sequence": tight(max_num_seqs=1, seq_buckets=[1]),
+    "one_token_a_step": tight(
+        max_num_seqs=1, max_num_batched_tokens=1, seq_buckets=[1], token_buckets=[1], block_size=3
+    ),
+    "no_token_to_spare": tight(max_num_batched_tokens=4, token_buckets=[4], block_buckets=[3, 10]),
+    "room_for_one": tight(num_blocks=8),
+    "blocks_over_everything": EngineConfig(
+        compile_cache=False,
+        max_model_len=32,
+        max_num_seqs=3,
+        block_size=64,
+        seq_buckets=[3],
+        token_buckets=[64],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_every_configuration_gives_the_same_tokens(name: str, bare_llm: LLM, whole: FullForward) -> None:
+    """Prompts around every edge of blocks and buckets, one as long as may be, outputs from 1 token on."""
+    llm = bare_llm.variant(NARROW[name])
+    prompts = [prompt(n) for n in LENGTHS] + [prompt(31)]
+    params = [greedy(1 + (3 * i) % 8) for i in range(len(LENGTHS))] + [greedy(5)]
+    outs = llm.generate(prompts, params)
+    for ids, p, out in zip(prompts, params, outs, strict=True):
+        count = min(p.max_tokens, 32 - len(ids))
+        assert out.outputs[0].token_ids == whole.greedy(ids, count)
+        assert out.outputs[0].finish_reason == "length"
+    stats = llm.stats()
+    assert (stats["preemptions"] > 0) == (name in ("preempting", "preempting_plain_loop", "room_for_one"))
+    assert stats["max_running"] == (1 if name.startswith("one_sequence") else llm.engine_config.max_num_seqs)
+    assert_clean(llm)
+
+
+@settings(PROPERTY, max_examples=25)
+@given(
+    st.lists(st.tuples(st.sampled_from(LENGTHS), st.integers(1, 8)), min_size=1, max_size=9),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_any_workload(
+    scarce: LLM, roomy: LLM, whole: FullForward, rows: list[tuple[int, int]], seed: int, short: bool
+) -> None:
+    llm = scarce if short else roomy
+    prompts = [prompt(length, seed) for length, _ in rows]
+    outs = llm.generate(prompts, [greedy(count) for _, count in rows])
+    for ids, (_, count), out in zip(prompts, rows, outs, strict=True):
+        assert out.outputs[0].token_ids == whole.greedy(ids, count)
+    assert_clean(llm)
+
+
+def test_requests_that_join_at_any_time(scarce: LLM, whole: FullForward) -> None:
+    """One a step, in an order of lengths that makes old and new share steps in every combination."""
+    rng = np.random.default_rng(5)
+    asked = [(prompt(int(rng.choice(LENGTHS)), i), int(rng.integers(1, 9))) for i in range(20)]
+    outs = []
+    for ids, count in asked:
+        outs.append(scarce.submit(ids, greedy(count)))
+        for _ in range(int(rng.integers(0, 3))):
+            scarce.step()
+            scarce.engine.scheduler.check_integrity()
+    while scarce.step():
+        scarce.engine.scheduler.check_integrity()
+    for out, (ids, count) in zip(outs, asked, strict=True):
+        assert out.finished and out.outputs[0].token_ids == whole.greedy(ids, count)
+    assert_clean(scarce)
+
+
+# -- forks ---------------------------------------------------------------------------------------------
+
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, seed=11, ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", ["chunked", "preempting", "room_for_one", "static", "no_token_to_spare"])
+def test_samples_of_one_prompt(
+    name: str, bare_llm: LLM, alone: OneByOne, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n samples share the prompt's blocks, copy them when they part, and draw as n requests with seed + i."""
+    llm = bare_llm.variant(NARROW[name])
+    copies = Copies(llm, monkeypatch)
+    prompts = [prompt(n, 1) for n in (1, 6, 8, 4, 15)]
+    most = 2 if name == "room_for_one" else 4
+    params = [dataclasses.replace(SAMPLED, n=n) for n in (most, 2, 2, 3, most)]
+    outs = llm.generate(prompts, params)
+    for ids, p, out in zip(prompts, params, outs, strict=True):
+        assert [sample.token_ids for sample in out.outputs] == alone.samples(ids, p)
+        separate = [dataclasses.replace(SAMPLED, seed=11 + i) for i in range(p.n)]
+        assert tokens(llm.generate([ids] * p.n, separate)) == [[s.token_ids] for s in out.outputs]
+    assert len({tuple(s.token_ids) for s in outs[0].outputs}) > 1
+    assert copies["copies"] >= 3
+    assert_clean(llm)
+
+
+def test_more_samples_than_rows(bare_llm: LLM, alone: OneByOne) -> None:
+    """n over `max_num_seqs` runs in groups, in continuous and in static batches."""
+    params = dataclasses.replace(SAMPLED, n=11)
+    for config in (TIGHT, tight(batching="static")):
+        llm = bare_llm.variant(config)
+        (out,) = llm.generate([prompt(6, 1)], params)
+        assert [sample.index for sample in out.outputs] == list(range(11))
+        assert [sample.token_ids for sample in out.outputs] == alone.samples(prompt(6, 1), params)
+        assert_clean(llm)
+
+
+def test_greedy_samples_are_equal_and_end_apart(scarce: LLM, alone: OneByOne) -> None:
+    """With max_tokens=1 no fork ever decodes; sampled forks that meet a stop token leave the others alone."""
+    outs = scarce.generate([prompt(7), prompt(8)], dataclasses.replace(greedy(1), n=4))
+    for ids, out in zip((prompt(7), prompt(8)), outs, strict=True):
+        assert [s.token_ids for s in out.outputs] == [alone.steps(ids, greedy(1))[0]] * 4
+    stop = [list(alone.steps(prompt(6, 1), SAMPLED, 11 + i)[0])[2] for i in range(2)]
+    params = dataclasses.replace(SAMPLED, n=4, stop_token_ids=stop)
+    (out,) = scarce.generate([prompt(6, 1)], params)
+    assert [sample.token_ids for sample in out.outputs] == alone.samples(prompt(6, 1), params)
+    reasons = [sample.finish_reason for sample in out.outputs]
+    assert reasons[:2] == ["stop", "stop"] and len(out.outputs[0].token_ids) <= 3
+    assert_clean(scarce)
+
+
+# -- the same again ------------------------------------------------------------------------------------
+
+
+def test_same_seed_same_tokens(bare_llm: LLM) -> None:
+    """Sampled, preempted and forked: two engines give the same bits, log-probabilities included."""
+    prompts = [prompt(n, 2) for n in (5, 17, 9, 12, 3)]
+    params = SamplingParams(temperature=0.9, max_tokens=8, n=2, logprobs=2, ignore_eos=True)
+    first, second = (bare_llm.variant(SCARCE) for _ in range(2))
+    a, b = first.generate(prompts, params), second.generate(prompts, params)
+    assert [out.outputs for out in a] == [out.outputs for out in b]
+    assert first.stats()["preemptions"] > 0
+    assert [out.outputs for out in first.generate(prompts, params)] == [out.outputs for out in a]
+
+
+def test_neighbours_change_nothing(scarce: LLM, bare_llm: LLM) -> None:
+    """A sampled request with a seed gets the same tokens alone, in a crowd, in another place of the call, in a
+    static batch and in the plain loop."""
+    params = dataclasses.replace(SAMPLED, n=2)
+    ids = prompt(13, 3)
+    others = [prompt(n, 4) for n in (2, 20, 7, 9)]
+    (want,) = tokens(scarce.generate([ids], params))
+    noise = SamplingParams(temperature=1.3, max_tokens=8, ignore_eos=True)
+    for place in range(5):
+        prompts = [*others[:place], ids, *others[place:]]
+        mixed = [noise] * place + [params] + [noise] * (4 - place)
+        assert tokens(scarce.generate(prompts, mixed))[place] == want
+    for config in (tight(batching="static"), tight(overlap=False)):
+        assert tokens(bare_llm.variant(config).generate([ids, *others], [params, *[noise] * 4]))[0] == want
+
+
+def test_loops_agree_in_every_detail(bare_llm: LLM) -> None:
+    """The overlapped loop learns of an end one step late; nothing of that shows."""
+    prompts = [prompt(n, 6) for n in (6, 11, 3, 18)]
+    stops = [tokens(bare_llm.generate(prompts, GREEDY))[i][0][3] for i in range(4)]
+    params = [greedy(8, stop_token_ids=[stop], logprobs=1) for stop in stops]
+    outs = [bare_llm.variant(tight(overlap=o)).generate(prompts, params) for o in (True, False)]
+    assert [out.outputs for out in outs[0]] == [out.outputs for out in outs[1]]
+    assert {out.outputs[0].finish_reason for out in outs[0]} == {"stop"}
