@@ -209,7 +209,7 @@ class BatchBuilder:
         highest = int(held.max()) if D else 0
         highest = max([highest, *(max(chunk.sequence.blocks) for chunk in plan.chunks)])
         shared = int(np.bincount(held).max()) if D else 1
-        slabs = self.buckets.slabs.slabs_for(highest + 1)
+        slabs = self.buckets.slabs_for(highest + 1)
         tokens = plan.chunk_tokens
         wanted = max(tokens, plan.min_tokens) if tokens else 0
         key = StepKey(
@@ -239,6 +239,16 @@ class BatchBuilder:
         if key.mode.penalty:
             _fill_penalty(views, plan)
         return key, buffer
+
+    def empty(self, key: StepKey) -> np.ndarray:
+        """A buffer that computes nothing and writes nothing, to rehearse a step."""
+        fields, length = layout(key, self.limits)
+        buffer = np.zeros(length, np.int32)
+        for name, value in (("slot", self.limits.slots), ("position", -1), ("owner", -1), ("chunk_position", -1)):
+            if name in fields:
+                offset, shape = fields[name]
+                buffer[offset : offset + math.prod(shape)] = value
+        return buffer
 
     def _mode(self, sampling: Items[Sequence], rows: Items[Sequence]) -> SamplerMode:
         """The least mode that serves every sequence that samples, or a compiled one that does."""

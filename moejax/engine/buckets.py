@@ -25,11 +25,13 @@ def powers_of_two(first: int, last: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Buckets:
-    """rows: sequences in a batch; tokens: chunk tokens; slabs: cache blocks."""
+    """rows: sequences in a batch; tokens: chunk tokens; slabs: cache blocks, of which a step reads the first
+    `slab_counts[i]` slabs."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     slabs: SlabLayout
+    slab_counts: tuple[int, ...]
 
     @classmethod
     def of(cls, config: EngineConfig, num_blocks: int) -> "Buckets":
@@ -37,7 +39,8 @@ class Buckets:
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         rows = config.seq_buckets or powers_of_two(1, seqs)
         chunk = config.token_buckets or powers_of_two(min(SMALLEST_CHUNK, tokens), tokens)
-        return cls(_up_to(rows, seqs), _up_to(chunk, tokens), SlabLayout.of(num_blocks, config.block_buckets))
+        slabs = SlabLayout.of(num_blocks, config.block_buckets)
+        return cls(_up_to(rows, seqs), _up_to(chunk, tokens), slabs, tuple(range(1, len(slabs.ends) + 1)))
 
     def rows_for(self, rows: int) -> int:
         return self.rows[bisect_left(self.rows, rows)]
@@ -45,6 +48,29 @@ class Buckets:
     def tokens_for(self, tokens: int) -> int:
         """0 for none."""
         return self.tokens[bisect_left(self.tokens, tokens)] if tokens else 0
+
+    def slabs_for(self, blocks: int) -> int:
+        """Slabs to read where the first `blocks` blocks matter."""
+        return self.slab_counts[bisect_left(self.slab_counts, self.slabs.slabs_for(blocks))]
+
+    def thinned(self, config: EngineConfig, max_total_len: int) -> "Buckets":
+        """Fewer buckets for a workload whose every step is to be compiled ahead.
+
+        The buckets that the configuration leaves open are reduced to the largest that the workload needs and
+        one of about a quarter of it; those beyond its needs stay for what comes after it.
+
+        Args:
+            max_total_len: of its longest request, in tokens.
+        """
+        last_tokens, last_slabs = self._largest(max_total_len, config.block_size)
+        rows, tokens, counts = self.rows, self.tokens, self.slab_counts
+        if config.seq_buckets is None:
+            rows = _two(rows, rows[-1])
+        if config.token_buckets is None:
+            tokens = _two(tokens, last_tokens)
+        if config.block_buckets is None:
+            counts = _two(counts, last_slabs, quarter=last_slabs - 2)
+        return Buckets(rows, tokens, self.slabs, counts)
 
     def reachable(
         self, max_prompt_len: int, max_total_len: int, block_size: int, samples: int = 1
@@ -55,13 +81,8 @@ class Buckets:
             max_prompt_len, max_total_len: of its longest request, in tokens; the second with the output.
             samples: the largest n of a request.
         """
-        most_rows, budget = self.rows[-1], self.tokens[-1]
-        per_sequence = -(-max_total_len // block_size)
-        # Preempted sequences come back as prompts of up to their whole length.
-        chunk = min(budget, most_rows * max_total_len)
-        last_chunk = self.tokens_for(chunk)
-        last_slab = self.slabs.slabs_for(min(self.slabs.num_blocks, most_rows * per_sequence))
-        for slabs in range(last_slab, 0, -1):
+        last_tokens, last_slabs = self._largest(max_total_len, block_size)
+        for slabs in reversed([count for count in self.slab_counts if count <= last_slabs]):
             blocks = self.slabs.ends[slabs - 1]
             for rows in reversed(self.rows):
                 smaller = self.rows[self.rows.index(rows) - 1] if rows != self.rows[0] else 0
@@ -69,8 +90,23 @@ class Buckets:
                 if smaller + 1 > blocks * samples:
                     continue
                 yield rows, 0, slabs
-                for tokens in reversed([t for t in self.tokens if t <= last_chunk]):
+                for tokens in reversed([t for t in self.tokens if t <= last_tokens]):
                     yield rows, tokens, slabs
+
+    def _largest(self, max_total_len: int, block_size: int) -> tuple[int, int]:
+        """The largest chunk tokens and slabs that requests of this length can need."""
+        most_rows = self.rows[-1]
+        # Preempted sequences come back as prompts of up to their whole length.
+        tokens = self.tokens_for(min(self.tokens[-1], most_rows * max_total_len))
+        blocks = min(self.slabs.num_blocks, most_rows * -(-max_total_len // block_size))
+        return tokens, self.slabs_for(blocks)
+
+
+def _two(sizes: tuple[int, ...], largest: int, quarter: int | None = None) -> tuple[int, ...]:
+    """Of rising sizes: one at least a quarter of `largest`, `largest` itself, and all that are larger."""
+    quarter = -(-largest // 4) if quarter is None else max(quarter, sizes[0])
+    small = sizes[bisect_left(sizes, quarter)]
+    return tuple(size for size in sizes if size in (small, largest) or size > largest)
 
 
 def _up_to(sizes: tuple[int, ...] | list[int], limit: int) -> tuple[int, ...]:

@@ -56,6 +56,7 @@ class DeviceRunner:
     ) -> None:
         self.functions = functions
         self.ledger = ledger
+        self.config = config
         self.buckets = Buckets.of(config, num_blocks)
         self.limits = Limits(
             slots=config.max_num_seqs,
@@ -84,16 +85,18 @@ class DeviceRunner:
             self._copy(plan.copies)
         key, buffer = self.builder.build(plan)
         wanted = [s.params.logprobs for s in plan.sequences] if key.mode.logprobs >= 0 else None
+        return Launched(key, wanted, plan.chunk_tokens, self._run(key, buffer))
+
+    def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         step = self._step(key)
         pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
-        state, output = step(
-            self.functions.leaves, DeviceState(pages, self._last, self._seen_of(key)), buffer
-        )
+        given = DeviceState(pages, self._last, self._seen_of(key))
+        state, output = step(self.functions.leaves, given, buffer)
         self.pool.put(state.pages)
         self._last = state.last
         if key.mode.penalty:
             self._seen = state.seen
-        return Launched(key, wanted, plan.chunk_tokens, output)
+        return output
 
     def collect(self, handle: Launched) -> StepResult:
         """Reads a step's result; this is where the host waits for the device."""
@@ -116,7 +119,10 @@ class DeviceRunner:
         *,
         samples: int = 1,
     ) -> None:
-        """Compiles ahead of time every step that such a workload can need; runs none.
+        """Compiles ahead of time every step that such a workload can need, and rehearses each once on an
+        empty batch: the first run of a program costs tens of milliseconds more than the next.
+
+        From then on batches are padded to the few buckets compiled here, see `Buckets.thinned`.
 
         Args:
             max_prompt_len, max_total_len: of its longest request, the second with the output.
@@ -124,6 +130,9 @@ class DeviceRunner:
             samples: the largest n of a request.
         """
         self.builder.warm_modes = list(dict.fromkeys(modes))
+        self.buckets = self.builder.buckets = Buckets.of(self.config, self.buckets.slabs.num_blocks).thinned(
+            self.config, max_total_len
+        )
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
         reachable = list(
@@ -132,8 +141,8 @@ class DeviceRunner:
         for rows, tokens, slabs in reachable:
             for mode in self.builder.warm_modes:
                 for sharing in owners:
-                    blocks = self.limits.slab_ends[slabs - 1]
-                    self._step(StepKey(rows, tokens, blocks, sharing, mode, False, False))
+                    key = StepKey(rows, tokens, self.limits.slab_ends[slabs - 1], sharing, mode, False, False)
+                    jax.block_until_ready(self._run(key, self.builder.empty(key)))
         if samples > 1:
             for slabs in sorted({slabs for _, _, slabs in reachable}):
                 self._copier(slabs)
@@ -195,6 +204,6 @@ class DeviceRunner:
         """Copies blocks before the step that writes into the copies. At most one a slot."""
         pairs = np.zeros((2, self.limits.slots), np.int32)
         pairs[:, : len(copies)] = np.asarray(copies, np.int32).T
-        slabs = self.buckets.slabs.slabs_for(int(pairs.max()) + 1)
+        slabs = self.buckets.slabs_for(int(pairs.max()) + 1)
         copier = self._copier(slabs)
         self.pool.put(copier(self.pool.take(slabs), pairs, np.int32(len(copies))))

@@ -193,7 +193,7 @@ class Scheduler:
         """Tokens whose keys and values the blocks hold or are about to; a shared one counts once."""
         allocator = self.allocator
         empty = 0.0
-        for s in self.running:
+        for s in self._holders():
             if s.blocks:
                 # Sequences that share a last block leave the same places of it empty.
                 empty += (len(s.blocks) * allocator.block_size - s.computed) / allocator.refcount(

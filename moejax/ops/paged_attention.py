@@ -19,7 +19,7 @@ Slab = tuple[jax.Array, jax.Array]
 Slabs = tuple[Slab, ...]
 
 # Keys that one turn of a chunk's loop attends to, at least one block.
-KEYS_PER_TURN = 128
+KEYS_PER_TURN = 64
 
 
 class DecodePlan(NamedTuple):
@@ -78,7 +78,7 @@ class AttentionPlan(NamedTuple):
 
 def tile_rows(tokens: int) -> int:
     """Queries per tile of a step with that many chunk tokens."""
-    return max(1, min(tokens, 64))
+    return max(1, min(tokens, 32))
 
 
 def paged_attention(

@@ -6,8 +6,10 @@ that the cases they are about did occur. `alone` is the oracle: a request's toke
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+import pytest
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.engine.fake_runner import FakeRunner
@@ -17,6 +19,19 @@ from moejax.engine.scheduler import Scheduler, StaticScheduler, StepPlan
 from moejax.engine.sequence import Sequence, State
 
 VOCAB_SIZE = 1000
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+
+
+def chunks_of(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """(order, start, count) of a plan's chunks."""
+    assert plan is not None
+    return [(chunk.sequence.order, chunk.start, chunk.count) for chunk in plan.chunks]
+
+
+def decodes_of(plan: StepPlan | None) -> list[int]:
+    """Orders of a plan's decodes."""
+    assert plan is not None
+    return [sequence.order for sequence in plan.decodes]
 
 
 class ShortestFirst:
@@ -166,6 +181,14 @@ class HostEngine:
         self.scheduler.check_integrity()
         return plan
 
+    def step_until(self, condition: Callable[[], object]) -> StepPlan | None:
+        """Steps until something is the case; returns the last plan."""
+        plan = None
+        while not condition():
+            assert not self.idle, "it never came to that"
+            plan = self.step()
+        return plan
+
     @property
     def idle(self) -> bool:
         return self.scheduler.idle and not self.in_flight
@@ -199,7 +222,8 @@ class HostEngine:
                 got, want = tuple(sample.tokens), expected[index]
                 if got != (want[: len(got)] if index in group.aborted else want):
                     raise AssertionError(f"{group.ask} sample {index} got {got}, alone {want}")
-                if sample.blocks or sample.slot != -1 or sample.forks:
+                # A row of static batching keeps what it owns until its batch is over.
+                if (sample.blocks or sample.slot != -1 or sample.forks) and self.scheduler.idle:
                     raise AssertionError(f"{sample!r} has ended and still owns something")
                 if sample.score and index not in group.aborted:
                     assert sample.order in self._scored, "the prompt is not all computed"
@@ -226,38 +250,46 @@ class HostEngine:
     def _check_plan(self, plan: StepPlan, before: list[Sequence], queued: list[Sequence]) -> None:
         """What a runner may rely on, and what the two kinds of batching promise."""
         rows, limits, allocator = plan.sequences, self.limits, self.allocator
+        size, real = allocator.block_size, len(plan.decodes) - plan.idle
+        decodes, padding = plan.decodes[:real], plan.decodes[real:]
         assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
-        assert plan.num_tokens == len(plan.positions) + sum(c.count for c in plan.chunks)
+        assert plan.num_tokens == real + sum(c.count for c in plan.chunks)
         assert len({s.slot for s in rows}) == len(rows) <= limits.max_num_seqs
-        assert all(s in self.scheduler.running for s in rows)
-        keys = [self.scheduler.policy.key(s) for s in plan.decodes]
+        assert all(s in self.scheduler.running for s in rows if s not in padding)
+        keys = [self.scheduler.policy.key(s) for s in decodes]
         assert keys == sorted(keys), "decodes out of order"
-        shared = allocator.block_size
-        for sequence, position in zip(plan.decodes, plan.positions, strict=True):
+        for sequence, position in zip(decodes, plan.positions, strict=False):
             self._advance(sequence, position, 1)
-            assert allocator.refcount(sequence.blocks[position // shared]) == 1, "writes a shared block"
+            assert allocator.refcount(sequence.blocks[position // size]) == 1, "writes a shared block"
         for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
             self._advance(chunk.sequence, chunk.start, chunk.count)
             assert len(chunk.sequence.blocks) >= allocator.blocks_for(
                 chunk.sequence.length - chunk.sequence.pending
             )
             end = chunk.start + chunk.count
-            for block in chunk.sequence.blocks[chunk.start // shared : allocator.blocks_for(end)]:
+            for block in chunk.sequence.blocks[chunk.start // size : allocator.blocks_for(end)]:
                 assert allocator.refcount(block) == 1 + len(forks), "writes a shared block"
             for fork in forks:
                 self._stored[fork.order] = end
         self._check_copies(plan)
+        holders = [s for group in self.groups for s in group.samples if s.blocks]
+        stored = {(s.blocks[p // size], p % size) for s in holders for p in range(s.computed)}
+        assert self.scheduler.stored_tokens() == len(stored)
         admitted = [s for s in queued if s.state is State.RUNNING]
         assert admitted == queued[: len(admitted)], "admitted out of order"
         assert not (admitted and plan.preempted)
         if limits.static:
             assert not plan.preempted and not (admitted and before)
-            assert plan.min_rows >= len(rows)
+            assert all(s.state is State.FINISHED and s.slot >= 0 for s in padding)
+            assert not (plan.decodes and plan.chunks)
+            if plan.chunks:
+                assert plan.chunk_tokens <= plan.min_tokens <= limits.max_num_batched_tokens
         else:
-            assert plan.min_rows == plan.min_tokens == 0
+            assert plan.idle == plan.min_tokens == 0
         self.events["steps"] += 1
         self.events["forks"] += sum(len(forks) for forks in plan.forks)
         self.events["chunked prompts"] += sum(not c.last for c in plan.chunks)
+        self.events["padding rows"] += plan.idle
         self.events["mixed steps"] += bool(plan.decodes and plan.chunks)
         self.events["readmissions"] += sum(s.preemptions > 0 for s in admitted)
 
@@ -288,7 +320,7 @@ class HostEngine:
 
     def _postprocess(self, plan: StepPlan, handle: object) -> None:
         ended = [s for _, s in plan.sampling_rows() if s.state is State.FINISHED]
-        self.events["tokens of ended sequences"] += len(ended)
+        self.events["tokens of ended sequences"] += len(ended) - plan.idle
         before = [len(s.tokens) for s in ended]
         wanted = [(row, s) for row, s in plan.sampling_rows() if s.state is not State.FINISHED]
         taken = self.scheduler.postprocess(plan, self.runner.collect(handle).tokens)

@@ -28,6 +28,8 @@ TIGHT = EngineConfig(
 )
 # Two sequences of 32 tokens do not fit.
 SCARCE = dataclasses.replace(TIGHT, num_blocks=12)
+# Of one step of the one-layer model: projections, scores, values, output, experts, vocabulary.
+REDUCTIONS = (32, 8, 32, 32, 32, 16, 2, 32)
 
 
 def tight(**changes: Any) -> EngineConfig:

@@ -35,7 +35,12 @@ PENALTY = SamplingParams(temperature=0.0, repetition_penalty=1.5)
 
 
 def builder(**buckets: Any) -> BatchBuilder:
-    given: dict[str, Any] = {"rows": (2, 4, 6), "tokens": (8, 32, 80), "slabs": SlabLayout.of(40, ENDS)}
+    given: dict[str, Any] = {
+        "rows": (2, 4, 6),
+        "tokens": (8, 32, 80),
+        "slabs": SlabLayout.of(40, ENDS),
+        "slab_counts": (1, 2, 3, 4),
+    }
     return BatchBuilder(Buckets(**given | buckets), LIMITS)
 
 
@@ -338,7 +343,22 @@ def test_default_buckets() -> None:
     assert buckets.slabs.ends == (8, 16, 32, 50)
     assert [buckets.rows_for(n) for n in (1, 2, 3, 8, 9, 12)] == [1, 2, 4, 8, 12, 12]
     assert [buckets.tokens_for(n) for n in (0, 1, 16, 17, 65, 100)] == [0, 16, 16, 32, 100, 100]
-    assert [buckets.slabs.slabs_for(n) for n in (0, 1, 8, 9, 33, 50)] == [1, 1, 1, 2, 4, 4]
+    assert [buckets.slabs_for(n) for n in (1, 8, 9, 33, 50)] == [1, 1, 2, 4, 4]
+
+
+def test_thinned_buckets() -> None:
+    """What the configuration leaves open keeps two sizes up to the workload's largest, and all above it;
+    what it asks for stays."""
+    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048, block_size=4)
+    buckets = Buckets.of(config, 1024)
+    few = buckets.thinned(config, 20)
+    assert (few.rows, few.tokens) == ((16, 64), (512, 2048)) and few.slabs == buckets.slabs
+    assert [few.slabs.ends[count - 1] for count in few.slab_counts] == [128, 512, 1024]
+    assert [few.slabs_for(n) for n in (1, 128, 129, 512, 1000)] == [5, 5, 7, 7, 8]
+    short = buckets.thinned(config, 3)
+    assert short.tokens == (64, 256, 512, 1024, 2048)
+    own = dataclasses.replace(config, seq_buckets=[3, 64], token_buckets=[7, 2048], block_buckets=[9, 99])
+    assert Buckets.of(own, 1024).thinned(own, 20) == Buckets.of(own, 1024)
 
 
 def test_given_buckets_end_at_the_limits() -> None:

@@ -3,6 +3,7 @@ configuration: chunks, preemption, forks, static batches, the overlapped and the
 
 import dataclasses
 from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,21 @@ from hypothesis import strategies as st
 from moejax.core.config import EngineConfig
 from moejax.engine.llm import LLM
 from moejax.engine.request import SamplingParams
-from tests.engine.paged import GREEDY, SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt, tight, tokens
+from moejax.engine.sampler import SamplerMode
+from tests.engine.paged import (
+    GREEDY,
+    REDUCTIONS,
+    SCARCE,
+    TIGHT,
+    OneByOne,
+    assert_clean,
+    greedy,
+    prompt,
+    tight,
+    tokens,
+)
 from tests.engine.tiny import PROPERTY, FullForward
+from tests.numerics import assert_close, tolerance
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 24)
 
@@ -60,8 +74,9 @@ NARROW: dict[str, EngineConfig] = {
     "chunked_plain_loop": tight(overlap=False),
     "preempting": SCARCE,
     "preempting_plain_loop": dataclasses.replace(SCARCE, overlap=False),
-    "static": tight(batching="static", max_num_batched_tokens=24, token_buckets=[24]),
-    "static_chunked_plain_loop": tight(batching="static", overlap=False),
+    "static": dataclasses.replace(SCARCE, batching="static"),
+    "static_plain_loop": dataclasses.replace(SCARCE, batching="static", overlap=False),
+    "static_whole_prompts": tight(batching="static", max_num_batched_tokens=64, token_buckets=[64]),
     "one_block_per_token": tight(block_size=1, num_blocks=40, block_buckets=[40]),
     "one_sequence": tight(max_num_seqs=1, seq_buckets=[1]),
     "one_token_a_step": tight(
@@ -69,31 +84,38 @@ NARROW: dict[str, EngineConfig] = {
     ),
     "no_token_to_spare": tight(max_num_batched_tokens=4, token_buckets=[4], block_buckets=[3, 10]),
     "room_for_one": tight(num_blocks=8),
-    "blocks_over_everything": EngineConfig(
-        compile_cache=False,
-        max_model_len=32,
+    "blocks_over_everything": tight(
         max_num_seqs=3,
+        max_num_batched_tokens=64,
         block_size=64,
+        num_blocks=5,
         seq_buckets=[3],
         token_buckets=[64],
     ),
 }
+SLOW = ("static_whole_prompts", "one_sequence")
+PREEMPTS = ("preempting", "preempting_plain_loop", "room_for_one", "one_block_per_token")
 
 
-@pytest.mark.parametrize("name", NARROW)
+def slowly(names: Iterable[str], slow: Collection[str]) -> list[Any]:
+    """The names as parameters; those in `slow` compile more than they say."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
+
+
+@pytest.mark.parametrize("name", slowly(NARROW, SLOW))
 def test_every_configuration_gives_the_same_tokens(name: str, bare_llm: LLM, whole: FullForward) -> None:
     """Prompts around every edge of blocks and buckets, one as long as may be, outputs from 1 token on."""
     llm = bare_llm.variant(NARROW[name])
     prompts = [prompt(n) for n in LENGTHS] + [prompt(31)]
-    params = [greedy(1 + (3 * i) % 8) for i in range(len(LENGTHS))] + [greedy(5)]
+    params = [greedy(12 if i % 4 else 1) for i in range(len(LENGTHS))] + [greedy(5)]
     outs = llm.generate(prompts, params)
     for ids, p, out in zip(prompts, params, outs, strict=True):
         count = min(p.max_tokens, 32 - len(ids))
         assert out.outputs[0].token_ids == whole.greedy(ids, count)
         assert out.outputs[0].finish_reason == "length"
     stats = llm.stats()
-    assert (stats["preemptions"] > 0) == (name in ("preempting", "preempting_plain_loop", "room_for_one"))
-    assert stats["max_running"] == (1 if name.startswith("one_sequence") else llm.engine_config.max_num_seqs)
+    assert (stats["preemptions"] > 0) == (name in PREEMPTS)
+    assert stats["max_running"] == llm.engine_config.max_num_seqs
     assert_clean(llm)
 
 
@@ -136,7 +158,13 @@ def test_requests_that_join_at_any_time(scarce: LLM, whole: FullForward) -> None
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, seed=11, ignore_eos=True)
 
 
-@pytest.mark.parametrize("name", ["chunked", "preempting", "room_for_one", "static", "no_token_to_spare"])
+@pytest.mark.parametrize(
+    "name",
+    slowly(
+        ["preempting", "static", "chunked", "room_for_one", "no_token_to_spare"],
+        slow=["chunked", "room_for_one", "no_token_to_spare"],
+    ),
+)
 def test_samples_of_one_prompt(
     name: str, bare_llm: LLM, alone: OneByOne, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +187,7 @@ def test_samples_of_one_prompt(
 def test_more_samples_than_rows(bare_llm: LLM, alone: OneByOne) -> None:
     """n over `max_num_seqs` runs in groups, in continuous and in static batches."""
     params = dataclasses.replace(SAMPLED, n=11)
-    for config in (TIGHT, tight(batching="static")):
+    for config in (SCARCE, NARROW["static"]):
         llm = bare_llm.variant(config)
         (out,) = llm.generate([prompt(6, 1)], params)
         assert [sample.index for sample in out.outputs] == list(range(11))
@@ -181,6 +209,13 @@ def test_greedy_samples_are_equal_and_end_apart(scarce: LLM, alone: OneByOne) ->
     assert_clean(scarce)
 
 
+def with_mode(llm: LLM, config: EngineConfig) -> LLM:
+    """A variant whose steps all do what sampling with log-probabilities needs, so that few are compiled."""
+    engine = llm.variant(config)
+    engine.runner.builder.warm_modes = [SamplerMode(greedy=False, logprobs=2)]
+    return engine
+
+
 # -- the same again ------------------------------------------------------------------------------------
 
 
@@ -188,7 +223,7 @@ def test_same_seed_same_tokens(bare_llm: LLM) -> None:
     """Sampled, preempted and forked: two engines give the same bits, log-probabilities included."""
     prompts = [prompt(n, 2) for n in (5, 17, 9, 12, 3)]
     params = SamplingParams(temperature=0.9, max_tokens=8, n=2, logprobs=2, ignore_eos=True)
-    first, second = (bare_llm.variant(SCARCE) for _ in range(2))
+    first, second = (with_mode(bare_llm, SCARCE) for _ in range(2))
     a, b = first.generate(prompts, params), second.generate(prompts, params)
     assert [out.outputs for out in a] == [out.outputs for out in b]
     assert first.stats()["preemptions"] > 0
@@ -196,8 +231,8 @@ def test_same_seed_same_tokens(bare_llm: LLM) -> None:
 
 
 def test_neighbours_change_nothing(scarce: LLM, bare_llm: LLM) -> None:
-    """A sampled request with a seed gets the same tokens alone, in a crowd, in another place of the call, in a
-    static batch and in the plain loop."""
+    """A sampled request with a seed gets the same tokens alone, in a crowd, in another place of the call, in
+    a static batch and in the plain loop."""
     params = dataclasses.replace(SAMPLED, n=2)
     ids = prompt(13, 3)
     others = [prompt(n, 4) for n in (2, 20, 7, 9)]
@@ -207,15 +242,23 @@ def test_neighbours_change_nothing(scarce: LLM, bare_llm: LLM) -> None:
         prompts = [*others[:place], ids, *others[place:]]
         mixed = [noise] * place + [params] + [noise] * (4 - place)
         assert tokens(scarce.generate(prompts, mixed))[place] == want
-    for config in (tight(batching="static"), tight(overlap=False)):
+    for config in (NARROW["static"], NARROW["preempting_plain_loop"]):
         assert tokens(bare_llm.variant(config).generate([ids, *others], [params, *[noise] * 4]))[0] == want
 
 
 def test_loops_agree_in_every_detail(bare_llm: LLM) -> None:
     """The overlapped loop learns of an end one step late; nothing of that shows."""
     prompts = [prompt(n, 6) for n in (6, 11, 3, 18)]
-    stops = [tokens(bare_llm.generate(prompts, GREEDY))[i][0][3] for i in range(4)]
-    params = [greedy(8, stop_token_ids=[stop], logprobs=1) for stop in stops]
-    outs = [bare_llm.variant(tight(overlap=o)).generate(prompts, params) for o in (True, False)]
-    assert [out.outputs for out in outs[0]] == [out.outputs for out in outs[1]]
+    engines = [with_mode(bare_llm, NARROW[name]) for name in ("preempting", "preempting_plain_loop")]
+    stops = [sample[0][3] for sample in tokens(engines[0].generate(prompts, GREEDY))]
+    params = [greedy(8, stop_token_ids=[stop], logprobs=2) for stop in stops]
+    outs = [engine.generate(prompts, params) for engine in engines]
+    for ours, theirs in zip(*outs, strict=True):
+        a, b = ours.outputs[0], theirs.outputs[0]
+        assert a.logprobs is not None and b.logprobs is not None
+        # Equal but for rounding: an end that is seen later leaves other rows beside it.
+        assert_close([x.logprob for x in a.logprobs], [x.logprob for x in b.logprobs], tolerance(*REDUCTIONS))
+        assert [(x.rank, list(x.top)) for x in a.logprobs] == [(x.rank, list(x.top)) for x in b.logprobs]
+        a.logprobs = b.logprobs = None
+        assert a == b
     assert {out.outputs[0].finish_reason for out in outs[0]} == {"stop"}

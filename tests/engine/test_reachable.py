@@ -28,6 +28,7 @@ class Workload:
     config: EngineConfig
     num_blocks: int
     stop_below: int = 0
+    thinned: bool = False
     events: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -35,6 +36,11 @@ class Workload:
         """Longest prompt, longest request, largest n of what can run."""
         prompts, totals, samples = zip(*((p, p + o, n) for p, o, n, _ in self.requests), strict=True)
         return max(prompts), max(totals), max(samples)
+
+    @property
+    def buckets(self) -> Buckets:
+        buckets = Buckets.of(self.config, self.num_blocks)
+        return buckets.thinned(self.config, self.maxima[1]) if self.thinned else buckets
 
 
 def sequences(prompt: int, output: int, n: int, order: int, stop_below: int) -> Sequence:
@@ -61,7 +67,7 @@ def built_keys(workload: Workload) -> set[tuple[int, int, int, int]]:
     kind = StaticScheduler if config.batching == "static" else Scheduler
     allocator = BlockAllocator(num_blocks, config.block_size)
     scheduler = kind(allocator, config.max_num_seqs, config.max_num_batched_tokens)
-    buckets = Buckets.of(config, num_blocks)
+    buckets = workload.buckets
     width = -(-workload.maxima[1] // config.block_size)
     limits = Limits(config.max_num_seqs, config.block_size, width, buckets.slabs.ends)
     builder = BatchBuilder(buckets, limits)
@@ -82,7 +88,7 @@ def built_keys(workload: Workload) -> set[tuple[int, int, int, int]]:
         if plan is not None:
             key, buffer = builder.build(plan)
             assert buffer.size and key.tokens >= plan.chunk_tokens and key.rows >= len(plan.sequences)
-            keys.add((key.rows, key.tokens, buckets.slabs.slabs_for(key.blocks), key.owners))
+            keys.add((key.rows, key.tokens, buckets.slabs_for(key.blocks), key.owners))
             workload.events["preempted"] += plan.preempted
             workload.events["copies"] += len(plan.copies)
             launched = plan, runner.launch(plan)
@@ -93,9 +99,8 @@ def built_keys(workload: Workload) -> set[tuple[int, int, int, int]]:
 
 def listed(workload: Workload) -> set[tuple[int, int, int]]:
     prompt, total, samples = workload.maxima
-    buckets = Buckets.of(workload.config, workload.num_blocks)
     samples = min(samples, workload.config.max_num_seqs)
-    return set(buckets.reachable(prompt, total, workload.config.block_size, samples))
+    return set(workload.buckets.reachable(prompt, total, workload.config.block_size, samples))
 
 
 def draw(seed: int, batching: str) -> Workload:
@@ -123,7 +128,8 @@ def draw(seed: int, batching: str) -> Workload:
         block_buckets=[[1, 2, 3, 5, 9, 17], [4], None][rng.integers(3)],
         seq_buckets=[None, [3, 4], [1, 2, 3, 4, 5, 6, 7]][rng.integers(3)],
     )
-    return Workload(requests, config, num_blocks, stop_below=int(rng.choice([0, 8])))
+    stop_below = int(rng.choice([0, 8]))
+    return Workload(requests, config, num_blocks, stop_below, thinned=bool(rng.random() < 0.5))
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])

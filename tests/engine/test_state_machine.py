@@ -35,6 +35,7 @@ EVENTS = (
     "failures",
     "forks",
     "mixed steps",
+    "padding rows",
     "preemptions",
     "preemptions before forking",
     "readmissions",
@@ -205,6 +206,19 @@ class PreemptsTheOldest(Scheduler):
         return super()._make_room(plan, sequence)
 
 
+class PreemptsForABlockThatIsThere(Scheduler):
+    """The machine's first find: with its block's other owner gone, a sequence needs no block any more."""
+
+    def _make_room(self, plan: StepPlan, sequence: Sequence) -> bool:
+        while not self.allocator.num_free:
+            victim = self.running[-1]
+            self.preempt(victim)
+            plan.preempted += 1
+            if victim is sequence:
+                return False
+        return True
+
+
 class ForgetsWhatIsPending(Scheduler):
     """A sequence preempted while its token is on the device never learns it, and waits for ever."""
 
@@ -248,7 +262,8 @@ class KeepsSharedBlocks(BlockAllocator):
 
 
 SCHEDULERS = (
-    SkipsCopies, KeepsSlots, PreemptsTheOldest, ForgetsWhatIsPending, BreaksPromises, TakesTokensOfTheDead,
+    SkipsCopies, KeepsSlots, PreemptsTheOldest, PreemptsForABlockThatIsThere, ForgetsWhatIsPending,
+    BreaksPromises, TakesTokensOfTheDead,
 )  # fmt: skip
 ALLOCATORS = (SharesUncounted, WritesSharedBlocks, KeepsSharedBlocks)
 
@@ -263,4 +278,4 @@ def test_a_defect_is_found(defect: type):
     else:
         Broken.scheduler = (defect, StaticScheduler)
     with pytest.raises((AssertionError, IndexError)):
-        explore(Broken, 150, phases=[Phase.generate], report_multiple_bugs=False)
+        explore(Broken, 300, phases=[Phase.generate], report_multiple_bugs=False)
