@@ -253,7 +253,9 @@ def test_a_plan_of_chunks_alone() -> None:
     assert (key.rows, key.tokens, key.blocks, key.owners) == (2, 80, 40, 1)
     check(plan, key, batch)
     assert (batch.attention.decode.owner == -1).all() and (batch.attention.decode.position == -1).all()
-    assert batch.attention.chunk is not None and batch.attention.chunk.num_tiles.tolist() == [2]
+    tiles = -(-77 // tile_rows(80))
+    assert tiles > 1 and batch.attention.chunk is not None
+    assert batch.attention.chunk.num_tiles.tolist() == [tiles]
 
 
 def test_targets_of_a_scored_prompt() -> None:

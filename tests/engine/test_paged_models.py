@@ -60,17 +60,17 @@ def test_the_growing_base_matters(dynamic: LLM, dynamic_alone: OneByOne) -> None
 TIGHT_SHORT = dataclasses.replace(TIGHT, max_model_len=12)
 
 
-def test_dynamic_base_in_chunks(dynamic: LLM, dynamic_alone: OneByOne) -> None:
+@pytest.mark.parametrize("chunked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_dynamic_base(chunked: bool, dynamic: LLM, dynamic_alone: OneByOne) -> None:
     """A prompt's keys are rotated for its whole length, though a chunk knows only a part of it; an output's
     for the length at which it came. Prompts below, across and past the trained length of 12."""
     assert dynamic.max_model_len == 32 > DYNAMIC.max_position_embeddings
     prompts = [prompt(n, 1) for n in (5, 9, 12, 13, 15, 16, 11)]
     params = [greedy(n) for n in (12, 8, 3, 9, 8, 7, 16)]
-    whole = dynamic.variant(WHOLE)
-    for engine in (dynamic, whole):
-        for ids, p, out in zip(prompts, params, engine.generate(prompts, params), strict=True):
-            assert out.outputs[0].token_ids == dynamic_alone.steps(ids, p)[0]
-        assert_clean(engine)
+    engine = dynamic if chunked else dynamic.variant(WHOLE)
+    for ids, p, out in zip(prompts, params, engine.generate(prompts, params), strict=True):
+        assert out.outputs[0].token_ids == dynamic_alone.steps(ids, p)[0]
+    assert_clean(engine)
 
 
 def test_dynamic_base_after_preemption(dynamic: LLM, dynamic_alone: OneByOne) -> None:
