@@ -244,7 +244,12 @@ class BatchBuilder:
         """A buffer that computes nothing and writes nothing, to rehearse a step."""
         fields, length = layout(key, self.limits)
         buffer = np.zeros(length, np.int32)
-        for name, value in (("slot", self.limits.slots), ("position", -1), ("owner", -1), ("chunk_position", -1)):
+        for name, value in (
+            ("slot", self.limits.slots),
+            ("position", -1),
+            ("owner", -1),
+            ("chunk_position", -1),
+        ):
             if name in fields:
                 offset, shape = fields[name]
                 buffer[offset : offset + math.prod(shape)] = value
@@ -296,12 +301,12 @@ class BatchBuilder:
         D, size = len(plan.decodes), self.limits.block_size
         positions = np.asarray(plan.positions)
         starts = np.fromiter(accumulate(counts, initial=0), np.int64, D + 1)
-        index = positions // size
-        slab, local = self.buckets.slabs.locate(held[starts[:-1] + index])
+        W = D - plan.idle  # rows that have ended are computed as padding and store nothing
+        slab, local = self.buckets.slabs.locate(held[starts[:W] + positions[:W] // size])
         order = np.argsort(slab, kind="stable")
-        views["write_row"][:D] = order
-        views["write_block"][:D] = local[order]
-        views["write_offset"][:D] = (positions % size)[order]
+        views["write_row"][:W] = order
+        views["write_block"][:W] = local[order]
+        views["write_offset"][:W] = (positions[:W] % size)[order]
         views["write_ends"][:] = np.searchsorted(
             slab[order], np.arange(len(views["write_ends"])), side="right"
         )

@@ -26,7 +26,7 @@ from moejax.engine.policy import make_policy
 from moejax.engine.request import RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.routing import RoutingRecord
 from moejax.engine.sampler import SamplerMode, common_mode, sampler_mode
-from moejax.engine.scheduler import Scheduler, StaticScheduler
+from moejax.engine.scheduler import Scheduler
 from moejax.engine.sequence import Sequence as Sample
 from moejax.engine.setup import (
     cache_blocks,
@@ -36,6 +36,7 @@ from moejax.engine.setup import (
     given,
     longest_sequence,
 )
+from moejax.engine.static_scheduler import StaticScheduler
 from moejax.engine.stats import StepRecord
 from moejax.engine.tokenizer import ChatMessage, Tokenizer
 from moejax.models.decoder import Decoder

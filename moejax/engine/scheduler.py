@@ -42,7 +42,7 @@ class StepPlan:
         forks: of each chunk, the samples that start with it (only on a last chunk).
         copies: (source, destination) blocks to copy, in this order, before anything is written.
         preempted: sequences that lost their blocks for this plan.
-        idle: the last so many of the decodes are rows of static batching that have ended: computed as padding.
+        idle: the last so many decodes are rows of static batching that have ended: computed as padding.
         min_tokens: chunk tokens that static batching computes, padding included; 0 in continuous batching.
     """
 
@@ -147,6 +147,8 @@ class Scheduler:
             RequestError: it could never run.
         """
         self.check_fits(sequence)
+        for fork in sequence.forks:
+            fork.state = State.PROMISED
         self._enqueue(sequence)
 
     def schedule(self) -> StepPlan | None:
@@ -156,7 +158,7 @@ class Scheduler:
         for sequence in self.running:
             if budget <= 0:
                 break
-            if not _decodes(sequence):
+            if not decodes_next(sequence):
                 budget -= self._chunk(plan, sequence, budget)
         # After a preemption memory is short: nobody new comes in.
         while budget > 0 and not plan.preempted and (first := self._admissible()):
@@ -209,9 +211,14 @@ class Scheduler:
             self.preempt(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Ends a sequence, whatever its state, together with forks that have not started."""
+        """Ends a sequence, whatever its state, together with forks that have not started.
+
+        A fork that has not started can only end with its root.
+        """
         if sequence.state is State.FINISHED:
             return
+        if sequence.state is State.PROMISED:
+            raise AssertionError(f"{sequence!r} has not started; finish its root")
         if sequence.state is State.RUNNING:
             self._end(sequence)
         else:
@@ -273,7 +280,7 @@ class Scheduler:
         while index < len(running) and budget > 0:
             sequence = running[index]
             index += 1
-            if not _decodes(sequence):
+            if not decodes_next(sequence):
                 continue
             position = sequence.computed
             try:
@@ -309,7 +316,7 @@ class Scheduler:
     def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """As much of a prompt as the budget allows; returns its tokens. Its blocks are there already."""
         todo = sequence.length - sequence.computed
-        if todo <= 0 or _complete(sequence):
+        if todo <= 0 or is_complete(sequence):
             return 0
         count = min(todo, budget)
         chunk = Chunk(sequence, sequence.computed, count, count == todo)
@@ -383,91 +390,12 @@ class Scheduler:
         self._num_waiting += sequence.samples
 
 
-class StaticScheduler(Scheduler):
-    """The baseline, as a padded generation loop does it: takes a batch, computes its prompts padded to the
-    longest, decodes until its last sequence ends, and only then takes the next. Rows that have ended are
-    computed as padding, experts included. Blocks for the whole of every sequence are set aside, so nothing is
-    preempted."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._ended: list[Sequence] = []  # of this batch; they keep their blocks and slots until it is over
-        self._batch_rows = 0
-        self._reserved = 0
-
-    def schedule(self) -> StepPlan | None:
-        plan = StepPlan()
-        if not self.running:
-            self._close_batch()
-            while sequence := self._admissible():
-                self._admit(sequence)
-        budget = self.max_num_batched_tokens
-        for sequence in self.running:
-            if budget > 0 and not _decodes(sequence):
-                budget -= self._chunk(plan, sequence, budget)
-        if plan.chunks:
-            longest = max(chunk.count for chunk in plan.chunks)
-            plan.min_tokens = min(longest * self._batch_rows, self.max_num_batched_tokens)
-        else:
-            self._decode(plan, self._batch_rows)
-            if plan.decodes:
-                self._pad(plan)
-        self._fork(plan)
-        return plan if plan.decodes or plan.chunks else None
-
-    def _pad(self, plan: StepPlan) -> None:
-        """Has every row that has ended compute its last stored token again."""
-        for sequence in self._ended:
-            plan.decodes.append(sequence)
-            plan.positions.append(sequence.computed - 1)
-        plan.idle = len(self._ended)
-
-    def _holders(self) -> list[Sequence]:
-        return [*self.running, *self._ended]
-
-    def _end(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        if sequence.computed and not sequence.score:
-            self._ended.append(sequence)
-        else:
-            self._give_back(sequence)
-        if not self.running:
-            self._close_batch()
-
-    def _close_batch(self) -> None:
-        for sequence in self._ended:
-            self._give_back(sequence)
-        self._ended = []
-        self._batch_rows = self._reserved = 0
-
-    def forget_device_state(self) -> None:
-        self._close_batch()
-        super().forget_device_state()
-
-    def _admissible(self) -> Sequence | None:
-        sequence = super()._admissible()
-        if sequence is None:
-            return None
-        return (
-            sequence if self._reserved + self._least_blocks(sequence) <= self.allocator.num_blocks else None
-        )
-
-    def _admit(self, sequence: Sequence) -> None:
-        self._reserved += self._least_blocks(sequence)
-        self._batch_rows += sequence.samples
-        super()._admit(sequence)
-
-    def _least_blocks(self, sequence: Sequence) -> int:
-        """The whole of each of its samples."""
-        return super()._least_blocks(sequence) * sequence.samples
-
-
-def _complete(sequence: Sequence) -> bool:
+def is_complete(sequence: Sequence) -> bool:
     """Whether its last token is sampled, though perhaps not read yet."""
     return not sequence.score and len(sequence.tokens) + sequence.pending >= sequence.max_length
 
 
-def _decodes(sequence: Sequence) -> bool:
+def decodes_next(sequence: Sequence) -> bool:
     """Whether one token is all it needs to sample the next. A prompt's last token alone counts too."""
     length = len(sequence.tokens) + sequence.pending
     if length - sequence.computed != 1 or sequence.computed == 0:

@@ -15,8 +15,9 @@ from moejax.cache.allocator import BlockAllocator
 from moejax.engine.fake_runner import FakeRunner
 from moejax.engine.policy import Policy
 from moejax.engine.request import SamplingParams
-from moejax.engine.scheduler import Scheduler, StaticScheduler, StepPlan
+from moejax.engine.scheduler import Scheduler, StepPlan
 from moejax.engine.sequence import Sequence, State
+from moejax.engine.static_scheduler import StaticScheduler
 
 VOCAB_SIZE = 1000
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])

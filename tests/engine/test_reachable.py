@@ -15,8 +15,9 @@ from moejax.engine.buckets import Buckets
 from moejax.engine.fake_runner import FakeRunner
 from moejax.engine.request import SamplingParams
 from moejax.engine.sampler import SamplerMode
-from moejax.engine.scheduler import Scheduler, StaticScheduler
+from moejax.engine.scheduler import Scheduler
 from moejax.engine.sequence import Sequence
+from moejax.engine.static_scheduler import StaticScheduler
 from tests.engine.tiny import PROPERTY
 
 
