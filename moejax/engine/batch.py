@@ -244,12 +244,8 @@ class BatchBuilder:
         """A buffer that computes nothing and writes nothing, to rehearse a step."""
         fields, length = layout(key, self.limits)
         buffer = np.zeros(length, np.int32)
-        for name, value in (
-            ("slot", self.limits.slots),
-            ("position", -1),
-            ("owner", -1),
-            ("chunk_position", -1),
-        ):
+        blank = {"slot": self.limits.slots, "position": -1, "owner": -1, "chunk_position": -1}
+        for name, value in blank.items():
             if name in fields:
                 offset, shape = fields[name]
                 buffer[offset : offset + math.prod(shape)] = value

@@ -9,8 +9,8 @@ from moejax.engine.request import SamplingParams
 
 
 class State(Enum):
-    """waiting: queued, owns nothing. promised: a fork whose root has not computed the prompt yet. running: owns
-    a slot and blocks. finished: owns nothing, never again."""
+    """waiting: queued, owns nothing. promised: a fork whose root has not computed the prompt yet. running:
+    owns a slot and blocks. finished: owns nothing, never again."""
 
     WAITING = "waiting"
     PROMISED = "promised"

@@ -161,9 +161,8 @@ def test_anything_is_taken_or_refused_in_one_line(llm: LLM, prompts: Any) -> Non
     else:
         given_ids = [prompts] if isinstance(prompts[0], int) else prompts
         assert [request.output.prompt_token_ids for request in requests] == [list(ids) for ids in given_ids]
-        assert all(
-            type(i) is int and 0 <= i < 320 for request in requests for i in request.output.prompt_token_ids
-        )
+        for request in requests:
+            assert all(type(i) is int and 0 <= i < 320 for i in request.output.prompt_token_ids)
 
 
 # -- parameters ----------------------------------------------------------------------------------------

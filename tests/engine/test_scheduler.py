@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
+from moejax.engine.request import SamplingParams
+from moejax.engine.scheduler import Scheduler
 from moejax.engine.sequence import Sequence, State
 from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, alone, chunks_of, decodes_of, run
 
@@ -345,3 +348,17 @@ def test_check_integrity_finds(damage, message: str):
     damage(engine.scheduler)
     with pytest.raises(AssertionError, match=message):
         engine.scheduler.check_integrity()
+
+
+def test_a_promised_fork_ends_with_its_root_only() -> None:
+    scheduler = Scheduler(BlockAllocator(8, 4), 4, 16)
+    params = SamplingParams(max_tokens=2)
+    root, fork = (Sequence([1] * 20, 20, params, 22, order) for order in range(2))
+    root.forks = [fork]
+    scheduler.add(root)
+    scheduler.schedule()  # 16 of the prompt's 20 tokens
+    with pytest.raises(AssertionError, match="finish its root"):
+        scheduler.finish(fork)
+    scheduler.finish(root)
+    assert fork.state is State.FINISHED and scheduler.idle
+    scheduler.check_integrity()
