@@ -40,8 +40,9 @@ $(VENV)/.oracle: $(VENV)/.dev
 	$(INSTALL) -e '.[dev,oracle]' || $(INSTALL_PIP) -e '.[dev,oracle]'
 	@touch $@
 
-run: $(VENV)/.base ## Measure the shipped model's latency: table, plots, result.json, W&B run
+run: $(VENV)/.base ## Measure the shipped model's latency and throughput: tables, plots, result.json, W&B runs
 	$(BIN)/python -m experiments.latency experiment=quick
+	$(BIN)/python -m experiments.throughput experiment=quick_throughput
 
 test: $(VENV)/.dev ## Fast tests (no GPU, no network, no torch)
 	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle"
