@@ -262,6 +262,7 @@ class LLM:
                 "used_blocks": scheduler.allocator.num_used,
                 "num_blocks": scheduler.allocator.num_blocks,
                 "block_size": scheduler.allocator.block_size,
+                "cache_use": scheduler.allocator.num_used / scheduler.allocator.num_blocks,
                 **self.engine.stats.as_dict(),
                 "compiles": len(self.ledger.entries),
                 "recompiles_after_warmup": len(self.ledger.recompiles),
