@@ -1,8 +1,8 @@
 """How the pool of cache blocks is cut into slabs. Host arithmetic only: no JAX.
 
-XLA:CPU cannot read part of an array without copying it, so the pool is several arrays ("slabs") whose sizes
-double: 8, 8, 16, 32, … blocks. A step is compiled for a number of slabs and reads exactly these: 8, 16, 32,
-64, … blocks, at most twice the highest block in use.
+XLA:CPU cannot read part of an array without copying it, so the pool is several arrays ("slabs") of growing size.
+A step is compiled for a number of slabs and reads exactly these: 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, …
+blocks, at most twice the highest block in use. Finer steps would cost more programs and more, smaller products.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FIRST_SLAB = 8
+ENDS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,10 @@ class SlabLayout:
 
     @classmethod
     def of(cls, num_blocks: int, ends: Sequence[int] | None = None) -> "SlabLayout":
-        """Slabs that together hold `num_blocks`, ending at `ends` (rising) or at doubling sizes."""
-        marks = list(ends) if ends else []
-        if not marks:
-            mark = FIRST_SLAB
-            while mark < num_blocks:
-                marks.append(mark)
-                mark *= 2
+        """Slabs that together hold `num_blocks`, ending at `ends` (rising), or at `ENDS` and its doublings."""
+        marks = list(ends or ENDS)
+        while not ends and marks[-1] < num_blocks:
+            marks.append(2 * marks[-1])
         marks = sorted({mark for mark in marks if mark < num_blocks} | {num_blocks})
         sizes = [b - a for a, b in zip([0, *marks], marks, strict=False)]
         return cls(tuple(sizes), tuple(marks))

@@ -69,7 +69,8 @@ class Buckets:
         if config.token_buckets is None:
             tokens = _two(tokens, last_tokens)
         if config.block_buckets is None:
-            counts = _two(counts, last_slabs, quarter=last_slabs - 2)
+            quarter = self.slabs.slabs_for(-(-self.slabs.ends[last_slabs - 1] // 4))
+            counts = _two(counts, last_slabs, quarter)
         return Buckets(rows, tokens, self.slabs, counts)
 
     def reachable(
@@ -104,7 +105,7 @@ class Buckets:
 
 def _two(sizes: tuple[int, ...], largest: int, quarter: int | None = None) -> tuple[int, ...]:
     """Of rising sizes: one at least a quarter of `largest`, `largest` itself, and all that are larger."""
-    quarter = -(-largest // 4) if quarter is None else max(quarter, sizes[0])
+    quarter = -(-largest // 4) if quarter is None else quarter
     small = sizes[bisect_left(sizes, quarter)]
     return tuple(size for size in sizes if size in (small, largest) or size > largest)
 

@@ -174,9 +174,12 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     N, R = plan.owner.shape
     size = slabs[0][0].shape[3]
     lowest = jnp.finfo(jnp.float32).min
-    owner = jnp.maximum(plan.owner, 0)
+    # Rows are picked and summed by products with 0 and 1: XLA:CPU gathers and scatters element by element.
+    mine = plan.owner.reshape(1, N * R) == jnp.arange(S, dtype=jnp.int32)[:, None]
+    select = mine.astype(jnp.float32)
     # [N, K, R·G, Dh]: the queries that each block meets.
-    met = jnp.take(q, owner, axis=0, mode="clip").transpose(0, 2, 1, 3, 4).reshape(N, K, R * G, Dh)
+    met = (mine.T.astype(q.dtype) @ _finite(q).reshape(S, K * G * Dh)).reshape(N, R, K, G, Dh)
+    met = met.transpose(0, 2, 1, 3, 4).reshape(N, K, R * G, Dh)
     starts = _starts(slabs)
     scores = [
         jnp.einsum("nkmd,nkdb->nkmb", met[a : a + keys.shape[0]], keys)
@@ -186,7 +189,7 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     whole = whole.astype(jnp.float32).reshape(N, K, R, G, size)
 
     key = plan.logical[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
-    last = jnp.where(plan.owner >= 0, jnp.take(plan.position, owner, mode="clip"), -1)
+    last = jnp.where(plan.owner >= 0, plan.position[jnp.maximum(plan.owner, 0)], -1)
     seen = key[:, None, :] <= last[:, :, None]  # [N, R, bs]
     if window is not None:
         seen &= key[:, None, :] > last[:, :, None] - window
@@ -194,14 +197,12 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     whole = jnp.where(seen, whole, lowest)
 
     # The softmax of a row spans the blocks it owns: its maximum, sum and output are sums over blocks.
-    mine = plan.owner.reshape(1, N * R) == jnp.arange(S, dtype=jnp.int32)[:, None]
     highest = whole.max(axis=-1).transpose(0, 2, 1, 3).reshape(1, N * R, K, G)
     highest = jnp.max(jnp.where(mine[:, :, None, None], highest, lowest), axis=1)  # [S, K, G]
-    shift = jnp.take(highest, owner, axis=0, mode="clip").transpose(0, 2, 1, 3)[..., None]
+    shift = (select.T @ _finite(highest).reshape(S, K * G)).reshape(N, R, K, G).transpose(0, 2, 1, 3)[..., None]
     weights = jnp.where(seen, jnp.exp(whole - shift), 0.0)
-    select = mine.astype(jnp.float32)
     total = weights.sum(axis=-1).transpose(0, 2, 1, 3).reshape(N * R, K * G)
-    total = (select @ total).reshape(S, K, G, 1)
+    total = (select @ _finite(total)).reshape(S, K, G, 1)
 
     parts = weights.reshape(N, K, R * G, size).astype(q.dtype)
     out = [
@@ -210,8 +211,14 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     ]
     summed = jnp.concatenate(out) if len(out) > 1 else out[0]
     summed = summed.reshape(N, K, R, G, Dh).transpose(0, 2, 1, 3, 4).reshape(N * R, K * G * Dh)
-    summed = (select @ summed.astype(jnp.float32)).reshape(S, K, G, Dh)
+    summed = (select @ _finite(summed.astype(jnp.float32))).reshape(S, K, G, Dh)
     return (summed / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """0 for what is not finite, so that a sequence gone wrong stays alone with it: 0 · NaN is NaN. Its own
+    residual stream keeps the NaN."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
 def chunk_attention(q: jax.Array, slabs: Slabs, plan: ChunkPlan, window: int | None) -> jax.Array:

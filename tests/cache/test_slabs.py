@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.cache.slabs import FIRST_SLAB, SlabLayout
+from moejax.cache.slabs import ENDS, SlabLayout
 
 
 @pytest.mark.parametrize(
@@ -16,11 +16,12 @@ from moejax.cache.slabs import FIRST_SLAB, SlabLayout
         (9, (8, 1)),
         (16, (8, 8)),
         (17, (8, 8, 1)),
-        (64, (8, 8, 16, 32)),
-        (100, (8, 8, 16, 32, 36)),
+        (64, (8, 8, 16, 16, 16)),
+        (100, (8, 8, 16, 16, 16, 32, 4)),
+        (1024, (8, 8, 16, 16, 16, 32, 32, 64, 64, 256, 512)),
     ],
 )
-def test_slabs_double(num_blocks: int, sizes: tuple[int, ...]):
+def test_slabs_grow(num_blocks: int, sizes: tuple[int, ...]):
     layout = SlabLayout.of(num_blocks)
     assert layout.sizes == sizes and layout.num_blocks == num_blocks
 
@@ -66,7 +67,7 @@ def test_slabs_for_is_the_least_that_holds_the_blocks(layout: SlabLayout, data: 
 
 @settings(deadline=None, derandomize=True)
 @given(num_blocks=st.integers(1, 5_000), data=st.data())
-def test_doubling_slabs_read_at_most_twice_what_they_must(num_blocks: int, data: st.DataObject):
+def test_slabs_read_at_most_twice_what_they_must(num_blocks: int, data: st.DataObject):
     layout = SlabLayout.of(num_blocks)
     blocks = data.draw(st.integers(1, num_blocks))
-    assert layout.ends[layout.slabs_for(blocks) - 1] < max(2 * blocks, FIRST_SLAB + 1)
+    assert layout.ends[layout.slabs_for(blocks) - 1] < max(2 * blocks, ENDS[0] + 1)

@@ -342,10 +342,10 @@ def test_default_buckets() -> None:
     buckets = Buckets.of(EngineConfig(max_num_seqs=12, max_num_batched_tokens=100), 50)
     assert buckets.rows == (1, 2, 4, 8, 12)
     assert buckets.tokens == (16, 32, 64, 100)
-    assert buckets.slabs.ends == (8, 16, 32, 50)
+    assert buckets.slabs.ends == (8, 16, 32, 48, 50)
     assert [buckets.rows_for(n) for n in (1, 2, 3, 8, 9, 12)] == [1, 2, 4, 8, 12, 12]
     assert [buckets.tokens_for(n) for n in (0, 1, 16, 17, 65, 100)] == [0, 16, 16, 32, 100, 100]
-    assert [buckets.slabs_for(n) for n in (1, 8, 9, 33, 50)] == [1, 1, 2, 4, 4]
+    assert [buckets.slabs_for(n) for n in (1, 8, 9, 33, 50)] == [1, 1, 2, 4, 5]
 
 
 def test_thinned_buckets() -> None:
@@ -356,7 +356,7 @@ def test_thinned_buckets() -> None:
     few = buckets.thinned(config, 20)
     assert (few.rows, few.tokens) == ((16, 64), (512, 2048)) and few.slabs == buckets.slabs
     assert [few.slabs.ends[count - 1] for count in few.slab_counts] == [128, 512, 1024]
-    assert [few.slabs_for(n) for n in (1, 128, 129, 512, 1000)] == [5, 5, 7, 7, 8]
+    assert [few.slabs_for(n) for n in (1, 128, 129, 512, 1000)] == [7, 7, 10, 10, 11]
     short = buckets.thinned(config, 3)
     assert short.tokens == (64, 256, 512, 1024, 2048)
     own = dataclasses.replace(config, seq_buckets=[3, 64], token_buckets=[7, 2048], block_buckets=[9, 99])

@@ -171,7 +171,7 @@ def test_what_cannot_be_is_not_listed() -> None:
     buckets = Buckets.of(config, 128)
     short = list(buckets.reachable(3, 8, 4))
     assert len(set(short)) == len(short)
-    assert {slabs for *_, slabs in short} == {1, 2, 3} and buckets.slabs.ends == (8, 16, 32, 64, 128)
+    assert {slabs for *_, slabs in short} == {1, 2, 3} and buckets.slabs.ends == (8, 16, 32, 48, 64, 96, 128)
     assert max(tokens for _, tokens, _ in short) == 128
     assert {rows for rows, _, slabs in short if slabs == 1} == {1, 2, 4, 8}
     assert {rows for rows, _, slabs in short if slabs == 2} == {1, 2, 4, 8, 16}
