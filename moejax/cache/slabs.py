@@ -1,8 +1,9 @@
 """How the pool of cache blocks is cut into slabs. Host arithmetic only: no JAX.
 
-XLA:CPU cannot read part of an array without copying it, so the pool is several arrays ("slabs") of growing size.
-A step is compiled for a number of slabs and reads exactly these: 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, …
-blocks, at most twice the highest block in use. Finer steps would cost more programs and more, smaller products.
+XLA:CPU cannot read part of an array without copying it, so the pool is several arrays ("slabs") of growing
+size. A step is compiled for a number of slabs and reads exactly these: 8, 16, 32, 48, 64, 96, 128, 192, 256,
+512, … blocks, at most twice the highest block in use. Finer steps would cost more programs and more, smaller
+products.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ class SlabLayout:
 
     @classmethod
     def of(cls, num_blocks: int, ends: Sequence[int] | None = None) -> "SlabLayout":
-        """Slabs that together hold `num_blocks`, ending at `ends` (rising), or at `ENDS` and its doublings."""
+        """Slabs that together hold `num_blocks`, ending at `ends` (rising) or at `ENDS` and its doublings."""
         marks = list(ends or ENDS)
         while not ends and marks[-1] < num_blocks:
             marks.append(2 * marks[-1])

@@ -62,6 +62,8 @@ class Engine:
         self.on_step: Callable[[StepRecord], None] | None = None
         self.lock = threading.RLock()
         self._in_flight: InFlight | None = None
+        self._turning = False
+        self._aborted: list[LiveRequest] = []  # during a turn
         self._last_time = clock()
 
     def add(self, requests: Iterable[LiveRequest]) -> None:
@@ -82,6 +84,10 @@ class Engine:
     def abort(self, request: LiveRequest) -> None:
         """Ends a request with what it has; nothing happens to one that has ended."""
         with self.lock:
+            if self._turning:
+                # The lock is re-entrant: this is a finalizer or an observer in the middle of a turn.
+                self._aborted.append(request)
+                return
             for sequence in request.sequences:
                 self.scheduler.finish(sequence)
             request.abort()
@@ -99,12 +105,17 @@ class Engine:
         A step that fails ends the requests in it with finish reason "error"; all others are computed anew.
         """
         with self.lock:
+            self._turning = True
             try:
                 return self._turn()
             except BaseException:
                 # An interrupt, or a defect of ours: what is in flight cannot be accounted for any more.
                 self._forget()
                 raise
+            finally:
+                self._turning = False
+                while self._aborted:
+                    self.abort(self._aborted.pop())
 
     def _turn(self) -> bool:
         previous, self._in_flight = self._in_flight, None
@@ -121,18 +132,26 @@ class Engine:
                 error = caught
         if not self.overlap and launched is not None:
             previous, launched = launched, None
-        if previous is not None:
-            try:
-                result = self.runner.collect(previous.handle)
-            except Exception as caught:
-                # The step launched after it has read its results, and fails with it.
-                self._fail(previous.plan, caught)
-                return True
-            self._deliver(previous, result)
+        if previous is not None and not self._collect(previous):
+            return True  # the step launched after it has read its results, and is forgotten with it
         if plan is not None and error is not None:
             self._fail(plan, error)
             return True
+        if launched is not None and self.scheduler.idle:
+            # All of its sequences turned out to have ended: nobody would come to collect it.
+            self._collect(launched)
+            return True
         self._in_flight = launched
+        return True
+
+    def _collect(self, step: InFlight) -> bool:
+        """Waits for a step and delivers it; False if it failed."""
+        try:
+            result = self.runner.collect(step.handle)
+        except Exception as error:
+            self._fail(step.plan, error)
+            return False
+        self._deliver(step, result)
         return True
 
     def _launch(self, plan: StepPlan) -> InFlight:

@@ -1,5 +1,6 @@
 """Runs plans on the device: builds the batch, finds its bucket's compiled step, owns the device state."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -118,6 +119,8 @@ class DeviceRunner:
         modes: Sequence[SamplerMode],
         *,
         samples: int = 1,
+        score: bool = False,
+        record: bool = False,
     ) -> None:
         """Compiles ahead of time every step that such a workload can need, and rehearses each once on an
         empty batch: the first run of a program costs tens of milliseconds more than the next.
@@ -128,6 +131,7 @@ class DeviceRunner:
             max_prompt_len, max_total_len: of its longest request, the second with the output.
             modes: sampler modes that the batches run in.
             samples: the largest n of a request.
+            score, record: compile the steps that score prompts, or record routing, as well.
         """
         self.builder.warm_modes = list(dict.fromkeys(modes))
         self.buckets = self.builder.buckets = Buckets.of(self.config, self.buckets.slabs.num_blocks).thinned(
@@ -138,11 +142,13 @@ class DeviceRunner:
         reachable = list(
             self.buckets.reachable(max_prompt_len, max_total_len, self.limits.block_size, samples)
         )
-        for rows, tokens, slabs in reachable:
-            for mode in self.builder.warm_modes:
-                for sharing in owners:
-                    key = StepKey(rows, tokens, self.limits.slab_ends[slabs - 1], sharing, mode, False, False)
-                    jax.block_until_ready(self._run(key, self.builder.empty(key)))
+        modes, records = self.builder.warm_modes, (False, True) if record else (False,)
+        options = itertools.product(reachable, owners, modes, records, (False, True) if score else (False,))
+        for (rows, tokens, slabs), sharing, mode, recorded, scored in options:
+            if tokens or not scored:
+                blocks = self.limits.slab_ends[slabs - 1]
+                key = StepKey(rows, tokens, blocks, sharing, mode, recorded, scored)
+                jax.block_until_ready(self._run(key, self.builder.empty(key)))
         if samples > 1:
             for slabs in sorted({slabs for _, _, slabs in reachable}):
                 self._copier(slabs)

@@ -289,6 +289,8 @@ class LLM:
         max_prompt_len: int,
         max_total_len: int,
         sampling_params: Sequence[SamplingParams] = (SamplingParams(temperature=0.0),),
+        score: bool = False,
+        record_routing: bool = False,
     ) -> None:
         """Compiles ahead of time every step that a workload can need. From then on a compilation is a defect,
         recorded in the ledger and fatal to its step under `engine.strict_compile`.
@@ -297,15 +299,20 @@ class LLM:
             max_prompt_len, max_total_len: of its longest request in tokens, the second with the output.
             sampling_params: what its requests ask for, one of each kind; their batches run in the least mode
                 that serves all.
+            score, record_routing: whether `score` and `generate(record_routing=True)` are to come as well.
         """
         modes = [self._mode(p) for p in sampling_params]
-        self.runner.warmup(
-            max_prompt_len,
-            min(max_total_len, self.max_model_len),
-            [common_mode(modes)],
-            samples=max(p.n for p in sampling_params),
-        )
-        self.ledger.warmed_up = True
+        with self.engine.lock:
+            self.ledger.warmed_up = False
+            self.runner.warmup(
+                max_prompt_len,
+                min(max_total_len, self.max_model_len),
+                [common_mode(modes)],
+                samples=max(p.n for p in sampling_params),
+                score=score,
+                record=record_routing,
+            )
+            self.ledger.warmed_up = True
 
     @property
     def routing(self) -> RoutingRecord:
@@ -404,6 +411,11 @@ class LLM:
             for n in range(params.n)
         ]
         group = self.engine_config.max_num_seqs
+        if self.engine_config.batching == "static":
+            # A batch sets the whole of every sample aside.
+            allocator = self.engine.scheduler.allocator
+            each = allocator.blocks_for(len(ids) + max_tokens - 1)
+            group = min(group, max(1, allocator.num_blocks // each))
         roots = samples[::group]
         for i, root in enumerate(roots):
             root.forks = samples[i * group + 1 : (i + 1) * group]
@@ -422,4 +434,9 @@ class LLM:
         return request
 
     def _mode(self, params: SamplingParams) -> SamplerMode:
-        return sampler_mode([params], self.config.vocab_size)
+        """Log-probabilities are computed for a few sizes only, since each is a program of its own."""
+        mode = sampler_mode([params], self.config.vocab_size)
+        sizes = (-1, 0, 1, 5, 20, 100, self.config.vocab_size)
+        return mode._replace(
+            logprobs=min(next(n for n in sizes if n >= mode.logprobs), self.config.vocab_size)
+        )

@@ -112,6 +112,7 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs))
         # Kept free at an admission while others run, so that their next blocks do not preempt it at once.
         self.watermark = max(1, allocator.num_blocks // 100)
+        self._unreported = 0  # preemptions by plans that came to nothing
 
     @property
     def num_waiting(self) -> int:
@@ -153,7 +154,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step's plan; None if there is nothing to compute now."""
-        plan = StepPlan()
+        before = self._unreported
+        plan = StepPlan(preempted=before)
+        self._unreported = 0
         budget = self._decode(plan, self.max_num_batched_tokens)
         for sequence in self.running:
             if budget <= 0:
@@ -161,11 +164,14 @@ class Scheduler:
             if not decodes_next(sequence):
                 budget -= self._chunk(plan, sequence, budget)
         # After a preemption memory is short: nobody new comes in.
-        while budget > 0 and not plan.preempted and (first := self._admissible()):
+        while budget > 0 and plan.preempted == before and (first := self._admissible()):
             self._admit(first)
             budget -= self._chunk(plan, first, budget)
         self._fork(plan)
-        return plan if plan.decodes or plan.chunks else None
+        if plan.decodes or plan.chunks:
+            return plan
+        self._unreported = plan.preempted
+        return None
 
     def postprocess(self, plan: StepPlan, tokens: Row[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
@@ -350,9 +356,15 @@ class Scheduler:
         # A token still on the device is needed to compute the sequence again.
         if sequence.pending or sequence.samples > self._open_slots:
             return None
-        need = self.allocator.blocks_for(sequence.length)
+        need, free = self.allocator.blocks_for(sequence.length), self.allocator.num_free
+        if need > free:
+            return None
         reserve = self.watermark + len(sequence.forks) if self.running else 0
-        return sequence if need + reserve <= self.allocator.num_free else None
+        if need + reserve <= free:
+            return sequence
+        # No reserve is needed where all have room to end without anyone's going.
+        most = sum(Scheduler._least_blocks(self, s) * s.samples for s in (*self.running, sequence))
+        return sequence if most <= self.allocator.num_blocks else None
 
     @property
     def _open_slots(self) -> int:

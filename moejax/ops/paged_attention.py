@@ -199,7 +199,9 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     # The softmax of a row spans the blocks it owns: its maximum, sum and output are sums over blocks.
     highest = whole.max(axis=-1).transpose(0, 2, 1, 3).reshape(1, N * R, K, G)
     highest = jnp.max(jnp.where(mine[:, :, None, None], highest, lowest), axis=1)  # [S, K, G]
-    shift = (select.T @ _finite(highest).reshape(S, K * G)).reshape(N, R, K, G).transpose(0, 2, 1, 3)[..., None]
+    shift = (
+        (select.T @ _finite(highest).reshape(S, K * G)).reshape(N, R, K, G).transpose(0, 2, 1, 3)[..., None]
+    )
     weights = jnp.where(seen, jnp.exp(whole - shift), 0.0)
     total = weights.sum(axis=-1).transpose(0, 2, 1, 3).reshape(N * R, K * G)
     total = (select @ _finite(total)).reshape(S, K, G, 1)
