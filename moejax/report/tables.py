@@ -130,10 +130,10 @@ def _traffic(case: Mapping[str, Any]) -> str:
 
 def _figure(value: Any, key: str) -> str:
     """A cell of about three digits: eleven must fit 80 columns. Shares are in per cent."""
+    if isinstance(value, float) and key in _SHARES:
+        return f"{100 * value:.{1 if 0 < value < 0.01 else 0}f}"
     if not isinstance(value, float) or 0 < value < 0.01:
         return number(value)
-    if key in _SHARES:
-        return f"{100 * value:.0f}"
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 

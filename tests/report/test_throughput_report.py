@@ -207,3 +207,9 @@ def test_throughput_results_compare(tmp_path: Path) -> None:
     for name in ("padding_waste", "preemptions", "failed", "p99_ttft_ms"):
         assert rows[name].lower_is_better is True
     assert rows["mean_batch_size"].lower_is_better is None
+
+
+def test_a_small_share_is_in_per_cent_too() -> None:
+    assert _figure(0.00415, "cache_use_peak") == "0.4"
+    assert _figure(0.5375, "cache_use_peak") == "54"
+    assert _figure(0.00415, "median_tpot_ms") == "0.0042"
