@@ -16,6 +16,7 @@ from moejax.engine.request import RequestMetrics
 from moejax.engine.stats import StepRecord
 from moejax.report import tables, throughput_plots
 from moejax.report.compare import compare_results
+from moejax.report.tables import _figure as cell_figure
 
 PROVENANCE = {
     "git": {"commit": "0123456789" * 4, "dirty": True},
@@ -210,6 +211,6 @@ def test_throughput_results_compare(tmp_path: Path) -> None:
 
 
 def test_a_small_share_is_in_per_cent_too() -> None:
-    assert _figure(0.00415, "cache_use_peak") == "0.4"
-    assert _figure(0.5375, "cache_use_peak") == "54"
-    assert _figure(0.00415, "median_tpot_ms") == "0.0042"
+    assert cell_figure(0.00415, "cache_use_peak") == "0.4"
+    assert cell_figure(0.5375, "cache_use_peak") == "54"
+    assert cell_figure(0.00415, "median_tpot_ms") == "0.0042"
