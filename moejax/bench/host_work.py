@@ -14,9 +14,6 @@ import time
 from collections.abc import Sequence as Row
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
-from rich.table import Table
-
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.config import EngineConfig
 from moejax.engine.batch import BatchBuilder, Limits
@@ -26,6 +23,7 @@ from moejax.engine.request import SamplingParams
 from moejax.engine.sampler import SamplerMode
 from moejax.engine.scheduler import Scheduler, StepPlan
 from moejax.engine.sequence import Sequence
+from moejax.report.tables import rows_table, stderr_console
 
 PROMPT_LEN = 48
 BLOCK_SIZE = 32
@@ -135,16 +133,6 @@ def _us(seconds: Row[float]) -> float:
     return statistics.median(seconds) * 1e6
 
 
-def _table(title: str, rows: Row[StepWork] | Row[QueueWork]) -> Table:
-    table = Table(title=title)
-    values = [asdict(row) for row in rows]
-    for name in values[0]:
-        table.add_column(name, justify="right")
-    for row in values:
-        table.add_row(*(f"{v:.1f}" if isinstance(v, float) else f"{v:,}" for v in row.values()))
-    return table
-
-
 def main(argv: Row[str] | None = None) -> None:
     """Command line; see the module's header."""
     parser = argparse.ArgumentParser(
@@ -158,9 +146,9 @@ def main(argv: Row[str] | None = None) -> None:
     options = parser.parse_args(argv)
     steps = [measure_steps(sequences, options.steps) for sequences in options.sequences]
     queue = [measure_queue(requests) for requests in options.requests]
-    console = Console(stderr=True)
-    console.print(_table("Host work per decoding step (median)", steps))
-    console.print(_table("Scheduling a queue", queue))
+    console = stderr_console()
+    console.print(rows_table([asdict(row) for row in steps], "host work per decoding step (medians)"))
+    console.print(rows_table([asdict(row) for row in queue], "scheduling a queue"))
     print(json.dumps({"steps": [asdict(row) for row in steps], "queue": [asdict(row) for row in queue]}))
 
 

@@ -158,7 +158,6 @@ def _measure(modes: Sequence[Mode], workload: ThroughputWorkload, plan: Sequence
 def _warm_up(mode: Mode, workload: ThroughputWorkload, plan: Sequence[PlannedRequest]) -> None:
     longest_output = max(asked.output_len for asked in plan)
     mode.llm.warmup(
-        max_prompt_len=max(len(asked.prompt_token_ids) for asked in plan),
         max_total_len=max(asked.total_len for asked in plan),
         sampling_params=[workload.sampling(longest_output)],
     )

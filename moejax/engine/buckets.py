@@ -74,12 +74,12 @@ class Buckets:
         return Buckets(rows, tokens, self.slabs, counts)
 
     def reachable(
-        self, max_prompt_len: int, max_total_len: int, block_size: int, samples: int = 1
+        self, max_total_len: int, block_size: int, samples: int = 1
     ) -> Iterator[tuple[int, int, int]]:
         """(rows, chunk tokens, slabs) that a workload can need, largest first.
 
         Args:
-            max_prompt_len, max_total_len: of its longest request, in tokens; the second with the output.
+            max_total_len: of its longest request, prompt and output, in tokens.
             samples: the largest n of a request.
         """
         last_tokens, last_slabs = self._largest(max_total_len, block_size)

@@ -114,7 +114,6 @@ class DeviceRunner:
 
     def warmup(
         self,
-        max_prompt_len: int,
         max_total_len: int,
         modes: Sequence[SamplerMode],
         *,
@@ -128,7 +127,7 @@ class DeviceRunner:
         From then on batches are padded to the few buckets compiled here, see `Buckets.thinned`.
 
         Args:
-            max_prompt_len, max_total_len: of its longest request, the second with the output.
+            max_total_len: of its longest request, prompt and output. A preempted one comes back as a prompt.
             modes: sampler modes that the batches run in.
             samples: the largest n of a request.
             score, record: compile the steps that score prompts, or record routing, as well.
@@ -139,9 +138,7 @@ class DeviceRunner:
         )
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
-        reachable = list(
-            self.buckets.reachable(max_prompt_len, max_total_len, self.limits.block_size, samples)
-        )
+        reachable = list(self.buckets.reachable(max_total_len, self.limits.block_size, samples))
         modes, records = self.builder.warm_modes, (False, True) if record else (False,)
         options = itertools.product(reachable, owners, modes, records, (False, True) if score else (False,))
         for (rows, tokens, slabs), sharing, mode, recorded, scored in options:

@@ -286,7 +286,6 @@ class LLM:
     def warmup(
         self,
         *,
-        max_prompt_len: int,
         max_total_len: int,
         sampling_params: Sequence[SamplingParams] = (SamplingParams(temperature=0.0),),
         score: bool = False,
@@ -296,7 +295,7 @@ class LLM:
         recorded in the ledger and fatal to its step under `engine.strict_compile`.
 
         Args:
-            max_prompt_len, max_total_len: of its longest request in tokens, the second with the output.
+            max_total_len: tokens of its longest request, prompt and output.
             sampling_params: what its requests ask for, one of each kind; their batches run in the least mode
                 that serves all.
             score, record_routing: whether `score` and `generate(record_routing=True)` are to come as well.
@@ -305,7 +304,6 @@ class LLM:
         with self.engine.lock:
             self.ledger.warmed_up = False
             self.runner.warmup(
-                max_prompt_len,
                 min(max_total_len, self.max_model_len),
                 [common_mode(modes)],
                 samples=max(p.n for p in sampling_params),

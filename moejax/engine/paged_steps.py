@@ -10,7 +10,6 @@ from moejax.cache.pool import PagedCache, Pages
 from moejax.engine.batch import Batch, Limits, StepKey, unpack
 from moejax.engine.sampler import Sampled, sample
 from moejax.engine.steps import ModelFunctions, routing_counts, token_logprobs
-from moejax.models.decoder import Decoder
 
 
 class DeviceState(NamedTuple):
@@ -74,7 +73,7 @@ class PagedFunctions(ModelFunctions):
             assert state.seen is not None
             rows = _seen_rows(batch, token, state.seen)
             seen = state.seen.at[batch.slot].set(rows)
-        sampled = self._sample(model, x[batch.logit], batch, rows, key)
+        sampled = sample(model.logits(x[batch.logit]), batch.sampling, batch.step, rows, key.mode)
         counts = overflow = None
         if key.record:
             counts, overflow = routing_counts(traces, self.config.num_experts)
@@ -84,10 +83,6 @@ class PagedFunctions(ModelFunctions):
             scores = token_logprobs(model, x[S:], batch.target)
         last = _remember(state.last, batch, sampled.tokens)
         return DeviceState(cache.pages, last, seen), PagedOutput(sampled, counts, overflow, scores)
-
-    @staticmethod
-    def _sample(model: Decoder, x: jax.Array, batch: Batch, seen: jax.Array | None, key: StepKey) -> Sampled:
-        return sample(model.logits(x), batch.sampling, batch.step, seen, key.mode)
 
 
 def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:

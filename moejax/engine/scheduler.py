@@ -274,7 +274,11 @@ class Scheduler:
         return self.running
 
     def _least_blocks(self, sequence: Sequence) -> int:
-        """Blocks without which it cannot end. The last token that it samples is never stored."""
+        """Blocks without which it cannot end; forks can come and go one at a time."""
+        return self._whole(sequence)
+
+    def _whole(self, sequence: Sequence) -> int:
+        """Blocks of one sample at its full length. The last token that it samples is never stored."""
         return self.allocator.blocks_for(sequence.max_length - (not sequence.score))
 
     # -- parts of a step ---------------------------------------------------------------------------------
@@ -363,7 +367,7 @@ class Scheduler:
         if need + reserve <= free:
             return sequence
         # No reserve is needed where all have room to end without anyone's going.
-        most = sum(Scheduler._least_blocks(self, s) * s.samples for s in (*self.running, sequence))
+        most = sum(self._whole(s) * s.samples for s in (*self.running, sequence))
         return sequence if most <= self.allocator.num_blocks else None
 
     @property

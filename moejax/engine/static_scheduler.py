@@ -82,4 +82,4 @@ class StaticScheduler(Scheduler):
 
     def _least_blocks(self, sequence: Sequence) -> int:
         """The whole of each of its samples."""
-        return super()._least_blocks(sequence) * sequence.samples
+        return self._whole(sequence) * sequence.samples

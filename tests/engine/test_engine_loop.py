@@ -108,7 +108,7 @@ def strict(bare_llm: LLM) -> LLM:
     """Warm for greedy requests of up to 16 prompt tokens and 25 in all, with two samples or one."""
     llm = bare_llm.variant(dataclasses.replace(SCARCE, strict_compile=True))
     params = [greedy(9), dataclasses.replace(greedy(9), n=2)]
-    llm.warmup(max_prompt_len=16, max_total_len=25, sampling_params=params)
+    llm.warmup(max_total_len=25, sampling_params=params)
     return llm
 
 
@@ -156,7 +156,7 @@ def test_a_step_that_may_not_be_compiled(strict: LLM, whole: FullForward) -> Non
 
 def test_without_strictness_it_is_recorded(bare_llm: LLM) -> None:
     llm = bare_llm.variant(SCARCE)
-    llm.warmup(max_prompt_len=16, max_total_len=25)
+    llm.warmup(max_total_len=25)
     llm.generate([PROMPTS[1]], SamplingParams(temperature=1.0, max_tokens=3))
     stats = llm.stats()
     assert stats["recompiles_after_warmup"] == 2

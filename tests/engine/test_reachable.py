@@ -99,9 +99,9 @@ def built_keys(workload: Workload) -> set[tuple[int, int, int, int]]:
 
 
 def listed(workload: Workload) -> set[tuple[int, int, int]]:
-    prompt, total, samples = workload.maxima
+    _, total, samples = workload.maxima
     samples = min(samples, workload.config.max_num_seqs)
-    return set(workload.buckets.reachable(prompt, total, workload.config.block_size, samples))
+    return set(workload.buckets.reachable(total, workload.config.block_size, samples))
 
 
 def draw(seed: int, batching: str) -> Workload:
@@ -169,10 +169,10 @@ def test_what_cannot_be_is_not_listed() -> None:
     """Rows need blocks, and a short workload neither reaches the last slab nor fills the largest chunk."""
     config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=512, block_size=4)
     buckets = Buckets.of(config, 128)
-    short = list(buckets.reachable(3, 8, 4))
+    short = list(buckets.reachable(8, 4))
     assert len(set(short)) == len(short)
     assert {slabs for *_, slabs in short} == {1, 2, 3} and buckets.slabs.ends == (8, 16, 32, 48, 64, 96, 128)
     assert max(tokens for _, tokens, _ in short) == 128
     assert {rows for rows, _, slabs in short if slabs == 1} == {1, 2, 4, 8}
     assert {rows for rows, _, slabs in short if slabs == 2} == {1, 2, 4, 8, 16}
-    assert len(list(buckets.reachable(100, 512, 4))) > len(short)
+    assert len(list(buckets.reachable(512, 4))) > len(short)
