@@ -91,6 +91,9 @@ class Engine:
             for sequence in request.sequences:
                 self.scheduler.finish(sequence)
             request.abort()
+            if self._in_flight is not None and self.scheduler.idle:
+                # Nobody else would come to collect the last step, and its time would run on meanwhile.
+                self.step()
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Steps until `done()`, together with whoever else does."""

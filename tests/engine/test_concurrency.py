@@ -101,6 +101,25 @@ def test_the_last_chunk_is_not_lost(scarce: LLM, whole: FullForward) -> None:
     assert joined(list(stream)) == whole.greedy(prompt(9), 6)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_last_abort_leaves_nothing_in_flight(bare_llm: LLM, whole: FullForward, overlap: bool) -> None:
+    """Nobody is left who would collect the step launched for it: the abort does."""
+    llm = bare_llm.variant(dataclasses.replace(SCARCE, overlap=overlap))
+    out = llm.submit(prompt(6), greedy(9))
+    steps = []
+    llm.on_step = steps.append
+    for _ in range(3):
+        llm.step()
+    assert (llm.engine._in_flight is not None) == overlap
+    llm.abort(out.request_id)
+    assert out.finished and out.outputs[0].finish_reason == "abort"
+    assert_clean(llm)
+    assert len(steps) == 3  # every launched step was collected, and recorded
+    got = out.outputs[0].token_ids
+    assert got and got == whole.greedy(prompt(6), 9)[: len(got)]
+    assert llm.generate([prompt(4)], greedy(3))[0].outputs[0].token_ids == whole.greedy(prompt(4), 3)
+
+
 def test_many_threads(scarce: LLM, whole: FullForward) -> None:
     """Eight at once, each with streams, whole calls, scores and submissions; all as alone, nothing left."""
     (want,) = scarce.generate([prompt(6)], SAMPLED)
