@@ -1,4 +1,6 @@
-"""GPU kernels. Imports jax, numpy and, for static reports, triton only; nothing of moejax.
+"""GPU kernels of attention and experts: Pallas lowered to Triton, for sm_80 and newer.
 
-Empty so far: the kernels are the next stage of the project (docs/architecture.md).
+One folder an operation (`rms_norm/` is the shortest to read): `reference.py` the contract, `pallas_triton.py`
+the kernel, `specs.py` the shapes, `api.py` the checked entry. Imports jax, numpy and, for static reports and
+`@triton.jit` twins, triton; nothing of moejax. docs/adding-a-kernel.md tells how to add one.
 """

@@ -1,0 +1,159 @@
+"""All that depends on JAX's version or on its private parts: Pallas calls, interpretation, cross-lowering.
+
+Tried with JAX 0.10.2, 0.11.2 and 0.12.0. Differences met:
+- 0.10.2 lowers a `pallas_call` without Triton parameters through Mosaic, so parameters are always passed;
+  without a GPU it lowers as for compute capability 9.0.
+- From 0.11 on, lowering without a GPU needs an abstract device, and warns that the backend is deprecated.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+# The whole package stands on this backend; docs/architecture.md says what replaces it.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+
+BlockSpec = pl.BlockSpec
+atomic_add = plgpu.atomic_add
+cdiv = pl.cdiv
+ds = pl.ds
+load = plgpu.load
+num_programs = pl.num_programs
+program_id = pl.program_id
+store = plgpu.store
+when = pl.when
+
+_DEVICES = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H100 80GB HBM3"}
+
+
+def dot(a: jax.Array, b: jax.Array, *, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
+    """Tile product on the tensor cores: float32 out, int32 for int8; float32 operands in full precision.
+
+    a `[m, k]` (`[k, m]` with `trans_a`), b `[k, n]` (`[n, k]` with `trans_b`), of one dtype; all of m, n, k
+    at least 16 (k 32 for int8).
+    """
+    dims = (((0 if trans_a else 1,), (1 if trans_b else 0,)), ((), ()))
+    out = jnp.int32 if jnp.issubdtype(a.dtype, jnp.integer) else jnp.float32
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=out)
+
+
+def should_interpret(interpret: bool | None) -> bool:
+    """None: interpret on CPU, compile elsewhere."""
+    return jax.default_backend() == "cpu" if interpret is None else interpret
+
+
+def pallas_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: Sequence[int],
+    in_specs: Sequence[Any],
+    out_specs: Any,
+    out_shape: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool | None = None,
+    input_output_aliases: dict[int, int] | None = None,
+) -> Callable[..., Any]:
+    """`pl.pallas_call` lowered to Triton. Interpreted on CPU unless `interpret` says otherwise.
+
+    Interpretation allocates outputs poisoned (NaN, or the least integer), so that a kernel which leaves some
+    of its output unwritten shows.
+    """
+    kernel = _named(kernel, name)
+    return pl.pallas_call(
+        kernel,
+        grid=tuple(int(n) for n in grid),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=should_interpret(interpret),
+        input_output_aliases=input_output_aliases or {},
+        name=name,
+    )
+
+
+def _named(kernel: Callable[..., None], name: str) -> Callable[..., None]:
+    """The kernel's own name is what profilers and the static report show."""
+
+    def named(*refs: Any) -> None:
+        kernel(*refs)
+
+    named.__name__ = named.__qualname__ = name
+    return named
+
+
+class Lowered(NamedTuple):
+    """One kernel as JAX hands it to Triton."""
+
+    name: str
+    ttir: str
+    num_warps: int
+    num_stages: int
+    grid: tuple[int, int, int]
+
+
+def lower_for_cuda(function: Callable[..., Any], arguments: Any, capability: int) -> list[Lowered]:
+    """The Triton kernels in `function(**arguments)`, in order, without a GPU.
+
+    Args:
+        function: calls Pallas with `interpret=False`.
+        arguments: dictionary of `jax.ShapeDtypeStruct`.
+        capability: 80 or 90. JAX 0.10.2 lowers as for 90 all the same: what a kernel makes dependent on it
+            must not come from JAX.
+    """
+    with _abstract_device(capability), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = jax.jit(lambda kwargs: function(**kwargs)).trace(arguments)
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    found: list[Any] = []
+    _collect(module.operation, found)
+    return [_read(op) for op in found]
+
+
+@contextlib.contextmanager
+def _abstract_device(capability: int) -> Iterator[None]:
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    device = jax.sharding.AbstractDevice(_DEVICES[capability], None, "gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def _collect(operation: Any, found: list[Any]) -> None:
+    for region in operation.regions:
+        for block in region:
+            for op in block:
+                op = op.operation
+                target = op.attributes["call_target_name"] if op.name == "stablehlo.custom_call" else None
+                if target is not None and "triton" in str(target):
+                    found.append(op)
+                _collect(op, found)
+
+
+def _read(op: Any) -> Lowered:
+    from jax._src.interpreters import mlir
+    from jaxlib import triton
+    from jaxlib.mlir import ir
+
+    config = op.attributes["mhlo.backend_config"]
+    with mlir.make_ir_context() as context:
+        triton.dialect.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
+        text = module.operation.get_asm(enable_debug_info=False)
+
+    def number(key: str) -> int:
+        return ir.IntegerAttr(config[key]).value
+
+    grid = (number("grid_x"), number("grid_y"), number("grid_z"))
+    return Lowered(ir.StringAttr(config["name"]).value, text, number("num_warps"), number("num_stages"), grid)

@@ -1,0 +1,55 @@
+"""What a kernel says of bad input, when it is traced."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class KernelError(ValueError):
+    """Bad input to an operation: one line that names operation, argument, what came and what was expected."""
+
+    def __init__(self, op: str, argument: str, got: Any, expected: Any) -> None:
+        super().__init__(f"{op}: {argument}: got {got}, expected {expected}")
+        self.op, self.argument = op, argument
+
+
+def bind_shapes(op: str, arguments: Mapping[str, tuple[jax.Array, str]], **known: int) -> dict[str, int]:
+    """Reads dimension names off arguments and checks that they agree.
+
+    `bind_shapes("f", {"x": (x, "T D"), "w": (w, "D F")})` → `{"T": …, "D": …, "F": …}`. A number in the text
+    is a fixed size. `known` binds names beforehand.
+
+    Raises:
+        KernelError: a wrong number of dimensions, sizes that disagree, or a dimension of zero.
+    """
+    sizes, source = dict(known), dict.fromkeys(known, "the parameters")
+    for name, (array, text) in arguments.items():
+        dims = text.split()
+        shape = tuple(array.shape)
+        if len(shape) != len(dims):
+            raise KernelError(op, name, f"shape {list(shape)}", f"{len(dims)} dimensions [{', '.join(dims)}]")
+        for dim, size in zip(dims, shape, strict=True):
+            if size == 0:
+                raise KernelError(op, name, f"shape {list(shape)}", f"at least one element along {dim}")
+            want = int(dim) if dim.isdecimal() else sizes.setdefault(dim, size)
+            source.setdefault(dim, name)
+            if size != want:
+                by = "" if dim.isdecimal() else f" ({dim} is {want} in {source[dim]})"
+                raise KernelError(
+                    op, name, f"shape {list(shape)}", f"[{', '.join(dims)}] with {dim}={want}{by}"
+                )
+    return sizes
+
+
+def check_dtype(op: str, argument: str, array: jax.Array, allowed: Sequence[Any]) -> None:
+    """Raises KernelError if the array's dtype is not among `allowed`."""
+    if not any(array.dtype == jnp.dtype(dtype) for dtype in allowed):
+        raise KernelError(op, argument, str(array.dtype), " or ".join(str(jnp.dtype(d)) for d in allowed))
+
+
+def check_that(op: str, argument: str, holds: bool, got: Any, expected: Any) -> None:
+    """Raises KernelError unless `holds`."""
+    if not holds:
+        raise KernelError(op, argument, got, expected)

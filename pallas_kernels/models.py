@@ -1,0 +1,56 @@
+"""Dimensions of the models whose shapes the specs use, and routings to fill them with.
+
+Sources: the models' published `config.json`. `wide64` is a model of 64 experts, 4096 wide, top-2, on eight-way
+expert parallelism: a device holds 8 of the experts and sees the assignments that go to them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths as one device sees them; `experts` are those it holds, of `total_experts`."""
+
+    name: str
+    hidden: int
+    expert_hidden: int
+    experts: int
+    total_experts: int
+    top_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+MIXTRAL = ModelShape("mixtral_8x7b", 4096, 14336, 8, 8, 2, 32, 8, 128, 32000)
+QWEN3 = ModelShape("qwen3_30b_a3b", 2048, 768, 128, 128, 8, 32, 4, 128, 151936)
+OLMOE = ModelShape("olmoe_1b_7b", 2048, 1024, 64, 64, 8, 16, 16, 128, 50304)
+WIDE64 = ModelShape("wide64_ep8", 4096, 4096, 8, 64, 2, 32, 8, 128, 32000)
+
+MODELS = (MIXTRAL, QWEN3, OLMOE, WIDE64)
+
+
+def expert_ids(shape: ModelShape, tokens: int, routing: str, seed: int = 0) -> np.ndarray:
+    """int32 `[tokens, top_k]`, distinct in a row: experts of all `total_experts`.
+
+    "balanced" draws uniformly, "skewed" by Zipf's law with exponent 1 (a few experts take most tokens), as
+    measured routers lie between the two. Drawn without replacement by the Gumbel top-k trick.
+    """
+    rng = np.random.default_rng(seed)
+    E = shape.total_experts
+    weight = {"balanced": np.zeros(E), "skewed": -np.log(np.arange(1, E + 1))}[routing]
+    # Hot experts stand anywhere, as they do in a model (and on any device of an expert-parallel mesh).
+    logits = rng.permutation(weight) + rng.gumbel(size=(tokens, E))
+    return np.argsort(-logits, axis=1)[:, : shape.top_k].astype(np.int32)
+
+
+def group_sizes(shape: ModelShape, tokens: int, routing: str, seed: int = 0) -> np.ndarray:
+    """int32 `[experts]`: rows that each expert of this device gets from `tokens` tokens.
+
+    Under expert parallelism the tokens are those of all devices together.
+    """
+    counts = np.bincount(expert_ids(shape, tokens, routing, seed).ravel(), minlength=shape.total_experts)
+    return counts[: shape.experts].astype(np.int32)

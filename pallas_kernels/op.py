@@ -1,0 +1,122 @@
+"""What an operation consists of: a contract, implementations, named shapes.
+
+    reference        plain jnp; what every implementation is tested against
+    implementations  by name; each has a configuration class, a heuristic and a space to search
+    specs            the shapes that tests, tuner, static report and benchmark share
+
+A configuration is found in this order: the one given, the one tuned for this very problem on this device, the
+one tuned for the nearest problem, the heuristic's. Which it was is part of the answer.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+
+Problem = Mapping[str, int | str]
+"""What a configuration may depend on: dimensions and dtypes, by name."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least work a spec needs.
+
+    Attributes:
+        flops: floating-point (or integer) operations, a multiply-add counting two.
+        bytes: of device memory, each needed input read once and each output written once.
+        unit: dtype of the products, which sets the peak rate: "bfloat16", "float32", "int8".
+    """
+
+    flops: float
+    bytes: float
+    unit: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A named problem.
+
+    Attributes:
+        name: `model/phase_size/routing`, unique within the operation.
+        make: PRNG key → the operation's array arguments by name. It is traceable: data of any size is made
+            on the device, and shapes come from `jax.eval_shape`.
+        static: the other keyword arguments.
+        problem: what configurations are looked up by.
+        tags: for choosing subsets: model, "decode" or "prefill", "balanced" or "skewed", …
+    """
+
+    name: str
+    make: Callable[[jax.Array], dict[str, jax.Array]]
+    static: Mapping[str, Any]
+    problem: Problem
+    cost: Cost
+    tags: frozenset[str] = field(default=frozenset())
+
+    @cached_property
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the array arguments; makes no data."""
+        return jax.eval_shape(self.make, jax.ShapeDtypeStruct((2,), "uint32"))
+
+
+@dataclass(frozen=True)
+class TritonSource:
+    """A `@triton.jit` kernel to compile ahead of time: what `triton.compiler.ASTSource` wants."""
+
+    name: str
+    function: Callable[[], Any]  # imports triton
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    grid: tuple[int, ...]
+    attributes: Mapping[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way of running an operation on a GPU.
+
+    Attributes:
+        run: `run(**arrays, **static, config=…, interpret=None)`; the reference's results.
+        heuristic: a configuration for any problem that `supports` allows, with no table.
+        space: configurations worth trying for a problem, the heuristic's among them.
+        config_type: the frozen dataclass of both, flat, JSON-able fields.
+        sources: for `@triton.jit` twins: kernels of a spec for the static report (Pallas ones are lowered).
+        supports: why a problem cannot run here, or None.
+    """
+
+    run: Callable[..., Any]
+    config_type: type
+    heuristic: Callable[[Problem], Any]
+    space: Callable[[Problem], Iterable[Any]]
+    sources: Callable[[Spec, Any], list[TritonSource]] | None = None
+    supports: Callable[[Problem], str | None] = lambda problem: None
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation.
+
+    Attributes:
+        sizes: keys of a problem that count work (tokens, context): "nearest" is in their logarithms, all
+            other keys must be equal.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    implementations: Mapping[str, Implementation]
+    specs: tuple[Spec, ...]
+    sizes: tuple[str, ...] = ()
+
+    def spec(self, name: str) -> Spec:
+        """The spec of that name.
+
+        Raises:
+            KeyError: unknown; the message lists what there is.
+        """
+        for spec in self.specs:
+            if spec.name == name:
+                return spec
+        raise KeyError(f"{self.name} has no spec {name!r}; known: {', '.join(s.name for s in self.specs)}")

@@ -1,0 +1,66 @@
+"""`rms_norm`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.rms_norm import pallas_triton
+from pallas_kernels.rms_norm.reference import rms_norm_reference
+from pallas_kernels.rms_norm.specs import SPECS, problem
+from pallas_kernels.run import run
+
+OP = Op(
+    name="rms_norm",
+    reference=rms_norm_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.rms_norm_pallas, pallas_triton.Config, pallas_triton.heuristic, pallas_triton.space
+        )
+    },
+    specs=SPECS,
+    sizes=("T",),
+)
+
+
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None = None,
+    *,
+    eps: float,
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`(rms_norm(x + residual) · weight, x + residual)`; see `rms_norm_reference`.
+
+    Args:
+        x, residual: `[T, D]` of one dtype, bfloat16, float16 or float32; weight: `[D]`, any of these.
+        implementation: "pallas_triton" or "reference".
+        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Raises:
+        KernelError: shapes that disagree, no tokens, an unsupported dtype.
+    """
+    floats = (jnp.bfloat16, jnp.float16, jnp.float32)
+    arguments = {"x": (x, "T D"), "weight": (weight, "D")}
+    if residual is not None:
+        arguments["residual"] = (residual, "T D")
+    sizes = bind_shapes(OP.name, arguments)
+    check_dtype(OP.name, "x", x, floats)
+    check_dtype(OP.name, "weight", weight, floats)
+    if residual is not None:
+        check_dtype(OP.name, "residual", residual, (x.dtype,))
+    check_that(OP.name, "eps", eps > 0, eps, "a positive number")
+    return run(
+        OP,
+        implementation,
+        problem(sizes["T"], sizes["D"], x.dtype, residual is not None),
+        {"x": x, "weight": weight, "residual": residual, "eps": eps},
+        config=config,
+        interpret=interpret,
+    )

@@ -1,0 +1,124 @@
+"""Which configuration a problem runs with: explicit, tuned, nearest tuned, heuristic, in this order.
+
+Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune`. A table of a device
+that could not be timed (A100 here) is made from the static report and its entries say `"timed": false`.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels.op import Op, Problem
+
+DATA = Path(__file__).parent / "data"
+
+
+class Entry(NamedTuple):
+    """One row of a table. `microseconds` is the median device time, None where it was not timed."""
+
+    implementation: str
+    problem: dict[str, int | str]
+    config: dict[str, Any]
+    timed: bool
+    microseconds: float | None
+
+
+class Configured(NamedTuple):
+    """A configuration and where it came from."""
+
+    config: Any
+    reason: str
+
+
+def device_key(device_kind: str | None = None) -> str:
+    """Folder of a device's tables: "a100", "h100", "h200", or the kind in lower case ("cpu")."""
+    kind = (jax.devices()[0].device_kind if device_kind is None else device_kind).lower()
+    for known in ("a100", "h100", "h200"):
+        if known in kind:
+            return known
+    return kind.replace(" ", "_")
+
+
+def configure(
+    op: Op,
+    implementation: str,
+    problem: Problem,
+    *,
+    config: Any = None,
+    device: str | None = None,
+    data: Path = DATA,
+) -> Configured:
+    """The configuration to run `problem` with, and why.
+
+    Raises:
+        TypeError: an explicit `config` of another implementation.
+    """
+    kind = op.implementations[implementation]
+    if config is not None:
+        if not isinstance(config, kind.config_type):
+            raise TypeError(
+                f"{op.name}: config is a {type(config).__name__}; {implementation} takes {kind.config_type.__name__}"
+            )
+        return Configured(config, "explicit")
+    device = device or device_key()
+    rows = [row for row in read_table(data, device, op.name) if row.implementation == implementation]
+    found = _nearest(rows, problem, op.sizes)
+    if found is None:
+        return Configured(kind.heuristic(problem), f"heuristic: no table of {device} has a similar problem")
+    entry, distance = found
+    how = "tuned" if entry.timed else "chosen by the static model, untimed,"
+    where = (
+        "for this problem" if distance == 0 else f"for the nearest problem {_sizes(entry.problem, op.sizes)}"
+    )
+    return Configured(kind.config_type(**entry.config), f"{how} {where} on {device}")
+
+
+@lru_cache(maxsize=256)
+def read_table(data: Path, device: str, op: str) -> tuple[Entry, ...]:
+    """A device's table for an operation; empty if there is none."""
+    path = data / device / f"{op}.json"
+    if not path.exists():
+        return ()
+    return tuple(Entry(**row) for row in json.loads(path.read_text())["entries"])
+
+
+def write_table(data: Path, device: str, op: str, entries: Iterable[Entry], **about: Any) -> Path:
+    """Writes a table, atomically. `about`: versions, date, commit."""
+    path = data / device / f"{op}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = sorted((entry._asdict() for entry in entries), key=lambda row: json.dumps(row, sort_keys=True))
+    text = json.dumps({**about, "entries": rows}, indent=1)
+    partial = path.with_suffix(".part")
+    partial.write_text(text + "\n")
+    partial.replace(path)
+    read_table.cache_clear()
+    return path
+
+
+def config_dict(config: Any) -> dict[str, Any]:
+    """A configuration as a flat dictionary."""
+    return dataclasses.asdict(config)
+
+
+def _nearest(rows: Iterable[Entry], problem: Problem, sizes: tuple[str, ...]) -> tuple[Entry, float] | None:
+    """The row equal in all but sizes, whose sizes are nearest in their logarithms, and that distance."""
+    best = None
+    for row in rows:
+        if row.problem.keys() != problem.keys():
+            continue
+        if any(row.problem[key] != problem[key] for key in problem if key not in sizes):
+            continue
+        distance = sum(abs(math.log2(max(row.problem[k], 1) / max(problem[k], 1))) for k in sizes)  # type: ignore[type-var,operator]
+        if best is None or distance < best[1]:
+            best = row, distance
+    return best
+
+
+def _sizes(problem: Problem, sizes: tuple[str, ...]) -> str:
+    return ", ".join(f"{key}={problem[key]}" for key in sizes)

@@ -1,0 +1,71 @@
+"""`rms_norm` against its contract."""
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.errors import KernelError
+from pallas_kernels.rms_norm import OP, rms_norm
+from pallas_kernels.rms_norm.pallas_triton import Config
+from tests.kernels.contract import Contract, limit_for, normal
+
+
+class RmsNormContract(Contract):
+    op, api = OP, staticmethod(rms_norm)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    @pytest.mark.parametrize("T,D", [(1, 1), (3, 64), (17, 100), (5, 2048), (33, 129)])
+    @pytest.mark.parametrize("add", [False, True])
+    def test_shapes(self, rng, T, D, dtype, add):
+        arrays = {"x": normal(rng, (T, D), dtype), "weight": normal(rng, (D,), dtype)}
+        if add:
+            arrays["residual"] = normal(rng, (T, D), dtype)
+        # x + residual is rounded to the dtype before it is normalised.
+        limit = limit_for(dtype, D) + (limit_for(dtype, 1) if add else 0)
+        self.check(arrays, {"eps": 1e-6}, limit=limit)
+
+    @pytest.mark.parametrize("scale", [1e-20, 1e-3, 1e4, 1e18])
+    def test_magnitudes(self, rng, scale):
+        """The squares of float32 numbers up to 1e18 do not overflow; of tiny ones eps remains."""
+        arrays = {"x": normal(rng, (4, 256), "float32", scale), "weight": normal(rng, (256,), "float32")}
+        self.check(arrays, {"eps": 1e-6}, limit=limit_for("float32", 256))
+
+    def test_rows_do_not_mix(self, rng):
+        x = normal(rng, (8, 96), "float32").at[3].set(jnp.nan)
+        out, _ = self.run({"x": x, "weight": normal(rng, (96,), "float32")}, {"eps": 1e-6})
+        assert jnp.isnan(out).any(axis=1).tolist() == [i == 3 for i in range(8)]
+
+
+class TestPallas(RmsNormContract):
+    implementation = "pallas_triton"
+
+    @pytest.mark.parametrize("rows", [1, 2, 8])
+    def test_configurations(self, rng, rows):
+        arrays = {"x": normal(rng, (11, 80), "float32"), "weight": normal(rng, (80,), "float32")}
+        self.check(arrays, {"eps": 1e-5}, limit=limit_for("float32", 80), config=Config(rows, num_warps=2))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"weight": (65,)}, r"rms_norm: weight: got shape \[65\], expected \[D\] with D=64 \(D is 64 in x\)"),
+        ({"x": (4, 2, 64)}, "rms_norm: x: got shape .*, expected 2 dimensions"),
+        ({"x": (0, 64)}, "at least one element along T"),
+        ({"residual": (4, 32)}, "rms_norm: residual"),
+    ],
+)
+def test_bad_shapes(change, message):
+    shapes = {"x": (4, 64), "weight": (64,)} | change
+    with pytest.raises(KernelError, match=message):
+        rms_norm(**{name: jnp.zeros(shape) for name, shape in shapes.items()}, eps=1e-6)
+
+
+def test_bad_choices():
+    x, w = jnp.zeros((4, 64)), jnp.zeros(64)
+    with pytest.raises(KernelError, match="rms_norm: x: got int32, expected bfloat16 or float16 or float32"):
+        rms_norm(x.astype(jnp.int32), w, eps=1e-6)
+    with pytest.raises(KernelError, match="got 'mosaic', expected one of reference, pallas_triton"):
+        rms_norm(x, w, eps=1e-6, implementation="mosaic")
+    with pytest.raises(KernelError, match="eps"):
+        rms_norm(x, w, eps=0.0)
+    with pytest.raises(TypeError, match="config is a dict; pallas_triton takes Config"):
+        rms_norm(x, w, eps=1e-6, config={})
