@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
+from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.config import DTYPES, EngineConfig, ParallelConfig, QuantConfig, check_choice
@@ -141,6 +142,13 @@ class TrainExperimentConfig(TrainConfig):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
     verbose: bool = False
+
+
+@dataclass(frozen=True)
+class KernelsConfig(KernelSelection):
+    """`python -m experiments.kernels`"""
+
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 def _plain_text(item: object) -> str:

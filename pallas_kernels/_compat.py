@@ -150,7 +150,7 @@ def _read(op: Any) -> Lowered:
         triton.dialect.register_dialect(context)
         context.allow_unregistered_dialects = True
         module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
-        text = module.operation.get_asm(enable_debug_info=False)
+        text = str(module.operation.get_asm(enable_debug_info=False))
 
     def number(key: str) -> int:
         return ir.IntegerAttr(config[key]).value

@@ -102,6 +102,7 @@ class Op:
     Attributes:
         sizes: keys of a problem that count work (tokens, context): "nearest" is in their logarithms, all
             other keys must be equal.
+        carries: argument → index of the output that replaces it, for what is updated in place.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Op:
     implementations: Mapping[str, Implementation]
     specs: tuple[Spec, ...]
     sizes: tuple[str, ...] = ()
+    carries: Mapping[str, int] = field(default_factory=dict)
 
     def spec(self, name: str) -> Spec:
         """The spec of that name.

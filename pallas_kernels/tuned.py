@@ -114,7 +114,8 @@ def _nearest(rows: Iterable[Entry], problem: Problem, sizes: tuple[str, ...]) ->
             continue
         if any(row.problem[key] != problem[key] for key in problem if key not in sizes):
             continue
-        distance = sum(abs(math.log2(max(row.problem[k], 1) / max(problem[k], 1))) for k in sizes)  # type: ignore[type-var,operator]
+        ratios = [max(int(row.problem[k]), 1) / max(int(problem[k]), 1) for k in sizes]
+        distance = sum(abs(math.log2(ratio)) for ratio in ratios)
         if best is None or distance < best[1]:
             best = row, distance
     return best

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.core.config import ModelConfig
+from moejax.nn.rope import apply_rope
 from moejax.ops.attention import attention
 
 Phase = Literal["prefill", "decode"]
@@ -67,6 +68,7 @@ class ContiguousLayer(NamedTuple):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         *,
         window: int | None,
@@ -74,6 +76,7 @@ class ContiguousLayer(NamedTuple):
     ) -> tuple[jax.Array, "ContiguousLayer"]:
         """`prefill`: whole sequences from position 0, attended among themselves and stored.
         `decode`: one token a sequence, stored at its position, attending to its row."""
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         if self.phase == "prefill":
             start = (0, 0, 0, 0)

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 
 from moejax.cache.slabs import SlabLayout
 from moejax.core.config import ModelConfig
+from moejax.nn.rope import apply_rope
+from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.paged_attention import AttentionPlan, Slabs, paged_attention
 
 Pages = tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]
-"""`pages[z][l]`: slab z of layer l, keys `[n, K, Dh, bs]` and values `[n, K, bs, Dh]`."""
+"""`pages[z][l]`: slab z of layer l, keys `[n, K, Dh, bs]` and values `[n, K, bs, Dh]`; for kernels a single slab,
+keys too `[n, K, bs, Dh]`."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: Any) -> int:
@@ -23,10 +26,22 @@ class BlockPool:
     """Owns the slabs. A step takes the first few, donated, and gives their successors back.
 
     A slab is made when a step first needs it, so an idle engine holds little; no step ever copies one.
+
+    Args:
+        transposed_keys: keys lie `[n, K, Dh, bs]`, as the plain attention wants them.
     """
 
-    def __init__(self, config: ModelConfig, slabs: SlabLayout, block_size: int, dtype: Any) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        slabs: SlabLayout,
+        block_size: int,
+        dtype: Any,
+        *,
+        transposed_keys: bool = True,
+    ) -> None:
         self.layout = slabs
+        self._transposed_keys = transposed_keys
         self._config, self._block_size, self._dtype = config, block_size, dtype
         self._slabs: list[tuple[tuple[jax.Array, jax.Array], ...]] = []
 
@@ -60,7 +75,8 @@ class BlockPool:
 
     def _shapes(self, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         K, Dh, bs = self._config.num_kv_heads, self._config.head_dim, self._block_size
-        return (size, K, Dh, bs), (size, K, bs, Dh)
+        keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
+        return keys, (size, K, bs, Dh)
 
     def _make(self, size: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
         k, v = self._shapes(size)
@@ -70,15 +86,22 @@ class BlockPool:
 
 
 class PagedCache(NamedTuple):
-    """Implements `moejax.models.decoder.DecoderCache` for one step."""
+    """Implements `moejax.models.decoder.DecoderCache` for one step.
+
+    `kernels` names the implementation of GPU kernels that a `KernelPlan` runs with.
+    """
 
     pages: Pages
-    plan: AttentionPlan
+    plan: AttentionPlan | KernelPlan
+    kernels: str = "xla"
 
-    def layer(self, index: int) -> "PagedLayer":
-        return PagedLayer(tuple(slab[index] for slab in self.pages), self.plan)
+    def layer(self, index: int) -> "PagedLayer | KernelLayer":
+        slabs = tuple(slab[index] for slab in self.pages)
+        if isinstance(self.plan, KernelPlan):
+            return KernelLayer(slabs, self.plan, self.kernels)
+        return PagedLayer(slabs, self.plan)
 
-    def with_layers(self, layers: "list[PagedLayer]") -> "PagedCache":
+    def with_layers(self, layers: "list[PagedLayer | KernelLayer]") -> "PagedCache":
         slabs = range(len(self.pages))
         return self._replace(pages=tuple(tuple(layer.slabs[z] for layer in layers) for z in slabs))
 
@@ -94,13 +117,49 @@ class PagedLayer(NamedTuple):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         *,
         window: int | None,
         scale: float,
     ) -> tuple[jax.Array, "PagedLayer"]:
         """The positions are the plan's own."""
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out, slabs = paged_attention(
             q[:, 0], k[:, 0], v[:, 0], self.slabs, self.plan, window=window, scale=scale
         )
         return out[:, None], PagedLayer(slabs, self.plan)
+
+
+class KernelLayer(NamedTuple):
+    """`PagedLayer` by GPU kernels, which rotate and store in one pass."""
+
+    slabs: Slabs
+    plan: KernelPlan
+    kernels: str
+
+    def update_and_attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        *,
+        window: int | None,
+        scale: float,
+    ) -> tuple[jax.Array, "KernelLayer"]:
+        """The positions are the plan's own."""
+        (pages,) = self.slabs
+        out, pages = kernel_attention(
+            q[:, 0],
+            k[:, 0],
+            v[:, 0],
+            (rope[0][:, 0], rope[1][:, 0]),
+            pages,
+            self.plan,
+            window=window,
+            scale=scale,
+            implementation=self.kernels,
+        )
+        return out[:, None], self._replace(slabs=(pages,))

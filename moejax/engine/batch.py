@@ -10,19 +10,22 @@ a place for every row's decoded token and then the chunks:
 import functools
 import math
 from collections.abc import Sequence as Items
-from itertools import accumulate, chain
+from itertools import chain
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.engine import kernel_plan, slab_plan
 from moejax.engine.buckets import Buckets
 from moejax.engine.request import SamplingParams
 from moejax.engine.sampler import SamplerMode, SamplingArrays, common_mode, sampling_values
 from moejax.engine.scheduler import StepPlan
 from moejax.engine.sequence import Sequence
-from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
+from moejax.ops.kernel_attention import KernelPlan
+from moejax.ops.paged_attention import AttentionPlan
 
 
 class StepKey(NamedTuple):
@@ -75,7 +78,7 @@ class Batch(NamedTuple):
     rope_len: jax.Array
     chunk_token: jax.Array | None
     chunk_position: jax.Array | None
-    attention: AttentionPlan
+    attention: AttentionPlan | KernelPlan
     sampling: SamplingArrays | None
     chunk_row: jax.Array | None
     fresh: jax.Array | None
@@ -84,30 +87,33 @@ class Batch(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the slabs."""
+    """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the slabs, and the
+    implementation of the GPU kernels ("xla" for none; with kernels there is one slab, and block tables instead
+    of lists of blocks)."""
 
     slots: int
     block_size: int
     table_width: int
     slab_ends: tuple[int, ...]
+    kernels: str = "xla"
+
+    @property
+    def plan(self) -> ModuleType:
+        """The module that knows what attention must be told."""
+        return slab_plan if self.kernels == "xla" else kernel_plan
 
 
 @functools.lru_cache(maxsize=4096)
 def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """Field → (offset, shape) in the buffer, and the buffer's length."""
-    S, T, N, R = key.rows, key.tokens, key.blocks, key.owners
-    Z = limits.slab_ends.index(N) + 1
+    S, T = key.rows, key.tokens
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("slot", "token", "position", "logit", "step", "sample", "write_row", "write_block", "write_offset"),
-        (S,),
+        ("slot", "token", "position", "logit", "step", "sample"), (S,)
     )
-    shapes |= {"write_ends": (Z,), "owner": (N, R), "logical": (N,), "rope_len": (S + T,)}
+    shapes |= {"rope_len": (S + T,)}
     if T:
-        tiles, runs = max_tiles(S, T), max_runs(S, T, limits.block_size)
         shapes |= dict.fromkeys(("chunk_token", "chunk_position"), (T,))
-        shapes |= dict.fromkeys(("tile_start", "tile_row", "tile_position", "tile_count"), (tiles,))
-        shapes |= dict.fromkeys(("run_start", "run_block", "run_offset", "run_count"), (runs,))
-        shapes |= {"run_ends": (Z,), "num_tiles": (1,), "table": (S, min(limits.table_width, N))}
+    shapes |= limits.plan.shapes(key, limits)
     if not key.mode.greedy or key.mode.penalty:
         shapes |= dict.fromkeys(SamplingArrays._fields, (S,))
     if key.mode.penalty:
@@ -123,16 +129,6 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
     return fields, offset
 
 
-def max_tiles(rows: int, tokens: int) -> int:
-    """Most tiles that T tokens of at most S sequences fall into: each may leave one part empty."""
-    return tokens // tile_rows(tokens) + min(rows, tokens)
-
-
-def max_runs(rows: int, tokens: int, block_size: int) -> int:
-    """Most blocks that T tokens of at most S sequences touch: each may start and end within one."""
-    return min(tokens, tokens // block_size + 2 * min(rows, tokens))
-
-
 def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
     """The step's arrays, inside a trace."""
     fields, _ = layout(key, limits)
@@ -144,8 +140,6 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
     def maybe(name: str) -> jax.Array | None:
         return take(name) if name in fields else None
 
-    decode = DecodePlan(*(take(name) for name in _DECODE))
-    chunk = ChunkPlan(*(take(name) for name in _CHUNK)) if key.tokens else None
     sampling = None
     if "seed" in fields:
         sampling = SamplingArrays(
@@ -164,7 +158,7 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
         rope_len=take("rope_len"),
         chunk_token=maybe("chunk_token"),
         chunk_position=maybe("chunk_position"),
-        attention=AttentionPlan(decode, chunk),
+        attention=limits.plan.unpack(take, key),
         sampling=sampling,
         chunk_row=maybe("chunk_row"),
         fresh=maybe("fresh"),
@@ -173,11 +167,6 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
     )
 
 
-_DECODE = ("position", "owner", "logical", "write_row", "write_block", "write_offset", "write_ends")
-_CHUNK = (
-    "tile_start", "tile_row", "tile_position", "tile_count", "num_tiles", "table",
-    "run_start", "run_block", "run_offset", "run_count", "run_ends",
-)  # fmt: skip
 _SAMPLING_DTYPES = {
     "temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32,
     "repetition_penalty": jnp.float32, "seed": jnp.uint32,
@@ -208,7 +197,8 @@ class BatchBuilder:
         held = np.fromiter(chain.from_iterable([s.blocks for s in decodes]), np.int64, sum(counts))
         highest = int(held.max()) if D else 0
         highest = max([highest, *(max(chunk.sequence.blocks) for chunk in plan.chunks)])
-        shared = int(np.bincount(held).max()) if D else 1
+        # Kernels read through block tables, which do not care who else has a block.
+        shared = int(np.bincount(held).max()) if D and self.limits.kernels == "xla" else 1
         slabs = self.buckets.slabs_for(highest + 1)
         tokens = plan.chunk_tokens
         wanted = max(tokens, plan.min_tokens) if tokens else 0
@@ -228,12 +218,9 @@ class BatchBuilder:
             for name, (offset, shape) in fields.items()
         }
         self._rows(views, plan, rows)
-        if D:
-            self._decodes(views, plan, held, counts, key.owners)
-        else:
-            views["owner"][...] = -1
         if tokens:
             self._chunks(views, plan, key)
+        self.limits.plan.fill(views, plan, key, self.limits, self.buckets.slabs, held, counts)
         if "seed" in views:
             _fill_sampling(views, rows)
         if key.mode.penalty:
@@ -244,7 +231,7 @@ class BatchBuilder:
         """A buffer that computes nothing and writes nothing, to rehearse a step."""
         fields, length = layout(key, self.limits)
         buffer = np.zeros(length, np.int32)
-        blank = {"slot": self.limits.slots, "position": -1, "owner": -1, "chunk_position": -1}
+        blank = {"slot": self.limits.slots, "position": -1, "chunk_position": -1, **self.limits.plan.BLANK}
         for name, value in blank.items():
             if name in fields:
                 offset, shape = fields[name]
@@ -285,48 +272,12 @@ class BatchBuilder:
             views["sample"][row:after] = chunk.last and not chunk.sequence.score
             row = after
 
-    def _decodes(
-        self,
-        views: dict[str, np.ndarray],
-        plan: StepPlan,
-        held: np.ndarray,
-        counts: list[int],
-        owners: int,
-    ) -> None:
-        """Where each row writes, and who owns each block that is read."""
-        D, size = len(plan.decodes), self.limits.block_size
-        positions = np.asarray(plan.positions)
-        starts = np.fromiter(accumulate(counts, initial=0), np.int64, D + 1)
-        W = D - plan.idle  # rows that have ended are computed as padding and store nothing
-        slab, local = self.buckets.slabs.locate(held[starts[:W] + positions[:W] // size])
-        order = np.argsort(slab, kind="stable")
-        views["write_row"][:W] = order
-        views["write_block"][:W] = local[order]
-        views["write_offset"][:W] = (positions[:W] % size)[order]
-        views["write_ends"][:] = np.searchsorted(
-            slab[order], np.arange(len(views["write_ends"])), side="right"
-        )
-        row_of = np.repeat(np.arange(D), counts)
-        owner, logical = views["owner"], views["logical"]
-        owner[...] = -1
-        logical[held] = np.arange(len(held)) - starts[row_of]
-        if owners == 1:
-            owner[held, 0] = row_of
-            return
-        by_block = np.argsort(held, kind="stable")
-        sorted_blocks = held[by_block]
-        rank = np.arange(len(held)) - np.searchsorted(sorted_blocks, sorted_blocks, side="left")
-        owner[sorted_blocks, rank] = row_of[by_block]
-
     def _chunks(self, views: dict[str, np.ndarray], plan: StepPlan, key: StepKey) -> None:
-        """Tokens, tiles (parts of one chunk to attend) and runs (parts of one block to write)."""
-        size, tile, S = self.limits.block_size, tile_rows(key.tokens), key.rows
-        table, rope = views["table"], views["rope_len"]
+        """The chunks' tokens and positions."""
+        S, rope = key.rows, views["rope_len"]
         views["chunk_position"][:] = -1
         if "chunk_row" in views:
             views["chunk_row"][:] = S  # nobody has seen the tokens of padding
-        tiles: list[tuple[int, int, int, int]] = []
-        runs: list[tuple[int, int, int, int]] = []
         start, row = 0, len(plan.decodes)
         for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
             sequence, first, end = chunk.sequence, chunk.start, chunk.start + chunk.count
@@ -334,17 +285,6 @@ class BatchBuilder:
             positions = np.arange(first, end)
             views["chunk_position"][start : start + chunk.count] = positions
             rope[S + start : S + start + chunk.count] = np.maximum(positions + 1, sequence.prompt_len)
-            table[row, : len(sequence.blocks)] = sequence.blocks
-            tiles += [
-                (start + i, row, first + i, min(tile, chunk.count - i)) for i in range(0, chunk.count, tile)
-            ]
-            position = first
-            while position < end:
-                count = min(size - position % size, end - position)
-                runs.append(
-                    (sequence.blocks[position // size], start + position - first, position % size, count)
-                )
-                position += count
             if key.score:
                 targets = sequence.tokens[first + 1 : end + 1]
                 views["target"][start : start + len(targets)] = targets
@@ -353,19 +293,6 @@ class BatchBuilder:
             start, row = start + chunk.count, row + 1 + len(forks)
         # Static batching's padding is computed like a token, though it has no place in the cache.
         views["chunk_position"][start : plan.min_tokens] = 0
-        views["num_tiles"][0] = len(tiles)
-        for name, column in zip(_CHUNK[:4], np.asarray(tiles, np.int32).T, strict=True):
-            views[name][: len(tiles)] = column
-        block, *columns = np.asarray(runs, np.int64).T
-        slab, local = self.buckets.slabs.locate(block)
-        order = np.argsort(slab, kind="stable")
-        for name, column in zip(
-            ("run_start", "run_block", "run_offset", "run_count"),
-            (columns[0], local, columns[1], columns[2]),
-            strict=True,
-        ):
-            views[name][: len(runs)] = column[order]
-        views["run_ends"][:] = np.searchsorted(slab[order], np.arange(len(views["run_ends"])), side="right")
 
 
 def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:

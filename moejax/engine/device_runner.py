@@ -1,5 +1,6 @@
 """Runs plans on the device: builds the batch, finds its bucket's compiled step, owns the device state."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -45,6 +46,7 @@ class DeviceRunner:
         config: buckets, slots, tokens in a block.
         num_blocks, max_model_len: of the cache, of one sequence.
         ledger: where steps are compiled.
+        kernels: implementation of the GPU kernels, "xla" for none.
     """
 
     def __init__(
@@ -54,20 +56,29 @@ class DeviceRunner:
         num_blocks: int,
         max_model_len: int,
         ledger: CompileLedger,
+        kernels: str = "xla",
     ) -> None:
         self.functions = functions
         self.ledger = ledger
         self.config = config
-        self.buckets = Buckets.of(config, num_blocks)
+        self._one_slab = kernels != "xla"
+        self.buckets = self._all_buckets(num_blocks)
         self.limits = Limits(
             slots=config.max_num_seqs,
             block_size=config.block_size,
             table_width=-(-max_model_len // config.block_size),
             slab_ends=self.buckets.slabs.ends,
+            kernels=kernels,
         )
         self.builder = BatchBuilder(self.buckets, self.limits)
         model = functions.config
-        self.pool = BlockPool(model, self.buckets.slabs, config.block_size, jnp.dtype(model.dtype))
+        self.pool = BlockPool(
+            model,
+            self.buckets.slabs,
+            config.block_size,
+            jnp.dtype(model.dtype),
+            transposed_keys=not self._one_slab,
+        )
         self.routing = RoutingRecord(model.num_layers, model.num_experts)
         self.reset()
 
@@ -133,9 +144,8 @@ class DeviceRunner:
             score, record: compile the steps that score prompts, or record routing, as well.
         """
         self.builder.warm_modes = list(dict.fromkeys(modes))
-        self.buckets = self.builder.buckets = Buckets.of(self.config, self.buckets.slabs.num_blocks).thinned(
-            self.config, max_total_len
-        )
+        whole = self._all_buckets(self.buckets.slabs.num_blocks)
+        self.buckets = self.builder.buckets = whole.thinned(self.config, max_total_len)
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
         reachable = list(self.buckets.reachable(max_total_len, self.limits.block_size, samples))
@@ -149,6 +159,13 @@ class DeviceRunner:
         if samples > 1:
             for slabs in sorted({slabs for _, _, slabs in reachable}):
                 self._copier(slabs)
+
+    def _all_buckets(self, num_blocks: int) -> Buckets:
+        """Kernels read through block tables, whatever the pool's size: it is one slab."""
+        config = self.config
+        if self._one_slab:
+            config = dataclasses.replace(config, block_buckets=[num_blocks])
+        return Buckets.of(config, num_blocks)
 
     def _seen_of(self, key: StepKey) -> jax.Array | None:
         if not key.mode.penalty:

@@ -64,7 +64,7 @@ class PagedFunctions(ModelFunctions):
             tokens[:, None],
             jnp.maximum(positions, 0)[:, None],
             valid=valid[:, None],
-            cache=PagedCache(state.pages, batch.attention),
+            cache=PagedCache(state.pages, batch.attention, limits.kernels),
             rope_lens=batch.rope_len,
         )
         x = x[:, 0]

@@ -39,10 +39,8 @@ class Attention(nnx.Module):
         self.config = config
         self.window = window
 
-    def project(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x `[B, T, D]` → rotated q `[B, T, H, Dh]`, rotated k and v `[B, T, K, Dh]`."""
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x `[B, T, D]` → q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]`, not rotated yet."""
         config = self.config
         B, T, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -57,7 +55,7 @@ class Attention(nnx.Module):
         if config.qk_norm == "head":
             assert self.q_norm is not None and self.k_norm is not None
             q, k = self.q_norm(q), self.k_norm(k)
-        return apply_rope(q, *rope), apply_rope(k, *rope), v
+        return q, k, v
 
     def __call__(
         self,
@@ -72,10 +70,13 @@ class Attention(nnx.Module):
         """
         B, T, _ = x.shape
         scale = self.config.attention_scale
-        q, k, v = self.project(x, rope)
+        q, k, v = self.project(x)
         if cache is None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
             keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
             out = attention(q, keys, values, positions, window=self.window, scale=scale)
         else:
-            out, cache = cache.update_and_attend(q, k, v, positions, window=self.window, scale=scale)
+            out, cache = cache.update_and_attend(
+                q, k, v, rope, positions, window=self.window, scale=scale
+            )
         return self.o_proj(out.reshape(B, T, -1)), cache

@@ -20,12 +20,16 @@ class LayerCache(Protocol):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         *,
         window: int | None,
         scale: float,
     ) -> tuple[jax.Array, "LayerCache"]:
-        """q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]` → output `[B, T, H, Dh]` and the updated cache."""
+        """q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]` → output `[B, T, H, Dh]` and the updated cache.
+
+        q and k come unrotated, with the tables `[B, T, Dh/2]`, because a kernel rotates as it stores.
+        """
         ...
 
 

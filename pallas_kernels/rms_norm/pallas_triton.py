@@ -39,19 +39,19 @@ def _pad(width: int) -> int:
 
 
 def _kernel(x_ref: Any, w_ref: Any, *refs: Any, rows: int, T: int, D: int, eps: float, add: bool) -> None:
-    r_ref, (out_ref, sum_ref) = (refs[0], refs[1:]) if add else (None, (*refs, None))
+    out_ref = refs[1] if add else refs[0]
     row = program_id(0) * rows + jnp.arange(rows)
     col = jnp.arange(_pad(D))
     mask = (row < T)[:, None] & (col < D)[None, :]
     at = (row[:, None], col[None, :])
     x = load(x_ref.at[at], mask=mask, other=0.0)
     if add:
-        x = x + load(r_ref.at[at], mask=mask, other=0.0)
-        store(sum_ref.at[at], x, mask=mask)
+        x = x + load(refs[0].at[at], mask=mask, other=0.0)
+        store(refs[2].at[at], x, mask=mask)
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) / D + eps)
-    w = load(w_ref.at[col], mask=col < D, other=0.0).astype(jnp.float32)
-    store(out_ref.at[at], (wide * scale[:, None] * w[None, :]).astype(out_ref.dtype), mask=mask)
+    w = load(w_ref.at[col], mask=col < D, other=0.0).astype(x.dtype)
+    store(out_ref.at[at], (wide * scale[:, None]).astype(x.dtype) * w[None, :], mask=mask)
 
 
 def rms_norm_pallas(

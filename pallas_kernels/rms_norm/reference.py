@@ -7,16 +7,17 @@ import jax.numpy as jnp
 def rms_norm_reference(
     x: jax.Array, weight: jax.Array, residual: jax.Array | None = None, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """`s = x + residual`; `s / sqrt(mean(s²) + eps) · weight`, computed in float32 (float64 if x is).
+    """`s = x + residual`; `s / sqrt(mean(s²) + eps) · weight`, the statistics in float32 (float64 if x is).
 
     Args:
         x, residual: `[T, D]`; weight: `[D]`.
 
     Returns:
         The normalised `[T, D]` and s, both in x's dtype. The mean is of the sum as rounded to x's dtype,
-        which is what the next layer adds to.
+        which is what the next layer adds to; the quotient is rounded before the weight, as in Hugging Face's
+        modules.
     """
     total = x if residual is None else x + residual
     wide = total.astype(jnp.promote_types(jnp.float32, x.dtype))
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight.astype(wide.dtype)[None, :]).astype(x.dtype), total
+    return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)[None, :], total

@@ -1,0 +1,1 @@
+"""`experiments.kernels`: static report, times beside other implementations, tuning."""

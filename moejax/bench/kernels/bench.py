@@ -1,0 +1,231 @@
+"""mode=bench: the kernels' device times beside their bound and beside other implementations.
+
+select → per spec: inputs on the device, every variant checked against the reference, then timed in turn →
+table, result.json and `<results_dir>/<device>/kernels-DATE.json`. The device's copy bandwidth and matrix rates
+are measured in the same run; bounds and shares are of these.
+"""
+
+import datetime
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.bench.kernels.baselines import Variant, variants
+from moejax.bench.kernels.config import KernelSelection
+from moejax.bench.kernels.device_timing import Chain, Timed, chain_length, input_sets, measure
+from moejax.bench.kernels.select import Selected, select
+from moejax.bench.result import build_result, ensure_writable, write_result
+from moejax.core.errors import DeviceError
+from moejax.core.files import atomic_write_text, dump_json
+from moejax.core.hardware import get_hardware
+from moejax.report.kernel_tables import print_bench
+from moejax.report.progress import progress
+from moejax.report.tables import print_closing, stderr_console
+from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.provenance import collect
+from pallas_kernels.op import Cost, Op, Spec
+from pallas_kernels.tuned import device_key
+
+logger = logging.getLogger(__name__)
+
+# Bytes of last-level cache, where the driver's value is not to be had: NVIDIA's data sheets.
+_CACHE = {"a100": 40 << 20, "h100": 50 << 20, "h200": 50 << 20}
+
+
+def run_bench(
+    config: KernelSelection, tracker_config: TrackerConfig, out_dir: Path, *, whole_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Runs mode=bench.
+
+    Raises:
+        DeviceError: JAX has no CUDA device.
+        ConfigError: an unknown name.
+    """
+    selected = select(config)
+    require_gpu("bench")
+    ensure_writable(out_dir)
+    device = jax.devices()[0]
+    folder = ensure_writable(Path(config.bench.results_dir) / device_key())
+    provenance = collect(whole_config)
+    info = RunInfo("kernels", "bench", out_dir, config={**whole_config, "provenance": provenance})
+    with make_tracker(tracker_config, info) as tracker:
+        ceilings = measure_ceilings()
+        rows: list[dict[str, Any]] = []
+        total = sum(len(item.specs) for item in selected)
+        with progress("timing kernels", total=total) as task:
+            for item in selected:
+                for spec in item.specs:
+                    task.describe(f"{item.op.name} {spec.name}")
+                    rows += bench_spec(item, spec, config, ceilings)
+                    task.advance()
+        hardware = get_hardware("auto", device.device_kind)
+        result = build_result(
+            "kernels",
+            metrics={**ceilings, "kernels": len(rows), **_best(rows)},
+            cases=rows,
+            config=whole_config,
+            provenance=provenance,
+            hardware=asdict(hardware) if hardware else None,
+        )
+        files = [write_result(result, out_dir)]
+        day = datetime.date.today().isoformat()
+        files.append(atomic_write_text(folder / f"kernels-{day}.json", dump_json(result, indent=1) + "\n"))
+        tracker.summary(result["metrics"])
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        tracker.table("kernels", columns, [[row.get(key) for key in columns] for row in rows])
+        tracker.artifact("kernels-result", "result", files)
+    console = stderr_console()
+    print_bench(result, console)
+    print_closing(console, out_dir, tracker.hints())
+    return result
+
+
+def require_gpu(mode: str) -> None:
+    """Raises DeviceError where there is nothing to time on."""
+    platform = jax.default_backend()
+    if platform != "gpu":
+        raise DeviceError(
+            f"mode={mode} times kernels on a CUDA device, and JAX has only {platform!r} here; "
+            "mode=static reports on them without one"
+        )
+
+
+def bench_spec(
+    item: Selected, spec: Spec, config: KernelSelection, ceilings: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """A row per implementation of one spec."""
+    op = item.op
+    found = variants(op, spec, item.implementations, baselines=config.bench.baselines)
+    sets, _ = bench_inputs(spec)
+    cost = spec.cost
+    bound = 1e6 * max(cost.bytes / ceilings["copy_bandwidth"], cost.flops / _rate(ceilings, cost))
+    rows, chains = [], {}
+    for variant in found:
+        row = _row(op, spec, variant, bound)
+        rows.append(row)
+        if variant.unavailable:
+            row["error"] = variant.unavailable
+            continue
+        try:
+            prepared = [variant.prepare(arrays) for arrays in sets]
+            row["relative_error"] = _error(op, spec, variant, sets[0], prepared[0])
+            out = jax.eval_shape(variant.run, prepared[0])
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(out))
+            calls = chain_length(3 * bound, size)
+            chains[variant.name] = Chain(variant.run, prepared, calls, variant.carries)
+        except Exception as error:  # another library's refusal, or ours: a row of the table, not its end
+            row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    for name, timed in measure(chains, config.bench.repeats).items():
+        row = next(row for row in rows if row["implementation"] == name)
+        row |= _figures(timed, cost, bound, ceilings)
+    return rows
+
+
+def bench_inputs(spec: Spec) -> tuple[list[dict[str, Any]], float]:
+    """Input sets, enough that none is still in the cache at its next turn; the data sheet's bound in µs."""
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec.abstract))
+    # A spec may hold much that a call does not touch: what counts is what it reads.
+    count = input_sets(int(min(size, spec.cost.bytes)), _CACHE.get(device_key(), 50 << 20))
+    count = max(1, min(count, (16 << 30) // max(size, 1)))
+    make = jax.jit(spec.make)
+    hardware = get_hardware("auto", jax.devices()[0].device_kind)
+    bound = 1.0
+    if hardware is not None and hardware.bandwidth is not None:
+        peak = hardware.flops.get(spec.cost.unit, hardware.flops["float32"])
+        bound = 1e6 * max(spec.cost.bytes / hardware.bandwidth, spec.cost.flops / peak)
+    return [make(jax.random.PRNGKey(i)) for i in range(count)], bound
+
+
+def _row(op: Op, spec: Spec, variant: Variant, bound: float) -> dict[str, Any]:
+    return {
+        "op": op.name,
+        "spec": spec.name,
+        "implementation": variant.name,
+        "ours": variant.ours,
+        "config": variant.config,
+        "config_reason": variant.reason,
+        "bound_us": bound,
+        "flops": spec.cost.flops,
+        "bytes": spec.cost.bytes,
+        "unit": spec.cost.unit,
+        "error": None,
+    }
+
+
+def _figures(timed: Timed, cost: Cost, bound: float, ceilings: Mapping[str, float]) -> dict[str, Any]:
+    seconds = timed.median_us / 1e6
+    return {
+        "median_us": timed.median_us,
+        "spread": timed.spread,
+        "bound_share": bound / timed.median_us if seconds else None,
+        "bandwidth_share": cost.bytes / seconds / ceilings["copy_bandwidth"] if seconds else None,
+        "rate_share": cost.flops / seconds / _rate(ceilings, cost) if seconds else None,
+        "calls": timed.calls,
+        "input_sets": timed.input_sets,
+    }
+
+
+def _error(
+    op: Op, spec: Spec, variant: Variant, arrays: dict[str, Any], prepared: dict[str, Any]
+) -> float | None:
+    """Relative L2 distance from the reference, of the floating-point outputs both define."""
+    if not variant.comparable:
+        return None
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(lambda kw: variant.restrict(op.reference(**kw, **spec.static), kw))(arrays)
+    got = jax.jit(lambda kw, own: variant.restrict(variant.run(own), kw))(arrays, prepared)
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if jnp.issubdtype(b.dtype, jnp.floating):
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            worst = max(worst, float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30))
+        else:
+            worst = max(worst, float(np.mean(np.asarray(a) != np.asarray(b))))
+    return worst
+
+
+def measure_ceilings() -> dict[str, float]:
+    """What this device reaches: copied bytes/s, reads and writes counted; matrix rates in FLOP/s."""
+    x = jax.random.normal(jax.random.key(0), (1 << 29,), jnp.bfloat16)
+    a, b = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in (1, 2))
+    small = [(jax.random.normal(jax.random.key(i), (8192, 8192)) * 30).astype(jnp.int8) for i in (3, 4)]
+    chains = {
+        "copy": Chain(lambda kw: kw["x"] + jnp.bfloat16(1), [{"x": x}], 3),
+        "matmul": Chain(lambda kw: kw["a"] @ kw["b"], [{"a": a, "b": b}], 8),
+        "int8": Chain(
+            lambda kw: jax.lax.dot(kw["a"], kw["b"], preferred_element_type=jnp.int32),
+            [{"a": small[0], "b": small[1]}],
+            8,
+        ),
+    }
+    timed = measure(chains, 9)
+    return {
+        "copy_bandwidth": 2 * x.nbytes / (timed["copy"].median_us / 1e6),
+        "matmul_bfloat16": 2 * 8192**3 / (timed["matmul"].median_us / 1e6),
+        "matmul_int8": 2 * 8192**3 / (timed["int8"].median_us / 1e6),
+    }
+
+
+def _rate(ceilings: Mapping[str, float], cost: Cost) -> float:
+    """Matrix rate for a cost's unit. float32 work here is elementwise and bound by bandwidth."""
+    if cost.unit == "int8":
+        return max(ceilings["matmul_int8"], ceilings["matmul_bfloat16"])
+    return ceilings["matmul_bfloat16"]
+
+
+def _best(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Median over specs of our best share of the bound, by operation."""
+    shares: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["ours"] and row.get("bound_share"):
+            key = (row["op"], row["spec"])
+            shares[key] = max(shares.get(key, 0.0), row["bound_share"])
+    ops = dict.fromkeys(op for op, _ in shares)
+    values = {op: [share for (other, _), share in shares.items() if other == op] for op in ops}
+    return {f"{op}_bound_share": float(np.median(found)) for op, found in values.items()}

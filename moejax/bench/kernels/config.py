@@ -1,0 +1,88 @@
+"""What `experiments.kernels` can be asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from moejax.core.config import check_choice, check_positive
+from moejax.core.errors import ConfigError
+
+Mode = Literal["static", "bench", "tune"]
+TARGETS = ("sm_80", "sm_90")
+
+
+@dataclass(frozen=True)
+class BenchSection:
+    """mode=bench.
+
+    Attributes:
+        repeats: timed samples per implementation, taken in turn; the median counts.
+        baselines: time other libraries' implementations beside ours, where they can be imported.
+        results_dir: a folder `<device>/` in it gets the table as JSON.
+    """
+
+    repeats: int = 15
+    baselines: bool = True
+    results_dir: str = "results"
+
+
+@dataclass(frozen=True)
+class TuneSection:
+    """mode=tune.
+
+    Attributes:
+        device: "auto" times on the device at hand; "a100" or "h100" chooses by the static model, without
+            timing, and marks the entries so.
+        max_configs: most configurations tried for a spec, spread evenly over its space.
+        data_dir: where tables are written; none takes `pallas_kernels/data`.
+    """
+
+    device: Literal["auto", "a100", "h100"] = "auto"
+    max_configs: int = 24
+    data_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class KernelSelection:
+    """Which kernels, implementations and specs.
+
+    Attributes:
+        ops: operations by name; none takes all.
+        implementations: by name; none takes all.
+        specs: parts of specs' names, of which one must occur; none takes all.
+        targets: sm_80, sm_90 (static and untimed tuning).
+        workers: compiling subprocesses.
+        cache_dir: where compiled results are kept, "none" keeps none; none takes the user's cache folder.
+        baseline_dir: the committed reports that a static run is compared with.
+        update_baseline: write this run's reports there.
+    """
+
+    mode: Mode = "static"
+    ops: list[str] = field(default_factory=list)
+    implementations: list[str] = field(default_factory=list)
+    specs: list[str] = field(default_factory=list)
+    targets: list[str] = field(default_factory=lambda: list(TARGETS))
+    workers: int = 2
+    cache_dir: str | None = None
+    baseline_dir: str = "results/static"
+    update_baseline: bool = False
+    bench: BenchSection = field(default_factory=BenchSection)
+    tune: TuneSection = field(default_factory=TuneSection)
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, get_args(Mode))
+        for name in ("ops", "implementations", "specs", "targets"):
+            value: Sequence[str] | str = getattr(self, name)
+            object.__setattr__(self, name, [value] if isinstance(value, str) else list(value))
+        if not self.targets:
+            raise ConfigError(f"targets is empty: choose among {', '.join(TARGETS)}")
+        for target in self.targets:
+            check_choice("targets", target, TARGETS)
+        check_positive("workers", self.workers)
+        check_positive("bench.repeats", self.bench.repeats)
+        check_positive("tune.max_configs", self.tune.max_configs)
+        if self.update_baseline and (self.implementations or self.specs or set(self.targets) != set(TARGETS)):
+            raise ConfigError(
+                "update_baseline=true writes whole operations: leave out implementations, specs and targets"
+            )

@@ -1,0 +1,48 @@
+"""From the names in a configuration to operations and specs."""
+
+from dataclasses import dataclass
+
+from moejax.bench.kernels.config import KernelSelection
+from moejax.core.errors import ConfigError, unknown
+from pallas_kernels.op import Op, Spec
+from pallas_kernels.registry import OPS, load_op
+
+
+@dataclass(frozen=True)
+class Selected:
+    """An operation and what of it was asked for."""
+
+    op: Op
+    implementations: tuple[str, ...]
+    specs: tuple[Spec, ...]
+
+    def wanted(self, implementation: str, spec: Spec) -> bool:
+        return implementation in self.implementations and spec in self.specs
+
+
+def select(config: KernelSelection) -> list[Selected]:
+    """What the configuration names.
+
+    Raises:
+        ConfigError: an unknown operation or implementation, or no spec at all.
+    """
+    for name in config.ops:
+        if name not in OPS:
+            raise ConfigError(f"ops: {unknown('kernel', name, OPS)}")
+    ops = [load_op(name) for name in config.ops or OPS]
+    known = sorted({name for op in ops for name in op.implementations})
+    for name in config.implementations:
+        if name not in known:
+            raise ConfigError(f"implementations: {unknown('implementation', name, known)}")
+    found = []
+    for op in ops:
+        asked = config.implementations
+        names = tuple(n for n in op.implementations if not asked or n in asked)
+        specs = tuple(s for s in op.specs if not config.specs or any(part in s.name for part in config.specs))
+        if names and specs:
+            found.append(Selected(op, names, specs))
+    if not found:
+        raise ConfigError(
+            f"specs: no spec of {', '.join(op.name for op in ops)} has {' or '.join(config.specs)} in its name"
+        )
+    return found

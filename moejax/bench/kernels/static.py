@@ -1,0 +1,192 @@
+"""mode=static: registers, spills, shared memory and instructions of every kernel, without a GPU.
+
+select → compile in subprocesses → compare with the committed reports → table, result.json, tracker; an error
+at the end if the gate does not hold, after everything has been written.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moejax.bench.kernels.config import KernelSelection
+from moejax.bench.kernels.select import Selected, select
+from moejax.bench.result import build_result, ensure_writable, write_result
+from moejax.core.errors import ConfigError, MoejaxError
+from moejax.core.files import atomic_write_text, dump_json
+from moejax.core.hardware import KNOWN
+from moejax.engine.setup import default_cache_dir
+from moejax.report.kernel_tables import print_static
+from moejax.report.progress import progress
+from moejax.report.tables import print_closing, stderr_console
+from moejax.tracking.base import CompositeTracker, RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.provenance import collect
+from pallas_kernels.static import Row, failures, report_op
+from pallas_kernels.static.compiler import Compiler
+
+DEVICE = {"sm_80": "a100_80gb", "sm_90": "h100"}
+"""The device whose peaks bound a target's kernels."""
+
+
+class KernelGateError(MoejaxError, RuntimeError):
+    """The static gate does not hold; the results have been written."""
+
+
+def run_static(
+    config: KernelSelection, tracker_config: TrackerConfig, out_dir: Path, *, whole_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Runs mode=static and writes `result.json`; `cases` has a row per kernel, spec and target.
+
+    Raises:
+        ConfigError: an unknown name, or the Triton wheel is missing.
+        KernelGateError: a default configuration fails the gate or has grown against the committed report.
+    """
+    selected = select(config)
+    ensure_writable(out_dir)
+    if config.update_baseline:
+        ensure_writable(Path(config.baseline_dir))
+    provenance = collect(whole_config)
+    info = RunInfo("kernels", "static", out_dir, config={**whole_config, "provenance": provenance})
+    with make_tracker(tracker_config, info) as tracker:
+        rows, about = compile_all(selected, config)
+        grown = compare_with_baseline(rows, about, Path(config.baseline_dir))
+        cases = [case(row) for row in rows]
+        wrong = failures(rows)
+        result = build_result(
+            "kernels",
+            metrics=_metrics(rows, wrong, grown),
+            cases=cases,
+            config=whole_config,
+            provenance=provenance,
+            compiler=about,
+            failures=wrong,
+            grown=grown,
+        )
+        write_result(result, out_dir)
+        if config.update_baseline:
+            write_baseline(rows, about, Path(config.baseline_dir))
+        _track(result, tracker)
+    console = stderr_console()
+    print_static(result, console)
+    print_closing(console, out_dir, tracker.hints())
+    if wrong or (grown and not config.update_baseline):
+        first = (wrong + grown)[0]
+        raise KernelGateError(f"the static gate failed in {len(wrong) + len(grown)} places; first: {first}")
+    return result
+
+
+def compile_all(selected: Sequence[Selected], config: KernelSelection) -> tuple[list[Row], dict[str, str]]:
+    """Rows of everything selected, and the versions that made them.
+
+    Raises:
+        ConfigError: the Triton wheel is missing.
+    """
+    rows: list[Row] = []
+    try:
+        compiler = Compiler(config.workers, cache_folder(config.cache_dir))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"mode=static: {error}") from error
+    with compiler, progress("compiling kernels", total=len(selected)) as task:
+        for item in selected:
+            task.describe(f"compiling {item.op.name}")
+            rows += report_op(item.op, compiler, targets=config.targets, wanted=item.wanted).rows
+            task.advance()
+    return rows, {"jax": jax.__version__, "triton": compiler.version}
+
+
+def cache_folder(asked: str | None) -> Path | None:
+    """Where compiled results are kept: None for nowhere."""
+    if asked == "none":
+        return None
+    return Path(asked) if asked else Path(default_cache_dir()).parents[1] / "kernels"
+
+
+def roofline_us(row: Row) -> float | None:
+    """Least microseconds that the spec's bytes and operations allow on the target's device."""
+    hardware = KNOWN[DEVICE[row.target]]
+    peak = hardware.flops.get(row.unit)
+    if peak is None or hardware.bandwidth is None:
+        return None
+    return 1e6 * max(row.bytes / hardware.bandwidth, row.flops / peak)
+
+
+def case(row: Row) -> dict[str, Any]:
+    """A row of the result."""
+    return {
+        **asdict(row),
+        "config": json.dumps(row.config),
+        "grid": "x".join(map(str, row.grid)),
+        "roofline_us": roofline_us(row),
+        "roofline_device": DEVICE[row.target],
+    }
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("op", "implementation", "spec", "target", "kernel"))
+
+
+_GROWTH = ("registers", "spill_stores", "spill_loads", "shared")
+
+
+def compare_with_baseline(rows: Iterable[Row], about: Mapping[str, str], folder: Path) -> list[str]:
+    """Lines for kernels that take more than the committed report says, made with the same versions.
+
+    Another JAX or Triton gives other figures: then there is nothing to compare with.
+    """
+    found = []
+    baselines: dict[str, dict[tuple[str, ...], Any]] = {}
+    for row in rows:
+        if row.op not in baselines:
+            baselines[row.op] = _read_baseline(folder / f"{row.op}.json", about)
+        before = baselines[row.op].get(_key(asdict(row)))
+        if before is None or row.error:
+            continue
+        for name in _GROWTH:
+            if getattr(row, name) > before[name]:
+                where = f"{row.op} {row.implementation} {row.spec} {row.target} {row.kernel}"
+                found.append(f"{where}: {name} grew from {before[name]} to {getattr(row, name)}")
+    return found
+
+
+def _read_baseline(path: Path, about: Mapping[str, str]) -> dict[tuple[str, ...], Any]:
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    if any(content[name] != about[name] for name in ("jax", "triton")):
+        return {}
+    return {_key(row): row for row in content["rows"]}
+
+
+def write_baseline(rows: Iterable[Row], about: Mapping[str, str], folder: Path) -> None:
+    """Writes `<op>.json` for each operation of the rows."""
+    by_op: dict[str, list[Row]] = {}
+    for row in rows:
+        by_op.setdefault(row.op, []).append(row)
+    for op, own in by_op.items():
+        lines = ",\n".join(dump_json(asdict(row)) for row in own)
+        head = "".join(f'"{name}": "{value}",\n' for name, value in about.items())
+        atomic_write_text(folder / f"{op}.json", "{" + head + '"rows": [\n' + lines + "\n]}\n")
+
+
+def _metrics(rows: Sequence[Row], wrong: Sequence[str], grown: Sequence[str]) -> dict[str, Any]:
+    """Extremes, by target."""
+    metrics: dict[str, Any] = {"kernels": len(rows), "failures": len(wrong), "grown": len(grown)}
+    for target in dict.fromkeys(row.target for row in rows):
+        own = [row for row in rows if row.target == target and not row.error]
+        if own:
+            metrics |= {
+                f"{target}_max_registers": max(row.registers for row in own),
+                f"{target}_max_shared": max(row.shared for row in own),
+                f"{target}_max_spill": max(row.spill_stores + row.spill_loads for row in own),
+                f"{target}_min_occupancy": min(row.occupancy for row in own),
+            }
+    return metrics
+
+
+def _track(result: Mapping[str, Any], tracker: CompositeTracker) -> None:
+    tracker.summary(result["metrics"])
+    columns = list(result["cases"][0]) if result["cases"] else []
+    tracker.table("kernels", columns, [[row.get(key) for key in columns] for row in result["cases"]])

@@ -1,0 +1,222 @@
+"""mode=tune: searches each spec's space of configurations and keeps the winners in the kernels' tables.
+
+space (spread over `tune.max_configs`) → static report, which drops what does not compile, spills or does not fit
+→ timed on the device, or ranked by the static model where there is none of that kind → table.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moejax.bench.kernels.bench import bench_inputs, require_gpu
+from moejax.bench.kernels.config import KernelSelection
+from moejax.bench.kernels.device_timing import Chain, chain_length, measure
+from moejax.bench.kernels.select import select
+from moejax.bench.kernels.static import DEVICE, cache_folder
+from moejax.bench.result import build_result, ensure_writable, write_result
+from moejax.core.errors import ConfigError
+from moejax.core.hardware import KNOWN
+from moejax.report.kernel_tables import print_tuned
+from moejax.report.progress import progress
+from moejax.report.tables import print_closing, stderr_console
+from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.provenance import collect
+from pallas_kernels.op import Implementation, Op, Spec
+from pallas_kernels.static import Row, failures, report_op
+from pallas_kernels.static.compiler import Compiler
+from pallas_kernels.static.targets import TARGETS
+from pallas_kernels.tuned import DATA, Entry, config_dict, device_key, read_table, write_table
+
+logger = logging.getLogger(__name__)
+
+_TARGET = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90"}
+# Seconds that a load takes from device memory under load; bytes in flight are bandwidth times this.
+_LATENCY_S = 0.8e-6
+
+
+def run_tune(
+    config: KernelSelection, tracker_config: TrackerConfig, out_dir: Path, *, whole_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Runs mode=tune; `cases` has a row per spec with its winner.
+
+    Raises:
+        DeviceError: timing was asked for and JAX has no CUDA device.
+        ConfigError: an unknown name, an untunable device, or the Triton wheel is missing.
+    """
+    selected = select(config)
+    timed = config.tune.device == "auto"
+    if timed:
+        require_gpu("tune")
+    device = device_key() if timed else config.tune.device
+    if device not in _TARGET:
+        raise ConfigError(f"mode=tune knows {', '.join(_TARGET)}, and this is {device!r}")
+    data = Path(config.tune.data_dir) if config.tune.data_dir else DATA
+    ensure_writable(out_dir)
+    provenance = collect(whole_config)
+    info = RunInfo("kernels", "tune", out_dir, config={**whole_config, "provenance": provenance})
+    rows: list[dict[str, Any]] = []
+    try:
+        compiler = Compiler(config.workers, cache_folder(config.cache_dir))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"mode=tune prunes by the static report, and {error}") from error
+    total = sum(len(item.specs) * len(item.implementations) for item in selected)
+    with make_tracker(tracker_config, info) as tracker, compiler, progress("tuning", total=total) as task:
+        for item in selected:
+            entries = []
+            for name in item.implementations:
+                for spec in item.specs:
+                    task.describe(f"tuning {item.op.name} {name} {spec.name}")
+                    found = tune_spec(item.op, name, spec, compiler, config, device, timed=timed)
+                    task.advance()
+                    if found is not None:
+                        entry, row = found
+                        entries.append(entry)
+                        rows.append(row)
+            write_table(
+                data,
+                device,
+                item.op.name,
+                merge(read_table(data, device, item.op.name), entries),
+                jax=jax.__version__,
+                triton=compiler.version,
+                date=provenance["time_utc"][:10],
+                commit=(provenance.get("git") or {}).get("commit"),
+            )
+        result = build_result(
+            "kernels",
+            metrics={"specs": len(rows), "timed": timed, "compiled": compiler.compiled},
+            cases=rows,
+            config=whole_config,
+            provenance=provenance,
+        )
+        write_result(result, out_dir)
+        tracker.summary(result["metrics"])
+    console = stderr_console()
+    print_tuned(result, console)
+    print_closing(console, out_dir, tracker.hints())
+    return result
+
+
+def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
+    """Both; a new entry takes the place of the old one for its implementation and problem."""
+    kept = {(e.implementation, tuple(sorted(e.problem.items()))): e for e in (*old, *new)}
+    return list(kept.values())
+
+
+def tune_spec(
+    op: Op,
+    name: str,
+    spec: Spec,
+    compiler: Compiler,
+    config: KernelSelection,
+    device: str,
+    *,
+    timed: bool,
+) -> tuple[Entry, dict[str, Any]] | None:
+    """The winner for one spec and a row about it; None if this implementation does not support it."""
+    kind = op.implementations[name]
+    if kind.supports(spec.problem) is not None:
+        return None
+    configs = candidates(kind, spec, config.tune.max_configs)
+    reports = [_static(op, name, spec, compiler, _TARGET[device], c) for c in configs]
+    sound = [
+        (c, rows)
+        for c, rows in zip(configs, reports, strict=True)
+        if rows and not failures(rows) and all(row.blocks_per_sm for row in rows)
+    ]
+    if not sound:
+        logger.warning("%s %s %s: none of %d configurations is sound", op.name, name, spec.name, len(configs))
+        return None
+    predicted = [predict_us(rows) for _, rows in sound]
+    if timed:
+        micros = _time(op, kind, spec, [c for c, _ in sound], config.bench.repeats)
+    else:
+        micros = predicted
+    best = min(range(len(sound)), key=lambda i: micros[i])
+    heuristic = next((i for i, (c, _) in enumerate(sound) if c == kind.heuristic(spec.problem)), None)
+    entry = Entry(
+        name,
+        dict(spec.problem),
+        config_dict(sound[best][0]),
+        timed,
+        micros[best] if timed else None,
+    )
+    row = {
+        "op": op.name,
+        "implementation": name,
+        "spec": spec.name,
+        "device": device,
+        "timed": timed,
+        "tried": len(configs),
+        "sound": len(sound),
+        "config": entry.config,
+        "us": micros[best],
+        "predicted_us": predicted[best],
+        "heuristic_us": None if heuristic is None else micros[heuristic],
+    }
+    return entry, row
+
+
+def candidates(kind: Implementation, spec: Spec, most: int) -> list[Any]:
+    """The heuristic's configuration and others, evenly from the space."""
+    first = kind.heuristic(spec.problem)
+    others = [c for c in kind.space(spec.problem) if c != first]
+    step = max(1.0, len(others) / max(most - 1, 1))
+    return [first, *(others[int(i * step)] for i in range(min(most - 1, len(others))))]
+
+
+def predict_us(rows: Sequence[Row]) -> float:
+    """The static model's time: each kernel's share of the bound, slowed by what it leaves unused.
+
+    Memory: bandwidth is reached when enough bytes are in flight (Little's law); a block keeps in flight what its
+    pipeline buffers in shared memory, or a few vector loads a thread where it has none. Arithmetic: a quarter of
+    the warps resident is taken to be enough. Both: the last wave of blocks leaves multiprocessors idle.
+    It ranks configurations of one kernel; as a prediction of time it is a lower bound.
+    """
+    total = 0.0
+    for row in rows:
+        target, hardware = TARGETS[row.target], KNOWN[DEVICE[row.target]]
+        assert hardware.bandwidth is not None
+        programs = math.prod(row.grid)
+        slots = row.blocks_per_sm * target.multiprocessors
+        waves = math.ceil(programs / slots)
+        filled = programs / (waves * slots)
+        resident = min(row.blocks_per_sm, math.ceil(programs / target.multiprocessors))
+        each = row.shared if row.cp_async else 4 * 16 * 32 * row.num_warps
+        in_flight = resident * each * target.multiprocessors
+        memory = row.bytes / hardware.bandwidth / min(1.0, in_flight / (hardware.bandwidth * _LATENCY_S))
+        busy = min(1.0, resident * row.num_warps / target.warps / 0.25)
+        compute = row.flops / hardware.flops.get(row.unit, hardware.flops["float32"]) / busy
+        # One full wave more or less matters little when there are many.
+        total = max(total, max(memory, compute) / max(filled, 1 / waves if waves > 1 else filled))
+    return total * 1e6
+
+
+def _static(op: Op, name: str, spec: Spec, compiler: Compiler, target: str, config: Any) -> list[Row]:
+    report = report_op(
+        op, compiler, targets=(target,), wanted=lambda i, s: i == name and s is spec, config=config
+    )
+    return report.rows
+
+
+def _time(op: Op, kind: Implementation, spec: Spec, configs: Sequence[Any], repeats: int) -> list[float]:
+    """Median microseconds of each configuration, sampled in turn; infinite where it does not run."""
+    sets, bound = bench_inputs(spec)
+    chains = {}
+    for i, config in enumerate(configs):
+
+        def run(arguments: dict[str, Any], config: Any = config) -> Any:
+            return kind.run(**arguments, **spec.static, config=config)
+
+        try:
+            out = jax.eval_shape(run, sets[0])
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(out))
+            chains[str(i)] = Chain(run, sets, chain_length(3 * bound, size), op.carries)
+        except Exception as error:
+            logger.warning("%s %s %s: %s", op.name, spec.name, config, " ".join(str(error).split())[:200])
+    timed = measure(chains, repeats)
+    return [timed[str(i)].median_us if str(i) in timed else math.inf for i in range(len(configs))]

@@ -1,0 +1,74 @@
+"""Attention over a paged cache by the GPU kernels: rotate and store, then attend (see `paged_attention`)."""
+
+from dataclasses import dataclass, field
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KernelPlan:
+    """What a step's tokens read and write; R sequences, N tokens.
+
+    Attributes:
+        slot_mapping: int32 `[N]`, block · block_size + offset of each token; -1 stores nothing.
+        block_table: int32 `[R, M]`.
+        kv_lens: int32 `[R]`, keys of each sequence, this step's own among them.
+        cu_q_lens: int32 `[R + 1]`, a sequence's queries are the tokens between two neighbours.
+        decode_only: no sequence has more than one query.
+    """
+
+    slot_mapping: jax.Array
+    block_table: jax.Array
+    kv_lens: jax.Array
+    cu_q_lens: jax.Array
+    decode_only: bool = field(default=False, metadata={"static": True})
+
+
+Slab = tuple[jax.Array, jax.Array]
+
+
+def kernel_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    pages: Slab,
+    plan: KernelPlan,
+    *,
+    window: int | None,
+    scale: float,
+    implementation: str,
+) -> tuple[jax.Array, Slab]:
+    """Rotates q and k, stores k and v, attends.
+
+    Args:
+        q: `[N, H, Dh]`, k and v: `[N, K, Dh]`, not rotated.
+        rope: cos and sin, float32 `[N, Dh/2]`.
+        pages: keys and values, each `[blocks, K, block_size, Dh]`.
+        implementation: of the kernels, see `pallas_kernels`.
+
+    Returns:
+        `[N, H, Dh]` and the updated pages.
+    """
+    # Here, because Pallas takes a while to import and most runs never need it.
+    from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+    from pallas_kernels.rope_kv_write import rope_kv_write
+
+    keys, values = pages
+    q, keys, values, *_ = rope_kv_write(
+        q, k, v, *rope, keys, values, plan.slot_mapping, implementation=implementation
+    )
+    out = ragged_paged_attention(
+        q,
+        keys,
+        values,
+        plan.block_table,
+        plan.kv_lens,
+        plan.cu_q_lens,
+        scale=scale,
+        window=window,
+        max_q_len=1 if plan.decode_only else None,
+        implementation=implementation,
+    )
+    return out, (keys, values)

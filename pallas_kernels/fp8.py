@@ -1,0 +1,49 @@
+"""e4m3 numbers by integer arithmetic: sm_80 has no conversion, and Triton refuses to emulate one.
+
+Usable inside kernels and outside. A number is sign, four exponent bits (bias 7), three mantissa bits; there is
+no infinity, `0x7f` and `0xff` are NaN, the largest is 448 (Micikevicius et al., arXiv 2209.05433).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+MAX = 448.0
+
+_LEAST_NORMAL = 2.0**-6
+
+
+def decode_e4m3(bits: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """The values of uint8 codes in `dtype` (bfloat16, float16 or wider); exact.
+
+    The seven magnitude bits go to where a 16-bit float has exponent and mantissa, the exponent re-biased by
+    addition. A subnormal code m then reads as v = (1 + m/8) 2^-7 in place of m 2^-9 = 2v - 2^-6; for every
+    other code 2v - 2^-6 >= v, so the smaller of both is right for all. No subnormal number is ever an operand:
+    XLA's CPU code flushes those.
+    """
+    half = jnp.float16 if jnp.dtype(dtype) == jnp.float16 else jnp.bfloat16
+    mantissa, bias = (10, 15) if half == jnp.float16 else (7, 127)
+    wide = bits.astype(jnp.uint16)
+    magnitude = wide & jnp.uint16(0x7F)
+    code = (magnitude << jnp.uint16(mantissa - 3)) + jnp.uint16((bias - 7) << mantissa)
+    v = jax.lax.bitcast_convert_type(code, half)
+    v = jnp.minimum(v, v * jnp.asarray(2.0, half) - jnp.asarray(_LEAST_NORMAL, half))
+    sign = (wide & jnp.uint16(0x80)) << jnp.uint16(8)
+    value = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(v, jnp.uint16) | sign, half)
+    return jnp.where(magnitude == jnp.uint16(0x7F), jnp.asarray(jnp.nan, half), value).astype(dtype)
+
+
+def encode_e4m3(x: jax.Array) -> jax.Array:
+    """uint8 codes of the nearest e4m3 numbers (ties to even), saturating at ±448; NaN stays NaN."""
+    x = x.astype(jnp.float32)
+    word = jax.lax.bitcast_convert_type(x, jnp.int32)
+    a = jnp.minimum(jnp.abs(x), MAX)
+    bits = jax.lax.bitcast_convert_type(a, jnp.int32)
+    # Add half of the last kept place, less one where that place is even; a carry moves the exponent.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # 2^14 has its last place at 2^-9, the least subnormal: the addition rounds, the low bits count.
+    small = jax.lax.bitcast_convert_type(a + 2.0**14, jnp.int32) - 0x46800000
+    code = jnp.where(a < _LEAST_NORMAL, small, normal)
+    code = jnp.where(x != x, 0x7F, code)
+    return (code | ((word >> 24) & 0x80)).astype(jnp.uint8)

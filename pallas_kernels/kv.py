@@ -1,0 +1,58 @@
+"""Formats of key/value pages, shared by `rope_kv_write`, which writes them, and `ragged_paged_attention`.
+
+A pool is `[N, K, bs, Dh]`: page, KV head, slot, dimension. Quantized pools come with a float32 scale per token
+and KV head, `[N, K, bs]`: value = stored * scale. The functions here are the contract, in plain jnp.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+KV_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+"""Pools stored as they are, without scales."""
+
+KV_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""Quantized pools by dtype name: the stored magnitude that a row's largest element is scaled to."""
+
+KV_DTYPES = (*KV_FLOATS, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+"""Every dtype a pool may have."""
+
+
+def is_quantized(dtype: Any) -> bool:
+    """Whether pools of that dtype come with scales."""
+    return str(jnp.dtype(dtype)) in KV_LARGEST
+
+
+def quantize_kv(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Symmetric quantization with one scale per row: per token and KV head.
+
+    Args:
+        x: `[..., Dh]`, floating; computed in float32 (float64 if x is).
+        dtype: int8 (rounded to nearest, ties to even), float8_e4m3fn or float8_e5m2 (likewise, by XLA).
+
+    Returns:
+        `[..., Dh]` in `dtype`, and the scale `[...]`, float32 (float64 if x is): the row's largest magnitude
+        over `KV_LARGEST[dtype]`; 1 where that is no normal number, so a row of zeros is stored as zeros.
+    """
+    wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+    largest = KV_LARGEST[str(jnp.dtype(dtype))]
+    scale = jnp.max(jnp.abs(wide), axis=-1) / largest
+    scale = jnp.where(scale < jnp.finfo(wide.dtype).tiny, jnp.ones_like(scale), scale)
+    stored = jnp.clip(wide / scale[..., None], -largest, largest)
+    if jnp.dtype(dtype) == jnp.int8:
+        stored = jnp.round(stored)
+    return stored.astype(dtype), scale
+
+
+def dequantize_kv(values: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """`values * scale[..., None]` in float32 (float64 if either is); unquantized values are only widened.
+
+    Args:
+        values: `[..., Dh]` of any of `KV_DTYPES`, or float64; scale: `[...]` or None.
+    """
+    wide = jnp.float32 if values.dtype.itemsize == 1 else jnp.promote_types(jnp.float32, values.dtype)
+    if scale is None:
+        return values.astype(wide)
+    wide = jnp.promote_types(wide, scale.dtype)
+    return values.astype(wide) * scale.astype(wide)[..., None]

@@ -1,0 +1,261 @@
+"""Weight formats of the quantized kernels: what the numbers mean, and how they lie in memory.
+
+A weight of D inputs and F outputs is `[..., D, F]`; leading axes (experts) are optional.
+
+    kind    values                       scales                                    zeros
+    w8a16   int8  [..., D, F]            [..., 1, F] or, by groups, [..., D/g, F]  none
+    w4a16   uint8 [..., D/2, F] packed   [..., D/g, F]                             none or uint8 [..., D/g, F]
+    w8a8    int8  [..., F, D]            [..., 1, F]                               none
+    fp8     uint8 [..., D, F] e4m3 bits  [..., 1, F] or [..., ⌈D/128⌉, ⌈F/128⌉]     none
+
+- `w4a16`: a nibble n stands for (n - z) s with z = 8 where there are no zeros. D is cut into blocks of 64 rows;
+  byte row r of a block's 32 holds row r in the low nibble and row r + 32 in the high one. A kernel so gets two
+  whole tiles from one tile of bytes, with nothing to interleave, whatever tile sizes it is tuned to.
+- `w8a8`: the transpose, inputs contiguous: int8 tensor cores of both sm_80 and sm_90 want their operands so.
+  Activations are quantized per row as `quantize_rows` does.
+- `fp8` with group 128: one scale for each 128 × 128 block (DeepSeek-V3, arXiv 2412.19437, and its checkpoints).
+
+Scales are bfloat16, float16 or float32. `quantize` rounds to nearest; better methods fill the same layouts.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.errors import KernelError, bind_shapes, check_dtype, check_that
+from pallas_kernels.fp8 import MAX, decode_e4m3, encode_e4m3
+
+PACK = 64
+"""Rows of a pack block of `w4a16`: two halves of 32."""
+
+FP8_BLOCK = 128
+
+GROUPS = {"w8a16": (0, 32, 64, 128), "w4a16": (32, 64, 128), "w8a8": (0,), "fp8": (0, FP8_BLOCK)}
+
+
+@dataclass(frozen=True)
+class Format:
+    """`group` rows share a scale; 0: one scale per output. `zeros`: a zero point beside every scale."""
+
+    kind: str
+    group: int = 0
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in GROUPS or self.group not in GROUPS[self.kind]:
+            known = "; ".join(f"{kind}: group {', '.join(map(str, g))}" for kind, g in GROUPS.items())
+            raise ValueError(f"no format {self.kind!r} with group {self.group}; known: {known}")
+        if self.zeros and self.kind != "w4a16":
+            raise ValueError(f"{self.kind} has no zero points")
+
+    @property
+    def name(self) -> str:
+        """As in spec names: `w4a16_g64z`."""
+        return self.kind + (f"_g{self.group}" if self.group else "") + ("z" if self.zeros else "")
+
+    @property
+    def block(self) -> int:
+        """D must be a multiple of it."""
+        if self.kind == "fp8":
+            return 1
+        return max(self.group, PACK if self.kind == "w4a16" else 1)
+
+    @property
+    def scale_columns(self) -> int:
+        """Outputs that share a scale."""
+        return FP8_BLOCK if self.kind == "fp8" and self.group else 1
+
+    def shapes(self, D: int, F: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of values and scales, without leading axes."""
+        values = {"w4a16": (D // 2, F), "w8a8": (F, D)}.get(self.kind, (D, F))
+        rows = -(-D // self.group) if self.group else 1
+        return values, (rows, -(-F // self.scale_columns))
+
+    @property
+    def value_dtype(self) -> Any:
+        return jnp.int8 if self.kind in ("w8a16", "w8a8") else jnp.uint8
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("values", "scales", "zeros"), meta_fields=("format",)
+)
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A weight in one of the formats above; a pytree."""
+
+    values: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None
+    format: Format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., D, F]` of the weight that this stands for."""
+        *lead, a, b = self.values.shape
+        D, F = {"w4a16": (2 * a, b), "w8a8": (b, a)}.get(self.format.kind, (a, b))
+        return (*lead, D, F)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        parts = (self.values, self.scales, self.zeros)
+        return sum(p.size * jnp.dtype(p.dtype).itemsize for p in parts if p is not None)
+
+
+def fp8_tensor(values: jax.Array, scales: jax.Array) -> QuantizedTensor:
+    """From a checkpoint's `float8_e4m3fn [..., D, F]` (or its bits) with scales per output or per block."""
+    if values.dtype != jnp.uint8:
+        values = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    D, F = values.shape[-2:]
+    per_output = scales.shape[-2:] == (1, F) and (D, F) != (1, 1)
+    blocks = scales.shape[-2:] == (-(-D // FP8_BLOCK), -(-F // FP8_BLOCK))
+    return QuantizedTensor(
+        values, scales, None, Format("fp8", FP8_BLOCK if blocks and not per_output else 0)
+    )
+
+
+def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> dict[str, int]:
+    """Shapes and dtypes of a weight; returns its sizes by name.
+
+    Args:
+        dims: names of its axes, "E D F" or "D F"; known: sizes bound beforehand.
+
+    Raises:
+        KernelError: what is not a QuantizedTensor, or one whose parts do not fit each other or `known`.
+    """
+    check_that(op, argument, isinstance(w, QuantizedTensor), type(w).__name__, "a QuantizedTensor")
+    fmt, lead = w.format, dims.split()[:-2]
+    check_dtype(op, f"{argument}.values", w.values, (fmt.value_dtype,))
+    check_dtype(op, f"{argument}.scales", w.scales, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
+    if w.values.ndim != len(lead) + 2:
+        raise KernelError(
+            op, f"{argument}.values", f"shape {list(w.values.shape)}", f"{len(lead) + 2} dimensions [{dims}]"
+        )
+    sizes = dict(known) | dict(zip(lead, w.values.shape, strict=False))
+    for name, size in zip(dims.split(), w.shape, strict=True):
+        want = known.get(name, size)
+        check_that(
+            op, argument, size == want, f"shape {list(w.shape)} ({fmt.name})", f"[{dims}] with {name}={want}"
+        )
+        check_that(op, argument, size > 0, f"shape {list(w.shape)}", f"at least one element along {name}")
+        sizes[name] = size
+    D, F = w.shape[-2:]
+    check_that(op, argument, D % fmt.block == 0, f"D={D}", f"a multiple of {fmt.block} for {fmt.name}")
+    shape = " ".join([*lead, *map(str, fmt.shapes(D, F)[1])])
+    bind_shapes(op, {f"{argument}.scales": (w.scales, shape)}, **{n: sizes[n] for n in lead})
+    if fmt.zeros != (w.zeros is not None):
+        raise KernelError(
+            op, f"{argument}.zeros", type(w.zeros).__name__, f"{'an array' if fmt.zeros else 'None'} ({fmt})"
+        )
+    if w.zeros is not None:
+        check_dtype(op, f"{argument}.zeros", w.zeros, (jnp.uint8,))
+        bind_shapes(op, {f"{argument}.zeros": (w.zeros, shape)}, **{n: sizes[n] for n in lead})
+    return sizes
+
+
+def pack_nibbles(values: jax.Array) -> jax.Array:
+    """Numbers below 16, `[..., D, F]`, as uint8 `[..., D/2, F]`."""
+    *lead, D, F = values.shape
+    blocks = values.astype(jnp.uint8).reshape(*lead, D // PACK, 2, PACK // 2, F)
+    return (blocks[..., 0, :, :] | (blocks[..., 1, :, :] << jnp.uint8(4))).reshape(*lead, D // 2, F)
+
+
+def unpack_nibbles(packed: jax.Array) -> jax.Array:
+    """The inverse of `pack_nibbles`."""
+    *lead, half, F = packed.shape
+    blocks = packed.reshape(*lead, 2 * half // PACK, PACK // 2, F)
+    pair = jnp.stack([blocks & jnp.uint8(15), blocks >> jnp.uint8(4)], axis=-3)
+    return pair.reshape(*lead, 2 * half, F)
+
+
+def _spread(scales: jax.Array, D: int, F: int, fmt: Format) -> jax.Array:
+    """Scales or zeros, one for each weight: `[..., D, F]`."""
+    if fmt.scale_columns > 1:
+        scales = jnp.repeat(scales, fmt.scale_columns, axis=-1)[..., :F]
+    return jnp.repeat(scales, fmt.group or D, axis=-2)[..., :D, :]
+
+
+def dequantize(w: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
+    """`[..., D, F]` in `dtype`, computed in float32 (float64 where the scales or `dtype` are)."""
+    D, F = w.shape[-2:]
+    wide = jnp.promote_types(jnp.promote_types(jnp.float32, w.scales.dtype), dtype)
+    if w.format.kind == "fp8":
+        values = decode_e4m3(w.values).astype(wide)
+    elif w.format.kind == "w4a16":
+        zeros = 8 if w.zeros is None else _spread(w.zeros, D, F, w.format).astype(jnp.int32)
+        values = (unpack_nibbles(w.values).astype(jnp.int32) - zeros).astype(wide)
+    else:
+        values = w.values.astype(wide)
+        values = jnp.swapaxes(values, -1, -2) if w.format.kind == "w8a8" else values
+    return (values * _spread(w.scales.astype(wide), D, F, w.format)).astype(dtype)
+
+
+def quantize(w: jax.Array, fmt: Format, scale_dtype: Any = jnp.float32) -> QuantizedTensor:
+    """Round-to-nearest. Symmetric formats map the largest magnitude of a group to the largest code.
+
+    Raises:
+        KernelError: D is not a multiple of the format's group or pack block.
+    """
+    *lead, D, F = w.shape
+    check_that("quantize", "w", D % fmt.block == 0, f"D={D}", f"a multiple of {fmt.block} for {fmt.name}")
+    wide = w.astype(jnp.float32)
+    if fmt.kind == "fp8" and fmt.group:
+        pad = [(0, 0)] * len(lead) + [(0, -D % FP8_BLOCK), (0, -F % FP8_BLOCK)]
+        a, b = fmt.shapes(D, F)[1]
+        blocks = jnp.pad(wide, pad).reshape(*lead, a, FP8_BLOCK, b, FP8_BLOCK)
+        low, high = blocks.min(axis=(-3, -1)), blocks.max(axis=(-3, -1))
+    else:
+        groups = wide.reshape(*lead, fmt.shapes(D, F)[1][0], fmt.group or D, F)
+        low, high = groups.min(axis=-2), groups.max(axis=-2)
+    most = {"w4a16": 7.0, "fp8": MAX}.get(fmt.kind, 127.0)
+    span = jnp.maximum(high, 0) - jnp.minimum(low, 0) if fmt.zeros else jnp.maximum(high, -low)
+    # A group of zeros takes any scale.
+    scales = jnp.where(span > 0, span / (15.0 if fmt.zeros else most), 1.0).astype(scale_dtype)
+    step = scales.astype(jnp.float32)
+    scaled = wide / _spread(step, D, F, fmt)
+    zeros = None
+    if fmt.kind == "fp8":
+        return QuantizedTensor(encode_e4m3(scaled), scales, None, fmt)
+    if fmt.kind == "w4a16":
+        point = jnp.clip(jnp.round(-jnp.minimum(low, 0) / step), 0, 15)
+        zeros = point.astype(jnp.uint8) if fmt.zeros else None
+        shift = _spread(point, D, F, fmt) if fmt.zeros else 8.0
+        nibbles = jnp.clip(jnp.round(scaled) + shift, 0, 15).astype(jnp.uint8)
+        return QuantizedTensor(pack_nibbles(nibbles), scales, zeros, fmt)
+    values = jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8)
+    if fmt.kind == "w8a8":
+        values = jnp.swapaxes(values, -1, -2)
+    return QuantizedTensor(values, scales, None, fmt)
+
+
+def random_quantized(
+    key: jax.Array, shape: tuple[int, ...], fmt: Format, scale_dtype: Any = jnp.bfloat16
+) -> QuantizedTensor:
+    """Any codes at all (fp8: but NaN), scaled as weights of variance about 1/D. Cheap at any size."""
+    *lead, D, F = shape
+    a, b, c = jax.random.split(key, 3)
+    value_shape, scale_shape = fmt.shapes(D, F)
+    values = jax.random.bits(a, (*lead, *value_shape), jnp.uint8)
+    deviation = {"w4a16": 4.6, "fp8": 90.0}.get(fmt.kind, 74.0)  # of codes drawn evenly
+    if fmt.kind == "fp8":
+        values = jnp.where((values & 0x7F) == 0x7F, jnp.uint8(0), values)
+    scales = jax.random.uniform(b, (*lead, *scale_shape), jnp.float32, 0.5, 1.5) / (deviation * D**0.5)
+    zeros = jax.random.randint(c, (*lead, *scale_shape), 5, 11).astype(jnp.uint8) if fmt.zeros else None
+    values = jax.lax.bitcast_convert_type(values, fmt.value_dtype)
+    return QuantizedTensor(values, scales.astype(scale_dtype), zeros, fmt)
+
+
+def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Activations for `w8a8`: int8 `[R, D]` and float32 scales `[R]` with x ≈ values · scales.
+
+    In float32 whatever x's dtype: scale = max|x| / 127, values = round half to even of x · (127 / max|x|). A row
+    of zeros has scale 0. Rows with an infinity or NaN have scale NaN and whatever values.
+    """
+    wide = x.astype(jnp.float32)
+    most = jnp.max(jnp.abs(wide), axis=-1)
+    inverse = jnp.where(most > 0, 127.0 / jnp.maximum(most, 1e-30), 0.0)
+    values = jnp.clip(jnp.round(wide * inverse[..., None]), -127, 127).astype(jnp.int8)
+    return values, jnp.where(jnp.isfinite(most), most * (1.0 / 127.0), jnp.nan)

@@ -1,0 +1,127 @@
+"""Compiles many kernels in a few subprocesses, each distinct one once, remembered between runs."""
+
+import hashlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+# A kernel that takes longer than this counts as one that does not compile.
+SECONDS_PER_KERNEL = 180
+
+
+def triton_version() -> str:
+    """Version of the Triton wheel.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message says how to install it.
+    """
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        raise ModuleNotFoundError(
+            "the static report compiles with the Triton wheel, which is not installed: "
+            "pip install 'moejax[static]' (Linux)"
+        ) from None
+
+
+class Compiler:
+    """A pool of compiling subprocesses.
+
+    Args:
+        workers: subprocesses.
+        cache: folder for results, by content hash of job and Triton version; None keeps none.
+    """
+
+    def __init__(self, workers: int = 2, cache: Path | None = None) -> None:
+        self.version = triton_version()
+        self.workers, self.cache = workers, cache
+        self.compiled = self.remembered = 0
+        self._mine = threading.local()
+        self._started: list[subprocess.Popen[str]] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+        self._started.clear()
+
+    def compile(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The jobs' results, in order: see `pallas_kernels.static.worker`."""
+        keys = [self._key(job) for job in jobs]
+        distinct = dict(zip(keys, jobs, strict=True))
+        with ThreadPoolExecutor(self.workers) as pool:
+            found = dict(zip(distinct, pool.map(self._one, distinct.items()), strict=True))
+        return [found[key] for key in keys]
+
+    def _key(self, job: dict[str, Any]) -> str:
+        text = json.dumps({"job": job, "triton": self.version, "worker": _WORKER_HASH}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _one(self, item: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+        key, job = item
+        path = None if self.cache is None else self.cache / key[:2] / f"{key}.json"
+        if path is not None and path.exists():
+            with self._lock:
+                self.remembered += 1
+            return json.loads(path.read_text())
+        result = self._run(job)
+        with self._lock:
+            self.compiled += 1
+        # A compiler that died may have been killed for memory: not to be remembered.
+        if path is not None and not result.get("died"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{threading.get_ident()}.part")
+            partial.write_text(json.dumps(result))
+            partial.replace(path)
+        return result
+
+    def _run(self, job: dict[str, Any]) -> dict[str, Any]:
+        process = self._process()
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(SECONDS_PER_KERNEL, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if line:
+            return json.loads(line)
+        code = process.wait()
+        self._mine.process = None
+        return {"error": f"the compiler died with exit code {code}", "died": True}
+
+    def _process(self) -> "subprocess.Popen[str]":
+        process = getattr(self._mine, "process", None)
+        if process is None:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pallas_kernels.static.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=Path(__file__).parents[2],
+            )
+            self._mine.process = process
+            with self._lock:
+                self._started.append(process)
+        return process
+
+
+_WORKER_HASH = hashlib.sha256((Path(__file__).parent / "worker.py").read_bytes()).hexdigest()

@@ -1,0 +1,204 @@
+"""Rows of the static report: operation × implementation × spec × target, a row for every kernel of it."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels._compat import Lowered, lower_for_cuda
+from pallas_kernels.op import Implementation, Op, Spec, TritonSource
+from pallas_kernels.static.compiler import Compiler
+from pallas_kernels.static.targets import TARGETS, occupancy
+from pallas_kernels.tuned import DATA, config_dict, configure
+
+_DEVICE = {"sm_80": "a100", "sm_90": "h100"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of one spec on one target.
+
+    Attributes:
+        config, config_reason: the default configuration and where it came from.
+        registers: per thread. spill_stores, spill_loads, stack, shared: bytes.
+        blocks_per_sm, occupancy, limiter: theoretical occupancy, as a share of the warps, and what limits it.
+        products, products_missed: matrix products, and those of them that are not on the tensor cores.
+        mma_sync, wgmma, cp_async, loads, stores: instructions in the PTX; `vector_` those of 8 bytes a thread
+            and more, `cp_async_16` those of 16.
+        flops, bytes, unit: the spec's least work (all of its kernels together).
+        error: why there are no figures.
+    """
+
+    op: str
+    implementation: str
+    spec: str
+    target: str
+    kernel: str
+    config: dict[str, Any]
+    config_reason: str
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    flops: float
+    bytes: float
+    unit: str
+    registers: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    stack: int = 0
+    shared: int = 0
+    blocks_per_sm: int = 0
+    occupancy: float = 0.0
+    limiter: str = ""
+    products: int = 0
+    products_missed: int = 0
+    mma_sync: int = 0
+    wgmma: int = 0
+    cp_async: int = 0
+    cp_async_16: int = 0
+    loads: int = 0
+    vector_loads: int = 0
+    stores: int = 0
+    vector_stores: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class StaticReport:
+    """Rows and the versions that they hold for."""
+
+    rows: list[Row]
+    jax: str
+    triton: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"jax": self.jax, "triton": self.triton, "rows": [asdict(row) for row in self.rows]}
+
+
+def report_op(
+    op: Op,
+    compiler: Compiler,
+    *,
+    targets: Sequence[str] = tuple(TARGETS),
+    wanted: Callable[[str, Spec], bool] = lambda implementation, spec: True,
+    config: Any = None,
+    data: Path = DATA,
+) -> StaticReport:
+    """Compiles every spec that `wanted(implementation, spec)` keeps, with its default configuration.
+
+    Args:
+        config: an explicit configuration instead; then all specs kept must be of its implementation.
+    """
+    rows: list[Row] = []
+    jobs: list[dict[str, Any] | None] = []
+    for name, kind in op.implementations.items():
+        for spec in op.specs:
+            if not wanted(name, spec) or kind.supports(spec.problem) is not None:
+                continue
+            for target in targets:
+                chosen = configure(op, name, spec.problem, config=config, device=_DEVICE[target], data=data)
+                for row, job in _kernels(op, name, kind, spec, target, chosen.config, chosen.reason):
+                    rows.append(row)
+                    jobs.append(job)
+    results = iter(compiler.compile([job for job in jobs if job is not None]))
+    rows = [row if job is None else _filled(row, next(results)) for row, job in zip(rows, jobs, strict=True)]
+    return StaticReport(rows, jax.__version__, compiler.version)
+
+
+def failures(rows: Iterable[Row]) -> list[str]:
+    """What is wrong with default configurations, a line each: the static gate.
+
+    No kernel may fail to compile, spill, take more shared memory than a block may have, or do a matrix
+    product outside the tensor cores (float32 products excepted: they are exact on purpose).
+    """
+    wrong = []
+    for row in rows:
+        where = f"{row.op} {row.implementation} {row.spec} {row.target} {row.kernel}"
+        if row.error:
+            wrong.append(f"{where}: {row.error}")
+            continue
+        if row.spill_stores or row.spill_loads:
+            wrong.append(f"{where}: spills {row.spill_stores} B stores, {row.spill_loads} B loads")
+        limit = TARGETS[row.target].shared_per_block
+        if row.shared > limit:
+            wrong.append(f"{where}: {row.shared} B of shared memory, of {limit}")
+        if row.products_missed and row.unit != "float32":
+            wrong.append(f"{where}: {row.products_missed} of {row.products} products miss the tensor cores")
+    return wrong
+
+
+def _kernels(
+    op: Op, name: str, kind: Implementation, spec: Spec, target: str, config: Any, reason: str
+) -> list[tuple[Row, dict[str, Any] | None]]:
+    def row(kernel: str, grid: Sequence[int], warps: int, stages: int, error: str = "") -> Row:
+        return Row(
+            op.name,
+            name,
+            spec.name,
+            target,
+            kernel,
+            config_dict(config),
+            reason,
+            tuple(grid),
+            warps,
+            stages,
+            spec.cost.flops,
+            spec.cost.bytes,
+            spec.cost.unit,
+            error=error,
+        )
+
+    capability = TARGETS[target].capability
+    try:
+        if kind.sources is not None:
+            return [
+                (row(s.name, s.grid, s.num_warps, s.num_stages), _source_job(s, capability))
+                for s in kind.sources(spec, config)
+            ]
+        run = functools.partial(kind.run, **spec.static, config=config, interpret=False)
+        return [
+            (row(k.name, k.grid, k.num_warps, k.num_stages), _job(k, capability))
+            for k in lower_for_cuda(run, spec.abstract, capability)
+        ]
+    except Exception as error:  # JAX's own lowering refused: a finding like any other
+        text = " ".join(str(error).split())
+        return [(row("", (), 0, 0, f"does not lower: {type(error).__name__}: {text[:400]}"), None)]
+
+
+def _job(kernel: Lowered, capability: int) -> dict[str, Any]:
+    return {
+        "ttir": kernel.ttir,
+        "capability": capability,
+        "num_warps": kernel.num_warps,
+        "num_stages": kernel.num_stages,
+    }
+
+
+def _source_job(source: TritonSource, capability: int) -> dict[str, Any]:
+    # The function's text is part of the job, so that the cache sees it change.
+    function = source.function()
+    return {
+        "source": {
+            "module": source.function.__module__,
+            "function": source.function.__name__,
+            "signature": dict(source.signature),
+            "constants": dict(source.constants),
+            "divisible": [name for name in source.signature if source.signature[name].startswith("*")],
+            "text": function.src,
+        },
+        "capability": capability,
+        "num_warps": source.num_warps,
+        "num_stages": source.num_stages,
+    }
+
+
+def _filled(row: Row, result: dict[str, Any]) -> Row:
+    values = {**asdict(row), **{k: v for k, v in result.items() if k != "died"}}
+    if "error" not in result:
+        found = occupancy(TARGETS[row.target], result["registers"], result["shared"], row.num_warps)
+        values |= {"blocks_per_sm": found.blocks, "occupancy": found.share, "limiter": found.limiter}
+    return Row(**values)
