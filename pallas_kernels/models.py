@@ -1,7 +1,7 @@
 """Dimensions of the models whose shapes the specs use, and routings to fill them with.
 
-Sources: the models' published `config.json`. `wide64` is a model of 64 experts, 4096 wide, top-2, on eight-way
-expert parallelism: a device holds 8 of the experts and sees the assignments that go to them.
+Sources: the models' published `config.json`. `wide64` is a model of 64 experts, 4096 wide, top-2, on
+eight-way expert parallelism: a device holds 8 of the experts and sees the assignments that go to them.
 """
 
 from dataclasses import dataclass

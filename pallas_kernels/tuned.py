@@ -1,7 +1,7 @@
 """Which configuration a problem runs with: explicit, tuned, nearest tuned, heuristic, in this order.
 
-Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune`. A table of a device
-that could not be timed (A100 here) is made from the static report and its entries say `"timed": false`.
+Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune`. A table of a
+device that could not be timed (A100 here) is made from the static report and its entries say `"timed": false`.
 """
 
 import dataclasses
@@ -63,7 +63,8 @@ def configure(
     if config is not None:
         if not isinstance(config, kind.config_type):
             raise TypeError(
-                f"{op.name}: config is a {type(config).__name__}; {implementation} takes {kind.config_type.__name__}"
+                f"{op.name}: config is a {type(config).__name__}; "
+                f"{implementation} takes {kind.config_type.__name__}"
             )
         return Configured(config, "explicit")
     device = device or device_key()

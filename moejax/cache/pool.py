@@ -12,8 +12,8 @@ from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.paged_attention import AttentionPlan, Slabs, paged_attention
 
 Pages = tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]
-"""`pages[z][l]`: slab z of layer l, keys `[n, K, Dh, bs]` and values `[n, K, bs, Dh]`; for kernels a single slab,
-keys too `[n, K, bs, Dh]`."""
+"""`pages[z][l]`: slab z of layer l, keys `[n, K, Dh, bs]` and values `[n, K, bs, Dh]`; for kernels a single
+slab, keys too `[n, K, bs, Dh]`."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: Any) -> int:

@@ -88,8 +88,8 @@ class Batch(NamedTuple):
 
 class Limits(NamedTuple):
     """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the slabs, and the
-    implementation of the GPU kernels ("xla" for none; with kernels there is one slab, and block tables instead
-    of lists of blocks)."""
+    implementation of the GPU kernels ("xla" for none; with kernels there is one slab, and block tables
+    instead of lists of blocks)."""
 
     slots: int
     block_size: int

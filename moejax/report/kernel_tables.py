@@ -98,7 +98,7 @@ def bench_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     table = _table(
         op,
         "µs: median; ±: half the interquartile range, %; bound: least µs at this device's measured rates;"
-        " of it: bound over time, %;\nx ours: time over our fastest; err: relative distance from the reference",
+        " of it: bound over time, %;\nx ours: time over our fastest; err: distance from the reference",
     )
     for name in ("spec", "implementation"):
         table.add_column(name, overflow="fold")

@@ -1,8 +1,8 @@
 """What a kernel is timed beside: its plain reference, and other libraries' implementations where they import.
 
 A baseline does the same work on the same numbers; what it wants arranged otherwise (rows sorted, heads
-repeated) is arranged before the clock starts, in its favour. A library that is missing, or refuses, is a row that
-says so.
+repeated) is arranged before the clock starts, in its favour. A library that is missing, or refuses, is a row
+that says so.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """mode=bench: the kernels' device times beside their bound and beside other implementations.
 
 select → per spec: inputs on the device, every variant checked against the reference, then timed in turn →
-table, result.json and `<results_dir>/<device>/kernels-DATE.json`. The device's copy bandwidth and matrix rates
-are measured in the same run; bounds and shares are of these.
+table, result.json and `<results_dir>/<device>/kernels-DATE.json`. The device's copy bandwidth and matrix
+rates are measured in the same run; bounds and shares are of these.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""Device time of short functions: chains of calls in one program, so that no launching from the host is timed.
+"""Device time of short functions: chains of calls in one program, so that launching is not timed.
 
 A chain of n calls and one of a single call are timed; the difference over n - 1 is a call's time, free of
 dispatch and synchronisation. Calls of a chain wait for one another (`optimization_barrier`), as layers of a

@@ -43,6 +43,7 @@ def select(config: KernelSelection) -> list[Selected]:
             found.append(Selected(op, names, specs))
     if not found:
         raise ConfigError(
-            f"specs: no spec of {', '.join(op.name for op in ops)} has {' or '.join(config.specs)} in its name"
+            f"specs: no spec of {', '.join(op.name for op in ops)} has {' or '.join(config.specs)}"
+            " in its name"
         )
     return found

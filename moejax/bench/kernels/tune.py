@@ -1,6 +1,6 @@
 """mode=tune: searches each spec's space of configurations and keeps the winners in the kernels' tables.
 
-space (spread over `tune.max_configs`) → static report, which drops what does not compile, spills or does not fit
+space (spread over `tune.max_configs`) → static report, which drops what does not compile or spills
 → timed on the device, or ranked by the static model where there is none of that kind → table.
 """
 
@@ -170,30 +170,28 @@ def candidates(kind: Implementation, spec: Spec, most: int) -> list[Any]:
 
 
 def predict_us(rows: Sequence[Row]) -> float:
-    """The static model's time: each kernel's share of the bound, slowed by what it leaves unused.
+    """The static model's time: the spec's bound, slowed by what a configuration leaves unused.
 
-    Memory: bandwidth is reached when enough bytes are in flight (Little's law); a block keeps in flight what its
-    pipeline buffers in shared memory, or a few vector loads a thread where it has none. Arithmetic: a quarter of
-    the warps resident is taken to be enough. Both: the last wave of blocks leaves multiprocessors idle.
-    It ranks configurations of one kernel; as a prediction of time it is a lower bound.
+    Memory: bandwidth is reached when enough bytes are in flight (Little's law); a block keeps in flight what
+    its pipeline buffers in shared memory, or four 16-byte loads a thread where it has none. Arithmetic: a
+    quarter of a multiprocessor's warps keeps it busy. Both: a last wave of blocks that is not full costs as
+    much as a full one. It ranks configurations of one kernel; as a time it is a lower bound. The kernels of a
+    spec share one cost, which is counted for the slowest of them.
     """
-    total = 0.0
+    slowest = 0.0
     for row in rows:
         target, hardware = TARGETS[row.target], KNOWN[DEVICE[row.target]]
         assert hardware.bandwidth is not None
-        programs = math.prod(row.grid)
-        slots = row.blocks_per_sm * target.multiprocessors
-        waves = math.ceil(programs / slots)
-        filled = programs / (waves * slots)
-        resident = min(row.blocks_per_sm, math.ceil(programs / target.multiprocessors))
+        programs, slots = math.prod(row.grid), row.blocks_per_sm * target.multiprocessors
+        active = min(programs, slots)
         each = row.shared if row.cp_async else 4 * 16 * 32 * row.num_warps
-        in_flight = resident * each * target.multiprocessors
-        memory = row.bytes / hardware.bandwidth / min(1.0, in_flight / (hardware.bandwidth * _LATENCY_S))
-        busy = min(1.0, resident * row.num_warps / target.warps / 0.25)
-        compute = row.flops / hardware.flops.get(row.unit, hardware.flops["float32"]) / busy
-        # One full wave more or less matters little when there are many.
-        total = max(total, max(memory, compute) / max(filled, 1 / waves if waves > 1 else filled))
-    return total * 1e6
+        bandwidth = min(hardware.bandwidth, active * each / _LATENCY_S)
+        warps = active * row.num_warps / (target.multiprocessors * target.warps)
+        peak = hardware.flops.get(row.unit, hardware.flops["float32"])
+        spread = min(1.0, programs / target.multiprocessors)
+        seconds = max(row.bytes / bandwidth, row.flops / (peak * spread * min(1.0, 4 * warps / spread)))
+        slowest = max(slowest, seconds * math.ceil(programs / slots) * slots / max(programs, slots))
+    return slowest * 1e6
 
 
 def _static(op: Op, name: str, spec: Spec, compiler: Compiler, target: str, config: Any) -> list[Row]:
