@@ -16,7 +16,7 @@ INSTALL = $(BIN)/uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS)
 INSTALL_PIP = $(BIN)/pip install -q -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow test-oracle gpu-test lint format constraints clean
+.PHONY: help run test test-slow test-oracle gpu-test gpu-bench gpu-tune static lint format constraints clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -53,10 +53,19 @@ test-slow: $(VENV)/.dev ## The long tests too
 test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU)
 	$(BIN)/python -m pytest -m "oracle and not slow"
 
-gpu-test: $(VENV)/.dev ## Tests that need a CUDA device
+gpu-test: $(VENV)/.dev ## Tests that need a CUDA device; every kernel's contract, compiled, on inputs of its own each time
 	@JAX_PLATFORMS=cuda $(BIN)/python -c 'import jax; jax.devices()' 2>/dev/null || \
 	  { echo 'error: JAX sees no CUDA device here; install .[cuda13] or .[cuda12] on a CUDA machine' >&2; exit 2; }
-	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu
+	KERNEL_SEED=$${KERNEL_SEED:-$$(date +%s)} JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu
+
+gpu-bench: $(VENV)/.dev ## Time every kernel beside other implementations on a CUDA device: results/<device>/
+	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m experiments.kernels mode=bench
+
+gpu-tune: $(VENV)/.dev ## Search the kernels' configurations on a CUDA device: pallas_kernels/data/<device>/
+	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m experiments.kernels mode=tune
+
+static: $(VENV)/.dev ## Compile every kernel for A100 and H100, without a GPU: registers, spills, tensor cores
+	$(BIN)/python -m experiments.kernels mode=static
 
 lint: $(VENV)/.dev ## What CI lints: ruff, mypy, import contracts (the pre-commit hooks)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --color never

@@ -90,6 +90,9 @@ class Compiler:
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any]:
         process = self._process()
+        if process.poll() is not None:  # it died after its last answer
+            self._mine.process = None
+            process = self._process()
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(SECONDS_PER_KERNEL, process.kill)
         timer.start()

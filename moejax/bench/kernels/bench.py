@@ -18,7 +18,7 @@ import numpy as np
 
 from moejax.bench.kernels.baselines import Variant, variants
 from moejax.bench.kernels.config import KernelSelection
-from moejax.bench.kernels.device_timing import Chain, Timed, chain_length, input_sets, measure
+from moejax.bench.kernels.device_timing import Chain, Timed, chain_length, measure, tree_bytes
 from moejax.bench.kernels.select import Selected, select
 from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.core.errors import DeviceError
@@ -34,7 +34,7 @@ from pallas_kernels.tuned import device_key
 
 logger = logging.getLogger(__name__)
 
-# Bytes of last-level cache, where the driver's value is not to be had: NVIDIA's data sheets.
+# Bytes of last-level cache: NVIDIA's data sheets.
 _CACHE = {"a100": 40 << 20, "h100": 50 << 20, "h200": 50 << 20}
 
 
@@ -102,12 +102,12 @@ def bench_spec(
     """A row per implementation of one spec."""
     op = item.op
     found = variants(op, spec, item.implementations, baselines=config.bench.baselines)
-    sets, _ = bench_inputs(spec)
+    sets, cold = bench_inputs(op, spec)
     cost = spec.cost
     bound = 1e6 * max(cost.bytes / ceilings["copy_bandwidth"], cost.flops / _rate(ceilings, cost))
     rows, chains = [], {}
     for variant in found:
-        row = _row(op, spec, variant, bound)
+        row = _row(op, spec, variant, bound) | {"cold": cold}
         rows.append(row)
         if variant.unavailable:
             row["error"] = variant.unavailable
@@ -115,10 +115,7 @@ def bench_spec(
         try:
             prepared = [variant.prepare(arrays) for arrays in sets]
             row["relative_error"] = _error(op, spec, variant, sets[0], prepared[0])
-            out = jax.eval_shape(variant.run, prepared[0])
-            size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(out))
-            calls = chain_length(3 * bound, size)
-            chains[variant.name] = Chain(variant.run, prepared, calls, variant.carries)
+            chains[variant.name] = Chain(variant.run, prepared, variant.carries)
         except Exception as error:  # another library's refusal, or ours: a row of the table, not its end
             row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     for name, timed in measure(chains, config.bench.repeats).items():
@@ -127,19 +124,20 @@ def bench_spec(
     return rows
 
 
-def bench_inputs(spec: Spec) -> tuple[list[dict[str, Any]], float]:
-    """Input sets, enough that none is still in the cache at its next turn; the data sheet's bound in µs."""
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec.abstract))
-    # A spec may hold much that a call does not touch: what counts is what it reads.
-    count = input_sets(int(min(size, spec.cost.bytes)), _CACHE.get(device_key(), 50 << 20))
-    count = max(1, min(count, (16 << 30) // max(size, 1)))
-    make = jax.jit(spec.make)
+def bench_inputs(op: Op, spec: Spec) -> tuple[list[dict[str, Any]], bool]:
+    """Inputs of a chain's calls, and whether they are too large together for the cache to hold them."""
     hardware = get_hardware("auto", jax.devices()[0].device_kind)
     bound = 1.0
     if hardware is not None and hardware.bandwidth is not None:
-        peak = hardware.flops.get(spec.cost.unit, hardware.flops["float32"])
-        bound = 1e6 * max(spec.cost.bytes / hardware.bandwidth, spec.cost.flops / peak)
-    return [make(jax.random.PRNGKey(i)) for i in range(count)], bound
+        peak = hardware.flops.get(spec.cost.unit)
+        compute = spec.cost.flops / peak if peak else 0.0
+        bound = 1e6 * max(spec.cost.bytes / hardware.bandwidth, compute)
+    out = jax.eval_shape(lambda kw: op.reference(**kw, **spec.static), spec.abstract)
+    count = chain_length(3 * bound, tree_bytes(spec.abstract) + tree_bytes(out))
+    make = jax.jit(spec.make)
+    sets = [make(jax.random.PRNGKey(i)) for i in range(count)]
+    cold = count * min(spec.cost.bytes, tree_bytes(spec.abstract)) >= 3 * _CACHE.get(device_key(), 50 << 20)
+    return sets, cold
 
 
 def _row(op: Op, spec: Spec, variant: Variant, bound: float) -> dict[str, Any]:
@@ -167,7 +165,6 @@ def _figures(timed: Timed, cost: Cost, bound: float, ceilings: Mapping[str, floa
         "bandwidth_share": cost.bytes / seconds / ceilings["copy_bandwidth"] if seconds else None,
         "rate_share": cost.flops / seconds / _rate(ceilings, cost) if seconds else None,
         "calls": timed.calls,
-        "input_sets": timed.input_sets,
     }
 
 
@@ -195,13 +192,13 @@ def measure_ceilings() -> dict[str, float]:
     x = jax.random.normal(jax.random.key(0), (1 << 29,), jnp.bfloat16)
     a, b = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in (1, 2))
     small = [(jax.random.normal(jax.random.key(i), (8192, 8192)) * 30).astype(jnp.int8) for i in (3, 4)]
+    y = x + jnp.bfloat16(1)
     chains = {
-        "copy": Chain(lambda kw: kw["x"] + jnp.bfloat16(1), [{"x": x}], 3),
-        "matmul": Chain(lambda kw: kw["a"] @ kw["b"], [{"a": a, "b": b}], 8),
+        "copy": Chain(lambda kw: kw["x"] + jnp.bfloat16(1), [{"x": x}, {"x": y}, {"x": x - y}]),
+        "matmul": Chain(lambda kw: kw["a"] @ kw["b"], [{"a": a, "b": b}, {"a": b, "b": a}, {"a": a, "b": a}]),
         "int8": Chain(
             lambda kw: jax.lax.dot(kw["a"], kw["b"], preferred_element_type=jnp.int32),
-            [{"a": small[0], "b": small[1]}],
-            8,
+            [{"a": small[i], "b": small[j]} for i, j in ((0, 1), (1, 0), (0, 0))],
         ),
     }
     timed = measure(chains, 9)

@@ -1,8 +1,8 @@
 """Device time of short functions: chains of calls in one program, so that launching is not timed.
 
 A chain of n calls and one of a single call are timed; the difference over n - 1 is a call's time, free of
-dispatch and synchronisation. Calls of a chain wait for one another (`optimization_barrier`), as layers of a
-model do, and use different inputs in turn, so that no call finds its weights in the cache.
+dispatch and synchronisation. Each call has inputs of its own: XLA would merge equal calls on equal inputs
+(an `optimization_barrier` between them does not stop it), and weights used twice could be in the cache still.
 """
 
 import math
@@ -16,8 +16,8 @@ import jax
 
 Function = Callable[[dict[str, Any]], Any]
 MAX_CALLS = 64
-# A chain keeps all of its outputs, and its inputs come several times: what they may hold together.
-MEMORY_BUDGET = 8 << 30
+# What the inputs and outputs of all of a chain's calls may hold together.
+MEMORY_BUDGET = 24 << 30
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,10 @@ class Timed:
 
     Attributes:
         calls: length of the chain.
-        input_sets: different inputs that the calls take in turn.
     """
 
     samples: tuple[float, ...]
     calls: int
-    input_sets: int
 
     @property
     def median_us(self) -> float:
@@ -47,35 +45,29 @@ class Timed:
 
 
 class Chain:
-    """A function compiled as chains of one and of `calls` calls.
+    """A function compiled as chains of a single call and of a call per input.
 
     Args:
+        inputs: of each call; at least two.
         carries: argument name → index of the output that takes its place in the next call (arguments that
             the function updates in place).
     """
 
     def __init__(
-        self,
-        function: Function,
-        inputs: Sequence[dict[str, Any]],
-        calls: int,
-        carries: Mapping[str, int] | None = None,
+        self, function: Function, inputs: Sequence[dict[str, Any]], carries: Mapping[str, int] | None = None
     ) -> None:
-        self.calls, self.inputs = calls, list(inputs)
-        self._carries = dict(carries or {})
-        self._one = self._compile(function, 1)
-        self._many = self._compile(function, calls)
+        if len(inputs) < 2:
+            raise ValueError("a chain takes at least two calls")
+        self.calls, self.inputs = len(inputs), list(inputs)
+        self._one = self._compile(function, 1, carries or {})
+        self._many = self._compile(function, self.calls, carries or {})
 
-    def _compile(self, function: Function, calls: int) -> Callable[[Any], Any]:
-        carries = self._carries
-
+    def _compile(self, function: Function, calls: int, carries: Mapping[str, int]) -> Callable[[Any], Any]:
         def chain(inputs: Sequence[dict[str, Any]]) -> list[Any]:
             outputs: list[Any] = []
-            for i in range(calls):
-                arguments = dict(inputs[i % len(inputs)])
+            for arguments in inputs[:calls]:
                 if outputs:
-                    arguments |= {name: outputs[-1][index] for name, index in carries.items()}
-                    arguments, outputs[-1] = jax.lax.optimization_barrier((arguments, outputs[-1]))
+                    arguments = arguments | {name: outputs[-1][index] for name, index in carries.items()}
                 outputs.append(function(arguments))
             # What is updated in place exists once.
             return [outputs[-1]] if carries else outputs
@@ -104,19 +96,15 @@ def measure(chains: Mapping[str, Chain], repeats: int) -> dict[str, Timed]:
     for i in range(repeats):
         for name in list(chains)[:: 1 if i % 2 == 0 else -1]:
             samples[name].append(chains[name].sample())
-    return {
-        name: Timed(tuple(samples[name]), chain.calls, len(chain.inputs)) for name, chain in chains.items()
-    }
+    return {name: Timed(tuple(samples[name]), chain.calls) for name, chain in chains.items()}
 
 
-def chain_length(expected_us: float, output_bytes: int) -> int:
-    """Calls per chain: some milliseconds of work, within the memory that the outputs may take."""
+def chain_length(expected_us: float, call_bytes: int) -> int:
+    """Calls per chain: some milliseconds of work, within the memory that inputs and outputs may take."""
     by_time = math.ceil(4000 / max(expected_us, 1.0))
-    by_memory = MEMORY_BUDGET // 2 // max(output_bytes, 1)
-    return max(2, min(by_time, by_memory, MAX_CALLS))
+    return max(2, min(by_time, MEMORY_BUDGET // max(call_bytes, 1), MAX_CALLS))
 
 
-def input_sets(input_bytes: int, cache_bytes: int) -> int:
-    """How many different inputs it takes for none to be in the cache still when its turn comes again."""
-    wanted = math.ceil(3 * cache_bytes / max(input_bytes, 1))
-    return max(1, min(wanted, MEMORY_BUDGET // 2 // max(input_bytes, 1), MAX_CALLS))
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays, or shapes, in a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -14,7 +14,7 @@ import jax
 
 from moejax.bench.kernels.bench import bench_inputs, require_gpu
 from moejax.bench.kernels.config import KernelSelection
-from moejax.bench.kernels.device_timing import Chain, chain_length, measure
+from moejax.bench.kernels.device_timing import Chain, measure
 from moejax.bench.kernels.select import select
 from moejax.bench.kernels.static import DEVICE, cache_folder
 from moejax.bench.result import build_result, ensure_writable, write_result
@@ -203,7 +203,7 @@ def _static(op: Op, name: str, spec: Spec, compiler: Compiler, target: str, conf
 
 def _time(op: Op, kind: Implementation, spec: Spec, configs: Sequence[Any], repeats: int) -> list[float]:
     """Median microseconds of each configuration, sampled in turn; infinite where it does not run."""
-    sets, bound = bench_inputs(spec)
+    sets, _ = bench_inputs(op, spec)
     chains = {}
     for i, config in enumerate(configs):
 
@@ -211,9 +211,7 @@ def _time(op: Op, kind: Implementation, spec: Spec, configs: Sequence[Any], repe
             return kind.run(**arguments, **spec.static, config=config)
 
         try:
-            out = jax.eval_shape(run, sets[0])
-            size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(out))
-            chains[str(i)] = Chain(run, sets, chain_length(3 * bound, size), op.carries)
+            chains[str(i)] = Chain(run, sets, op.carries)
         except Exception as error:
             logger.warning("%s %s %s: %s", op.name, spec.name, config, " ".join(str(error).split())[:200])
     timed = measure(chains, repeats)
