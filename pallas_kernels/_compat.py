@@ -8,13 +8,15 @@ Tried with JAX 0.10.2, 0.11.2 and 0.12.0. Differences met:
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.errors import KernelError
 
 # The whole package stands on this backend; docs/architecture.md says what replaces it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
@@ -40,7 +42,21 @@ def dot(a: jax.Array, b: jax.Array, *, trans_a: bool = False, trans_b: bool = Fa
     """
     dims = (((0 if trans_a else 1,), (1 if trans_b else 0,)), ((), ()))
     out = jnp.int32 if jnp.issubdtype(a.dtype, jnp.integer) else jnp.float32
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=out)
+    # By default Triton would round float32 operands to tf32.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
+
+
+def inline_ptx(ptx: str, x: jax.Array, *, constraints: str, pack: int, dtype: Any) -> jax.Array:
+    """An elementwise function of x in PTX, `pack` elements at a time; compiled kernels only.
+
+    Interpretation knows nothing of PTX: callers have the same function in jnp beside it.
+    """
+    shape = jax.ShapeDtypeStruct(x.shape, dtype)
+    out = plgpu.elementwise_inline_asm(
+        ptx, args=[x], constraints=constraints, pack=pack, result_shape_dtypes=[shape]
+    )
+    return out[0]
 
 
 def should_interpret(interpret: bool | None) -> bool:
@@ -77,6 +93,47 @@ def pallas_call(
         interpret=should_interpret(interpret),
         input_output_aliases=input_output_aliases or {},
         name=name,
+    )
+
+
+def triton_call(
+    op: str,
+    kernel: Callable[[], Any],
+    arguments: Sequence[jax.Array],
+    *,
+    out_shape: Any,
+    grid: Sequence[int],
+    num_warps: int,
+    num_stages: int,
+    constants: Mapping[str, Any],
+    interpret: bool | None = None,
+) -> Any:
+    """A `@triton.jit` kernel called through jax-triton, whose output follows its `arguments`.
+
+    Args:
+        kernel: imports triton and returns the function.
+        constants: its `tl.constexpr` arguments.
+
+    Raises:
+        KernelError: jax-triton cannot be used here, or interpretation is asked for.
+    """
+    name = "implementation triton_jit"
+    if interpret:
+        raise KernelError(op, name, "interpret=True", "None or False: only Pallas kernels are interpreted")
+    try:
+        import jax_triton  # on a jaxlib without CUDA this raises, too
+    except ImportError as error:
+        why = " ".join(str(error).split())[:100]
+        wanted = "jax-triton on a CUDA jaxlib: pip install 'moejax[cuda12]' (or [cuda13])"
+        raise KernelError(op, name, f"{type(error).__name__}: {why}", wanted) from error
+    return jax_triton.triton_call(
+        *arguments,
+        kernel=kernel(),
+        out_shape=out_shape,
+        grid=tuple(int(n) for n in grid),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **constants,
     )
 
 

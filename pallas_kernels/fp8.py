@@ -1,7 +1,7 @@
 """e4m3 numbers by integer arithmetic: sm_80 has no conversion, and Triton refuses to emulate one.
 
-Usable inside kernels and outside. A number is sign, four exponent bits (bias 7), three mantissa bits; there is
-no infinity, `0x7f` and `0xff` are NaN, the largest is 448 (Micikevicius et al., arXiv 2209.05433).
+Usable inside kernels and outside. A number is sign, four exponent bits (bias 7), three mantissa bits; there
+is no infinity, `0x7f` and `0xff` are NaN, the largest is 448 (Micikevicius et al., arXiv 2209.05433).
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ def decode_e4m3(bits: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
 
     The seven magnitude bits go to where a 16-bit float has exponent and mantissa, the exponent re-biased by
     addition. A subnormal code m then reads as v = (1 + m/8) 2^-7 in place of m 2^-9 = 2v - 2^-6; for every
-    other code 2v - 2^-6 >= v, so the smaller of both is right for all. No subnormal number is ever an operand:
-    XLA's CPU code flushes those.
+    other code 2v - 2^-6 >= v, so the smaller of both is right for all. No subnormal number is ever an
+    operand: XLA's CPU code flushes those.
     """
     half = jnp.float16 if jnp.dtype(dtype) == jnp.float16 else jnp.bfloat16
     mantissa, bias = (10, 15) if half == jnp.float16 else (7, 127)
@@ -45,5 +45,19 @@ def encode_e4m3(x: jax.Array) -> jax.Array:
     # 2^14 has its last place at 2^-9, the least subnormal: the addition rounds, the low bits count.
     small = jax.lax.bitcast_convert_type(a + 2.0**14, jnp.int32) - 0x46800000
     code = jnp.where(a < _LEAST_NORMAL, small, normal)
+    code = jnp.where(x != x, 0x7F, code)
+    return (code | ((word >> 24) & 0x80)).astype(jnp.uint8)
+
+
+def encode_e5m2(x: jax.Array) -> jax.Array:
+    """uint8 codes of the nearest e5m2 numbers (ties to even), saturating at ±57344; NaN stays NaN."""
+    x = x.astype(jnp.float32)
+    word = jax.lax.bitcast_convert_type(x, jnp.int32)
+    a = jnp.minimum(jnp.abs(x), 57344.0)
+    bits = jax.lax.bitcast_convert_type(a, jnp.int32)
+    normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - (112 << 2)
+    # As above: 2^7 has its last place at 2^-16, the least subnormal.
+    small = jax.lax.bitcast_convert_type(a + 2.0**7, jnp.int32) - 0x43000000
+    code = jnp.where(a < 2.0**-14, small, normal)
     code = jnp.where(x != x, 0x7F, code)
     return (code | ((word >> 24) & 0x80)).astype(jnp.uint8)

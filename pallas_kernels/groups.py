@@ -3,16 +3,18 @@
     assignments (token-major)   t0e2 t0e0 t1e2 t1e1 …            assignment t·k + j is choice j of token t
     slots (sorted by expert)    e0: t0 · | e1: t1 · | e2: t0 t1 | … (stable; · pads a group to block_m)
 
-Each block of `block_m` slots belongs to one expert, so that a kernel's program needs one weight matrix. How many
-blocks there are depends on the routing; the arrays have room for the most there can be.
+Each block of `block_m` slots belongs to one expert, so that a kernel's program needs one weight matrix. How
+many blocks there are depends on the routing; the arrays have room for the most there can be.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.errors import KernelError
+from pallas_kernels.errors import KernelError, bind_shapes, check_dtype, check_that
 
 
 class Permutation(NamedTuple):
@@ -43,8 +45,73 @@ def padded_rows(assignments: int, num_experts: int, block_m: int) -> int:
     return most // block_m * block_m
 
 
+def block_m_for(assignments: int, num_experts: int) -> int:
+    """Height of blocks: an expert's rows should fit in one while its weights are what takes the time.
+
+    While an expert has few rows, reading its weights is the cost and a block's height is free on the tensor
+    cores, so the least of 16, 32 and 64 that holds about 1.5 times the mean. With many, 64 rows (a
+    warpgroup's product on sm_90) waste less padding than 128 until an expert has several hundred.
+
+    Args:
+        assignments: those expected on this device: tokens · k · local experts / all experts.
+    """
+    mean = assignments / num_experts
+    if mean <= 10:
+        return 16
+    if mean <= 20:
+        return 32
+    return 64 if mean <= 512 else 128
+
+
+def _erf(x: jax.Array) -> jax.Array:
+    """The error function in what Pallas lowers to Triton, which has no erf.
+
+    Float64, so references, exactly; else Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26:
+    off by 1.5e-7 at most, about a rounding of float32 near 1.
+    """
+    if x.dtype == jnp.float64:
+        return jax.lax.erf(x)
+    t = 1.0 / (1.0 + 0.3275911 * jnp.abs(x))
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    y = 1.0 - tail * jnp.exp(-x * x)
+    return jnp.where(x < 0, -y, y)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": lambda x: x * jax.lax.logistic(x),
+    "gelu": lambda x: 0.5 * x * (1.0 + _erf(x * 0.7071067811865476)),
+    "gelu_tanh": lambda x: 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))),
+    "relu": lambda x: jnp.maximum(x, 0.0),
+}
+"""What a gate goes through, in operations that kernels have: float32 there, float64 in references."""
+
+
+def check_block_m(op: str, block_m: int) -> None:
+    """Raises KernelError unless tiles of that height exist: a power of two, 16 to 128."""
+    good = 16 <= block_m <= 128 and block_m & (block_m - 1) == 0
+    check_that(op, "block_m", good, block_m, "a power of two, 16 to 128")
+
+
+def check_table(
+    op: str, rows: jax.Array, block_expert: jax.Array, num_blocks: jax.Array, block_m: int
+) -> None:
+    """Raises KernelError unless the arrays are a table of groups: int32 `[P]`, `[P / block_m]`, `[1]`."""
+    check_block_m(op, block_m)
+    P = rows.shape[0]
+    check_that(op, "rows", P % block_m == 0, f"{P} slots", f"a multiple of block_m={block_m}")
+    bind_shapes(op, {"block_expert": (block_expert, str(P // block_m)), "num_blocks": (num_blocks, "1")})
+    for name, array in (("rows", rows), ("block_expert", block_expert), ("num_blocks", num_blocks)):
+        check_dtype(op, name, array, (jnp.int32,))
+
+
 def check_groups(
-    op: str, rows: np.ndarray, block_expert: np.ndarray, num_blocks: np.ndarray, *, num_experts: int, block_m: int
+    op: str,
+    rows: np.ndarray,
+    block_expert: np.ndarray,
+    num_blocks: np.ndarray,
+    *,
+    num_experts: int,
+    block_m: int,
 ) -> None:
     """Debug check of device values, on the host: a kernel does not test what it indexes weights by.
 

@@ -1,7 +1,7 @@
 """Formats of key/value pages, shared by `rope_kv_write`, which writes them, and `ragged_paged_attention`.
 
-A pool is `[N, K, bs, Dh]`: page, KV head, slot, dimension. Quantized pools come with a float32 scale per token
-and KV head, `[N, K, bs]`: value = stored * scale. The functions here are the contract, in plain jnp.
+A pool is `[N, K, bs, Dh]`: page, KV head, slot, dimension. Quantized pools come with a float32 scale per
+token and KV head, `[N, K, bs]`: value = stored * scale. The functions here are the contract, in plain jnp.
 """
 
 from typing import Any
@@ -24,6 +24,11 @@ def is_quantized(dtype: Any) -> bool:
     return str(jnp.dtype(dtype)) in KV_LARGEST
 
 
+def accurate(*dtypes: Any) -> Any:
+    """float64 if it is among the dtypes, else float32: what the contracts compute in."""
+    return jnp.float64 if jnp.dtype(jnp.float64) in map(jnp.dtype, dtypes) else jnp.float32
+
+
 def quantize_kv(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Symmetric quantization with one scale per row: per token and KV head.
 
@@ -35,7 +40,7 @@ def quantize_kv(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         `[..., Dh]` in `dtype`, and the scale `[...]`, float32 (float64 if x is): the row's largest magnitude
         over `KV_LARGEST[dtype]`; 1 where that is no normal number, so a row of zeros is stored as zeros.
     """
-    wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+    wide = x.astype(accurate(x.dtype))
     largest = KV_LARGEST[str(jnp.dtype(dtype))]
     scale = jnp.max(jnp.abs(wide), axis=-1) / largest
     scale = jnp.where(scale < jnp.finfo(wide.dtype).tiny, jnp.ones_like(scale), scale)
@@ -51,8 +56,7 @@ def dequantize_kv(values: jax.Array, scale: jax.Array | None) -> jax.Array:
     Args:
         values: `[..., Dh]` of any of `KV_DTYPES`, or float64; scale: `[...]` or None.
     """
-    wide = jnp.float32 if values.dtype.itemsize == 1 else jnp.promote_types(jnp.float32, values.dtype)
     if scale is None:
-        return values.astype(wide)
-    wide = jnp.promote_types(wide, scale.dtype)
+        return values.astype(accurate(values.dtype))
+    wide = accurate(values.dtype, scale.dtype)
     return values.astype(wide) * scale.astype(wide)[..., None]

@@ -1,19 +1,26 @@
 """Weight formats of the quantized kernels: what the numbers mean, and how they lie in memory.
 
-A weight of D inputs and F outputs is `[..., D, F]`; leading axes (experts) are optional.
+A weight of D inputs and F outputs is `[..., D, F]`; leading axes (experts) are optional. Its codes are stored
+transposed, inputs contiguous, as checkpoints store the weights of linear layers:
 
-    kind    values                       scales                                    zeros
-    w8a16   int8  [..., D, F]            [..., 1, F] or, by groups, [..., D/g, F]  none
-    w4a16   uint8 [..., D/2, F] packed   [..., D/g, F]                             none or uint8 [..., D/g, F]
-    w8a8    int8  [..., F, D]            [..., 1, F]                               none
-    fp8     uint8 [..., D, F] e4m3 bits  [..., 1, F] or [..., ⌈D/128⌉, ⌈F/128⌉]     none
+    kind    values                       scales                                   zeros
+    w8a16   int8  [..., F, D]            [..., 1, F]; by groups, [..., D/g, F]    none
+    w4a16   uint8 [..., F, D/2] packed   [..., D/g, F]                            none, or uint8 [..., D/g, F]
+    w8a8    int8  [..., F, D]            [..., 1, F]                              none
+    fp8     uint8 [..., F, D] e4m3 bits  [..., 1, F] or [..., ⌈D/128⌉, ⌈F/128⌉]   none
 
-- `w4a16`: a nibble n stands for (n - z) s with z = 8 where there are no zeros. D is cut into blocks of 64 rows;
-  byte row r of a block's 32 holds row r in the low nibble and row r + 32 in the high one. A kernel so gets two
-  whole tiles from one tile of bytes, with nothing to interleave, whatever tile sizes it is tuned to.
-- `w8a8`: the transpose, inputs contiguous: int8 tensor cores of both sm_80 and sm_90 want their operands so.
-  Activations are quantized per row as `quantize_rows` does.
-- `fp8` with group 128: one scale for each 128 × 128 block (DeepSeek-V3, arXiv 2412.19437, and its checkpoints).
+- Inputs contiguous, because a thread of a tensor-core product wants neighbours along the reduction: it then
+  reads four codes in one go and decodes them packed. With outputs contiguous the compiler reads byte by byte,
+  and a 4-bit weight costs 5 instructions in place of 3 (sm_80, counted in SASS), an e4m3 one 11 in place of
+  4; more than about 5 and 9, and an A100 decodes more slowly than its memory delivers. int8 products need it
+  on either target.
+- `w4a16`: a nibble n stands for (n - z) s with z = 8 where there are no zeros. D is cut into blocks of 64;
+  byte r of a block's 32 holds input r in the low nibble and input r + 32 in the high one. A kernel so gets
+  two whole tiles from one tile of bytes, with nothing to interleave, whatever tile sizes it is tuned to.
+- `w8a8`: activations are quantized per row as `quantize_rows` does.
+- `fp8`: values must be finite; what a NaN code stands for in a product is unspecified. With group 128, one
+  scale for each 128 × 128 block (DeepSeek-V3, arXiv 2412.19437, whose checkpoints have the scales
+  transposed).
 
 Scales are bfloat16, float16 or float32. `quantize` rounds to nearest; better methods fill the same layouts.
 """
@@ -70,7 +77,7 @@ class Format:
 
     def shapes(self, D: int, F: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of values and scales, without leading axes."""
-        values = {"w4a16": (D // 2, F), "w8a8": (F, D)}.get(self.kind, (D, F))
+        values = (F, D // 2 if self.kind == "w4a16" else D)
         rows = -(-D // self.group) if self.group else 1
         return values, (rows, -(-F // self.scale_columns))
 
@@ -94,9 +101,8 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """`[..., D, F]` of the weight that this stands for."""
-        *lead, a, b = self.values.shape
-        D, F = {"w4a16": (2 * a, b), "w8a8": (b, a)}.get(self.format.kind, (a, b))
-        return (*lead, D, F)
+        *lead, F, D = self.values.shape
+        return (*lead, 2 * D if self.format.kind == "w4a16" else D, F)
 
     @property
     def nbytes(self) -> int:
@@ -106,14 +112,16 @@ class QuantizedTensor:
 
 
 def fp8_tensor(values: jax.Array, scales: jax.Array) -> QuantizedTensor:
-    """From a checkpoint's `float8_e4m3fn [..., D, F]` (or its bits) with scales per output or per block."""
+    """From a checkpoint's linear layer: `float8_e4m3fn [..., F, D]` (or its bits), as stored.
+
+    Args:
+        scales: `weight_scale_inv [..., ⌈F/128⌉, ⌈D/128⌉]`, or per output `[..., F, 1]`.
+    """
     if values.dtype != jnp.uint8:
         values = jax.lax.bitcast_convert_type(values, jnp.uint8)
-    D, F = values.shape[-2:]
-    per_output = scales.shape[-2:] == (1, F) and (D, F) != (1, 1)
-    blocks = scales.shape[-2:] == (-(-D // FP8_BLOCK), -(-F // FP8_BLOCK))
+    per_output = scales.shape[-2:] == (values.shape[-2], 1)
     return QuantizedTensor(
-        values, scales, None, Format("fp8", FP8_BLOCK if blocks and not per_output else 0)
+        values, jnp.swapaxes(scales, -1, -2), None, Format("fp8", 0 if per_output else FP8_BLOCK)
     )
 
 
@@ -157,18 +165,18 @@ def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> 
 
 
 def pack_nibbles(values: jax.Array) -> jax.Array:
-    """Numbers below 16, `[..., D, F]`, as uint8 `[..., D/2, F]`."""
-    *lead, D, F = values.shape
-    blocks = values.astype(jnp.uint8).reshape(*lead, D // PACK, 2, PACK // 2, F)
-    return (blocks[..., 0, :, :] | (blocks[..., 1, :, :] << jnp.uint8(4))).reshape(*lead, D // 2, F)
+    """Numbers below 16, `[..., D]`, as uint8 `[..., D/2]`."""
+    *lead, D = values.shape
+    blocks = values.astype(jnp.uint8).reshape(*lead, D // PACK, 2, PACK // 2)
+    return (blocks[..., 0, :] | (blocks[..., 1, :] << jnp.uint8(4))).reshape(*lead, D // 2)
 
 
 def unpack_nibbles(packed: jax.Array) -> jax.Array:
     """The inverse of `pack_nibbles`."""
-    *lead, half, F = packed.shape
-    blocks = packed.reshape(*lead, 2 * half // PACK, PACK // 2, F)
-    pair = jnp.stack([blocks & jnp.uint8(15), blocks >> jnp.uint8(4)], axis=-3)
-    return pair.reshape(*lead, 2 * half, F)
+    *lead, half = packed.shape
+    blocks = packed.reshape(*lead, 2 * half // PACK, PACK // 2)
+    pair = jnp.stack([blocks & jnp.uint8(15), blocks >> jnp.uint8(4)], axis=-2)
+    return pair.reshape(*lead, 2 * half)
 
 
 def _spread(scales: jax.Array, D: int, F: int, fmt: Format) -> jax.Array:
@@ -178,18 +186,25 @@ def _spread(scales: jax.Array, D: int, F: int, fmt: Format) -> jax.Array:
     return jnp.repeat(scales, fmt.group or D, axis=-2)[..., :D, :]
 
 
+def wide_type(*dtypes: Any) -> Any:
+    """float64 if one of the dtypes is, else float32."""
+    return jnp.float64 if any(jnp.dtype(d) == jnp.float64 for d in dtypes) else jnp.float32
+
+
 def dequantize(w: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
     """`[..., D, F]` in `dtype`, computed in float32 (float64 where the scales or `dtype` are)."""
     D, F = w.shape[-2:]
-    wide = jnp.promote_types(jnp.promote_types(jnp.float32, w.scales.dtype), dtype)
+    wide = wide_type(w.scales.dtype, dtype)
     if w.format.kind == "fp8":
-        values = decode_e4m3(w.values).astype(wide)
+        values = decode_e4m3(w.values)
     elif w.format.kind == "w4a16":
-        zeros = 8 if w.zeros is None else _spread(w.zeros, D, F, w.format).astype(jnp.int32)
-        values = (unpack_nibbles(w.values).astype(jnp.int32) - zeros).astype(wide)
+        values = unpack_nibbles(w.values).astype(jnp.int32) - 8
+        if w.zeros is not None:
+            zeros = _spread(w.zeros, D, F, w.format).astype(jnp.int32)
+            values = values + 8 - jnp.swapaxes(zeros, -1, -2)
     else:
-        values = w.values.astype(wide)
-        values = jnp.swapaxes(values, -1, -2) if w.format.kind == "w8a8" else values
+        values = w.values
+    values = jnp.swapaxes(values, -1, -2).astype(wide)
     return (values * _spread(w.scales.astype(wide), D, F, w.format)).astype(dtype)
 
 
@@ -218,17 +233,15 @@ def quantize(w: jax.Array, fmt: Format, scale_dtype: Any = jnp.float32) -> Quant
     scaled = wide / _spread(step, D, F, fmt)
     zeros = None
     if fmt.kind == "fp8":
-        return QuantizedTensor(encode_e4m3(scaled), scales, None, fmt)
+        return QuantizedTensor(jnp.swapaxes(encode_e4m3(scaled), -1, -2), scales, None, fmt)
     if fmt.kind == "w4a16":
         point = jnp.clip(jnp.round(-jnp.minimum(low, 0) / step), 0, 15)
         zeros = point.astype(jnp.uint8) if fmt.zeros else None
         shift = _spread(point, D, F, fmt) if fmt.zeros else 8.0
         nibbles = jnp.clip(jnp.round(scaled) + shift, 0, 15).astype(jnp.uint8)
-        return QuantizedTensor(pack_nibbles(nibbles), scales, zeros, fmt)
+        return QuantizedTensor(pack_nibbles(jnp.swapaxes(nibbles, -1, -2)), scales, zeros, fmt)
     values = jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8)
-    if fmt.kind == "w8a8":
-        values = jnp.swapaxes(values, -1, -2)
-    return QuantizedTensor(values, scales, None, fmt)
+    return QuantizedTensor(jnp.swapaxes(values, -1, -2), scales, None, fmt)
 
 
 def random_quantized(
@@ -251,8 +264,8 @@ def random_quantized(
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Activations for `w8a8`: int8 `[R, D]` and float32 scales `[R]` with x ≈ values · scales.
 
-    In float32 whatever x's dtype: scale = max|x| / 127, values = round half to even of x · (127 / max|x|). A row
-    of zeros has scale 0. Rows with an infinity or NaN have scale NaN and whatever values.
+    In float32 whatever x's dtype: scale = max|x| / 127, values = round half to even of x · (127 / max|x|). A
+    row of zeros has scale 0. Rows with an infinity or NaN have scale NaN and whatever values.
     """
     wide = x.astype(jnp.float32)
     most = jnp.max(jnp.abs(wide), axis=-1)

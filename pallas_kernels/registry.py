@@ -10,6 +10,7 @@ OPS = (
     "grouped_matmul",
     "grouped_swiglu",
     "quantized_grouped_matmul",
+    "quantized_grouped_swiglu",
     "quantized_matmul",
     "topk_router",
     "moe_permute",

@@ -138,7 +138,11 @@ class Loaded(NamedTuple):
 
 
 def load_pretrained(
-    directory: str | os.PathLike[str], *, dtype: str = "auto", moe: MoeConfig | None = None
+    directory: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    moe: MoeConfig | None = None,
+    kernels: str = "xla",
 ) -> Loaded:
     """Reads a Hugging Face directory, or a shipped model by name.
 
@@ -146,6 +150,7 @@ def load_pretrained(
         directory: holds `config.json` and safetensors (bf16, f16 or f32).
         dtype: what the weights are kept in; "auto" is what the configuration says.
         moe: how the expert layers are executed.
+        kernels: what norms and router run on, see `moejax.models.decoder.Decoder`.
 
     Raises:
         ConfigError: unknown model, unsupported architecture or field.
@@ -156,7 +161,7 @@ def load_pretrained(
     if dtype != "auto":
         check_choice("dtype", dtype, DTYPES)
         config = config.replace(dtype=dtype)
-    model = Decoder(config, moe=moe)
+    model = Decoder(config, moe=moe, kernels=kernels)
     files = weight_files(path)
     shapes, faults = _tensor_shapes(files)
     plan = plan_load(

@@ -165,7 +165,8 @@ class MoeConfig:
     """How the expert layers are executed; it changes speed, and with `capacity` also the result.
 
     `capacity_factor` c gives each expert room for ceil(c · T · k / E) of a batch's T·k assignments.
-    `block_rows` fixes the height of `grouped`'s blocks (None: by the mean rows an expert gets).
+    `grouped_matmul` names the implementation of `grouped`'s products (`moejax.ops.dispatch`); `block_rows`
+    fixes the height of "loop"'s blocks (None: by the mean rows an expert gets).
     `expert_layout` is how the experts' matrices lie in memory: "edf" (gate and up `[E, D, F]`, down
     `[E, F, D]`) or "efd" (each transposed). "auto" is "edf" for a module of its own; `LLM` takes what is
     faster on its platform.
@@ -179,13 +180,22 @@ class MoeConfig:
     expert_layout: ExpertLayout = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("engine.moe.grouped_matmul", self.grouped_matmul, ("auto", "loop", "ragged_dot"))
+        known = ("auto", "fitted", "loop", "ragged_dot", "pallas_triton")
+        check_choice("engine.moe.grouped_matmul", self.grouped_matmul, known)
         check_choice("engine.moe.expert_layout", self.expert_layout, get_args(ExpertLayout))
         check_choice("engine.moe.execution", self.execution, get_args(MoeExecution))
         check_choice("engine.moe.overflow", self.overflow, get_args(OverflowPolicy))
         check_number("engine.moe.capacity_factor", self.capacity_factor)
         if self.block_rows is not None:
             check_positive("engine.moe.block_rows", self.block_rows)
+            if self.grouped_matmul == "fitted":
+                raise ConfigError(
+                    "engine.moe.block_rows fixes the height of all blocks, but grouped_matmul 'fitted' "
+                    "takes it from each expert's rows: give one or the other"
+                )
+
+
+KERNELS = ("xla", "pallas_triton")
 
 
 @dataclass(frozen=True)
@@ -207,6 +217,9 @@ class EngineConfig:
         strict_compile: a compilation after warm-up fails the step instead of only being recorded.
         seq_buckets, token_buckets, block_buckets: the numbers of sequences, of prompt tokens and of cache
             blocks that steps are compiled for, each padded up to the next; None: powers of two.
+        kernels: what attention, norms, router and (where `moe` leaves it open) the experts' products run on:
+            "xla", or "pallas_triton", the GPU kernels of `pallas_kernels` (interpreted, and slow, on CPU).
+            "auto" takes the kernels on a GPU and XLA elsewhere.
         moe: execution of the expert layers.
         platform: "auto", "cpu" or "gpu".
         compile_cache: keep compiled programs on disk.
@@ -225,6 +238,7 @@ class EngineConfig:
     seq_buckets: list[int] | None = None
     token_buckets: list[int] | None = None
     block_buckets: list[int] | None = None
+    kernels: str = "auto"
     moe: MoeConfig = field(default_factory=MoeConfig)
     platform: str = "auto"
     compile_cache: bool = True
@@ -244,6 +258,7 @@ class EngineConfig:
             )
         check_choice("engine.batching", self.batching, get_args(Batching))
         check_choice("engine.platform", self.platform, ("auto", "cpu", "gpu"))
+        check_choice("engine.kernels", self.kernels, ("auto", *KERNELS))
         for name in ("compile_cache", "overlap", "strict_compile"):
             check_bool(f"engine.{name}", getattr(self, name))
         for name in ("seq_buckets", "token_buckets", "block_buckets"):

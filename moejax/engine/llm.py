@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import itertools
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -15,19 +13,19 @@ from moejax.checkpoint.hf import load_pretrained
 from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, ParallelConfig, QuantConfig
 from moejax.core.errors import ConfigError, StepError
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
+from moejax.engine.building import RequestBuilder
 from moejax.engine.core import Engine
 from moejax.engine.device_runner import DeviceRunner
-from moejax.engine.inputs import Prompt, PromptReader, as_list, conversations, params_list
+from moejax.engine.inputs import Prompt, PromptReader, as_list, conversations
 from moejax.engine.ledger import CompileLedger, enable_compile_cache
 from moejax.engine.live import LiveRequest
-from moejax.engine.output import SampleBuilder, StreamChunk
+from moejax.engine.output import StreamChunk
 from moejax.engine.paged_steps import PagedFunctions
 from moejax.engine.policy import make_policy
-from moejax.engine.request import RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.request import RequestOutput, SamplingParams
 from moejax.engine.routing import RoutingRecord
-from moejax.engine.sampler import SamplerMode, common_mode, sampler_mode
+from moejax.engine.sampler import common_mode
 from moejax.engine.scheduler import Scheduler
-from moejax.engine.sequence import Sequence as Sample
 from moejax.engine.setup import (
     cache_blocks,
     default_cache_dir,
@@ -35,13 +33,14 @@ from moejax.engine.setup import (
     find_model,
     given,
     longest_sequence,
+    unsupported_by_kernels,
 )
 from moejax.engine.static_scheduler import StaticScheduler
 from moejax.engine.stats import StepRecord
 from moejax.engine.tokenizer import ChatMessage, Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.nn.activation import activation
-from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul
+from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul, choose_kernels
 
 
 class LLM:
@@ -86,22 +85,34 @@ class LLM:
         activation(config.hidden_act)  # an unknown one raises here, not when the first step is compiled
         make_policy(self.engine_config.policy)
         resolved = resolve_dtype(dtype, config.dtype, platform.value)
-        product = choose_grouped_matmul(self.engine_config.moe.grouped_matmul, platform.value)
-        layout = choose_expert_layout(self.engine_config.moe.expert_layout, platform.value)
+        experts = self.engine_config.moe
+        kernels = choose_kernels(
+            self.engine_config.kernels, platform.value, unsupported_by_kernels(config, self.engine_config)
+        )
+        product = choose_grouped_matmul(
+            experts.grouped_matmul, platform.value, experts.block_rows, kernels.value
+        )
+        layout = choose_expert_layout(experts.expert_layout, platform.value, product.value)
         self._model_resolutions = [
             platform,
             resolved,
+            Resolution("engine.kernels", *kernels),
             Resolution("engine.moe.grouped_matmul", *product),
             Resolution("engine.moe.expert_layout", *layout),
         ]
-        moe = dataclasses.replace(self.engine_config.moe, expert_layout=cast(ExpertLayout, layout.value))
+        moe = dataclasses.replace(experts, expert_layout=cast(ExpertLayout, layout.value))
+        if product.value == "pallas_triton":
+            moe = dataclasses.replace(moe, grouped_matmul=product.value)
+        self._kernels = kernels.value
         longest_sequence(self.engine_config, config)  # before any weight is read
         if load_format == "dummy":
             config = config.replace(dtype=resolved.value)
-            self.model = Decoder(config, moe=moe, seed=seed)
+            self.model = Decoder(config, moe=moe, kernels=kernels.value, seed=seed)
         else:
             assert self.model_dir is not None
-            self.model, config = load_pretrained(self.model_dir, dtype=resolved.value, moe=moe)
+            self.model, config = load_pretrained(
+                self.model_dir, dtype=resolved.value, moe=moe, kernels=kernels.value
+            )
         self.config = config
         self.tokenizer = Tokenizer.load(self.model_dir) if self.model_dir else None
         self.eos_token_ids = eos_token_ids(config, self.model_dir)
@@ -123,11 +134,15 @@ class LLM:
             config.max_num_batched_tokens,
             make_policy(config.policy),
         )
-        self.runner = DeviceRunner(self._functions, config, num_blocks, self.max_model_len, self.ledger)
+        self.runner = DeviceRunner(
+            self._functions, config, num_blocks, self.max_model_len, self.ledger, self._kernels
+        )
         self.engine = Engine(scheduler, self.runner, overlap=config.overlap)
         self.reader = PromptReader(self.tokenizer, self.config.vocab_size, self.max_model_len)
-        self._request_ids = itertools.count()
-        self._orders = itertools.count()
+        whole_in = scheduler.allocator if config.batching == "static" else None
+        self.builder = RequestBuilder(
+            self.reader, self.eos_token_ids, self.seed, config.max_num_seqs, whole_in
+        )
         self._submitted: dict[str, LiveRequest] = {}
 
     def variant(self, engine: EngineConfig) -> "LLM":
@@ -137,8 +152,10 @@ class LLM:
             ConfigError: `engine` asks for another execution of the experts, which belongs to the weights.
         """
         engine = given("engine", engine, EngineConfig)
-        if engine.moe != self.engine_config.moe:
-            raise ConfigError("a variant shares its weights, and so engine.moe; build another LLM")
+        if (engine.moe, engine.kernels) != (self.engine_config.moe, self.engine_config.kernels):
+            raise ConfigError(
+                "a variant shares its weights, and so engine.moe and engine.kernels; build another LLM"
+            )
         other = copy.copy(self)
         other._start(engine)
         return other
@@ -165,7 +182,7 @@ class LLM:
                 is run.
             StepError: a step failed; its `outputs` are this call's, those that it did not concern whole.
         """
-        requests = self._requests(as_list(prompts), sampling_params, record=record_routing)
+        requests = self.builder.to_generate(as_list(prompts), sampling_params, record=record_routing)
         self._run(requests)
         return [request.output for request in requests]
 
@@ -177,7 +194,7 @@ class LLM:
         The prompt is checked at the call, not at the first chunk. Several streams may be read at once, in
         one thread or in many: whoever waits moves all of them on. A stream left early is aborted.
         """
-        request = self._requests([prompt], sampling_params, streams=True)[0]
+        request = self.builder.to_generate([prompt], sampling_params, streams=True)[0]
         self.engine.add([request])
         stream = self._stream(request)
         next(stream)  # enters its try block: a stream that nobody ever reads aborts its request too
@@ -210,7 +227,7 @@ class LLM:
             StepError: a step failed.
         """
         every = self.reader.to_score(as_list(sequences))
-        requests = [self._scoring(ids) for ids in every]
+        requests = [self.builder.to_score(ids) for ids in every]
         self._run(requests)
         return [
             np.concatenate(request.scores)[: len(ids) - 1]
@@ -234,7 +251,7 @@ class LLM:
         Raises:
             RequestError: as for `generate`.
         """
-        request = self._requests([prompt], sampling_params, arrival=arrival_time)[0]
+        request = self.builder.to_generate([prompt], sampling_params, arrival=arrival_time)[0]
         with self.engine.lock:  # else another thread could end it before `on_close` is set
             self.engine.add([request])
             self._submitted[request.output.request_id] = request
@@ -300,7 +317,7 @@ class LLM:
                 that serves all.
             score, record_routing: whether `score` and `generate(record_routing=True)` are to come as well.
         """
-        modes = [self._mode(p) for p in sampling_params]
+        modes = [self.builder.mode(p) for p in sampling_params]
         with self.engine.lock:
             self.ledger.warmed_up = False
             self.runner.warmup(
@@ -354,87 +371,3 @@ class LLM:
             self.engine.abort(request)
         if request.output.error:
             raise StepError(request.output.error, [request.output])
-
-    def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        streams: bool = False,
-        record: bool = False,
-        arrival: float | None = None,
-    ) -> list[LiveRequest]:
-        """Checked requests, not queued yet."""
-        every = params_list(sampling_params, len(prompts))
-        arrival = time.perf_counter() if arrival is None else arrival
-        requests = []
-        for i, (prompt, params) in enumerate(zip(prompts, every, strict=True)):
-            text, ids = self.reader.to_generate(prompt, params, f"prompt {i}")
-            max_tokens = min(params.max_tokens, self.max_model_len - len(ids))
-            builders = [
-                SampleBuilder(n, params, self.tokenizer, self.eos_token_ids, max_tokens)
-                for n in range(params.n)
-            ]
-            number = next(self._request_ids)
-            output = RequestOutput(
-                str(number), text, ids, [builder.output for builder in builders], RequestMetrics(arrival)
-            )
-            # The request's place in the call seeds it, so that it draws the same whatever runs beside it.
-            seed = params.seed if params.seed is not None else (self.seed * 1_000_003 + i * 1_009) % 2**32
-            request = LiveRequest(output, builders, streams=streams)
-            request.attach(self._samples(ids, params, seed, max_tokens, record))
-            requests.append(request)
-        return requests
-
-    def _samples(
-        self, ids: list[int], params: SamplingParams, seed: int, max_tokens: int, record: bool
-    ) -> list[Sample]:
-        """A request's sequences; more than fit the batch at a time come as several groups."""
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(self.eos_token_ids)
-        )
-        mode = self._mode(params)
-        samples = [
-            Sample(
-                tokens=list(ids),
-                prompt_len=len(ids),
-                params=params,
-                max_length=len(ids) + max_tokens,
-                order=next(self._orders),
-                seed=seed + n,
-                stop_ids=stop_ids,
-                record=record,
-                mode=mode,
-            )
-            for n in range(params.n)
-        ]
-        group = self.engine_config.max_num_seqs
-        if self.engine_config.batching == "static":
-            # A batch sets the whole of every sample aside.
-            allocator = self.engine.scheduler.allocator
-            each = allocator.blocks_for(len(ids) + max_tokens - 1)
-            group = min(group, max(1, allocator.num_blocks // each))
-        roots = samples[::group]
-        for i, root in enumerate(roots):
-            root.forks = samples[i * group + 1 : (i + 1) * group]
-        return roots
-
-    def _scoring(self, ids: list[int]) -> LiveRequest:
-        output = RequestOutput(
-            str(next(self._request_ids)), None, ids, [], RequestMetrics(time.perf_counter())
-        )
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        sample = Sample(
-            list(ids), len(ids), params, len(ids), next(self._orders), score=True, mode=self._mode(params)
-        )
-        request = LiveRequest(output, [])
-        request.attach([sample])
-        return request
-
-    def _mode(self, params: SamplingParams) -> SamplerMode:
-        """Log-probabilities are computed for a few sizes only, since each is a program of its own."""
-        mode = sampler_mode([params], self.config.vocab_size)
-        sizes = (-1, 0, 1, 5, 20, 100, self.config.vocab_size)
-        return mode._replace(
-            logprobs=min(next(n for n in sizes if n >= mode.logprobs), self.config.vocab_size)
-        )

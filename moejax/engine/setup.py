@@ -26,6 +26,19 @@ def longest_sequence(engine: EngineConfig, config: ModelConfig) -> int:
     return asked or own
 
 
+def unsupported_by_kernels(config: ModelConfig, engine: EngineConfig) -> str | None:
+    """What of a model, or of the cache's shape, the GPU kernels do not take; None if they take it all."""
+    size = engine.block_size
+    if size < 8 or size & (size - 1):
+        return f"engine.block_size={size} (a power of two, at least 8)"
+    if config.head_dim % 8 or config.head_dim > 256:
+        return f"head_dim={config.head_dim} (a multiple of 8, at most 256)"
+    if config.num_experts > 512 or config.num_experts_per_tok > 16:
+        chosen = f"{config.num_experts_per_tok} of {config.num_experts} experts"
+        return f"{chosen} a token (at most 16 of 512)"
+    return None
+
+
 def cache_blocks(engine: EngineConfig, config: ModelConfig, max_model_len: int) -> Resolution:
     """Blocks of the key/value cache, with the reason.
 

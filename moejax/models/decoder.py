@@ -32,47 +32,60 @@ class DecoderCache(Protocol):
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each with its residual."""
 
-    def __init__(self, config: ModelConfig, index: int, moe: MoeConfig, dtype: Any) -> None:
+    def __init__(self, config: ModelConfig, index: int, moe: MoeConfig, dtype: Any, kernels: str) -> None:
         D, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(D, "embed", dtype, eps)
-        self.attention = Attention(config, config.sliding_windows[index], dtype)
-        self.post_attention_norm = RMSNorm(D, "embed", dtype, eps)
+        self.input_norm = RMSNorm(D, "embed", dtype, eps, kernels)
+        self.attention = Attention(config, config.sliding_windows[index], dtype, kernels)
+        self.post_attention_norm = RMSNorm(D, "embed", dtype, eps, kernels)
         sparse, hidden, scale = config.moe_layers[index], config.intermediate_size, config.initializer_range
-        self.moe = MoELayer(config, moe, dtype) if sparse else None
+        self.moe = MoELayer(config, moe, dtype, kernels) if sparse else None
         self.mlp = None if sparse else GatedMLP(D, hidden, config.hidden_act, dtype, scale)
 
     def __call__(
         self,
         x: jax.Array,
+        residual: jax.Array | None,
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         valid: jax.Array | None,
         cache: Any,
-    ) -> tuple[jax.Array, Any, RoutingTrace | None]:
-        """x `[B, T, D]` → (`[B, T, D]`, updated cache layer, trace of an expert layer)."""
-        attended, cache = self.attention(self.input_norm(x), rope, positions, cache)
-        x = x + attended
-        normed = self.post_attention_norm(x)
+    ) -> tuple[jax.Array, jax.Array, Any, RoutingTrace | None]:
+        """x and residual `[B, T, D]`, whose sum comes in → (x and residual whose sum goes out, updated cache
+        layer, trace of an expert layer). The sum is left to the next norm, where a kernel does it."""
+        normed, x = self.input_norm.add(x, residual)
+        attended, cache = self.attention(normed, rope, positions, cache)
+        normed, x = self.post_attention_norm.add(x, attended)
         if self.moe is not None:
             out, trace = self.moe(normed, valid)
-            return x + out, cache, trace
+            return x, out, cache, trace
         assert self.mlp is not None
-        return x + self.mlp(normed), cache, None
+        return x, self.mlp(normed), cache, None
 
 
 class Decoder(nnx.Module):
     """A causal language model with expert layers.
 
     Built abstract (shapes only); `seed` fills it at random, `moejax.checkpoint` from files.
+
+    `kernels` names the implementation of GPU kernels for norms and router ("xla" for none); the experts' is
+    `moe.grouped_matmul`, attention's the cache's.
     """
 
-    def __init__(self, config: ModelConfig, *, moe: MoeConfig | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        moe: MoeConfig | None = None,
+        kernels: str = "xla",
+        seed: int | None = None,
+    ) -> None:
         dtype = jnp.dtype(config.dtype)
         moe = moe or MoeConfig()
         scale = config.initializer_range
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, scale)
-        self.layers = nnx.List([DecoderLayer(config, i, moe, dtype) for i in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, "embed", dtype, config.rms_norm_eps)
+        layers = range(config.num_layers)
+        self.layers = nnx.List([DecoderLayer(config, i, moe, dtype, kernels) for i in layers])
+        self.norm = RMSNorm(config.hidden_size, "embed", dtype, config.rms_norm_eps, kernels)
         shape, tied = (config.hidden_size, config.vocab_size), config.tie_word_embeddings
         self.lm_head = None if tied else Linear(shape, ("embed", "vocab"), dtype, scale=scale)
         self.config = config
@@ -105,15 +118,16 @@ class Decoder(nnx.Module):
             rope_lens = jnp.max(last, axis=1) + 1
         rope = rope_tables(self.config, positions, rope_lens)
         x = self.embedding(tokens)
+        residual = None
         parts, traces = [], []
         for i, layer in enumerate(self.layers):
             part = None if cache is None else cache.layer(i)
-            x, part, trace = layer(x, rope, positions, valid, part)
+            x, residual, part, trace = layer(x, residual, rope, positions, valid, part)
             traces.append(trace)
             parts.append(part)
         if cache is not None:
             cache = cache.with_layers(parts)
-        return self.norm(x), cache, tuple(traces)
+        return self.norm.add(x, residual)[0], cache, tuple(traces)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """`[..., D]` → float32 `[..., V]`."""

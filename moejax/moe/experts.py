@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.core.config import ExpertLayout, ModelConfig, MoeConfig
-from moejax.moe.permute import combine, plan_blocks
+from moejax.moe.permute import combine, plan_blocks, plan_fitted
 from moejax.moe.router import Routing
-from moejax.nn.activation import activation
+from moejax.nn.activation import KERNEL_NAMES, activation
 from moejax.nn.param import ParamSpec, declare
 from moejax.ops import dispatch
-from moejax.ops.grouped_matmul import grouped_swiglu_loop, grouped_swiglu_ragged
+from moejax.ops.grouped_matmul import grouped_swiglu_fitted, grouped_swiglu_loop, grouped_swiglu_ragged
 
 
 class ExpertsOutput(NamedTuple):
@@ -85,20 +85,52 @@ class Experts(nnx.Module):
     def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
         """Sorted by expert, in blocks of one expert each; nothing is dropped."""
         N, k = routing.ids.shape
-        rows = config.block_rows or dispatch.block_rows_for(N * k, self.num_experts, self.transposed)
-        plan = plan_blocks(routing.ids, self.num_experts, rows)
+        E, transposed, act = self.num_experts, self.transposed, activation(self.act)
+        chosen = dispatch.choose_grouped_matmul(config.grouped_matmul, block_rows=config.block_rows).value
+        if chosen == "pallas_triton":
+            return self._kernels(x, routing, chosen)
+        # As stored: the loops slice first and transpose one expert, never the stack.
+        stored = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
+        if chosen == "fitted":
+            singles, heights = dispatch.fitted_heights(N, transposed)
+            fitted = plan_fitted(routing.ids, E, singles, heights)
+            out = grouped_swiglu_fitted(
+                x[fitted.order // k],
+                *stored,
+                fitted.single,
+                fitted.blocks,
+                heights=heights,
+                act=act,
+                transposed=transposed,
+            )
+            return combine(out, fitted, routing.weights)
+        rows = config.block_rows or dispatch.block_rows_for(N * k, E, transposed)
+        plan = plan_blocks(routing.ids, E, rows)
         sorted_x = x[plan.order // k]
-        act = activation(self.act)
-        if dispatch.choose_grouped_matmul(config.grouped_matmul).value == "loop":
+        if chosen == "loop":
             blocks = (plan.block_expert, plan.block_start, plan.num_blocks)
-            # As stored: the loop slices first and transposes one expert, never the stack.
-            stored = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
             out = grouped_swiglu_loop(
-                sorted_x, *stored, *blocks, block_rows=rows, act=act, transposed=self.transposed
+                sorted_x, *stored, *blocks, block_rows=rows, act=act, transposed=transposed
             )
         else:
             out = grouped_swiglu_ragged(sorted_x, *self.matrices(), plan.counts, act=act)
         return combine(out, plan, routing.weights)
+
+    def _kernels(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array:
+        """By the GPU kernels; ids equal to E are no expert's, and get no rows."""
+        from pallas_kernels.moe_mlp import moe_mlp
+
+        gate, up, down = self.matrices()
+        return moe_mlp(
+            x,
+            routing.ids,
+            routing.weights,
+            gate,
+            up,
+            down,
+            activation=KERNEL_NAMES[self.act],
+            implementation=implementation,
+        )
 
     def _capacity(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
         """Each expert takes at most C rows; buffers `[E, C, D]`, so gradients are batched products."""

@@ -35,9 +35,10 @@ class RoutingTrace(NamedTuple):
 class MoELayer(nnx.Module):
     """Routed experts, plus Qwen2-MoE's shared expert scaled by a sigmoid gate where the config has one."""
 
-    def __init__(self, config: ModelConfig, moe: MoeConfig, dtype: Any) -> None:
+    def __init__(self, config: ModelConfig, moe: MoeConfig, dtype: Any, kernels: str = "xla") -> None:
         D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
-        self.router = Router(D, E, config.num_experts_per_tok, config.norm_topk_prob, dtype, scale)
+        top_k, normalize = config.num_experts_per_tok, config.norm_topk_prob
+        self.router = Router(D, E, top_k, normalize, dtype, scale, kernels)
         self.experts = Experts(config, moe.expert_layout, dtype)
         hidden = config.shared_expert_intermediate_size
         self.shared_expert = GatedMLP(D, hidden, config.hidden_act, dtype, scale) if hidden else None

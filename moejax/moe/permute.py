@@ -4,7 +4,8 @@
     sorted by expert            e0: t0 | e1: t1 | e2: t0 t1 | …      (stable: token order within an expert)
     blocks of `block_rows`      each block belongs to one expert; a short last block is padded
 
-`block_expert` maps a block to its expert, so that a kernel or loop needs one weight matrix a block.
+`block_expert` maps a block to its expert, so that a kernel or loop needs one weight matrix a block. Blocks
+can also be fitted to each expert's rows (`plan_fitted`): of several heights, the least that holds them.
 """
 
 from typing import NamedTuple
@@ -40,25 +41,95 @@ def max_blocks(assignments: int, num_experts: int, block_rows: int) -> int:
     return min(assignments, assignments // block_rows + min(num_experts, assignments))
 
 
+class Blocks(NamedTuple):
+    """Blocks of one height, by rising first row.
+
+    Attributes:
+        expert, start: int32 `[M]`: as in `BlockPlan`.
+        end: int32 `[M]`: one past the last row of the block's expert; the block's rows from there on are not
+            its own.
+        num: int32 scalar: blocks in use.
+    """
+
+    expert: jax.Array
+    start: jax.Array
+    end: jax.Array
+    num: jax.Array
+
+
+class FittedPlan(NamedTuple):
+    """Where each assignment's row stands, and the blocks of each height: `order`, `row_of` and `counts` as in
+    `BlockPlan`, `single` the blocks of one row, `blocks` those of each of the plan's heights."""
+
+    order: jax.Array
+    row_of: jax.Array
+    counts: jax.Array
+    single: Blocks
+    blocks: tuple[Blocks, ...]
+
+
 def plan_blocks(ids: jax.Array, num_experts: int, block_rows: int) -> BlockPlan:
     """Sorts assignments by expert. ids int32 `[N, k]`; ids equal to E come last and get no block."""
+    order, row_of, counts = _sort(ids, num_experts)
+    most = max_blocks(order.shape[0], num_experts, block_rows)
+    each, first = (counts + block_rows - 1) // block_rows, jnp.cumsum(counts) - counts
+    blocks = _lay(each, first, counts, block_rows, most)
+    return BlockPlan(order, row_of, counts, blocks.expert, blocks.start, blocks.num)
+
+
+def plan_fitted(ids: jax.Array, num_experts: int, singles: int, heights: tuple[int, ...]) -> FittedPlan:
+    """Sorts assignments by expert and covers each expert's rows with blocks of one or more heights.
+
+    An expert's rows fill blocks of the greatest height; what is left goes one row at a time if it is at most
+    `singles` rows, else into one block, the lowest that holds it.
+
+    Args:
+        ids: int32 `[N, k]`; those equal to E come last and get no block.
+        heights: rising, above `singles`; with none, every row goes alone.
+    """
+    order, row_of, counts = _sort(ids, num_experts)
+    A, first = order.shape[0], jnp.cumsum(counts) - counts
+    if not heights:
+        return FittedPlan(order, row_of, counts, _lay(counts, first, counts, 1, A), ())
+    top = heights[-1]
+    whole = counts // top
+    rest = counts - whole * top
+    tail = first + whole * top  # where an expert's rest begins
+    alone = jnp.where(rest <= singles, rest, 0)
+    single = _lay(alone, tail, rest, 1, min(A, num_experts * singles))
+    blocks = []
+    for below, height in zip((singles, *heights), heights, strict=False):
+        mine = ((rest > below) & (rest <= height)).astype(jnp.int32)
+        most = min(num_experts, A // (below + 1))
+        if height == top:
+            # The rest of an expert follows its whole blocks.
+            blocks.append(_lay(whole + mine, first, counts, height, A // height + most))
+        else:
+            blocks.append(_lay(mine, tail, rest, height, most))
+    return FittedPlan(order, row_of, counts, single, tuple(blocks))
+
+
+def _sort(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`order`, `row_of` and `counts`, see `BlockPlan`."""
     flat = ids.reshape(-1)
     A = flat.shape[0]
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     row_of = jnp.zeros(A, jnp.int32).at[order].set(jnp.arange(A, dtype=jnp.int32), unique_indices=True)
-    counts = expert_counts(flat, num_experts)
-    blocks = (counts + block_rows - 1) // block_rows
+    return order, row_of, expert_counts(flat, num_experts)
+
+
+def _lay(blocks: jax.Array, first: jax.Array, rows: jax.Array, height: int, most: int) -> Blocks:
+    """An expert's number of blocks, its first row and its rows, int32 `[E]` each → `Blocks`, M = `most`."""
     last_block = jnp.cumsum(blocks)
-    first_row = jnp.cumsum(counts) - counts
-    index = jnp.arange(max_blocks(A, num_experts, block_rows), dtype=jnp.int32)
+    index = jnp.arange(most, dtype=jnp.int32)
     # The expert of block i is the number of experts whose blocks all come before i.
     expert = jnp.sum(index[:, None] >= last_block[None, :], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, num_experts - 1)
+    expert = jnp.minimum(expert, blocks.shape[0] - 1)
     within = index - (last_block - blocks)[expert]
-    return BlockPlan(order, row_of, counts, expert, first_row[expert] + within * block_rows, last_block[-1])
+    return Blocks(expert, first[expert] + within * height, (first + rows)[expert], last_block[-1])
 
 
-def combine(rows: jax.Array, plan: BlockPlan, weights: jax.Array) -> jax.Array:
+def combine(rows: jax.Array, plan: BlockPlan | FittedPlan, weights: jax.Array) -> jax.Array:
     """Weighted sum of each token's expert outputs, in the token's own expert order (so deterministic).
 
     rows `[≥ A, D]` in sorted order, weights `[N, k]` → `[N, D]`. Rows of assignments that were not made

@@ -15,6 +15,16 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
 }
 
+# The same functions by the names that `pallas_kernels` has for them.
+KERNEL_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     """Raises `ConfigError` for a name that is not known."""

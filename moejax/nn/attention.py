@@ -20,7 +20,7 @@ class Attention(nnx.Module):
     split into heads (OLMoE). `clip_qkv` bounds the projections' absolute values (OLMoE).
     """
 
-    def __init__(self, config: ModelConfig, window: int | None, dtype: Any) -> None:
+    def __init__(self, config: ModelConfig, window: int | None, dtype: Any, kernels: str = "xla") -> None:
         D, H, K, Dh = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         scale, bias = config.initializer_range, config.qkv_bias
         self.q_proj = Linear((D, H * Dh), ("embed", "heads"), dtype, bias=bias, scale=scale)
@@ -34,8 +34,8 @@ class Attention(nnx.Module):
         if config.qk_norm == "head":
             q_dim, k_dim, q_axis, k_axis = Dh, Dh, "head_dim", "head_dim"
         has_norm, eps = config.qk_norm != "none", config.rms_norm_eps
-        self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps) if has_norm else None
-        self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps) if has_norm else None
+        self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps, kernels) if has_norm else None
+        self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels) if has_norm else None
         self.config = config
         self.window = window
 
@@ -76,7 +76,5 @@ class Attention(nnx.Module):
             keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
             out = attention(q, keys, values, positions, window=self.window, scale=scale)
         else:
-            out, cache = cache.update_and_attend(
-                q, k, v, rope, positions, window=self.window, scale=scale
-            )
+            out, cache = cache.update_and_attend(q, k, v, rope, positions, window=self.window, scale=scale)
         return self.o_proj(out.reshape(B, T, -1)), cache

@@ -10,16 +10,35 @@ from moejax.nn.param import ParamSpec, declare
 
 
 class RMSNorm(nnx.Module):
-    """Normalises the last axis; statistics in float32, result in x's dtype."""
+    """Normalises the last axis; statistics in float32, result in x's dtype.
 
-    def __init__(self, dim: int, axis: str | None, dtype: Any, eps: float) -> None:
+    `kernels` names the implementation of a GPU kernel to do it with, "xla" for none.
+    """
+
+    def __init__(self, dim: int, axis: str | None, dtype: Any, eps: float, kernels: str = "xla") -> None:
         self.scale = declare(ParamSpec((dim,), (axis,), dtype, "ones"))
         self.eps = eps
+        self.kernels = kernels
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., dim]` → `[..., dim]`."""
-        x32 = x.astype(jnp.float32)
+        return self.add(x, None)[0]
+
+    def add(self, x: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """x and residual `[..., dim]` → (the normalised sum, the sum)."""
+        if self.kernels != "xla":
+            return self._kernel(x, residual)
+        total = x if residual is None else x + residual
+        x32 = total.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         # Rounded to x's dtype before the scale, as Hugging Face does it.
         normed = (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return jnp.broadcast_to(self.scale[...], x.shape) * normed
+        return jnp.broadcast_to(self.scale[...], x.shape) * normed, total
+
+    def _kernel(self, x: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        from pallas_kernels.rms_norm import rms_norm
+
+        flat = [None if a is None else a.reshape(-1, a.shape[-1]) for a in (x, residual)]
+        assert flat[0] is not None
+        normed, total = rms_norm(flat[0], self.scale[...], flat[1], eps=self.eps, implementation=self.kernels)
+        return normed.reshape(x.shape), total.reshape(x.shape)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 
+from moejax.core.config import KERNELS
 from moejax.core.errors import ConfigError, unknown
 
 
@@ -17,7 +18,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-GROUPED_MATMUL = ("loop", "ragged_dot")
+GROUPED_MATMUL = ("fitted", "loop", "ragged_dot", "pallas_triton")
 
 
 def choose(key: str, asked: str, known: tuple[str, ...], auto: Choice) -> Choice:
@@ -33,14 +34,71 @@ def choose(key: str, asked: str, known: tuple[str, ...], auto: Choice) -> Choice
     return Choice(asked, "asked for")
 
 
-def choose_grouped_matmul(asked: str = "auto", platform: str | None = None) -> Choice:
-    """Implementation of the grouped expert products on a platform ("cpu", "gpu")."""
+def choose_grouped_matmul(
+    asked: str = "auto",
+    platform: str | None = None,
+    block_rows: int | None = None,
+    kernels: str = "xla",
+) -> Choice:
+    """Implementation of the grouped expert products on a platform ("cpu", "gpu").
+
+    "loop" has blocks of one height, `block_rows` if given; "fitted" has several, each expert's its own.
+
+    Args:
+        kernels: what the rest of the model runs on, see `choose_kernels`.
+    """
     platform = platform or jax.default_backend()
-    if platform == "cpu":
-        auto = Choice("loop", "on CPU ragged_dot computes all experts; the loop only those that are hit")
-    else:
+    if kernels != "xla":
+        auto = Choice(kernels, f"engine.kernels is {kernels}")
+    elif platform != "cpu":
         auto = Choice("ragged_dot", f"XLA's grouped product on {platform}")
+    elif block_rows is not None:
+        auto = Choice("loop", f"on CPU, with all blocks {block_rows} rows high as asked")
+    else:
+        why = "on CPU ragged_dot computes all experts; this only those that are hit, in blocks of their size"
+        auto = Choice("fitted", why)
     return choose("engine.moe.grouped_matmul", asked, GROUPED_MATMUL, auto)
+
+
+def choose_kernels(asked: str, platform: str, unsupported: str | None) -> Choice:
+    """What attention, norms and router run on: "xla" or an implementation of `pallas_kernels`.
+
+    Args:
+        unsupported: what of this model the kernels cannot do.
+
+    Raises:
+        ConfigError: kernels were asked for by name and cannot run the model.
+    """
+    if platform != "gpu":
+        auto = Choice("xla", f"on {platform} the GPU kernels are only interpreted")
+    elif unsupported is not None:
+        auto = Choice("xla", f"the GPU kernels do not take {unsupported}")
+    else:
+        auto = Choice("pallas_triton", "GPU kernels on a GPU")
+    chosen = choose("engine.kernels", asked, KERNELS, auto)
+    if chosen.value != "xla" and unsupported is not None:
+        raise ConfigError(f"engine.kernels={asked} does not take {unsupported}; use engine.kernels=xla")
+    return chosen
+
+
+def fitted_heights(tokens: int, transposed: bool = False) -> tuple[int, tuple[int, ...]]:
+    """For "fitted" on CPU: up to how many rows of an expert go one at a time, and the heights of its blocks.
+
+    Single rows read transposed experts without a copy, and again from the cache: up to 16 tokens there is
+    nothing else. An expert gets a row a token at most, so that few tokens need few heights; each costs a
+    loop. Measured in docs/log.md, 2026-11-21.
+    """
+    if transposed and tokens <= 16:
+        return tokens, ()
+    singles, ladder = (6, (12, 32, 64, 128)) if transposed else (1, (4, 16, 32, 64, 128))
+    heights: list[int] = []
+    for height in ladder:
+        if tokens <= max((singles, *heights)):
+            break
+        heights.append(min(height, tokens))
+        if 2 * tokens <= 3 * height:
+            break
+    return singles, tuple(heights)
 
 
 def block_rows_for(assignments: int, num_experts: int, transposed: bool = False) -> int:
@@ -58,9 +116,15 @@ def block_rows_for(assignments: int, num_experts: int, transposed: bool = False)
     return 64
 
 
-def choose_expert_layout(asked: str, platform: str) -> Choice:
-    """How an engine's experts lie in memory, see `moejax.core.config.MoeConfig`."""
-    if platform == "cpu":
+def choose_expert_layout(asked: str, platform: str, product: str = "auto") -> Choice:
+    """How an engine's experts lie in memory, see `moejax.core.config.MoeConfig`.
+
+    Args:
+        product: what they run on.
+    """
+    if product == "pallas_triton":
+        auto = Choice("edf", "the order that the kernels read")
+    elif platform == "cpu":
         auto = Choice("efd", "on CPU a single row's product reads transposed experts without a copy")
     else:
         auto = Choice("edf", f"the products' own order on {platform}")

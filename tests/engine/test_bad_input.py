@@ -81,13 +81,13 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", BAD_PROMPTS)
 def test_bad_prompt(name: str, llm: LLM, idle: None) -> None:
     prompt, says = BAD_PROMPTS[name]
-    compiled, made = len(llm.ledger.entries), next(llm._request_ids)
+    compiled, made = len(llm.ledger.entries), next(llm.builder._ids)
     text = refusal(RequestError, llm.generate, prompt)
     assert text.startswith(says)
     if "long" in name:
         assert "over the limit of 64 (engine.max_model_len)" in text
     assert len(llm.ledger.entries) == compiled
-    assert next(llm._request_ids) <= made + 2  # at most a good prompt before the bad one was looked at
+    assert next(llm.builder._ids) <= made + 2  # at most a good prompt before the bad one was looked at
 
 
 @pytest.mark.parametrize("name", [n for n in BAD_PROMPTS if "too long" not in n])
@@ -155,7 +155,7 @@ def test_bad_messages(messages: Any, llm: LLM, idle: None) -> None:
 def test_anything_is_taken_or_refused_in_one_line(llm: LLM, prompts: Any) -> None:
     """What is taken is token ids, flat or one list deep."""
     try:
-        requests = llm._requests(as_list(prompts), None)
+        requests = llm.builder.to_generate(as_list(prompts), None)
     except RequestError as error:
         assert str(error) and "\n" not in str(error)
     else:

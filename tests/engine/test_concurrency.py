@@ -86,18 +86,18 @@ def test_the_last_chunk_is_not_lost(scarce: LLM, whole: FullForward) -> None:
                 return False
             return True
 
-    make = scarce._requests
+    make = scarce.builder.to_generate
 
     def spy(*args: Any, **options: Any) -> Any:
         out = make(*args, **options)
         out[0].chunks = Late()
         return out
 
-    scarce._requests = spy  # type: ignore[method-assign]
+    scarce.builder.to_generate = spy  # type: ignore[method-assign]
     try:
         stream = scarce.generate_stream(prompt(9), greedy(6))
     finally:
-        del scarce._requests
+        del scarce.builder.to_generate
     assert joined(list(stream)) == whole.greedy(prompt(9), 6)
 
 

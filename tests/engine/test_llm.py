@@ -271,7 +271,8 @@ def test_limits_and_resolutions(small_dir: Path) -> None:
     assert {r.key: r.value for r in llm.resolutions} == {
         "engine.platform": "cpu",
         "model.dtype": "float32",
-        "engine.moe.grouped_matmul": "loop",
+        "engine.kernels": "xla",
+        "engine.moe.grouped_matmul": "fitted",
         "engine.moe.expert_layout": "efd",
         "engine.num_blocks": "64",
     }

@@ -19,14 +19,14 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, seed=3, n=3)
 def requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RequestOutput]]:
     """The outputs behind the streams, in the order of the calls."""
     made: list[RequestOutput] = []
-    make = llm._requests
+    make = llm.builder.to_generate
 
     def spy(*args: Any, **options: Any) -> Any:
         out = make(*args, **options)
         made.extend(request.output for request in out)
         return out
 
-    monkeypatch.setattr(llm, "_requests", spy)
+    monkeypatch.setattr(llm.builder, "to_generate", spy)
     yield made
 
 

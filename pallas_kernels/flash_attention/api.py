@@ -1,0 +1,109 @@
+"""`flash_attention`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.flash_attention import pallas_triton
+from pallas_kernels.flash_attention.reference import flash_attention_reference
+from pallas_kernels.flash_attention.specs import SPECS, problem
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.run import run
+
+MAX_HEAD_DIM = 256
+
+OP = Op(
+    name="flash_attention",
+    reference=flash_attention_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.flash_attention_pallas,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+        )
+    },
+    specs=SPECS,
+    sizes=("B", "Tq", "Tk"),
+)
+
+
+def flash_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    q_offset: int | None = None,
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """Attention of q `[B, Tq, H, Dh]` over k and v `[B, Tk, K, Dh]`; see `flash_attention_reference`.
+
+    Query i stands at position i + Tk - Tq unless `q_offset` says otherwise.
+
+    Args:
+        q, k, v: of one dtype, bfloat16, float16 or float32; Dh a multiple of 8 up to 256, H a multiple of K.
+        window: needs `causal`.
+        sinks: float32 `[H]`; lengths: int32 `[B]`.
+        implementation: "pallas_triton" or "reference".
+        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Raises:
+        KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or mask.
+    """
+    arguments = {"q": (q, "B Tq H Dh"), "k": (k, "B Tk K Dh"), "v": (v, "B Tk K Dh")}
+    arguments |= {} if sinks is None else {"sinks": (sinks, "H")}
+    arguments |= {} if lengths is None else {"lengths": (lengths, "B")}
+    sizes = bind_shapes(OP.name, arguments)
+    B, Tq, Tk, H, K, Dh = (sizes[name] for name in ("B", "Tq", "Tk", "H", "K", "Dh"))
+    check_dtype(OP.name, "q", q, (jnp.bfloat16, jnp.float16, jnp.float32))
+    check_dtype(OP.name, "k", k, (q.dtype,))
+    check_dtype(OP.name, "v", v, (q.dtype,))
+    if sinks is not None:
+        check_dtype(OP.name, "sinks", sinks, (jnp.float32,))
+    if lengths is not None:
+        check_dtype(OP.name, "lengths", lengths, (jnp.int32,))
+    check_that(OP.name, "q", H % K == 0, f"{H} heads", f"a multiple of the {K} KV heads")
+    fits = Dh % 8 == 0 and Dh <= MAX_HEAD_DIM
+    check_that(OP.name, "q", fits, f"head dimension {Dh}", f"a multiple of 8 up to {MAX_HEAD_DIM}")
+    check_that(OP.name, "scale", scale > 0, scale, "a positive number")
+    check_that(OP.name, "soft_cap", soft_cap is None or soft_cap > 0, soft_cap, "a positive number or None")
+    if window is not None:
+        check_that(OP.name, "window", window >= 1, window, "at least 1, or None")
+        check_that(OP.name, "window", causal, "a window with causal=False", "causal=True")
+    flags = {
+        "causal": causal,
+        "window": window is not None,
+        "soft_cap": soft_cap is not None,
+        "sinks": sinks is not None,
+        "lengths": lengths is not None,
+    }
+    return run(
+        OP,
+        implementation,
+        problem(B, Tq, Tk, H, K, Dh, q.dtype, **flags),
+        {
+            "q": q,
+            "k": k,
+            "v": v,
+            "scale": scale,
+            "causal": causal,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks": sinks,
+            "lengths": lengths,
+            "q_offset": q_offset,
+        },
+        config=config,
+        interpret=interpret,
+    )

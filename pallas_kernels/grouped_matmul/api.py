@@ -1,0 +1,94 @@
+"""`grouped_matmul`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.grouped_matmul import pallas_triton
+from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+from pallas_kernels.grouped_matmul.specs import SPECS, problem
+from pallas_kernels.groups import check_table
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.run import run
+
+OP = Op(
+    name="grouped_matmul",
+    reference=grouped_matmul_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.grouped_matmul_pallas,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+        )
+    },
+    specs=SPECS,
+    sizes=("P",),
+)
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    rows: jax.Array,
+    block_expert: jax.Array,
+    num_blocks: jax.Array,
+    *,
+    block_m: int,
+    row_scale: jax.Array | None = None,
+    out_dtype: Any = None,
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """`row_scale[p] · (x[rows[p]] @ w[expert of p])` for each slot p; see `grouped_matmul_reference`.
+
+    Args:
+        x: `[R, D]`, w: `[E, D, F]`, of one dtype, bfloat16, float16 or float32.
+        rows: int32 `[P]`, P a multiple of `block_m`; what is outside `[0, R)` is padding.
+        block_expert: int32 `[P / block_m]`; num_blocks: int32 `[1]`. As `moe_permute` makes them; a table is
+            checked by `pallas_kernels.groups.check_groups`, on the host, where its values are at hand.
+        block_m: a power of two, 16 to 128.
+        row_scale: float32 `[P]`, None for ones.
+        out_dtype: None: x's; else bfloat16, float16 or float32.
+        implementation: "pallas_triton" or "reference".
+        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Returns:
+        `[P, F]`; padding and blocks past `num_blocks` are undefined.
+
+    Raises:
+        KernelError: shapes that disagree, no rows, an unsupported dtype or block_m.
+    """
+    floats = (jnp.bfloat16, jnp.float16, jnp.float32)
+    arguments = {"x": (x, "R D"), "w": (w, "E D F"), "rows": (rows, "P")}
+    if row_scale is not None:
+        arguments["row_scale"] = (row_scale, "P")
+        check_dtype(OP.name, "row_scale", row_scale, (jnp.float32,))
+    sizes = bind_shapes(OP.name, arguments)
+    check_dtype(OP.name, "x", x, floats)
+    check_dtype(OP.name, "w", w, (x.dtype,))
+    if out_dtype is not None:
+        good = any(jnp.dtype(out_dtype) == jnp.dtype(dtype) for dtype in floats)
+        check_that(OP.name, "out_dtype", good, str(jnp.dtype(out_dtype)), "bfloat16, float16 or float32")
+    check_table(OP.name, rows, block_expert, num_blocks, block_m)
+    return run(
+        OP,
+        implementation,
+        problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype),
+        {
+            "x": x,
+            "w": w,
+            "rows": rows,
+            "block_expert": block_expert,
+            "num_blocks": num_blocks,
+            "block_m": block_m,
+            "row_scale": row_scale,
+            "out_dtype": out_dtype,
+        },
+        config=config,
+        interpret=interpret,
+    )

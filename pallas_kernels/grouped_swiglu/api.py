@@ -1,0 +1,96 @@
+"""`grouped_swiglu`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.grouped_swiglu import pallas_triton, triton_jit
+from pallas_kernels.grouped_swiglu.reference import grouped_swiglu_reference
+from pallas_kernels.grouped_swiglu.specs import SPECS, problem
+from pallas_kernels.groups import ACTIVATIONS, check_table
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.run import run
+
+OP = Op(
+    name="grouped_swiglu",
+    reference=grouped_swiglu_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.grouped_swiglu_pallas,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+        ),
+        "triton_jit": Implementation(
+            triton_jit.grouped_swiglu_triton,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+            sources=triton_jit.sources,
+        ),
+    },
+    specs=SPECS,
+    sizes=("P",),
+)
+
+
+def grouped_swiglu(
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    rows: jax.Array,
+    block_expert: jax.Array,
+    num_blocks: jax.Array,
+    *,
+    block_m: int,
+    activation: str = "silu",
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """`act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])` for each slot p; see `grouped_swiglu_reference`.
+
+    Args:
+        x: `[R, D]`, gate, up: `[E, D, F]`, of one dtype, bfloat16, float16 or float32.
+        rows: int32 `[P]`, P a multiple of `block_m`; what is outside `[0, R)` is padding.
+        block_expert: int32 `[P / block_m]`; num_blocks: int32 `[1]`. As `moe_permute` makes them; a table is
+            checked by `pallas_kernels.groups.check_groups`, on the host, where its values are at hand.
+        block_m: a power of two, 16 to 128.
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        implementation: "pallas_triton", "triton_jit" (through jax-triton, on a GPU only) or "reference".
+        config: `pallas_triton.Config`, for both; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Returns:
+        `[P, F]` in x's dtype; padding and blocks past `num_blocks` are undefined.
+
+    Raises:
+        KernelError: shapes that disagree, no rows, an unsupported dtype, block_m or activation.
+    """
+    weights = {"gate": (gate, "E D F"), "up": (up, "E D F")}
+    sizes = bind_shapes(OP.name, {"x": (x, "R D"), **weights, "rows": (rows, "P")})
+    check_dtype(OP.name, "x", x, (jnp.bfloat16, jnp.float16, jnp.float32))
+    for name, (weight, _) in weights.items():
+        check_dtype(OP.name, name, weight, (x.dtype,))
+    check_table(OP.name, rows, block_expert, num_blocks, block_m)
+    known = ", ".join(ACTIVATIONS)
+    check_that(OP.name, "activation", activation in ACTIVATIONS, repr(activation), f"one of {known}")
+    return run(
+        OP,
+        implementation,
+        problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype),
+        {
+            "x": x,
+            "gate": gate,
+            "up": up,
+            "rows": rows,
+            "block_expert": block_expert,
+            "num_blocks": num_blocks,
+            "block_m": block_m,
+            "activation": activation,
+        },
+        config=config,
+        interpret=interpret,
+    )

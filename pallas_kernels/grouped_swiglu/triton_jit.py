@@ -1,0 +1,88 @@
+"""`grouped_swiglu` as a `@triton.jit` kernel through jax-triton: the twin of `pallas_triton`, same tiles.
+
+Pallas's Triton backend is on its way out (docs/architecture.md); this path does not need it.
+"""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels._compat import cdiv, triton_call
+from pallas_kernels.grouped_swiglu.pallas_triton import Config
+from pallas_kernels.op import Spec, TritonSource
+
+_TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+
+
+def kernel() -> Any:
+    """The `@triton.jit` function. Imports triton."""
+    from pallas_kernels.grouped_swiglu.triton_kernel import grouped_swiglu_kernel
+
+    return grouped_swiglu_kernel
+
+
+def constants(R: int, D: int, F: int, block_m: int, activation: str, config: Config) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    return {
+        "R": R,
+        "D": D,
+        "F": F,
+        "BLOCK_M": block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP": config.group,
+        "ACT": activation,
+    }
+
+
+def grouped_swiglu_triton(
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    rows: jax.Array,
+    block_expert: jax.Array,
+    num_blocks: jax.Array,
+    *,
+    block_m: int,
+    activation: str = "silu",
+    config: Config,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """See `grouped_swiglu_reference`. Undefined elements are not written. `interpret` is not possible.
+
+    Raises:
+        KernelError: jax-triton or a CUDA jaxlib is not installed, or interpretation is asked for.
+    """
+    (R, D), (P, F) = x.shape, (rows.shape[0], gate.shape[2])
+    out = triton_call(
+        "grouped_swiglu",
+        kernel,
+        (x, gate, up, rows, block_expert, num_blocks),
+        out_shape=jax.ShapeDtypeStruct((P, F), x.dtype),
+        grid=(P // block_m * cdiv(F, config.block_n),),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants=constants(R, D, F, block_m, activation, config),
+        interpret=interpret,
+    )
+    return out
+
+
+def sources(spec: Spec, config: Config) -> list[TritonSource]:
+    """The kernel of a spec, for the static report."""
+    shapes, static = spec.abstract, spec.static
+    (R, D), P, F = shapes["x"].shape, shapes["rows"].shape[0], shapes["gate"].shape[2]
+    wide = _TYPES[str(shapes["x"].dtype)]
+    pointers = {"x_ptr": wide, "gate_ptr": wide, "up_ptr": wide}
+    pointers |= {"rows_ptr": "*i32", "block_ptr": "*i32", "num_ptr": "*i32", "out_ptr": wide}
+    return [
+        TritonSource(
+            name="grouped_swiglu_kernel",
+            function=kernel,
+            signature=pointers,
+            constants=constants(R, D, F, static["block_m"], static["activation"], config),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            grid=(P // static["block_m"] * cdiv(F, config.block_n),),
+        )
+    ]

@@ -1,0 +1,83 @@
+"""What the tiled products over groups have in common: a program's tile, the reduction's loads, defaults.
+
+out[block, f-tile]   one program: rows of one block, gathered from x, times a column of tiles of its
+                     expert's weights, which stream through shared memory along the reduction
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import load
+
+
+class Tile(NamedTuple):
+    """A program's part of the output.
+
+    Attributes:
+        block, expert: int32 scalars.
+        slots, rows: int32 `[block_m]`; made: bool, the slots that hold a row of x.
+        cols: int32 `[block_n]`.
+    """
+
+    block: jax.Array
+    expert: jax.Array
+    slots: jax.Array
+    rows: jax.Array
+    made: jax.Array
+    cols: jax.Array
+
+
+def place(pid: jax.Array, used: jax.Array, n_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:
+    """(block, f-tile) of a program below `used · n_tiles`.
+
+    Programs run roughly in order. `group` neighbouring blocks are taken together, one f-tile after the other,
+    so that blocks of one expert share its weights in L2, and the group's rows of x stay there, too.
+    """
+    if group == 1:
+        return jax.lax.div(pid, n_tiles), jax.lax.rem(pid, n_tiles)
+    first = jax.lax.div(pid, group * n_tiles) * group
+    within = jax.lax.rem(pid, group * n_tiles)
+    height = jnp.minimum(used - first, group)
+    return first + jax.lax.rem(within, height), jax.lax.div(within, height)
+
+
+def read_tile(
+    rows_ref: Any, block_ref: Any, block: jax.Array, f: jax.Array, *, R: int, block_m: int, block_n: int
+) -> Tile:
+    """What the program needs to know of its block."""
+    slots = block * block_m + jnp.arange(block_m, dtype=jnp.int32)
+    rows = load(rows_ref.at[slots])
+    cols = f * block_n + jnp.arange(block_n, dtype=jnp.int32)
+    return Tile(block, load(block_ref.at[block]), slots, rows, (rows >= 0) & (rows < R), cols)
+
+
+def load_rows(x_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Array:
+    """`x[rows, first : first + block_k]`, 0 in padding: what is masked is not read from memory either."""
+    D = x_ref.shape[1]
+    k = first + jnp.arange(block_k, dtype=jnp.int32)
+    mask = tile.made[:, None]
+    if D % block_k:
+        mask = mask & (k < D)[None, :]
+    return load(x_ref.at[tile.rows[:, None], k[None, :]], mask=mask, other=0.0)
+
+
+def load_weights(w_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Array:
+    """`w[expert, first : first + block_k, cols]`, 0 outside."""
+    _, D, F = w_ref.shape
+    k = first + jnp.arange(block_k, dtype=jnp.int32)
+    at = w_ref.at[tile.expert, k[:, None], tile.cols[None, :]]
+    mask = None
+    if D % block_k:
+        mask = (k < D)[:, None] & jnp.full(tile.cols.shape, True)[None, :]
+    if F % tile.cols.shape[0]:
+        inside = (tile.cols < F)[None, :]
+        mask = inside & jnp.full(k.shape, True)[:, None] if mask is None else mask & inside
+    return load(at) if mask is None else load(at, mask=mask, other=0.0)
+
+
+def out_mask(tile: Tile, F: int) -> jax.Array:
+    """Where the program writes: not in padding."""
+    mask = tile.made[:, None] & jnp.full(tile.cols.shape, True)[None, :]
+    return mask & (tile.cols < F)[None, :] if F % tile.cols.shape[0] else mask

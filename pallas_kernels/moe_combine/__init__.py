@@ -1,0 +1,5 @@
+"""Each token's expert outputs, weighted and added in a fixed order."""
+
+from pallas_kernels.moe_combine.api import OP, moe_combine
+
+__all__ = ["OP", "moe_combine"]

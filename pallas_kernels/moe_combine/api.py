@@ -1,0 +1,71 @@
+"""`moe_combine`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.errors import bind_shapes, check_dtype
+from pallas_kernels.moe_combine import pallas_triton
+from pallas_kernels.moe_combine.reference import moe_combine_reference
+from pallas_kernels.moe_combine.specs import SPECS, problem
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.run import run
+
+OP = Op(
+    name="moe_combine",
+    reference=moe_combine_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.moe_combine_pallas,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+        )
+    },
+    specs=SPECS,
+    sizes=("T", "P"),
+)
+
+
+def moe_combine(
+    y: jax.Array,
+    slot_of: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """`Σ_j weights[t, j] · y[slot_of[t, j]]` for each token t; see `moe_combine_reference`.
+
+    Args:
+        y: `[P, D]`, bfloat16, float16 or float32; what its padding slots hold does not matter, NaN included.
+        slot_of: int32 `[T, k]`; a slot outside `[0, P)` contributes nothing.
+        weights: float32 `[T, k]`; None for ones (the down projection has applied them).
+        implementation: "pallas_triton" or "reference".
+        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Returns:
+        `[T, D]` in y's dtype, the same bits for the same input.
+
+    Raises:
+        KernelError: shapes that disagree, no tokens, an unsupported dtype.
+    """
+    arguments = {"y": (y, "P D"), "slot_of": (slot_of, "T k")}
+    if weights is not None:
+        arguments["weights"] = (weights, "T k")
+    sizes = bind_shapes(OP.name, arguments)
+    check_dtype(OP.name, "y", y, (jnp.bfloat16, jnp.float16, jnp.float32))
+    check_dtype(OP.name, "slot_of", slot_of, (jnp.int32,))
+    if weights is not None:
+        check_dtype(OP.name, "weights", weights, (jnp.float32,))
+    return run(
+        OP,
+        implementation,
+        problem(sizes["T"], sizes["k"], sizes["P"], sizes["D"], y.dtype, weights is not None),
+        {"y": y, "slot_of": slot_of, "weights": weights},
+        config=config,
+        interpret=interpret,
+    )

@@ -1,0 +1,35 @@
+"""Named shapes of `moe_combine`: each model's expert outputs, already weighted by the down projection."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.group_specs import CASES, spec_groups, spec_name, spec_tags
+from pallas_kernels.models import ModelShape
+from pallas_kernels.op import Cost, Problem, Spec
+
+
+def problem(T: int, k: int, P: int, D: int, dtype: Any, weighted: bool) -> Problem:
+    return {"T": T, "P": P, "k": k, "D": D, "dtype": str(jnp.dtype(dtype)), "weighted": int(weighted)}
+
+
+def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
+    groups, dtype = spec_groups(model, tokens, routing), jnp.bfloat16
+    P, k, D = len(groups.row_assignment), model.top_k, model.hidden
+
+    def make(key: jax.Array) -> dict[str, jax.Array]:
+        return {"y": jax.random.normal(key, (P, D), dtype), "slot_of": jnp.asarray(groups.slot_of)}
+
+    made = int(groups.counts.sum())
+    return Spec(
+        name=spec_name(model, phase, tokens, routing),
+        make=make,
+        static={},
+        problem=problem(tokens, k, P, D, dtype, False),
+        cost=Cost(flops=1.0 * made * D, bytes=2.0 * (made + tokens) * D + 4.0 * tokens * k, unit="float32"),
+        tags=spec_tags(model, phase, tokens, routing),
+    )
+
+
+SPECS = tuple(_spec(*case) for case in CASES if case[3] == "balanced" and case[2] != 1)

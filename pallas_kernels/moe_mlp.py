@@ -1,0 +1,94 @@
+"""An expert layer from the four kernels: permute, gate and up, down, combine."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_swiglu import grouped_swiglu
+from pallas_kernels.groups import ACTIVATIONS, block_m_for
+from pallas_kernels.moe_combine import moe_combine
+from pallas_kernels.moe_permute import moe_permute
+
+
+def moe_mlp(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    block_m: int | None = None,
+    activation: str = "silu",
+    total_experts: int | None = None,
+    implementation: str = "pallas_triton",
+    swiglu_implementation: str | None = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """`Σ_j weights[t, j] · (act(x[t] @ gate[e]) · (x[t] @ up[e])) @ down[e]`, e = ids[t, j].
+
+    The hidden activations are rounded to x's dtype, and so is each expert's output, after its weight. Nothing
+    is dropped; the sum over j is in float32 and in order, so that results are the same bits every time.
+
+    Args:
+        x: `[T, D]`; gate, up: `[E, D, F]`; down: `[E, F, D]`, of one dtype, bfloat16, float16 or float32.
+        ids: int32 `[T, k]`; one outside `[0, E)` is another device's expert and contributes nothing here.
+        weights: float32 `[T, k]`.
+        block_m: height of blocks (`pallas_kernels.groups`); None: `block_m_for`.
+        total_experts: of all devices, where these E are a part of them: what `block_m` is chosen by.
+        implementation: of all four operations, "pallas_triton" or "reference".
+        swiglu_implementation: of `grouped_swiglu`, if another ("triton_jit").
+        interpret: None: on CPU only.
+
+    Raises:
+        KernelError: see the four operations.
+    """
+    (T, k), E = ids.shape, gate.shape[0]
+    A = T * k
+    if block_m is None:
+        block_m = block_m_for(max(1, A * E // (total_experts or E)), E)
+    how: dict[str, Any] = {"implementation": implementation, "interpret": interpret}
+    groups = moe_permute(ids, num_experts=E, block_m=block_m, **how)
+    slots = groups.row_assignment.shape[0]
+    # XLA makes these three of the table in one small kernel.
+    made = groups.row_assignment < A
+    tokens = groups.row_assignment // k  # T, so none, in padding
+    own = jnp.where(made, jnp.arange(slots, dtype=jnp.int32), slots)
+    scale = weights.reshape(A)[jnp.minimum(groups.row_assignment, A - 1)]
+    table = (groups.block_expert, groups.num_blocks)
+    hidden = grouped_swiglu(
+        x,
+        gate,
+        up,
+        tokens,
+        *table,
+        block_m=block_m,
+        activation=activation,
+        implementation=swiglu_implementation or implementation,
+        interpret=interpret,
+    )
+    out = grouped_matmul(hidden, down, own, *table, block_m=block_m, row_scale=scale, **how)
+    return moe_combine(out, groups.slot_of, **how)
+
+
+def moe_mlp_dense(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    activation: str = "silu",
+) -> jax.Array:
+    """The same by computing every expert on every token: what `moe_mlp` is tested against."""
+    wide = jnp.promote_types(jnp.float32, x.dtype)
+    total = jnp.zeros(x.shape, wide)
+    for expert in range(gate.shape[0]):
+        g, u, d = (w[expert].astype(wide) for w in (gate, up, down))
+        y = (ACTIVATIONS[activation](x.astype(wide) @ g) * (x.astype(wide) @ u)) @ d
+        weight = jnp.sum(jnp.where(ids == expert, weights.astype(wide), 0), axis=1)
+        total = total + jnp.where((ids == expert).any(axis=1)[:, None], weight[:, None] * y, 0)
+    return total.astype(x.dtype)

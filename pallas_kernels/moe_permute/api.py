@@ -1,0 +1,68 @@
+"""`moe_permute`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.groups import Permutation, check_block_m
+from pallas_kernels.moe_permute import pallas_triton
+from pallas_kernels.moe_permute.reference import moe_permute_reference
+from pallas_kernels.moe_permute.specs import SPECS, problem
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.run import run
+
+OP = Op(
+    name="moe_permute",
+    reference=moe_permute_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.moe_permute_pallas,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+        )
+    },
+    specs=SPECS,
+    sizes=("A",),
+)
+
+_MOST_EXPERTS = 1024
+
+
+def moe_permute(
+    ids: jax.Array,
+    *,
+    num_experts: int,
+    block_m: int,
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> Permutation:
+    """Sorts assignments stably by expert into blocks; see `moe_permute_reference`.
+
+    Args:
+        ids: int32 `[T, k]`; an id outside `[0, num_experts)` (another device's expert) gets no slot.
+        num_experts: of this device.
+        block_m: a power of two, 16 to 128.
+        implementation: "pallas_triton" or "reference".
+        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Raises:
+        KernelError: no tokens, ids that are not int32, an unsupported block_m or number of experts.
+    """
+    sizes = bind_shapes(OP.name, {"ids": (ids, "T k")})
+    check_dtype(OP.name, "ids", ids, (jnp.int32,))
+    within = 1 <= num_experts <= _MOST_EXPERTS
+    check_that(OP.name, "num_experts", within, num_experts, f"1 to {_MOST_EXPERTS}")
+    check_block_m(OP.name, block_m)
+    return run(
+        OP,
+        implementation,
+        problem(sizes["T"] * sizes["k"], num_experts, block_m),
+        {"ids": ids, "num_experts": num_experts, "block_m": block_m},
+        config=config,
+        interpret=interpret,
+    )

@@ -1,0 +1,197 @@
+"""`moe_permute` as Pallas kernels: counts, prefix sums and slots by comparing ids with experts, no sort.
+
+    few assignments   one launch: each program counts all ids for itself, then places its own
+    many              a launch that counts tile by tile, and one that adds the counts up and places
+
+Ranks within a tile come from a cumulative sum of (assignment × expert) comparisons, so that nothing depends
+on the order in which programs run. Every element of the result is written once, by one thread.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, store, when
+from pallas_kernels.groups import Permutation, padded_rows
+from pallas_kernels.op import Problem
+
+# Counting all ids in every program costs less than a second launch up to about here.
+_ONE_LAUNCH = 1024
+_LOOKUP = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """`tile` assignments a program, `sub` of them compared at once; powers of two, sub ≤ tile."""
+
+    tile: int
+    sub: int
+    num_warps: int
+    num_stages: int = 1
+
+
+def heuristic(problem: Problem) -> Config:
+    """About 128 programs, and 16 comparisons a thread: several arrays of them are alive at once."""
+    A, E = int(problem["A"]), _lanes(int(problem["E"]))
+    sub = max(8, min(64, 4096 // E))
+    tile = max(64, min(1024, _pow2(cdiv(A, 128))))
+    return Config(tile, sub, num_warps=8 if sub * E >= 4096 else 4)
+
+
+def space(problem: Problem) -> Iterable[Config]:
+    """Tiles and warps."""
+    best = heuristic(problem)
+    seen = {best} | {
+        Config(tile, sub, warps)
+        for sub in (16, 32, 64)
+        for tile in (64, 128, 256, 512, 1024)
+        for warps in (4, 8)
+        if sub * _lanes(int(problem["E"])) <= 8192
+    }
+    return sorted(seen, key=lambda c: (c.tile, c.sub, c.num_warps))
+
+
+def _pow2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _lanes(num_experts: int) -> int:
+    return max(16, _pow2(num_experts))
+
+
+def _hits(ids_ref: Any, first: Any, sub: int, A: int, E: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Assignments `[sub]` from `first` on, which exist, and int32 `[sub, lanes]`: which goes where."""
+    at = first + jnp.arange(sub, dtype=jnp.int32)
+    ids = load(ids_ref.at[at], mask=at < A, other=E)
+    ids = jnp.where((ids >= 0) & (ids < E), ids, -1)  # lanes past E are no experts
+    expert = jnp.arange(_lanes(E), dtype=jnp.int32)
+    return at, at < A, (ids[:, None] == expert[None, :]).astype(jnp.int32)
+
+
+def _count_kernel(ids_ref: Any, hist_ref: Any, *, tile: int, sub: int, A: int, E: int) -> None:
+    me = program_id(0)
+
+    def body(i: Any, total: jax.Array) -> jax.Array:
+        return total + _hits(ids_ref, me * tile + i * sub, sub, A, E)[2]
+
+    total = jax.lax.fori_loop(0, tile // sub, body, jnp.zeros((sub, _lanes(E)), jnp.int32))
+    expert = jnp.arange(_lanes(E), dtype=jnp.int32)
+    store(hist_ref.at[me, expert], jnp.sum(total, axis=0), mask=expert < E)
+
+
+def _totals(ids_ref: Any, hist_ref: Any, *, n: int, tile: int, sub: int, A: int, E: int) -> tuple[Any, Any]:
+    """int32 `[lanes]` twice: assignments of each expert, and those in tiles before this program's."""
+    me, lanes = program_id(0), _lanes(E)
+    expert = jnp.arange(lanes, dtype=jnp.int32)
+
+    def body(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total, before = carry
+        if hist_ref is None:
+            at, _, some = _hits(ids_ref, i * sub, sub, A, E)
+            earlier = at < me * tile
+        else:
+            at = i * sub + jnp.arange(sub, dtype=jnp.int32)
+            mask = (at < n)[:, None] & (expert < E)[None, :]
+            some = load(hist_ref.at[at[:, None], expert[None, :]], mask=mask, other=0)
+            earlier = at < me
+        return total + some, before + jnp.where(earlier[:, None], some, 0)
+
+    none = jnp.zeros((sub, lanes), jnp.int32)
+    total, before = jax.lax.fori_loop(0, cdiv(A if hist_ref is None else n, sub), body, (none, none))
+    return jnp.sum(total, axis=0), jnp.sum(before, axis=0)
+
+
+def _place_kernel(
+    *refs: Any, n: int, tile: int, sub: int, A: int, E: int, P: int, block_m: int, counted: bool
+) -> None:
+    ids_ref, hist_ref = (refs[0], refs[1]) if counted else (refs[0], None)
+    row_ref, block_ref, num_ref, counts_ref, slot_ref = refs[-5:]
+    me, lanes = program_id(0), _lanes(E)
+    expert = jnp.arange(lanes, dtype=jnp.int32)
+    counts, before = _totals(ids_ref, hist_ref, n=n, tile=tile, sub=sub, A=A, E=E)
+    padded = (counts + (block_m - 1)) // block_m * block_m
+    ends = jax.lax.cumsum(padded, axis=0)
+    starts, used = ends - padded, jnp.sum(padded)
+
+    def place(i: Any, base: jax.Array) -> jax.Array:
+        at, exists, hit = _hits(ids_ref, me * tile + i * sub, sub, A, E)
+        rank = base[None, :] + jax.lax.cumsum(hit, axis=0) - 1
+        local = jnp.sum(hit, axis=1) > 0
+        slot = jnp.where(local, jnp.sum(hit * rank, axis=1), P)
+        store(slot_ref.at[at], slot, mask=exists)
+        store(row_ref.at[slot], at, mask=exists & local)
+        return base + jnp.sum(hit, axis=0)
+
+    jax.lax.fori_loop(0, tile // sub, place, starts + before)
+
+    # The rest is spread over the programs: padding inside the groups, slots after the last, the block table.
+    def pad(i: Any, _: None) -> None:
+        j = me + i * n
+        padding = (j < padded - counts) & (expert < E)
+        store(row_ref.at[starts + counts + j], jnp.full(lanes, A, jnp.int32), mask=padding)
+
+    def empty(i: Any, _: None) -> None:
+        p = used + (me + i * n) * 256 + jnp.arange(256, dtype=jnp.int32)
+        store(row_ref.at[p], jnp.full(256, A, jnp.int32), mask=p < P)
+
+    def look_up(i: Any, _: None) -> None:
+        b = (me + i * n) * _LOOKUP + jnp.arange(_LOOKUP, dtype=jnp.int32)
+        first = b * block_m
+        # The expert of a block: how many experts end before it starts.
+        done = ((first[:, None] >= ends[None, :]) & (expert < E)[None, :]).astype(jnp.int32)
+        store(block_ref.at[b], jnp.where(first < used, jnp.sum(done, axis=1), 0), mask=b < P // block_m)
+
+    jax.lax.fori_loop(0, cdiv(block_m, n), pad, None)
+    jax.lax.fori_loop(0, cdiv(P, 256 * n), empty, None)
+    jax.lax.fori_loop(0, cdiv(P // block_m, _LOOKUP * n), look_up, None)
+
+    @when(me == 0)
+    def _() -> None:
+        store(counts_ref.at[expert], counts, mask=expert < E)
+        store(num_ref.at[jnp.arange(1, dtype=jnp.int32)], jnp.full(1, used // block_m, jnp.int32))
+
+
+def moe_permute_pallas(
+    ids: jax.Array, *, num_experts: int, block_m: int, config: Config, interpret: bool | None = None
+) -> Permutation:
+    """See `moe_permute_reference`."""
+    T, k = ids.shape
+    A, E = T * k, num_experts
+    P = padded_rows(A, E, block_m)
+    flat = ids.reshape(A)
+    n = cdiv(A, config.tile)
+    whole = BlockSpec(memory_space=None)
+    sizes = {"tile": config.tile, "sub": config.sub, "A": A, "E": E}
+    how: dict[str, Any] = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "interpret": interpret,
+    }
+    inputs = [flat]
+    if A > _ONE_LAUNCH:
+        count = pallas_call(
+            functools.partial(_count_kernel, **sizes),
+            name="moe_permute_count",
+            grid=(n,),
+            in_specs=[whole],
+            out_specs=whole,
+            out_shape=jax.ShapeDtypeStruct((n, E), jnp.int32),
+            **how,
+        )
+        inputs.append(count(flat))
+    shapes = [(P,), (P // block_m,), (1,), (E,), (A,)]
+    place = pallas_call(
+        functools.partial(_place_kernel, n=n, P=P, block_m=block_m, counted=len(inputs) == 2, **sizes),
+        name="moe_permute_place",
+        grid=(n,),
+        in_specs=[whole] * len(inputs),
+        out_specs=[whole] * len(shapes),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        **how,
+    )
+    rows, blocks, number, counts, slots = place(*inputs)
+    return Permutation(rows, blocks, number, counts, slots.reshape(T, k))

@@ -1,0 +1,33 @@
+"""Named shapes of `moe_permute`: the routings of each model."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.group_specs import CASES, spec_groups, spec_name, spec_tags
+from pallas_kernels.models import ModelShape, expert_ids
+from pallas_kernels.op import Cost, Problem, Spec
+
+
+def problem(A: int, E: int, block_m: int) -> Problem:
+    return {"A": A, "E": E, "block_m": block_m}
+
+
+def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
+    groups = spec_groups(model, tokens, routing)
+    A, E, P = groups.slot_of.size, model.experts, len(groups.row_assignment)
+
+    def make(key: jax.Array) -> dict[str, jax.Array]:
+        return {"ids": jnp.asarray(expert_ids(model, tokens, routing))}
+
+    return Spec(
+        name=spec_name(model, phase, tokens, routing),
+        make=make,
+        static={"num_experts": E, "block_m": groups.block_m},
+        problem=problem(A, E, groups.block_m),
+        # An id is compared with every expert by this method, but counting and placing need two steps each.
+        cost=Cost(flops=4.0 * A, bytes=4.0 * (2 * A + P + P // groups.block_m + E + 1), unit="float32"),
+        tags=spec_tags(model, phase, tokens, routing),
+    )
+
+
+SPECS = tuple(_spec(*case) for case in CASES if case[3] == "balanced" or case[2] > 64)

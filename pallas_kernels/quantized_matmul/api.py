@@ -1,0 +1,69 @@
+"""`quantized_matmul`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.errors import bind_shapes
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.qformats import QuantizedTensor, check_quantized
+from pallas_kernels.quantized_grouped_matmul.api import check_activations
+from pallas_kernels.quantized_matmul import pallas_triton
+from pallas_kernels.quantized_matmul.reference import quantized_matmul_reference
+from pallas_kernels.quantized_matmul.specs import SPECS, problem
+from pallas_kernels.run import run
+
+OP = Op(
+    name="quantized_matmul",
+    reference=quantized_matmul_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.quantized_matmul_pallas,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+        )
+    },
+    specs=SPECS,
+    sizes=("T",),
+)
+
+
+def quantized_matmul(
+    x: jax.Array,
+    w: QuantizedTensor,
+    *,
+    x_scale: jax.Array | None = None,
+    out_dtype: Any = None,
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """`x @ w`, w quantized; see `quantized_matmul_reference`.
+
+    Args:
+        x: `[T, D]`, bfloat16, float16 or float32. With a `w8a8` weight it is quantized per row on the way, or
+            comes as int8 with x_scale float32 `[T]`, as `quantize_rows` makes both.
+        w: `[D, F]` in one of the formats of `pallas_kernels.qformats`.
+        out_dtype: None: x's, float32 if that is int8.
+        implementation: "pallas_triton" or "reference".
+        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Returns:
+        `[T, F]`.
+
+    Raises:
+        KernelError: shapes that disagree, no tokens, an unsupported dtype or format.
+    """
+    sizes = check_quantized(OP.name, "w", w, "D F")
+    sizes = bind_shapes(OP.name, {"x": (x, "T D")}, **sizes)
+    check_activations(OP.name, x, x_scale, w, out_dtype, config)
+    return run(
+        OP,
+        implementation,
+        problem(sizes["T"], sizes["D"], sizes["F"], x.dtype, w.format),
+        {"x": x, "w": w, "x_scale": x_scale, "out_dtype": out_dtype},
+        config=config,
+        interpret=interpret,
+    )

@@ -1,0 +1,135 @@
+"""`ragged_paged_attention`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.kv import KV_DTYPES, is_quantized
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.ragged_paged_attention import pallas_triton, triton_jit
+from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention_reference
+from pallas_kernels.ragged_paged_attention.specs import SPECS, problem
+from pallas_kernels.run import run
+
+OP = Op(
+    name="ragged_paged_attention",
+    reference=ragged_paged_attention_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.ragged_paged_attention_pallas,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+            supports=pallas_triton.supports,
+        ),
+        "triton_jit": Implementation(
+            triton_jit.ragged_paged_attention_triton,
+            triton_jit.Config,
+            triton_jit.heuristic,
+            triton_jit.space,
+            sources=triton_jit.sources,
+            supports=triton_jit.supports,
+        ),
+    },
+    specs=SPECS,
+    sizes=("T", "S", "context"),
+)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    max_q_len: int | None = None,
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """Attention of a flat batch over its sequences' pages, `[T, H, Dh]`; `ragged_paged_attention_reference`.
+
+    Args:
+        q: `[T, H, Dh]`, bfloat16, float16 or float32; Dh a multiple of 8, up to 256.
+        k_pages, v_pages: `[N, K, bs, Dh]` of one of `pallas_kernels.kv.KV_DTYPES`; bs a power of two, at
+            least 8.
+        k_scale, v_scale: float32 `[N, K, bs]`, with int8 and float8 pages only.
+        max_q_len: 1: every sequence has at most one query, and only the decode kernel runs; rows of a
+            sequence that has more would then hold anything. None: not known.
+        implementation: "pallas_triton", "triton_jit" (decode only) or "reference".
+        config: of that implementation; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Raises:
+        KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or block size,
+            scales missing or too many. Values of tables and lengths are `check_block_table`'s.
+    """
+    arguments = {
+        "q": (q, "T H Dh"),
+        "k_pages": (k_pages, "N K bs Dh"),
+        "v_pages": (v_pages, "N K bs Dh"),
+        "block_table": (block_table, "S M"),
+        "kv_lens": (kv_lens, "S"),
+    }
+    sizes = bind_shapes(OP.name, arguments)
+    bind_shapes(OP.name, {"cu_q_lens": (cu_q_lens, "S+1")}, **{"S+1": sizes["S"] + 1})
+    for name, array in (("block_table", block_table), ("kv_lens", kv_lens), ("cu_q_lens", cu_q_lens)):
+        check_dtype(OP.name, name, array, (jnp.int32,))
+    check_dtype(OP.name, "q", q, (jnp.bfloat16, jnp.float16, jnp.float32))
+    check_dtype(OP.name, "k_pages", k_pages, KV_DTYPES)
+    check_dtype(OP.name, "v_pages", v_pages, (k_pages.dtype,))
+    _check_scales(k_pages, {"k_scale": k_scale, "v_scale": v_scale}, sizes)
+    H, K, Dh, bs = (sizes[name] for name in ("H", "K", "Dh", "bs"))
+    check_that(OP.name, "q", H % K == 0, f"H={H}", f"a multiple of K={K}")
+    check_that(OP.name, "q", Dh % 8 == 0 and Dh <= 256, f"Dh={Dh}", "a multiple of 8, at most 256")
+    check_that(OP.name, "k_pages", bs >= 8 and bs & (bs - 1) == 0, f"bs={bs}", "a power of two, at least 8")
+    check_that(OP.name, "scale", scale > 0, scale, "a positive number")
+    check_that(OP.name, "window", window is None or window >= 1, window, "None or at least 1")
+    check_that(OP.name, "soft_cap", soft_cap is None or soft_cap > 0, soft_cap, "None or a positive number")
+    check_that(OP.name, "max_q_len", max_q_len is None or max_q_len >= 1, max_q_len, "None or at least 1")
+    if sinks is not None:
+        bind_shapes(OP.name, {"sinks": (sinks, "H")}, H=H)
+        check_dtype(OP.name, "sinks", sinks, (jnp.float32,))
+    return run(
+        OP,
+        implementation,
+        problem(sizes, q.dtype, k_pages.dtype, window, max_q_len),
+        {
+            "q": q,
+            "k_pages": k_pages,
+            "v_pages": v_pages,
+            "block_table": block_table,
+            "kv_lens": kv_lens,
+            "cu_q_lens": cu_q_lens,
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks": sinks,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "max_q_len": max_q_len,
+        },
+        config=config,
+        interpret=interpret,
+    )
+
+
+def _check_scales(pages: jax.Array, scales: dict[str, jax.Array | None], sizes: dict[str, int]) -> None:
+    for name, scale in scales.items():
+        if not is_quantized(pages.dtype):
+            check_that(OP.name, name, scale is None, "an array", f"None with pages of {pages.dtype}")
+            continue
+        check_that(OP.name, name, scale is not None, None, f"an array with pages of {pages.dtype}")
+        assert scale is not None
+        bind_shapes(OP.name, {name: (scale, "N K bs")}, **{dim: sizes[dim] for dim in ("N", "K", "bs")})
+        check_dtype(OP.name, name, scale, (jnp.float32,))

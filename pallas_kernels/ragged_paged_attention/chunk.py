@@ -1,0 +1,123 @@
+"""Prompt chunks: tiles of one sequence's queries, all heads of a KV head together, over its pages.
+
+FlashAttention-2 (Dao, arXiv 2307.08691) with the query heads of a group packed into the rows of a tile, so
+keys and values are read once for all of them. Tiles of keys that no row sees are not visited.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import BlockSpec, load, pallas_call, program_id, store
+from pallas_kernels.ragged_paged_attention.tiles import (
+    LOG2E,
+    Attention,
+    Pool,
+    dims,
+    load_queries,
+    over_tiles,
+    start,
+    step,
+    values,
+)
+
+
+def query_tiles(cu_q_lens: jax.Array, T: int, tile_q: int) -> tuple[jax.Array, jax.Array]:
+    """Which queries each program takes: int32 `[tiles]` twice, sequence and its first query; -1 for no work.
+
+    Sequences with one query are not among them. A sequence's last tile comes first: it has the most keys.
+    """
+    S = cu_q_lens.shape[0] - 1
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    tiles = jnp.where(q_lens > 1, (q_lens + tile_q - 1) // tile_q, 0)
+    past = jnp.cumsum(tiles)
+    program = jnp.arange(max(1, T // tile_q + min(S, T // 2)), dtype=jnp.int32)
+    seq = jnp.sum((past[None, :] <= program[:, None]).astype(jnp.int32), axis=1)
+    real, seq = seq < S, jnp.minimum(seq, S - 1)
+    first = (past[seq] - 1 - program) * tile_q
+    return seq, jnp.where(real, first, -1).astype(jnp.int32)
+
+
+def _chunk_kernel(*refs: Any, a: Attention, rows: int, tile: int) -> None:
+    q_ref, k_ref, v_ref, table_ref, lens_ref, cu_ref, seq_ref, first_ref, _, *rest, out_ref = refs
+    scales, sinks = (rest[:2], rest[2:]) if a.quantized else ((None, None), rest)
+    pool = Pool(k_ref, v_ref, table_ref, *scales)
+    tile_q = rows // a.G
+    head, seq, first = program_id(1), seq_ref[program_id(0)], first_ref[program_id(0)]
+    begin, past = cu_ref[seq], cu_ref[seq + 1]
+    count = jnp.where(first >= 0, jnp.minimum(tile_q, past - begin - first), 0)
+    # Positions of the tile's queries: `low` to `high`, that one excluded.
+    low = lens_ref[seq] - (past - begin) + first
+    high = jnp.where(count > 0, low + count, 0)
+
+    row = jnp.arange(rows)
+    query = jax.lax.div(row, jnp.int32(a.G))
+    at = head * a.G + jax.lax.rem(row, jnp.int32(a.G))
+    token, position = begin + first + query, low + query
+    used = query < count
+    q, factor = load_queries(a, q_ref, token, at, used)
+
+    lowest = jnp.int32(0) if a.window is None else jnp.maximum(low - (a.window - 1), 0)
+
+    def at_edge(key: jax.Array, state: Any) -> Any:
+        present = key < high
+        visible = key[None, :] <= position[:, None]
+        if a.window is not None:
+            present &= key >= lowest
+            visible &= key[None, :] > position[:, None] - a.window
+        return step(a, pool, q, factor, seq, head, key, present, visible, state)
+
+    def inside(key: jax.Array, state: Any) -> Any:
+        return step(a, pool, q, factor, seq, head, key, None, None, state)
+
+    state = start(a, rows)
+    edge = jax.lax.div(lowest, jnp.int32(tile))
+    if a.window is None:
+        # Tiles that all rows see in full need no masks.
+        edge = jnp.where(count > 0, jax.lax.div(low + 1, jnp.int32(tile)), 0)
+        state = over_tiles(jnp.int32(0), edge, tile, inside, state)
+    state = over_tiles(edge, jax.lax.div(high + (tile - 1), jnp.int32(tile)), tile, at_edge, state)
+
+    total = state.total
+    if sinks:
+        sink = load(sinks[0].at[at], mask=used, other=0.0).astype(jnp.float32)
+        total = total + jnp.exp2(sink * LOG2E - state.largest)  # infinite if it is far above: all is its
+    out = values(a, state) * (1.0 / total)[:, None]
+    dim, mask = dims(a, used)
+    store(out_ref.at[token[:, None], at[:, None], dim[None, :]], out.astype(out_ref.dtype), mask=mask)
+
+
+def chunks(
+    a: Attention,
+    q: jax.Array,
+    pages: tuple[jax.Array, ...],
+    block_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    scales: tuple[jax.Array, ...],
+    sinks: tuple[jax.Array, ...],
+    out: jax.Array,
+    *,
+    rows: int,
+    tile: int,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool | None,
+) -> jax.Array:
+    """`out` with the rows of sequences with several queries written."""
+    seq, first = query_tiles(cu_q_lens, a.T, rows // a.G)
+    whole = BlockSpec(memory_space=None)
+    return pallas_call(
+        functools.partial(_chunk_kernel, a=a, rows=rows, tile=tile),
+        name="paged_chunk",
+        grid=(seq.shape[0], a.K),
+        in_specs=[whole] * (9 + len(scales) + len(sinks)),
+        out_specs=whole,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        interpret=interpret,
+        input_output_aliases={8: 0},
+    )(q, *pages, block_table, kv_lens, cu_q_lens, seq, first, out, *scales, *sinks)

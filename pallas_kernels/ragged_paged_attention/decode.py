@@ -1,0 +1,158 @@
+"""Decode: one query a sequence. The context is split among programs, a second kernel puts the parts together.
+
+Flash-Decoding (Dao et al., 2023). The query heads of a KV head fill a tensor-core tile of 16 rows, so keys
+and values are read once. A program's share follows from the sequence's real length, not the table's width.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, store
+from pallas_kernels.ragged_paged_attention.tiles import (
+    LOG2E,
+    MASKED,
+    Attention,
+    Pool,
+    dims,
+    load_queries,
+    over_tiles,
+    power_of_two,
+    start,
+    step,
+    values,
+)
+
+# A split of fewer keys costs more to start and to put together than it saves.
+LEAST_KEYS = 256
+# Rows of q past the last sequence that one program of the reduction fills with zeros.
+PADDING_ROWS = 64
+
+
+def _share(a: Attention, tile: int, splits: int, keys: jax.Array) -> tuple[jax.Array, ...]:
+    """The first key and tile, the tile past the last, and the tiles of each split."""
+    first_key = jnp.int32(0) if a.window is None else jnp.maximum(keys - a.window, 0)
+    first, past = jax.lax.div(first_key, jnp.int32(tile)), _ceil_div(keys, tile)
+    per_split = jnp.maximum(_ceil_div(past - first, splits), max(1, LEAST_KEYS // tile))
+    return first_key, first, past, per_split
+
+
+def _ceil_div(x: jax.Array, n: int) -> jax.Array:
+    return jax.lax.div(x + (n - 1), jnp.int32(n))
+
+
+def _keys(seq: Any, lens_ref: Any, cu_ref: Any) -> tuple[jax.Array, jax.Array]:
+    """The row of q of a sequence, and how many keys it decodes over: 0 if it does not have one query."""
+    row = cu_ref[seq]
+    return row, jnp.where(cu_ref[seq + 1] - row == 1, lens_ref[seq], 0)
+
+
+def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
+    q_ref, k_ref, v_ref, table_ref, lens_ref, cu_ref, *scales, part_ref, lse_ref = refs
+    pool = Pool(k_ref, v_ref, table_ref, *(scales or (None, None)))
+    split, head, seq = program_id(0), program_id(1), program_id(2)
+    token, keys = _keys(seq, lens_ref, cu_ref)
+    first_key, first, past, per_split = _share(a, tile, splits, keys)
+    begin = first + split * per_split
+    end = jnp.minimum(begin + per_split, past)
+
+    rows = max(16, power_of_two(a.G))
+    row = jnp.arange(rows)
+    used = (row < a.G) & (begin < end)
+    at = head * a.G + row
+    q, factor = load_queries(a, q_ref, jnp.full((rows,), token), at, used)
+
+    def take(key: jax.Array, state: Any) -> Any:
+        present = key < keys
+        if a.window is not None:
+            present &= key >= first_key
+        return step(a, pool, q, factor, seq, head, key, present, present[None, :], state)
+
+    state = over_tiles(begin, end, tile, take, start(a, rows))
+    dim, mask = dims(a, used)
+    part = values(a, state) * (1.0 / state.total)[:, None]
+    store(part_ref.at[seq, at[:, None], split, dim[None, :]], part, mask=mask)
+    store(lse_ref.at[seq, at, split], state.largest + jnp.log(state.total) * LOG2E, mask=used)
+
+
+def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
+    part_ref, lse_ref, lens_ref, cu_ref, *sinks, out_ref = refs
+    program, head = program_id(0), program_id(1)
+    seq = jnp.minimum(program, a.S - 1)
+    token, keys = _keys(seq, lens_ref, cu_ref)
+    keys = jnp.where(program < a.S, keys, 0)
+    _, first, past, per_split = _share(a, tile, splits, keys)
+    split = jnp.arange(max(2, power_of_two(splits)))
+    used = split * per_split < past - first
+    lse = load(lse_ref.at[seq, head, split], mask=used, other=MASKED)
+    dim, mask = dims(a, used)
+    part = load(part_ref.at[seq, head, split[:, None], dim[None, :]], mask=mask, other=0.0)
+    largest = jnp.max(lse, axis=0)
+    if sinks:
+        sink = sinks[0][head].astype(jnp.float32) * LOG2E
+        largest = jnp.maximum(largest, sink)
+    weight = jnp.exp2(lse - largest)
+    total = jnp.sum(weight, axis=0)
+    if sinks:
+        total = total + jnp.exp2(sink - largest)
+    out = jnp.sum(part * weight[:, None], axis=0) / total
+    inside = dim < a.Dh
+    store(out_ref.at[token, head, dim], out.astype(out_ref.dtype), mask=inside & (keys > 0))
+
+    row = cu_ref[a.S] + (program - a.S) * PADDING_ROWS + jnp.arange(PADDING_ROWS)
+    _, mask = dims(a, (row < a.T) & (program >= a.S))
+    zeros = jnp.zeros((PADDING_ROWS, a.Dp), out_ref.dtype)
+    store(out_ref.at[row[:, None], head, dim[None, :]], zeros, mask=mask)
+
+
+def reduce_warps(a: Attention, splits: int) -> int:
+    """Of the reduction, which holds all parts of a row at once: at least 32 numbers a thread."""
+    return max(1, min(8, power_of_two(splits) * a.Dp // 1024))
+
+
+def decode(
+    a: Attention,
+    q: jax.Array,
+    pages: tuple[jax.Array, ...],
+    block_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    scales: tuple[jax.Array, ...],
+    sinks: tuple[jax.Array, ...],
+    *,
+    tile: int,
+    splits: int,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool | None,
+) -> jax.Array:
+    """`[T, H, Dh]`: rows of sequences with one query, zeros past the last; other rows are unwritten."""
+    whole = BlockSpec(memory_space=None)
+    static: dict[str, Any] = {"a": a, "tile": tile, "splits": splits}
+    part, lse = pallas_call(
+        functools.partial(_split_kernel, **static),
+        name="paged_decode",
+        grid=(splits, a.K, a.S),
+        in_specs=[whole] * (6 + len(scales)),
+        out_specs=[whole] * 2,
+        out_shape=[
+            jax.ShapeDtypeStruct((a.S, a.H, splits, a.Dh), jnp.float32),
+            jax.ShapeDtypeStruct((a.S, a.H, splits), jnp.float32),
+        ],
+        num_warps=num_warps,
+        num_stages=num_stages,
+        interpret=interpret,
+    )(q, *pages, block_table, kv_lens, cu_q_lens, *scales)
+    return pallas_call(
+        functools.partial(_reduce_kernel, **static),
+        name="paged_decode_reduce",
+        grid=(a.S + cdiv(a.T, PADDING_ROWS), a.H),
+        in_specs=[whole] * (4 + len(sinks)),
+        out_specs=whole,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=reduce_warps(a, splits),
+        num_stages=1,
+        interpret=interpret,
+    )(part, lse, kv_lens, cu_q_lens, *sinks)

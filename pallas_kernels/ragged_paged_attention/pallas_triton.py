@@ -1,0 +1,212 @@
+"""`ragged_paged_attention` in Pallas: `decode.py` for sequences with one query, `chunk.py` for the others."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import cdiv
+from pallas_kernels.errors import check_that
+from pallas_kernels.op import Problem
+from pallas_kernels.ragged_paged_attention.chunk import chunks
+from pallas_kernels.ragged_paged_attention.decode import LEAST_KEYS, decode
+from pallas_kernels.ragged_paged_attention.tiles import Attention, power_of_two
+
+# Programs of decode that run at a time: two on each of an A100's multiprocessors, three on an H100's.
+_SLOTS = (2 * 108, 3 * 132)
+_MOST_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """All tile sizes are powers of two of at least 16.
+
+    Attributes:
+        splits: parts of a context in decode; they need not be a power of two.
+        decode_tile: keys that decode takes at a time.
+        rows: queries times heads of a KV head in a chunk's tile; at least the heads.
+        tile: keys that a chunk takes at a time.
+        num_warps, num_stages: of the chunk kernel.
+    """
+
+    splits: int
+    decode_tile: int
+    decode_warps: int
+    decode_stages: int
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def heuristic(problem: Problem) -> Config:
+    """Decode: 16 KB of keys a turn, and splits that fill the card in whole waves. Chunks: 128 rows.
+
+    Five stages are two tiles in flight: Triton keeps half of the others for the page numbers, which must have
+    come before their pages can be asked for. In bfloat16 that is 64 KB a program.
+    """
+    Dp, kv_bytes = max(16, power_of_two(int(problem["Dh"]))), _itemsize(problem["kv_dtype"])
+    context = power_of_two(_context(problem))
+    # Exact float32 products run outside the tensor cores, operands in registers.
+    wide = kv_bytes > 1 and (problem["dtype"] != problem["kv_dtype"] or kv_bytes == 4)
+    decode_tile = 16 if wide else max(16, min(128, 8192 // Dp, context))
+    group = power_of_two(int(problem["H"]) // int(problem["K"]))
+    # In registers: a full tile of 128 rows and 64 keys just fits, with 8 warps; decoding keys takes more.
+    rows = max(group, 16 if wide else 128 if Dp <= 128 else 64)
+    tile = min(16 if wide else 32 if Dp > 128 or kv_bytes == 1 else 64, context)
+    return Config(
+        splits=_splits(problem, decode_tile),
+        decode_tile=decode_tile,
+        decode_warps=4,
+        decode_stages=5,
+        rows=max(16, rows),
+        tile=max(16, tile),
+        num_warps=4 if wide else 8,
+        num_stages=3 if wide else 5,
+    )
+
+
+def space(problem: Problem) -> Iterable[Config]:
+    """Of a decode-only problem the decode kernel's fields vary, else the chunk kernel's."""
+    base = heuristic(problem)
+    if problem["decode"]:
+        tiles = [t for t in (base.decode_tile // 2, base.decode_tile, base.decode_tile * 2) if 16 <= t <= 128]
+        splits = sorted({max(1, base.splits // 2), base.splits, base.splits * 2})
+        choices = itertools.product(splits, tiles, (4, 8), (3, 5, 7))
+        found = {
+            replace(base, splits=n, decode_tile=t, decode_warps=w, decode_stages=s) for n, t, w, s in choices
+        }
+    else:
+        least = power_of_two(int(problem["H"]) // int(problem["K"]))
+        rows = [r for r in (64, 128) if r >= least]
+        choices = itertools.product(rows, (32, 64, 128), (4, 8), (3, 5))
+        found = {replace(base, rows=r, tile=t, num_warps=w, num_stages=s) for r, t, w, s in choices}
+    return sorted(found | {base}, key=lambda c: tuple(vars(c).values()))
+
+
+def supports(problem: Problem) -> str | None:
+    """The query heads of a KV head must fit a tile."""
+    if int(problem["H"]) // int(problem["K"]) > _MOST_ROWS:
+        return f"at most {_MOST_ROWS} query heads for each KV head"
+    return None
+
+
+def _context(problem: Problem) -> int:
+    """Most keys that one query reads."""
+    window = int(problem["window"])
+    return min(int(problem["context"]), window) if window else int(problem["context"])
+
+
+def _itemsize(dtype: int | str) -> int:
+    return jnp.dtype(str(dtype)).itemsize
+
+
+def _splits(problem: Problem, tile: int) -> int:
+    """The number of splits with the least modelled time, on A100 and H100 together.
+
+    Unit: the time in which a program reads a tile of keys and values. A program takes two more to start and
+    to finish, programs run in waves, and each split's partial result is written and read once in float32.
+    """
+    pairs, tiles = int(problem["S"]) * int(problem["K"]), cdiv(_context(problem), tile)
+    partial = 8 * int(problem["S"]) * int(problem["H"]) / (2 * tile * _itemsize(problem["kv_dtype"]))
+
+    def cost(splits: int) -> float:
+        waves = sum(cdiv(pairs * splits, slots) * slots for slots in _SLOTS)
+        return waves * (cdiv(tiles, splits) + 2) + len(_SLOTS) * partial * splits
+
+    # At most 64 tiles a split: contexts are ragged, and the longest program sets the time.
+    least = cdiv(tiles, 64)
+    most = max(least, min(128, _context(problem) // LEAST_KEYS))
+    return min(range(least, most + 1), key=cost)
+
+
+def ragged_paged_attention_pallas(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    max_q_len: int | None = None,
+    config: Config,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """See `ragged_paged_attention_reference`."""
+    a = attention(q, k_pages, block_table, scale, window, soft_cap, sinks)
+    check_that(
+        "ragged_paged_attention", "config.rows", config.rows >= a.G, config.rows, f"at least H/K={a.G}"
+    )
+    bytes_ = k_pages.size * k_pages.dtype.itemsize
+    # Pallas counts in 32 signed bits up to 4 GiB, whatever the element.
+    check_that(
+        "ragged_paged_attention",
+        "k_pages",
+        k_pages.size <= 2**31 or bytes_ > 2**32,
+        f"{k_pages.size} elements of {k_pages.dtype}",
+        "at most 2^31 of one byte, or more than 2^32",
+    )
+    arrays = (q, (k_pages, v_pages), block_table, kv_lens, cu_q_lens)
+    scales = () if k_scale is None or v_scale is None else (k_scale, v_scale)
+    extra = () if sinks is None else (sinks,)
+    out = decode(
+        a,
+        *arrays,
+        scales,
+        extra,
+        tile=config.decode_tile,
+        splits=config.splits,
+        num_warps=config.decode_warps,
+        num_stages=config.decode_stages,
+        interpret=interpret,
+    )
+    if max_q_len == 1:
+        return out
+    return chunks(
+        a,
+        *arrays,
+        scales,
+        extra,
+        out,
+        rows=config.rows,
+        tile=config.tile,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+
+
+def attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    block_table: jax.Array,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> Attention:
+    """The static facts of a call."""
+    (T, H, Dh), (_, K, bs, _), (S, M) = q.shape, k_pages.shape, block_table.shape
+    return Attention(
+        T=T,
+        S=S,
+        H=H,
+        K=K,
+        Dh=Dh,
+        bs=bs,
+        M=M,
+        q_dtype=q.dtype,
+        kv_dtype=k_pages.dtype,
+        scale=float(scale),
+        window=None if window is None else int(window),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        sinks=sinks is not None,
+    )

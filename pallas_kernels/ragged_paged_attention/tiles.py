@@ -1,0 +1,234 @@
+"""What both kernels do with a tile of keys: gather its pages, score, and go one step of the running softmax.
+
+Softmax in base 2, with a running maximum (FlashAttention-2, arXiv 2307.08691).
+
+Quantized keys and values are multiplied as float16, which holds every int8, e4m3 and e5m2 number exactly and
+takes two or three integer operations to get to; bfloat16 takes more, or a conversion instruction at a quarter
+of the rate. Their scales go to scores and to probabilities, so nothing is multiplied per element. What could
+leave float16's range is brought into it: a query's row by a power of two, and value scales by the largest met
+so far, which is carried along like the softmax's maximum. Values whose scale is less than 2^-29 of that one
+lose bits, and from 2^-39 on count as zero.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import dot, load
+from pallas_kernels.kv import is_quantized
+
+LOG2E = 1.4426950408889634
+MASKED = -1.0e38
+"""Score of a key that a query does not see. Finite: differences of two stay numbers."""
+
+_QUERY_HEADROOM = 2.0**12
+_WEIGHT_HEADROOM = 2.0**15
+_TINY = 2.0**-100
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Static facts of a call; dimensions as in `ragged_paged_attention_reference`."""
+
+    T: int
+    S: int
+    H: int
+    K: int
+    Dh: int
+    bs: int
+    M: int
+    q_dtype: Any
+    kv_dtype: Any
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: bool
+
+    @property
+    def G(self) -> int:
+        return self.H // self.K
+
+    @property
+    def Dp(self) -> int:
+        """Dh as the tiles have it."""
+        return max(16, power_of_two(self.Dh))
+
+    @property
+    def score_factor(self) -> float:
+        """What makes scores of products: the softmax's exponent in base 2, or the soft cap's argument."""
+        return self.scale * LOG2E if self.soft_cap is None else self.scale / self.soft_cap
+
+    @property
+    def quantized(self) -> bool:
+        return is_quantized(self.kv_dtype)
+
+    @property
+    def product(self) -> Any:
+        """Dtype of the operands of both products."""
+        if self.quantized:
+            return jnp.float16
+        return self.kv_dtype if self.q_dtype == self.kv_dtype else jnp.float32
+
+
+class Pool(NamedTuple):
+    """References to the pages of all sequences."""
+
+    k: Any
+    v: Any
+    table: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class Running(NamedTuple):
+    """State of the softmax over the keys so far, per row.
+
+    Attributes:
+        largest: `[R]`, the largest score, base 2.
+        total: `[R]`, sum of 2^(score - largest).
+        acc: `[R, Dp]`, sum of values times that, over `unit`.
+        unit: the largest value scale; None where values have none.
+    """
+
+    largest: jax.Array
+    total: jax.Array
+    acc: jax.Array
+    unit: jax.Array | None
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (n - 1).bit_length()
+
+
+def dims(a: Attention, rows: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Indices along Dh, and the mask of a tile of these columns and of `rows` (None: all are in)."""
+    dim = jnp.arange(a.Dp)
+    mask = None if rows is None else rows[:, None]
+    if a.Dp != a.Dh:
+        inside = (dim < a.Dh)[None, :]
+        mask = inside if mask is None else mask & inside
+    return dim, mask
+
+
+def start(a: Attention, rows: int) -> Running:
+    """Before the first key."""
+    unit = jnp.float32(_TINY) if a.quantized else None
+    return Running(
+        jnp.full((rows,), MASKED, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, a.Dp), jnp.float32),
+        unit,
+    )
+
+
+def load_queries(
+    a: Attention, q_ref: Any, token: jax.Array, head: jax.Array, rows: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Rows of q `[R, Dp]` as the products take them, and what their scores are to be multiplied by."""
+    dim, mask = dims(a, rows)
+    q = load(q_ref.at[token[:, None], head[:, None], dim[None, :]], mask=mask, other=0.0)
+    if not a.quantized:
+        return q.astype(a.product), a.score_factor
+    q = q.astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(jnp.abs(q), axis=1), _TINY)
+    exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    factor = power * (a.score_factor / _QUERY_HEADROOM * _decode_factor(a))
+    return (q * (_QUERY_HEADROOM / power)[:, None]).astype(jnp.float16), factor[:, None]
+
+
+def step(
+    a: Attention,
+    pool: Pool,
+    q: jax.Array,
+    factor: Any,
+    seq: jax.Array,
+    head: jax.Array,
+    key: jax.Array,
+    present: jax.Array | None,
+    visible: jax.Array | None,
+    state: Running,
+) -> Running:
+    """Takes in the keys at the positions `key` `[C]`.
+
+    Args:
+        q, factor: from `load_queries`.
+        present: `[C]`, keys that may be read; None: all.
+        visible: `[R, C]` or `[1, C]`, keys that a row sees, among those present; None: all.
+    """
+    slot = jax.lax.rem(key, jnp.int32(a.bs))
+    page = _load(pool.table.at[seq, jax.lax.div(key, jnp.int32(a.bs))], present, 0)
+    # Absent keys have page 0: some number that the masks discard, cheaper than a masked load.
+    k = _load_rows(a, pool.k, page, head, slot, None)
+    scores = dot(q, k, trans_b=True) * factor
+    if a.quantized:
+        scores = scores * load(pool.k_scale.at[page, head, slot])[None, :]
+    if a.soft_cap is not None:
+        scores = jnp.tanh(scores) * (a.soft_cap * LOG2E)
+    if visible is not None:
+        scores = jnp.where(visible, scores, MASKED)
+    largest = jnp.maximum(state.largest, jnp.max(scores, axis=1))
+    fade = jnp.exp2(state.largest - largest)
+    p = jnp.exp2(scores - largest[:, None])
+    total = state.total * fade + jnp.sum(p, axis=1)
+    unit = None
+    if state.unit is not None:
+        v_scale = _load(pool.v_scale.at[page, head, slot], present, 0.0)
+        unit = jnp.maximum(state.unit, jnp.max(v_scale, axis=0))
+        p = p * (v_scale * (_WEIGHT_HEADROOM / unit))[None, :]
+        fade = fade * (state.unit / unit)
+    v = _load_rows(a, pool.v, page, head, slot, present)
+    acc = state.acc * fade[:, None] + dot(p.astype(a.product), v)
+    return Running(largest, total, acc, unit)
+
+
+def values(a: Attention, state: Running) -> jax.Array:
+    """`acc` in the values' own unit."""
+    if state.unit is None:
+        return state.acc
+    return state.acc * (state.unit * (_decode_factor(a) / _WEIGHT_HEADROOM))
+
+
+def over_tiles(
+    begin: jax.Array, end: jax.Array, tile: int, take: Callable[[jax.Array, Running], Running], state: Running
+) -> Running:
+    """`take(keys, state)` for tiles `begin` to `end` of `tile` keys."""
+    return jax.lax.fori_loop(begin, end, lambda i, s: take(i * tile + jnp.arange(tile), s), state)
+
+
+def _load(ref: Any, mask: jax.Array | None, other: Any) -> jax.Array:
+    return load(ref) if mask is None else load(ref, mask=mask, other=other)
+
+
+def _load_rows(
+    a: Attention, ref: Any, page: jax.Array, head: jax.Array, slot: jax.Array, present: jax.Array | None
+) -> jax.Array:
+    """`[C, Dp]` keys or values as the products take them, zero where absent."""
+    dim, mask = dims(a, present)
+    at = ref.at[page[:, None], head, slot[:, None], dim[None, :]]
+    x = _load(at, mask, jnp.zeros((), a.kv_dtype))
+    return _decode(x) if a.quantized else x.astype(a.product)
+
+
+def _decode(x: jax.Array) -> jax.Array:
+    """Stored numbers over `_decode_factor`, in float16, exactly."""
+    if x.dtype == jnp.int8:
+        # 1024 + 128 + x: an integer below 2048 is the low bits of a float16 whose exponent is that of 1024.
+        bits = x.astype(jnp.int16) + jnp.int16(0x6400 + 128)
+        return jax.lax.bitcast_convert_type(bits, jnp.float16) - jnp.float16(1152)
+    wide = jax.lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
+    if x.dtype == jnp.float8_e5m2:
+        return jax.lax.bitcast_convert_type(wide << jnp.int16(8), jnp.float16)
+    # e4m3: exponent and mantissa where float16 has them; its exponent's bias is 8 more, subnormals included.
+    # The sign fills the bits above by extension; 0xBF80 keeps the topmost.
+    bits = (wide << jnp.int16(7)) & jnp.int16(0xBF80 - 0x10000)
+    nan = (wide & jnp.int16(0x7F)) == jnp.int16(0x7F)
+    return jax.lax.bitcast_convert_type(jnp.where(nan, jnp.int16(0x7E00), bits), jnp.float16)
+
+
+def _decode_factor(a: Attention) -> float:
+    return 256.0 if a.kv_dtype == jnp.float8_e4m3fn else 1.0

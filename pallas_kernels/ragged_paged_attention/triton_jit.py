@@ -1,0 +1,227 @@
+"""Paged decode as `@triton.jit` kernels through jax-triton: the twin of `decode.py`, without prompt chunks.
+
+Pallas's Triton backend is on its way out (docs/architecture.md); this path does not need it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import cdiv, triton_call
+from pallas_kernels.errors import check_that
+from pallas_kernels.op import Problem, Spec, TritonSource
+from pallas_kernels.ragged_paged_attention import pallas_triton
+from pallas_kernels.ragged_paged_attention.decode import LEAST_KEYS, PADDING_ROWS, reduce_warps
+from pallas_kernels.ragged_paged_attention.tiles import Attention, power_of_two
+
+_TYPES = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int8": "*i8",
+    "int32": "*i32",
+    "float8_e5m2": "*fp8e5",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """As the decode fields of `pallas_triton.Config`."""
+
+    splits: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def heuristic(problem: Problem) -> Config:
+    """That of the Pallas kernel."""
+    return _decode_fields(pallas_triton.heuristic(problem))
+
+
+def space(problem: Problem) -> Iterable[Config]:
+    """That of the Pallas kernel."""
+    found = {_decode_fields(config) for config in pallas_triton.space({**problem, "decode": 1})}
+    return sorted(found, key=lambda c: tuple(vars(c).values()))
+
+
+def _decode_fields(config: pallas_triton.Config) -> Config:
+    return Config(config.splits, config.decode_tile, config.decode_warps, config.decode_stages)
+
+
+def supports(problem: Problem) -> str | None:
+    """Decode alone, no e4m3, and else what the Pallas kernels support."""
+    if not problem["decode"]:
+        return "max_q_len=1: this implementation has no kernel for prompt chunks"
+    if problem["kv_dtype"] == "float8_e4m3fn":
+        # An argument of that type cannot even be declared, though it is only taken apart as bits.
+        return "pages of another dtype: Triton's language has no float8_e4m3fn on sm_80"
+    return pallas_triton.supports(problem)
+
+
+def split_kernel() -> Any:
+    """The `@triton.jit` function of the first pass. Imports triton."""
+    from pallas_kernels.ragged_paged_attention.triton_kernel import paged_decode_kernel
+
+    return paged_decode_kernel
+
+
+def reduce_kernel() -> Any:
+    """The `@triton.jit` function of the second pass. Imports triton."""
+    from pallas_kernels.ragged_paged_attention.triton_kernel import paged_decode_reduce_kernel
+
+    return paged_decode_reduce_kernel
+
+
+def split_constants(a: Attention, config: Config) -> dict[str, Any]:
+    """What the first kernel is compiled for."""
+    return {
+        "H": a.H,
+        "K": a.K,
+        "DH": a.Dh,
+        "DP": a.Dp,
+        "BS": a.bs,
+        "M": a.M,
+        "ROWS": max(16, power_of_two(a.G)),
+        "TILE": config.tile,
+        "SPLITS": config.splits,
+        "LEAST": max(1, LEAST_KEYS // config.tile),
+        "WINDOW": a.window or 0,
+        "FACTOR": a.score_factor,
+        "SOFT_CAP": a.soft_cap or 0.0,
+        "KV": str(jnp.dtype(a.kv_dtype)) if a.quantized else "float",
+        "F32": a.product == jnp.float32,
+    }
+
+
+def reduce_constants(a: Attention, config: Config) -> dict[str, Any]:
+    """What the second kernel is compiled for."""
+    return {
+        "T": a.T,
+        "S": a.S,
+        "H": a.H,
+        "DH": a.Dh,
+        "DP": a.Dp,
+        "TILE": config.tile,
+        "SPLITS": config.splits,
+        "SPLITS_P": max(2, power_of_two(config.splits)),
+        "LEAST": max(1, LEAST_KEYS // config.tile),
+        "WINDOW": a.window or 0,
+        "SINKS": a.sinks,
+        "PADDING": PADDING_ROWS,
+    }
+
+
+def grids(a: Attention, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Programs of both kernels."""
+    return (config.splits, a.K, a.S), (a.S + cdiv(a.T, PADDING_ROWS), a.H)
+
+
+def ragged_paged_attention_triton(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    max_q_len: int | None = None,
+    config: Config,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """See `ragged_paged_attention_reference`, where `max_q_len` is 1. `interpret` is not possible.
+
+    Raises:
+        KernelError: jax-triton or a CUDA jaxlib is not installed, or interpretation is asked for.
+    """
+    op = "ragged_paged_attention"
+    check_that(op, "max_q_len", max_q_len == 1, max_q_len, "1")
+    a = pallas_triton.attention(q, k_pages, block_table, scale, window, soft_cap, sinks)
+    split_grid, reduce_grid = grids(a, config)
+    # Where there are no scales or sinks, some other array takes their place and is not read.
+    part, lse = triton_call(
+        op,
+        split_kernel,
+        (
+            q,
+            k_pages,
+            v_pages,
+            block_table,
+            kv_lens,
+            cu_q_lens,
+            kv_lens if k_scale is None else k_scale,
+            kv_lens if v_scale is None else v_scale,
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((a.S, a.H, config.splits, a.Dh), jnp.float32),
+            jax.ShapeDtypeStruct((a.S, a.H, config.splits), jnp.float32),
+        ],
+        grid=split_grid,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants=split_constants(a, config),
+        interpret=interpret,
+    )
+    return triton_call(
+        op,
+        reduce_kernel,
+        (part, lse, kv_lens, cu_q_lens, kv_lens if sinks is None else sinks),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=reduce_grid,
+        num_warps=reduce_warps(a, config.splits),
+        num_stages=1,
+        constants=reduce_constants(a, config),
+        interpret=interpret,
+    )
+
+
+def sources(spec: Spec, config: Config) -> list[TritonSource]:
+    """Both kernels of a spec, for the static report."""
+    arrays: dict[str, Any] = dict(spec.abstract)
+    static = spec.static
+    sinks = arrays.get("sinks")
+    a = pallas_triton.attention(
+        arrays["q"],
+        arrays["k_pages"],
+        arrays["block_table"],
+        static["scale"],
+        static["window"],
+        None,
+        sinks,
+    )
+    split_grid, reduce_grid = grids(a, config)
+    q, kv = _TYPES[str(arrays["q"].dtype)], _TYPES[str(arrays["k_pages"].dtype)]
+    scales = "*fp32" if a.quantized else "*i32"
+    integers = {"table_ptr": "*i32", "lens_ptr": "*i32", "cu_ptr": "*i32"}
+    split = {"q_ptr": q, "k_ptr": kv, "v_ptr": kv, **integers, "k_scale_ptr": scales, "v_scale_ptr": scales}
+    reduce = {"part_ptr": "*fp32", "lse_ptr": "*fp32", "lens_ptr": "*i32", "cu_ptr": "*i32"}
+    reduce |= {"sinks_ptr": "*i32" if sinks is None else "*fp32", "out_ptr": q}
+    return [
+        TritonSource(
+            name="paged_decode_kernel",
+            function=split_kernel,
+            signature={**split, "part_ptr": "*fp32", "lse_ptr": "*fp32"},
+            constants=split_constants(a, config),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            grid=split_grid,
+        ),
+        TritonSource(
+            name="paged_decode_reduce_kernel",
+            function=reduce_kernel,
+            signature=reduce,
+            constants=reduce_constants(a, config),
+            num_warps=reduce_warps(a, config.splits),
+            num_stages=1,
+            grid=reduce_grid,
+        ),
+    ]

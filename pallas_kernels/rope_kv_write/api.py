@@ -1,0 +1,145 @@
+"""`rope_kv_write`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.errors import KernelError, bind_shapes, check_dtype, check_that
+from pallas_kernels.kv import KV_DTYPES, KV_FLOATS, is_quantized
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.rope_kv_write import pallas_triton
+from pallas_kernels.rope_kv_write.reference import Written, rope_kv_write_reference
+from pallas_kernels.rope_kv_write.specs import SPECS, problem
+from pallas_kernels.run import run
+
+MAX_HEAD_DIM = 256
+
+OP = Op(
+    name="rope_kv_write",
+    reference=rope_kv_write_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.rope_kv_write_pallas,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+        )
+    },
+    specs=SPECS,
+    sizes=("T",),
+)
+
+
+def rope_kv_write(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> Written:
+    """`(q rotated, k_pages, v_pages, k_scale, v_scale)`; see `rope_kv_write_reference`.
+
+    Args:
+        q: `[T, H, Dh]`, k, v: `[T, K, Dh]`, of one dtype, bfloat16, float16 or float32; Dh a multiple of 8 up
+            to 256, H a multiple of K.
+        cos, sin: float32 `[T, R/2]`, R at most Dh.
+        k_pages, v_pages: `[N, K, bs, Dh]` of one dtype. They and the scales are updated in place if the
+            caller's jit donates them, and copied first if it does not.
+        slot_mapping: int32 `[T]`; `check_slots` checks its values.
+        k_scale, v_scale: float32 `[N, K, bs]`, both where pages are int8 or fp8, neither where not; returned
+            as None then.
+        implementation: "pallas_triton" or "reference".
+        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Raises:
+        KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or pool size.
+    """
+    arguments = {
+        "q": (q, "T H Dh"),
+        "k": (k, "T K Dh"),
+        "v": (v, "T K Dh"),
+        "cos": (cos, "T half"),
+        "sin": (sin, "T half"),
+        "k_pages": (k_pages, "N K bs Dh"),
+        "v_pages": (v_pages, "N K bs Dh"),
+        "slot_mapping": (slot_mapping, "T"),
+    }
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    quantized = is_quantized(k_pages.dtype)
+    for name, array in scales.items():
+        expected = f"float32 [N, K, bs] with {k_pages.dtype} pages" if quantized else "None with such pages"
+        got = "None" if array is None else f"an array with {k_pages.dtype} pages"
+        check_that(OP.name, name, (array is not None) == quantized, got, expected)
+        if array is not None:
+            arguments[name] = (array, "N K bs")
+    sizes = bind_shapes(OP.name, arguments)
+    _check_dtypes(arguments)
+    H, K, Dh, half = sizes["H"], sizes["K"], sizes["Dh"], sizes["half"]
+    check_that(OP.name, "q", H % K == 0, f"{H} heads", f"a multiple of the {K} KV heads")
+    fits = Dh % 8 == 0 and Dh <= MAX_HEAD_DIM
+    check_that(OP.name, "q", fits, f"head dimension {Dh}", f"a multiple of 8 up to {MAX_HEAD_DIM}")
+    check_that(
+        OP.name, "cos", 2 * half <= Dh, f"{half} angles", f"at most {Dh // 2}, half the head dimension"
+    )
+    check_that(
+        OP.name,
+        "k_pages",
+        not _past_int32(k_pages),
+        f"{k_pages.size} elements of one byte",
+        "below 2^31 or above 2^32",
+    )
+    return run(
+        OP,
+        implementation,
+        problem(sizes["T"], H, K, Dh, 2 * half, sizes["bs"], q.dtype, k_pages.dtype),
+        {name: array for name, (array, _) in arguments.items()},
+        config=config,
+        interpret=interpret,
+    )
+
+
+def check_slots(slot_mapping: jax.Array, k_pages: jax.Array) -> None:
+    """Checks the values of a slot mapping, on the host: it waits for the device.
+
+    Raises:
+        KernelError: a slot past the pool, or one that two tokens write to.
+    """
+    N, _, bs, _ = k_pages.shape
+    slots = np.asarray(slot_mapping)
+    used = slots[slots >= 0]
+    past = np.flatnonzero(slots >= N * bs)
+    if past.size:
+        got = f"{int(slots[past[0]])} at token {int(past[0])}"
+        raise KernelError(OP.name, "slot_mapping", got, f"below {N * bs}, {N} pages of {bs}")
+    values, counts = np.unique(used, return_counts=True)
+    if (counts > 1).any():
+        got = f"{int(values[counts > 1][0])} {int(counts.max())} times"
+        raise KernelError(OP.name, "slot_mapping", got, "each slot at most once")
+
+
+def _check_dtypes(arguments: dict[str, tuple[jax.Array, str]]) -> None:
+    arrays = {name: array for name, (array, _) in arguments.items()}
+    check_dtype(OP.name, "q", arrays["q"], KV_FLOATS)
+    check_dtype(OP.name, "k_pages", arrays["k_pages"], KV_DTYPES)
+    for name, same in (("k", "q"), ("v", "q"), ("v_pages", "k_pages")):
+        check_dtype(OP.name, name, arrays[name], (arrays[same].dtype,))
+    check_dtype(OP.name, "slot_mapping", arrays["slot_mapping"], (jnp.int32,))
+    for name in arrays.keys() & {"cos", "sin", "k_scale", "v_scale"}:
+        check_dtype(OP.name, name, arrays[name], (jnp.float32,))
+
+
+def _past_int32(pages: jax.Array) -> bool:
+    """Whether Pallas would index with too few bits: it goes by bytes, 64 bits above 2^32 of them."""
+    return pages.dtype.itemsize == 1 and 2**31 < pages.size <= 2**32

@@ -1,0 +1,180 @@
+"""`rope_kv_write` as a Pallas kernel: a program takes a few tokens' share of one KV head.
+
+That is its key, its value and its G = H / K query heads, so that every program has the same work and small
+batches still make T * K programs. The two halves that are rotated against each other are two tiles.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, store
+from pallas_kernels.fp8 import encode_e4m3, encode_e5m2
+from pallas_kernels.kv import KV_LARGEST, is_quantized
+from pallas_kernels.op import Problem
+from pallas_kernels.rope_kv_write.reference import Written
+
+
+@dataclass(frozen=True)
+class Config:
+    """`tokens` per program, a power of two."""
+
+    tokens: int
+    num_warps: int
+    num_stages: int = 1
+
+
+def heuristic(problem: Problem) -> Config:
+    """About 16 elements of q a thread in each half, one token a program until the card is full.
+
+    Each of 2 * T * K programs at least keeps 1 KB in flight; the card needs a few MB: 4 warps from there.
+    """
+    T, K, G = int(problem["T"]), int(problem["K"]), _pad(int(problem["H"]) // int(problem["K"]))
+    half = _pad(max(1, int(problem["R"]) // 2))
+    if T * K <= 2048:
+        return Config(1, num_warps=max(1, min(4, G * half // (32 * 16))))
+    tokens = max(1, min(16, 32 * 16 * 2 // (G * half)))
+    return Config(min(tokens, _pad(T)), num_warps=max(1, min(4, tokens * G * half // (32 * 16))))
+
+
+def space(problem: Problem) -> Iterable[Config]:
+    """Tokens and warps, up to 64 elements a thread."""
+    row = _pad(int(problem["H"]) // int(problem["K"])) * _pad(max(1, int(problem["R"]) // 2))
+    tiles = (Config(t, w) for t in (1, 2, 4, 8, 16, 32) for w in (1, 2, 4, 8))
+    seen = {heuristic(problem)} | {c for c in tiles if c.tokens * row <= 64 * 32 * c.num_warps}
+    return sorted(seen, key=lambda c: (c.tokens, c.num_warps))
+
+
+def _pad(width: int) -> int:
+    return 1 << (width - 1).bit_length()
+
+
+def _encode(x: jax.Array, dtype: Any) -> jax.Array:
+    """float32 within the dtype's range → the dtype, to nearest, ties to even.
+
+    By integer arithmetic: sm_80 has no conversion to 8-bit floats, and Pallas no rounding.
+    """
+    if dtype == jnp.int8:
+        # 1.5 * 2^23 has its last place at 1: the addition rounds, the low bits count.
+        return (jax.lax.bitcast_convert_type(x + 12582912.0, jnp.int32) - 0x4B400000).astype(jnp.int8)
+    code = encode_e4m3(x) if dtype == jnp.float8_e4m3fn else encode_e5m2(x)
+    return jax.lax.bitcast_convert_type(code, dtype)
+
+
+def _put(pages: Any, scales: Any, where: tuple[Any, Any, Any], valid: jax.Array, parts: list[Any]) -> None:
+    """Stores a head's rows, in parts `(values [tokens, n], columns [n], their mask [n] or None)`."""
+    page, head, place = where
+    dtype = jnp.dtype(pages.dtype)
+    if is_quantized(dtype):
+        largest = KV_LARGEST[str(dtype)]
+        amax = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=1) for x, _, _ in parts])
+        scale = amax / largest
+        scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+        store(scales.at[page, head, place], scale, mask=valid)
+    for x, column, inside in parts:
+        if is_quantized(dtype):
+            x = _encode(jnp.clip(x / scale[:, None], -largest, largest), dtype)
+        mask = valid[:, None] if inside is None else valid[:, None] & inside[None, :]
+        at = pages.at[page[:, None], head, place[:, None], column[None, :]]
+        store(at, x.astype(dtype), mask=jnp.broadcast_to(mask, x.shape))
+
+
+def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R: int, Dh: int) -> None:
+    q_ref, k_ref, v_ref, cos_ref, sin_ref, slot_ref = refs[:6]
+    outputs = refs[6 + (len(refs) - 7) // 2 :]
+    out_ref, (k_pages, v_pages) = outputs[0], outputs[1:3]
+    k_scales, v_scales = outputs[3:] or (None, None)
+    half, rest = R // 2, Dh - R
+    head = program_id(1)
+    token = program_id(0) * tokens + jnp.arange(tokens, dtype=jnp.int32)
+    real = token < T
+    column, inside = _columns(0, half)
+
+    def tile(ref: Any, row: Any, at: Any, cols: jax.Array, mask: jax.Array | None, ok: jax.Array) -> Any:
+        ok = ok[:, None] if mask is None else ok[:, None] & mask[None, :]
+        index = (row[:, None], cols[None, :]) if at is None else (row[:, None], at, cols[None, :])
+        shape = (row.shape[0], cols.shape[0])
+        return load(ref.at[index], mask=jnp.broadcast_to(ok, shape), other=0.0).astype(jnp.float32)
+
+    def rotated(ref: Any, row: Any, at: Any, ok: jax.Array) -> list[Any]:
+        cos = tile(cos_ref, row, None, column, inside, ok)
+        sin = tile(sin_ref, row, None, column, inside, ok)
+        first = tile(ref, row, at, column, inside, ok)
+        second = tile(ref, row, at, column + half, inside, ok)
+        parts: list[Any] = [
+            (first * cos - second * sin, column, inside),
+            (second * cos + first * sin, column + half, inside),
+        ]
+        if rest:
+            tail, tail_inside = _columns(R, rest)
+            parts.append((tile(ref, row, at, tail, tail_inside, ok), tail, tail_inside))
+        return parts
+
+    # Rows of the query tile: the G heads of a token follow one another, as they do in memory.
+    row = jnp.arange(tokens * _pad(G), dtype=jnp.int32)
+    q_token, q_head = program_id(0) * tokens + row // _pad(G), head * G + row % _pad(G)
+    q_real = (q_token < T) & (row % _pad(G) < G)
+    for x, cols, mask in rotated(q_ref, q_token, q_head[:, None], q_real):
+        ok = q_real[:, None] if mask is None else q_real[:, None] & mask[None, :]
+        at = out_ref.at[q_token[:, None], q_head[:, None], cols[None, :]]
+        store(at, x.astype(out_ref.dtype), mask=jnp.broadcast_to(ok, x.shape))
+
+    slot = load(slot_ref.at[token], mask=real, other=-1)
+    valid = (slot >= 0) & (slot < N * bs)
+    # Page N of the masked rows is never touched on a GPU; interpreted, their index must not be a valid row's.
+    slot = jnp.where(valid, slot, N * bs)
+    where = (slot // bs, head, slot % bs)
+    _put(k_pages, k_scales, where, valid, rotated(k_ref, token, head, real))
+    whole, whole_inside = _columns(0, Dh)
+    values = tile(v_ref, token, head, whole, whole_inside, real)
+    _put(v_pages, v_scales, where, valid, [(values, whole, whole_inside)])
+
+
+def _columns(start: int, count: int) -> tuple[jax.Array, jax.Array | None]:
+    """A power of two of columns from `start`, and which are real (None: all)."""
+    offset = jnp.arange(_pad(count), dtype=jnp.int32)
+    return start + offset, None if count == _pad(count) else offset < count
+
+
+def rope_kv_write_pallas(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    config: Config,
+    interpret: bool | None = None,
+) -> Written:
+    """See `rope_kv_write_reference`. Pages and scales are written in place where the caller donates them."""
+    T, H, Dh = q.shape
+    N, K, bs, _ = k_pages.shape
+    pools = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
+    kernel = functools.partial(
+        _kernel, tokens=config.tokens, T=T, K=K, G=H // K, N=N, bs=bs, R=2 * cos.shape[1], Dh=Dh
+    )
+    whole = BlockSpec(memory_space=None)
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *pools)]
+    q_rotated, *written = pallas_call(
+        kernel,
+        name="rope_kv_write",
+        grid=(cdiv(T, config.tokens), K),
+        in_specs=[whole] * (6 + len(pools)),
+        out_specs=[whole] * len(out),
+        out_shape=out,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        input_output_aliases={6 + i: 1 + i for i in range(len(pools))},
+    )(q, k, v, cos, sin, slot_mapping, *pools)
+    scales = written[2:] or (None, None)
+    return q_rotated, written[0], written[1], scales[0], scales[1]

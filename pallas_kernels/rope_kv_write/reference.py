@@ -1,0 +1,74 @@
+"""The contract of `rope_kv_write`: RoPE (arXiv 2104.09864) into pages (Kwon et al., arXiv 2309.06180)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv import is_quantized, quantize_kv
+
+Written = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+
+
+def rope_kv_write_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> Written:
+    """Rotates q and k by each token's angles and stores k and v in each token's slot.
+
+    Args:
+        q: `[T, H, Dh]`; k, v: `[T, K, Dh]`.
+        cos, sin: `[T, R/2]`; the first R dimensions of a head are rotated, i with i + R/2 (Hugging Face's
+            "rotate half"), the others stay. A model's factor on cos and sin is in them
+            (`moejax.nn.rope.rope_tables`, reshaped to tokens).
+        k_pages, v_pages: `[N, K, bs, Dh]`, any of `kv.KV_DTYPES`.
+        slot_mapping: int32 `[T]`, page * bs + place in the page; negative: a padding token, which stores
+            nothing. Slots past the pool store nothing either; two tokens of one slot leave either's data or
+            a mixture (`check_slots`).
+        k_scale, v_scale: float32 `[N, K, bs]` where pages are quantized, see `kv.quantize_kv`.
+
+    Returns:
+        The rotated q in its dtype, for all tokens, padding too; and pages and scales with only the given
+        slots changed. All is computed in float32 (float64 if q is) and rounded once, when it is stored.
+    """
+    N, _, bs, _ = k_pages.shape
+    q_rotated = _rotate(q, cos, sin).astype(q.dtype)
+    values = v.astype(_wide(v.dtype))
+    # A slot past the end is dropped; a negative one would count from the end.
+    slots = jnp.where(slot_mapping < 0, N * bs, slot_mapping)
+    k_pages, k_scale = _put(_rotate(k, cos, sin), k_pages, k_scale, slots)
+    v_pages, v_scale = _put(values, v_pages, v_scale, slots)
+    return q_rotated, k_pages, v_pages, k_scale, v_scale
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    half = cos.shape[-1]
+    wide = x.astype(_wide(x.dtype))
+    cos, sin = cos[:, None, :].astype(wide.dtype), sin[:, None, :].astype(wide.dtype)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def _put(
+    rows: jax.Array, pages: jax.Array, scales: jax.Array | None, slots: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Stores `[T, K, Dh]` in pages `[N, K, bs, Dh]`."""
+    bs = pages.shape[2]
+    page, place = slots // bs, slots % bs
+    if is_quantized(pages.dtype) and scales is not None:
+        rows, scale = quantize_kv(rows, pages.dtype)
+        scales = scales.at[page, :, place].set(scale.astype(scales.dtype), mode="drop")
+    return pages.at[page, :, place].set(rows.astype(pages.dtype), mode="drop"), scales

@@ -1,0 +1,73 @@
+"""Named shapes of `rope_kv_write`: each model's heads, decode and prefill, plain and quantized pages."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv import is_quantized
+from pallas_kernels.models import MIXTRAL, MODELS, QWEN3, ModelShape
+from pallas_kernels.op import Cost, Problem, Spec
+
+BLOCK = 32
+
+
+def problem(T: int, H: int, K: int, Dh: int, R: int, bs: int, dtype: Any, pages: Any) -> Problem:
+    return {
+        "T": T,
+        "H": H,
+        "K": K,
+        "Dh": Dh,
+        "R": R,
+        "bs": bs,
+        "dtype": str(jnp.dtype(dtype)),
+        "pages": str(jnp.dtype(pages)),
+    }
+
+
+def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
+    H, K, Dh, dtype = model.heads, model.kv_heads, model.head_dim, jnp.bfloat16
+    N = max(512, 2 * T // BLOCK)
+
+    def make(key: jax.Array) -> dict[str, jax.Array]:
+        keys = jax.random.split(key, 5)
+        angle = jax.random.uniform(keys[3], (T, Dh // 2), jnp.float32, 0.0, 1000.0)
+        page = jax.random.permutation(keys[4], N).astype(jnp.int32)
+        token = jnp.arange(T, dtype=jnp.int32)
+        # A prefill fills pages of its own; tokens at decode are of as many sequences.
+        filled = page[token // BLOCK] * BLOCK + token % BLOCK
+        slots = filled if phase == "prefill" else page[token] * BLOCK + (7 * token) % BLOCK
+        arrays = {
+            "q": jax.random.normal(keys[0], (T, H, Dh), dtype),
+            "k": jax.random.normal(keys[1], (T, K, Dh), dtype),
+            "v": jax.random.normal(keys[2], (T, K, Dh), dtype),
+            "cos": jnp.cos(angle),
+            "sin": jnp.sin(angle),
+            "k_pages": jnp.zeros((N, K, BLOCK, Dh), pages),
+            "v_pages": jnp.zeros((N, K, BLOCK, Dh), pages),
+            "slot_mapping": slots,
+        }
+        scale = jnp.ones((N, K, BLOCK), jnp.float32)
+        return arrays | ({"k_scale": scale, "v_scale": scale} if is_quantized(pages) else {})
+
+    stored = 2 * K * (Dh * jnp.dtype(pages).itemsize + (4 if is_quantized(pages) else 0))
+    moved = T * (2 * (2 * H * Dh + 2 * K * Dh) + 4 * Dh + stored + 4)
+    kind = "" if pages == jnp.bfloat16 else f"/{jnp.dtype(pages)}"
+    return Spec(
+        name=f"{model.name}/{phase}_{T}{kind}",
+        make=make,
+        static={},
+        problem=problem(T, H, K, Dh, Dh, BLOCK, dtype, pages),
+        cost=Cost(flops=3.0 * T * (H + K) * Dh, bytes=float(moved), unit="float32"),
+        tags=frozenset({model.name, phase, str(jnp.dtype(pages))}),
+    )
+
+
+_SIZES = (("decode", 8), ("decode", 64), ("prefill", 4096))
+
+SPECS = tuple(_spec(model, phase, T, jnp.bfloat16) for model in MODELS for phase, T in _SIZES) + tuple(
+    _spec(model, phase, T, pages)
+    for model in (MIXTRAL, QWEN3)
+    for pages in (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+    for phase, T in (("decode", 64), ("prefill", 4096))
+)

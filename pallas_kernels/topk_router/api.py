@@ -1,0 +1,102 @@
+"""`topk_router`: checks its arguments and runs an implementation by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.op import Implementation, Op
+from pallas_kernels.run import run
+from pallas_kernels.topk_router import pallas_triton
+from pallas_kernels.topk_router.reference import topk_router_reference
+from pallas_kernels.topk_router.specs import SPECS, problem
+
+MAX_EXPERTS = 512
+MAX_K = 16
+
+OP = Op(
+    name="topk_router",
+    reference=topk_router_reference,
+    implementations={
+        "pallas_triton": Implementation(
+            pallas_triton.topk_router_pallas,
+            pallas_triton.Config,
+            pallas_triton.heuristic,
+            pallas_triton.space,
+        )
+    },
+    specs=SPECS,
+    sizes=("T",),
+)
+
+
+def topk_router(
+    logits: jax.Array,
+    *,
+    k: int,
+    scoring: str = "softmax",
+    bias: jax.Array | None = None,
+    num_groups: int | None = None,
+    top_groups: int | None = None,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    implementation: str = "pallas_triton",
+    config: Any = None,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Ids int32 `[T, k]` and weights float32 `[T, k]` of the chosen experts; see `topk_router_reference`.
+
+    Args:
+        logits: `[T, E]`, bfloat16, float16 or float32, E at most 512; bias: float32 `[E]`.
+        k: at most 16, and at most the experts in `top_groups` groups.
+        implementation: "pallas_triton" or "reference".
+        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
+        interpret: None: on CPU only.
+
+    Raises:
+        KernelError: shapes that disagree, no tokens, an unsupported dtype, a choice that is not possible.
+    """
+    arguments = {"logits": (logits, "T E")} | ({} if bias is None else {"bias": (bias, "E")})
+    sizes = bind_shapes(OP.name, arguments)
+    T, E = sizes["T"], sizes["E"]
+    check_dtype(OP.name, "logits", logits, (jnp.bfloat16, jnp.float16, jnp.float32))
+    if bias is not None:
+        check_dtype(OP.name, "bias", bias, (jnp.float32,))
+    check_that(OP.name, "logits", E <= MAX_EXPERTS, f"{E} experts", f"at most {MAX_EXPERTS}")
+    check_that(OP.name, "k", 1 <= k <= min(E, MAX_K), k, f"1 to {min(E, MAX_K)} of {E} experts")
+    check_that(OP.name, "scoring", scoring in ("softmax", "sigmoid"), repr(scoring), "softmax or sigmoid")
+    _check_groups(E, k, num_groups, top_groups, bias is not None)
+    return run(
+        OP,
+        implementation,
+        problem(T, E, k, logits.dtype, scoring, bias is not None, num_groups or 1),
+        {
+            "logits": logits,
+            "k": k,
+            "scoring": scoring,
+            "bias": bias,
+            "num_groups": num_groups,
+            "top_groups": top_groups,
+            "renormalize": renormalize,
+            "scale": scale,
+        },
+        config=config,
+        interpret=interpret,
+    )
+
+
+def _check_groups(E: int, k: int, num_groups: int | None, top_groups: int | None, has_bias: bool) -> None:
+    together = (num_groups is None) == (top_groups is None)
+    check_that(OP.name, "top_groups", together, top_groups, "num_groups and top_groups, or neither")
+    if num_groups is None or top_groups is None:
+        return
+    fits = num_groups >= 1 and E % num_groups == 0
+    check_that(OP.name, "num_groups", fits, num_groups, f"a divisor of {E} experts")
+    check_that(OP.name, "top_groups", 1 <= top_groups <= num_groups, top_groups, f"1 to {num_groups}")
+    size = E // num_groups
+    check_that(
+        OP.name, "num_groups", size >= 2 or not has_bias, num_groups, "two experts a group, which a bias sums"
+    )
+    inside = top_groups * size
+    check_that(OP.name, "k", k <= inside, k, f"at most the {inside} experts of {top_groups} groups")

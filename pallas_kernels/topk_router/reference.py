@@ -1,0 +1,64 @@
+"""The contract of `topk_router`.
+
+Softmax, top-k, renormalisation: Mixtral (arXiv 2401.04088), Qwen3-MoE, OLMoE. Sigmoid scores, a bias for the
+choice alone and a choice among groups first: DeepSeek-V3 (arXiv 2412.19437, §2.1.2).
+"""
+
+import jax
+import jax.numpy as jnp
+
+SMALLEST_SUM = 1e-20
+"""Added to the sum that weights are divided by, as DeepSeek-V3 does: scores that all underflow give zeros."""
+
+
+def topk_router_reference(
+    logits: jax.Array,
+    *,
+    k: int,
+    scoring: str = "softmax",
+    bias: jax.Array | None = None,
+    num_groups: int | None = None,
+    top_groups: int | None = None,
+    renormalize: bool = False,
+    scale: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """The k experts of the highest scores, in falling order, and their weights.
+
+    Args:
+        logits: `[T, E]`, floating; computed in float32 (float64 if logits are).
+        scoring: "softmax" over all E, or "sigmoid" of each.
+        bias: `[E]`, added to the scores for the choice only; weights come from the scores without it.
+        num_groups, top_groups: the experts are `num_groups` runs of E / num_groups; only the `top_groups` of
+            them are chosen from that have the highest sum of their two highest biased scores, or without
+            bias the highest score.
+        renormalize: divide the k weights by their sum + 1e-20.
+        scale: factor on the weights.
+
+    Returns:
+        ids int32 `[T, k]`, distinct in a row, and weights float32 (float64) `[T, k]`. Equal scores: the lower
+        id (group) first. Without a bias the choice is by the logits themselves, of which the scores are
+        increasing functions: scores that round to the same number still choose the larger logit.
+
+        A NaN score (a NaN logit, or under softmax a row with a NaN or +inf) counts as -inf for the choice, so
+        that ids are always in range and distinct, and stays NaN as a weight.
+    """
+    T, E = logits.shape
+    wide = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
+    scores = jax.nn.softmax(wide, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(wide)
+    keys = wide if bias is None else scores + bias.astype(wide.dtype)[None, :]
+    keys = jnp.where(jnp.isnan(keys), -jnp.inf, keys)
+    order = jnp.argsort(-keys, axis=-1, stable=True).astype(jnp.int32)
+    if num_groups is not None and top_groups is not None:
+        grouped = keys.reshape(T, num_groups, E // num_groups)
+        best = jnp.sort(grouped, axis=-1)[..., -2:].sum(-1) if bias is not None else grouped.max(-1)
+        best = jnp.where(jnp.isnan(best), -jnp.inf, best)
+        groups = jnp.argsort(-best, axis=-1, stable=True)[:, :top_groups]
+        group_of = order // (E // num_groups)
+        outside = ~jnp.any(group_of[:, :, None] == groups[:, None, :], axis=-1)
+        # A stable sort by "outside" keeps the order of those inside.
+        order = jnp.take_along_axis(order, jnp.argsort(outside, axis=-1, stable=True), axis=-1)
+    ids = order[:, :k]
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if renormalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + SMALLEST_SUM)
+    return ids, weights * jnp.asarray(scale, wide.dtype)

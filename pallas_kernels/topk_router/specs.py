@@ -1,0 +1,52 @@
+"""Named shapes of `topk_router`: each model's router, at decode and at prefill, and DeepSeek-V3's groups."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64
+from pallas_kernels.op import Cost, Problem, Spec
+
+
+def problem(T: int, E: int, k: int, dtype: Any, scoring: str, bias: bool, groups: int) -> Problem:
+    return {
+        "T": T,
+        "E": E,
+        "k": k,
+        "dtype": str(jnp.dtype(dtype)),
+        "scoring": scoring,
+        "bias": int(bias),
+        "num_groups": groups,
+    }
+
+
+def _spec(model: str, phase: str, T: int, E: int, k: int, static: Mapping[str, Any], has_bias: bool) -> Spec:
+    def make(key: jax.Array) -> dict[str, jax.Array]:
+        a, b = jax.random.split(key)
+        arrays = {"logits": jax.random.normal(a, (T, E), jnp.float32)}
+        return arrays | ({"bias": 0.1 * jax.random.normal(b, (E,), jnp.float32)} if has_bias else {})
+
+    groups = int(static.get("num_groups", 1))
+    # Scores take about 4 operations a logit, a pick compares and masks all of them.
+    flops = float(T * E * (4 + 2 * k))
+    moved = 4.0 * T * E + 8.0 * T * k + (4.0 * E if has_bias else 0.0)
+    return Spec(
+        name=f"{model}/{phase}_{T}",
+        make=make,
+        static={"k": k, **static},
+        problem=problem(T, E, k, jnp.float32, static.get("scoring", "softmax"), has_bias, groups),
+        cost=Cost(flops=flops, bytes=moved, unit="float32"),
+        tags=frozenset({model, phase}),
+    )
+
+
+_SIZES = (("decode", 1), ("decode", 64), ("prefill", 4096))
+_DEEPSEEK = {"scoring": "sigmoid", "num_groups": 8, "top_groups": 4, "renormalize": True, "scale": 2.5}
+
+SPECS = tuple(
+    _spec(model.name, phase, T, model.total_experts, model.top_k, {"renormalize": renormalize}, False)
+    for model, renormalize in ((MIXTRAL, True), (QWEN3, True), (OLMOE, False), (WIDE64, True))
+    for phase, T in _SIZES
+) + tuple(_spec("deepseek_v3", phase, T, 256, 8, _DEEPSEEK, True) for phase, T in _SIZES)

@@ -1,0 +1,119 @@
+"""The engine on GPU kernels, interpreted here: the same tokens as on XLA."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from moejax.core.config import EngineConfig, MoeConfig
+from moejax.core.errors import ConfigError
+from moejax.engine.llm import LLM
+from moejax.engine.request import SamplingParams
+from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
+from tests.engine.tiny import small_config
+
+# Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
+CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=None, max_model_len=48)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, seed=5, n=2, ignore_eos=True, top_k=20)
+
+
+def engines(**model) -> tuple[LLM, LLM]:
+    """One model's weights behind XLA and behind kernels."""
+    config = small_config(**model)
+    kernels = dataclasses.replace(CONFIG, kernels="pallas_triton")
+    return tuple(LLM(config, load_format="dummy", engine=engine) for engine in (CONFIG, kernels))
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[LLM, LLM]:
+    return engines()
+
+
+def test_same_greedy_tokens(both):
+    """Prompts cut into chunks, decodes beside them, more requests than fit: preemption."""
+    prompts = [prompt(n, 3) for n in (11, 3, 16, 1, 9, 14)]
+    plain, kernels = (llm.generate(prompts, greedy(20)) for llm in both)
+    assert tokens(kernels) == tokens(plain)
+    assert both[1].stats()["preemptions"] > 0
+    assert_clean(both[1])
+
+
+@pytest.mark.slow
+def test_same_samples_and_scores(both):
+    """Forks share blocks and copy them on writing; sampling sees the same logits within its own margin."""
+    plain, kernels = (llm.generate([prompt(13), prompt(6)], SAMPLED) for llm in both)
+    assert tokens(kernels) == tokens(plain)
+    plain_scores, scores = (llm.score([prompt(15)])[0] for llm in both)
+    assert scores.tolist() == pytest.approx(plain_scores.tolist(), abs=1e-4)
+    assert_clean(both[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_windows": (5,)},
+        {"num_kv_heads": 4},
+        {"num_kv_heads": 1, "head_dim": 16},
+        {"norm_topk_prob": False},
+    ],
+    ids=["window", "one query head a key head", "one key head", "weights as they are"],
+)
+def test_other_models(change):
+    plain, kernels = (llm.generate([prompt(17), prompt(4)], greedy(6)) for llm in engines(**change))
+    assert tokens(kernels) == tokens(plain)
+
+
+def test_the_choice_is_recorded(both):
+    for llm, value in zip(both, ("xla", "pallas_triton"), strict=True):
+        found = {r.key: r for r in llm.resolutions}
+        assert found["engine.kernels"].value == value
+        if value != "xla":
+            assert found["engine.kernels"].reason == "asked for"
+            assert found["engine.moe.grouped_matmul"].value == "pallas_triton"
+            assert found["engine.moe.expert_layout"].value == "edf"
+
+
+def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
+    """What was asked for runs: norms, router, experts and attention, in the traced program."""
+    called = []
+    from jax.experimental import pallas as pl
+
+    real = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *a, **kw: called.append(kw["name"]) or real(*a, **kw))
+    llm = LLM(
+        small_config(), load_format="dummy", engine=dataclasses.replace(CONFIG, kernels="pallas_triton")
+    )
+    llm.generate([prompt(3)], greedy(2))
+    parts = ("rms_norm", "router", "paged_decode", "rope", "swiglu", "grouped_matmul", "permute", "combine")
+    for part in parts:
+        assert any(part in name for name in called), (part, sorted(set(called)))
+
+
+@pytest.mark.parametrize(
+    "engine,model,text",
+    [
+        (
+            {"block_size": 12},
+            {},
+            r"engine.block_size=12 \(a power of two, at least 8\); use engine.kernels=xla",
+        ),
+        ({"block_size": 4}, {}, "engine.block_size=4"),
+        ({}, {"head_dim": 12}, "head_dim=12"),
+    ],
+)
+def test_what_kernels_do_not_take(engine, model, text):
+    config = dataclasses.replace(CONFIG, kernels="pallas_triton", **engine)
+    with pytest.raises(ConfigError, match=text):
+        LLM(small_config(**model), load_format="dummy", engine=config)
+
+
+def test_names():
+    with pytest.raises(ConfigError, match=r"engine\.kernels: unknown value 'triton'"):
+        EngineConfig(kernels="triton")
+    with pytest.raises(ConfigError, match="a variant shares its weights"):
+        LLM(small_config(), load_format="dummy", engine=CONFIG).variant(
+            dataclasses.replace(CONFIG, kernels="pallas_triton")
+        )
+    assert MoeConfig(grouped_matmul="pallas_triton").grouped_matmul == "pallas_triton"
+    assert jax.default_backend() != "cpu" or EngineConfig().kernels == "auto"

@@ -1,0 +1,337 @@
+"""`quantized_grouped_matmul`, `quantized_grouped_swiglu` against their contracts: dequantize, multiply."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.errors import KernelError
+from pallas_kernels.group_specs import lay_out
+from pallas_kernels.qformats import Format, QuantizedTensor, quantize_rows, random_quantized
+from pallas_kernels.quantized_grouped_matmul import (
+    OP,
+    SWIGLU_OP,
+    quantized_grouped_matmul,
+    quantized_grouped_swiglu,
+)
+from pallas_kernels.quantized_grouped_matmul.pallas_triton import Config
+from tests.kernels.contract import Contract, limit_for, normal
+from tests.kernels.test_qformats import FORMATS, other_way
+
+# Tiles so small that every shape below has several of each, and a last one that is not full.
+SMALL = Config("fused", block_n=32, block_k=64, split_k=1, num_warps=1, num_stages=2)
+
+
+def weight(rng, shape, fmt, scale_dtype=jnp.bfloat16) -> QuantizedTensor:
+    return random_quantized(jax.random.key(int(rng.integers(1 << 30))), shape, fmt, scale_dtype)
+
+
+def table(experts, num_experts, block_m=16):
+    """Arrays of the groups that `experts` (one per row of x, -1 for none) make."""
+    groups = lay_out(np.asarray(experts)[:, None], num_experts, block_m)
+    return {
+        "rows": jnp.asarray(groups.row_assignment),
+        "block_expert": jnp.asarray(groups.block_expert),
+        "num_blocks": jnp.asarray(groups.num_blocks),
+    }
+
+
+class GroupedContract(Contract):
+    def run(self, arrays, static, config=None):
+        """With 0 where the contract leaves a slot undefined, as the reference has."""
+        out = super().run(arrays, static, config)
+        rows, blocks = arrays["rows"], len(arrays["block_expert"])
+        used = jnp.repeat(jnp.arange(blocks) < arrays["num_blocks"], len(rows) // blocks)
+        made = used & (rows >= 0) & (rows < len(arrays["x"]))
+        return jnp.where(made[:, None], out, jnp.asarray(0, out.dtype))
+
+
+class QuantizedGroupedMatmulContract(GroupedContract):
+    op, api = OP, staticmethod(quantized_grouped_matmul)
+    config = SMALL
+
+    def inputs(self, rng, fmt, *, D=192, F=70, E=3, experts=(2, 0, 2, -1, 2), dtype="bfloat16"):
+        D = -(-D // fmt.block) * fmt.block
+        x = normal(rng, (len(experts), D), dtype)
+        return {"x": x, "w": weight(rng, (E, D, F), fmt), **table(experts, E)}
+
+    @pytest.mark.parametrize("fmt", FORMATS, ids=[f.name for f in FORMATS])
+    def test_formats(self, rng, fmt):
+        """Reductions and outputs that are no multiples of the tiles; a group ends within a step."""
+        arrays = self.inputs(rng, fmt)
+        arrays["row_scale"] = normal(rng, arrays["rows"].shape, "float32")
+        D = arrays["x"].shape[1]
+        limit = limit_for("bfloat16", D) + (other_way(D) if fmt.kind == "w8a8" else 0)
+        self.check(arrays, {"block_m": 16}, limit=limit, config=self.config)
+
+    @pytest.mark.parametrize(
+        "kind,dtype", [("w4a16", "float16"), ("fp8", "float16"), ("w4a16", "float32"), ("w8a8", "float32")]
+    )
+    def test_dtypes(self, rng, kind, dtype):
+        fmt = Format(kind, 64 if kind == "w4a16" else 0)
+        arrays = self.inputs(rng, fmt, D=128, F=32, dtype=dtype)
+        arrays["w"] = replace(arrays["w"], scales=arrays["w"].scales.astype(dtype))
+        out = "float32" if dtype == "float16" else "bfloat16"
+        limit = limit_for(out, 128) + (other_way(128) if kind == "w8a8" else 0)
+        self.check(arrays, {"block_m": 16, "out_dtype": out}, limit=limit, config=self.config)
+
+    @pytest.mark.parametrize("experts", [4, pytest.param(8, marks=pytest.mark.slow)])
+    def test_all_patterns_of_empty_groups(self, rng, experts):
+        """Every set of experts that get rows, one to three each: empty, one-hot, single rows, all."""
+        fmt, slots = Format("w4a16", 64), 3 * experts
+        arrays = self.inputs(rng, fmt, D=64, F=16, E=experts, experts=[0] * slots, dtype="float32")
+        call = jax.jit(
+            lambda kw: self.api(**kw, block_m=16, implementation=self.implementation, config=self.config)
+        )
+        reference = jax.jit(lambda kw: self.op.reference(**kw, block_m=16))
+        for pattern in range(1, 1 << experts):
+            counts = [rng.integers(1, 4) * (pattern >> e & 1) for e in range(experts)]
+            ids = np.repeat(np.arange(experts), counts)
+            ids = rng.permutation(np.concatenate([ids, np.full(slots - len(ids), -1)]))
+            now = arrays | table(ids, experts)
+            want, got = reference(now), np.asarray(call(now))
+            made = np.asarray(now["rows"]) < slots
+            assert made.sum() == sum(counts)
+            np.testing.assert_allclose(got[made], np.asarray(want)[made], rtol=1e-4, atol=1e-4)
+
+    def test_several_blocks_of_an_expert(self, rng):
+        """With the default configuration."""
+        fmt = Format("w8a16", 32)
+        arrays = self.inputs(rng, fmt, D=64, experts=rng.integers(0, 3, 75))
+        self.check(arrays, {"block_m": 16}, limit=limit_for("bfloat16", 64))
+
+    def test_other_experts_do_not_leak(self, rng):
+        """NaN in the scales of an expert without rows, and in a row of x of another expert."""
+        arrays = self.inputs(rng, Format("w4a16", 64), experts=(0, 2, 0, 2))
+        w = arrays["w"]
+        arrays["w"] = replace(w, scales=w.scales.at[1].set(jnp.nan))
+        arrays["x"] = arrays["x"].at[1].set(jnp.nan)
+        out = self.run(arrays, {"block_m": 16}, self.config)
+        assert jnp.isnan(out[arrays["rows"] == 1]).all()
+        assert jnp.isfinite(out[arrays["rows"] != 1]).all()
+
+    @pytest.mark.parametrize(
+        "fmt,byte",
+        [
+            (Format("w8a16", 32), 127),
+            (Format("w4a16", 64), 0x00),
+            (Format("w4a16", 64, zeros=True), 0xFF),
+            (Format("fp8", 128), 0xFE),
+        ],
+        ids=str,
+    )
+    def test_extreme_weights(self, rng, fmt, byte):
+        """All codes the largest or the least, with scales 1e5 times the usual."""
+        arrays = self.inputs(rng, fmt, D=128, F=32)
+        w = arrays["w"]
+        values = jnp.full(w.values.shape, byte, jnp.uint8).astype(w.values.dtype)
+        arrays["w"] = replace(w, values=values, scales=w.scales * jnp.asarray(1e5, w.scales.dtype))
+        self.check(arrays, {"block_m": 16}, limit=limit_for("bfloat16", 128), config=self.config)
+
+    def test_zero_weights(self, rng):
+        for fmt, byte in ((Format("w8a8"), 0), (Format("w4a16", 64), 0x88), (Format("fp8"), 0x80)):
+            arrays = self.inputs(rng, fmt, D=64, F=32)
+            w = arrays["w"]
+            values = jnp.full(w.values.shape, byte, jnp.uint8).astype(w.values.dtype)
+            arrays["w"] = replace(w, values=values)
+            assert (self.run(arrays, {"block_m": 16}, self.config) == 0).all()
+
+    def test_int8_sums_are_exact(self, rng):
+        """Integers in, integers out: up to 127² · 256 in magnitude, exact in float32."""
+        fmt = Format("w8a8")
+        arrays = self.inputs(rng, fmt, D=256)
+        x = rng.integers(-127, 128, arrays["x"].shape).astype(np.int8)
+        x[0] = 127
+        values = rng.integers(-128, 128, arrays["w"].values.shape).astype(np.int8)
+        values[0, 0] = -128
+        ones = jnp.ones(arrays["w"].scales.shape)
+        arrays |= {
+            "x": jnp.asarray(x),
+            "x_scale": jnp.ones(len(x)),
+            "w": QuantizedTensor(jnp.asarray(values), ones, None, fmt),
+        }
+        out = np.asarray(self.run(arrays, {"block_m": 16}, self.config))
+        expert = np.repeat(np.asarray(arrays["block_expert"]), 16)
+        for p, row in enumerate(np.asarray(arrays["rows"])):
+            if row < len(x):
+                want = values[expert[p]].astype(np.int64) @ x[row].astype(np.int64)
+                np.testing.assert_array_equal(out[p], want)
+
+    def test_given_int8_rows(self, rng):
+        """Rows quantized beforehand give what is made of the same rows on the way."""
+        arrays = self.inputs(rng, Format("w8a8"), dtype="float32")
+        want = self.run(arrays, {"block_m": 16}, self.config)
+        values, scale = quantize_rows(arrays["x"])
+        got = self.run(arrays | {"x": values, "x_scale": scale}, {"block_m": 16}, self.config)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+class TestPallas(QuantizedGroupedMatmulContract):
+    implementation = "pallas_triton"
+
+    @pytest.mark.parametrize(
+        "fmt,change",
+        [
+            (Format("w4a16", 32, True), {"block_k": 128, "split_k": 2}),
+            (Format("w4a16", 128), {"block_k": 64, "split_k": 4, "num_warps": 2}),
+            (Format("w4a16", 128), {"block_k": 256}),
+            (Format("fp8", 128), {"block_k": 64, "split_k": 8}),
+            (Format("fp8", 128), {"block_n": 128, "block_k": 128}),
+            (Format("w8a8"), {"block_k": 128, "split_k": 2}),
+        ],
+        ids=str,
+    )
+    def test_configurations(self, rng, fmt, change):
+        """Among them more parts of the reduction than steps, so that some are empty."""
+        arrays = self.inputs(rng, fmt, D=320, F=100, dtype="float32")
+        arrays["row_scale"] = normal(rng, arrays["rows"].shape, "float32")
+        D = arrays["x"].shape[1]
+        limit = limit_for("float32", D) + (other_way(D) if fmt.kind == "w8a8" else 0)
+        self.check(arrays, {"block_m": 16}, limit=limit, config=replace(SMALL, **change))
+
+    @pytest.mark.parametrize("block_m", [64, 128])
+    def test_tall_blocks(self, rng, block_m):
+        """Blocks that are taken in groups, of experts with one and with several."""
+        experts = np.repeat([1, 0, 2], [70, 200, 1])
+        arrays = self.inputs(rng, Format("w4a16", 64), D=64, E=4, experts=experts) | table(
+            experts, 4, block_m
+        )
+        self.check(arrays, {"block_m": block_m}, limit=limit_for("bfloat16", 64), config=SMALL)
+
+    @pytest.mark.parametrize("fmt", [Format("w4a16", 64, True), Format("fp8", 128)], ids=str)
+    def test_dequantize_once(self, rng, fmt):
+        """Weights are rounded to bfloat16 before the product."""
+        arrays = self.inputs(rng, fmt)
+        limit = limit_for("bfloat16", arrays["x"].shape[1], products="bfloat16")
+        self.check(arrays, {"block_m": 16}, limit=limit, config=replace(SMALL, mode="dequantize_once"))
+
+
+SWIGLU_FORMATS = [
+    Format("w8a16"),
+    Format("w4a16", 32, True),
+    Format("w4a16", 128),
+    Format("w8a8"),
+    Format("fp8", 128),
+]
+
+
+class QuantizedGroupedSwigluContract(GroupedContract):
+    op, api = SWIGLU_OP, staticmethod(quantized_grouped_swiglu)
+    config = SMALL
+
+    def inputs(self, rng, fmt, *, D=192, F=70, E=3, experts=(2, 0, 2, -1, 2), dtype="bfloat16"):
+        D = -(-D // fmt.block) * fmt.block
+        x = normal(rng, (len(experts), D), dtype)
+        gate, up = (weight(rng, (E, D, F), fmt) for _ in range(2))
+        return {"x": x, "gate": gate, "up": up, **table(experts, E)}
+
+    def limit(self, dtype, D):
+        """The product of two sums: its error is that of both."""
+        return limit_for(dtype, D, D)
+
+    @pytest.mark.parametrize("fmt", SWIGLU_FORMATS, ids=[f.name for f in SWIGLU_FORMATS])
+    def test_formats(self, rng, fmt):
+        arrays = self.inputs(rng, fmt)
+        D = arrays["x"].shape[1]
+        limit = self.limit("bfloat16", D) + (2 * other_way(D) if fmt.kind == "w8a8" else 0)
+        self.check(arrays, {"block_m": 16}, limit=limit, config=self.config)
+
+    @pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+    def test_activations(self, rng, activation):
+        arrays = self.inputs(rng, Format("w4a16", 64), D=64, F=32, dtype="float32")
+        static = {"block_m": 16, "activation": activation}
+        self.check(arrays, static, limit=self.limit("float32", 64), config=self.config)
+
+    def test_large_gates(self, rng):
+        """Gates far from zero: silu neither overflows nor turns to NaN."""
+        arrays = self.inputs(rng, Format("w8a16"), D=64, F=32, dtype="float32")
+        arrays["x"] = arrays["x"] * 1e4
+        self.check(arrays, {"block_m": 16}, limit=self.limit("float32", 64), config=self.config)
+
+
+class TestSwigluPallas(QuantizedGroupedSwigluContract):
+    implementation = "pallas_triton"
+
+    @pytest.mark.parametrize(
+        "change", [{"split_k": 2}, {"mode": "separate"}, {"mode": "dequantize_once"}], ids=str
+    )
+    def test_configurations(self, rng, change):
+        arrays = self.inputs(rng, Format("w4a16", 64))
+        products = "bfloat16" if change.get("mode") == "dequantize_once" else "float32"
+        limit = limit_for("bfloat16", 192, 192, products=products)
+        self.check(arrays, {"block_m": 16}, limit=limit, config=replace(SMALL, **change))
+
+
+GOOD = {
+    "x": jnp.zeros((4, 128)),
+    "w": random_quantized(jax.random.key(0), (2, 128, 32), Format("w4a16", 64)),
+    "rows": jnp.zeros(32, jnp.int32),
+    "block_expert": jnp.zeros(2, jnp.int32),
+    "num_blocks": jnp.ones(1, jnp.int32),
+}
+INT8 = random_quantized(jax.random.key(0), (2, 128, 32), Format("w8a8"))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"w": jnp.zeros((2, 128, 32))}, "quantized_grouped_matmul: w: got .*, expected a QuantizedTensor"),
+        ({"x": jnp.zeros((4, 64))}, r"x: got shape \[4, 64\], expected \[R, D\] with D=128"),
+        ({"x": jnp.zeros((0, 128))}, "x: got shape .* at least one element along R"),
+        ({"x": jnp.zeros((4, 128), jnp.int8)}, "x: got int8, expected bfloat16 or float16 or float32"),
+        ({"x_scale": jnp.zeros(4)}, "x_scale: got an array with w4a16_g64, expected None unless w8a8"),
+        ({"w": INT8, "x_scale": jnp.zeros(4)}, "x: got float32, expected int8"),
+        ({"w": INT8, "x": jnp.zeros((4, 128), jnp.int8), "x_scale": jnp.zeros(3)}, "x_scale: got shape"),
+        ({"rows": jnp.zeros(0, jnp.int32)}, "at least one element along P"),
+        ({"rows": jnp.zeros(33, jnp.int32)}, "rows: got 33 slots, expected a multiple of block_m=16"),
+        ({"block_expert": jnp.zeros(3, jnp.int32)}, "block_expert: got shape"),
+        ({"block_m": 24}, "block_m: got 24, expected a power of two"),
+        ({"row_scale": jnp.zeros(32, jnp.bfloat16)}, "row_scale: got bfloat16, expected float32"),
+        ({"out_dtype": jnp.int32}, "out_dtype: got int32"),
+        ({"config": replace(SMALL, mode="separate")}, "config.mode: got 'separate', expected fused or deq"),
+        ({"w": INT8, "config": replace(SMALL, mode="dequantize_once")}, "expected fused with w8a8"),
+        (
+            {"config": replace(SMALL, block_k=32)},
+            "config: got .*block_k=32, expected .* at least 64, with w4a16",
+        ),
+        ({"config": replace(SMALL, block_n=48)}, "config: got block_n=48, .*expected powers of two"),
+        ({"implementation": "mosaic"}, "got 'mosaic', expected one of reference, pallas_triton"),
+    ],
+)
+def test_bad_input(change, message):
+    with pytest.raises(KernelError, match=message):
+        quantized_grouped_matmul(**({"block_m": 16} | GOOD | change))
+
+
+def test_bad_swiglu_input():
+    good: dict[str, Any] = {**GOOD, "gate": GOOD["w"], "up": GOOD["w"], "block_m": 16}
+    del good["w"]
+    with pytest.raises(KernelError, match="quantized_grouped_swiglu: up: got w8a8, expected gate's format"):
+        quantized_grouped_swiglu(**(good | {"up": INT8}))
+    with pytest.raises(KernelError, match="activation: got 'tanh', expected one of silu, gelu"):
+        quantized_grouped_swiglu(**good, activation="tanh")
+    with pytest.raises(KernelError, match='expected activation other than "gelu"'):
+        quantized_grouped_swiglu(**good, activation="gelu")
+    narrow = random_quantized(jax.random.key(0), (2, 128, 16), Format("w4a16", 64))
+    with pytest.raises(KernelError, match=r"up: got shape .* expected \[E D F\] with F=32"):
+        quantized_grouped_swiglu(**(good | {"up": narrow}))
+
+
+@pytest.mark.parametrize("op", [OP, SWIGLU_OP], ids=lambda op: op.name)
+def test_specs(op):
+    """Names differ, costs are of these weights' true bytes, the heuristic is in the space."""
+    assert len({spec.name for spec in op.specs}) == len(op.specs)
+    kind = op.implementations["pallas_triton"]
+    for spec in op.specs:
+        space = list(kind.space(spec.problem))
+        assert kind.heuristic(spec.problem) in space and 10 <= len(space) <= 80
+        w = spec.abstract.get("w", spec.abstract.get("gate"))
+        assert w.shape == tuple(spec.problem[name] for name in "EDF")
+        all_experts = spec.problem["matrices"] * w.nbytes
+        if "prefill" in spec.tags:
+            assert all_experts < spec.cost.bytes < 2 * all_experts
+        else:
+            assert spec.cost.bytes < 1.05 * all_experts

@@ -1,0 +1,450 @@
+"""`ragged_paged_attention` against its contract."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.errors import KernelError
+from pallas_kernels.kv import is_quantized, quantize_kv
+from pallas_kernels.ragged_paged_attention import (
+    OP,
+    check_block_table,
+    ragged_paged_attention,
+    triton_jit,
+)
+from pallas_kernels.ragged_paged_attention.chunk import query_tiles
+from pallas_kernels.ragged_paged_attention.pallas_triton import Config, attention
+from tests.kernels.contract import Contract, limit_for, normal
+from tests.kernels.triton_interpreter import Launch, interpret
+from tests.numerics import assert_close, tolerance
+
+QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
+SCALE = 0.2
+_MAGNITUDES = [(-8, 0.0), (-4, 0.2), (0, 0.2), (6, 0.2)]
+
+
+def batch(
+    rng,
+    q_lens,
+    kv_lens,
+    *,
+    H=4,
+    K=2,
+    Dh=16,
+    bs=8,
+    M=None,
+    padding=0,
+    dtype="float32",
+    kv=None,
+    window=None,
+    magnitude=1.0,
+    sinks=False,
+):
+    """Random arguments; whatever no query may see is poison: NaN, and pages that do not exist."""
+    kv = kv or dtype
+    S, T = len(q_lens), sum(q_lens) + padding
+    M = M or max(1, -(-max(kv_lens) // bs))
+    N = S * M + 1
+    table = rng.permutation(N)[: S * M].reshape(S, M).astype(np.int32)
+    seen = np.zeros((N, bs), bool)
+    for s, (queries, keys) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        first = 0 if window is None else max(0, keys - queries - window + 1)
+        for key in range(first if queries else keys, keys):
+            seen[table[s, key // bs], key % bs] = True
+        unused = ~seen[table[s]].any(axis=1)
+        table[s, unused] = rng.choice([-1, N, 2**30], size=unused.sum())
+    arrays = {
+        "q": normal(rng, (T, H, Dh), dtype),
+        "block_table": jnp.asarray(table),
+        "kv_lens": jnp.asarray(kv_lens, jnp.int32),
+        "cu_q_lens": jnp.asarray([0, *np.cumsum(q_lens)], jnp.int32),
+    }
+    for name in "kv":
+        rows = normal(rng, (N, K, bs, Dh), "float32", magnitude)
+        if is_quantized(kv):
+            values, scale = quantize_kv(rows, kv)
+            arrays[f"{name}_pages"] = values
+            arrays[f"{name}_scale"] = jnp.where(seen[:, None, :], scale, jnp.nan)
+        else:
+            arrays[f"{name}_pages"] = jnp.where(seen[:, None, :, None], rows, jnp.nan).astype(kv)
+    if sinks:
+        arrays["sinks"] = normal(rng, (H,), "float32", 2.0)
+    return arrays
+
+
+def limit(arrays):
+    """Sums over Dh and over keys; probabilities, and what float16 makes of float32 queries, in between."""
+    q, pages = arrays["q"], arrays["k_pages"]
+    keys = arrays["block_table"].shape[1] * pages.shape[2]
+    product = "float16" if is_quantized(pages.dtype) else str(jnp.promote_types(q.dtype, pages.dtype))
+    return limit_for(q.dtype, q.shape[2], keys) + tolerance(1, 1, dtype=product)
+
+
+class AttentionContract(Contract):
+    """An implementation without prompt chunks is `decode_only`: of batches with chunks it must refuse all."""
+
+    op, api = OP, staticmethod(ragged_paged_attention)
+    decode_only = False
+
+    def check_batch(self, arrays, config=None, **static):
+        static = {"scale": SCALE, **static}
+        if self.decode_only and static.get("max_q_len") != 1:
+            with pytest.raises(KernelError, match="max_q_len=1"):
+                self.run(arrays, static, config)
+            return None
+        return self.check(arrays, static, limit=limit(arrays), config=config)
+
+    @pytest.mark.parametrize(
+        "dtype,max_q_len", [("bfloat16", None), ("float16", None), ("float32", None), ("bfloat16", 1)]
+    )
+    def test_dtypes(self, rng, dtype, max_q_len):
+        q_lens, kv_lens = ([1, 1, 0, 1], [37, 1, 9, 16]) if max_q_len else ([1, 7, 0, 1], [37, 20, 9, 16])
+        arrays = batch(rng, q_lens, kv_lens, Dh=32, dtype=dtype, padding=2)
+        self.check_batch(arrays, max_q_len=max_q_len)
+
+    @pytest.mark.parametrize("H,K,Dh", [(3, 3, 80), (6, 2, 8), (20, 1, 24), (7, 1, 96)])
+    def test_heads(self, rng, H, K, Dh):
+        self.check_batch(batch(rng, [1, 9], [21, 30], H=H, K=K, Dh=Dh))
+
+    @pytest.mark.parametrize(
+        "window,soft_cap,sinks", [(1, None, False), (5, 0.7, True), (24, None, True), (None, 0.7, False)]
+    )
+    def test_masks(self, rng, window, soft_cap, sinks):
+        arrays = batch(rng, [1, 11, 3], [45, 44, 3], window=window, sinks=sinks, padding=1)
+        self.check_batch(arrays, window=window, soft_cap=soft_cap)
+
+    @pytest.mark.parametrize("bs", [8, 32, 64])
+    def test_page_sizes(self, rng, bs):
+        self.check_batch(batch(rng, [1, 5, 1], [bs, bs + 3, 3 * bs - 1], bs=bs))
+
+    def test_lengths(self, rng):
+        """Every number of keys around the borders of pages and tiles, decoded and as a chunk."""
+        lengths = [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48]
+        self.check_batch(batch(rng, [1] * len(lengths), lengths), max_q_len=1)
+        self.check_batch(batch(rng, [min(n, 5) for n in lengths], lengths))
+
+    def test_patterns(self, rng):
+        """All of: no query, one, several, for each of four sequences; traced once, the rest is padding."""
+        kv_lens, T = [13, 24, 9, 17], 20
+        static = {"scale": SCALE, "implementation": self.implementation}
+        static["max_q_len"] = 1 if self.decode_only else None
+        run = jax.jit(lambda kw: ragged_paged_attention(**kw, **static))
+        for q_lens in itertools.product((0, 1) if self.decode_only else (0, 1, 4), repeat=4):
+            kv = [n if q or i % 2 else 0 for i, (q, n) in enumerate(zip(q_lens, kv_lens, strict=True))]
+            arrays = batch(rng, q_lens, kv, M=3, padding=T - sum(q_lens))
+            ours = np.asarray(run(arrays), np.float64)
+            theirs = self.expect(arrays, {"scale": SCALE})
+            assert np.isfinite(ours).all(), q_lens
+            assert np.abs(ours - theirs).max() <= limit(arrays) * max(np.abs(theirs).max(), 1e-3), q_lens
+            assert (ours[sum(q_lens) :] == 0).all()
+
+    @pytest.mark.parametrize(
+        "dtype,kv", [("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"), ("float32", "float8_e5m2")]
+    )
+    def test_quantized(self, rng, kv, dtype):
+        self.check_batch(batch(rng, [1, 6, 1], [40, 33, 1], dtype=dtype, kv=kv, Dh=64))
+
+    @pytest.mark.parametrize(
+        "kv,magnitude,zeros",
+        [
+            ("int8", 1e-8, 0.0),
+            ("float8_e5m2", 1e-4, 0.2),
+            ("float8_e4m3fn", 1e6, 0.2),
+            *(
+                pytest.param(kv, 10.0**n, z, marks=pytest.mark.slow)
+                for kv in QUANTIZED
+                for n, z in _MAGNITUDES
+            ),
+        ],
+    )
+    def test_magnitudes(self, rng, kv, magnitude, zeros):
+        """Values and queries far out of float16's range; rows of zeros, whose scale is 1."""
+        arrays = batch(rng, [1, 3], [40, 33], kv=kv, magnitude=magnitude, dtype="bfloat16")
+        arrays["q"] = (arrays["q"].astype(jnp.float32) / magnitude).astype(jnp.bfloat16)
+        for name in ("k", "v"):
+            zero = jnp.isfinite(arrays[f"{name}_scale"]) & (rng.random(arrays[f"{name}_scale"].shape) < zeros)
+            pages = arrays[f"{name}_pages"]
+            arrays[f"{name}_pages"] = jnp.where(zero[..., None], jnp.zeros_like(pages), pages)
+            arrays[f"{name}_scale"] = jnp.where(
+                zero, jnp.ones_like(arrays[f"{name}_scale"]), arrays[f"{name}_scale"]
+            )
+        self.check_batch(arrays)
+
+    @pytest.mark.parametrize("kv", QUANTIZED)
+    @pytest.mark.parametrize("queries", [1, 2])
+    def test_every_stored_number(self, kv, queries):
+        """One key is seen: the output is its value, bit for bit; NaN stays NaN."""
+        if self.decode_only and (queries > 1 or kv == "float8_e4m3fn"):
+            pytest.skip("neither chunks nor e4m3 here")
+        codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 1, 256)
+        codes = np.pad(codes, ((0, 0), (0, 0), (0, 7), (0, 0)))  # infinity in another row would make NaN
+        pages = jax.lax.bitcast_convert_type(jnp.asarray(codes), jnp.dtype(kv))
+        arrays = {
+            "q": jnp.zeros((queries, 1, 256), jnp.float32),
+            "k_pages": jnp.zeros_like(pages),
+            "v_pages": pages,
+            "k_scale": jnp.ones((1, 1, 8)),
+            "v_scale": jnp.full((1, 1, 8), 0.125),
+            "block_table": jnp.zeros((1, 1), jnp.int32),
+            "kv_lens": jnp.full((1,), queries, jnp.int32),
+            "cu_q_lens": jnp.asarray([0, queries], jnp.int32),
+        }
+        ours = self.run(arrays, {"scale": 1.0, "window": 1, "max_q_len": queries})
+        np.testing.assert_array_equal(np.asarray(ours)[0, 0], np.asarray(pages[0, 0, 0], np.float32) * 0.125)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_extreme_logits(self, rng, dtype):
+        """Logits in the tens of thousands: the softmax picks one key, or sinks take all.
+
+        Small integers times 64: products and their sums are exact, so every implementation sees equal logits.
+        """
+        arrays = batch(rng, [1, 5], [40, 30], dtype=dtype, sinks=True)
+        arrays["q"] = jnp.round(arrays["q"] * jnp.asarray(8, dtype)) * jnp.asarray(64, dtype)
+        arrays["k_pages"] = jnp.round(arrays["k_pages"]) * jnp.asarray(64, dtype)
+        arrays["sinks"] = jnp.asarray([1e9, -1e9, 0.0, 3e4], jnp.float32)
+        self.check_batch(arrays)
+
+    def test_sequences_do_not_mix(self, rng):
+        q_lens = [1, 1, 1] if self.decode_only else [1, 4, 1]
+        arrays = batch(rng, q_lens, [20, 24, 17])
+        arrays["q"] = arrays["q"].at[1].set(jnp.nan)
+        out = self.run(arrays, {"scale": SCALE, "max_q_len": max(q_lens)})
+        assert jnp.isnan(out).any(axis=(1, 2)).tolist() == [i == 1 for i in range(sum(q_lens))]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seed", range(12))
+    def test_random_batches(self, rng, seed):
+        """Shapes, lengths and options at random."""
+        dtype = str(rng.choice(["bfloat16", "float32"]))
+        kv = str(rng.choice([dtype, *QUANTIZED]))
+        K, G, S = int(rng.integers(1, 4)), int(rng.integers(1, 9)), int(rng.integers(1, 7))
+        q_lens = [int(n) for n in rng.choice([0, 1, 1, 2, 17, 40], size=S)]
+        kv_lens = [n + int(rng.integers(0, 300)) for n in q_lens]
+        if not sum(q_lens):
+            q_lens[0] = kv_lens[0] = 1
+        window = int(rng.integers(1, 200)) if rng.random() < 0.5 else None
+        options = {"bs": int(rng.choice([8, 16, 64])), "Dh": int(rng.choice([16, 40, 64])), "window": window}
+        options |= {"sinks": bool(rng.random() < 0.5), "padding": int(rng.integers(0, 4)), "kv": kv}
+        arrays = batch(rng, q_lens, kv_lens, H=K * G, K=K, dtype=dtype, **options)
+        self.check_batch(arrays, window=window, soft_cap=2.0 if rng.random() < 0.3 else None)
+
+
+class TestPallas(AttentionContract):
+    implementation = "pallas_triton"
+
+    @pytest.mark.parametrize("splits,window", [(1, None), (2, 300), (3, None), (8, 300)])
+    def test_splits(self, rng, splits, window):
+        """More splits than a context has keys for, and fewer; a window that begins within a tile."""
+        arrays = batch(rng, [1, 1, 1, 0], [700, 257, 5, 40], window=window, bs=32, sinks=True)
+        config = Config(splits, 64, 4, 3, 64, 32, 4, 3)
+        self.check_batch(arrays, config, max_q_len=1, window=window)
+
+    @pytest.mark.parametrize("rows,tile,decode_tile", [(16, 16, 16), (32, 64, 128), (128, 32, 32)])
+    def test_configurations(self, rng, rows, tile, decode_tile):
+        arrays = batch(rng, [1, 23, 2], [70, 61, 2], H=6, K=2)
+        self.check_batch(arrays, Config(2, decode_tile, 4, 3, rows, tile, 4, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="jax-triton needs a CUDA device")
+class TestTritonJit(AttentionContract):
+    implementation, decode_only = "triton_jit", True
+
+
+class TestTritonJitInterpreted:
+    """The twin's arithmetic without a GPU, many launches in one subprocess of Triton's interpreter."""
+
+    def check(self, cases):
+        """cases: (arrays, static, config) of decode-only batches."""
+        pytest.importorskip("triton")
+        facts, splits, reductions = [], [], []
+        for arrays, static, config in cases:
+            names = ("window", "soft_cap")
+            options = [SCALE, *(static.get(name) for name in names), arrays.get("sinks")]
+            a = attention(arrays["q"], arrays["k_pages"], arrays["block_table"], *options)
+            facts.append(a)
+            names = ("q", "k_pages", "v_pages", "block_table", "kv_lens", "cu_q_lens", "k_scale", "v_scale")
+            held = [np.asarray(arrays.get(name, arrays["kv_lens"])) for name in names]
+            held[1:3] = [pool.view(np.int8) if a.quantized else pool for pool in held[1:3]]
+            shape = (a.S, a.H, config.splits)
+            held += [np.full((*shape, a.Dh), np.nan, np.float32), np.full(shape, np.nan, np.float32)]
+            grid = triton_jit.grids(a, config)[0]
+            splits.append(Launch(held, triton_jit.split_constants(a, config), grid))
+        module = "pallas_kernels.ragged_paged_attention.triton_jit"
+        parts = interpret(f"{module}:split_kernel", splits)
+        for a, part, (arrays, _, config) in zip(facts, parts, cases, strict=True):
+            rest = [np.asarray(arrays.get(n, arrays["kv_lens"])) for n in ("kv_lens", "cu_q_lens", "sinks")]
+            held = [*part[-2:], *rest, np.full(arrays["q"].shape, np.nan, arrays["q"].dtype)]
+            grid = triton_jit.grids(a, config)[1]
+            reductions.append(Launch(held, triton_jit.reduce_constants(a, config), grid))
+        for (arrays, static, _), done in zip(
+            cases, interpret(f"{module}:reduce_kernel", reductions), strict=True
+        ):
+            want = Contract.expect(TestTritonJit(), arrays, {"scale": SCALE, **static})
+            assert_close(done[-1].astype(np.float64), want, limit(arrays))
+
+    def test_batches(self, rng):
+        one, two = triton_jit.Config(1, 16, 4, 3), triton_jit.Config(2, 32, 4, 3)
+        lengths = [1, 8, 9, 16, 17, 33]
+        cases = [
+            (batch(rng, [1] * len(lengths), lengths, dtype=dtype), {}, one)
+            for dtype in ("float32", "float16")
+        ]
+        for H, K, Dh in [(3, 3, 80), (6, 2, 8), (20, 1, 24)]:
+            cases.append((batch(rng, [1, 0, 1], [21, 9, 30], H=H, K=K, Dh=Dh, padding=3), {}, two))
+        for window, soft_cap, sinks in [(1, None, False), (5, 0.7, True), (24, None, True)]:
+            arrays = batch(rng, [1, 1, 1], [45, 4, 24], window=window, sinks=sinks)
+            cases.append((arrays, {"window": window, "soft_cap": soft_cap}, one))
+        for kv in ("int8", "float8_e5m2"):
+            cases.append((batch(rng, [1, 1], [40, 33], kv=kv, Dh=32), {}, two))
+        for splits, window in [(2, 300), (3, None), (8, None)]:
+            arrays = batch(rng, [1, 0, 1], [700, 40, 257], window=window, bs=32, K=1)
+            cases.append((arrays, {"window": window}, triton_jit.Config(splits, 64, 4, 3)))
+        self.check(cases)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="jax-triton works here")
+def test_triton_jit_without_cuda(rng):
+    """It was asked for by name, so it raises, and says what to install."""
+    arguments = {**batch(rng, [1, 1], [9, 12]), "scale": 1.0, "implementation": "triton_jit"}
+    with pytest.raises(KernelError, match=r"implementation triton_jit: .*moejax\[cuda12\]"):
+        ragged_paged_attention(**arguments, max_q_len=1)
+    with pytest.raises(KernelError, match=r"expected max_q_len=1: .* no kernel for prompt chunks"):
+        ragged_paged_attention(**arguments)
+
+
+def test_query_tiles(rng):
+    """Every query of every sequence with several is in one tile, the last tile first."""
+    run = jax.jit(query_tiles, static_argnums=(1, 2))
+    for tile, _ in itertools.product((1, 4, 8), range(20)):
+        q_lens = rng.choice([0, 1, 2, 5, 8, 9, 33], size=6)
+        cu = jnp.asarray([0, *np.cumsum(q_lens)], jnp.int32)
+        # The bound on tiles is tight enough to matter only where T is: as many rows as are used.
+        T = next(n for n in range(0, 240, 20) if n >= q_lens.sum()) + 1
+        seq, first = (np.asarray(x) for x in run(cu, T, tile))
+        found = [(s, f) for s, f in zip(seq.tolist(), first.tolist(), strict=True) if f >= 0]
+        assert found == [
+            (s, f) for s, n in enumerate(q_lens.tolist()) if n > 1 for f in reversed(range(0, n, tile))
+        ]
+
+
+@pytest.mark.parametrize("spec", OP.specs, ids=lambda spec: spec.name)
+def test_specs(spec):
+    """The API takes every spec as it is; the heuristic's choice is in the space, which is not too large."""
+    static = {**spec.static, "implementation": "reference"}
+    out = jax.eval_shape(lambda kw: ragged_paged_attention(**kw, **static), spec.abstract)
+    assert out.shape == spec.abstract["q"].shape
+    for kind in OP.implementations.values():
+        space = list(kind.space(spec.problem))
+        assert kind.heuristic(spec.problem) in space and 10 <= len(space) <= 60
+    assert spec.cost.flops > 0 and spec.cost.bytes > 0
+
+
+def _arguments(rng, **options):
+    return {**batch(rng, [1, 3], [9, 12], **options), "scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"q": (4, 3, 16)}, "q: got H=3, expected a multiple of K=2"),
+        (
+            {"q": (4, 4, 20), "k_pages": (5, 2, 8, 20), "v_pages": (5, 2, 8, 20)},
+            "q: got Dh=20, expected a multiple of 8",
+        ),
+        ({"q": (4, 4, 264), "k_pages": (5, 2, 8, 264), "v_pages": (5, 2, 8, 264)}, "Dh=264, .* at most 256"),
+        (
+            {"k_pages": (5, 2, 12, 16), "v_pages": (5, 2, 12, 16)},
+            "k_pages: got bs=12, expected a power of two",
+        ),
+        ({"k_pages": (5, 2, 4, 16), "v_pages": (5, 2, 4, 16)}, "bs=4, expected a power of two, at least 8"),
+        ({"q": (4, 4, 32)}, r"k_pages: got shape \[5, 2, 8, 16\], expected .* Dh=32"),
+        ({"v_pages": (6, 2, 8, 16)}, "v_pages: got shape .* N=5"),
+        ({"q": (0, 4, 16)}, "q: got shape .*, expected at least one element along T"),
+        ({"kv_lens": (3,)}, "kv_lens: got shape .* S=2"),
+        ({"cu_q_lens": (2,)}, r"cu_q_lens: got shape \[2\], expected \[S\+1\] with S\+1=3"),
+        ({"sinks": (3,)}, "sinks: got shape .* H=4"),
+        ({"block_table": (2, 0)}, "block_table: .* at least one element along M"),
+    ],
+)
+def test_bad_shapes(rng, change, message):
+    arguments = _arguments(rng)
+    for name, shape in change.items():
+        arguments[name] = jnp.zeros(shape, arguments[name].dtype if name in arguments else jnp.float32)
+    with pytest.raises(KernelError, match=f"ragged_paged_attention: .*{message}"):
+        ragged_paged_attention(**arguments)
+
+
+def test_bad_choices(rng):
+    good, int8 = _arguments(rng), _arguments(rng, kv="int8")
+    ones = jnp.ones(int8["k_scale"].shape)
+
+    def fails(message, arguments=good, error=KernelError, **change):
+        with pytest.raises(error, match=message):
+            ragged_paged_attention(**{**arguments, **change})
+
+    fails("q: got int32, expected bfloat16", q=good["q"].astype(jnp.int32))
+    fails("k_pages: got uint8, expected bfloat16 or", k_pages=good["k_pages"].astype(jnp.uint8))
+    fails("v_pages: got bfloat16, expected float32", v_pages=good["v_pages"].astype(jnp.bfloat16))
+    fails("kv_lens: got float32, expected int32", kv_lens=good["kv_lens"].astype(jnp.float32))
+    fails("k_scale: got an array, expected None with pages of float32", k_scale=ones)
+    fails("v_scale: got None, expected an array with pages of int8", int8, v_scale=None)
+    fails("k_scale: got bfloat16, expected float32", int8, k_scale=ones.astype(jnp.bfloat16))
+    fails("k_scale: got shape", int8, k_scale=ones[:, :1])
+    fails("scale: got 0.0", scale=0.0)
+    fails("window: got 0", window=0)
+    fails("soft_cap: got 0.0", soft_cap=0.0)
+    fails("max_q_len: got 0", max_q_len=0)
+    fails("one of reference, pallas_triton, triton_jit", implementation="mosaic")
+    fails("config is a dict; pallas_triton takes Config", error=TypeError, config={})
+    fails(
+        "config.rows: got 16, expected at least H/K=20",
+        _arguments(rng, H=20, K=1),
+        config=Config(1, 16, 4, 3, 16, 16, 4, 3),
+    )
+    fails("at most 128 query heads", _arguments(rng, H=130, K=1))
+
+
+def test_too_large_for_32_bits():
+    """One-byte pools from 2 to 4 GiB: Pallas would count past 2^31 in 32 signed bits."""
+    shape = (2**31 // (8 * 32 * 128) + 1, 8, 32, 128)
+    pages = jax.ShapeDtypeStruct(shape, jnp.int8)
+    scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32)
+    rest = {"q": ((1, 8, 128), jnp.float32), "block_table": ((1, 1), jnp.int32), "kv_lens": ((1,), jnp.int32)}
+    arrays = {name: jax.ShapeDtypeStruct(*what) for name, what in rest.items()}
+    arrays |= {"k_pages": pages, "v_pages": pages, "k_scale": scales, "v_scale": scales}
+    arrays["cu_q_lens"] = jax.ShapeDtypeStruct((2,), jnp.int32)
+    with pytest.raises(KernelError, match="k_pages: got 2147516416 elements of int8"):
+        jax.eval_shape(lambda kw: ragged_paged_attention(**kw, scale=1.0), arrays)
+
+
+def test_check_block_table(rng):
+    arrays = batch(rng, [1, 3, 0], [9, 12, 0], M=3)
+    names = ("block_table", "kv_lens", "cu_q_lens")
+    good = {name: np.array(arrays[name]) for name in names}
+
+    def check(**change):
+        check_block_table(**{**good, **change}, num_pages=10, block_size=8, num_tokens=4)
+
+    def fails(message, **change):
+        with pytest.raises(KernelError, match=f"ragged_paged_attention: {message}"):
+            check(**change)
+
+    check()  # unused entries may be anything
+    table = good["block_table"].copy()
+    table[1, 1] = 10
+    fails(r"block_table: got page 10 at \[1, 1\], expected 0 to N-1=9", block_table=table)
+    table[1, 1] = -1
+    fails(r"block_table: got page -1 at \[1, 1\]", block_table=table)
+    fails("kv_lens: got 25 in row 0, expected 0 to M·bs=24", kv_lens=np.array([25, 12, 0]))
+    fails("kv_lens: got 2 in row 1, expected at least its 3 queries", kv_lens=np.array([9, 2, 0]))
+    fails("cu_q_lens: .* numbers that rise from 0", cu_q_lens=np.array([0, 3, 2, 4]))
+    fails("cu_q_lens: .* numbers that rise from 0", cu_q_lens=np.array([1, 2, 4, 4]))
+    fails(
+        "cu_q_lens: got 5 at its end, expected at most T=4",
+        cu_q_lens=np.array([0, 1, 5, 5]),
+        kv_lens=np.array([9, 12, 0]),
+    )

@@ -1,0 +1,327 @@
+"""`rope_kv_write` against its contract."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from moejax.core.config import ModelConfig
+from moejax.nn.rope import apply_rope, rope_tables
+from pallas_kernels.errors import KernelError
+from pallas_kernels.fp8 import encode_e5m2
+from pallas_kernels.kv import KV_LARGEST, dequantize_kv, is_quantized, quantize_kv
+from pallas_kernels.rope_kv_write import OP, check_slots, rope_kv_write
+from pallas_kernels.rope_kv_write.pallas_triton import Config
+from tests.kernels.contract import ULP, Contract, limit_for, normal
+
+QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
+# Half a step of rounding to nearest: relative to the number, and absolute for the smallest ones.
+STEP = {"int8": (0.0, 0.5), "float8_e4m3fn": (2.0**-4, 2.0**-10), "float8_e5m2": (2.0**-3, 2.0**-17)}
+
+
+def _arrays(rng, T, H, K, Dh, *, R=None, N=5, bs=4, dtype="float32", pages=None, slots=None):
+    """Random tokens, pages full of random numbers, and distinct slots, a fourth of them padding."""
+    pages = pages or dtype
+    if slots is None:
+        slots = np.where(rng.random(T) < 0.25, -1 - rng.integers(0, 9, T), rng.permutation(N * bs)[:T])
+    angle = rng.uniform(0, 1000, (T, (R or Dh) // 2))
+    pools = [normal(rng, (N, K, bs, Dh), "float32") for _ in range(2)]
+    arrays = {
+        "q": normal(rng, (T, H, Dh), dtype),
+        "k": normal(rng, (T, K, Dh), dtype),
+        "v": normal(rng, (T, K, Dh), dtype, 3.0),
+        "cos": jnp.asarray(np.cos(angle), jnp.float32),
+        "sin": jnp.asarray(np.sin(angle), jnp.float32),
+        "slot_mapping": jnp.asarray(slots, jnp.int32),
+    }
+    for name, pool in zip("kv", pools, strict=True):
+        if is_quantized(pages):
+            arrays[f"{name}_pages"], arrays[f"{name}_scale"] = quantize_kv(pool, pages)
+        else:
+            arrays[f"{name}_pages"] = pool.astype(pages)
+    return arrays
+
+
+class RopeKvWriteContract(Contract):
+    op, api = OP, staticmethod(rope_kv_write)
+
+    def check_written(self, arrays, ours=None, config=None):
+        """Every slot: its token's row, within the rounding of the format, or else the old bytes."""
+        ours = self.run(arrays, {}, config) if ours is None else ours
+        pages = str(arrays["k_pages"].dtype)
+        plain = {n: a for n, a in arrays.items() if not n.endswith("_scale")}
+        # The same write to unquantized pages, in float64.
+        plain |= {n: jnp.full(arrays[n].shape, jnp.nan, jnp.float32) for n in ("k_pages", "v_pages")}
+        q, *wanted = self.expect(plain, {})
+        dtype = arrays["q"].dtype
+        error = np.abs(np.asarray(ours[0], np.float64) - q) / np.abs(q).max()
+        assert error.max() <= limit_for(dtype, 2)
+        for name, got, scale, want in zip("kv", ours[1:3], ours[3:5], wanted, strict=False):
+            old, old_scale = arrays[f"{name}_pages"], arrays.get(f"{name}_scale")
+            kept = np.isnan(want)
+            np.testing.assert_array_equal(_bytes(got)[kept], _bytes(old)[kept])
+            value = np.asarray(got, np.float64)
+            if is_quantized(pages):
+                value = np.asarray(dequantize_kv(got, scale), np.float64)
+            if not is_quantized(pages):
+                limit = np.full(want.shape, limit_for(dtype, 2) + ULP[pages]) * np.nanmax(
+                    np.abs(want), initial=0.0
+                )
+            else:
+                row = kept.all(-1)
+                np.testing.assert_array_equal(np.asarray(scale)[row], np.asarray(old_scale)[row])
+                expected = np.abs(want).max(-1) / KV_LARGEST[pages]
+                np.testing.assert_allclose(
+                    np.asarray(scale)[~row], np.where(expected == 0, 1, expected)[~row], 2e-6
+                )
+                relative, absolute = STEP[pages]
+                # A float32 rounding of the rotated number may tip it over the middle between two codes.
+                limit = (
+                    relative * np.abs(want) + absolute * np.asarray(scale, np.float64)[..., None]
+                ) * 1.001
+                limit += 4e-6 * np.abs(want).max(-1)[..., None]
+            assert (np.abs(value - want)[~kept] <= limit[~kept]).all()
+        return ours
+
+    @pytest.mark.parametrize(
+        "dtype,pages",
+        [
+            ("bfloat16", "bfloat16"),
+            ("float32", "bfloat16"),
+            ("float16", "float32"),
+            ("bfloat16", "int8"),
+            ("float16", "float8_e4m3fn"),
+            ("bfloat16", "float8_e5m2"),
+        ],
+    )
+    def test_dtypes(self, rng, dtype, pages):
+        self.check_written(_arrays(rng, 6, 4, 2, 16, dtype=dtype, pages=pages))
+
+    @pytest.mark.parametrize(
+        "T,H,K,Dh,R,bs",
+        [
+            (1, 1, 1, 8, 8, 1),
+            (7, 6, 2, 64, 64, 3),
+            (5, 7, 1, 40, 40, 16),
+            (3, 5, 5, 80, 32, 4),
+            (9, 8, 2, 24, 2, 2),
+            (4, 2, 2, 128, 96, 5),
+            (2, 3, 3, 256, 256, 8),
+        ],
+    )
+    def test_shapes(self, rng, T, H, K, Dh, R, bs):
+        """Groups, heads and page sizes that are no powers of two, and partial rotation."""
+        pages = "int8" if T % 2 else "float32"
+        self.check_written(_arrays(rng, T, H, K, Dh, R=R, bs=bs, N=9, pages=pages))
+
+    @pytest.mark.parametrize("pages", ["float32", "int8"])
+    def test_every_padding_pattern(self, rng, pages):
+        """All 2^8 choices of which of 8 tokens store anything."""
+        arrays = _arrays(rng, 8, 2, 1, 8, N=3, pages=pages)
+        names = [n for n in arrays if n != "slot_mapping"]
+        run = jax.jit(
+            lambda slots: self.api(
+                **{n: arrays[n] for n in names}, slot_mapping=slots, implementation=self.implementation
+            )
+        )
+        for used in itertools.product([False, True], repeat=8):
+            slots = jnp.asarray(np.where(used, rng.permutation(12)[:8], -1), jnp.int32)
+            self.check_slots_moved(arrays, slots, run(slots))
+
+    def check_slots_moved(self, arrays, slots, ours):
+        """Written slots differ from the old pages, all others do not."""
+        used = np.zeros(12, bool)
+        used[np.asarray(slots)[np.asarray(slots) >= 0]] = True
+        for old, new in zip((arrays["k_pages"], arrays["v_pages"]), ours[1:3], strict=True):
+            changed = (_bytes(old) != _bytes(new)).any(axis=(1, 3)).reshape(-1)
+            np.testing.assert_array_equal(changed, used)
+
+    def test_page_boundaries(self, rng):
+        """A run of tokens over three pages in any order, first and last slot of the pool among them."""
+        slots = np.concatenate([4 * 4 + np.arange(4), 0 * 4 + np.arange(4), 2 * 4 + np.arange(3)])
+        self.check_written(_arrays(rng, 11, 2, 2, 16, slots=slots))
+
+    def test_past_the_pool(self, rng):
+        """Slots past the pool store nothing."""
+        arrays = _arrays(rng, 4, 2, 1, 8, slots=[20, 3, 2**31 - 1, -(2**31)])
+        self.check(arrays, {}, limit=limit_for("float32", 2))
+
+    @pytest.mark.parametrize("pages", QUANTIZED)
+    def test_rows_of_zeros(self, rng, pages):
+        """A row of zeros has scale 1; so has one whose scale would be subnormal."""
+        arrays = _arrays(rng, 3, 2, 2, 16, pages=pages, slots=[1, 7, 12])
+        arrays["k"] = arrays["k"].at[0].set(0.0).at[1, 0].set(1e-40)
+        arrays["v"] = arrays["v"].at[2].set(0.0)
+        _, k, v, k_scale, v_scale = self.run(arrays, {})
+        assert (k_scale[0, :, 1] == 1).all() and (v_scale[3, :, 0] == 1).all() and k_scale[1, 0, 3] == 1
+        assert (np.asarray(k, np.float32)[0, :, 1] == 0).all() and (
+            np.asarray(v, np.float32)[3, :, 0] == 0
+        ).all()
+
+    @pytest.mark.parametrize("pages", QUANTIZED)
+    @pytest.mark.parametrize("scale", [1e-30, 1e30])
+    def test_magnitudes(self, rng, pages, scale):
+        """The scale takes any magnitude; within a row magnitudes differ by 2^20."""
+        arrays = _arrays(rng, 5, 2, 2, 16, pages=pages)
+        spread = jnp.asarray(2.0 ** rng.integers(-20, 1, (5, 2, 16)), jnp.float32)
+        arrays |= {n: arrays[n] * spread * scale for n in ("k", "v")}
+        self.check_written(arrays)
+
+    @pytest.mark.parametrize("pages", QUANTIZED)
+    def test_stores_as_kv_says(self, rng, pages):
+        """Values, which are not rotated, have the very codes and scales of `kv.quantize_kv`."""
+        arrays = _arrays(rng, 64, 2, 2, 64, N=20, pages=pages, slots=rng.permutation(80)[:64])
+        _, _, pool, _, scales = self.run(arrays, {})
+        codes, scale = quantize_kv(arrays["v"], pages)
+        slots = np.asarray(arrays["slot_mapping"])
+        np.testing.assert_allclose(np.asarray(scales)[slots // 4, :, slots % 4], scale, 1e-6)
+        ours = _bytes(pool)[slots // 4, :, slots % 4].astype(np.int32)
+        # A division that rounds otherwise may move a number on the middle between two codes by one.
+        differ = ours != _bytes(codes)
+        assert differ.mean() < 1e-3 and np.abs(ours - _bytes(codes))[differ].max(initial=0) <= 1
+
+    def test_rows_do_not_mix(self, rng):
+        arrays = _arrays(rng, 6, 4, 2, 16, slots=[3, 0, 9, 6, 17, -1])
+        arrays["k"] = arrays["k"].at[2].set(jnp.nan)
+        arrays["q"] = arrays["q"].at[4, 1].set(jnp.nan)
+        q, k, v, *_ = self.run(arrays, {})
+        assert np.argwhere(np.isnan(q).any(-1)).tolist() == [[4, 1]]
+        assert np.argwhere(np.isnan(k).any((1, 3))).tolist() == [[2, 1]]
+        assert not np.isnan(v).any()
+
+    def test_the_models_tables(self, rng):
+        """cos and sin as `moejax.nn.rope` makes them, the rotation as it applies them."""
+        config = ModelConfig(
+            family="olmoe", vocab_size=8, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2,
+            head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, intermediate_size=8,
+            moe_layers=(True,), sliding_windows=(None,), max_position_embeddings=8192,
+        )  # fmt: skip
+        arrays = _arrays(rng, 6, 4, 2, 16)
+        positions = jnp.asarray(rng.integers(0, 5000, (2, 3)), jnp.int32)
+        cos, sin = rope_tables(config, positions, jnp.asarray([5000, 5000], jnp.int32))
+        arrays |= {"cos": cos.reshape(6, 8), "sin": sin.reshape(6, 8)}
+        want = apply_rope(arrays["q"].reshape(2, 3, 4, 16), cos, sin).reshape(6, 4, 16)
+        np.testing.assert_allclose(self.run(arrays, {})[0], want, atol=2e-6)
+
+
+class TestPallas(RopeKvWriteContract):
+    implementation = "pallas_triton"
+
+    @pytest.mark.parametrize("tokens,warps", [(1, 1), (4, 2), (16, 4)])
+    def test_configurations(self, rng, tokens, warps):
+        self.check_written(_arrays(rng, 11, 6, 2, 24, R=16, pages="int8"), config=Config(tokens, warps))
+
+    def test_donated_pages_are_written_in_place(self, rng):
+        arrays = _arrays(rng, 3, 2, 2, 16)
+        lowered = jax.jit(rope_kv_write, donate_argnames=("k_pages", "v_pages")).lower(**arrays)
+        assert lowered.as_text().count("tf.aliasing_output") == 2
+
+
+def _bytes(array):
+    """Bit patterns as integers."""
+    array = np.asarray(array)
+    return array.view(f"uint{8 * array.dtype.itemsize}") if array.dtype != np.int8 else array
+
+
+@pytest.mark.slow
+def test_encodes_e5m2_as_ml_dtypes():
+    """Every float32 whose low 8 bits are zero, one or all ones: those and all the middles between codes."""
+    high = np.arange(2**24, dtype=np.uint32) << 8
+    for low in (0, 1, 0xFF):
+        x = (high | np.uint32(low)).view(np.float32)
+        x = x[np.abs(x) <= 57344]
+        x = x[(np.abs(x) >= 2.0**-126) | (x == 0)]  # XLA's CPU code flushes subnormal numbers
+        codes = np.asarray(jax.jit(encode_e5m2)(x))
+        np.testing.assert_array_equal(codes, x.astype(ml_dtypes.float8_e5m2).view(np.uint8))
+
+
+def test_encodes_e5m2(rng):
+    x = np.concatenate([rng.normal(size=4096) * 2.0 ** rng.integers(-20, 15, 4096), [0.0, -0.0, 57344.0]])
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float32)
+    codes = np.sort(codes[np.isfinite(codes)])
+    x = np.concatenate([x, codes, (codes[1:] + codes[:-1]) / 2]).astype(np.float32)
+    x = np.clip(x, -57344, 57344)
+    np.testing.assert_array_equal(encode_e5m2(jnp.asarray(x)), x.astype(ml_dtypes.float8_e5m2).view(np.uint8))
+    assert encode_e5m2(jnp.asarray([np.inf, -1e9, np.nan], jnp.float32)).tolist() == [0x7B, 0xFB, 0x7F]
+
+
+@pytest.mark.parametrize("spec", OP.specs, ids=lambda s: s.name)
+def test_specs(spec):
+    kind = OP.implementations["pallas_triton"]
+    assert kind.heuristic(spec.problem) in list(kind.space(spec.problem))
+    q, k, *_ = jax.eval_shape(lambda kw: rope_kv_write(**kw, implementation="reference"), spec.abstract)
+    assert q.shape == spec.abstract["q"].shape and k.dtype == spec.abstract["k_pages"].dtype
+
+
+def test_specs_have_valid_slots():
+    for name in ("olmoe_1b_7b/decode_64", "olmoe_1b_7b/prefill_4096"):
+        spec = OP.spec(name)
+        check_slots(jax.jit(lambda key, make=spec.make: make(key)["slot_mapping"])(jax.random.key(0)),
+                    spec.abstract["k_pages"])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"q": (0, 4, 16)}, "rope_kv_write: q: got shape .*, expected at least one element along T"),
+        (
+            {"k": (3, 2, 8)},
+            r"rope_kv_write: k: got shape \[3, 2, 8\], expected .* with Dh=16 \(Dh is 16 in q\)",
+        ),
+        ({"sin": (3, 4)}, r"sin: got shape \[3, 4\], expected \[T, half\] with half=8"),
+        ({"cos": (3, 16), "sin": (3, 16)}, "cos: got 16 angles, expected at most 8"),
+        ({"v_pages": (5, 2, 8, 16)}, "v_pages: got shape .*, expected .* with bs=4"),
+        ({"slot_mapping": (4,)}, "slot_mapping: got shape"),
+        ({"q": (3, 5, 16)}, "q: got 5 heads, expected a multiple of the 2 KV heads"),
+        ({"k_scale": (5, 2, 4)}, "k_scale: got an array with float32 pages, expected None"),
+    ],
+)
+def test_bad_shapes(change, message):
+    arrays = _arrays(np.random.default_rng(0), 3, 4, 2, 16)
+    arrays |= {n: jnp.zeros(shape, arrays.get(n, arrays["q"]).dtype) for n, shape in change.items()}
+    with pytest.raises(KernelError, match=message):
+        rope_kv_write(**arrays)
+
+
+@pytest.mark.parametrize("Dh", [12, 264])
+def test_bad_head_dimension(rng, Dh):
+    with pytest.raises(KernelError, match=f"q: got head dimension {Dh}, expected a multiple of 8 up to 256"):
+        rope_kv_write(**_arrays(rng, 3, 4, 2, Dh))
+
+
+@pytest.mark.parametrize(
+    "name,dtype,message",
+    [
+        ("k", "bfloat16", "k: got bfloat16, expected float32"),
+        ("v_pages", "bfloat16", "v_pages: got bfloat16, expected float32"),
+        ("cos", "bfloat16", "cos: got bfloat16, expected float32"),
+        ("slot_mapping", "uint32", "slot_mapping: got uint32, expected int32"),
+        ("k_pages", "int8", "k_scale: got None, expected float32"),
+        ("k_pages", "int32", "k_pages: got int32"),
+    ],
+)
+def test_bad_dtypes(rng, name, dtype, message):
+    arrays = _arrays(rng, 3, 4, 2, 16)
+    with pytest.raises(KernelError, match=message):
+        rope_kv_write(**arrays | {name: arrays[name].astype(dtype)})
+
+
+def test_pools_between_two_and_four_gigabytes(rng):
+    """One-byte pools that Pallas would index with 32 bits, though they need 33."""
+    arrays = _arrays(rng, 3, 4, 2, 16, pages="int8")
+    arrays |= {n: jax.ShapeDtypeStruct((2**25, 2, 4, 16), jnp.int8) for n in ("k_pages", "v_pages")}
+    arrays |= {n: jax.ShapeDtypeStruct((2**25, 2, 4), jnp.float32) for n in ("k_scale", "v_scale")}
+    with pytest.raises(KernelError, match="k_pages: got 4294967296 elements of one byte"):
+        jax.eval_shape(lambda kw: rope_kv_write(**kw), arrays)
+
+
+def test_slot_check():
+    pages = jnp.zeros((3, 1, 4, 8))
+    check_slots(jnp.asarray([11, -1, 0, -1]), pages)
+    with pytest.raises(KernelError, match="slot_mapping: got 12 at token 1, expected below 12, 3 pages of 4"):
+        check_slots(jnp.asarray([0, 12]), pages)
+    with pytest.raises(KernelError, match="slot_mapping: got 5 2 times, expected each slot at most once"):
+        check_slots(jnp.asarray([5, 1, 5]), pages)
