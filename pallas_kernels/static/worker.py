@@ -1,8 +1,8 @@
 """The subprocess that compiles: one JSON job a line on stdin, one JSON result a line on stdout.
 
 A job is Triton IR (`ttir`) or a `@triton.jit` function (`source`), with `capability`, `num_warps` and
-`num_stages`. A result has the figures of `measure`, or `error`. If the compiler aborts, the process is gone, and
-whoever reads from it sees the end of the stream.
+`num_stages`. A result has the figures of `measure`, or `error`. If the compiler aborts, the process is
+gone, and whoever reads from it sees the end of the stream.
 """
 
 import contextlib

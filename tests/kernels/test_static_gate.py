@@ -1,4 +1,4 @@
-"""The static gate over all kernels: what `python -m experiments.kernels mode=static` fails on, CI fails on."""
+"""The static gate over all kernels: what `experiments.kernels mode=static` fails on, CI fails on."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_gate(name, compiler):
 
 @pytest.mark.parametrize("name", OPS)
 def test_specs_are_named_and_costed(name):
-    """Every model, decode and prefill; a cost above zero; an array of each declared shape, none of it made."""
+    """Every model, decode and prefill; a cost above zero; shapes without making the data."""
     op = load_op(name)
     names = [spec.name for spec in op.specs]
     assert len(names) == len(set(names))
