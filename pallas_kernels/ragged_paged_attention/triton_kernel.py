@@ -199,5 +199,5 @@ def paged_decode_reduce_kernel(
     else:
         row = tl.load(cu_ptr + S) + (program - S) * PADDING + tl.arange(0, PADDING)
         zeros = tl.zeros((PADDING, DP), out_ptr.dtype.element_ty)
-        inside = (row < T)[:, None] & (dim < DH)[None, :]
-        tl.store(out_ptr + (row * H + head)[:, None] * DH + dim[None, :], zeros, mask=inside)
+        rest = (row < T)[:, None] & (dim < DH)[None, :]
+        tl.store(out_ptr + (row * H + head)[:, None] * DH + dim[None, :], zeros, mask=rest)

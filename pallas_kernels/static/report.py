@@ -1,6 +1,8 @@
 """Rows of the static report: operation × implementation × spec × target, a row for every kernel of it."""
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -179,8 +181,9 @@ def _job(kernel: Lowered, capability: int) -> dict[str, Any]:
 
 
 def _source_job(source: TritonSource, capability: int) -> dict[str, Any]:
-    # The function's text is part of the job, so that the cache sees it change.
     function = source.function()
+    # The module's text is part of the job, so that the cache sees it change, and what it calls beside it.
+    text = inspect.getsource(sys.modules[function.fn.__module__])
     return {
         "source": {
             "module": source.function.__module__,
@@ -188,7 +191,7 @@ def _source_job(source: TritonSource, capability: int) -> dict[str, Any]:
             "signature": dict(source.signature),
             "constants": dict(source.constants),
             "divisible": [name for name in source.signature if source.signature[name].startswith("*")],
-            "text": function.src,
+            "text": text,
         },
         "capability": capability,
         "num_warps": source.num_warps,

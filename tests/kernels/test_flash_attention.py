@@ -161,7 +161,7 @@ class TestPallas(FlashAttentionContract):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("T", [16, 17, 31, 33, 48])
+@pytest.mark.parametrize("T", [17, 33])
 @pytest.mark.parametrize("offset", [None, -5, 11])
 def test_every_window(rng, T, offset):
     """All windows up to the length, over tiles of 16."""

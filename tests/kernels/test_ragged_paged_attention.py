@@ -35,7 +35,6 @@ def batch(
     K=2,
     Dh=16,
     bs=8,
-    M=None,
     padding=0,
     dtype="float32",
     kv=None,
@@ -43,10 +42,15 @@ def batch(
     magnitude=1.0,
     sinks=False,
 ):
-    """Random arguments; whatever no query may see is poison: NaN, and pages that do not exist."""
+    """Random arguments; whatever no query may see is poison: NaN, and pages that do not exist.
+
+    Few shapes for many tests: at least four sequences, 16 queries and 48 keys, the rest is unused.
+    """
     kv = kv or dtype
-    S, T = len(q_lens), sum(q_lens) + padding
-    M = M or max(1, -(-max(kv_lens) // bs))
+    unused = [0] * (4 - len(q_lens))
+    q_lens, kv_lens = [*q_lens, *unused], [*kv_lens, *unused]
+    S, T = len(q_lens), max(16, sum(q_lens) + padding)
+    M = max(48 // bs, -(-max(kv_lens) // bs))
     N = S * M + 1
     table = rng.permutation(N)[: S * M].reshape(S, M).astype(np.int32)
     seen = np.zeros((N, bs), bool)
@@ -54,8 +58,8 @@ def batch(
         first = 0 if window is None else max(0, keys - queries - window + 1)
         for key in range(first if queries else keys, keys):
             seen[table[s, key // bs], key % bs] = True
-        unused = ~seen[table[s]].any(axis=1)
-        table[s, unused] = rng.choice([-1, N, 2**30], size=unused.sum())
+        free = ~seen[table[s]].any(axis=1)
+        table[s, free] = rng.choice([-1, N, 2**30], size=free.sum())
     arrays = {
         "q": normal(rng, (T, H, Dh), dtype),
         "block_table": jnp.asarray(table),
@@ -128,13 +132,13 @@ class AttentionContract(Contract):
 
     def test_patterns(self, rng):
         """All of: no query, one, several, for each of four sequences; traced once, the rest is padding."""
-        kv_lens, T = [13, 24, 9, 17], 20
+        kv_lens, T = [13, 24, 9, 17], 16
         static = {"scale": SCALE, "implementation": self.implementation}
         static["max_q_len"] = 1 if self.decode_only else None
         run = jax.jit(lambda kw: ragged_paged_attention(**kw, **static))
         for q_lens in itertools.product((0, 1) if self.decode_only else (0, 1, 4), repeat=4):
             kv = [n if q or i % 2 else 0 for i, (q, n) in enumerate(zip(q_lens, kv_lens, strict=True))]
-            arrays = batch(rng, q_lens, kv, M=3, padding=T - sum(q_lens))
+            arrays = batch(rng, q_lens, kv, padding=T - sum(q_lens))
             ours = np.asarray(run(arrays), np.float64)
             theirs = self.expect(arrays, {"scale": SCALE})
             assert np.isfinite(ours).all(), q_lens
@@ -212,7 +216,7 @@ class AttentionContract(Contract):
         arrays = batch(rng, q_lens, [20, 24, 17])
         arrays["q"] = arrays["q"].at[1].set(jnp.nan)
         out = self.run(arrays, {"scale": SCALE, "max_q_len": max(q_lens)})
-        assert jnp.isnan(out).any(axis=(1, 2)).tolist() == [i == 1 for i in range(sum(q_lens))]
+        assert jnp.isnan(out).any(axis=(1, 2)).tolist() == [i == 1 for i in range(16)]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("seed", range(12))
@@ -361,13 +365,13 @@ def _arguments(rng, **options):
             "k_pages: got bs=12, expected a power of two",
         ),
         ({"k_pages": (5, 2, 4, 16), "v_pages": (5, 2, 4, 16)}, "bs=4, expected a power of two, at least 8"),
-        ({"q": (4, 4, 32)}, r"k_pages: got shape \[5, 2, 8, 16\], expected .* Dh=32"),
-        ({"v_pages": (6, 2, 8, 16)}, "v_pages: got shape .* N=5"),
+        ({"q": (4, 4, 32)}, r"k_pages: got shape \[25, 2, 8, 16\], expected .* Dh=32"),
+        ({"v_pages": (6, 2, 8, 16)}, "v_pages: got shape .* N=25"),
         ({"q": (0, 4, 16)}, "q: got shape .*, expected at least one element along T"),
-        ({"kv_lens": (3,)}, "kv_lens: got shape .* S=2"),
-        ({"cu_q_lens": (2,)}, r"cu_q_lens: got shape \[2\], expected \[S\+1\] with S\+1=3"),
+        ({"kv_lens": (3,)}, "kv_lens: got shape .* S=4"),
+        ({"cu_q_lens": (2,)}, r"cu_q_lens: got shape \[2\], expected \[S\+1\] with S\+1=5"),
         ({"sinks": (3,)}, "sinks: got shape .* H=4"),
-        ({"block_table": (2, 0)}, "block_table: .* at least one element along M"),
+        ({"block_table": (4, 0)}, "block_table: .* at least one element along M"),
     ],
 )
 def test_bad_shapes(rng, change, message):
@@ -422,12 +426,12 @@ def test_too_large_for_32_bits():
 
 
 def test_check_block_table(rng):
-    arrays = batch(rng, [1, 3, 0], [9, 12, 0], M=3)
+    arrays = batch(rng, [1, 3], [9, 12])
     names = ("block_table", "kv_lens", "cu_q_lens")
     good = {name: np.array(arrays[name]) for name in names}
 
     def check(**change):
-        check_block_table(**{**good, **change}, num_pages=10, block_size=8, num_tokens=4)
+        check_block_table(**{**good, **change}, num_pages=25, block_size=8, num_tokens=4)
 
     def fails(message, **change):
         with pytest.raises(KernelError, match=f"ragged_paged_attention: {message}"):
@@ -435,16 +439,16 @@ def test_check_block_table(rng):
 
     check()  # unused entries may be anything
     table = good["block_table"].copy()
-    table[1, 1] = 10
-    fails(r"block_table: got page 10 at \[1, 1\], expected 0 to N-1=9", block_table=table)
+    table[1, 1] = 25
+    fails(r"block_table: got page 25 at \[1, 1\], expected 0 to N-1=24", block_table=table)
     table[1, 1] = -1
     fails(r"block_table: got page -1 at \[1, 1\]", block_table=table)
-    fails("kv_lens: got 25 in row 0, expected 0 to M·bs=24", kv_lens=np.array([25, 12, 0]))
-    fails("kv_lens: got 2 in row 1, expected at least its 3 queries", kv_lens=np.array([9, 2, 0]))
-    fails("cu_q_lens: .* numbers that rise from 0", cu_q_lens=np.array([0, 3, 2, 4]))
-    fails("cu_q_lens: .* numbers that rise from 0", cu_q_lens=np.array([1, 2, 4, 4]))
+    fails("kv_lens: got 49 in row 0, expected 0 to M·bs=48", kv_lens=np.array([49, 12, 0, 0]))
+    fails("kv_lens: got 2 in row 1, expected at least its 3 queries", kv_lens=np.array([9, 2, 0, 0]))
+    fails("cu_q_lens: .* numbers that rise from 0", cu_q_lens=np.array([0, 3, 2, 4, 4]))
+    fails("cu_q_lens: .* numbers that rise from 0", cu_q_lens=np.array([1, 2, 4, 4, 4]))
     fails(
         "cu_q_lens: got 5 at its end, expected at most T=4",
-        cu_q_lens=np.array([0, 1, 5, 5]),
-        kv_lens=np.array([9, 12, 0]),
+        cu_q_lens=np.array([0, 1, 4, 4, 5]),
+        kv_lens=np.array([9, 12, 0, 3]),
     )

@@ -226,25 +226,15 @@ def _bytes(array):
     return array.view(f"uint{8 * array.dtype.itemsize}") if array.dtype != np.int8 else array
 
 
-@pytest.mark.slow
-def test_encodes_e5m2_as_ml_dtypes():
-    """Every float32 whose low 8 bits are zero, one or all ones: those and all the middles between codes."""
-    high = np.arange(2**24, dtype=np.uint32) << 8
-    for low in (0, 1, 0xFF):
+def test_encodes_e5m2():
+    """As ml_dtypes: all high halves of a float32 (so every code and every middle) and what follows."""
+    high = np.arange(2**16, dtype=np.uint32) << 16
+    for low in (0, 1, 0xFFFF):
         x = (high | np.uint32(low)).view(np.float32)
         x = x[np.abs(x) <= 57344]
         x = x[(np.abs(x) >= 2.0**-126) | (x == 0)]  # XLA's CPU code flushes subnormal numbers
-        codes = np.asarray(jax.jit(encode_e5m2)(x))
+        codes = np.asarray(encode_e5m2(jnp.asarray(x)))
         np.testing.assert_array_equal(codes, x.astype(ml_dtypes.float8_e5m2).view(np.uint8))
-
-
-def test_encodes_e5m2(rng):
-    x = np.concatenate([rng.normal(size=4096) * 2.0 ** rng.integers(-20, 15, 4096), [0.0, -0.0, 57344.0]])
-    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float32)
-    codes = np.sort(codes[np.isfinite(codes)])
-    x = np.concatenate([x, codes, (codes[1:] + codes[:-1]) / 2]).astype(np.float32)
-    x = np.clip(x, -57344, 57344)
-    np.testing.assert_array_equal(encode_e5m2(jnp.asarray(x)), x.astype(ml_dtypes.float8_e5m2).view(np.uint8))
     assert encode_e5m2(jnp.asarray([np.inf, -1e9, np.nan], jnp.float32)).tolist() == [0x7B, 0xFB, 0x7F]
 
 
