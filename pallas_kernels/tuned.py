@@ -1,7 +1,7 @@
 """Which configuration a problem runs with: explicit, tuned, nearest tuned, heuristic, in this order.
 
-Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune`. A table of a device
-that could not be timed (A100 here) is made from the static report; its entries say `"timed": false`.
+Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune`. A table of a
+device that could not be timed (A100 here) is made from the static report; its entries say `"timed": false`.
 """
 
 import dataclasses

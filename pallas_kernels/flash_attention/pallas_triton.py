@@ -41,13 +41,13 @@ def heuristic(problem: Problem) -> Config:
     Tq, H, K = int(problem["Tq"]), int(problem["H"]), int(problem["K"])
     width, rows = _pad(int(problem["Dh"])), Tq * H // K
     if problem["dtype"] == "float32":  # no tensor cores: every operand passes through registers
-        return Config(16 if rows <= 16 or width > 128 else 32, 32, 4, 2)
+        return Config(16 if rows <= 16 else 32, 32 if width <= 128 else 16, 4, 2)
     fill = int(problem["B"]) * K * cdiv(rows, 128)
     if width > 128:
-        return Config(64 if rows > 32 else max(16, _pad(rows)), 32, 4, 2)
+        return Config(64, 32, 8, 2) if rows > 32 else Config(_pad(rows), 32, 4, 2)
     if fill >= 2 * 132:
         return Config(128, 64, 8 if width == 128 else 4, 3)
-    return Config(64 if rows > 32 else max(16, _pad(rows)), 64, 4, 2)
+    return Config(64 if rows > 32 else _pad(rows), 64, 4, 2)
 
 
 def space(problem: Problem) -> Iterable[Config]:
@@ -110,14 +110,15 @@ def _kernel(
     start: Any = 0
     full_start, stop, full_stop = start, end, end
     if causal:
-        stop, full_stop = jnp.minimum(end, last + 1), jnp.minimum(end, first + 1)
+        stop = jnp.maximum(jnp.minimum(end, last + 1), 0)
+        full_stop = jnp.maximum(jnp.minimum(end, first + 1), 0)
+    stop, full_stop = (stop + block_k - 1) // block_k, full_stop // block_k
+    stop = stop * (first < end).astype(jnp.int32)  # none where all queries are padding
     if window is not None:
         start = jnp.maximum(first - window + 1, 0) // block_k
         full_start = (jnp.maximum(last - window + 1, 0) + block_k - 1) // block_k
-    stop = jnp.where(first < end, (jnp.maximum(stop, 0) + block_k - 1) // block_k, 0)
-    full_stop = jnp.maximum(full_stop, 0) // block_k
-    full_start = jnp.clip(full_start, start, jnp.maximum(start, stop))
-    full_stop = jnp.clip(full_stop, full_start, jnp.maximum(full_start, stop))
+        full_start = jnp.minimum(jnp.maximum(full_start, start), jnp.maximum(start, stop))
+    full_stop = jnp.maximum(jnp.minimum(full_stop, stop), full_start)
 
     # Scores are kept in units of 1 / factor of an exponent of 2.
     factor = (scale if soft_cap is None else 1.0) * _LOG2E

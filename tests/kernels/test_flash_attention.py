@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moejax.ops.attention import attention
+from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention import OP, flash_attention
 from pallas_kernels.flash_attention.pallas_triton import Config
@@ -170,6 +171,31 @@ def test_every_window(rng, T, offset):
         arrays = _arrays(rng, 1, T, T, 3, 1, 8)
         static = {"scale": 0.3, "window": window, "q_offset": offset}
         contract.check(arrays, static, limit=_limit(arrays), config=SMALL)
+
+
+@pytest.mark.parametrize(
+    "Tq,H,Dh,dtype,static",
+    [
+        (64, 4, 128, "bfloat16", {"causal": False}),
+        (70, 6, 80, "float16", {"soft_cap": 30.0}),
+        (5, 4, 256, "bfloat16", {"window": 20}),
+        (64, 4, 64, "float32", {"q_offset": 3}),
+    ],
+)
+@pytest.mark.parametrize("optional", [False, True])
+def test_lowers(Tq, H, Dh, dtype, static, optional):
+    """What interpretation forgives, such as a choice between two numbers that are not traced, Triton may not."""
+    shapes = {"q": (1, Tq, H, Dh), "k": (1, 65, 2, Dh), "v": (1, 65, 2, Dh)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    if optional:
+        arrays |= {
+            "sinks": jax.ShapeDtypeStruct((H,), "float32"),
+            "lengths": jax.ShapeDtypeStruct((1,), "int32"),
+        }
+    [lowered] = lower_for_cuda(
+        lambda **kw: flash_attention(**kw, scale=0.1, interpret=False, **static), arrays, 80
+    )
+    assert lowered.name == "flash_attention"
 
 
 @pytest.mark.parametrize("spec", OP.specs, ids=lambda s: s.name)

@@ -23,6 +23,12 @@ from tests.numerics import assert_close, tolerance
 
 QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
 SCALE = 0.2
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 _MAGNITUDES = [(-8, 0.0), (-4, 0.2), (0, 0.2), (6, 0.2)]
 
 
@@ -109,18 +115,19 @@ class AttentionContract(Contract):
         arrays = batch(rng, q_lens, kv_lens, Dh=32, dtype=dtype, padding=2)
         self.check_batch(arrays, max_q_len=max_q_len)
 
-    @pytest.mark.parametrize("H,K,Dh", [(3, 3, 80), (6, 2, 8), (20, 1, 24), (7, 1, 96)])
+    @pytest.mark.parametrize("H,K,Dh", [slow(3, 3, 80), (6, 2, 8), (20, 1, 24), slow(7, 1, 96)])
     def test_heads(self, rng, H, K, Dh):
         self.check_batch(batch(rng, [1, 9], [21, 30], H=H, K=K, Dh=Dh))
 
     @pytest.mark.parametrize(
-        "window,soft_cap,sinks", [(1, None, False), (5, 0.7, True), (24, None, True), (None, 0.7, False)]
+        "window,soft_cap,sinks",
+        [(1, None, False), (5, 0.7, True), slow(24, None, True), slow(None, 0.7, False)],
     )
     def test_masks(self, rng, window, soft_cap, sinks):
         arrays = batch(rng, [1, 11, 3], [45, 44, 3], window=window, sinks=sinks, padding=1)
         self.check_batch(arrays, window=window, soft_cap=soft_cap)
 
-    @pytest.mark.parametrize("bs", [8, 32, 64])
+    @pytest.mark.parametrize("bs", [slow(8), slow(32), 64])
     def test_page_sizes(self, rng, bs):
         self.check_batch(batch(rng, [1, 5, 1], [bs, bs + 3, 3 * bs - 1], bs=bs))
 
@@ -157,11 +164,7 @@ class AttentionContract(Contract):
             ("int8", 1e-8, 0.0),
             ("float8_e5m2", 1e-4, 0.2),
             ("float8_e4m3fn", 1e6, 0.2),
-            *(
-                pytest.param(kv, 10.0**n, z, marks=pytest.mark.slow)
-                for kv in QUANTIZED
-                for n, z in _MAGNITUDES
-            ),
+            *(slow(kv, 10.0**n, z) for kv in QUANTIZED for n, z in _MAGNITUDES),
         ],
     )
     def test_magnitudes(self, rng, kv, magnitude, zeros):
@@ -239,14 +242,14 @@ class AttentionContract(Contract):
 class TestPallas(AttentionContract):
     implementation = "pallas_triton"
 
-    @pytest.mark.parametrize("splits,window", [(1, None), (2, 300), (3, None), (8, 300)])
+    @pytest.mark.parametrize("splits,window", [slow(1, None), slow(2, 300), (3, None), (8, 300)])
     def test_splits(self, rng, splits, window):
         """More splits than a context has keys for, and fewer; a window that begins within a tile."""
         arrays = batch(rng, [1, 1, 1, 0], [700, 257, 5, 40], window=window, bs=32, sinks=True)
         config = Config(splits, 64, 4, 3, 64, 32, 4, 3)
         self.check_batch(arrays, config, max_q_len=1, window=window)
 
-    @pytest.mark.parametrize("rows,tile,decode_tile", [(16, 16, 16), (32, 64, 128), (128, 32, 32)])
+    @pytest.mark.parametrize("rows,tile,decode_tile", [slow(16, 16, 16), (32, 64, 128), slow(128, 32, 32)])
     def test_configurations(self, rng, rows, tile, decode_tile):
         arrays = batch(rng, [1, 23, 2], [70, 61, 2], H=6, K=2)
         self.check_batch(arrays, Config(2, decode_tile, 4, 3, rows, tile, 4, 3))

@@ -10,6 +10,7 @@ import pytest
 
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope, rope_tables
+from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.errors import KernelError
 from pallas_kernels.fp8 import encode_e5m2
 from pallas_kernels.kv import KV_LARGEST, dequantize_kv, is_quantized, quantize_kv
@@ -236,6 +237,16 @@ def test_encodes_e5m2():
         codes = np.asarray(encode_e5m2(jnp.asarray(x)))
         np.testing.assert_array_equal(codes, x.astype(ml_dtypes.float8_e5m2).view(np.uint8))
     assert encode_e5m2(jnp.asarray([np.inf, -1e9, np.nan], jnp.float32)).tolist() == [0x7B, 0xFB, 0x7F]
+
+
+@pytest.mark.parametrize("pages", ["bfloat16", "float32", *QUANTIZED])
+@pytest.mark.parametrize("H,K,Dh,R", [(21, 7, 80, 32), (8, 2, 24, 2), (4, 4, 128, 128)])
+def test_lowers(rng, H, K, Dh, R, pages):
+    """To Triton IR, which is stricter than interpretation."""
+    arrays = _arrays(rng, 3, H, K, Dh, R=R, dtype="bfloat16", pages=pages)
+    abstract = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}
+    [lowered] = lower_for_cuda(lambda **kw: rope_kv_write(**kw, interpret=False), abstract, 80)
+    assert lowered.name == "rope_kv_write"
 
 
 @pytest.mark.parametrize("spec", OP.specs, ids=lambda s: s.name)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.errors import KernelError
 from pallas_kernels.topk_router import OP, topk_router
 from pallas_kernels.topk_router.pallas_triton import Config
@@ -177,6 +178,24 @@ def test_softmax_of_the_chosen(rng):
     ids, weights = topk_router(logits, k=2, renormalize=True)
     chosen = jnp.take_along_axis(logits, ids, axis=1)
     np.testing.assert_allclose(weights, jax.nn.softmax(chosen, axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("groups", [(None, None), (5, 2), (4, 4)])
+def test_lowers(scoring, bias, groups):
+    """To Triton IR, which is stricter than interpretation."""
+    arrays = {"logits": jax.ShapeDtypeStruct((100, 60), "bfloat16")}
+    arrays |= {"bias": jax.ShapeDtypeStruct((60,), "float32")} if bias else {}
+    static = {
+        "k": 6,
+        "scoring": scoring,
+        "num_groups": groups[0],
+        "top_groups": groups[1],
+        "renormalize": bias,
+    }
+    [lowered] = lower_for_cuda(lambda **kw: topk_router(**kw, **static, interpret=False), arrays, 80)
+    assert lowered.name == "topk_router"
 
 
 @pytest.mark.parametrize("spec", OP.specs, ids=lambda s: s.name)

@@ -97,7 +97,7 @@ def test_updating_the_baseline(tmp_path):
 
 
 def test_a_compiler_that_dies_is_a_row(tmp_path, monkeypatch, rows):
-    """A module without a kernel crashes Triton 3.9 (segmentation fault). The next kernel gets a new process."""
+    """A module without a kernel crashes Triton 3.9 (segmentation fault). The next one gets a new process."""
     job = {"ttir": "module {}", "capability": 80, "num_warps": 1, "num_stages": 1}
     with Compiler(1) as compiler:
         with monkeypatch.context() as patch:
