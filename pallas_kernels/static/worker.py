@@ -51,10 +51,28 @@ def compile_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         source = _ast_source(job["source"])
     target = GPUTarget("cuda", job["capability"], 32)
     options = {"num_warps": job["num_warps"], "num_stages": job["num_stages"]}
+    if "ttir" in job:
+        Path(source).write_text(_optimised(source, target, options))
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         compiled = triton.compile(source, target=target, options=options)
     return measure(compiled.asm["ptx"], compiled.asm["ttgir"], log.getvalue(), compiled.metadata.shared)
+
+
+def _optimised(path: str, target: Any, options: dict[str, int]) -> str:
+    """The IR after Triton's first passes, which `triton.compile` skips for IR read from a file.
+
+    XLA runs them, too (compilation_pipeline_cuda.cc, MakeTTIR): one folds `acc + dot(a, b)` into one product.
+    """
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = ir.parse_mlir_module(path, context)
+    module.context = context
+    return str(backend.make_ttir(module, {}, backend.parse_options(options), target.arch))
 
 
 def _ast_source(source: dict[str, Any]) -> Any:

@@ -184,7 +184,7 @@ def test_every_window(rng, T, offset):
 )
 @pytest.mark.parametrize("optional", [False, True])
 def test_lowers(Tq, H, Dh, dtype, static, optional):
-    """What interpretation forgives, such as a choice between two numbers that are not traced, Triton may not."""
+    """To Triton IR, which is stricter than interpretation: a choice between two plain numbers fails."""
     shapes = {"q": (1, Tq, H, Dh), "k": (1, 65, 2, Dh), "v": (1, 65, 2, Dh)}
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     if optional:
