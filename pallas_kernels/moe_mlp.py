@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_swiglu import grouped_swiglu
 from pallas_kernels.groups import ACTIVATIONS, block_m_for
@@ -84,7 +85,7 @@ def moe_mlp_dense(
     activation: str = "silu",
 ) -> jax.Array:
     """The same by computing every expert on every token: what `moe_mlp` is tested against."""
-    wide = jnp.promote_types(jnp.float32, x.dtype)
+    wide = wide_type(x.dtype)
     total = jnp.zeros(x.shape, wide)
     for expert in range(gate.shape[0]):
         g, u, d = (w[expert].astype(wide) for w in (gate, up, down))

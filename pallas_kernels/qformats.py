@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
 from pallas_kernels.errors import KernelError, bind_shapes, check_dtype, check_that
 from pallas_kernels.fp8 import MAX, decode_e4m3, encode_e4m3
 
@@ -184,11 +185,6 @@ def _spread(scales: jax.Array, D: int, F: int, fmt: Format) -> jax.Array:
     if fmt.scale_columns > 1:
         scales = jnp.repeat(scales, fmt.scale_columns, axis=-1)[..., :F]
     return jnp.repeat(scales, fmt.group or D, axis=-2)[..., :D, :]
-
-
-def wide_type(*dtypes: Any) -> Any:
-    """float64 if one of the dtypes is, else float32."""
-    return jnp.float64 if any(jnp.dtype(d) == jnp.float64 for d in dtypes) else jnp.float32
 
 
 def dequantize(w: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:

@@ -1,11 +1,14 @@
 """What the GPU kernels must be told of a step: block tables, lengths, and where each token is stored.
 
-The batch's S places for decodes come first among the sequences, each of one query (of no keys where the place
-is empty), then S for chunks:
+The batch's S places for decodes come first among the sequences, then S for chunks:
 
-    sequence        0 … S-1          S … 2S-1
-    queries         one each         a chunk's tokens, or none
-    block table     row i            row i - S
+    sequence        0 … S-1                        S … 2S-1
+    queries         one each                       a chunk's tokens, or none
+    block table     row i                          row i - S
+
+Places without a decode are the last of the S. In a step without chunks they have no query, and their rows are
+past the last sequence; before chunks' tokens they keep their row, as sequences of one query and no keys, which the
+kernels leave unwritten (`ops.kernel_attention` puts zeros there).
 """
 
 from __future__ import annotations
@@ -45,8 +48,10 @@ def unpack(take: Callable[[str], jax.Array], key: StepKey) -> KernelPlan:
     """The plan's arrays, inside a trace."""
     S = key.rows
     table, kv_lens = take("table"), take("kv_len")
-    cu_q_lens = jnp.arange(S + 1, dtype=jnp.int32)
-    if key.tokens:
+    if not key.tokens:
+        cu_q_lens = jnp.minimum(jnp.arange(S + 1, dtype=jnp.int32), jnp.sum(kv_lens > 0, dtype=jnp.int32))
+    else:
+        cu_q_lens = jnp.arange(S + 1, dtype=jnp.int32)
         ends = S + jnp.cumsum(take("chunk_count"), dtype=jnp.int32)
         table = jnp.concatenate([table, table])
         kv_lens = jnp.concatenate([kv_lens, take("chunk_kv_len")])

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
+
 
 def grouped_matmul_reference(
     x: jax.Array,
@@ -30,7 +32,7 @@ def grouped_matmul_reference(
         `[P, F]`. What slots hold whose row is outside `[0, R)`, and those of blocks past `num_blocks`, is
         undefined (here 0).
     """
-    R, wide = x.shape[0], jnp.promote_types(jnp.float32, x.dtype)
+    R, wide = x.shape[0], wide_type(x.dtype)
     made = (rows >= 0) & (rows < R)
     picked = jnp.where(made[:, None], x[jnp.clip(rows, 0, R - 1)], 0)
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
+
 
 def moe_combine_reference(y: jax.Array, slot_of: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """`out[t] = Σ_j weights[t, j] · y[slot_of[t, j]]`, j rising, in float32 (float64 if y is), rounded once.
@@ -14,7 +16,7 @@ def moe_combine_reference(y: jax.Array, slot_of: jax.Array, weights: jax.Array |
         `[T, D]` in y's dtype. A slot outside `[0, P)` contributes nothing, whatever its weight.
     """
     P, k = y.shape[0], slot_of.shape[1]
-    wide = jnp.promote_types(jnp.float32, y.dtype)
+    wide = wide_type(y.dtype)
     total = jnp.zeros((slot_of.shape[0], y.shape[1]), wide)
     for j in range(k):
         slot = slot_of[:, j]

@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from pallas_kernels.grouped_swiglu.reference import grouped_swiglu_reference
-from pallas_kernels.qformats import Format, QuantizedTensor, dequantize, quantize_rows, wide_type
+from pallas_kernels.qformats import Format, QuantizedTensor, dequantize, quantize_rows
 
 
 def as_multiplied(x: jax.Array, x_scale: jax.Array | None, fmt: Format, wide: Any) -> jax.Array:

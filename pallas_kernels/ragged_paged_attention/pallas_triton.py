@@ -53,9 +53,9 @@ def heuristic(problem: Problem) -> Config:
     wide = kv_bytes > 1 and (problem["dtype"] != problem["kv_dtype"] or kv_bytes == 4)
     decode_tile = 16 if wide else max(16, min(128, 8192 // Dp, context))
     group = power_of_two(int(problem["H"]) // int(problem["K"]))
-    # 128 rows of 128 numbers and 64 keys would take all registers of 8 warps on sm_80, and 30 bytes more.
+    # 128 rows of 128 numbers and 64 keys fit 8 warps' registers; keys that are decoded take more.
     rows = max(group, 16 if wide else 128 if Dp <= 128 else 64)
-    tile = min(16 if wide else 32 if Dp >= 128 or kv_bytes == 1 else 64, context)
+    tile = min(16 if wide else 32 if Dp > 128 or kv_bytes == 1 else 64, context)
     return Config(
         splits=_splits(problem, decode_tile),
         decode_tile=decode_tile,

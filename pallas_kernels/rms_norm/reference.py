@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
+
 
 def rms_norm_reference(
     x: jax.Array, weight: jax.Array, residual: jax.Array | None = None, *, eps: float
@@ -18,6 +20,6 @@ def rms_norm_reference(
         modules.
     """
     total = x if residual is None else x + residual
-    wide = total.astype(jnp.promote_types(jnp.float32, x.dtype))
+    wide = total.astype(wide_type(x.dtype))
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)[None, :], total

@@ -1,10 +1,9 @@
 """The contract of `rope_kv_write`: RoPE (arXiv 2104.09864) into pages (Kwon et al., arXiv 2309.06180)."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
 from pallas_kernels.kv import is_quantized, quantize_kv
 
 Written = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
@@ -42,7 +41,7 @@ def rope_kv_write_reference(
     """
     N, _, bs, _ = k_pages.shape
     q_rotated = _rotate(q, cos, sin).astype(q.dtype)
-    values = v.astype(_wide(v.dtype))
+    values = v.astype(wide_type(v.dtype))
     # A slot past the end is dropped; a negative one would count from the end.
     slots = jnp.where(slot_mapping < 0, N * bs, slot_mapping)
     k_pages, k_scale = _put(_rotate(k, cos, sin), k_pages, k_scale, slots)
@@ -50,13 +49,9 @@ def rope_kv_write_reference(
     return q_rotated, k_pages, v_pages, k_scale, v_scale
 
 
-def _wide(dtype: Any) -> Any:
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     half = cos.shape[-1]
-    wide = x.astype(_wide(x.dtype))
+    wide = x.astype(wide_type(x.dtype))
     cos, sin = cos[:, None, :].astype(wide.dtype), sin[:, None, :].astype(wide.dtype)
     first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

@@ -1,0 +1,10 @@
+"""The type that a reference computes in."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def wide_type(*dtypes: Any) -> Any:
+    """float64 if any of the types is, else float32. (`jnp.promote_types` refuses under strict promotion.)"""
+    return jnp.float64 if any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes) else jnp.float32
