@@ -6,9 +6,9 @@ The batch's S places for decodes come first among the sequences, then S for chun
     queries         one each                       a chunk's tokens, or none
     block table     row i                          row i - S
 
-Places without a decode are the last of the S. In a step without chunks they have no query and their rows are
-past the last sequence; before chunks' tokens they keep their row, as sequences of one query and no keys, which
-the kernels leave unwritten (`ops.kernel_attention` puts zeros there).
+Places without a decode are the last of the S. In a step without chunks they have no query, and their rows
+are past the last sequence; before chunks' tokens they keep their row, as sequences of one query and no keys,
+which the kernels leave unwritten (`ops.kernel_attention` puts zeros there).
 """
 
 from __future__ import annotations
