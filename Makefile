@@ -44,16 +44,20 @@ run: $(VENV)/.base ## Measure the shipped model's latency and throughput: tables
 	$(BIN)/python -m experiments.latency experiment=quick
 	$(BIN)/python -m experiments.throughput experiment=quick_throughput
 
+# In two processes: the kernels' programs and all others together are more than Linux lets one process map.
 test: $(VENV)/.dev ## Fast tests (no GPU, no network, no torch)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle" --ignore=tests/kernels
+	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle" tests/kernels
 
 test-slow: $(VENV)/.dev ## The long tests too
-	$(BIN)/python -m pytest -m "not gpu and not oracle"
+	$(BIN)/python -m pytest -m "not gpu and not oracle" --ignore=tests/kernels
+	$(BIN)/python -m pytest -m "not gpu and not oracle" tests/kernels
 
 test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU)
 	$(BIN)/python -m pytest -m "oracle and not slow"
 
-gpu-test: $(VENV)/.dev ## Tests that need a CUDA device; every kernel's contract, compiled, on inputs of its own each time
+gpu-# In two processes: the kernels' programs and all others together are more than Linux lets one process map.
+test: $(VENV)/.dev ## Tests that need a CUDA device; every kernel's contract, compiled, on inputs of its own each time
 	@JAX_PLATFORMS=cuda $(BIN)/python -c 'import jax; jax.devices()' 2>/dev/null || \
 	  { echo 'error: JAX sees no CUDA device here; install .[cuda13] or .[cuda12] on a CUDA machine' >&2; exit 2; }
 	KERNEL_SEED=$${KERNEL_SEED:-$$(date +%s)} JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu

@@ -33,7 +33,7 @@ class RequestBuilder:
         whole_in: BlockAllocator | None,
     ) -> None:
         self._reader = reader
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._seed = seed
         self._max_num_seqs = max_num_seqs
         self._whole_in = whole_in
@@ -66,7 +66,7 @@ class RequestBuilder:
             text, ids = self._reader.to_generate(prompt, params, f"prompt {i}")
             max_tokens = min(params.max_tokens, self._reader.max_model_len - len(ids))
             builders = [
-                SampleBuilder(n, params, self._reader.tokenizer, self._eos_token_ids, max_tokens)
+                SampleBuilder(n, params, self._reader.tokenizer, self.eos_token_ids, max_tokens)
                 for n in range(params.n)
             ]
             number = next(self._ids)
@@ -85,7 +85,7 @@ class RequestBuilder:
     ) -> list[Sample]:
         """A request's sequences; more than fit the batch at a time come as several groups."""
         stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(self._eos_token_ids)
+            frozenset() if params.ignore_eos else frozenset(self.eos_token_ids)
         )
         mode = self.mode(params)
         samples = [

@@ -61,8 +61,8 @@ def test_end_of_sequence(bare_llm: LLM, whole: FullForward, monkeypatch: pytest.
     """The model's own token ends a request, unless it is to be ignored."""
     llm = bare_llm.variant(tight())
     plain = [whole.greedy(ids, 10) for ids in PROMPTS]
-    monkeypatch.setattr(llm, "eos_token_ids", tuple(p[4] for p in plain))
-    ends = [next(i for i, token in enumerate(p) if token in llm.eos_token_ids) for p in plain]
+    monkeypatch.setattr(llm.builder, "eos_token_ids", tuple(p[4] for p in plain))
+    ends = [next(i for i, token in enumerate(p) if token in llm.builder.eos_token_ids) for p in plain]
     for ignore in (False, True):
         outs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=ignore))
         for out, p, end in zip(outs, plain, ends, strict=True):

@@ -102,7 +102,7 @@ def test_a_compiler_that_dies_is_a_row(tmp_path, monkeypatch, rows):
     with Compiler(1) as compiler:
         with monkeypatch.context() as patch:
             patch.setattr("pallas_kernels.static.compiler.SECONDS_PER_KERNEL", 0.0)  # killed at once
-            assert "the compiler died with exit code -9" in compiler.compile([job])[0]["error"]
+            assert "the compiler died with exit code" in compiler.compile([job])[0]["error"]
         assert "error" in compiler.compile([job])[0]
         report = report_op(load_op("rms_norm"), compiler, wanted=lambda i, s: s.name.startswith("olmoe"))
         assert failures(report.rows) == []
