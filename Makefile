@@ -56,8 +56,7 @@ test-slow: $(VENV)/.dev ## The long tests too
 test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU)
 	$(BIN)/python -m pytest -m "oracle and not slow"
 
-gpu-# In two processes: the kernels' programs and all others together are more than Linux lets one process map.
-test: $(VENV)/.dev ## Tests that need a CUDA device; every kernel's contract, compiled, on inputs of its own each time
+gpu-test: $(VENV)/.dev ## Tests that need a CUDA device; every kernel's contract, compiled, on inputs of its own each time
 	@JAX_PLATFORMS=cuda $(BIN)/python -c 'import jax; jax.devices()' 2>/dev/null || \
 	  { echo 'error: JAX sees no CUDA device here; install .[cuda13] or .[cuda12] on a CUDA machine' >&2; exit 2; }
 	KERNEL_SEED=$${KERNEL_SEED:-$$(date +%s)} JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu
