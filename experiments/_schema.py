@@ -9,10 +9,12 @@ from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from moejax.bench.kernels.config import KernelSelection
+from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
-from moejax.core.config import DTYPES, EngineConfig, ParallelConfig, QuantConfig, check_choice
+from moejax.core.config import DTYPES, EngineConfig, QuantConfig, check_choice
 from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
 from moejax.engine.request import SamplingParams
 from moejax.tracking.base import TrackerConfig
 from moejax.train.config import TrainConfig
@@ -105,6 +107,19 @@ class ThroughputConfig(InferenceSections):
 
     workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """`python -m experiments.scaling`: its layouts are its own, so that it has no `parallel` section."""
+
+    model: ModelSection
+    scaling: ScalingSection = field(default_factory=ScalingSection)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    seed: int = 0
+    verbose: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moejax.checkpoint.hf import load_pretrained, save_pretrained
-    from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, ParallelConfig, QuantConfig
+    from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, QuantConfig
+    from moejax.core.parallel import ParallelConfig
     from moejax.engine.llm import LLM
     from moejax.engine.request import RequestOutput, SamplingParams
 
@@ -19,7 +20,7 @@ _HOMES = {
     "ModelConfig": "moejax.core.config",
     "MoeConfig": "moejax.core.config",
     "EngineConfig": "moejax.core.config",
-    "ParallelConfig": "moejax.core.config",
+    "ParallelConfig": "moejax.core.parallel",
     "QuantConfig": "moejax.core.config",
 }
 

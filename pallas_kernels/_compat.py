@@ -22,11 +22,9 @@ from pallas_kernels.errors import KernelError
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
 BlockSpec = pl.BlockSpec
-atomic_add = plgpu.atomic_add
 cdiv = pl.cdiv
-ds = pl.ds
 load = plgpu.load
-num_programs = pl.num_programs
+next_power_of_2 = pl.next_power_of_2
 program_id = pl.program_id
 store = plgpu.store
 when = pl.when

@@ -1,12 +1,14 @@
 """Routings and group tables for the specs of the expert kernels, made on the host."""
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.groups import block_m_for, padded_rows
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape, expert_ids
+from pallas_kernels.op import Problem
 
 CASES: tuple[tuple[ModelShape, str, int, str], ...] = (
     (MIXTRAL, "decode", 1, "balanced"),
@@ -44,6 +46,11 @@ class Groups(NamedTuple):
     counts: np.ndarray
     slot_of: np.ndarray
     block_m: int
+
+
+def problem(P: int, D: int, F: int, E: int, block_m: int, dtype: Any) -> Problem:
+    """D is the reduction, F the columns of the output."""
+    return {"P": P, "D": D, "F": F, "E": E, "block_m": block_m, "dtype": str(jnp.dtype(dtype))}
 
 
 def spec_name(model: ModelShape, phase: str, tokens: int, routing: str) -> str:

@@ -4,12 +4,45 @@ out[block, f-tile]   one program: rows of one block, gathered from x, times a co
                      expert's weights, which stream through shared memory along the reduction
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import load
+from pallas_kernels.op import Problem
+
+
+@dataclass(frozen=True)
+class Config:
+    """`block_n` columns and `block_k` rows of each weight's tile; `group` blocks share f-tiles (`place`)."""
+
+    block_n: int
+    block_k: int
+    group: int
+    num_warps: int
+    num_stages: int
+
+
+def candidates(problem: Problem, best: Config, widths: Sequence[int], *, matrices: int) -> list[Config]:
+    """`best` and the tiles that fit shared memory and a thread's registers.
+
+    Args:
+        widths: values of `block_n`. matrices: weights that a program multiplies with.
+    """
+    block_m, seen = int(problem["block_m"]), {best}
+    size = 4 if problem["dtype"] == "float32" else 2
+    for block_n in widths:
+        for block_k in (64, 128, 256) if block_m <= 32 else (32, 64):
+            for warps in (4, 8):
+                for stages in (3, 4, 5):
+                    fits = size * stages * block_k * (matrices * block_n + block_m) <= 160 * 1024
+                    wide = block_m * matrices * block_n <= 128 * 32 * warps  # accumulators of a thread
+                    if fits and wide and size == 2:
+                        seen.add(Config(block_n, block_k, best.group, warps, stages))
+    return sorted(seen, key=lambda c: (c.block_n, c.block_k, c.num_warps, c.num_stages))
 
 
 class Tile(NamedTuple):

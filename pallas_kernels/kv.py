@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
+from pallas_kernels.errors import check_that
+
 KV_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 """Pools stored as they are, without scales."""
 
@@ -24,9 +27,15 @@ def is_quantized(dtype: Any) -> bool:
     return str(jnp.dtype(dtype)) in KV_LARGEST
 
 
-def accurate(*dtypes: Any) -> Any:
-    """float64 if it is among the dtypes, else float32: what the contracts compute in."""
-    return jnp.float64 if jnp.dtype(jnp.float64) in map(jnp.dtype, dtypes) else jnp.float32
+def check_pool_size(op: str, pages: jax.Array) -> None:
+    """Raises KernelError for `k_pages` that Pallas would index with too few bits.
+
+    It counts elements in 32 signed bits up to 4 GiB and in 64 above, so that one-byte elements alone can be
+    too many for 32.
+    """
+    fits = pages.size <= 2**31 or pages.size * pages.dtype.itemsize > 2**32
+    got = f"{pages.size} elements of {pages.dtype}"
+    check_that(op, "k_pages", fits, got, "at most 2^31 of one byte, or more than 2^32")
 
 
 def quantize_kv(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +49,7 @@ def quantize_kv(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         `[..., Dh]` in `dtype`, and the scale `[...]`, float32 (float64 if x is): the row's largest magnitude
         over `KV_LARGEST[dtype]`; 1 where that is no normal number, so a row of zeros is stored as zeros.
     """
-    wide = x.astype(accurate(x.dtype))
+    wide = x.astype(wide_type(x.dtype))
     largest = KV_LARGEST[str(jnp.dtype(dtype))]
     scale = jnp.max(jnp.abs(wide), axis=-1) / largest
     scale = jnp.where(scale < jnp.finfo(wide.dtype).tiny, jnp.ones_like(scale), scale)
@@ -57,6 +66,6 @@ def dequantize_kv(values: jax.Array, scale: jax.Array | None) -> jax.Array:
         values: `[..., Dh]` of any of `KV_DTYPES`, or float64; scale: `[...]` or None.
     """
     if scale is None:
-        return values.astype(accurate(values.dtype))
-    wide = accurate(values.dtype, scale.dtype)
+        return values.astype(wide_type(values.dtype))
+    wide = wide_type(values.dtype, scale.dtype)
     return values.astype(wide) * scale.astype(wide)[..., None]

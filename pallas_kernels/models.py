@@ -22,13 +22,12 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    vocab: int
 
 
-MIXTRAL = ModelShape("mixtral_8x7b", 4096, 14336, 8, 8, 2, 32, 8, 128, 32000)
-QWEN3 = ModelShape("qwen3_30b_a3b", 2048, 768, 128, 128, 8, 32, 4, 128, 151936)
-OLMOE = ModelShape("olmoe_1b_7b", 2048, 1024, 64, 64, 8, 16, 16, 128, 50304)
-WIDE64 = ModelShape("wide64_ep8", 4096, 4096, 8, 64, 2, 32, 8, 128, 32000)
+MIXTRAL = ModelShape("mixtral_8x7b", 4096, 14336, 8, 8, 2, 32, 8, 128)
+QWEN3 = ModelShape("qwen3_30b_a3b", 2048, 768, 128, 128, 8, 32, 4, 128)
+OLMOE = ModelShape("olmoe_1b_7b", 2048, 1024, 64, 64, 8, 16, 16, 128)
+WIDE64 = ModelShape("wide64_ep8", 4096, 4096, 8, 64, 2, 32, 8, 128)
 
 MODELS = (MIXTRAL, QWEN3, OLMOE, WIDE64)
 
@@ -45,12 +44,3 @@ def expert_ids(shape: ModelShape, tokens: int, routing: str, seed: int = 0) -> n
     # Hot experts stand anywhere, as they do in a model (and on any device of an expert-parallel mesh).
     logits = rng.permutation(weight) + rng.gumbel(size=(tokens, E))
     return np.argsort(-logits, axis=1)[:, : shape.top_k].astype(np.int32)
-
-
-def group_sizes(shape: ModelShape, tokens: int, routing: str, seed: int = 0) -> np.ndarray:
-    """int32 `[experts]`: rows that each expert of this device gets from `tokens` tokens.
-
-    Under expert parallelism the tokens are those of all devices together.
-    """
-    counts = np.bincount(expert_ids(shape, tokens, routing, seed).ravel(), minlength=shape.total_experts)
-    return counts[: shape.experts].astype(np.int32)

@@ -71,7 +71,6 @@ class TritonSource:
     num_warps: int
     num_stages: int
     grid: tuple[int, ...]
-    attributes: Mapping[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

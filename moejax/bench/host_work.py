@@ -19,9 +19,10 @@ from moejax.core.config import EngineConfig
 from moejax.engine.batch import BatchBuilder, Limits
 from moejax.engine.buckets import Buckets
 from moejax.engine.fake_runner import FakeRunner
+from moejax.engine.plan import StepPlan
 from moejax.engine.request import SamplingParams
 from moejax.engine.sampler import SamplerMode
-from moejax.engine.scheduler import Scheduler, StepPlan
+from moejax.engine.scheduler import Scheduler
 from moejax.engine.sequence import Sequence
 from moejax.report.tables import rows_table, stderr_console
 

@@ -10,15 +10,16 @@ from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.paged_attention import AttentionPlan, Slabs, paged_attention
+from moejax.sharding.spmd import OneDevice
 
 Pages = tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]
 """`pages[z][l]`: slab z of layer l, keys `[n, K, Dh, bs]` and values `[n, K, bs, Dh]`; for kernels a single
 slab, keys too `[n, K, bs, Dh]`."""
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: Any) -> int:
-    """Bytes of one block over all layers."""
-    per_token = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+def block_bytes(config: ModelConfig, block_size: int, dtype: Any, kv_split: int = 1) -> int:
+    """Bytes of one block over all layers on one device; `kv_split` devices share the key/value heads."""
+    per_token = 2 * (config.num_kv_heads // kv_split) * config.head_dim * jnp.dtype(dtype).itemsize
     return config.num_layers * block_size * per_token
 
 
@@ -29,6 +30,8 @@ class BlockPool:
 
     Args:
         transposed_keys: keys lie `[n, K, Dh, bs]`, as the plain attention wants them.
+        place: the devices; on a mesh every data-parallel group has slabs of its own, of these sizes, and K is
+            what a device has of the heads.
     """
 
     def __init__(
@@ -39,8 +42,10 @@ class BlockPool:
         dtype: Any,
         *,
         transposed_keys: bool = True,
+        place: OneDevice | None = None,
     ) -> None:
         self.layout = slabs
+        self._place = place or OneDevice()
         self._transposed_keys = transposed_keys
         self._config, self._block_size, self._dtype = config, block_size, dtype
         self._slabs: list[tuple[tuple[jax.Array, jax.Array], ...]] = []
@@ -58,7 +63,7 @@ class BlockPool:
         """What `take(count)` returns, as shapes and dtypes; makes nothing."""
         return tuple(
             tuple(
-                tuple(jax.ShapeDtypeStruct(shape, self._dtype) for shape in self._shapes(size))
+                tuple(self._place.struct(shape, self._dtype, self._heads) for shape in self._shapes(size))
                 for _ in range(self._config.num_layers)
             )
             for size in self.layout.sizes[:count]
@@ -69,19 +74,27 @@ class BlockPool:
         self._slabs = []
 
     @property
+    def _heads(self) -> tuple[str, ...]:
+        """Mesh axes that the heads are split over."""
+        return self._place.axes.kv
+
+    @property
     def nbytes(self) -> int:
-        """Bytes held now."""
+        """Bytes held now, over all devices; copies count once."""
         return sum(array.nbytes for array in jax.tree.leaves(self._slabs))
 
     def _shapes(self, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        K, Dh, bs = self._config.num_kv_heads, self._config.head_dim, self._block_size
+        K = self._config.num_kv_heads // self._place.axes.size(self._heads)
+        Dh, bs = self._config.head_dim, self._block_size
         keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
         return keys, (size, K, bs, Dh)
 
     def _make(self, size: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
         k, v = self._shapes(size)
+        zeros, heads = self._place.zeros, self._heads
         return tuple(
-            (jnp.zeros(k, self._dtype), jnp.zeros(v, self._dtype)) for _ in range(self._config.num_layers)
+            (zeros(k, self._dtype, heads), zeros(v, self._dtype, heads))
+            for _ in range(self._config.num_layers)
         )
 
 

@@ -1,35 +1,39 @@
 """Hugging Face model directories: `config.json` plus safetensors, single or sharded.
 
-Reading goes file by file and tensor by tensor into host buffers that move to the device when complete, so
-that at no time there are two copies of the model.
+What is read and where it goes is decided by `moejax.checkpoint.plan` and `moejax.checkpoint.load`.
 """
 
 import json
-import math
 import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding, SingleDeviceSharding
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from moejax.checkpoint.load import expert_slots, fill_model
 from moejax.checkpoint.maps import TABLES
-from moejax.checkpoint.maps.rules import apply_transform
-from moejax.checkpoint.plan import Faults, LoadPlan, canonical_key, plan_load
+from moejax.checkpoint.plan import canonical_key, plan_load
+from moejax.checkpoint.tensors import TensorFiles
 from moejax.core.config import DTYPES, ModelConfig, MoeConfig, check_choice
 from moejax.core.errors import CheckpointError, ConfigError, OutputError, unknown
 from moejax.core.files import atomic_write_text
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf, config_to_hf
-from moejax.nn.param import iter_params, specs
+from moejax.nn.param import ExpertOf, ParamSpec, iter_params, specs
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-STORED_DTYPES = ("F32", "BF16", "F16")
+
+Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 def shipped_models() -> list[str]:
@@ -104,37 +108,37 @@ def weight_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX}{hint}")
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="np")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path}: not a readable safetensors file, truncated or corrupted ({error}); copy it again"
-        ) from None
+class LoadStats(NamedTuple):
+    """What this process did to load a model.
+
+    Attributes:
+        bytes_read: of the slices of weights that its devices hold, as stored.
+        tensors: of the checkpoint, of which something was read.
+        seconds: from opening the files until the weights are on the devices.
+    """
+
+    bytes_read: int
+    tensors: int
+    seconds: float
 
 
-def _tensor_shapes(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], Faults]:
-    """Shape of every stored tensor; keys that two files hold and dtypes that are not read are faults."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    home: dict[str, Path] = {}
-    faults = Faults()
-    for path in files:
-        with _open(path) as handle:
-            for key in handle.keys():
-                stored = handle.get_slice(key)
-                if key in home:
-                    faults.add("doubly mapped", f"{key} in {home[key].name} and {path.name}")
-                if (dtype := stored.get_dtype()) not in STORED_DTYPES:
-                    faults.add(f"of a dtype other than {', '.join(STORED_DTYPES)}", f"{key} is {dtype}")
-                shapes[key], home[key] = tuple(stored.get_shape()), path
-    return shapes, faults
-
-
-class Loaded(NamedTuple):
-    """A model with its weights, and its configuration (dtype as loaded)."""
-
+class _Loaded(NamedTuple):
     model: Decoder
     config: ModelConfig
+
+
+class Loaded(_Loaded):
+    """A model with its weights, and its configuration (dtype as loaded).
+
+    Unpacks to these two; `stats` says what was read.
+    """
+
+    stats: LoadStats
+
+    def __new__(cls, model: Decoder, config: ModelConfig, stats: LoadStats) -> "Loaded":
+        loaded = super().__new__(cls, model, config)
+        loaded.stats = stats
+        return loaded
 
 
 def load_pretrained(
@@ -143,6 +147,9 @@ def load_pretrained(
     dtype: str = "auto",
     moe: MoeConfig | None = None,
     kernels: str = "xla",
+    build: Callable[[ModelConfig], Decoder] | None = None,
+    shardings: Callable[[Mapping[str, ParamSpec]], Mapping[str, Sharding]] | None = None,
+    expert_of: ExpertOf | None = None,
 ) -> Loaded:
     """Reads a Hugging Face directory, or a shipped model by name.
 
@@ -151,9 +158,13 @@ def load_pretrained(
         dtype: what the weights are kept in; "auto" is what the configuration says.
         moe: how the expert layers are executed.
         kernels: what norms and router run on, see `moejax.models.decoder.Decoder`.
+        build: makes the abstract model, instead of `moe` and `kernels`.
+        shardings: declarations → sharding of every parameter (`moejax.sharding.rules.shardings`). Each
+            process then reads only the slices that its devices hold. None: all on the default device.
+        expert_of: for a model with replicas of experts, which one each slot holds.
 
     Raises:
-        ConfigError: unknown model, unsupported architecture or field.
+        ConfigError: unknown model, unsupported architecture or field; `expert_of` does not fit.
         CheckpointError: damaged or missing file, or keys that do not fit; all are listed.
     """
     path = resolve_model_dir(directory)
@@ -161,79 +172,23 @@ def load_pretrained(
     if dtype != "auto":
         check_choice("dtype", dtype, DTYPES)
         config = config.replace(dtype=dtype)
-    model = Decoder(config, moe=moe, kernels=kernels)
-    files = weight_files(path)
-    shapes, faults = _tensor_shapes(files)
-    plan = plan_load(
-        shapes,
-        specs(model),
-        TABLES[config.family],
-        num_experts=config.num_experts,
-        tied=config.tie_word_embeddings,
-        source=str(path),
-        faults=faults,
-    )
-    _fill(model, files, plan)
-    return Loaded(model, config)
-
-
-def _fill(model: Decoder, files: list[Path], plan: LoadPlan) -> None:
-    params = dict(iter_params(model))
-    buffers: dict[str, np.ndarray] = {}
-    left = dict(plan.parts)
-    faults = Faults()
-    for path in files:
-        with _open(path) as handle:
-            for key in handle.keys():
-                if key not in plan.fills:
-                    continue  # a tied lm_head
-                value = _read(handle, key, path)
-                if not _usable(key, value, model.config.dtype, faults):
-                    continue  # the rest is still looked at, so that the error names every such tensor
-                for fill in plan.fills[key]:
-                    spec = params[fill.param].get_metadata("spec")
-                    part = apply_transform(fill.target.transform, value)
-                    if spec.transposed:
-                        part = part.swapaxes(-1, -2)
-                    if fill.expert is None:
-                        buffers[fill.param] = aligned_empty(spec.shape, spec.dtype)
-                        buffers[fill.param][...] = part
-                    else:
-                        if fill.param not in buffers:
-                            buffers[fill.param] = aligned_empty(spec.shape, spec.dtype)
-                        buffers[fill.param][fill.expert] = part
-                    left[fill.param] -= 1
-                    if not left[fill.param]:
-                        params[fill.param].set_value(jax.device_put(buffers.pop(fill.param), may_alias=True))
-    faults.check(str(files[0].parent))
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An uninitialised array that starts at a multiple of 64 bytes.
-
-    On CPU, JAX takes such an array over without a copy.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _usable(key: str, value: np.ndarray, dtype: str, faults: Faults) -> bool:
-    if not np.isfinite(value).all():
-        faults.add("with NaN or infinite values", key)
-        return False
-    if dtype == "float16" and np.abs(value).max(initial=0) > np.finfo(np.float16).max:
-        faults.add("with values too large for float16 (load as bfloat16 or float32)", key)
-        return False
-    return True
-
-
-def _read(handle: Any, key: str, path: Path) -> np.ndarray:
-    try:
-        return handle.get_tensor(key)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot read {key!r} ({error}); copy the file again") from None
+    model = Decoder(config, moe=moe, kernels=kernels) if build is None else build(config)
+    declared = specs(model)
+    start = time.perf_counter()
+    with TensorFiles(weight_files(path)) as files:
+        plan = plan_load(
+            files.shapes,
+            declared,
+            TABLES[config.family],
+            num_experts=config.num_experts,
+            tied=config.tie_word_embeddings,
+            source=str(path),
+            faults=files.faults,
+        )
+        placed = None if shardings is None else shardings(declared)
+        fill_model(model, files, plan, shardings=placed, expert_of=expert_of, source=str(path))
+        stats = LoadStats(files.bytes_read, len(files.keys_read), time.perf_counter() - start)
+    return Loaded(model, config, stats)
 
 
 def save_pretrained(
@@ -242,25 +197,41 @@ def save_pretrained(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    expert_of: ExpertOf | None = None,
 ) -> None:
     """Writes `config.json` and safetensors that transformers loads. Files appear only when complete.
+
+    A sharded model is gathered tensor by tensor. Where it is spread over several processes, all must call
+    this; process 0 writes, and they leave together.
 
     Args:
         dtype: storage dtype; None keeps the model's.
         max_shard_bytes: a larger model is split into shards with an index.
+        expert_of: for a model with replicas of experts, which one each slot holds; each is written once.
 
     Raises:
-        ConfigError: the family's `config.json` cannot describe the model.
+        ConfigError: the family's `config.json` cannot describe the model, or `expert_of` does not fit.
         OutputError: the directory cannot be written; nothing half-written is left.
     """
     out = Path(directory)
     config = model.config if dtype is None else model.config.replace(dtype=dtype)
     text = json.dumps(config_to_hf(config), indent=2) + "\n"
+    tensors = _tensors(model, jnp.dtype(config.dtype), expert_of)
+    if jax.process_index() == 0:
+        _write(out, text, tensors, max_shard_bytes)
+    else:
+        for _ in tensors:
+            pass  # takes part in the gathering
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"save_pretrained {out}")
+
+
+def _write(out: Path, config: str, tensors: Tensors, limit: int) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         try:
-            shards = _write_shards(model, out, jnp.dtype(config.dtype), max_shard_bytes)
-            atomic_write_text(out / "config.json", text)
+            shards = _write_shards(tensors, out, limit)
+            atomic_write_text(out / "config.json", config)
             _commit_shards(out, shards)
         finally:
             for left in out.glob(".shard-*.tmp"):
@@ -270,7 +241,7 @@ def save_pretrained(
         raise OutputError(f"{out}: cannot write the model ({reason})") from error
 
 
-def _tensors(model: Decoder, dtype: Any) -> Any:
+def _tensors(model: Decoder, dtype: Any, expert_of: ExpertOf | None) -> Tensors:
     """(key, array) in the layout of the family's table, one at a time."""
     rules = TABLES[model.config.family]
     transposed = {
@@ -282,19 +253,42 @@ def _tensors(model: Decoder, dtype: Any) -> Any:
     for name, param in iter_params(model):
         key, per_expert = canonical_key(name, rules)
         flip = transposed[name.split(".", 2)[-1]]
-        value = np.asarray(param[...]).astype(dtype, copy=False)
-        if param.get_metadata("spec").transposed:
+        spec = param.get_metadata("spec")
+        slots = expert_slots(name, spec, expert_of, model.config.num_experts)
+        value = _gathered(param[...]).astype(dtype, copy=False)
+        if spec.transposed:
             value = value.swapaxes(-1, -2)
-        for expert in range(value.shape[0]) if per_expert else (None,):
-            part = value if expert is None else value[expert]
+        for expert in range(model.config.num_experts) if per_expert else (None,):
+            part = value if expert is None else value[slots.index(expert)]
             yield key.replace("{e}", str(expert)), np.ascontiguousarray(part.T if flip else part)
 
 
-def _write_shards(
-    model: Decoder, out: Path, dtype: Any, limit: int
-) -> list[tuple[Path, dict[str, np.ndarray], int]]:
+def _gathered(x: jax.Array) -> np.ndarray:
+    """The whole array on the host, in process 0 at least, and no longer than the caller keeps it.
+
+    `np.asarray(x)` of an array that lives on would leave its copy with it.
+    """
+    devices: Collection[Any] = x.sharding.device_set
+    owners = {device.process_index for device in devices}
+    here = jax.process_index() in owners
+    value = np.zeros(x.shape, x.dtype)
+    if here and len(owners) > 1:
+        value = np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    elif here:
+        shards = [shard.data for shard in x.addressable_shards]
+        value = np.asarray(
+            jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=x.dtype)
+        )
+    if 0 in owners or isinstance(x.sharding, SingleDeviceSharding):
+        return value
+    # A pipeline stage that process 0 has no part in.
+    sender = jax.process_index() == min(owners)
+    return np.asarray(multihost_utils.broadcast_one_to_all(value, is_source=sender))
+
+
+def _write_shards(tensors: Tensors, out: Path, limit: int) -> list[tuple[Path, list[str], int]]:
     """Temporary shard files with the keys that each holds."""
-    shards: list[tuple[Path, dict[str, np.ndarray], int]] = []
+    shards: list[tuple[Path, list[str], int]] = []
     current: dict[str, np.ndarray] = {}
     size = 0
 
@@ -303,10 +297,10 @@ def _write_shards(
         path = out / f".shard-{len(shards)}.tmp"
         save_file(current, path, metadata={"format": "pt"})
         path.chmod(0o644)  # safetensors makes files that only their owner can read
-        shards.append((path, dict.fromkeys(current, np.empty(0)), size))
+        shards.append((path, list(current), size))
         current, size = {}, 0
 
-    for key, value in _tensors(model, dtype):
+    for key, value in tensors:
         if current and size + value.nbytes > limit:
             flush()
         current[key] = value
@@ -315,7 +309,7 @@ def _write_shards(
     return shards
 
 
-def _commit_shards(out: Path, shards: list[tuple[Path, dict[str, np.ndarray], int]]) -> None:
+def _commit_shards(out: Path, shards: list[tuple[Path, list[str], int]]) -> None:
     """Moves the shards to their final names and writes, or removes, the index."""
     if len(shards) == 1:
         os.replace(shards[0][0], out / SINGLE)

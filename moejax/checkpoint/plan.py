@@ -6,7 +6,7 @@ Every fault is collected, so that one message lists them all.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from moejax.checkpoint.maps.rules import Rule, Target, source_shape
+from moejax.checkpoint.maps.rules import Rule, Transform, source_shape
 from moejax.core.errors import CheckpointError
 from moejax.nn.param import ParamSpec
 
@@ -14,40 +14,43 @@ MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
-class Fill:
-    """One checkpoint tensor's part in one parameter; expert is None for a whole parameter."""
+class Source:
+    """The checkpoint tensor that holds a parameter, or one expert's matrix of it.
 
-    param: str
-    target: Target
+    Attributes:
+        transform: how it becomes that (see `moejax.checkpoint.maps.rules.Target`).
+        expert: whose matrix; None for a parameter that is not kept by expert.
+    """
+
+    key: str
+    transform: Transform
     expert: int | None
 
 
-@dataclass
-class LoadPlan:
-    """What each checkpoint key fills, and how many fills complete each parameter."""
-
-    fills: dict[str, list[Fill]] = field(default_factory=dict)
-    parts: dict[str, int] = field(default_factory=dict)
+LoadPlan = dict[str, dict[int | None, Source]]
+"""Where each parameter comes from: path → expert (None for the whole) → source."""
 
 
 @dataclass
 class Faults:
     """Everything wrong with a checkpoint, by kind."""
 
-    found: dict[str, list[str]] = field(default_factory=dict)
+    found: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add(self, kind: str, what: str) -> None:
-        self.found.setdefault(kind, []).append(what)
+        """What is said twice is listed once."""
+        self.found.setdefault(kind, {})[what] = None
 
-    def check(self, source: str) -> None:
+    def check(self, source: str, declared_by: str = "config.json") -> None:
         """Raises one `CheckpointError` that lists what was found."""
         if not self.found:
             return
         parts = []
-        for kind, items in self.found.items():
+        for kind, named in self.found.items():
+            items = list(named)
             more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
             parts.append(f"{len(items)} {kind}: {', '.join(items[:MAX_LISTED])}{more}")
-        raise CheckpointError(f"{source}: the weights do not fit config.json; {'; '.join(parts)}")
+        raise CheckpointError(f"{source}: the weights do not fit {declared_by}; {'; '.join(parts)}")
 
 
 def plan_load(
@@ -64,7 +67,8 @@ def plan_load(
 
     Args:
         shapes: checkpoint key → shape.
-        specs: parameter path → declaration.
+        specs: parameter path → declaration. An expert axis may be longer than `num_experts`, where some have
+            replicas.
         tied: with tied embeddings a stored `lm_head.weight` is the embedding again, and is not read.
         faults: what is known to be wrong already, to be listed with the rest.
 
@@ -72,8 +76,8 @@ def plan_load(
         CheckpointError: listing all unmapped, doubly mapped, misshapen and missing keys.
     """
     rules = tuple(rules)
-    plan, faults = LoadPlan(), faults or Faults()
-    filled: dict[tuple[str, int | None], str] = {}
+    plan: LoadPlan = {}
+    faults = faults or Faults()
     for key, shape in shapes.items():
         if tied and key == "lm_head.weight":
             continue
@@ -85,69 +89,56 @@ def plan_load(
             faults.add("matching several rules", key)
             continue
         rule, match = matched[0]
-        groups = match.groupdict()
-        expert = int(groups["e"]) if groups.get("e") is not None else None
-        fills = _fills_of(key, shape, rule, groups, expert, specs, num_experts, faults)
-        for fill in fills:
-            parts: list[int | None] = (
-                [fill.expert] if rule.per_expert else list(_all_parts(rule, fill, specs))
-            )
-            for part in parts:
-                if (fill.param, part) in filled:
-                    faults.add("doubly mapped", f"{key} and {filled[fill.param, part]}")
-                filled[fill.param, part] = key
-            plan.parts[fill.param] = plan.parts.get(fill.param, 0) + 1
-        plan.fills[key] = fills
-    for missing in _missing(filled, specs, rules):
+        for param, part in _sources_of(key, shape, rule, match.groupdict(), specs, num_experts, faults):
+            held = plan.setdefault(param, {})
+            if part.expert in held:
+                faults.add("doubly mapped", f"{key} and {held[part.expert].key}")
+            held[part.expert] = part
+    for missing in _missing(plan, specs, rules, num_experts):
         faults.add("missing", missing)
     faults.check(source)
     return plan
 
 
-def _fills_of(
+def _sources_of(
     key: str,
     shape: tuple[int, ...],
     rule: Rule,
     groups: dict[str, str | None],
-    expert: int | None,
     specs: Mapping[str, ParamSpec],
     num_experts: int,
     faults: Faults,
-) -> list[Fill]:
-    fills = []
+) -> list[tuple[str, Source]]:
+    """What a checkpoint tensor is to each parameter that its rule names; nothing where one is not there."""
+    found = []
     for target in rule.targets:
         param = target.param.replace("{l}", str(groups.get("l")))
         spec = specs.get(param)
+        expert = int(groups["e"] or 0) if rule.per_expert else None
         if spec is None or (expert is not None and expert >= num_experts):
             faults.add("unmapped", key)
             return []
-        expected = source_shape(target.transform, spec.canonical_shape, rule.per_expert)
+        stacked = target.transform.startswith("fused")
+        part = spec.canonical_shape[1:] if rule.per_expert or stacked else spec.canonical_shape
+        expected = source_shape(target.transform, part, num_experts)
         if tuple(shape) != expected:
             faults.add("misshapen", f"{key} is {list(shape)}, expected {list(expected)}")
             # Still counts as present, so that it is not also listed as missing.
-        fills.append(Fill(param, target, expert))
-    return fills
-
-
-def _all_parts(rule: Rule, fill: Fill, specs: Mapping[str, ParamSpec]) -> Iterable[int | None]:
-    """A fused tensor fills every expert's part, so that it collides with per-expert keys."""
-    if fill.target.transform.startswith("fused"):
-        return range(specs[fill.param].shape[0])
-    return (None,)
+        # A stacked tensor holds every expert's matrix, so that it collides with keys by expert.
+        experts = range(num_experts) if stacked else (expert,)
+        found += [(param, Source(key, target.transform, e)) for e in experts]
+    return found
 
 
 def _missing(
-    filled: Mapping[tuple[str, int | None], str], specs: Mapping[str, ParamSpec], rules: tuple[Rule, ...]
+    plan: LoadPlan, specs: Mapping[str, ParamSpec], rules: tuple[Rule, ...], num_experts: int
 ) -> Iterable[str]:
     """Canonical checkpoint keys of the parameters, or parts of them, that nothing fills."""
-    for param, spec in specs.items():
+    for param in specs:
         key, per_expert = canonical_key(param, rules)
-        if not per_expert:
-            if (param, None) not in filled:
-                yield key
-            continue
-        for expert in range(spec.shape[0]):
-            if (param, expert) not in filled:
+        held = plan.get(param, {})
+        for expert in range(num_experts) if per_expert else (None,):
+            if expert not in held:
                 yield key.replace("{e}", str(expert))
 
 

@@ -279,24 +279,6 @@ def _check_buckets(key: str, value: object) -> None:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """Degrees of parallelism: data, pipeline, expert, tensor. Only 1 each is built so far."""
-
-    dp: int = 1
-    pp: int = 1
-    ep: int = 1
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("dp", "pp", "ep", "tp"):
-            check_positive(f"parallel.{name}", getattr(self, name))
-            if getattr(self, name) != 1:
-                raise ConfigError(
-                    f"parallel.{name}={getattr(self, name)}: parallel meshes are not built yet; set it to 1"
-                )
-
-
-@dataclass(frozen=True)
 class QuantConfig:
     """Weight quantization. Only `none` is built so far."""
 

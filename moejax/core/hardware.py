@@ -1,7 +1,9 @@
 """Peak rates of the devices that results are held against.
 
-Sources: NVIDIA's data sheets of A100 (SXM), H100 (SXM) and H200; dense rates without sparsity. A CPU has no
-data sheet that would fit a shared machine, so its read bandwidth is measured (`measure_read_bandwidth`).
+Sources: NVIDIA's data sheets of A100 (SXM), H100 (SXM) and H200; dense rates without sparsity. Networks are
+those of NVIDIA's DGX machines, from their user guides: an InfiniBand adapter for each of the eight GPUs,
+ConnectX-6 HDR at 200 Gb/s in DGX A100, ConnectX-7 NDR at 400 Gb/s in DGX H100 and H200. A CPU has no data
+sheet that would fit a shared machine, so its read bandwidth is measured (`measure_read_bandwidth`).
 """
 
 import time
@@ -16,6 +18,8 @@ from moejax.core.errors import ConfigError, unknown
 class Hardware:
     """One device. Rates in FLOP/s and bytes/s, memory in bytes; None where not known.
 
+    `link_bandwidth` is NVLink's with both directions counted, as data sheets do: half of it can be sent.
+    `network_bandwidth` is what one device can send to other nodes, in one direction.
     `source` says where the bandwidth comes from: "data sheet" or "measured".
     """
 
@@ -25,6 +29,7 @@ class Hardware:
     memory: float | None
     link_bandwidth: float | None
     source: str
+    network_bandwidth: float | None = None
 
 
 _GB, _GIB = 1e9, 2**30
@@ -37,6 +42,7 @@ KNOWN: dict[str, Hardware] = {
         80 * _GIB,
         600 * _GB,
         "data sheet",
+        25 * _GB,
     ),
     "h100": Hardware(
         "h100",
@@ -45,6 +51,7 @@ KNOWN: dict[str, Hardware] = {
         80 * _GIB,
         900 * _GB,
         "data sheet",
+        50 * _GB,
     ),
     "h200": Hardware(
         "h200",
@@ -53,6 +60,7 @@ KNOWN: dict[str, Hardware] = {
         141 * _GIB,
         900 * _GB,
         "data sheet",
+        50 * _GB,
     ),
     "cpu": Hardware("cpu", None, {}, None, None, "measured"),
 }

@@ -20,9 +20,9 @@ import numpy as np
 
 from moejax.engine import kernel_plan, slab_plan
 from moejax.engine.buckets import Buckets
+from moejax.engine.plan import Plan, StepPlan
 from moejax.engine.request import SamplingParams
 from moejax.engine.sampler import SamplerMode, SamplingArrays, common_mode, sampling_values
-from moejax.engine.scheduler import StepPlan
 from moejax.engine.sequence import Sequence
 from moejax.ops.kernel_attention import KernelPlan
 from moejax.ops.paged_attention import AttentionPlan
@@ -189,12 +189,31 @@ class BatchBuilder:
         self.limits = limits
         self.warm_modes: list[SamplerMode] = []
 
-    def build(self, plan: StepPlan) -> tuple[StepKey, np.ndarray]:
-        """The bucket and the int32 buffer of a plan."""
-        rows = plan.sequences
-        decodes, D = plan.decodes, len(plan.decodes)
-        counts = [len(s.blocks) for s in decodes]
-        held = np.fromiter(chain.from_iterable([s.blocks for s in decodes]), np.int64, sum(counts))
+    def key(self, plan: Plan) -> StepKey:
+        """The least bucket that holds a plan."""
+        return self.common([self._key(group, _held(group)[0]) for group in plan.groups])
+
+    def build(self, plan: Plan, key: StepKey | None = None) -> tuple[StepKey, np.ndarray]:
+        """The bucket and the int32 buffer of a plan; data-parallel groups have one after another, and share
+        their bucket.
+
+        Args:
+            key: a bucket that holds the plan; None: the least.
+        """
+        plans = plan.groups
+        held = [_held(plan) for plan in plans]
+        if key is None:
+            key = self.common(
+                [self._key(plan, blocks) for plan, (blocks, _) in zip(plans, held, strict=True)]
+            )
+        length = layout(key, self.limits)[1]
+        buffer = np.zeros(len(plans) * length, np.int32)
+        for i, (plan, (blocks, counts)) in enumerate(zip(plans, held, strict=True)):
+            self._fill(buffer[i * length : (i + 1) * length], plan, key, blocks, counts)
+        return key, buffer
+
+    def _key(self, plan: StepPlan, held: np.ndarray) -> StepKey:
+        rows, D = plan.sequences, len(plan.decodes)
         highest = int(held.max()) if D else 0
         highest = max([highest, *(max(chunk.sequence.blocks) for chunk in plan.chunks)])
         # Kernels read through block tables, which do not care who else has a block.
@@ -202,7 +221,7 @@ class BatchBuilder:
         slabs = self.buckets.slabs_for(highest + 1)
         tokens = plan.chunk_tokens
         wanted = max(tokens, plan.min_tokens) if tokens else 0
-        key = StepKey(
+        return StepKey(
             rows=self.buckets.rows_for(len(rows)),
             tokens=self.buckets.tokens_for(wanted),
             blocks=self.buckets.slabs.ends[slabs - 1],
@@ -211,21 +230,39 @@ class BatchBuilder:
             record=any(s.record for s in rows),
             score=any(chunk.sequence.score for chunk in plan.chunks),
         )
-        fields, length = layout(key, self.limits)
-        buffer = np.zeros(length, np.int32)
+
+    def common(self, keys: Items[StepKey]) -> StepKey:
+        """The least bucket that holds all of these."""
+        if len(keys) == 1:
+            return keys[0]
+        return StepKey(
+            rows=max(key.rows for key in keys),
+            tokens=max(key.tokens for key in keys),
+            blocks=max(key.blocks for key in keys),
+            owners=max(key.owners for key in keys),
+            mode=self._compiled(common_mode({key.mode for key in keys})),
+            record=any(key.record for key in keys),
+            score=any(key.score for key in keys),
+        )
+
+    def _fill(
+        self, buffer: np.ndarray, plan: StepPlan, key: StepKey, held: np.ndarray, counts: list[int]
+    ) -> None:
+        """Writes a plan into its part of the buffer, all zero before."""
+        rows = plan.sequences
+        fields, _ = layout(key, self.limits)
         views = {
             name: buffer[offset : offset + math.prod(shape)].reshape(shape)
             for name, (offset, shape) in fields.items()
         }
         self._rows(views, plan, rows)
-        if tokens:
+        if key.tokens:
             self._chunks(views, plan, key)
         self.limits.plan.fill(views, plan, key, self.limits, self.buckets.slabs, held, counts)
         if "seed" in views:
             _fill_sampling(views, rows)
         if key.mode.penalty:
             _fill_penalty(views, plan)
-        return key, buffer
 
     def empty(self, key: StepKey) -> np.ndarray:
         """A buffer that computes nothing and writes nothing, to rehearse a step."""
@@ -245,6 +282,9 @@ class BatchBuilder:
         # A part of a prompt samples nothing, but its tokens have been seen.
         if any(s.mode.penalty for s in rows):
             least = least._replace(penalty=True)
+        return self._compiled(least)
+
+    def _compiled(self, least: SamplerMode) -> SamplerMode:
         return next((mode for mode in self.warm_modes if common_mode({mode, least}) == mode), least)
 
     def _rows(self, views: dict[str, np.ndarray], plan: StepPlan, rows: list[Sequence]) -> None:
@@ -293,6 +333,13 @@ class BatchBuilder:
             start, row = start + chunk.count, row + 1 + len(forks)
         # Static batching's padding is computed like a token, though it has no place in the cache.
         views["chunk_position"][start : plan.min_tokens] = 0
+
+
+def _held(plan: StepPlan) -> tuple[np.ndarray, list[int]]:
+    """int64, all blocks of the decoding rows, one row's after another's; and how many each has."""
+    counts = [len(s.blocks) for s in plan.decodes]
+    blocks = chain.from_iterable([s.blocks for s in plan.decodes])
+    return np.fromiter(blocks, np.int64, sum(counts)), counts
 
 
 def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:

@@ -13,21 +13,54 @@ callers can stream at once, from one thread or from many.
 import threading
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Row
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from moejax.engine.live import LiveRequest
+from moejax.engine.plan import Plan
 from moejax.engine.runner import Runner, StepResult
-from moejax.engine.scheduler import Scheduler, StepPlan
-from moejax.engine.sequence import State
+from moejax.engine.sequence import Sequence, State
 from moejax.engine.stats import EngineStats, StepRecord
+
+
+class Blocks(Protocol):
+    """The cache, to be counted."""
+
+    @property
+    def num_used(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+
+
+class Scheduling(Protocol):
+    """What the loop needs of `moejax.engine.scheduler.Scheduler`, or of several behind one."""
+
+    @property
+    def allocator(self) -> Blocks: ...
+    @property
+    def running(self) -> list[Sequence]: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def idle(self) -> bool: ...
+
+    def check_fits(self, sequence: Sequence) -> None: ...
+    def add(self, sequence: Sequence) -> None: ...
+    def schedule(self) -> Any: ...
+    def postprocess(self, plan: Any, tokens: Row[int]) -> list[tuple[int, Sequence]]: ...
+    def finish(self, sequence: Sequence) -> None: ...
+    def stored_tokens(self) -> int: ...
+    def forget_device_state(self) -> None: ...
 
 
 @dataclass(slots=True)
 class InFlight:
     """A launched step, and what was true when it was scheduled."""
 
-    plan: StepPlan
+    plan: Plan
     handle: Any
     launched: float
     running: int
@@ -48,7 +81,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduling,
         runner: Runner,
         *,
         overlap: bool = True,
@@ -157,7 +190,7 @@ class Engine:
         self._deliver(step, result)
         return True
 
-    def _launch(self, plan: StepPlan) -> InFlight:
+    def _launch(self, plan: Plan) -> InFlight:
         scheduler, now = self.scheduler, self.clock()
         for chunk in plan.chunks:
             if chunk.start == 0 and chunk.sequence.owner is not None:
@@ -215,7 +248,7 @@ class Engine:
         if self.on_step is not None:
             self.on_step(record)
 
-    def _fail(self, plan: StepPlan, error: Exception) -> None:
+    def _fail(self, plan: Plan, error: Exception) -> None:
         """Ends the requests of a failed step and has all others computed anew."""
         text = " ".join(str(error).split()) or type(error).__name__
         kind = "" if text.startswith(type(error).__name__) else f"{type(error).__name__}: "

@@ -1,7 +1,5 @@
 """Runs plans on the device: builds the batch, finds its bucket's compiled step, owns the device state."""
 
-import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -11,16 +9,15 @@ import numpy as np
 
 from moejax.cache.pool import BlockPool, Pages
 from moejax.core.config import EngineConfig
-from moejax.engine.batch import BatchBuilder, Limits, StepKey, layout
-from moejax.engine.buckets import Buckets
+from moejax.engine.batch import StepKey, layout
+from moejax.engine.bucket_runner import BucketRunner, Rows
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.paged_steps import DeviceState, PagedFunctions, PagedOutput
-from moejax.engine.routing import RoutingRecord
+from moejax.engine.plan import Plan
 from moejax.engine.runner import StepResult
-from moejax.engine.sampler import SamplerMode, read_logprobs
-from moejax.engine.scheduler import StepPlan
-from moejax.engine.steps import shapes_of
+from moejax.engine.steps import ModelFunctions, shapes_of
 from moejax.ops.paged_attention import copy_blocks
+from moejax.sharding.spmd import OneDevice, OnMesh
 
 
 class CopyKey(NamedTuple):
@@ -30,15 +27,14 @@ class CopyKey(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step under way: what its rows want to know (likeliest tokens each), and the device's promise."""
+    """A step under way, and the device's promise."""
 
     key: StepKey
-    wanted: list[int | None] | None
-    chunk_tokens: int
+    batch: Rows
     output: PagedOutput
 
 
-class DeviceRunner:
+class DeviceRunner(BucketRunner):
     """Implements `moejax.engine.runner.Runner`.
 
     Args:
@@ -47,6 +43,7 @@ class DeviceRunner:
         num_blocks, max_model_len: of the cache, of one sequence.
         ledger: where steps are compiled.
         kernels: implementation of the GPU kernels, "xla" for none.
+        place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
     """
 
     def __init__(
@@ -57,53 +54,43 @@ class DeviceRunner:
         max_model_len: int,
         ledger: CompileLedger,
         kernels: str = "xla",
+        place: OneDevice | None = None,
     ) -> None:
+        self.place = place or OneDevice()
         self.functions = functions
-        self.ledger = ledger
-        self.config = config
-        self._one_slab = kernels != "xla"
-        self.buckets = self._all_buckets(num_blocks)
-        self.limits = Limits(
-            slots=config.max_num_seqs,
-            block_size=config.block_size,
-            table_width=-(-max_model_len // config.block_size),
-            slab_ends=self.buckets.slabs.ends,
-            kernels=kernels,
-        )
-        self.builder = BatchBuilder(self.buckets, self.limits)
         model = functions.config
+        super().__init__(model, config, num_blocks, max_model_len, ledger, kernels, self.place.groups)
         self.pool = BlockPool(
             model,
             self.buckets.slabs,
             config.block_size,
             jnp.dtype(model.dtype),
             transposed_keys=not self._one_slab,
+            place=self.place,
         )
-        self.routing = RoutingRecord(model.num_layers, model.num_experts)
         self.reset()
 
     def reset(self) -> None:
         self.pool.reset()
-        self._last = jnp.zeros(self.limits.slots + 1, jnp.int32)
+        self._last = self.place.zeros((self.limits.slots + 1,), jnp.int32)
         self._seen: jax.Array | None = None
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: Plan) -> Launched:
         """Builds the batch and starts the step.
 
         Raises:
             CompileError: the step is not compiled, and may not be any more (`engine.strict_compile`).
         """
-        if plan.copies:
-            self._copy(plan.copies)
+        if any(part.copies for part in plan.groups):
+            self._copy([part.copies for part in plan.groups])
         key, buffer = self.builder.build(plan)
-        wanted = [s.params.logprobs for s in plan.sequences] if key.mode.logprobs >= 0 else None
-        return Launched(key, wanted, plan.chunk_tokens, self._run(key, buffer))
+        return Launched(key, Rows.of(plan, key), self._run(key, buffer))
 
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         step = self._step(key)
         pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
         given = DeviceState(pages, self._last, self._seen_of(key))
-        state, output = step(self.functions.leaves, given, buffer)
+        state, output = step(self.functions.leaves, given, self.place.put(buffer))
         self.pool.put(state.pages)
         self._last = state.last
         if key.mode.penalty:
@@ -113,65 +100,18 @@ class DeviceRunner:
     def collect(self, handle: Launched) -> StepResult:
         """Reads a step's result; this is where the host waits for the device."""
         key, output = handle.key, handle.output
-        tokens = np.asarray(output.sampled.tokens).tolist()
-        logprobs = None if handle.wanted is None else read_logprobs(output.sampled, handle.wanted)
+        result = self._result(key, handle.batch, output)
         if output.counts is not None:
             phase = "prefill" if key.tokens else "decode"
             self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
-        scores = None
-        if output.prompt_logprobs is not None:
-            scores = np.asarray(output.prompt_logprobs)[: handle.chunk_tokens]
-        return StepResult(tokens, logprobs, scores, key.rows + key.tokens)
-
-    def warmup(
-        self,
-        max_total_len: int,
-        modes: Sequence[SamplerMode],
-        *,
-        samples: int = 1,
-        score: bool = False,
-        record: bool = False,
-    ) -> None:
-        """Compiles ahead of time every step that such a workload can need, and rehearses each once on an
-        empty batch: the first run of a program costs tens of milliseconds more than the next.
-
-        From then on batches are padded to the few buckets compiled here, see `Buckets.thinned`.
-
-        Args:
-            max_total_len: of its longest request, prompt and output. A preempted one comes back as a prompt.
-            modes: sampler modes that the batches run in.
-            samples: the largest n of a request.
-            score, record: compile the steps that score prompts, or record routing, as well.
-        """
-        self.builder.warm_modes = list(dict.fromkeys(modes))
-        whole = self._all_buckets(self.buckets.slabs.num_blocks)
-        self.buckets = self.builder.buckets = whole.thinned(self.config, max_total_len)
-        samples = min(samples, self.limits.slots)  # more than that run one group after another
-        owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
-        reachable = list(self.buckets.reachable(max_total_len, self.limits.block_size, samples))
-        modes, records = self.builder.warm_modes, (False, True) if record else (False,)
-        options = itertools.product(reachable, owners, modes, records, (False, True) if score else (False,))
-        for (rows, tokens, slabs), sharing, mode, recorded, scored in options:
-            if tokens or not scored:
-                blocks = self.limits.slab_ends[slabs - 1]
-                key = StepKey(rows, tokens, blocks, sharing, mode, recorded, scored)
-                jax.block_until_ready(self._run(key, self.builder.empty(key)))
-        if samples > 1:
-            for slabs in sorted({slabs for _, _, slabs in reachable}):
-                self._copier(slabs)
-
-    def _all_buckets(self, num_blocks: int) -> Buckets:
-        """Kernels read through block tables, whatever the pool's size: it is one slab."""
-        config = self.config
-        if self._one_slab:
-            config = dataclasses.replace(config, block_buckets=[num_blocks])
-        return Buckets.of(config, num_blocks)
+        return result
 
     def _seen_of(self, key: StepKey) -> jax.Array | None:
         if not key.mode.penalty:
             return None
         if self._seen is None:
-            self._seen = jnp.zeros((self.limits.slots + 1, self.functions.config.vocab_size), jnp.bool_)
+            shape = (self.limits.slots + 1, self.functions.config.vocab_size)
+            self._seen = self.place.zeros(shape, jnp.bool_)
         return self._seen
 
     def _step(self, key: StepKey) -> Any:
@@ -179,51 +119,60 @@ class DeviceRunner:
 
         def build() -> jax.stages.Wrapped:
             def step(leaves: Any, state: DeviceState, buffer: jax.Array) -> Any:
-                return self.functions.step(leaves, state, buffer, key=key, limits=self.limits)
+                how: Any = {"key": key, "limits": self.limits, "place": self.place}
+                return self.functions.step(leaves, state, buffer, **how)
 
-            return jax.jit(step, donate_argnums=(1,))
+            return self.place.compiled(step, shapes(), donate=1, output=True)
 
         def shapes() -> tuple[Any, ...]:
             slots, vocab = self.limits.slots + 1, self.functions.config.vocab_size
-            seen = jax.ShapeDtypeStruct((slots, vocab), jnp.bool_) if key.mode.penalty else None
+            struct = self.place.struct
+            seen = struct((slots, vocab), jnp.bool_) if key.mode.penalty else None
             state: Any = DeviceState(
                 self.pool.shapes(self.limits.slab_ends.index(key.blocks) + 1),
-                cast(Any, jax.ShapeDtypeStruct((slots,), jnp.int32)),
+                struct((slots,), jnp.int32),
                 cast(Any, seen),
             )
-            buffer = jax.ShapeDtypeStruct((layout(key, self.limits)[1],), jnp.int32)
-            return shapes_of(self.functions.leaves), state, buffer
+            buffer = struct((layout(key, self.limits)[1],), jnp.int32)
+            return self._leaves(), state, buffer
 
         return self.ledger.get("step", key, build, shapes)
+
+    def _leaves(self) -> Any:
+        """The weights' shapes, on a mesh with where they are."""
+        leaves = self.functions.leaves
+        if isinstance(self.place, OnMesh):
+            return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
+        return shapes_of(leaves)
 
     def _copier(self, slabs: int) -> Any:
         """The compiled program that copies blocks within the first `slabs` slabs."""
         most = self.limits.slots
 
         def build() -> jax.stages.Wrapped:
-            def copy(pages: Pages, pairs: jax.Array, count: jax.Array) -> Pages:
+            def copy(pages: Pages, pairs: jax.Array) -> Pages:
+                # A group's sources, destinations and, in the last place, how many of them there are.
+                source, destination, count = pairs[:most], pairs[most : 2 * most], pairs[2 * most]
                 layers = range(len(pages[0]))
                 done = [
-                    copy_blocks(tuple(slab[i] for slab in pages), pairs[0], pairs[1], count) for i in layers
+                    copy_blocks(tuple(slab[i] for slab in pages), source, destination, count) for i in layers
                 ]
                 return tuple(tuple(layer[z] for layer in done) for z in range(len(pages)))
 
-            return jax.jit(copy, donate_argnums=(0,))
+            return self.place.compiled(copy, shapes(), donate=0, output=False)
 
         def shapes() -> tuple[Any, ...]:
-            integer = jnp.int32
-            return (
-                self.pool.shapes(slabs),
-                jax.ShapeDtypeStruct((2, most), integer),
-                jax.ShapeDtypeStruct((), integer),
-            )
+            return self.pool.shapes(slabs), self.place.struct((2 * most + 1,), jnp.int32)
 
         return self.ledger.get("copy", CopyKey(self.limits.slab_ends[slabs - 1]), build, shapes)
 
-    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks before the step that writes into the copies. At most one a slot."""
-        pairs = np.zeros((2, self.limits.slots), np.int32)
-        pairs[:, : len(copies)] = np.asarray(copies, np.int32).T
-        slabs = self.buckets.slabs_for(int(pairs.max()) + 1)
+    def _copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Copies each group's blocks before the step that writes into the copies. At most one a slot."""
+        most = self.limits.slots
+        pairs = np.zeros((len(copies), 2 * most + 1), np.int32)
+        for row, mine in zip(pairs, copies, strict=True):
+            row[: 2 * most].reshape(2, most)[:, : len(mine)] = np.asarray(mine, np.int32).reshape(-1, 2).T
+            row[2 * most] = len(mine)
+        slabs = self.buckets.slabs_for(int(pairs[:, : 2 * most].max()) + 1)
         copier = self._copier(slabs)
-        self.pool.put(copier(self.pool.take(slabs), pairs, np.int32(len(copies))))
+        self.pool.put(copier(self.pool.take(slabs), self.place.put(pairs.reshape(-1))))

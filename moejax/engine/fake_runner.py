@@ -7,8 +7,8 @@ wrong block, a missed copy, a lost write or one into another's block, however fa
 than the same request alone would get.
 """
 
+from moejax.engine.plan import Plan, StepPlan
 from moejax.engine.runner import StepResult
-from moejax.engine.scheduler import StepPlan
 from moejax.engine.sequence import Sequence
 
 
@@ -30,13 +30,33 @@ class FakeRunner:
         self.reset()
 
     def reset(self) -> None:
-        self._cache: dict[int, list[int | None]] = {}
-        self._last: dict[int, int] = {}
+        self._groups: list[FakeDevice] = []
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: Plan) -> StepResult:
         number, self.launches = self.launches, self.launches + 1
         if number in self.fail_at:
             raise RuntimeError(f"step {number} fails on purpose")
+        while len(self._groups) < len(plan.groups):
+            self._groups.append(FakeDevice(self.num_blocks, self.block_size, self.vocab_size))
+        tokens: list[int] = []
+        for device, part in zip(self._groups, plan.groups, strict=True):
+            tokens += device.step(part)
+        return StepResult(tokens, padded_tokens=plan.num_tokens)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
+
+
+class FakeDevice:
+    """The cache of one data-parallel group."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self._cache: dict[int, list[int | None]] = {}
+        self._last: dict[int, int] = {}
+
+    def step(self, plan: StepPlan) -> list[int]:
+        """A token for each row; 0 for those that sample nothing."""
         for source, destination in plan.copies:
             self._cache[destination] = list(self._block(source))
         tokens = [0] * len(plan.sequences)
@@ -50,10 +70,7 @@ class FakeRunner:
             tokens[row] = hash((self._attend(sequence), sequence.seed, step)) % self.vocab_size
         for row, sequence in plan.sampling_rows():
             self._last[sequence.slot] = tokens[row]
-        return StepResult(tokens, padded_tokens=plan.num_tokens)
-
-    def collect(self, handle: StepResult) -> StepResult:
-        return handle
+        return tokens
 
     def _block(self, block: int) -> list[int | None]:
         if not 0 <= block < self.num_blocks:

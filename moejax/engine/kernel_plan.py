@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.cache.slabs import SlabLayout
-from moejax.engine.scheduler import StepPlan
+from moejax.engine.plan import StepPlan
 from moejax.ops.kernel_attention import KernelPlan
 
 if TYPE_CHECKING:

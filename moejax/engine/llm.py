@@ -9,9 +9,9 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
-from moejax.checkpoint.hf import load_pretrained
-from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, ParallelConfig, QuantConfig
+from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, QuantConfig
 from moejax.core.errors import ConfigError, StepError
+from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
 from moejax.engine.building import RequestBuilder
 from moejax.engine.core import Engine
@@ -21,11 +21,12 @@ from moejax.engine.ledger import CompileLedger, enable_compile_cache
 from moejax.engine.live import LiveRequest
 from moejax.engine.output import StreamChunk
 from moejax.engine.paged_steps import PagedFunctions
+from moejax.engine.pipeline_runner import PipelineRunner, most_microbatches
+from moejax.engine.placing import build_stages, make_places
 from moejax.engine.policy import make_policy
 from moejax.engine.request import RequestOutput, SamplingParams
 from moejax.engine.routing import RoutingRecord
 from moejax.engine.sampler import common_mode
-from moejax.engine.scheduler import Scheduler
 from moejax.engine.setup import (
     cache_blocks,
     default_cache_dir,
@@ -33,14 +34,16 @@ from moejax.engine.setup import (
     find_model,
     given,
     longest_sequence,
+    make_scheduler,
     unsupported_by_kernels,
 )
-from moejax.engine.static_scheduler import StaticScheduler
+from moejax.engine.stage_steps import StageFunctions
 from moejax.engine.stats import StepRecord
 from moejax.engine.tokenizer import ChatMessage, Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.nn.activation import activation
 from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul, choose_kernels
+from moejax.sharding.pipeline import stage_config
 
 
 class LLM:
@@ -50,7 +53,9 @@ class LLM:
         model: a shipped model's name, a Hugging Face directory, or (with `load_format="dummy"`) a
             `config.json` as a dictionary or a `ModelConfig`.
         dtype: "auto" (float32 on CPU, the checkpoint's own elsewhere), "float32", "bfloat16", "float16".
-        parallel, quant: only the defaults are built so far; anything else raises.
+        parallel: how the model is spread over devices, see `ParallelConfig`; None: on one. The engine's
+            limits (`max_num_seqs`, `num_blocks`, …) are each data-parallel group's.
+        quant: only the default is built so far; anything else raises.
         engine: limits and choices, see `EngineConfig`.
         seed: where the random streams of requests without a seed of their own, and dummy weights, start.
         load_format: "auto" reads safetensors, "dummy" fills weights at random from the configuration alone.
@@ -105,45 +110,58 @@ class LLM:
             moe = dataclasses.replace(moe, grouped_matmul=product.value)
         self._kernels = kernels.value
         longest_sequence(self.engine_config, config)  # before any weight is read
-        if load_format == "dummy":
-            config = config.replace(dtype=resolved.value)
-            self.model = Decoder(config, moe=moe, kernels=kernels.value, seed=seed)
-        else:
-            assert self.model_dir is not None
-            self.model, config = load_pretrained(
-                self.model_dir, dtype=resolved.value, moe=moe, kernels=kernels.value
-            )
+        most_microbatches(self.parallel_config, self.engine_config)
+        self.places = make_places(self.parallel_config, config, moe)
+        config = config.replace(dtype=resolved.value)
+        source = None if load_format == "dummy" else self.model_dir
+        how = (moe, kernels.value, source, seed)
+        self.stages = build_stages(config, self.parallel_config, self.places, *how)
         self.config = config
         self.tokenizer = Tokenizer.load(self.model_dir) if self.model_dir else None
         self.eos_token_ids = eos_token_ids(config, self.model_dir)
-        self._functions = PagedFunctions(self.model)
+        whole = len(self.stages) == 1
+        self._functions = [PagedFunctions(s) if whole else StageFunctions(s) for s in self.stages]
         self._start(self.engine_config)
 
     def _start(self, config: EngineConfig) -> None:
         """Scheduler, cache and runner."""
         self.engine_config = config
         self.max_model_len = longest_sequence(config, self.config)
-        blocks = cache_blocks(config, self.config, self.max_model_len)
+        largest = stage_config(self.config, max((model.stage for model in self.stages), key=len))
+        blocks = cache_blocks(config, largest, self.max_model_len, self.parallel_config)
         self.resolutions = [*self._model_resolutions, blocks]
         self.ledger = CompileLedger(strict=config.strict_compile)
         num_blocks = int(blocks.value)
-        kind = StaticScheduler if config.batching == "static" else Scheduler
-        scheduler = kind(
-            BlockAllocator(num_blocks, config.block_size),
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            make_policy(config.policy),
-        )
-        self.runner = DeviceRunner(
-            self._functions, config, num_blocks, self.max_model_len, self.ledger, self._kernels
-        )
+        scheduler = make_scheduler(config, num_blocks, self.places[0].groups)
+        how = (config, num_blocks, self.max_model_len, self.ledger, self._kernels)
+        self.runner: DeviceRunner | PipelineRunner
+        if len(self.stages) == 1:
+            self.runner = DeviceRunner(cast(PagedFunctions, self._functions[0]), *how, place=self.places[0])
+        else:
+            stages: Any = list(zip(self._functions, self.places, strict=True))
+            microbatches = most_microbatches(self.parallel_config, config)
+            self.runner = PipelineRunner(stages, *how, microbatches=microbatches)
         self.engine = Engine(scheduler, self.runner, overlap=config.overlap)
         self.reader = PromptReader(self.tokenizer, self.config.vocab_size, self.max_model_len)
-        whole_in = scheduler.allocator if config.batching == "static" else None
+        static = config.batching == "static"
+        whole_in = BlockAllocator(num_blocks, config.block_size) if static else None
         self.builder = RequestBuilder(
             self.reader, self.eos_token_ids, self.seed, config.max_num_seqs, whole_in
         )
         self._submitted: dict[str, LiveRequest] = {}
+
+    @property
+    def model(self) -> Decoder:
+        """The decoder.
+
+        Raises:
+            ConfigError: it is in pipeline stages, see `stages`.
+        """
+        if len(self.stages) > 1:
+            raise ConfigError(
+                f"parallel.pp={len(self.stages)}: there is no whole model; LLM.stages has its parts"
+            )
+        return self.stages[0]
 
     def variant(self, engine: EngineConfig) -> "LLM":
         """The same weights and tokenizer behind an engine of its own.

@@ -10,6 +10,9 @@ from moejax.cache.pool import PagedCache, Pages
 from moejax.engine.batch import Batch, Limits, StepKey, unpack
 from moejax.engine.sampler import Sampled, sample
 from moejax.engine.steps import ModelFunctions, routing_counts, token_logprobs
+from moejax.models.decoder import Decoder
+from moejax.moe.layer import RoutingTrace
+from moejax.sharding.spmd import OneDevice
 
 
 class DeviceState(NamedTuple):
@@ -48,41 +51,70 @@ class PagedFunctions(ModelFunctions):
         *,
         key: StepKey,
         limits: Limits,
+        place: OneDevice,
     ) -> tuple[DeviceState, PagedOutput]:
-        """One token of each decoding row and all chunk tokens, in one pass of the model."""
+        """One token of each decoding row and all chunk tokens, in one pass of the model.
+
+        On a mesh (`place`) this is a device's part: its group's state and buffer. The output is all groups'.
+        """
         batch = unpack(buffer, key, limits)
         model = self.merge(leaves)
-        S = key.rows
-        token = jnp.where(batch.token >= 0, batch.token, state.last[batch.slot])
-        tokens, positions = token, batch.position
-        if batch.chunk_token is not None:
-            assert batch.chunk_position is not None
-            tokens = jnp.concatenate([tokens, batch.chunk_token])
-            positions = jnp.concatenate([positions, batch.chunk_position])
-        valid = positions >= 0
-        x, cache, traces = model.hidden(
-            tokens[:, None],
-            jnp.maximum(positions, 0)[:, None],
-            valid=valid[:, None],
-            cache=PagedCache(state.pages, batch.attention, limits.kernels),
-            rope_lens=batch.rope_len,
-        )
-        x = x[:, 0]
-        rows, seen = None, state.seen
-        if key.mode.penalty:
-            assert state.seen is not None
-            rows = _seen_rows(batch, token, state.seen)
-            seen = state.seen.at[batch.slot].set(rows)
-        sampled = sample(model.logits(x[batch.logit]), batch.sampling, batch.step, rows, key.mode)
+        token = decoded_tokens(batch, state.last)
+        x = model.embed(flat_tokens(batch, token)[:, None])
+        x, pages, traces = run_layers(model, x, batch, state.pages, limits)
         counts = overflow = None
         if key.record:
-            counts, overflow = routing_counts(traces, self.config.num_experts)
-        scores = None
-        if key.score:
-            assert batch.target is not None
-            scores = token_logprobs(model, x[S:], batch.target)
-        last = _remember(state.last, batch, sampled.tokens)
-        return DeviceState(cache.pages, last, seen), PagedOutput(sampled, counts, overflow, scores)
+            counts, overflow = (place.total(x) for x in routing_counts(traces, self.config.num_experts))
+        state, sampled, scores = finish(model, x, batch, token, state._replace(pages=pages), key)
+        sampled, scores = place.everywhere((sampled, scores))
+        return state, PagedOutput(sampled, counts, overflow, scores)
+
+
+def decoded_tokens(batch: Batch, last: jax.Array) -> jax.Array:
+    """int32 `[S]`: what each row decodes, known to the host or sampled last by its slot."""
+    return jnp.where(batch.token >= 0, batch.token, last[batch.slot])
+
+
+def flat_tokens(batch: Batch, token: jax.Array) -> jax.Array:
+    """int32 `[S + T]`: the rows' tokens, then the chunks'."""
+    return token if batch.chunk_token is None else jnp.concatenate([token, batch.chunk_token])
+
+
+def run_layers(
+    model: Decoder, x: jax.Array, batch: Batch, pages: Pages, limits: Limits
+) -> tuple[jax.Array, Pages, tuple[RoutingTrace | None, ...]]:
+    """The model's layers (of a pipeline stage: its own) over the flat batch: x `[S + T, 1, D]` → (the same,
+    pages, traces)."""
+    positions = batch.position
+    if batch.chunk_position is not None:
+        positions = jnp.concatenate([positions, batch.chunk_position])
+    x, cache, traces = model.run(
+        x,
+        jnp.maximum(positions, 0)[:, None],
+        valid=(positions >= 0)[:, None],
+        cache=PagedCache(pages, batch.attention, limits.kernels),
+        rope_lens=batch.rope_len,
+    )
+    return x, cache.pages, traces
+
+
+def finish(
+    model: Decoder, x: jax.Array, batch: Batch, token: jax.Array, state: DeviceState, key: StepKey
+) -> tuple[DeviceState, Sampled, jax.Array | None]:
+    """Samples the rows and scores the chunks: final `[S + T, 1, D]`, decoded tokens `[S]` → (state, sampled
+    rows, log-probabilities of the chunks' next tokens where they are asked for)."""
+    x = x[:, 0]
+    rows, seen = None, state.seen
+    if key.mode.penalty:
+        assert state.seen is not None
+        rows = _seen_rows(batch, token, state.seen)
+        seen = state.seen.at[batch.slot].set(rows)
+    sampled = sample(model.logits(x[batch.logit]), batch.sampling, batch.step, rows, key.mode)
+    scores = None
+    if key.score:
+        assert batch.target is not None
+        scores = token_logprobs(model, x[key.rows :], batch.target)
+    return state._replace(last=_remember(state.last, batch, sampled.tokens), seen=seen), sampled, scores
 
 
 def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from moejax.engine.plan import Plan
 from moejax.engine.request import Logprob
-from moejax.engine.scheduler import StepPlan
 
 
 class StepResult(NamedTuple):
@@ -35,7 +35,7 @@ class Runner(Protocol):
     from the token that its slot sampled last.
     """
 
-    def launch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: Plan) -> Any:
         """Starts a step and returns a handle for `collect`."""
         ...
 

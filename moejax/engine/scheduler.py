@@ -11,77 +11,14 @@ sampled but not read is `pending`, and its sequence goes on with the value that 
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, field
 from typing import Any
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks
 from moejax.core.errors import RequestError
+from moejax.engine.plan import Chunk, StepPlan
 from moejax.engine.policy import FirstComeFirstServed, Policy
 from moejax.engine.sequence import Sequence, State
-
-
-@dataclass(slots=True)
-class Chunk:
-    """`count` tokens of a sequence from position `start`; `last` if they complete what it has."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    last: bool
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What one step computes. Rows: the decodes, then each chunk's sequence followed by its new forks.
-
-    Attributes:
-        decodes: sequences that compute one token, and `positions` where.
-        chunks: prompts, or parts of them, to compute.
-        forks: of each chunk, the samples that start with it (only on a last chunk).
-        copies: (source, destination) blocks to copy, in this order, before anything is written.
-        preempted: sequences that lost their blocks for this plan.
-        idle: the last so many decodes are rows of static batching that have ended: computed as padding.
-        min_tokens: chunk tokens that static batching computes, padding included; 0 in continuous batching.
-    """
-
-    decodes: list[Sequence] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    forks: list[list[Sequence]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    preempted: int = 0
-    idle: int = 0
-    min_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute, padding not counted."""
-        return len(self.decodes) - self.idle + self.chunk_tokens
-
-    @property
-    def chunk_tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """The rows in order."""
-        rows = list(self.decodes)
-        for chunk, forks in zip(self.chunks, self.forks, strict=True):
-            rows.append(chunk.sequence)
-            rows.extend(forks)
-        return rows
-
-    def sampling_rows(self) -> Iterator[tuple[int, Sequence]]:
-        """Rows that sample a token, with their sequences."""
-        yield from enumerate(self.decodes)
-        row = len(self.decodes)
-        for chunk, forks in zip(self.chunks, self.forks, strict=True):
-            for sequence in (chunk.sequence, *forks):
-                if chunk.last and not sequence.score:
-                    yield row, sequence
-                row += 1
 
 
 class Scheduler:

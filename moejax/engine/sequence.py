@@ -36,6 +36,7 @@ class Sequence:
         score: whether the prompt's log-probabilities are wanted, and no token sampled.
         record: whether its steps should record expert counts.
         slot: row of the per-sequence device state, -1 while it does not run.
+        group: data-parallel group that it belongs to.
         mode: what its sampling needs of a step (`moejax.engine.sampler.SamplerMode`).
         owner: whatever the engine wants to find again; the scheduler does not look at it.
     """
@@ -57,6 +58,7 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     slot: int = -1
+    group: int = 0
     preemptions: int = 0
 
     @property

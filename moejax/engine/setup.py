@@ -7,11 +7,17 @@ from typing import Any
 
 import jax
 
+from moejax.cache.allocator import BlockAllocator
 from moejax.cache.pool import block_bytes
 from moejax.checkpoint.hf import load_config, read_json, resolve_model_dir
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import CheckpointError, ConfigError
+from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
+from moejax.engine.group_scheduler import GroupScheduler
+from moejax.engine.policy import make_policy
+from moejax.engine.scheduler import Scheduler
+from moejax.engine.static_scheduler import StaticScheduler
 from moejax.models.registry import config_from_hf
 
 CPU_CACHE_BYTES = 2e9
@@ -39,17 +45,35 @@ def unsupported_by_kernels(config: ModelConfig, engine: EngineConfig) -> str | N
     return None
 
 
-def cache_blocks(engine: EngineConfig, config: ModelConfig, max_model_len: int) -> Resolution:
-    """Blocks of the key/value cache, with the reason.
+def make_scheduler(engine: EngineConfig, num_blocks: int, groups: int) -> Scheduler | GroupScheduler:
+    """A scheduler, or one for each data-parallel group, with that many blocks each."""
+    kind = StaticScheduler if engine.batching == "static" else Scheduler
+    made = [
+        kind(
+            BlockAllocator(num_blocks, engine.block_size),
+            engine.max_num_seqs,
+            engine.max_num_batched_tokens,
+            make_policy(engine.policy),
+        )
+        for _ in range(groups)
+    ]
+    return made[0] if groups == 1 else GroupScheduler(made)
+
+
+def cache_blocks(
+    engine: EngineConfig, config: ModelConfig, max_model_len: int, parallel: ParallelConfig
+) -> Resolution:
+    """Blocks of the key/value cache (of each data-parallel group), with the reason.
 
     Raises:
         ConfigError: the memory allowed does not hold one block.
     """
-    key, size = "engine.num_blocks", block_bytes(config, engine.block_size, config.dtype)
+    split = parallel.kv_split(config.num_kv_heads)
+    key, size = "engine.num_blocks", block_bytes(config, engine.block_size, config.dtype, split)
     if engine.num_blocks is not None:
         return Resolution(key, str(engine.num_blocks), f"asked for; {engine.num_blocks * size / 1e6:.0f} MB")
     wanted = engine.max_num_seqs * -(-max_model_len // engine.block_size)
-    memory, why = _cache_memory(engine)
+    memory, why = _cache_memory(engine, parallel.num_devices)
     fitting = int(memory // size)
     if fitting < 1:
         raise ConfigError(
@@ -62,8 +86,8 @@ def cache_blocks(engine: EngineConfig, config: ModelConfig, max_model_len: int) 
     return Resolution(key, str(fitting), f"{memory / 1e9:.3g} GB: {why}")
 
 
-def _cache_memory(engine: EngineConfig) -> tuple[float, str]:
-    """Bytes, and why so many."""
+def _cache_memory(engine: EngineConfig, devices: int) -> tuple[float, str]:
+    """Bytes on each device, and why so many."""
     if engine.kv_cache_memory_gb is not None:
         return engine.kv_cache_memory_gb * 1e9, "engine.kv_cache_memory_gb"
     device = jax.local_devices()[0]
@@ -71,7 +95,9 @@ def _cache_memory(engine: EngineConfig) -> tuple[float, str]:
     if stats and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
         return DEVICE_CACHE_SHARE * free, f"{DEVICE_CACHE_SHARE:.0%} of the device's free memory"
-    return CPU_CACHE_BYTES, "the default without device memory statistics"
+    why = "the default without device memory statistics"
+    # Virtual devices share one memory.
+    return CPU_CACHE_BYTES / devices, why if devices == 1 else f"{why}, over {devices} devices"
 
 
 def given(name: str, value: Any, kind: Any) -> Any:
@@ -117,9 +143,13 @@ def eos_token_ids(config: ModelConfig, directory: Path | None) -> tuple[int, ...
     return tuple(sorted(ids))
 
 
-def default_cache_dir() -> str:
-    """Where compiled programs are kept: `$MOEJAX_CACHE_DIR` or the user's cache folder."""
+def cache_root() -> Path:
+    """Where what can be made again is kept: `$MOEJAX_CACHE_DIR` or `moejax` in the user's cache folder."""
     base = os.environ.get("MOEJAX_CACHE_DIR")
-    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moejax"
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moejax"
+
+
+def default_cache_dir() -> str:
+    """Where compiled programs are kept, below `cache_root`."""
     # XLA's CPU programs depend on the host's instruction set; JAX's key covers versions and options.
-    return str(root / "xla" / f"{jax.__version__}-{jax.default_backend()}")
+    return str(cache_root() / "xla" / f"{jax.__version__}-{jax.default_backend()}")

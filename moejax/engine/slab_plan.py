@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from moejax.cache.slabs import SlabLayout
-from moejax.engine.scheduler import StepPlan
+from moejax.engine.plan import StepPlan
 from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from moejax.engine.scheduler import Scheduler, StepPlan, decodes_next
+from moejax.engine.plan import StepPlan
+from moejax.engine.scheduler import Scheduler, decodes_next
 from moejax.engine.sequence import Sequence
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.parallel import ParallelConfig
 from moejax.moe.layer import MoELayer, RoutingTrace
 from moejax.nn.attention import Attention
 from moejax.nn.embedding import Embedding
@@ -19,6 +20,7 @@ from moejax.nn.norm import RMSNorm
 from moejax.nn.param import initialize
 from moejax.nn.rope import rope_tables
 from moejax.ops.attention import LayerCache
+from moejax.sharding.axes import SINGLE, Axes, all_gather
 
 
 class DecoderCache(Protocol):
@@ -32,14 +34,23 @@ class DecoderCache(Protocol):
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each with its residual."""
 
-    def __init__(self, config: ModelConfig, index: int, moe: MoeConfig, dtype: Any, kernels: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        moe: MoeConfig,
+        dtype: Any,
+        kernels: str,
+        parallel: ParallelConfig | None,
+        axes: Axes,
+    ) -> None:
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(D, "embed", dtype, eps, kernels)
-        self.attention = Attention(config, config.sliding_windows[index], dtype, kernels)
+        self.attention = Attention(config, config.sliding_windows[index], dtype, kernels, axes)
         self.post_attention_norm = RMSNorm(D, "embed", dtype, eps, kernels)
         sparse, hidden, scale = config.moe_layers[index], config.intermediate_size, config.initializer_range
-        self.moe = MoELayer(config, moe, dtype, kernels) if sparse else None
-        self.mlp = None if sparse else GatedMLP(D, hidden, config.hidden_act, dtype, scale)
+        self.moe = MoELayer(config, moe, dtype, kernels, parallel, axes) if sparse else None
+        self.mlp = None if sparse else GatedMLP(D, hidden, config.hidden_act, dtype, scale, axes.tensor)
 
     def __call__(
         self,
@@ -69,6 +80,13 @@ class Decoder(nnx.Module):
 
     `kernels` names the implementation of GPU kernels for norms and router ("xla" for none); the experts' is
     `moe.grouped_matmul`, attention's the cache's.
+
+    With `parallel` and the `axes` of its mesh the declared shapes are still the whole model's, but a call must
+    come from within `shard_map`, where every device has its part of the weights (`moejax.sharding.rules`).
+
+    With `layers` it is a pipeline stage: these layers only, under their paths in the whole model, the embedding
+    where they are the first ones and norm and output projection where they are the last (with tied embeddings
+    the last stage has a table of its own). A stage has no `hidden` and cannot be called; it has `run`.
     """
 
     def __init__(
@@ -78,17 +96,27 @@ class Decoder(nnx.Module):
         moe: MoeConfig | None = None,
         kernels: str = "xla",
         seed: int | None = None,
+        parallel: ParallelConfig | None = None,
+        axes: Axes = SINGLE,
+        layers: range | None = None,
     ) -> None:
         dtype = jnp.dtype(config.dtype)
         moe = moe or MoeConfig()
-        scale = config.initializer_range
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, scale)
-        layers = range(config.num_layers)
-        self.layers = nnx.List([DecoderLayer(config, i, moe, dtype, kernels) for i in layers])
-        self.norm = RMSNorm(config.hidden_size, "embed", dtype, config.rms_norm_eps, kernels)
-        shape, tied = (config.hidden_size, config.vocab_size), config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(shape, ("embed", "vocab"), dtype, scale=scale)
+        scale, tied, D = config.initializer_range, config.tie_word_embeddings, config.hidden_size
+        every = range(config.num_layers)
+        self.stage = every if layers is None else layers
+        self.is_first, self.is_last = self.stage[0] == 0, self.stage[-1] == every[-1]
+        table = self.is_first or (self.is_last and tied)
+        self.embedding = Embedding(config.vocab_size, D, dtype, scale, axes.tensor) if table else None
+        own = {str(i): DecoderLayer(config, i, moe, dtype, kernels, parallel, axes) for i in self.stage}
+        # A list's paths count from 0, a stage's from its first layer on.
+        self.layers = nnx.List(own.values()) if self.stage == every else nnx.Dict(own)
+        self.norm = RMSNorm(D, "embed", dtype, config.rms_norm_eps, kernels) if self.is_last else None
+        head = self.is_last and not tied
+        shape = (D, config.vocab_size)
+        self.lm_head = Linear(shape, ("embed", "vocab"), dtype, scale=scale) if head else None
         self.config = config
+        self.axes = axes
         if seed is not None:
             initialize(self, seed)
 
@@ -113,26 +141,61 @@ class Decoder(nnx.Module):
         Returns:
             (`[B, T, D]`, updated cache, one trace per layer, None for dense layers).
         """
+        return self.run(self.embed(tokens), positions, valid=valid, cache=cache, rope_lens=rope_lens)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32 `[...]` → `[..., D]`, what the first layer takes."""
+        assert self.embedding is not None, "only the first stage embeds tokens"
+        return self.embedding(tokens)
+
+    def run(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        *,
+        valid: jax.Array | None = None,
+        cache: DecoderCache | None = None,
+        rope_lens: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, tuple[RoutingTrace | None, ...]]:
+        """All layers that are here, and the final norm where they are the last ones.
+
+        Args:
+            x: `[B, T, D]`, the embedded tokens or what the stage before has returned. The rest as in `hidden`;
+                the cache counts this stage's layers from 0.
+
+        Returns:
+            (`[B, T, D]`, updated cache, one trace per layer). Before the last stage the first is the sum of the
+            last layer's output and its residual: the next stage's first norm would begin with that sum, in the
+            same precision, so that one array travels and nothing is rounded otherwise.
+        """
         if rope_lens is None:
             last = positions if valid is None else jnp.where(valid, positions, -1)
             rope_lens = jnp.max(last, axis=1) + 1
         rope = rope_tables(self.config, positions, rope_lens)
-        x = self.embedding(tokens)
         residual = None
         parts, traces = [], []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._in_order()):
             part = None if cache is None else cache.layer(i)
             x, residual, part, trace = layer(x, residual, rope, positions, valid, part)
             traces.append(trace)
             parts.append(part)
         if cache is not None:
             cache = cache.with_layers(parts)
-        return self.norm.add(x, residual)[0], cache, tuple(traces)
+        assert residual is not None
+        out = x + residual if self.norm is None else self.norm.add(x, residual)[0]
+        return out, cache, tuple(traces)
+
+    def _in_order(self) -> list[DecoderLayer]:
+        if isinstance(self.layers, nnx.List):
+            return list(self.layers)
+        return [self.layers[str(i)] for i in self.stage]
 
     def logits(self, x: jax.Array) -> jax.Array:
         """`[..., D]` → float32 `[..., V]`."""
-        out = self.embedding.attend(x) if self.lm_head is None else self.lm_head(x)
-        return out.astype(jnp.float32)
+        if self.lm_head is None:
+            assert self.embedding is not None, "only the last stage has logits"
+            return self.embedding.attend(x).astype(jnp.float32)
+        return all_gather(self.lm_head(x), self.axes.tensor, axis=-1).astype(jnp.float32)
 
     def __call__(
         self, tokens: jax.Array, *, valid: jax.Array | None = None, return_routing: bool = False

@@ -32,10 +32,15 @@ class ExpertsOutput(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """E gated MLPs stacked: gate and up `[E, D, F]`, down `[E, F, D]`; in layout "efd" each transposed."""
+    """E gated MLPs stacked: gate and up `[E, D, F]`, down `[E, F, D]`; in layout "efd" each transposed.
 
-    def __init__(self, config: ModelConfig, layout: ExpertLayout, dtype: Any) -> None:
-        E, D, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    `physical` is E where some experts have replicas. On a mesh a device holds some of the E, and of F.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layout: ExpertLayout, dtype: Any, physical: int | None = None
+    ) -> None:
+        E, D, F = physical or config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.transposed = layout == "efd"
 
         def stack(rows: int, columns: int, axes: tuple[str, str]) -> nnx.Param:
@@ -47,9 +52,13 @@ class Experts(nnx.Module):
         self.gate_proj = stack(D, F, ("embed", "expert_mlp"))
         self.up_proj = stack(D, F, ("embed", "expert_mlp"))
         self.down_proj = stack(F, D, ("expert_mlp", "embed"))
-        self.num_experts = E
         self.act = config.hidden_act
         self.normalize = config.norm_topk_prob
+
+    @property
+    def num_experts(self) -> int:
+        """E; on a mesh those of this device."""
+        return int(self.gate_proj[...].shape[0])
 
     def matrices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """gate, up `[E, D, F]` and down `[E, F, D]`, whatever the layout."""

@@ -3,13 +3,17 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from moejax.core.config import ModelConfig, MoeConfig
-from moejax.moe.experts import Experts
-from moejax.moe.router import Router, expert_counts
+from moejax.core.parallel import ParallelConfig
+from moejax.moe.experts import Experts, ExpertsOutput
+from moejax.moe.replicas import ReplicaTable
+from moejax.moe.router import Router, Routing, expert_counts
 from moejax.nn.linear import Linear
 from moejax.nn.mlp import GatedMLP
+from moejax.sharding.axes import SINGLE, Axes, psum
 
 
 class RoutingTrace(NamedTuple):
@@ -33,17 +37,33 @@ class RoutingTrace(NamedTuple):
 
 
 class MoELayer(nnx.Module):
-    """Routed experts, plus Qwen2-MoE's shared expert scaled by a sigmoid gate where the config has one."""
+    """Routed experts, plus Qwen2-MoE's shared expert scaled by a sigmoid gate where the config has one.
 
-    def __init__(self, config: ModelConfig, moe: MoeConfig, dtype: Any, kernels: str = "xla") -> None:
+    On a mesh (`parallel` and its `axes`) a device runs the experts that it holds: on the tokens that all see,
+    or on those that an exchange brings (`moejax.moe.expert_parallel`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoeConfig,
+        dtype: Any,
+        kernels: str = "xla",
+        parallel: ParallelConfig | None = None,
+        axes: Axes = SINGLE,
+    ) -> None:
         D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
         top_k, normalize = config.num_experts_per_tok, config.norm_topk_prob
+        self.parallel, self.axes = parallel or ParallelConfig(), axes
+        extra = self.parallel.redundant_experts
         self.router = Router(D, E, top_k, normalize, dtype, scale, kernels)
-        self.experts = Experts(config, moe.expert_layout, dtype)
+        self.experts = Experts(config, moe.expert_layout, dtype, E + extra)
+        self.replicas = ReplicaTable(E, extra) if extra else None
         hidden = config.shared_expert_intermediate_size
         self.shared_expert = GatedMLP(D, hidden, config.hidden_act, dtype, scale) if hidden else None
         self.shared_gate = Linear((D, 1), ("embed", None), dtype, scale=scale) if hidden else None
         self.moe = moe
+        self.num_experts = E
 
     def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> tuple[jax.Array, RoutingTrace]:
         """x `[B, T, D]`, valid bool `[B, T]` → (`[B, T, D]`, trace).
@@ -53,17 +73,66 @@ class MoELayer(nnx.Module):
         B, T, D = x.shape
         flat = x.reshape(B * T, D)
         routing = self.router(flat, None if valid is None else valid.reshape(-1))
-        done = self.experts(flat, routing, self.moe)
-        out = done.out
-        if self.shared_expert is not None and self.shared_gate is not None:
-            out = out + jax.nn.sigmoid(self.shared_gate(flat)) * self.shared_expert(flat)
+        if self.axes.expert or self.replicas is not None:
+            done = self._spread(flat, routing)
+        else:
+            done = self.experts(flat, routing, self.moe)
+            if self.shared_expert is not None:
+                done = done._replace(out=done.out + self._shared(flat))
+        out = psum(done.out, self.axes.tensor)
         ids, weights, logits = done.routing
         trace = RoutingTrace(
             ids.reshape(B, T, -1),
             weights.reshape(B, T, -1),
             logits.reshape(B, T, -1),
-            expert_counts(ids, self.experts.num_experts),
+            expert_counts(ids, self.num_experts),
             done.dropped,
             done.rerouted,
         )
         return out.reshape(B, T, D), trace
+
+    def _shared(self, x: jax.Array) -> jax.Array:
+        """The shared expert's part, x `[n, D]` → `[n, D]`; where its hidden dimension is split, of the sum."""
+        assert self.shared_expert is not None and self.shared_gate is not None
+        return jax.nn.sigmoid(self.shared_gate(x)) * self.shared_expert(x)
+
+    def _spread(self, x: jax.Array, routing: Routing) -> ExpertsOutput:
+        """x `[N, D]` → the sum over the experts' devices; those along `axes.tensor` are still apart."""
+        from moejax.moe.expert_parallel import METHODS, choose_exchange, dispatch_experts
+
+        physical = routing.ids if self.replicas is None else self.replicas(routing.ids)
+
+        def run(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            local = Routing(ids, weights, jnp.zeros((rows.shape[0], 0)))
+            return self.experts(rows, local, self.moe).out
+
+        tokens, hidden = x.shape
+        method = choose_exchange(
+            self.parallel.exchange,
+            tokens=tokens,
+            hidden=hidden,
+            itemsize=x.dtype.itemsize,
+            top_k=routing.ids.shape[1],
+            axes=self.axes,
+            platform=jax.default_backend(),
+            num_local=self.experts.num_experts,
+        )
+        beside = self.shared_expert is not None and self.parallel.overlap_shared
+        done = dispatch_experts(
+            x,
+            physical,
+            routing.weights,
+            run,
+            num_local=self.experts.num_experts,
+            axes=self.axes,
+            method=method.value if self.axes.exchange else METHODS[0],
+            capacity=self.parallel.exchange_capacity,
+            microbatches=self.parallel.dispatch_microbatches,
+            shared=self._shared if beside else None,
+        )
+        out = done.out
+        if self.shared_expert is not None and not beside:
+            # The plain order: the shared expert waits for the routed ones.
+            x, out = jax.lax.optimization_barrier((x, out))
+            out = out + self._shared(x)
+        return ExpertsOutput(out, routing, done.dropped, jnp.zeros((), jnp.int32))

@@ -41,7 +41,7 @@ class Router(nnx.Module):
         scale: float,
         kernels: str = "xla",
     ) -> None:
-        self.kernel = declare(ParamSpec((dim, num_experts), ("embed", "expert"), dtype, "normal", scale))
+        self.kernel = declare(ParamSpec((dim, num_experts), ("embed", None), dtype, "normal", scale))
         self.num_experts = num_experts
         self.top_k = top_k
         self.normalize = normalize

@@ -11,31 +11,43 @@ from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
 from moejax.nn.rope import apply_rope
 from moejax.ops.attention import LayerCache, attention
+from moejax.sharding.axes import SINGLE, Axes
 
 
 class Attention(nnx.Module):
     """Projections, optional query/key norm, rotary embedding, attention, output projection.
 
     `qk_norm="head"` normalises each head's Dh (Qwen3), `"projection"` the whole projection before it is
-    split into heads (OLMoE). `clip_qkv` bounds the projections' absolute values (OLMoE).
+    split into heads (OLMoE). `clip_qkv` bounds the projections' absolute values (OLMoE). On a mesh each device
+    has H and K heads of its own, fewer than the configuration's.
     """
 
-    def __init__(self, config: ModelConfig, window: int | None, dtype: Any, kernels: str = "xla") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        window: int | None,
+        dtype: Any,
+        kernels: str = "xla",
+        axes: Axes = SINGLE,
+    ) -> None:
         D, H, K, Dh = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         scale, bias = config.initializer_range, config.qkv_bias
         self.q_proj = Linear((D, H * Dh), ("embed", "heads"), dtype, bias=bias, scale=scale)
         self.k_proj = Linear((D, K * Dh), ("embed", "kv_heads"), dtype, bias=bias, scale=scale)
         self.v_proj = Linear((D, K * Dh), ("embed", "kv_heads"), dtype, bias=bias, scale=scale)
+        out_bias, reduce = config.attention_out_bias, axes.tensor
         self.o_proj = Linear(
-            (H * Dh, D), ("heads", "embed"), dtype, bias=config.attention_out_bias, scale=scale
+            (H * Dh, D), ("heads", "embed"), dtype, bias=out_bias, scale=scale, reduce=reduce
         )
         # NNX fixes at the first assignment whether an attribute holds data, so each is assigned once.
         q_dim, k_dim, q_axis, k_axis = H * Dh, K * Dh, "heads", "kv_heads"
+        q_split, k_split = axes.tensor, axes.kv
         if config.qk_norm == "head":
             q_dim, k_dim, q_axis, k_axis = Dh, Dh, "head_dim", "head_dim"
+            q_split = k_split = ()
         has_norm, eps = config.qk_norm != "none", config.rms_norm_eps
-        self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps, kernels) if has_norm else None
-        self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels) if has_norm else None
+        self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps, kernels, q_split) if has_norm else None
+        self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split) if has_norm else None
         self.config = config
         self.window = window
 
@@ -49,9 +61,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if config.clip_qkv is not None:
             q, k, v = (jnp.clip(t, -config.clip_qkv, config.clip_qkv) for t in (q, k, v))
-        q = q.reshape(B, T, config.num_heads, config.head_dim)
-        k = k.reshape(B, T, config.num_kv_heads, config.head_dim)
-        v = v.reshape(B, T, config.num_kv_heads, config.head_dim)
+        q, k, v = (t.reshape(B, T, -1, config.head_dim) for t in (q, k, v))
         if config.qk_norm == "head":
             assert self.q_norm is not None and self.k_norm is not None
             q, k = self.q_norm(q), self.k_norm(k)

@@ -7,18 +7,30 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.nn.param import ParamSpec, declare
+from moejax.sharding.axes import Names, all_gather, index, psum
 
 
 class Embedding(nnx.Module):
-    """A table `[V, D]`; `attend` reuses it as output projection where embeddings are tied."""
+    """A table `[V, D]`; `attend` reuses it as output projection where embeddings are tied.
 
-    def __init__(self, vocab_size: int, dim: int, dtype: Any, scale: float) -> None:
+    `split` names mesh axes that the vocabulary is split over.
+    """
+
+    def __init__(self, vocab_size: int, dim: int, dtype: Any, scale: float, split: Names = ()) -> None:
         self.table = declare(ParamSpec((vocab_size, dim), ("vocab", "embed"), dtype, "normal", scale))
+        self.split = split
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `[...]` → `[..., D]`."""
-        return jnp.take(self.table[...], tokens, axis=0, mode="clip")
+        table = self.table[...]
+        if not self.split:
+            return jnp.take(table, tokens, axis=0, mode="clip")
+        # One device has a token's row, the others add 0.
+        local = tokens - index(self.split) * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = jnp.take(table, local, axis=0, mode="clip")
+        return psum(jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype)), self.split)
 
     def attend(self, x: jax.Array) -> jax.Array:
         """`[..., D]` → logits `[..., V]`."""
-        return x @ self.table[...].T
+        return all_gather(x @ self.table[...].T, self.split, axis=-1)

@@ -7,10 +7,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.nn.param import ParamSpec, declare
+from moejax.sharding.axes import Names, psum
 
 
 class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`; kernel is stored `[in, out]`, the transpose of PyTorch's layout."""
+    """`x @ kernel (+ bias)`; kernel is stored `[in, out]`, the transpose of PyTorch's layout.
+
+    `reduce` names mesh axes that the input dimension is split over: each device's product is then a part of
+    the sum (row-parallel, Megatron-LM, arXiv 1909.08053).
+    """
 
     def __init__(
         self,
@@ -20,11 +25,13 @@ class Linear(nnx.Module):
         *,
         bias: bool = False,
         scale: float = 0.02,
+        reduce: Names = (),
     ) -> None:
         self.kernel = declare(ParamSpec(shape, axes, dtype, "normal", scale))
         self.bias = declare(ParamSpec(shape[1:], axes[1:], dtype, "zeros")) if bias else None
+        self.reduce = reduce
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., in]` → `[..., out]`, in x's dtype."""
-        y = x @ self.kernel[...]
+        y = psum(x @ self.kernel[...], self.reduce)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)

@@ -7,15 +7,20 @@ from flax import nnx
 
 from moejax.nn.activation import activation
 from moejax.nn.linear import Linear
+from moejax.sharding.axes import Names
 
 
 class GatedMLP(nnx.Module):
-    """`down(act(gate(x)) * up(x))`."""
+    """`down(act(gate(x)) * up(x))`.
 
-    def __init__(self, dim: int, hidden: int, act: str, dtype: Any, scale: float) -> None:
+    `reduce` names mesh axes that the hidden dimension is split over; without it, where it is split, each device
+    gives a part of the sum and the caller adds them.
+    """
+
+    def __init__(self, dim: int, hidden: int, act: str, dtype: Any, scale: float, reduce: Names = ()) -> None:
         self.gate_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, scale=scale)
         self.up_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, scale=scale)
-        self.down_proj = Linear((hidden, dim), ("mlp", "embed"), dtype, scale=scale)
+        self.down_proj = Linear((hidden, dim), ("mlp", "embed"), dtype, scale=scale, reduce=reduce)
         self.act = act
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -7,18 +7,30 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.nn.param import ParamSpec, declare
+from moejax.sharding.axes import Names, psum
 
 
 class RMSNorm(nnx.Module):
     """Normalises the last axis; statistics in float32, result in x's dtype.
 
-    `kernels` names the implementation of a GPU kernel to do it with, "xla" for none.
+    `kernels` names the implementation of a GPU kernel to do it with, "xla" for none; `split` mesh axes that
+    the normalised axis is split over, in which case the kernel, which sees a part only, is not used.
     """
 
-    def __init__(self, dim: int, axis: str | None, dtype: Any, eps: float, kernels: str = "xla") -> None:
+    def __init__(
+        self,
+        dim: int,
+        axis: str | None,
+        dtype: Any,
+        eps: float,
+        kernels: str = "xla",
+        split: Names = (),
+    ) -> None:
         self.scale = declare(ParamSpec((dim,), (axis,), dtype, "ones"))
+        self.dim = dim
         self.eps = eps
-        self.kernels = kernels
+        self.kernels = kernels if not split else "xla"
+        self.split = split
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., dim]` → `[..., dim]`."""
@@ -30,7 +42,11 @@ class RMSNorm(nnx.Module):
             return self._kernel(x, residual)
         total = x if residual is None else x + residual
         x32 = total.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        if self.split:
+            total_square = psum(jnp.sum(jnp.square(x32), axis=-1, keepdims=True), self.split)
+            variance = total_square / self.dim
+        else:
+            variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         # Rounded to x's dtype before the scale, as Hugging Face does it.
         normed = (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
         return jnp.broadcast_to(self.scale[...], x.shape) * normed, total

@@ -1,18 +1,23 @@
 """One declaration per tensor: shape, dtype, logical axes and initialiser together.
 
 Modules are built abstract: every `nnx.Param` first holds a `jax.ShapeDtypeStruct` and carries its
-`ParamSpec`. Loading, random initialisation and (later) sharding all walk these declarations, so there is
+`ParamSpec`. Loading, random initialisation and sharding all walk these declarations, so there is
 one place that says what a tensor is.
 """
 
+import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from moejax.core.errors import ConfigError
 
 Init = Literal["normal", "zeros", "ones"]
 
@@ -72,26 +77,109 @@ def specs(model: nnx.Module) -> dict[str, ParamSpec]:
     return {name: param.get_metadata("spec") for name, param in iter_params(model)}
 
 
-def initialize(model: nnx.Module, seed: int) -> None:
+ExpertOf = Mapping[str, Sequence[int]]
+"""Path of a parameter with an expert axis → the expert that each of its slots holds.
+
+Where experts have replicas, a model has more slots than experts. A path that is not there holds expert i in
+slot i.
+"""
+
+
+def slots_of(name: str, spec: ParamSpec, expert_of: ExpertOf | None) -> tuple[int, ...] | None:
+    """The expert in each slot of a parameter; None for one that `expert_of` does not name.
+
+    Raises:
+        ConfigError: it names another number of slots than there are, or leaves out an expert below its
+            highest.
+    """
+    if expert_of is None or name not in expert_of:
+        return None
+    slots = tuple(int(expert) for expert in expert_of[name])
+    if len(slots) != spec.shape[0] or set(slots) != set(range(max(slots) + 1)):
+        raise ConfigError(
+            f"expert_of[{name!r}] must name an expert for each of {spec.shape[0]} slots, and every expert at "
+            f"least once; got {list(slots)}"
+        )
+    return slots
+
+
+def initialize(
+    model: nnx.Module,
+    seed: int,
+    shardings: Mapping[str, Sharding] | None = None,
+    *,
+    expert_of: ExpertOf | None = None,
+) -> None:
     """Fills every parameter in place by its initialiser.
 
-    A tensor's values depend on (seed, its path) only, never on the order of construction.
+    A tensor's values depend on (seed, its path) only, never on the order of construction or where they lie.
+
+    Args:
+        shardings: path → sharding; each device then draws its own part. None: all on the default device.
+        expert_of: for a model with replicas of experts, which one each slot holds; slots with the same expert
+            get the same values.
+
+    Raises:
+        ConfigError: `expert_of` does not fit.
     """
-    root = jax.random.key(seed)
+    programs: dict[Any, Any] = {}
     for name, param in iter_params(model):
         spec = param.get_metadata("spec")
-        key = jax.random.fold_in(root, zlib.crc32(name.encode()))
-        param.set_value(_initial_value(spec, key))
+        slots, path = slots_of(name, spec, expert_of), np.uint32(zlib.crc32(name.encode()))
+        if shardings is None:
+            param.set_value(_initial_value(spec, seed, path, slots))
+            continue
+        sharding = shardings[name]
+        if not sharding.addressable_devices:  # another process's pipeline stage
+            empty = jax.make_array_from_single_device_arrays(spec.shape, sharding, [], dtype=spec.dtype)
+            param.set_value(empty)
+            continue
+        program = programs.get((spec, slots, sharding))
+        if program is None:
+            draw = functools.partial(_initial_value, spec, seed, slots=slots, sharding=sharding)
+            program = programs[spec, slots, sharding] = jax.jit(draw, out_shardings=sharding)
+        param.set_value(program(path))
 
 
-def _initial_value(spec: ParamSpec, key: jax.Array) -> jax.Array:
+def _initial_value(
+    spec: ParamSpec,
+    seed: int,
+    path: np.uint32 | jax.Array,
+    slots: tuple[int, ...] | None,
+    sharding: Sharding | None = None,
+) -> jax.Array:
     if spec.init == "zeros":
         return jnp.zeros(spec.shape, spec.dtype)
     if spec.init == "ones":
         return jnp.ones(spec.shape, spec.dtype)
-    # Drawn in canonical order, so that a seed gives the same model in either layout.
-    value = (spec.scale * jax.random.normal(key, spec.canonical_shape, jnp.float32)).astype(spec.dtype)
-    return jnp.swapaxes(value, -1, -2) if spec.transposed else value
+    key = jax.random.fold_in(jax.random.key(seed), path)
+    shape = spec.canonical_shape if slots is None else (max(slots) + 1, *spec.canonical_shape[1:])
+    # Drawn in canonical order, so that a seed gives the same model in either layout. The barrier keeps XLA
+    # from merging this factor with the generator's own, so that a compiled draw rounds as one that is not.
+    value = jax.lax.optimization_barrier(jax.random.normal(key, shape, jnp.float32))
+    value = (spec.scale * value).astype(spec.dtype)
+    value = jnp.swapaxes(value, -1, -2) if spec.transposed else value
+    if slots is None:
+        return value
+    between = _whole_experts(sharding, value.shape)
+    if between is not None:
+        value = jax.lax.with_sharding_constraint(value, between)
+    value = value[np.asarray(slots)]
+    return value if between is None else jax.lax.with_sharding_constraint(value, between)
+
+
+def _whole_experts(sharding: Sharding | None, shape: tuple[int, ...]) -> NamedSharding | None:
+    """`sharding` with its first axis's parts moved to another that is whole, so that experts can be copied
+    from slot to slot within each device. None where there is no such axis."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    parts = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
+    for axis in range(1, len(shape)):
+        if parts[axis] is None:
+            parts[0], parts[axis] = None, parts[0]
+            between = NamedSharding(sharding.mesh, PartitionSpec(*parts))
+            return between if shape[axis] % between.num_devices == 0 else None
+    return None
 
 
 def num_params(model: nnx.Module) -> int:

@@ -15,7 +15,8 @@ def model_name(result: Mapping[str, Any]) -> str | None:
     """The model's name in a result's config: `model` itself, or its `name` or `path`."""
     model = result.get("config", {}).get("model")
     if isinstance(model, Mapping):
-        model = model.get("name") or model.get("path")
+        described = model.get("hf_config") or {}
+        model = model.get("name") or model.get("path") or described.get("_name_or_path")
     return str(model) if model else None
 
 

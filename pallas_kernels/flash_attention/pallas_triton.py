@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, dot, load, pallas_call, program_id, store
+from pallas_kernels._compat import BlockSpec, cdiv, dot, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.op import Problem
 
 _LOG2E = math.log2(math.e)
@@ -60,7 +60,7 @@ def space(problem: Problem) -> Iterable[Config]:
 
 
 def _pad(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
+    return max(16, next_power_of_2(width))
 
 
 def _tanh(x: jax.Array) -> jax.Array:

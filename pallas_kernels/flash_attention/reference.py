@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
+
 
 def flash_attention_reference(
     q: jax.Array,
@@ -41,7 +43,7 @@ def flash_attention_reference(
     """
     B, Tq, H, Dh = q.shape
     Tk, K = k.shape[1:3]
-    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    wide = wide_type(q.dtype)
     lengths = jnp.full(B, Tk, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     position = jnp.arange(Tq, dtype=jnp.int32) + (Tk - Tq if q_offset is None else q_offset)
     key = jnp.arange(Tk, dtype=jnp.int32)

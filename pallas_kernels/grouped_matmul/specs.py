@@ -1,18 +1,11 @@
 """Named shapes of `grouped_matmul`: each model's down projection, scaled by routing weights."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.group_specs import CASES, spec_groups, spec_name, spec_tags
+from pallas_kernels.group_specs import CASES, problem, spec_groups, spec_name, spec_tags
 from pallas_kernels.models import ModelShape
-from pallas_kernels.op import Cost, Problem, Spec
-
-
-def problem(P: int, D: int, F: int, E: int, block_m: int, dtype: Any) -> Problem:
-    """D is the reduction, F the columns of the output."""
-    return {"P": P, "D": D, "F": F, "E": E, "block_m": block_m, "dtype": str(jnp.dtype(dtype))}
+from pallas_kernels.op import Cost, Spec
 
 
 def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.group_specs import problem
 from pallas_kernels.grouped_swiglu import pallas_triton, triton_jit
 from pallas_kernels.grouped_swiglu.reference import grouped_swiglu_reference
-from pallas_kernels.grouped_swiglu.specs import SPECS, problem
+from pallas_kernels.grouped_swiglu.specs import SPECS
 from pallas_kernels.groups import ACTIVATIONS, check_table
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.run import run

@@ -2,27 +2,23 @@
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import BlockSpec, cdiv, dot, pallas_call, program_id, store, when
-from pallas_kernels.grouped_tiles import load_rows, load_weights, out_mask, place, read_tile
+from pallas_kernels.grouped_tiles import (
+    Config,
+    candidates,
+    load_rows,
+    load_weights,
+    out_mask,
+    place,
+    read_tile,
+)
 from pallas_kernels.groups import ACTIVATIONS
 from pallas_kernels.op import Problem
-
-
-@dataclass(frozen=True)
-class Config:
-    """`block_n` columns and `block_k` rows of each weight's tile; `group` blocks share f-tiles (`place`)."""
-
-    block_n: int
-    block_k: int
-    group: int
-    num_warps: int
-    num_stages: int
 
 
 def heuristic(problem: Problem) -> Config:
@@ -40,20 +36,8 @@ def heuristic(problem: Problem) -> Config:
 
 
 def space(problem: Problem) -> Iterable[Config]:
-    """Tiles, warps and stages; those that cannot fit shared memory are left out."""
-    best = heuristic(problem)
-    block_m, seen = int(problem["block_m"]), {best}
-    size = 4 if problem["dtype"] == "float32" else 2
-    few = block_m <= 32
-    for block_n in (32, 64, 128):
-        for block_k in (64, 128, 256) if few else (32, 64):
-            for warps in (4, 8):
-                for stages in (3, 4, 5):
-                    fits = size * stages * block_k * (2 * block_n + block_m) <= 160 * 1024
-                    wide = block_m * 2 * block_n <= 128 * 32 * warps  # accumulators of a thread
-                    if fits and wide and size == 2:
-                        seen.add(Config(block_n, block_k, best.group, warps, stages))
-    return sorted(seen, key=lambda c: (c.block_n, c.block_k, c.num_warps, c.num_stages))
+    """Tiles, warps and stages."""
+    return candidates(problem, heuristic(problem), (32, 64, 128), matrices=2)
 
 
 def _kernel(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, store
+from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.op import Problem
 
 
@@ -27,7 +27,7 @@ def heuristic(problem: Problem) -> Config:
     T, D = int(problem["T"]), int(problem["D"])
     lanes = 4 if problem["dtype"] == "float32" else 8
     warps = 1 if T <= 32 else 4
-    return Config(1, min(32 * warps * lanes, max(16, 1 << (D - 1).bit_length())), warps)
+    return Config(1, min(32 * warps * lanes, max(16, next_power_of_2(D))), warps)
 
 
 def space(problem: Problem) -> Iterable[Config]:

@@ -15,7 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, store, when
+from pallas_kernels._compat import (
+    BlockSpec,
+    cdiv,
+    load,
+    next_power_of_2,
+    pallas_call,
+    program_id,
+    store,
+    when,
+)
 from pallas_kernels.groups import Permutation, padded_rows
 from pallas_kernels.op import Problem
 
@@ -38,7 +47,7 @@ def heuristic(problem: Problem) -> Config:
     """About 128 programs, and 16 comparisons a thread: several arrays of them are alive at once."""
     A, E = int(problem["A"]), _lanes(int(problem["E"]))
     sub = max(8, min(64, 4096 // E))
-    tile = max(64, min(1024, _pow2(cdiv(A, 128))))
+    tile = max(64, min(1024, next_power_of_2(cdiv(A, 128))))
     return Config(tile, sub, num_warps=8 if sub * E >= 4096 else 4)
 
 
@@ -55,12 +64,8 @@ def space(problem: Problem) -> Iterable[Config]:
     return sorted(seen, key=lambda c: (c.tile, c.sub, c.num_warps))
 
 
-def _pow2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _lanes(num_experts: int) -> int:
-    return max(16, _pow2(num_experts))
+    return max(16, next_power_of_2(num_experts))
 
 
 def _hits(ids_ref: Any, first: Any, sub: int, A: int, E: int) -> tuple[jax.Array, jax.Array, jax.Array]:

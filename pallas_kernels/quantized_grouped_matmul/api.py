@@ -41,7 +41,6 @@ SWIGLU_OP = Op(
             pallas_triton.Config,
             pallas_triton.heuristic,
             pallas_triton.space,
-            supports=pallas_triton.supports,
         )
     },
     specs=SWIGLU_SPECS,

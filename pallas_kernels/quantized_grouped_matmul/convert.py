@@ -6,7 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, should_interpret, store
+from pallas_kernels._compat import (
+    BlockSpec,
+    cdiv,
+    load,
+    next_power_of_2,
+    pallas_call,
+    program_id,
+    should_interpret,
+    store,
+)
 from pallas_kernels.qformats import QuantizedTensor
 from pallas_kernels.quantized_grouped_matmul.tiles import Weight, pieces
 
@@ -83,7 +92,7 @@ def _quantize_rows(x_ref: Any, values_ref: Any, scale_ref: Any, *, D: int) -> No
 
 
 def _pad(width: int) -> int:
-    return max(32, 1 << (width - 1).bit_length())
+    return max(32, next_power_of_2(width))
 
 
 def quantize_rows_pallas(x: jax.Array, *, interpret: bool | None = None) -> tuple[jax.Array, jax.Array]:

@@ -139,13 +139,6 @@ def tiles(
     return found
 
 
-def supports(problem: Problem) -> str | None:
-    """Exact GELU needs erf, which Pallas does not lower to Triton."""
-    if problem.get("activation") == "gelu":
-        return 'activation other than "gelu": erf does not lower to Triton'
-    return None
-
-
 def _read(problem: Problem) -> tuple[Format, int, int]:
     block_m = int(problem["block_m"])
     fmt = Format(str(problem["kind"]), int(problem["group"]), bool(problem["zeros"]))

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._compat import next_power_of_2
 from pallas_kernels.op import Problem
 from pallas_kernels.qformats import Format, QuantizedTensor
 from pallas_kernels.quantized_grouped_matmul.convert import dequantize_pallas
@@ -41,7 +42,7 @@ def heuristic(problem: Problem) -> Config:
     fmt, T = _format(problem), int(problem["T"])
     wide = problem["dtype"] == "float32"
     most = 128 if fmt.kind == "w8a8" else 64
-    block_m = 16 if wide else min(most, max(16, 1 << (T - 1).bit_length()))
+    block_m = 16 if wide else min(most, max(16, next_power_of_2(T)))
     D, F = int(problem["D"]), int(problem["F"])
     tile = fused_tile(fmt, block_m, -(-T // block_m), D, F, 1, wide)
     return Config("dequantize_once" if once_pays(fmt, T) else "fused", block_m, *tile)

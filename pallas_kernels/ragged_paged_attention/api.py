@@ -103,7 +103,7 @@ def ragged_paged_attention(
     return run(
         OP,
         implementation,
-        problem(sizes, q.dtype, k_pages.dtype, window, max_q_len),
+        problem(sizes, q.dtype, k_pages.dtype, window=window, sinks=sinks is not None, max_q_len=max_q_len),
         {
             "q": q,
             "k_pages": k_pages,

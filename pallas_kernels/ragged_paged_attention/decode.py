@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, store
+from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.ragged_paged_attention.tiles import (
     LOG2E,
     MASKED,
@@ -19,7 +19,6 @@ from pallas_kernels.ragged_paged_attention.tiles import (
     dims,
     load_queries,
     over_tiles,
-    power_of_two,
     start,
     step,
     values,
@@ -58,7 +57,7 @@ def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
     begin = first + split * per_split
     end = jnp.minimum(begin + per_split, past)
 
-    rows = max(16, power_of_two(a.G))
+    rows = max(16, next_power_of_2(a.G))
     row = jnp.arange(rows)
     used = (row < a.G) & (begin < end)
     at = head * a.G + row
@@ -84,7 +83,7 @@ def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
     token, keys = _keys(seq, lens_ref, cu_ref)
     keys = jnp.where(program < a.S, keys, 0)
     _, first, past, per_split = _share(a, tile, splits, keys)
-    split = jnp.arange(max(2, power_of_two(splits)))
+    split = jnp.arange(max(2, next_power_of_2(splits)))
     used = split * per_split < past - first
     lse = load(lse_ref.at[seq, head, split], mask=used, other=MASKED)
     dim, mask = dims(a, used)
@@ -109,7 +108,7 @@ def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
 
 def reduce_warps(a: Attention, splits: int) -> int:
     """Of the reduction, which holds all parts of a row at once: at least 32 numbers a thread."""
-    return max(1, min(8, power_of_two(splits) * a.Dp // 1024))
+    return max(1, min(8, next_power_of_2(splits) * a.Dp // 1024))
 
 
 def decode(

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import cdiv
+from pallas_kernels._compat import cdiv, next_power_of_2
 from pallas_kernels.errors import check_that
+from pallas_kernels.kv import check_pool_size
 from pallas_kernels.op import Problem
 from pallas_kernels.ragged_paged_attention.chunk import chunks
 from pallas_kernels.ragged_paged_attention.decode import LEAST_KEYS, decode
-from pallas_kernels.ragged_paged_attention.tiles import Attention, power_of_two
+from pallas_kernels.ragged_paged_attention.tiles import Attention
 
 # Programs of decode that run at a time: two on each of an A100's multiprocessors, three on an H100's.
 _SLOTS = (2 * 108, 3 * 132)
@@ -47,24 +48,28 @@ def heuristic(problem: Problem) -> Config:
     Five stages are two tiles in flight: Triton keeps half of the others for the page numbers, which must have
     come before their pages can be asked for. In bfloat16 that is 64 KB a program.
     """
-    Dp, kv_bytes = max(16, power_of_two(int(problem["Dh"]))), _itemsize(problem["kv_dtype"])
-    context = power_of_two(_context(problem))
-    # Exact float32 products run outside the tensor cores, operands in registers.
+    Dp, kv_bytes = max(16, next_power_of_2(int(problem["Dh"]))), _itemsize(problem["kv_dtype"])
+    context = next_power_of_2(_context(problem))
+    # Exact float32 products run outside the tensor cores, operands in registers. Where pages have to be
+    # widened first, 4 warps or a second stage would spill.
     wide = kv_bytes > 1 and (problem["dtype"] != problem["kv_dtype"] or kv_bytes == 4)
+    widened = wide and kv_bytes == 2
     decode_tile = 16 if wide else max(16, min(128, 8192 // Dp, context))
-    group = power_of_two(int(problem["H"]) // int(problem["K"]))
+    group = next_power_of_2(int(problem["H"]) // int(problem["K"]))
     # 128 rows of 128 numbers and 64 keys fit 8 warps' registers; keys that are decoded take more.
     rows = max(group, 16 if wide else 128 if Dp <= 128 else 64)
     tile = min(16 if wide else 32 if Dp > 128 or kv_bytes == 1 else 64, context)
+    # On sm_80, with five stages: sinks leave the loop without a window two registers too few.
+    spills = problem["sinks"] and not problem["window"] and tile == 64
     return Config(
         splits=_splits(problem, decode_tile),
         decode_tile=decode_tile,
-        decode_warps=4,
-        decode_stages=5,
+        decode_warps=8 if widened else 4,
+        decode_stages=1 if widened else 5,
         rows=max(16, rows),
         tile=max(16, tile),
-        num_warps=4 if wide else 8,
-        num_stages=3 if wide else 5,
+        num_warps=4 if wide and not widened else 8,
+        num_stages=1 if widened else 3 if wide else 4 if spills else 5,
     )
 
 
@@ -79,7 +84,7 @@ def space(problem: Problem) -> Iterable[Config]:
             replace(base, splits=n, decode_tile=t, decode_warps=w, decode_stages=s) for n, t, w, s in choices
         }
     else:
-        least = power_of_two(int(problem["H"]) // int(problem["K"]))
+        least = next_power_of_2(int(problem["H"]) // int(problem["K"]))
         rows = [r for r in (64, 128) if r >= least]
         choices = itertools.product(rows, (32, 64, 128), (4, 8), (3, 5))
         found = {replace(base, rows=r, tile=t, num_warps=w, num_stages=s) for r, t, w, s in choices}
@@ -145,15 +150,7 @@ def ragged_paged_attention_pallas(
     check_that(
         "ragged_paged_attention", "config.rows", config.rows >= a.G, config.rows, f"at least H/K={a.G}"
     )
-    bytes_ = k_pages.size * k_pages.dtype.itemsize
-    # Pallas counts in 32 signed bits up to 4 GiB, whatever the element.
-    check_that(
-        "ragged_paged_attention",
-        "k_pages",
-        k_pages.size <= 2**31 or bytes_ > 2**32,
-        f"{k_pages.size} elements of {k_pages.dtype}",
-        "at most 2^31 of one byte, or more than 2^32",
-    )
+    check_pool_size("ragged_paged_attention", k_pages)
     arrays = (q, (k_pages, v_pages), block_table, kv_lens, cu_q_lens)
     scales = () if k_scale is None or v_scale is None else (k_scale, v_scale)
     extra = () if sinks is None else (sinks,)

@@ -7,7 +7,8 @@ prompt chunks: the ragged paged attention of vLLM's and JAX's TPU backends. Sink
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv import accurate, dequantize_kv
+from pallas_kernels.dtypes import wide_type
+from pallas_kernels.kv import dequantize_kv
 
 
 def ragged_paged_attention_reference(
@@ -45,7 +46,7 @@ def ragged_paged_attention_reference(
         `[T, H, Dh]` in q's dtype; 0 in rows from `cu_q_lens[S]` on, which belong to no sequence.
     """
     (T, H, Dh), (N, K, bs, _), (S, M) = q.shape, k_pages.shape, block_table.shape
-    wide = accurate(q.dtype)
+    wide = wide_type(q.dtype)
     token = jnp.arange(T)
     seq = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), S - 1)
     position = kv_lens[seq] - cu_q_lens[seq + 1] + token

@@ -15,7 +15,13 @@ PAGE = 32
 
 
 def problem(
-    sizes: Mapping[str, int], dtype: Any, kv_dtype: Any, window: int | None, max_q_len: int | None
+    sizes: Mapping[str, int],
+    dtype: Any,
+    kv_dtype: Any,
+    *,
+    window: int | None,
+    sinks: bool,
+    max_q_len: int | None,
 ) -> Problem:
     """`context` is what the block table holds; `decode`: 1 where no sequence has several queries."""
     return {
@@ -29,11 +35,12 @@ def problem(
         "dtype": str(jnp.dtype(dtype)),
         "kv_dtype": str(jnp.dtype(kv_dtype)),
         "window": window or 0,
+        "sinks": int(sinks),
         "decode": int(max_q_len == 1),
     }
 
 
-def _spec(
+def make_spec(
     model: ModelShape,
     name: str,
     sequences: Sequence[tuple[int, int]],
@@ -43,7 +50,7 @@ def _spec(
     sinks: bool = False,
     page: int = PAGE,
 ) -> Spec:
-    """`sequences`: queries and keys of each."""
+    """bfloat16 queries over pages of dtype `kv`. `sequences`: queries and keys of each."""
     q_lens, kv_lens = np.array(sequences, np.int32).T
     T, S = int(q_lens.sum()), len(sequences)
     H, K, Dh = model.heads, model.kv_heads, model.head_dim
@@ -89,7 +96,7 @@ def _spec(
         name=f"{model.name}/{phase}_{name}",
         make=make,
         static=static,
-        problem=problem(sizes, jnp.bfloat16, kv, window, static["max_q_len"]),
+        problem=problem(sizes, jnp.bfloat16, kv, window=window, sinks=sinks, max_q_len=static["max_q_len"]),
         cost=_cost(sizes, sequences, kv, window),
         tags=frozenset(tags | ({"window"} if window else set()) | ({"sinks"} if sinks else set())),
     )
@@ -107,7 +114,10 @@ def _cost(
         needed += min(keys, int(seen[0]) + queries - 1)
     H, K, Dh = sizes["H"], sizes["K"], sizes["Dh"]
     row = Dh * jnp.dtype(kv).itemsize + (4 if is_quantized(kv) else 0)
-    return Cost(flops=4.0 * pairs * H * Dh, bytes=2.0 * needed * K * row + 4.0 * sizes["T"] * H * Dh)
+    # Two floats that differ are multiplied as float32.
+    unit = "bfloat16" if is_quantized(kv) or kv == jnp.bfloat16 else "float32"
+    moved = 2.0 * needed * K * row + 4.0 * sizes["T"] * H * Dh
+    return Cost(flops=4.0 * pairs * H * Dh, bytes=moved, unit=unit)
 
 
 def _decodes(batch: int, context: int) -> list[tuple[int, int]]:
@@ -123,28 +133,28 @@ _MIXED = [*_ragged(16, 8192), (512, 1024)]
 _FP8 = jnp.float8_e4m3fn
 
 SPECS = (
-    _spec(MIXTRAL, "1x32768", _decodes(1, 32768)),
-    _spec(MIXTRAL, "8x8192", _decodes(8, 8192)),
-    _spec(MIXTRAL, "8x8192_page16", _decodes(8, 8192), page=16),
-    _spec(MIXTRAL, "8x8192_int8", _decodes(8, 8192), kv=jnp.int8),
-    _spec(MIXTRAL, "8x8192_e4m3", _decodes(8, 8192), kv=_FP8),
-    _spec(MIXTRAL, "8x32768_window4096_sinks", _decodes(8, 32768), window=4096, sinks=True),
-    _spec(MIXTRAL, "64x2048", _decodes(64, 2048)),
-    _spec(MIXTRAL, "64_ragged_32768", _ragged(64, 32768)),
-    _spec(MIXTRAL, "512", [(512, 4096)]),
-    _spec(MIXTRAL, "2048", [(2048, 2048)]),
-    _spec(MIXTRAL, "2048_int8", [(2048, 2048)], kv=jnp.int8),
-    _spec(MIXTRAL, "2048_window4096", [(2048, 16384)], window=4096),
-    _spec(MIXTRAL, "16_and_512", _MIXED),
-    _spec(QWEN3, "1x32768", _decodes(1, 32768)),
-    _spec(QWEN3, "8x8192", _decodes(8, 8192)),
-    _spec(QWEN3, "64x2048", _decodes(64, 2048)),
-    _spec(QWEN3, "64_ragged_32768_e4m3", _ragged(64, 32768), kv=_FP8),
-    _spec(QWEN3, "2048", [(2048, 2048)]),
-    _spec(QWEN3, "16_and_512", _MIXED),
-    _spec(OLMOE, "8x4096", _decodes(8, 4096)),
-    _spec(OLMOE, "64x2048", _decodes(64, 2048)),
-    _spec(OLMOE, "2048", [(2048, 2048)]),
-    _spec(WIDE64, "64x8192", _decodes(64, 8192)),
-    _spec(WIDE64, "16_and_512_e4m3", _MIXED, kv=_FP8),
+    make_spec(MIXTRAL, "1x32768", _decodes(1, 32768)),
+    make_spec(MIXTRAL, "8x8192", _decodes(8, 8192)),
+    make_spec(MIXTRAL, "8x8192_page16", _decodes(8, 8192), page=16),
+    make_spec(MIXTRAL, "8x8192_int8", _decodes(8, 8192), kv=jnp.int8),
+    make_spec(MIXTRAL, "8x8192_e4m3", _decodes(8, 8192), kv=_FP8),
+    make_spec(MIXTRAL, "8x32768_window4096_sinks", _decodes(8, 32768), window=4096, sinks=True),
+    make_spec(MIXTRAL, "64x2048", _decodes(64, 2048)),
+    make_spec(MIXTRAL, "64_ragged_32768", _ragged(64, 32768)),
+    make_spec(MIXTRAL, "512", [(512, 4096)]),
+    make_spec(MIXTRAL, "2048", [(2048, 2048)]),
+    make_spec(MIXTRAL, "2048_int8", [(2048, 2048)], kv=jnp.int8),
+    make_spec(MIXTRAL, "2048_window4096", [(2048, 16384)], window=4096),
+    make_spec(MIXTRAL, "16_and_512", _MIXED),
+    make_spec(QWEN3, "1x32768", _decodes(1, 32768)),
+    make_spec(QWEN3, "8x8192", _decodes(8, 8192)),
+    make_spec(QWEN3, "64x2048", _decodes(64, 2048)),
+    make_spec(QWEN3, "64_ragged_32768_e4m3", _ragged(64, 32768), kv=_FP8),
+    make_spec(QWEN3, "2048", [(2048, 2048)]),
+    make_spec(QWEN3, "16_and_512", _MIXED),
+    make_spec(OLMOE, "8x4096", _decodes(8, 4096)),
+    make_spec(OLMOE, "64x2048", _decodes(64, 2048)),
+    make_spec(OLMOE, "2048", [(2048, 2048)]),
+    make_spec(WIDE64, "64x8192", _decodes(64, 8192)),
+    make_spec(WIDE64, "16_and_512_e4m3", _MIXED, kv=_FP8),
 )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import dot, load
+from pallas_kernels._compat import dot, load, next_power_of_2
 from pallas_kernels.kv import is_quantized
 
 LOG2E = 1.4426950408889634
@@ -54,7 +54,7 @@ class Attention:
     @property
     def Dp(self) -> int:
         """Dh as the tiles have it."""
-        return max(16, power_of_two(self.Dh))
+        return max(16, next_power_of_2(self.Dh))
 
     @property
     def score_factor(self) -> float:
@@ -97,11 +97,6 @@ class Running(NamedTuple):
     total: jax.Array
     acc: jax.Array
     unit: jax.Array | None
-
-
-def power_of_two(n: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (n - 1).bit_length()
 
 
 def dims(a: Attention, rows: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -215,7 +210,12 @@ def _load_rows(
 
 
 def _decode(x: jax.Array) -> jax.Array:
-    """Stored numbers over `_decode_factor`, in float16, exactly."""
+    """Stored numbers over `_decode_factor`, in float16, exactly.
+
+    Not `fp8.decode_e4m3`, which spends three operations on the exponent's bias: here scores and values are
+    scaled anyway. Not quantized_grouped_matmul's packed PTX, which is undefined for NaN and fixes a layout of
+    four neighbours a thread, where keys and values want the products' own.
+    """
     if x.dtype == jnp.int8:
         # 1024 + 128 + x: an integer below 2048 is the low bits of a float16 whose exponent is that of 1024.
         bits = x.astype(jnp.int16) + jnp.int16(0x6400 + 128)

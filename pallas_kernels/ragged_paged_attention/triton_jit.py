@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import cdiv, triton_call
+from pallas_kernels._compat import cdiv, next_power_of_2, triton_call
 from pallas_kernels.errors import check_that
 from pallas_kernels.op import Problem, Spec, TritonSource
 from pallas_kernels.ragged_paged_attention import pallas_triton
 from pallas_kernels.ragged_paged_attention.decode import LEAST_KEYS, PADDING_ROWS, reduce_warps
-from pallas_kernels.ragged_paged_attention.tiles import Attention, power_of_two
+from pallas_kernels.ragged_paged_attention.tiles import Attention
 
 _TYPES = {
     "bfloat16": "*bf16",
@@ -85,7 +85,7 @@ def split_constants(a: Attention, config: Config) -> dict[str, Any]:
         "DP": a.Dp,
         "BS": a.bs,
         "M": a.M,
-        "ROWS": max(16, power_of_two(a.G)),
+        "ROWS": max(16, next_power_of_2(a.G)),
         "TILE": config.tile,
         "SPLITS": config.splits,
         "LEAST": max(1, LEAST_KEYS // config.tile),
@@ -107,7 +107,7 @@ def reduce_constants(a: Attention, config: Config) -> dict[str, Any]:
         "DP": a.Dp,
         "TILE": config.tile,
         "SPLITS": config.splits,
-        "SPLITS_P": max(2, power_of_two(config.splits)),
+        "SPLITS_P": max(2, next_power_of_2(config.splits)),
         "LEAST": max(1, LEAST_KEYS // config.tile),
         "WINDOW": a.window or 0,
         "SINKS": a.sinks,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, store
+from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.op import Problem
 
 
@@ -25,7 +25,7 @@ def heuristic(problem: Problem) -> Config:
     """One row a program until the card is full; about 16 elements a thread."""
     T, D = int(problem["T"]), int(problem["D"])
     rows = 1 if T <= 1024 else 4
-    return Config(rows, num_warps=max(1, min(8, rows * _pad(D) // (32 * 16))))
+    return Config(rows, num_warps=max(1, min(8, rows * next_power_of_2(D) // (32 * 16))))
 
 
 def space(problem: Problem) -> Iterable[Config]:
@@ -34,14 +34,10 @@ def space(problem: Problem) -> Iterable[Config]:
     return sorted(seen, key=lambda c: (c.rows, c.num_warps))
 
 
-def _pad(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
 def _kernel(x_ref: Any, w_ref: Any, *refs: Any, rows: int, T: int, D: int, eps: float, add: bool) -> None:
     out_ref = refs[1] if add else refs[0]
     row = program_id(0) * rows + jnp.arange(rows)
-    col = jnp.arange(_pad(D))
+    col = jnp.arange(next_power_of_2(D))
     mask = (row < T)[:, None] & (col < D)[None, :]
     at = (row[:, None], col[None, :])
     x = load(x_ref.at[at], mask=mask, other=0.0)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.errors import KernelError, bind_shapes, check_dtype, check_that
-from pallas_kernels.kv import KV_DTYPES, KV_FLOATS, is_quantized
+from pallas_kernels.kv import KV_DTYPES, KV_FLOATS, check_pool_size, is_quantized
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.rope_kv_write import pallas_triton
 from pallas_kernels.rope_kv_write.reference import Written, rope_kv_write_reference
@@ -93,13 +93,7 @@ def rope_kv_write(
     check_that(
         OP.name, "cos", 2 * half <= Dh, f"{half} angles", f"at most {Dh // 2}, half the head dimension"
     )
-    check_that(
-        OP.name,
-        "k_pages",
-        not _past_int32(k_pages),
-        f"{k_pages.size} elements of one byte",
-        "below 2^31 or above 2^32",
-    )
+    check_pool_size(OP.name, k_pages)
     return run(
         OP,
         implementation,
@@ -138,8 +132,3 @@ def _check_dtypes(arguments: dict[str, tuple[jax.Array, str]]) -> None:
     check_dtype(OP.name, "slot_mapping", arrays["slot_mapping"], (jnp.int32,))
     for name in arrays.keys() & {"cos", "sin", "k_scale", "v_scale"}:
         check_dtype(OP.name, name, arrays[name], (jnp.float32,))
-
-
-def _past_int32(pages: jax.Array) -> bool:
-    """Whether Pallas would index with too few bits: it goes by bytes, 64 bits above 2^32 of them."""
-    return pages.dtype.itemsize == 1 and 2**31 < pages.size <= 2**32

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, store
+from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.fp8 import encode_e4m3, encode_e5m2
 from pallas_kernels.kv import KV_LARGEST, is_quantized
 from pallas_kernels.op import Problem
@@ -33,24 +33,21 @@ def heuristic(problem: Problem) -> Config:
 
     Each of 2 * T * K programs at least keeps 1 KB in flight; the card needs a few MB: 4 warps from there.
     """
-    T, K, G = int(problem["T"]), int(problem["K"]), _pad(int(problem["H"]) // int(problem["K"]))
-    half = _pad(max(1, int(problem["R"]) // 2))
+    T, K, G = int(problem["T"]), int(problem["K"]), next_power_of_2(int(problem["H"]) // int(problem["K"]))
+    half = next_power_of_2(max(1, int(problem["R"]) // 2))
     if T * K <= 2048:
         return Config(1, num_warps=max(1, min(4, G * half // (32 * 16))))
     tokens = max(1, min(16, 32 * 16 * 2 // (G * half)))
-    return Config(min(tokens, _pad(T)), num_warps=max(1, min(4, tokens * G * half // (32 * 16))))
+    return Config(min(tokens, next_power_of_2(T)), num_warps=max(1, min(4, tokens * G * half // (32 * 16))))
 
 
 def space(problem: Problem) -> Iterable[Config]:
     """Tokens and warps, up to 64 elements a thread."""
-    row = _pad(int(problem["H"]) // int(problem["K"])) * _pad(max(1, int(problem["R"]) // 2))
+    group, half = int(problem["H"]) // int(problem["K"]), max(1, int(problem["R"]) // 2)
+    row = next_power_of_2(group) * next_power_of_2(half)
     tiles = (Config(t, w) for t in (1, 2, 4, 8, 16, 32) for w in (1, 2, 4, 8))
     seen = {heuristic(problem)} | {c for c in tiles if c.tokens * row <= 64 * 32 * c.num_warps}
     return sorted(seen, key=lambda c: (c.tokens, c.num_warps))
-
-
-def _pad(width: int) -> int:
-    return 1 << (width - 1).bit_length()
 
 
 def _encode(x: jax.Array, dtype: Any) -> jax.Array:
@@ -115,9 +112,10 @@ def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R:
         return parts
 
     # Rows of the query tile: the G heads of a token follow one another, as they do in memory.
-    row = jnp.arange(tokens * _pad(G), dtype=jnp.int32)
-    q_token, q_head = program_id(0) * tokens + row // _pad(G), head * G + row % _pad(G)
-    q_real = (q_token < T) & (row % _pad(G) < G)
+    heads = next_power_of_2(G)
+    row = jnp.arange(tokens * heads, dtype=jnp.int32)
+    q_token, q_head = program_id(0) * tokens + row // heads, head * G + row % heads
+    q_real = (q_token < T) & (row % heads < G)
     for x, cols, mask in rotated(q_ref, q_token, q_head[:, None], q_real):
         ok = q_real[:, None] if mask is None else q_real[:, None] & mask[None, :]
         at = out_ref.at[q_token[:, None], q_head[:, None], cols[None, :]]
@@ -136,8 +134,9 @@ def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R:
 
 def _columns(start: int, count: int) -> tuple[jax.Array, jax.Array | None]:
     """A power of two of columns from `start`, and which are real (None: all)."""
-    offset = jnp.arange(_pad(count), dtype=jnp.int32)
-    return start + offset, None if count == _pad(count) else offset < count
+    width = next_power_of_2(count)
+    offset = jnp.arange(width, dtype=jnp.int32)
+    return start + offset, None if count == width else offset < count
 
 
 def rope_kv_write_pallas(

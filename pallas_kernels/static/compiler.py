@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Compiler:
         self.version = triton_version()
         self.workers, self.cache = workers, cache
         self.compiled = self.remembered = 0
+        # Its threads have a subprocess each, which takes seconds to import Triton: both last until the end.
+        self._pool = ThreadPoolExecutor(workers)
         self._mine = threading.local()
         self._started: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
@@ -50,6 +52,10 @@ class Compiler:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._started:  # a thread that waits for one sees the end of its stream
+            process.kill()
+        self._pool.shutdown()
         for process in self._started:
             process.kill()
             process.wait()
@@ -58,20 +64,23 @@ class Compiler:
                     stream.close()
         self._started.clear()
 
-    def compile(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The jobs' results, in order: see `pallas_kernels.static.worker`."""
-        keys = [self._key(job) for job in jobs]
-        distinct = dict(zip(keys, jobs, strict=True))
-        with ThreadPoolExecutor(self.workers) as pool:
-            found = dict(zip(distinct, pool.map(self._one, distinct.items()), strict=True))
-        return [found[key] for key in keys]
+    def compile(self, jobs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The jobs' results, in order: see `pallas_kernels.static.worker`.
+
+        Compiling starts while `jobs`, which may be a generator, is still being drawn from.
+        """
+        keys, results = [], dict[str, Future[dict[str, Any]]]()
+        for job in jobs:
+            keys.append(key := self._key(job))
+            if key not in results:
+                results[key] = self._pool.submit(self._one, key, job)
+        return [results[key].result() for key in keys]
 
     def _key(self, job: dict[str, Any]) -> str:
         text = json.dumps({"job": job, "triton": self.version, "worker": _WORKER_HASH}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _one(self, item: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-        key, job = item
+    def _one(self, key: str, job: dict[str, Any]) -> dict[str, Any]:
         path = None if self.cache is None else self.cache / key[:2] / f"{key}.json"
         if path is not None and path.exists():
             with self._lock:

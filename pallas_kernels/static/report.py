@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,20 +95,25 @@ def report_op(
     Args:
         config: an explicit configuration instead; then all specs kept must be of its implementation.
     """
-    rows: list[Row] = []
-    jobs: list[dict[str, Any] | None] = []
-    for name, kind in op.implementations.items():
-        for spec in op.specs:
-            if not wanted(name, spec) or kind.supports(spec.problem) is not None:
-                continue
-            for target in targets:
-                chosen = configure(op, name, spec.problem, config=config, device=_DEVICE[target], data=data)
-                for row, job in _kernels(op, name, kind, spec, target, chosen.config, chosen.reason):
-                    rows.append(row)
-                    jobs.append(job)
-    results = iter(compiler.compile([job for job in jobs if job is not None]))
-    rows = [row if job is None else _filled(row, next(results)) for row, job in zip(rows, jobs, strict=True)]
-    return StaticReport(rows, jax.__version__, compiler.version)
+    rows: list[tuple[Row, bool]] = []
+
+    def jobs() -> Iterator[dict[str, Any]]:
+        for name, kind in op.implementations.items():
+            for spec in op.specs:
+                if not wanted(name, spec) or kind.supports(spec.problem) is not None:
+                    continue
+                for target in targets:
+                    chosen = configure(
+                        op, name, spec.problem, config=config, device=_DEVICE[target], data=data
+                    )
+                    for row, job in _kernels(op, name, kind, spec, target, chosen.config, chosen.reason):
+                        rows.append((row, job is not None))
+                        if job is not None:
+                            yield job
+
+    results = iter(compiler.compile(jobs()))
+    filled = [_filled(row, next(results)) if lowered else row for row, lowered in rows]
+    return StaticReport(filled, jax.__version__, compiler.version)
 
 
 def failures(rows: Iterable[Row]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, pallas_call, program_id, store
+from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.op import Problem
 from pallas_kernels.topk_router.reference import SMALLEST_SUM
 
@@ -33,7 +33,7 @@ def heuristic(problem: Problem) -> Config:
     """
     T, width = int(problem["T"]), _width(int(problem["E"]), int(problem["num_groups"]))
     rows = max(1, (128 if T <= 1024 else 256) // width)
-    return Config(min(rows, _pad(T)), num_warps=1)
+    return Config(min(rows, next_power_of_2(T)), num_warps=1)
 
 
 def space(problem: Problem) -> Iterable[Config]:
@@ -46,13 +46,9 @@ def space(problem: Problem) -> Iterable[Config]:
     return sorted(seen, key=lambda c: (c.rows, c.num_warps))
 
 
-def _pad(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
 def _width(E: int, groups: int) -> int:
     """Columns of a row in registers: groups and their experts, each filled up to a power of two."""
-    return _pad(groups) * _pad(E // groups)
+    return next_power_of_2(groups) * next_power_of_2(E // groups)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -83,7 +79,7 @@ def _kernel(
     scale: float,
 ) -> None:
     *bias_ref, ids_ref, weights_ref = refs
-    size, size_pad, groups_pad = E // groups, _pad(E // groups), _pad(groups)
+    size, size_pad, groups_pad = E // groups, next_power_of_2(E // groups), next_power_of_2(groups)
     column = jnp.arange(groups_pad * size_pad, dtype=jnp.int32)
     # Without gaps in a row the index is the column itself, which lets Triton load 16 bytes at a time.
     expert = column if size == size_pad else column // size_pad * size + column % size_pad
@@ -110,7 +106,8 @@ def _kernel(
     if top_groups < groups:
         keys = _keep_groups(keys, biased, groups, top_groups, has_bias)
 
-    slot = jnp.arange(_pad(k), dtype=jnp.int32)
+    slots = next_power_of_2(k)
+    slot = jnp.arange(slots, dtype=jnp.int32)
 
     def body(i: jax.Array, carry: Any) -> Any:
         keys, ids, weights = carry
@@ -121,7 +118,7 @@ def _kernel(
         weights = jnp.where(slot[None, :] == i, weight[:, None], weights)
         return jnp.where(here, _TAKEN, keys), ids, weights
 
-    start = (keys, jnp.zeros((rows, _pad(k)), jnp.int32), jnp.zeros((rows, _pad(k)), jnp.float32))
+    start = (keys, jnp.zeros((rows, slots), jnp.int32), jnp.zeros((rows, slots), jnp.float32))
     _, ids, weights = jax.lax.fori_loop(0, k, body, start)
     if renormalize:
         weights = weights / (jnp.sum(weights, axis=1)[:, None] + SMALLEST_SUM)
@@ -134,7 +131,7 @@ def _kernel(
 def _keep_groups(keys: jax.Array, biased: jax.Array, groups: int, top_groups: int, by_two: bool) -> jax.Array:
     """`keys` with `_TAKEN` outside of each row's best groups."""
     rows, width = keys.shape
-    shape = (rows, _pad(groups), width // _pad(groups))
+    shape = (rows, next_power_of_2(groups), width // next_power_of_2(groups))
     grouped = keys.reshape(shape)
     if by_two:
         floats = jnp.where(grouped == _TAKEN, -jnp.inf, biased.reshape(shape))

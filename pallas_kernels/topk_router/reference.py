@@ -7,6 +7,8 @@ choice alone and a choice among groups first: DeepSeek-V3 (arXiv 2412.19437, §2
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dtypes import wide_type
+
 SMALLEST_SUM = 1e-20
 """Added to the sum that weights are divided by, as DeepSeek-V3 does: scores that all underflow give zeros."""
 
@@ -43,7 +45,7 @@ def topk_router_reference(
         that ids are always in range and distinct, and stays NaN as a weight.
     """
     T, E = logits.shape
-    wide = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
+    wide = logits.astype(wide_type(logits.dtype))
     scores = jax.nn.softmax(wide, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(wide)
     keys = wide if bias is None else scores + bias.astype(wide.dtype)[None, :]
     keys = jnp.where(jnp.isnan(keys), -jnp.inf, keys)

@@ -13,9 +13,10 @@ import pytest
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.engine.fake_runner import FakeRunner
+from moejax.engine.plan import StepPlan
 from moejax.engine.policy import Policy
 from moejax.engine.request import SamplingParams
-from moejax.engine.scheduler import Scheduler, StepPlan
+from moejax.engine.scheduler import Scheduler
 from moejax.engine.sequence import Sequence, State
 from moejax.engine.static_scheduler import StaticScheduler
 

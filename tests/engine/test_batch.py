@@ -19,9 +19,9 @@ from moejax.cache.slabs import SlabLayout
 from moejax.core.config import EngineConfig
 from moejax.engine.batch import Batch, BatchBuilder, Limits, StepKey, layout, unpack
 from moejax.engine.buckets import Buckets
+from moejax.engine.plan import Chunk, StepPlan
 from moejax.engine.request import SamplingParams
 from moejax.engine.sampler import SamplerMode, sampler_mode
-from moejax.engine.scheduler import Chunk, StepPlan
 from moejax.engine.sequence import Sequence
 from moejax.ops.paged_attention import tile_rows
 from tests.engine.tiny import PROPERTY, VOCAB

@@ -4,8 +4,8 @@ damaged."""
 import pytest
 
 from moejax.engine.fake_runner import FakeRunner
+from moejax.engine.plan import Chunk, StepPlan
 from moejax.engine.request import SamplingParams
-from moejax.engine.scheduler import Chunk, StepPlan
 from moejax.engine.sequence import Sequence
 from tests.engine.host_engine import Ask, HostEngine, Limits, alone
 
@@ -74,7 +74,7 @@ def test_a_write_into_anothers_block_is_seen_however_far_back(position: int):
         sequence, runner = _sequence([0, 1]), FakeRunner(4, 4)
         runner.launch(_prompt(sequence))
         if damaged:
-            runner._cache[position // 4][position % 4] = 12345
+            runner._groups[0]._cache[position // 4][position % 4] = 12345
         results.append(_tokens(runner, _decode(sequence)))
     assert results[0] != results[1]
 

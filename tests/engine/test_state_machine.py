@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
-from moejax.engine.scheduler import Scheduler, StepPlan
+from moejax.engine.plan import StepPlan
+from moejax.engine.scheduler import Scheduler
 from moejax.engine.sequence import Sequence, State
 from moejax.engine.static_scheduler import StaticScheduler
 from tests.engine.host_engine import Ask, HostEngine, Limits, ShortestFirst

@@ -11,6 +11,7 @@ whole and names itself:
         implementation = "pallas_triton"
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,15 +36,14 @@ class Contract:
 
     def run(self, arrays: Mapping[str, Any], static: Mapping[str, Any], config: Any = None) -> Any:
         """The implementation's results: interpreted on CPU, compiled on a GPU."""
-        return jax.jit(
-            lambda kw: self.api(**kw, **static, implementation=self.implementation, config=config)
-        )(dict(arrays))
+        static = {**static, "implementation": self.implementation, "config": config}
+        return _program(self.api, **static)(dict(arrays))
 
     def expect(self, arrays: Mapping[str, Any], static: Mapping[str, Any]) -> Any:
         """The reference's results, floating-point inputs widened to float64 first."""
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             wide = jax.tree.map(_widen, dict(arrays))
-            return jax.tree.map(np.asarray, self.op.reference(**wide, **static))
+            return jax.tree.map(np.asarray, _program(self.op.reference, **static)(wide))
 
     def check(
         self,
@@ -68,6 +68,27 @@ class Contract:
             else:
                 np.testing.assert_array_equal(np.asarray(a), b)
         return ours
+
+
+# XLA compiles a case for longer than it runs: without optimisation, in one part and without its own
+# fusion compiler in a fifth of the time.
+QUICK: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+@functools.lru_cache(maxsize=256)
+def _program(function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+    """`function` of a dictionary of arrays, compiled once for all cases that differ in values only."""
+    return quick_jit(lambda arrays: function(**arrays, **static))
+
+
+def quick_jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit` for what runs a few times, on CPU."""
+    compiler_options = QUICK if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=compiler_options, **options)
 
 
 def limit_for(dtype: Any, *reductions: int, products: Any = "float32") -> float:

@@ -12,7 +12,7 @@ from pallas_kernels.qformats import Format, QuantizedTensor, random_quantized
 from pallas_kernels.quantized_matmul import OP, quantized_matmul
 from pallas_kernels.quantized_matmul.pallas_triton import Config
 from tests.kernels.contract import Contract, limit_for, normal
-from tests.kernels.test_qformats import FORMATS, other_way
+from tests.kernels.test_qformats import FORMATS, draw, other_way
 
 SMALL = Config("fused", block_m=16, block_n=32, block_k=64, split_k=1, num_warps=1, num_stages=2)
 
@@ -24,7 +24,7 @@ class QuantizedMatmulContract(Contract):
     def inputs(self, rng, fmt, T, D, F, dtype="bfloat16"):
         D = -(-D // fmt.block) * fmt.block
         key = jax.random.key(int(rng.integers(1 << 30)))
-        return {"x": normal(rng, (T, D), dtype), "w": random_quantized(key, (D, F), fmt)}
+        return {"x": normal(rng, (T, D), dtype), "w": draw(key, (D, F), fmt)}
 
     @pytest.mark.parametrize("fmt", FORMATS, ids=[f.name for f in FORMATS])
     def test_formats(self, rng, fmt):

@@ -1,12 +1,16 @@
 """The static gate over all kernels: what `experiments.kernels mode=static` fails on, CI fails on."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton")
 
 from moejax.bench.kernels.static import compare_with_baseline
+from pallas_kernels.models import MIXTRAL
+from pallas_kernels.ragged_paged_attention import specs as attention
 from pallas_kernels.registry import OPS, load_op
 from pallas_kernels.static import failures, report_op
 from pallas_kernels.static.compiler import Compiler
@@ -16,8 +20,10 @@ MODELS = ("mixtral_8x7b", "qwen3_30b_a3b", "olmoe_1b_7b", "wide64_ep8")
 
 
 @pytest.fixture(scope="module")
-def compiler():
-    with Compiler(workers=2) as pool:
+def compiler(pytestconfig):
+    """Results stay in pytest's cache, by IR and compiler: what has not changed is not compiled again."""
+    cache = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
+    with Compiler(workers=2, cache=cache and cache.mkdir("kernels")) as pool:
         yield pool
 
 
@@ -38,6 +44,30 @@ def test_gate(name, compiler):
     assert compiled == wanted
     assert failures(report.rows) == []
     assert compare_with_baseline(report.rows, {"jax": report.jax, "triton": report.triton}, BASELINE) == []
+
+
+def _attention_specs():
+    chunk, mixed = [(512, 4096)], [(1, 8192), (1, 700), (64, 1024)]
+    yield attention.make_spec(MIXTRAL, "512_sinks", chunk, sinks=True)
+    yield attention.make_spec(MIXTRAL, "mixed_float16", mixed, kv=jnp.float16)
+    yield attention.make_spec(MIXTRAL, "8x8192_float16", [(1, 8192)] * 8, kv=jnp.float16)
+
+
+def _gelu_specs():
+    for spec in load_op("quantized_grouped_swiglu").specs:
+        if spec.name.startswith("mixtral"):
+            gelu = {"activation": "gelu"}
+            yield replace(spec, static={**spec.static, **gelu}, problem={**spec.problem, **gelu})
+
+
+@pytest.mark.parametrize(
+    "name,specs", [("ragged_paged_attention", _attention_specs), ("quantized_grouped_swiglu", _gelu_specs)]
+)
+def test_gate_of_other_shapes(name, specs, compiler):
+    """Shapes beside the specs that spilled or did not lower once."""
+    op = replace(load_op(name), specs=tuple(specs()))
+    assert op.specs
+    assert failures(report_op(op, compiler).rows) == []
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -1,14 +1,23 @@
 """Declarations: every tensor has one, and a fresh model depends on them and the seed alone."""
 
+import zlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
+from moejax.core.config import MoeConfig
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
 from moejax.models.decoder import Decoder
+from moejax.nn import param as param_module
 from moejax.nn.linear import Linear
 from moejax.nn.param import ParamSpec, initialize, iter_params, num_params, specs
+from moejax.sharding.mesh import make_mesh
+from moejax.sharding.rules import shardings
 
 AXES = {"vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert", "expert_mlp", None}
 
@@ -93,3 +102,93 @@ def test_values_do_not_depend_on_the_other_parameters():
 def test_a_declaration_names_every_axis():
     with pytest.raises(AssertionError):
         ParamSpec((2, 3), ("embed",), jnp.float32)
+
+
+# --- on a mesh ------------------------------------------------------------------------------------
+
+MESHES = {
+    "tp8": (ParallelConfig(tp=8), "edf"),
+    "ep4_tp2": (ParallelConfig(ep=4, tp=2), "efd"),
+    "dp_attention_ep8": (ParallelConfig(ep=8, attention="data"), "edf"),
+    "two_nodes_ep8": (ParallelConfig(ep=8, nodes=2), "efd"),
+}
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parallel, layout", MESHES.values(), ids=MESHES)
+def test_values_do_not_depend_on_the_mesh(tiny_config, parallel, layout, dtype):
+    """Bit for bit what one device draws, uncompiled: scale times a normal variable, rounded."""
+    config = tiny_config.replace(
+        num_layers=1, moe_layers=(True,), sliding_windows=(None,), num_heads=8, dtype=dtype
+    )
+    model = Decoder(config, moe=MoeConfig(expert_layout=layout))
+    plan = make_mesh(parallel, config.num_kv_heads)
+    placed = shardings(specs(model), plan.stages[0], plan.axes)
+    initialize(model, 3, placed)
+    for name, param in iter_params(model):
+        spec = param.get_metadata("spec")
+        assert param[...].sharding == placed[name] and param[...].dtype == jnp.dtype(dtype), name
+        expected = jnp.ones(spec.shape, dtype)
+        if spec.init == "normal":
+            key = jax.random.fold_in(jax.random.key(3), zlib.crc32(name.encode()))
+            expected = (spec.scale * jax.random.normal(key, spec.canonical_shape)).astype(dtype)
+            expected = expected.swapaxes(-1, -2) if spec.transposed else expected
+        np.testing.assert_array_equal(np.asarray(param[...]), np.asarray(expected), err_msg=name)
+
+
+SLOTS = (7, 6, 5, 4, 3, 2, 1, 0, 3, 3, 1, 3, 3, 0, 3, 3)
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_no_device_draws_more_than_its_part(transposed, replicas):
+    """Compiled memory in shards: counters, bits and values of a few, where a whole tensor is eight."""
+    mesh = make_mesh(ParallelConfig(ep=4, tp=2), 8).stages[0]
+    shape, names = (16, 64, 128), ("expert", "embed", "expert_mlp")
+    parts = PartitionSpec("ep", None, "tp")
+    if transposed:
+        shape, names, parts = (16, 128, 64), ("expert", "expert_mlp", "embed"), PartitionSpec("ep", "tp")
+    spec = ParamSpec(shape, names, jnp.dtype(jnp.float32), transposed=transposed)
+    sharding, slots = NamedSharding(mesh, parts), SLOTS if replicas else None
+
+    def draw(path):
+        return param_module._initial_value(spec, 0, path, slots, sharding)
+
+    compiled = jax.jit(draw, out_shardings=sharding).lower(np.uint32(5)).compile()
+    shard = 16 * 64 * 128 * 4 // 8
+    memory = compiled.memory_analysis()
+    assert memory.output_size_in_bytes == shard
+    assert memory.temp_size_in_bytes <= 4 * shard + 4096
+    expected = param_module._initial_value(spec, 0, np.uint32(5), slots)
+    np.testing.assert_array_equal(np.asarray(compiled(np.uint32(5))), np.asarray(expected))
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("layout", ["edf", "efd"])
+def test_slots_with_the_same_expert_get_the_same_values(tiny_config, layout):
+    config = tiny_config.replace(num_layers=1, moe_layers=(True,), sliding_windows=(None,), num_heads=8)
+    moe = MoeConfig(expert_layout=layout)
+    plain = dict(iter_params(Decoder(config, moe=moe, seed=2)))
+    parallel = ParallelConfig(ep=4, tp=2, redundant_experts=8)
+    plan = make_mesh(parallel, config.num_kv_heads)
+    model = Decoder(config, moe=moe, parallel=parallel, axes=plan.axes)
+    expert_of = {name: SLOTS for name in specs(model) if ".experts." in name}
+    assert len(expert_of) == 3
+    for placed in (None, shardings(specs(model), plan.stages[0], plan.axes)):
+        initialize(model, 2, placed, expert_of=expert_of)
+        for name, param in iter_params(model):
+            value = np.asarray(plain[name][...])
+            value = value[list(SLOTS)] if name in expert_of else value
+            np.testing.assert_array_equal(np.asarray(param[...]), value, err_msg=name)
+
+
+@pytest.mark.parametrize("slots", [(0, 1, 2), (0, 1, 1, 3), (-1, 0, 1, 2), ()])
+def test_slots_that_leave_an_expert_out(slots):
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.kernel = param_module.declare(ParamSpec((4, 2, 2), ("expert", "embed", "mlp"), jnp.float32))
+
+    with pytest.raises(ConfigError, match=r"expert_of\['kernel'\] must name an expert for each of 4 slots"):
+        initialize(Stack(), 0, expert_of={"kernel": slots})

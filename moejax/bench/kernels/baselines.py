@@ -6,8 +6,10 @@ that says so.
 """
 
 import functools
+import importlib
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.op import Op, Spec
+from pallas_kernels.qformats import QuantizedTensor, dequantize
 from pallas_kernels.tuned import config_dict, configure
 
 Arrays = dict[str, Any]
+
+BFLOAT16 = "bf16"
+"""Name of the baseline that quantized operations are measured against."""
 
 
 def _same(arrays: Arrays) -> Arrays:
@@ -37,9 +43,12 @@ class Variant:
         run: prepared arrays → the operation's result.
         prepare: the spec's arrays → what `run` takes; untimed.
         restrict: result and arrays → the part of the result that the contract defines, for comparing.
-        comparable: False where the result has another arrangement.
+        comparable: False where the result has another arrangement, or other rounding than the contract's.
         carries: see `pallas_kernels.op.Op`.
         unavailable: why it cannot run here.
+        prepared_bytes: of device memory that `prepare` makes for one call, beyond what it shares with the
+            spec's arrays; it limits how many calls have inputs of their own.
+        note: what a reader of its time should know.
     """
 
     name: str
@@ -52,15 +61,16 @@ class Variant:
     reason: str | None = None
     carries: Mapping[str, int] = field(default_factory=dict)
     unavailable: str | None = None
+    prepared_bytes: int = 0
+    note: str | None = None
 
 
 def variants(op: Op, spec: Spec, implementations: Sequence[str], *, baselines: bool) -> list[Variant]:
-    """Ours by name, then, with `baselines`, the reference and other libraries'."""
+    """Ours by name; with `baselines` the reference, other libraries', and bfloat16 beside quantized ones."""
     found = [_ours(op, spec, name) for name in implementations]
     if baselines:
         run = functools.partial(_call, op.reference, spec.static)
-        restrict = _restrictions().get(op.name, _all)
-        found.append(Variant("xla_reference", run, False, restrict=restrict, carries=op.carries))
+        found.append(Variant("xla_reference", run, False, restrict=restriction(op.name), carries=op.carries))
         found += [make(spec) for make in _BASELINES.get(op.name, ())]
     return found
 
@@ -79,17 +89,20 @@ def _ours(op: Op, spec: Spec, name: str) -> Variant:
         name,
         functools.partial(_call, kind.run, {**spec.static, "config": chosen.config}),
         True,
-        restrict=_restrictions().get(op.name, _all),
+        restrict=restriction(op.name),
         config=json.dumps(config_dict(chosen.config)),
         reason=chosen.reason,
         carries=op.carries,
     )
 
 
-def _restrictions() -> dict[str, Callable[[Any, Arrays], Any]]:
-    """Slots of padding are undefined in the products' results."""
-    slots = ("grouped_matmul", "grouped_swiglu", "quantized_grouped_matmul")
-    return dict.fromkeys(slots, _real_slots)
+def restriction(op: str) -> Callable[[Any, Arrays], Any]:
+    """Result and arrays → what the contract defines of the result: padding slots are undefined in products.
+
+    Of `rope_kv_write` all is defined, but a step writes a thousandth of a pool: the slots written are
+    compared apart, or the others would hide what is wrong with them.
+    """
+    return _RESTRICTIONS.get(op, _all)
 
 
 def _real_slots(output: jax.Array, arrays: Arrays) -> jax.Array:
@@ -98,6 +111,32 @@ def _real_slots(output: jax.Array, arrays: Arrays) -> jax.Array:
     used = jnp.arange(rows.shape[0]) // block < arrays["num_blocks"][0]
     real = used & (rows >= 0) & (rows < x.shape[0])
     return jnp.where(real[:, None], output, 0)
+
+
+def _written_slots(output: Any, arrays: Arrays) -> Any:
+    """q, then of each pool the rows written and how many elements changed beside them."""
+    q, *pools = output
+    N, _, bs = arrays["k_pages"].shape[:3]
+    # A negative slot stores nothing, and must not count from the end.
+    slots = jnp.where(arrays["slot_mapping"] < 0, N * bs, arrays["slot_mapping"])
+    page, place = slots // bs, slots % bs
+    parts = []
+    for name, pool in zip(("k_pages", "v_pages", "k_scale", "v_scale"), pools, strict=True):
+        if pool is not None:
+            old = arrays[name]
+            parts.append(pool.at[page, :, place].get(mode="fill", fill_value=0))
+            others = pool.at[page, :, place].set(old.at[page, :, place].get(mode="clip"), mode="drop")
+            parts.append(jnp.sum(others != old, dtype=jnp.int32))
+    return q, *parts
+
+
+_RESTRICTIONS: dict[str, Callable[[Any, Arrays], Any]] = {
+    "grouped_matmul": _real_slots,
+    "grouped_swiglu": _real_slots,
+    "quantized_grouped_matmul": _real_slots,
+    "quantized_grouped_swiglu": _real_slots,
+    "rope_kv_write": _written_slots,
+}
 
 
 # -- grouped products ------------------------------------------------------------------------------------
@@ -154,6 +193,41 @@ def _missing(module: str) -> str | None:
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
+# -- quantized products: bfloat16 in their place -----------------------------------------------------------
+
+
+def _bfloat16(spec: Spec) -> Variant:
+    """Our bfloat16 kernel, or XLA's product, on weights that were dequantized before the clock starts.
+
+    It is what quantization is to be faster than: the same numbers, in the format they would have without it.
+    With `w8a8` activations are quantized in the contract and not here, so results are not compared.
+    """
+    weights = {name: w for name, w in spec.abstract.items() if isinstance(w, QuantizedTensor)}
+    kernel = "grouped_swiglu" if "gate" in weights else "grouped_matmul"
+    grouped = "rows" in spec.abstract
+    dequantized = jax.jit(functools.partial(dequantize, dtype=jnp.bfloat16))
+
+    def prepare(a: Arrays) -> Arrays:
+        return a | {name: dequantized(a[name]) for name in weights}
+
+    def run(a: Arrays) -> jax.Array:
+        if not grouped:
+            return a["x"] @ a["w"]
+        function = getattr(importlib.import_module(f"pallas_kernels.{kernel}"), kernel)
+        return function(**a, **spec.static)
+
+    return Variant(
+        BFLOAT16,
+        run,
+        False,
+        prepare=prepare,
+        restrict=_real_slots if grouped else _all,
+        comparable=all(w.format.kind != "w8a8" for w in weights.values()),
+        prepared_bytes=sum(2 * math.prod(w.shape) for w in weights.values()),
+        note=f"weights dequantized beforehand, by {kernel if grouped else 'XLA'}",
+    )
+
+
 # -- attention -------------------------------------------------------------------------------------------
 
 
@@ -180,11 +254,20 @@ def _dot_product_attention(implementation: Any, spec: Spec) -> Variant:
     return Variant(name, run, False)
 
 
+def _no_padding(spec: Spec) -> str | None:
+    """Why an implementation cannot run a spec that knows only whole sequences and no window."""
+    for name in ("sinks", "lengths"):
+        if name in spec.abstract:
+            return f"no {name}"
+    return None if spec.static.get("window") is None else "no window"
+
+
 def _pallas_mha(spec: Spec) -> Variant:
     """JAX's own Pallas kernel, in the tree; key heads repeated beforehand, since it knows no groups."""
     name = "jax.experimental.pallas mha"
-    if spec.static.get("window") is not None:
-        return Variant(name, _same, False, unavailable="no window")
+    refused = _no_padding(spec)
+    if refused:
+        return Variant(name, _same, False, unavailable=refused)
 
     def prepare(a: Arrays) -> Arrays:
         group = a["q"].shape[2] // a["k"].shape[2]
@@ -201,9 +284,9 @@ def _pallas_mha(spec: Spec) -> Variant:
 
 def _tokamax_attention(spec: Spec) -> Variant:
     name = "tokamax.dot_product_attention (triton)"
-    missing = _missing("tokamax")
-    if missing or spec.static.get("window") is not None:
-        return Variant(name, _same, False, unavailable=missing or "no window")
+    refused = _missing("tokamax") or _no_padding(spec)
+    if refused:
+        return Variant(name, _same, False, unavailable=refused)
     import tokamax
 
     def run(a: Arrays) -> jax.Array:
@@ -249,4 +332,7 @@ _BASELINES: dict[str, tuple[Callable[[Spec], Variant], ...]] = {
         _tokamax_attention,
     ),
     "ragged_paged_attention": (_pallas_paged,),
+    "quantized_grouped_matmul": (_bfloat16,),
+    "quantized_grouped_swiglu": (_bfloat16,),
+    "quantized_matmul": (_bfloat16,),
 }

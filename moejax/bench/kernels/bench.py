@@ -7,7 +7,7 @@ rates are measured in the same run; bounds and shares are of these.
 
 import datetime
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.bench.kernels.baselines import Variant, variants
+from moejax.bench.kernels.baselines import BFLOAT16, Variant, restriction, variants
+from moejax.bench.kernels.check import check, reference_result
 from moejax.bench.kernels.config import KernelSelection
-from moejax.bench.kernels.device_timing import Chain, Timed, chain_length, measure, tree_bytes
+from moejax.bench.kernels.device_timing import (
+    MEMORY_BUDGET,
+    Chain,
+    Timed,
+    chain_length,
+    measure,
+    one_line,
+    tree_bytes,
+)
 from moejax.bench.kernels.select import Selected, select
 from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.core.errors import DeviceError
@@ -30,6 +39,7 @@ from moejax.report.tables import print_closing, stderr_console
 from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
 from moejax.tracking.provenance import collect
 from pallas_kernels.op import Cost, Op, Spec
+from pallas_kernels.qformats import GROUPS
 from pallas_kernels.tuned import device_key
 
 logger = logging.getLogger(__name__)
@@ -78,7 +88,7 @@ def run_bench(
         files.append(atomic_write_text(folder / f"kernels-{day}.json", dump_json(result, indent=1) + "\n"))
         tracker.summary(result["metrics"])
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        tracker.table("kernels", columns, [[row.get(key) for key in columns] for row in rows])
+        tracker.table("kernel_table", columns, [[row.get(key) for key in columns] for row in rows])
         tracker.artifact("kernels-result", "result", files)
     console = stderr_console()
     print_bench(result, console)
@@ -90,9 +100,10 @@ def require_gpu(mode: str) -> None:
     """Raises DeviceError where there is nothing to time on."""
     platform = jax.default_backend()
     if platform != "gpu":
+        untimed = "; tune.device=a100 or h100 chooses by the static model, untimed" if mode == "tune" else ""
         raise DeviceError(
             f"mode={mode} times kernels on a CUDA device, and JAX has only {platform!r} here; "
-            "mode=static reports on them without one"
+            f"mode=static reports on them without one{untimed}"
         )
 
 
@@ -102,30 +113,51 @@ def bench_spec(
     """A row per implementation of one spec."""
     op = item.op
     found = variants(op, spec, item.implementations, baselines=config.bench.baselines)
-    sets, cold = bench_inputs(op, spec)
+    want, unchecked = None, None
+    try:
+        want = reference_result(op, spec, restriction(op.name))
+    except Exception as error:
+        unchecked = f"not timed, since the reference, to compare with, failed: {one_line(error)}"
+    sets = bench_inputs(op, spec)
     cost = spec.cost
     bound = 1e6 * max(cost.bytes / ceilings["copy_bandwidth"], cost.flops / _rate(ceilings, cost))
-    rows, chains = [], {}
+    rows, chains = {}, {}
     for variant in found:
-        row = _row(op, spec, variant, bound) | {"cold": cold}
-        rows.append(row)
-        if variant.unavailable:
-            row["error"] = variant.unavailable
+        row = rows[variant.name] = _row(op, spec, variant, bound)
+        row["error"] = variant.unavailable or unchecked
+        if row["error"]:
             continue
         try:
-            prepared = [variant.prepare(arrays) for arrays in sets]
-            row["relative_error"] = _error(op, spec, variant, sets[0], prepared[0])
-            chains[variant.name] = Chain(variant.run, prepared, variant.carries)
+            # What is prepared must fit beside the inputs.
+            count = min(len(sets), max(2, MEMORY_BUDGET // max(variant.prepared_bytes, 1)))
+            prepared = [variant.prepare(arrays) for arrays in sets[:count]]
+            row |= {"sets": count, "cold": is_cold(spec, prepared)}
+            if variant.comparable:
+                got = _defined(variant, sets[0], prepared[0])
+                row["relative_error"], row["error"] = check(got, want, spec, op.name)
+            if row["error"] is None:  # a wrong result has no time, so that it cannot be the fastest
+                chains[variant.name] = Chain(variant.run, prepared, variant.carries)
         except Exception as error:  # another library's refusal, or ours: a row of the table, not its end
-            row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    for name, timed in measure(chains, config.bench.repeats).items():
-        row = next(row for row in rows if row["implementation"] == name)
-        row |= _figures(timed, cost, bound, ceilings)
-    return rows
+            row["error"] = one_line(error)
+    timed, failed = measure(chains, config.bench.repeats)
+    for name, figures in timed.items():
+        rows[name] |= _figures(figures, cost, bound, ceilings)
+    for name, reason in failed.items():
+        rows[name]["error"] = reason
+    plain = rows.get(BFLOAT16, {}).get("median_us")
+    for row in rows.values():
+        if plain and row["ours"] and row.get("median_us"):
+            row["speedup_over_bf16"] = plain / row["median_us"]
+    return list(rows.values())
 
 
-def bench_inputs(op: Op, spec: Spec) -> tuple[list[dict[str, Any]], bool]:
-    """Inputs of a chain's calls, and whether they are too large together for the cache to hold them."""
+def _defined(variant: Variant, arrays: dict[str, Any], prepared: dict[str, Any]) -> Any:
+    """What the contract defines of a variant's result."""
+    return jax.jit(lambda kw, own: variant.restrict(variant.run(own), kw))(arrays, prepared)
+
+
+def bench_inputs(op: Op, spec: Spec) -> list[dict[str, Any]]:
+    """Inputs of a chain's calls, `check.first_inputs` first."""
     hardware = get_hardware("auto", jax.devices()[0].device_kind)
     bound = 1.0
     if hardware is not None and hardware.bandwidth is not None:
@@ -135,9 +167,13 @@ def bench_inputs(op: Op, spec: Spec) -> tuple[list[dict[str, Any]], bool]:
     out = jax.eval_shape(lambda kw: op.reference(**kw, **spec.static), spec.abstract)
     count = chain_length(3 * bound, tree_bytes(spec.abstract) + tree_bytes(out))
     make = jax.jit(spec.make)
-    sets = [make(jax.random.PRNGKey(i)) for i in range(count)]
-    cold = count * min(spec.cost.bytes, tree_bytes(spec.abstract)) >= 3 * _CACHE.get(device_key(), 50 << 20)
-    return sets, cold
+    return [make(jax.random.PRNGKey(i)) for i in range(count)]
+
+
+def is_cold(spec: Spec, sets: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether what the calls read is too large together for the cache to hold it until it is read again."""
+    read = min(spec.cost.bytes, tree_bytes(sets[0]))
+    return len(sets) * read >= 3 * _CACHE.get(device_key(), 50 << 20)
 
 
 def _row(op: Op, spec: Spec, variant: Variant, bound: float) -> dict[str, Any]:
@@ -152,6 +188,8 @@ def _row(op: Op, spec: Spec, variant: Variant, bound: float) -> dict[str, Any]:
         "flops": spec.cost.flops,
         "bytes": spec.cost.bytes,
         "unit": spec.cost.unit,
+        "tags": " ".join(sorted(spec.tags)),
+        "note": variant.note,
         "error": None,
     }
 
@@ -168,25 +206,6 @@ def _figures(timed: Timed, cost: Cost, bound: float, ceilings: Mapping[str, floa
     }
 
 
-def _error(
-    op: Op, spec: Spec, variant: Variant, arrays: dict[str, Any], prepared: dict[str, Any]
-) -> float | None:
-    """Relative L2 distance from the reference, of the floating-point outputs both define."""
-    if not variant.comparable:
-        return None
-    with jax.default_matmul_precision("highest"):
-        want = jax.jit(lambda kw: variant.restrict(op.reference(**kw, **spec.static), kw))(arrays)
-    got = jax.jit(lambda kw, own: variant.restrict(variant.run(own), kw))(arrays, prepared)
-    worst = 0.0
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        if jnp.issubdtype(b.dtype, jnp.floating):
-            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            worst = max(worst, float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30))
-        else:
-            worst = max(worst, float(np.mean(np.asarray(a) != np.asarray(b))))
-    return worst
-
-
 def measure_ceilings() -> dict[str, float]:
     """What this device reaches: copied bytes/s, reads and writes counted; matrix rates in FLOP/s."""
     x = jax.random.normal(jax.random.key(0), (1 << 29,), jnp.bfloat16)
@@ -201,7 +220,9 @@ def measure_ceilings() -> dict[str, float]:
             [{"a": small[i], "b": small[j]} for i, j in ((0, 1), (1, 0), (0, 0))],
         ),
     }
-    timed = measure(chains, 9)
+    timed, failed = measure(chains, 9)
+    for name, reason in failed.items():
+        raise DeviceError(f"this device's {name} rate, which bounds are of, cannot be measured: {reason}")
     return {
         "copy_bandwidth": 2 * x.nbytes / (timed["copy"].median_us / 1e6),
         "matmul_bfloat16": 2 * 8192**3 / (timed["matmul"].median_us / 1e6),
@@ -217,12 +238,30 @@ def _rate(ceilings: Mapping[str, float], cost: Cost) -> float:
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Median over specs of our best share of the bound, by operation."""
-    shares: dict[tuple[str, str], float] = {}
+    """Median over specs of our best share of the bound, by operation; and least gains over bfloat16.
+
+    `<op>_<format kind>_<decode or prefill>_speedup_over_bf16` is that of the spec where our best
+    implementation gains least: a goal "at least" holds if this figure does.
+    """
+    metrics: dict[str, float] = {}
+    ops = dict.fromkeys(row["op"] for row in rows)
+    for op in ops:
+        shares = _ours_by_spec(rows, op, "bound_share")
+        if shares:
+            metrics[f"{op}_bound_share"] = float(np.median([share for _, share in shares.values()]))
+        for tags, gain in _ours_by_spec(rows, op, "speedup_over_bf16").values():
+            for kind in GROUPS.keys() & tags:
+                for phase in {"decode", "prefill"} & tags:
+                    key = f"{op}_{kind}_{phase}_speedup_over_bf16"
+                    metrics[key] = min(gain, metrics.get(key, gain))
+    return metrics
+
+
+def _ours_by_spec(rows: list[dict[str, Any]], op: str, figure: str) -> dict[str, tuple[set[str], float]]:
+    """By spec: its tags and the highest figure that a right one of our implementations has."""
+    found: dict[str, tuple[set[str], float]] = {}
     for row in rows:
-        if row["ours"] and row.get("bound_share"):
-            key = (row["op"], row["spec"])
-            shares[key] = max(shares.get(key, 0.0), row["bound_share"])
-    ops = dict.fromkeys(op for op, _ in shares)
-    values = {op: [share for (other, _), share in shares.items() if other == op] for op in ops}
-    return {f"{op}_bound_share": float(np.median(found)) for op, found in values.items()}
+        if row["op"] == op and row["ours"] and row["error"] is None and row.get(figure):
+            least = found.get(row["spec"], (set(), 0.0))[1]
+            found[row["spec"]] = set(row["tags"].split()), max(least, row[figure])
+    return found

@@ -55,6 +55,9 @@ class KernelSelection:
         cache_dir: where compiled results are kept, "none" keeps none; none takes the user's cache folder.
         baseline_dir: the committed reports that a static run is compared with.
         update_baseline: write this run's reports there.
+
+    Raises:
+        ConfigError: an unknown name, or values that do not fit each other.
     """
 
     mode: Mode = "static"
@@ -86,3 +89,9 @@ class KernelSelection:
             raise ConfigError(
                 "update_baseline=true writes whole operations: leave out implementations, specs and targets"
             )
+        if self.ops or self.implementations or self.specs:
+            # Here, so that a wrong name is found before a folder is made for the run; and only here, since it
+            # imports the kernels.
+            from moejax.bench.kernels.select import select
+
+            select(self)

@@ -8,13 +8,15 @@ dispatch and synchronisation. Each call has inputs of its own: XLA would merge e
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 Function = Callable[[dict[str, Any]], Any]
+Clock = Callable[[], float]
 MAX_CALLS = 64
 # What the inputs and outputs of all of a chain's calls may hold together.
 MEMORY_BUDGET = 24 << 30
@@ -41,7 +43,7 @@ class Timed:
         if len(self.samples) < 4:
             return math.nan
         low, _, high = statistics.quantiles(self.samples, n=4)
-        return (high - low) / 2 / self.median_us
+        return (high - low) / 2 / self.median_us if self.median_us else math.nan
 
 
 class Chain:
@@ -50,7 +52,7 @@ class Chain:
     Args:
         inputs: of each call; at least two.
         carries: argument name → index of the output that takes its place in the next call (arguments that
-            the function updates in place).
+            the function updates in place). Those that the calls do not have are left out.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Chain:
         if len(inputs) < 2:
             raise ValueError("a chain takes at least two calls")
         self.calls, self.inputs = len(inputs), list(inputs)
-        self._one = self._compile(function, 1, carries or {})
-        self._many = self._compile(function, self.calls, carries or {})
+        carries = {name: index for name, index in (carries or {}).items() if inputs[0].get(name) is not None}
+        self._one = self._compile(function, 1, carries)
+        self._many = self._compile(function, self.calls, carries)
 
     def _compile(self, function: Function, calls: int, carries: Mapping[str, int]) -> Callable[[Any], Any]:
         def chain(inputs: Sequence[dict[str, Any]]) -> list[Any]:
@@ -69,18 +72,23 @@ class Chain:
                 if outputs:
                     arguments = arguments | {name: outputs[-1][index] for name, index in carries.items()}
                 outputs.append(function(arguments))
-            # What is updated in place exists once.
-            return [outputs[-1]] if carries else outputs
+            if not carries:
+                return outputs
+            # What is updated in place exists once. The other outputs are all kept, or making them would be
+            # dead code in every call but the last.
+            carried = set(carries.values())
+            early = [tuple(x for i, x in enumerate(out) if i not in carried) for out in outputs[:-1]]
+            return [*early, outputs[-1]]
 
         return jax.jit(chain).lower(self.inputs).compile()
 
-    def sample(self) -> float:
-        """Microseconds a call, once."""
+    def sample(self, clock: Clock = time.perf_counter) -> float:
+        """Microseconds a call, once; `clock` gives seconds."""
         times = []
         for program in (self._one, self._many):
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(program(self.inputs))
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
         return max(0.0, (times[1] - times[0]) / (self.calls - 1) * 1e6)
 
     def warm_up(self) -> None:
@@ -88,15 +96,43 @@ class Chain:
             jax.block_until_ready(program(self.inputs))
 
 
-def measure(chains: Mapping[str, Chain], repeats: int) -> dict[str, Timed]:
-    """Samples the chains in turn, every other round backwards, after a warm-up of each."""
-    for chain in chains.values():
-        chain.warm_up()
+class Measured(NamedTuple):
+    """Times by name, and what those that failed at run time said."""
+
+    timed: dict[str, Timed]
+    failed: dict[str, str]
+
+
+def measure(chains: Mapping[str, Chain], repeats: int, clock: Clock = time.perf_counter) -> Measured:
+    """Samples the chains in turn, every other round backwards, after a warm-up of each.
+
+    A chain that raises while it runs (out of memory, for one) is left out from then on and has no time.
+    """
     samples: dict[str, list[float]] = {name: [] for name in chains}
+    failed: dict[str, str] = {}
+    for name, chain in chains.items():
+        with _noted(name, failed):
+            chain.warm_up()
     for i in range(repeats):
         for name in list(chains)[:: 1 if i % 2 == 0 else -1]:
-            samples[name].append(chains[name].sample())
-    return {name: Timed(tuple(samples[name]), chain.calls) for name, chain in chains.items()}
+            if name not in failed:
+                with _noted(name, failed):
+                    samples[name].append(chains[name].sample(clock))
+    timed = {n: Timed(tuple(samples[n]), chain.calls) for n, chain in chains.items() if n not in failed}
+    return Measured(timed, failed)
+
+
+@contextmanager
+def _noted(name: str, failed: dict[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever one implementation raises, the others are still to be timed
+        failed[name] = one_line(error)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception for a cell or a log line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def chain_length(expected_us: float, call_bytes: int) -> int:

@@ -24,7 +24,8 @@ def select(config: KernelSelection) -> list[Selected]:
     """What the configuration names.
 
     Raises:
-        ConfigError: an unknown operation or implementation, or no spec at all.
+        ConfigError: an unknown operation or implementation, a part that no spec's name has, or nothing that
+            has all of them.
     """
     for name in config.ops:
         if name not in OPS:
@@ -41,9 +42,13 @@ def select(config: KernelSelection) -> list[Selected]:
         specs = tuple(s for s in op.specs if not config.specs or any(part in s.name for part in config.specs))
         if names and specs:
             found.append(Selected(op, names, specs))
+    for part in config.specs:
+        if not any(part in spec.name for op in ops for spec in op.specs):
+            parts = {name for op in ops for spec in op.specs for name in spec.name.split("/")}
+            raise ConfigError(f"specs: {unknown('part of a spec', part, parts)}")
     if not found:
         raise ConfigError(
-            f"specs: no spec of {', '.join(op.name for op in ops)} has {' or '.join(config.specs)}"
-            " in its name"
+            f"ops, implementations and specs: no operation has {' or '.join(config.implementations)}"
+            f" and a spec with {' or '.join(config.specs)} in its name"
         )
     return found

@@ -18,7 +18,7 @@ from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.files import atomic_write_text, dump_json
 from moejax.core.hardware import KNOWN
-from moejax.engine.setup import default_cache_dir
+from moejax.engine.setup import cache_root
 from moejax.report.kernel_tables import print_static
 from moejax.report.progress import progress
 from moejax.report.tables import print_closing, stderr_console
@@ -101,7 +101,7 @@ def cache_folder(asked: str | None) -> Path | None:
     """Where compiled results are kept: None for nowhere."""
     if asked == "none":
         return None
-    return Path(asked) if asked else Path(default_cache_dir()).parents[1] / "kernels"
+    return Path(asked) if asked else cache_root() / "kernels"
 
 
 def roofline_us(row: Row) -> float | None:
@@ -189,4 +189,5 @@ def _metrics(rows: Sequence[Row], wrong: Sequence[str], grown: Sequence[str]) ->
 def _track(result: Mapping[str, Any], tracker: CompositeTracker) -> None:
     tracker.summary(result["metrics"])
     columns = list(result["cases"][0]) if result["cases"] else []
-    tracker.table("kernels", columns, [[row.get(key) for key in columns] for row in result["cases"]])
+    # Not "kernels": that metric is their number.
+    tracker.table("kernel_table", columns, [[row.get(key) for key in columns] for row in result["cases"]])

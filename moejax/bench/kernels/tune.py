@@ -1,9 +1,11 @@
 """mode=tune: searches each spec's space of configurations and keeps the winners in the kernels' tables.
 
 space (spread over `tune.max_configs`) → static report, which drops what does not compile or spills
-→ timed on the device, or ranked by the static model where there is none of that kind → table.
+→ timed on the device if the result is right, or ranked by the static model where there is no such device
+→ table. Untimed, the heuristic's configuration stays unless the model's best gains `model.MARGIN`.
 """
 
+import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,14 +14,16 @@ from typing import Any
 
 import jax
 
+from moejax.bench.kernels.baselines import restriction
 from moejax.bench.kernels.bench import bench_inputs, require_gpu
+from moejax.bench.kernels.check import check, reference_result
 from moejax.bench.kernels.config import KernelSelection
-from moejax.bench.kernels.device_timing import Chain, measure
+from moejax.bench.kernels.device_timing import Chain, measure, one_line
+from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_products
 from moejax.bench.kernels.select import select
-from moejax.bench.kernels.static import DEVICE, cache_folder
+from moejax.bench.kernels.static import cache_folder
 from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.core.errors import ConfigError
-from moejax.core.hardware import KNOWN
 from moejax.report.kernel_tables import print_tuned
 from moejax.report.progress import progress
 from moejax.report.tables import print_closing, stderr_console
@@ -28,14 +32,12 @@ from moejax.tracking.provenance import collect
 from pallas_kernels.op import Implementation, Op, Spec
 from pallas_kernels.static import Row, failures, report_op
 from pallas_kernels.static.compiler import Compiler
-from pallas_kernels.static.targets import TARGETS
 from pallas_kernels.tuned import DATA, Entry, config_dict, device_key, read_table, write_table
 
 logger = logging.getLogger(__name__)
 
 _TARGET = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90"}
-# Seconds that a load takes from device memory under load; bytes in flight are bandwidth times this.
-_LATENCY_S = 0.8e-6
+_RULE = f"a configuration replaces the heuristic's if the static model has it faster by {MARGIN}"
 
 
 def run_tune(
@@ -85,6 +87,7 @@ def run_tune(
                 triton=compiler.version,
                 date=provenance["time_utc"][:10],
                 commit=(provenance.get("git") or {}).get("commit"),
+                **({} if timed else {"rule": _RULE}),
             )
         result = build_result(
             "kernels",
@@ -95,6 +98,11 @@ def run_tune(
         )
         write_result(result, out_dir)
         tracker.summary(result["metrics"])
+        columns = list(rows[0]) if rows else []
+        cells = [
+            [row[name] if name != "config" else json.dumps(row[name]) for name in columns] for row in rows
+        ]
+        tracker.table("kernel_table", columns, cells)
     console = stderr_console()
     print_tuned(result, console)
     print_closing(console, out_dir, tracker.hints())
@@ -131,13 +139,18 @@ def tune_spec(
     if not sound:
         logger.warning("%s %s %s: none of %d configurations is sound", op.name, name, spec.name, len(configs))
         return None
-    predicted = [predict_us(rows) for _, rows in sound]
+    repeats = repeated_products([rows for _, rows in sound])
+    predicted = [predict_us(rows, repeat) for (_, rows), repeat in zip(sound, repeats, strict=True)]
+    heuristic = next((i for i, (c, _) in enumerate(sound) if c == kind.heuristic(spec.problem)), None)
     if timed:
         micros = _time(op, kind, spec, [c for c, _ in sound], config.bench.repeats)
+        best, reason = min(range(len(sound)), key=lambda i: micros[i]), "the fastest right one"
+        if math.isinf(micros[best]):
+            logger.warning("%s %s %s: no configuration runs and is right", op.name, name, spec.name)
+            return None
     else:
         micros = predicted
-    best = min(range(len(sound)), key=lambda i: micros[i])
-    heuristic = next((i for i, (c, _) in enumerate(sound) if c == kind.heuristic(spec.problem)), None)
+        best, reason = choose(predicted, heuristic)
     entry = Entry(
         name,
         dict(spec.problem),
@@ -154,6 +167,8 @@ def tune_spec(
         "tried": len(configs),
         "sound": len(sound),
         "config": entry.config,
+        "reason": reason,
+        "is_heuristic": best == heuristic,
         "us": micros[best],
         "predicted_us": predicted[best],
         "heuristic_us": None if heuristic is None else micros[heuristic],
@@ -169,31 +184,6 @@ def candidates(kind: Implementation, spec: Spec, most: int) -> list[Any]:
     return [first, *(others[int(i * step)] for i in range(min(most - 1, len(others))))]
 
 
-def predict_us(rows: Sequence[Row]) -> float:
-    """The static model's time: the spec's bound, slowed by what a configuration leaves unused.
-
-    Memory: bandwidth is reached when enough bytes are in flight (Little's law); a block keeps in flight what
-    its pipeline buffers in shared memory, or four 16-byte loads a thread where it has none. Arithmetic: a
-    quarter of a multiprocessor's warps keeps it busy. Both: a last wave of blocks that is not full costs as
-    much as a full one. It ranks configurations of one kernel; as a time it is a lower bound. The kernels of a
-    spec share one cost, which is counted for the slowest of them.
-    """
-    slowest = 0.0
-    for row in rows:
-        target, hardware = TARGETS[row.target], KNOWN[DEVICE[row.target]]
-        assert hardware.bandwidth is not None
-        programs, slots = math.prod(row.grid), row.blocks_per_sm * target.multiprocessors
-        active = min(programs, slots)
-        each = row.shared if row.cp_async else 4 * 16 * 32 * row.num_warps
-        bandwidth = min(hardware.bandwidth, active * each / _LATENCY_S)
-        warps = active * row.num_warps / (target.multiprocessors * target.warps)
-        peak = hardware.flops.get(row.unit, hardware.flops["float32"])
-        spread = min(1.0, programs / target.multiprocessors)
-        seconds = max(row.bytes / bandwidth, row.flops / (peak * spread * min(1.0, 4 * warps / spread)))
-        slowest = max(slowest, seconds * math.ceil(programs / slots) * slots / max(programs, slots))
-    return slowest * 1e6
-
-
 def _static(op: Op, name: str, spec: Spec, compiler: Compiler, target: str, config: Any) -> list[Row]:
     report = report_op(
         op, compiler, targets=(target,), wanted=lambda i, s: i == name and s is spec, config=config
@@ -202,17 +192,32 @@ def _static(op: Op, name: str, spec: Spec, compiler: Compiler, target: str, conf
 
 
 def _time(op: Op, kind: Implementation, spec: Spec, configs: Sequence[Any], repeats: int) -> list[float]:
-    """Median microseconds of each configuration, sampled in turn; infinite where it does not run."""
-    sets, _ = bench_inputs(op, spec)
-    chains = {}
+    """Median microseconds of each configuration, in turn; infinite where it does not run or is wrong."""
+    restrict = restriction(op.name)
+    try:
+        want = reference_result(op, spec, restrict)
+    except Exception as error:
+        logger.warning(
+            "%s %s: the reference, to compare with, failed: %s", op.name, spec.name, one_line(error)
+        )
+        return [math.inf] * len(configs)
+    sets = bench_inputs(op, spec)
+    chains, dropped = {}, dict[str, str]()
     for i, config in enumerate(configs):
 
         def run(arguments: dict[str, Any], config: Any = config) -> Any:
             return kind.run(**arguments, **spec.static, config=config)
 
         try:
+            got = jax.jit(lambda kw, run=run: restrict(run(kw), kw))(sets[0])
+            fault = check(got, want, spec, op.name).fault
+            if fault is not None:
+                dropped[str(i)] = fault
+                continue
             chains[str(i)] = Chain(run, sets, op.carries)
-        except Exception as error:
-            logger.warning("%s %s %s: %s", op.name, spec.name, config, " ".join(str(error).split())[:200])
-    timed = measure(chains, repeats)
+        except Exception as error:  # this configuration's failure: the others are still to be timed
+            dropped[str(i)] = one_line(error)
+    timed, failed = measure(chains, repeats)
+    for at, reason in (dropped | failed).items():
+        logger.warning("%s %s %s dropped: %s", op.name, spec.name, config_dict(configs[int(at)]), reason)
     return [timed[str(i)].median_us if str(i) in timed else math.inf for i in range(len(configs))]

@@ -43,27 +43,38 @@ class Rule:
         return "{e}" in self.key
 
 
-def source_shape(transform: Transform, shape: tuple[int, ...], per_expert: bool) -> tuple[int, ...]:
-    """The checkpoint tensor's shape for a parameter of `shape`."""
+Index = tuple[slice, ...]
+
+
+def source_shape(transform: Transform, shape: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    """The checkpoint tensor's shape for a parameter, or one expert's matrix, of `shape`."""
     if transform in ("fused_gate", "fused_up"):
-        return (shape[0], 2 * shape[2], shape[1])
+        return (num_experts, 2 * shape[1], shape[0])
     if transform == "fused_down":
-        return (shape[0], shape[2], shape[1])
-    part = shape[1:] if per_expert else shape
-    return part[::-1] if transform == "transpose" else part
+        return (num_experts, shape[1], shape[0])
+    return shape[::-1] if transform == "transpose" else shape
+
+
+def source_index(transform: Transform, index: Index, shape: tuple[int, ...], expert: int | None) -> Index:
+    """What of the checkpoint tensor holds `index` of a parameter, or of one expert's matrix, of `shape`.
+
+    Args:
+        index: a slice with start and stop for each dimension.
+        expert: whose matrix it is, for a stacked tensor.
+    """
+    if transform.startswith("fused"):
+        assert expert is not None
+        rows, columns = index
+        shift = shape[1] if transform == "fused_up" else 0
+        return (slice(expert, expert + 1), slice(columns.start + shift, columns.stop + shift), rows)
+    return index[::-1] if transform == "transpose" else index
 
 
 def apply_transform(transform: Transform, value: np.ndarray) -> np.ndarray:
-    """Checkpoint tensor → parameter part (a view)."""
-    if transform == "transpose":
-        return value.T
-    if transform == "fused_gate":
-        return value[:, : value.shape[1] // 2].swapaxes(1, 2)
-    if transform == "fused_up":
-        return value[:, value.shape[1] // 2 :].swapaxes(1, 2)
-    if transform == "fused_down":
-        return value.swapaxes(1, 2)
-    return value
+    """What `source_index` says, read → that part of the parameter, or of one expert's matrix (a view)."""
+    if transform.startswith("fused"):
+        return value[0].T
+    return value.T if transform == "transpose" else value
 
 
 def linear(key: str, param: str, *, bias: bool = False) -> tuple[Rule, ...]:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("triton")
 
@@ -12,6 +14,8 @@ from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.select import select
 from moejax.bench.kernels.static import KernelGateError, compare_with_baseline, run_static, write_baseline
 from moejax.core.errors import ConfigError
+from moejax.engine.setup import cache_root, default_cache_dir
+from moejax.report.kernel_tables import static_table
 from moejax.tracking.base import TrackerConfig
 from pallas_kernels.registry import OPS, load_op
 from pallas_kernels.static import failures, report_op
@@ -129,7 +133,8 @@ def test_occupancy(target, registers, shared, warps, want):
     [
         ({"ops": ["rmsnorm"]}, "ops: unknown kernel 'rmsnorm'; did you mean 'rms_norm'"),
         ({"implementations": ["mosaic"]}, "implementations: unknown implementation 'mosaic'"),
-        ({"specs": ["nothing"]}, "specs: no spec of rms_norm has nothing in its name"),
+        ({"specs": ["decode_17"]}, "specs: unknown part of a spec 'decode_17'; did you mean 'decode_1"),
+        ({"specs": ["decode", "nothing"]}, "unknown part of a spec 'nothing' .known: .*mixtral_8x7b"),
     ],
 )
 def test_unknown_names(change, text):
@@ -150,6 +155,29 @@ def test_unknown_names(change, text):
 def test_bad_configurations(change, text):
     with pytest.raises(ConfigError, match=text):
         KernelSelection(**change)
+
+
+def test_where_compiled_results_are_kept(monkeypatch, tmp_path):
+    """One root for all caches."""
+    monkeypatch.setenv("MOEJAX_CACHE_DIR", str(tmp_path))
+    assert static.cache_folder(None) == cache_root() / "kernels" == tmp_path / "kernels"
+    assert Path(default_cache_dir()).is_relative_to(cache_root() / "xla")
+    monkeypatch.delenv("MOEJAX_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_root() == tmp_path / "moejax"
+    assert static.cache_folder("none") is None and static.cache_folder("x") == Path("x")
+
+
+def test_the_table_fits_100_columns(rows, capsys):
+    """Names in words, no figure cut off."""
+    cases = [
+        static.case(dataclasses.replace(row, spec="qwen3_30b_a3b/prefill_4096/balanced")) for row in rows
+    ]
+    Console(stderr=True, width=100).print(static_table("rms_norm", cases))
+    shown = capsys.readouterr().err
+    assert "prefill_4096/balanced " in shown and "…" not in shown
+    assert "rms_norm_residual" in shown
+    assert max(len(line) for line in shown.splitlines()) <= 100
 
 
 def test_all_operations_are_selected():

@@ -1,15 +1,23 @@
 """mode=tune: what is tried, what wins, and the table that kernels then read."""
 
+import json
+
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton")
 
+from moejax.bench.kernels import bench, tune
 from moejax.bench.kernels.config import KernelSelection, TuneSection
-from moejax.bench.kernels.tune import candidates, merge, predict_us, tune_spec
-from pallas_kernels.static import report_op
+from moejax.bench.kernels.device_timing import Measured, Timed
+from moejax.bench.kernels.model import predict_us
+from moejax.bench.kernels.tune import candidates, merge, run_tune, tune_spec
+from moejax.tracking.base import TrackerConfig
+from pallas_kernels.op import Implementation
+from pallas_kernels.static import Row, report_op
 from pallas_kernels.static.compiler import Compiler
-from pallas_kernels.tuned import Entry, configure, read_table, write_table
-from tests.bench.kernels.toy import Config, heuristic, toy
+from pallas_kernels.tuned import Entry, config_dict, configure, read_table, write_table
+from tests.bench.kernels.toy import Config, heuristic, selected, space, toy
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +48,120 @@ def test_more_bytes_in_flight_are_predicted_faster(compiler):
     assert predicted(Config(1, 1)) < predicted(Config(16, 1))
 
 
-@pytest.mark.parametrize("timed", [False, True])
-def test_the_winner_is_the_fastest_sound_one(compiler, timed):
+ALL = [Config(4), Config(1, 1), Config(2, 2), Config(8, 2)]
+"""What is tried for 16 rows: `candidates` with max_configs=4."""
+
+
+def sound(op, name, spec, compiler, target, config):
+    """A report without a compiler, which under load may take longer than its limit: a sound row."""
+    return [
+        Row(
+            op.name, name, spec.name, target, "toy", config_dict(config), "explicit", (spec.problem["T"],),
+            config.num_warps, 1, spec.cost.flops, spec.cost.bytes, spec.cost.unit, blocks_per_sm=8,
+        )
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """`tune` with sound reports, short chains, and times that are said beforehand, by configuration."""
+
+    def setup(times, failed=()):
+        def fake(chains, repeats):
+            timed = {at: Timed((times[int(at)],) * 3, 4) for at in chains if int(at) not in failed}
+            return Measured(timed, {at: "RuntimeError: out of memory" for at in chains if at not in timed})
+
+        monkeypatch.setattr(tune, "_static", sound)
+        monkeypatch.setattr(tune, "measure", fake)
+        monkeypatch.setattr(bench, "chain_length", lambda expected_us, call_bytes: 2)
+
+    return setup
+
+
+def tuned(op, timed=True):
+    config = KernelSelection(mode="tune", tune=TuneSection(device="a100", max_configs=4))
+    return tune_spec(op, "pallas_triton", op.specs[0], None, config, "a100", timed=timed)
+
+
+def test_the_winner_is_the_fastest(untouched):
+    untouched([5.0, 4.0, 2.0, 3.0])
+    op = toy()
+    assert candidates(op.implementations["pallas_triton"], op.specs[0], 4) == ALL
+    entry, row = tuned(op)
+    assert entry == Entry("pallas_triton", {"T": 16, "dtype": "float32"}, config_dict(ALL[2]), True, 2.0)
+    assert (row["us"], row["heuristic_us"], row["tried"], row["sound"]) == (2.0, 5.0, 4, 4)
+    assert not row["is_heuristic"]
+
+
+def test_a_wrong_configuration_cannot_win(untouched, caplog):
+    """The fastest gives NaN, the next a wrong factor, the third fails as it runs: the heuristic's is left."""
+
+    def run(x, *, factor, config, interpret=None):
+        return x * {Config(2, 2): jnp.nan, Config(1, 1): factor + 1}.get(config, factor)
+
+    untouched([5.0, 1.0, 0.1, 0.5], failed=[3])
+    entry, row = tuned(toy(pallas_triton=Implementation(run, Config, heuristic, space)))
+    assert entry.config == config_dict(ALL[0]) and row["is_heuristic"] and row["us"] == 5.0
+    for text in ("not finite", "wrong result: relative error 3.3e-01", "RuntimeError: out of memory"):
+        assert text in caplog.text
+    assert caplog.text.count("dropped") == 3
+
+
+def test_nothing_that_runs_gives_no_entry(untouched, caplog):
+    untouched([1.0] * 4, failed=range(4))
+    assert tuned(toy()) is None
+    assert "no configuration runs and is right" in caplog.text
+
+
+def test_untimed_the_heuristic_stays_unless_the_model_gains(untouched, monkeypatch):
+    untouched([])
+    for best, kept in ((9.0, True), (5.0, False)):
+        times = iter([10.0, 12.0, best, 11.0])
+        monkeypatch.setattr(tune, "predict_us", lambda rows, repeats, times=times: next(times))
+        entry, row = tuned(toy(), timed=False)
+        assert entry.config == config_dict(ALL[0 if kept else 2]) and row["is_heuristic"] == kept
+        assert not entry.timed and entry.microseconds is None
+        assert row["reason"].startswith("the heuristic's: " if kept else "the model's best: gains 2.00")
+
+
+def test_a_compiled_space_has_sound_configurations(compiler):
     config = KernelSelection(mode="tune", tune=TuneSection(device="a100", max_configs=4))
     op = toy()
-    entry, row = tune_spec(op, "pallas_triton", op.specs[0], compiler, config, "a100", timed=timed)
-    assert entry.problem == {"T": 16, "dtype": "float32"} and entry.timed == timed
-    assert (entry.microseconds is not None) == timed
-    assert row["sound"] == row["tried"] == 4
-    assert row["us"] <= row["heuristic_us"]
+    entry, row = tune_spec(op, "pallas_triton", op.specs[0], compiler, config, "a100", timed=False)
+    assert row["sound"] == row["tried"] == 4 and row["us"] <= row["heuristic_us"]
+    assert entry.config in [config_dict(c) for c in ALL]
+
+
+def test_an_untimed_run_writes_what_kernels_then_take(untouched, monkeypatch, tmp_path, capsys):
+    """tune.device=a100: entries marked untimed; for this problem, then the nearest, else the heuristic's."""
+    untouched([])
+    op = toy()
+    monkeypatch.setattr(tune, "select", lambda config: [selected(op)])
+    data = tmp_path / "data"
+    config = KernelSelection(
+        mode="tune",
+        cache_dir=str(tmp_path / "cache"),
+        tune=TuneSection(device="a100", max_configs=4, data_dir=str(data)),
+    )
+    result = run_tune(config, TrackerConfig(kind="none"), tmp_path / "out", whole_config={})
+    table = json.loads((data / "a100" / "toy.json").read_text())
+    assert [entry["timed"] for entry in table["entries"]] == [False, False]
+    assert [entry["microseconds"] for entry in table["entries"]] == [None, None]
+    assert "if the static model has it faster by 1.15" in table["rule"]
+    assert result["metrics"]["timed"] is False
+    assert "by the static model, untimed" in capsys.readouterr().err
+
+    def found(T, **more):
+        problem = {"T": T, "dtype": "float32"}
+        return configure(op, "pallas_triton", problem, device="a100", data=data, **more)
+
+    entries = {entry["problem"]["T"]: Config(**entry["config"]) for entry in table["entries"]}
+    why = "chosen by the static model, untimed, for "
+    assert found(16) == (entries[16], f"{why}this problem on a100")
+    assert found(50) == (entries[64], f"{why}the nearest problem T=64 on a100")
+    assert found(16, config=Config(1)) == (Config(1), "explicit")
+    other = configure(op, "pallas_triton", {"T": 16, "dtype": "int8"}, device="a100", data=data)
+    assert other == (Config(4), "heuristic: no table of a100 has a similar problem")
 
 
 def test_configurations_come_in_order(tmp_path):

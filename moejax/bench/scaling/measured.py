@@ -1,0 +1,114 @@
+"""Layouts run on virtual CPU devices: decode steps timed, and the bytes of the compiled program read."""
+
+import dataclasses
+import statistics
+from typing import Any
+
+import numpy as np
+
+from moejax.bench.scaling.config import ScalingSection
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
+from moejax.engine.batch import StepKey
+from moejax.engine.device_runner import DeviceRunner
+from moejax.engine.llm import LLM
+from moejax.engine.request import SamplingParams
+from moejax.engine.sampler import SamplerMode
+from moejax.engine.stats import StepRecord
+from moejax.moe.exchange_account import account_exchange
+from moejax.moe.expert_parallel import choose_exchange
+from moejax.perf.comm import Exchange, compare, step_comm
+from moejax.sharding.hlo import bytes_on_wire, collectives, taken
+from moejax.sharding.spmd import OnMesh
+
+
+def fitting(parallel: ParallelConfig, devices: int) -> ParallelConfig:
+    """The layout itself, or with its experts over fewer devices, still on several nodes, so that it fits.
+
+    Raises:
+        ConfigError: no such part of it fits.
+    """
+    if parallel.num_devices <= devices:
+        return parallel
+    others = parallel.num_devices // parallel.ep
+    ep, nodes = devices // others, min(parallel.nodes, 2)
+    if ep < 1 or (nodes > 1 and ep < 2):
+        raise ConfigError(f"{parallel.num_devices} devices, of which {devices} are here, in no smaller form")
+    return dataclasses.replace(parallel, ep=ep, nodes=nodes)
+
+
+def measure_layout(
+    source: Any,
+    model: ModelConfig,
+    layout: ParallelConfig,
+    section: ScalingSection,
+    load_format: Any,
+    seed: int,
+) -> dict[str, Any]:
+    """Median milliseconds of a decode step on CPU devices, and whether its bytes are those of the formulas.
+
+    Args:
+        source: what `LLM` opens.
+
+    Raises:
+        ConfigError: the layout, or a smaller form of it, does not fit the model or the devices.
+    """
+    parallel = fitting(layout, section.devices)
+    groups = parallel.data_groups
+    rows = -(-section.batch_size // groups)
+    engine = EngineConfig(
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(rows, 64),
+        max_model_len=section.steps + 8,
+        seq_buckets=[rows],
+    )
+    llm = LLM(source, dtype="float32", parallel=parallel, engine=engine, seed=seed, load_format=load_format)
+    prompts = np.random.default_rng(seed).integers(0, model.vocab_size, (section.batch_size, 4)).tolist()
+    params = SamplingParams(max_tokens=section.steps, temperature=0.0, ignore_eos=True)
+    llm.generate(prompts, dataclasses.replace(params, max_tokens=4))
+    seconds: list[float] = []
+
+    def see(record: StepRecord) -> None:
+        if not record.prefill_tokens and record.decode_tokens == section.batch_size:
+            seconds.append(record.seconds)
+
+    llm.on_step = see
+    llm.generate(prompts, params)
+    found: dict[str, Any] = {
+        "measured_devices": parallel.num_devices,
+        "cpu_decode_ms": statistics.median(seconds) * 1e3 if seconds else None,
+    }
+    return found | _bytes(llm, parallel, rows)
+
+
+def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
+    """Bytes that a device sends in a decode step: the compiled program's, and whether the formulas agree.
+
+    Of a pipeline's stages nothing is read here; tests/sharding holds them against the formulas.
+    """
+    runner = llm.runner
+    if not isinstance(runner, DeviceRunner) or not isinstance(runner.place, OnMesh):
+        return {"program_comm_bytes": None if parallel.pp > 1 else 0.0, "formulas_agree": None}
+    key = StepKey(rows, 0, runner.limits.slab_ends[0], 1, SamplerMode(), False, False)
+    axes, model = runner.place.axes, llm.config
+    exchange, even = Exchange(), 0
+    if axes.exchange:
+        experts = (model.num_experts + parallel.redundant_experts) // parallel.ep
+        size: dict[str, int] = {"hidden": model.hidden_size, "itemsize": 4}
+        chosen = choose_exchange(
+            parallel.exchange,
+            tokens=rows,
+            **size,
+            top_k=model.num_experts_per_tok,
+            axes=axes,
+            platform="cpu",
+            num_local=experts,
+        )
+        exchange = account_exchange(chosen.value, model, parallel, rows, rung=even)
+    ran = taken(collectives(runner._step(key), runner.place.mesh), lambda branch: even)
+    terms = step_comm(model, parallel, tokens=rows, rows=rows, exchange=exchange)
+    return {
+        "program_comm_bytes": sum((c.executions or 0) * bytes_on_wire(c) for c in ran),
+        "formulas_agree": not compare(terms, ran, axes),
+    }

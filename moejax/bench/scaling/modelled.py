@@ -1,0 +1,109 @@
+"""A layout's memory, communication and modelled step times. Nothing is run, no device is needed."""
+
+import math
+from typing import Any
+
+from moejax.bench.scaling.config import ScalingSection
+from moejax.core.config import ModelConfig
+from moejax.core.hardware import Hardware
+from moejax.core.parallel import ParallelConfig, check_parallel
+from moejax.models.decoder import Decoder
+from moejax.moe.exchange_account import account_exchange
+from moejax.moe.expert_parallel import choose_exchange
+from moejax.nn.param import specs
+from moejax.perf.comm import Exchange
+from moejax.perf.cost import DTYPE_BYTES
+from moejax.perf.memory import StageMemory, device_memory, largest
+from moejax.perf.scaling import Phase, StepModel, model_step
+from moejax.sharding.mesh import make_axes
+from moejax.sharding.pipeline import split_layers
+
+
+def layout_row(
+    model: ModelConfig, parallel: ParallelConfig, hardware: Hardware, section: ScalingSection, block_size: int
+) -> dict[str, Any]:
+    """What the table says of a layout on a device kind; times in milliseconds, bytes of one device.
+
+    Raises:
+        ConfigError: the model cannot be spread so.
+    """
+    check_parallel(parallel, model, parallel.num_devices)
+    groups = parallel.data_groups
+    sequences = math.ceil(section.batch_size / groups)
+    blocks = sequences * math.ceil((section.context_len + 1) / block_size)
+    stages = device_memory(
+        model,
+        parallel,
+        specs(Decoder(model)),
+        num_blocks=blocks,
+        block_size=block_size,
+        stages=split_layers(model, parallel.pp, parallel.stage_layers),
+    )
+    held = largest(stages)
+    row: dict[str, Any] = {
+        "devices": parallel.num_devices,
+        "data_groups": groups,
+        "weights_bytes": held.weights,
+        "expert_weights_bytes": held.expert_weights,
+        "cache_bytes": held.cache,
+        "memory_bytes": held.total,
+        "fits": None if hardware.memory is None else held.total <= hardware.memory,
+    }
+    prompts = math.ceil(section.num_prompts / groups)
+    phases = [
+        Phase("decode", sequences, sequences, section.context_len, sequences),
+        Phase("prefill", prompts * section.prompt_len, prompts, section.prompt_len / 2, prompts),
+    ]
+    for phase in phases:
+        row |= _phase(model, parallel, hardware, stages, phase)
+    seconds = row["decode_ms"] / 1e3
+    row["tokens_per_s"] = section.batch_size / seconds
+    row["tokens_per_s_device"] = section.batch_size / seconds / parallel.num_devices
+    return row
+
+
+def _phase(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    hardware: Hardware,
+    stages: list[StageMemory],
+    phase: Phase,
+) -> dict[str, Any]:
+    microbatches = min(parallel.microbatches or parallel.pp, phase.tokens)
+    exchange, why = exchange_of(model, parallel, math.ceil(phase.tokens / microbatches))
+    step = model_step(model, parallel, hardware, stages, phase, exchange, microbatches=microbatches)
+    name = phase.name
+    found = {
+        f"{name}_ms": step.seconds * 1e3,
+        f"{name}_memory_ms": step.memory * 1e3,
+        f"{name}_compute_ms": step.compute * 1e3,
+        f"{name}_link_ms": step.transfer * 1e3,
+        f"{name}_link_latency_ms": step.latency * 1e3,
+        f"{name}_bubble": step.bubble,
+        f"{name}_exchange": exchange.method,
+        f"{name}_exchange_reason": why,
+        f"{name}_comm_bytes": sum(step.comm_bytes.values()),
+    }
+    return found | {f"{name}_comm_bytes_{role}": sent for role, sent in by_role(step).items()}
+
+
+def by_role(step: StepModel) -> dict[str, float]:
+    """Bytes by the axes' role, none of them 0."""
+    return {role: sent for role, sent in step.comm_bytes.items() if sent}
+
+
+def exchange_of(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[Exchange, str]:
+    """The exchange of a step of `tokens` tokens a device on GPUs, with an even routing, and why this one."""
+    if parallel.attention != "data" or parallel.ep == 1:
+        return Exchange(), "all expert ranks see all tokens"
+    chosen = choose_exchange(
+        parallel.exchange,
+        tokens=tokens,
+        hidden=model.hidden_size,
+        itemsize=DTYPE_BYTES[model.dtype],
+        top_k=model.num_experts_per_tok,
+        axes=make_axes(parallel, model.num_kv_heads),
+        platform="gpu",
+        num_local=(model.num_experts + parallel.redundant_experts) // parallel.ep,
+    )
+    return account_exchange(chosen.value, model, parallel, tokens), chosen.reason

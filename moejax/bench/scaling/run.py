@@ -1,0 +1,146 @@
+"""The scaling experiment: layouts side by side, modelled for a GPU cluster and measured on virtual devices.
+
+model → per layout: memory, bytes by axis, modelled steps; a decode step run on virtual CPU devices → table,
+plots, result.json, tracker. A layout that does not fit the model is a row with the reason.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moejax.bench.result import build_result, ensure_writable, write_result
+from moejax.bench.scaling.config import ScalingSection
+from moejax.bench.scaling.measured import measure_layout
+from moejax.bench.scaling.modelled import layout_row
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.core.hardware import KNOWN
+from moejax.core.parallel import PRESETS
+from moejax.engine.setup import find_model
+from moejax.models.decoder import Decoder
+from moejax.nn.param import num_params
+from moejax.report.progress import progress
+from moejax.report.scaling import print_scaling, save_scaling_plots
+from moejax.report.tables import print_closing, stderr_console
+from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.provenance import collect
+
+MEASURED_BYTES = 1e9
+"""Most float32 weights of a model that "auto" runs."""
+
+
+def run_scaling(
+    source: Any,
+    section: ScalingSection,
+    tracker_config: TrackerConfig,
+    out_dir: Path,
+    *,
+    config: Mapping[str, Any],
+    name: str,
+    hardware_kind: str = "a100_80gb",
+    load_format: Any = "auto",
+    dtype: str = "bfloat16",
+    block_size: int = 32,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Runs the experiment and writes its results into `out_dir`; `cases` has a row per layout.
+
+    Args:
+        source: what `LLM` opens.
+        config: the whole resolved configuration, for the record.
+        name: the model's short name.
+        hardware_kind: the device that is modelled, in nodes of eight ("auto" is the A100).
+        dtype: of weights, cache and activations there.
+
+    Raises:
+        ConfigError: an unknown model or device.
+    """
+    ensure_writable(out_dir)
+    kind = "a100_80gb" if hardware_kind == "auto" else hardware_kind
+    if kind not in KNOWN or KNOWN[kind].bandwidth is None:
+        known = ", ".join(k for k, v in KNOWN.items() if v.bandwidth is not None)
+        raise ConfigError(f"hardware.kind={kind}: scaling models a GPU with known rates: {known}")
+    _, model = find_model(source, load_format)
+    model = model.replace(dtype=dtype)
+    measure = _measures(model, section)
+    provenance = collect(config, seeds={"engine": seed})
+    info = RunInfo("scaling", name, out_dir, config={**config, "provenance": provenance})
+    rows: list[dict[str, Any]] = []
+    with make_tracker(tracker_config, info) as tracker:
+        with progress("layouts", total=len(section.layouts)) as task:
+            for layout in section.layouts:
+                task.describe(layout)
+                rows.append(
+                    _row(source, model, layout, KNOWN[kind], section, measure, load_format, block_size, seed)
+                )
+                task.advance()
+        result = build_result(
+            "scaling",
+            metrics=_metrics(rows),
+            cases=rows,
+            config=config,
+            provenance=provenance,
+            hardware=asdict(KNOWN[kind]),
+        )
+        files = [write_result(result, out_dir)]
+        plots = save_scaling_plots(result, out_dir)
+        tracker.summary({k: v for k, v in result["metrics"].items() if v is not None})
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        tracker.table("layouts", columns, [[row.get(key) for key in columns] for row in rows])
+        for plot in plots:
+            tracker.image(plot.stem, plot)
+        tracker.artifact("scaling-result", "result", files)
+    console = stderr_console()
+    print_scaling(result, console)
+    print_closing(console, out_dir, tracker.hints())
+    return result
+
+
+def _row(
+    source: Any,
+    model: ModelConfig,
+    layout: str,
+    hardware: Any,
+    section: ScalingSection,
+    measure: bool,
+    load_format: Any,
+    block_size: int,
+    seed: int,
+) -> dict[str, Any]:
+    parallel = PRESETS[layout]
+    row: dict[str, Any] = {"layout": layout, "error": None}
+    try:
+        row |= layout_row(model, parallel, hardware, section, block_size)
+    except ConfigError as error:
+        return row | {"devices": parallel.num_devices, "error": str(error)}
+    if measure:
+        try:
+            row |= measure_layout(source, model, parallel, section, load_format, seed)
+        except ConfigError as error:
+            row["not_measured"] = str(error)
+    return row
+
+
+def _measures(model: ModelConfig, section: ScalingSection) -> bool:
+    if section.measure == "auto":
+        return 4 * num_params(Decoder(model)) <= MEASURED_BYTES and jax.default_backend() == "cpu"
+    return section.measure == "on"
+
+
+def _metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    sound = [row for row in rows if row["error"] is None]
+    fits = [row for row in sound if row["fits"]]
+    best = max(fits, key=lambda row: row["tokens_per_s_device"], default=None)
+    fastest = min(fits, key=lambda row: row["decode_ms"], default=None)
+    checked = [row["formulas_agree"] for row in sound if row.get("formulas_agree") is not None]
+    return {
+        "layouts": len(sound),
+        "best_tokens_per_s_device": best["tokens_per_s_device"] if best else None,
+        "best_layout": best["layout"] if best else None,
+        "least_decode_ms": fastest["decode_ms"] if fastest else None,
+        "fastest_layout": fastest["layout"] if fastest else None,
+        "formulas_agree": all(checked) if checked else None,
+    }

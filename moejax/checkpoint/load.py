@@ -1,0 +1,179 @@
+"""Fills a model from a checkpoint's tensors: on one device, or on each only what its sharding puts there.
+
+It goes parameter by parameter. The parts of one that this process holds are read into host buffers, each
+distinct slice once, and are on their devices before the next parameter's are read, so that at no time there
+are two copies of the model.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from moejax.checkpoint.maps.rules import apply_transform, source_index
+from moejax.checkpoint.plan import Faults, LoadPlan, Source
+from moejax.checkpoint.tensors import TensorFiles
+from moejax.core.errors import ConfigError
+from moejax.models.decoder import Decoder
+from moejax.nn.param import ExpertOf, ParamSpec, iter_params, slots_of
+
+Spans = tuple[tuple[int, int], ...]
+
+
+class Block(NamedTuple):
+    """A part of a parameter, as stored by the model.
+
+    Attributes:
+        spans: start and stop along each dimension.
+        devices: those that hold it; none for a parameter without a sharding, of which it is the whole.
+    """
+
+    spans: Spans
+    devices: tuple[jax.Device, ...]
+    values: np.ndarray
+
+
+def fill_model(
+    model: Decoder,
+    files: TensorFiles,
+    plan: LoadPlan,
+    *,
+    shardings: Mapping[str, Sharding] | None,
+    expert_of: ExpertOf | None,
+    source: str,
+) -> None:
+    """Gives every parameter its values, all shards of this process.
+
+    Raises:
+        CheckpointError: NaN, infinities or, for float16, values beyond its range; all tensors are named in
+            which this process read some.
+        ConfigError: `expert_of` does not fit the model.
+    """
+    faults = Faults()
+    for name, param in iter_params(model):
+        spec = param.get_metadata("spec")
+        slots = expert_slots(name, spec, expert_of, model.config.num_experts)
+        sharding = None if shardings is None else shardings[name]
+        # No name for the blocks, so that they do not outlive the array that is made of them.
+        value = _to_array(spec, sharding, read_blocks(files, plan[name], spec, sharding, faults, slots=slots))
+        if not faults.found:  # the rest is still looked at, so that the error names every such tensor
+            param.set_value(jax.block_until_ready(value))
+    faults.check(source)
+
+
+def expert_slots(name: str, spec: ParamSpec, expert_of: ExpertOf | None, num_experts: int) -> Sequence[int]:
+    """The expert in each slot of a parameter's expert axis.
+
+    Raises:
+        ConfigError: the model has more slots than experts and nobody said what is in them, or it lacks some.
+    """
+    if "expert" not in spec.axes:
+        return ()
+    slots = slots_of(name, spec, expert_of)
+    if slots is None:
+        slots = tuple(range(spec.shape[0]))
+    if len(set(slots)) != num_experts:
+        raise ConfigError(
+            f"{name}: {len(slots)} slots for {len(set(slots))} experts, and the model has {num_experts}; "
+            "expert_of must say which expert each slot holds"
+        )
+    return slots
+
+
+def read_blocks(
+    files: TensorFiles,
+    sources: Mapping[int | None, Source],
+    spec: ParamSpec,
+    sharding: Sharding | None,
+    faults: Faults,
+    *,
+    slots: Sequence[int] = (),
+    devices: Collection[jax.Device] | None = None,
+) -> list[Block]:
+    """The distinct parts of a parameter that some devices hold, in its dtype.
+
+    Args:
+        sources: expert (or None) → where it is stored.
+        sharding: where the parameter lies; None makes one block of the whole.
+        faults: tensors with values that are no weights are added.
+        slots: the expert in each slot of the expert axis.
+        devices: those to serve; None for all of this process.
+    """
+    blocks = []
+    for spans, holders in _spans(spec, sharding, devices).items():
+        shape = tuple(stop - start for start, stop in spans)
+        blocks.append(Block(spans, tuple(holders), aligned_empty(shape, spec.dtype)))
+    reads: dict[tuple[Source, Spans], list[np.ndarray]] = {}
+    for block in blocks:
+        spans, out = block.spans, block.values
+        if spec.transposed:
+            spans, out = (*spans[:-2], spans[-1], spans[-2]), out.swapaxes(-1, -2)
+        if None in sources:
+            reads.setdefault((sources[None], spans), []).append(out)
+            continue
+        first, stop = spans[0]
+        for slot in range(first, stop):
+            reads.setdefault((sources[slots[slot]], spans[1:]), []).append(out[slot - first])
+    for (source, spans), outs in reads.items():
+        shape = spec.canonical_shape if source.expert is None else spec.canonical_shape[1:]
+        index = tuple(slice(start, stop) for start, stop in spans)
+        value = files.read(source.key, source_index(source.transform, index, shape, source.expert))
+        if _usable(source.key, value, spec.dtype, faults):
+            part = apply_transform(source.transform, value)
+            for out in outs:
+                out[...] = part
+    return blocks
+
+
+def _spans(
+    spec: ParamSpec, sharding: Sharding | None, devices: Collection[jax.Device] | None
+) -> dict[Spans, list[jax.Device]]:
+    """The distinct parts with the devices that hold each."""
+    if sharding is None:
+        return {tuple((0, size) for size in spec.shape): []}
+    served = sharding.addressable_devices if devices is None else devices
+    found: dict[Spans, list[jax.Device]] = {}
+    for device, index in sharding.devices_indices_map(spec.shape).items():
+        if device in served:
+            assert index is not None
+            spans = tuple(part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True))
+            found.setdefault(spans, []).append(device)
+    return found
+
+
+def _to_array(spec: ParamSpec, sharding: Sharding | None, blocks: Iterable[Block]) -> jax.Array:
+    if sharding is None:
+        (block,) = blocks
+        return jax.device_put(block.values, may_alias=True)
+    kind = sharding.memory_kind
+    # On CPU the devices that hold the same part share its host buffer, which is never written again.
+    shards = [
+        jax.device_put(block.values, SingleDeviceSharding(device, memory_kind=kind), may_alias=True)
+        for block in blocks
+        for device in block.devices
+    ]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, shards, dtype=spec.dtype)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array that starts at a multiple of 64 bytes.
+
+    On CPU, JAX takes such an array over without a copy.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _usable(key: str, value: np.ndarray, dtype: Any, faults: Faults) -> bool:
+    if not np.isfinite(value).all():
+        faults.add("with NaN or infinite values", key)
+        return False
+    if np.dtype(dtype) == np.float16 and np.abs(value).max(initial=0) > np.finfo(np.float16).max:
+        faults.add("with values too large for float16 (load as bfloat16 or float32)", key)
+        return False
+    return True

@@ -1,0 +1,181 @@
+"""How a model is spread over devices: plain values, no JAX."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from moejax.core.config import ModelConfig, check_bool, check_choice, check_number, check_positive
+from moejax.core.errors import ConfigError
+
+AttentionSplit = Literal["tensor", "data"]
+Exchange = Literal["auto", "allgather", "all_to_all", "ragged", "hierarchical"]
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees of parallelism. A run needs `dp · pp · ep · tp` devices, numbered in this order, tp fastest.
+
+    Attributes:
+        dp: replicas of the whole model; each has its own requests and cache.
+        pp: pipeline stages, each with its part of the layers.
+        ep: parts that the experts of a layer are dealt out to.
+        tp: parts that heads, vocabulary and hidden dimensions are split into.
+        nodes: machines that the devices are on. Where experts are spread over several, the expert axis is
+            split into node and local rank.
+        attention: what the ep ranks do outside the experts. "tensor": heads, vocabulary and dense hidden
+            dimensions are split over ep · tp devices, which all see the same tokens. "data": each ep rank
+            has its own requests and cache (data-parallel attention), and tokens travel to their experts.
+        exchange: how they travel (`moejax.moe.expert_parallel`); "auto" goes by payload.
+        exchange_capacity: room for c times the mean number of rows that a pair of ranks exchanges; what does
+            not fit is dropped and counted. None: sized from the true maximum, so that nothing is lost.
+        redundant_experts: physical experts beyond the model's own, for replicas of hot ones.
+        overlap_shared: the first exchange and the shared expert do not wait for each other.
+        dispatch_microbatches: parts of a prefill step whose exchanges and products may overlap: 1 or 2.
+        microbatches: parts of a step that follow each other through the pipeline; None: as many as stages.
+        stage_layers: layers of each stage; None: balanced by cost.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    tp: int = 1
+    nodes: int = 1
+    attention: AttentionSplit = "tensor"
+    exchange: Exchange = "auto"
+    exchange_capacity: float | None = None
+    redundant_experts: int = 0
+    overlap_shared: bool = True
+    dispatch_microbatches: int = 1
+    microbatches: int | None = None
+    stage_layers: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "pp", "ep", "tp", "nodes"):
+            check_positive(f"parallel.{name}", getattr(self, name))
+        check_choice("parallel.attention", self.attention, get_args(AttentionSplit))
+        check_choice("parallel.exchange", self.exchange, get_args(Exchange))
+        if self.exchange_capacity is not None:
+            check_number("parallel.exchange_capacity", self.exchange_capacity)
+        extra = self.redundant_experts
+        if not isinstance(extra, int) or isinstance(extra, bool) or extra < 0:
+            raise ConfigError(f"parallel.redundant_experts must be an integer of at least 0, got {extra!r}")
+        check_bool("parallel.overlap_shared", self.overlap_shared)
+        if self.dispatch_microbatches not in (1, 2) or isinstance(self.dispatch_microbatches, bool):
+            raise ConfigError(
+                f"parallel.dispatch_microbatches must be 1 or 2, got {self.dispatch_microbatches!r}"
+            )
+        if self.microbatches is not None:
+            check_positive("parallel.microbatches", self.microbatches)
+        if self.stage_layers is not None:
+            self._check_stages()
+        if self.num_devices % self.nodes:
+            raise ConfigError(
+                f"parallel.nodes={self.nodes} does not divide the {self._product} devices evenly"
+            )
+        if self.nodes > 1:
+            self._check_nodes()
+
+    def _check_stages(self) -> None:
+        layers = self.stage_layers
+        if not isinstance(layers, (list, tuple)) or len(layers) != self.pp:
+            raise ConfigError(
+                f"parallel.stage_layers must name pp={self.pp} numbers of layers, got {layers!r}"
+            )
+        for number in layers:
+            check_positive("parallel.stage_layers: each", number)
+        object.__setattr__(self, "stage_layers", list(layers))
+
+    def _check_nodes(self) -> None:
+        each, group = self.num_devices // self.nodes, self.ep * self.tp
+        if each % self.tp:
+            raise ConfigError(
+                f"parallel.tp={self.tp} does not fit into nodes of {each} devices evenly; a tensor-parallel "
+                "group must lie within a node"
+            )
+        if group % each and each % group:
+            raise ConfigError(
+                f"ep·tp={group} devices are neither whole nodes nor an even part of a node of {each} devices"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return self.dp * self.pp * self.ep * self.tp
+
+    @property
+    def _product(self) -> str:
+        return f"dp·pp·ep·tp = {self.dp}·{self.pp}·{self.ep}·{self.tp} = {self.num_devices}"
+
+    @property
+    def expert_nodes(self) -> int:
+        """Nodes that one expert-parallel group spans."""
+        return max(1, self.ep * self.tp * self.nodes // self.num_devices)
+
+    @property
+    def tensor_size(self) -> int:
+        """Devices that heads, vocabulary and dense hidden dimensions are split over."""
+        return self.tp * (self.ep if self.attention == "tensor" else 1)
+
+    @property
+    def data_groups(self) -> int:
+        """Groups with requests and a cache of their own."""
+        return self.dp * (self.ep if self.attention == "data" else 1)
+
+    @property
+    def is_single(self) -> bool:
+        return self.num_devices == 1 and not self.redundant_experts
+
+    def kv_split(self, num_kv_heads: int) -> int:
+        """Parts that key/value heads are split into; a tensor group beyond that holds copies."""
+        return math.gcd(self.tensor_size, num_kv_heads)
+
+
+def check_parallel(parallel: ParallelConfig, model: ModelConfig, devices: int) -> None:
+    """Raises `ConfigError` unless the model can be spread so over that many devices.
+
+    Every misfit is named, with its numbers.
+    """
+    faults = []
+    if parallel.num_devices > devices:
+        faults.append(
+            f"{parallel._product} devices are needed and {devices} are there (without GPUs, XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={parallel.num_devices} makes virtual ones)"
+        )
+    tensor, tp, ep = parallel.tensor_size, parallel.tp, parallel.ep
+    split = f"tp={tp}" if tensor == tp else f"ep·tp={tensor} (parallel.attention=tensor)"
+
+    def divides(name: str, size: int, parts: int, what: str) -> None:
+        if size % parts:
+            faults.append(f"{name} {size} % {what} = {size % parts}")
+
+    divides("num_attention_heads", model.num_heads, tensor, split)
+    kv = model.num_kv_heads
+    if kv % tensor and tensor % kv:
+        faults.append(f"num_key_value_heads {kv} neither divides {split} nor is a multiple of it")
+    divides("vocab_size", model.vocab_size, tensor, split)
+    if any(model.moe_layers):
+        physical = model.num_experts + parallel.redundant_experts
+        what = "num_experts" if not parallel.redundant_experts else "num_experts + parallel.redundant_experts"
+        divides(what, physical, ep, f"ep={ep}")
+        divides("moe_intermediate_size", model.moe_intermediate_size, tp, f"tp={tp}")
+        divides("shared_expert_intermediate_size", model.shared_expert_intermediate_size, tensor, split)
+    if not all(model.moe_layers):
+        divides("intermediate_size", model.intermediate_size, tensor, split)
+    if parallel.pp > model.num_layers:
+        faults.append(f"num_hidden_layers {model.num_layers} are fewer than pp={parallel.pp}")
+    if parallel.stage_layers is not None and sum(parallel.stage_layers) != model.num_layers:
+        layers = parallel.stage_layers
+        faults.append(f"parallel.stage_layers {layers} add up to {sum(layers)} of {model.num_layers} layers")
+    if faults:
+        raise ConfigError(f"parallel: the model cannot be spread so: {'; '.join(faults)}")
+
+
+PRESETS: dict[str, ParallelConfig] = {
+    "single": ParallelConfig(),
+    "tp8": ParallelConfig(tp=8),
+    "ep8": ParallelConfig(ep=8),
+    "ep4_tp2": ParallelConfig(ep=4, tp=2),
+    "dp_attention_ep8": ParallelConfig(ep=8, attention="data"),
+    "pp2_ep4": ParallelConfig(pp=2, ep=4),
+    "cluster_4x8": ParallelConfig(ep=32, nodes=4, attention="data", exchange="hierarchical"),
+}
+"""The layouts of `configs/parallel/`, by name."""

@@ -1,0 +1,401 @@
+"""Runs plans on a pipeline of stages: each step in microbatches, each stage a program on devices of its own.
+
+A tick takes every microbatch that is under way through one more stage, the foremost first, and then moves what
+the stages gave to the next ones. Here steps 1 and 2 of two microbatches each, over three stages:
+
+    tick       1     2     3     4     5     6
+    stage 0   1.0   1.1   2.0   2.1
+    stage 1         1.0   1.1   2.0   2.1
+    stage 2               1.0   1.1   2.0   2.1
+
+A launch only ticks until its last microbatch has left the first stage; the next launch, or the wait for a result,
+brings the rest through. So in the overlapped loop one step follows the other without a pause, given as many
+microbatches as stages: a row decodes in the microbatch in which it decoded before, and what that one sampled is
+there when the first stage needs it. Where it is not (fewer microbatches, or rows dealt out anew), the pipeline
+ticks on with nothing new until it is.
+
+All programs are started from one thread in one order, and each device runs its own in that order. So programs over
+two stages' devices (`moejax.sharding.pipeline.Transfer`, which says what moves) cannot wait for each other in a
+circle; and a microbatch finds in a stage's pages what all before it wrote, among it the earlier part of its prompt.
+
+The newest token of a row may be on the device alone. The last stage, which samples, keeps these by slot; the first,
+which embeds them, is given the last stage's array whenever it is about to decode one that it has not got.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.core.config import EngineConfig
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
+from moejax.engine.batch import StepKey, layout
+from moejax.engine.bucket_runner import BucketRunner, Rows
+from moejax.engine.buckets import Buckets
+from moejax.engine.device_runner import DeviceRunner
+from moejax.engine.ledger import CompileLedger
+from moejax.engine.microbatches import Part, split_plan
+from moejax.engine.paged_steps import DeviceState, PagedOutput
+from moejax.engine.plan import Plan
+from moejax.engine.runner import StepResult
+from moejax.engine.sequence import Sequence as Sample
+from moejax.engine.stage_steps import StageFunctions, StageOutput
+from moejax.sharding.pipeline import How, StageTime, Transfer, measured_bubble
+from moejax.sharding.spmd import OnMesh
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """A part of a step under way.
+
+    Attributes:
+        number: counted over all steps.
+        step, place: of which step, and which of its microbatches.
+        needs: the last microbatch whose sampled tokens it decodes, -1 for none.
+        copies: each group's blocks to copy in each stage before it; empty for most.
+        stage: the one that it runs in next.
+        given: what that stage takes.
+        outputs: what the stages before have given.
+    """
+
+    number: int
+    step: int
+    place: int
+    key: StepKey
+    buffer: np.ndarray
+    needs: int = -1
+    copies: list[list[tuple[int, int]]] = field(default_factory=list)
+    stage: int = 0
+    given: jax.Array | None = None
+    outputs: list[StageOutput] = field(default_factory=list)
+
+
+def most_microbatches(parallel: ParallelConfig, config: EngineConfig) -> int:
+    """The most that a step is cut into: what was asked for, or one for each stage.
+
+    Raises:
+        ConfigError: more are asked for than there can be rows.
+    """
+    asked, rows = parallel.microbatches, config.max_num_seqs
+    if asked is None:
+        return min(parallel.pp, rows)
+    if asked > rows:
+        raise ConfigError(
+            f"parallel.microbatches={asked} exceeds engine.max_num_seqs={rows}: a microbatch has at least one row"
+        )
+    return asked
+
+
+class LaunchedPipeline(NamedTuple):
+    """A step under way: its microbatches with what they hold, and the numbers of its rows and chunk tokens."""
+
+    microbatches: list[tuple[Microbatch, Part, Rows]]
+    rows: int
+    chunk_tokens: int
+
+
+class Stage(DeviceRunner):
+    """One stage's weights, pages, and programs, which `PipelineRunner` starts."""
+
+    functions: StageFunctions  # type: ignore[assignment]
+    place: OnMesh
+
+    def run(self, key: StepKey, buffer: np.ndarray, given: jax.Array | None) -> StageOutput:
+        """Starts the stage's step on a microbatch."""
+        step = self._step(key)
+        pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
+        state = DeviceState(pages, cast(Any, None), None)
+        if self.functions.is_last:
+            state = DeviceState(pages, self.last, self._seen_of(key))
+        given = self.last if self.functions.is_first else given
+        state, output = step(self.functions.leaves, state, self.place.put(buffer), given)
+        self.pool.put(state.pages)
+        if self.functions.is_last:
+            self.last = state.last
+            if key.mode.penalty:
+                self._seen = state.seen
+        return output
+
+    @property
+    def last(self) -> jax.Array:
+        """int32, each slot's newest token: the last stage's own, the first stage's copy of it."""
+        return self._last
+
+    @last.setter
+    def last(self, last: jax.Array) -> None:
+        self._last = last
+
+    def copy(self, copies: Sequence[Sequence[tuple[int, int]]], buckets: Buckets) -> None:
+        """Copies each group's blocks of this stage's pages."""
+        self.buckets = buckets
+        self._copy(copies)
+
+    def wait(self) -> None:
+        """Until all that was started here has ended."""
+        jax.block_until_ready((self.pool.take(len(self.pool.layout.sizes)), self._last))
+
+    def _step(self, key: StepKey) -> Any:
+        def build() -> jax.stages.Wrapped:
+            def step(leaves: Any, state: DeviceState, buffer: jax.Array, given: jax.Array) -> Any:
+                how: Any = {"key": key, "limits": self.limits, "place": self.place}
+                return self.functions.step(leaves, state, buffer, given, **how)
+
+            by_group = StageOutput(True, False, False, False, False)  # type: ignore[arg-type]
+            return self.place.compiled(step, shapes(), donate=1, output=True, by_group=by_group)
+
+        def shapes() -> tuple[Any, ...]:
+            slots, model = self.limits.slots + 1, self.functions.config
+            struct = self.place.struct
+            pages = self.pool.shapes(self.limits.slab_ends.index(key.blocks) + 1)
+            last = struct((slots,), jnp.int32)
+            seen = struct((slots, model.vocab_size), jnp.bool_) if key.mode.penalty else None
+            is_last = self.functions.is_last
+            state: Any = (
+                DeviceState(pages, last, seen) if is_last else DeviceState(pages, cast(Any, None), None)
+            )
+            x = struct((key.rows + key.tokens, model.hidden_size), jnp.dtype(model.dtype))
+            buffer = struct((layout(key, self.limits)[1],), jnp.int32)
+            return self._leaves(), state, buffer, last if self.functions.is_first else x
+
+        return self.ledger.get("step", key, build, shapes)
+
+
+class _StageLedger(CompileLedger):
+    """Puts a stage's programs into the ledger of all, under names of its own."""
+
+    def __init__(self, whole: CompileLedger, stage: int) -> None:
+        super().__init__(whole.strict)
+        self._whole, self._stage = whole, stage
+
+    def get(self, function: str, *how: Any) -> Any:
+        return self._whole.get(f"stage {self._stage} {function}", *how)
+
+
+class PipelineRunner(BucketRunner):
+    """Implements `moejax.engine.runner.Runner`.
+
+    Args:
+        stages: each stage's functions and devices, in order; at least two.
+        config, num_blocks, max_model_len, ledger, kernels: as for `DeviceRunner`; each stage has as many blocks.
+        microbatches: the most that a step is cut into.
+        transfer: how arrays move between stages, see `Transfer`.
+
+    With `measure_bubble` every program is waited for, and `stage_times` grows; `bubble()` is what they come to.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[StageFunctions, OnMesh]],
+        config: EngineConfig,
+        num_blocks: int,
+        max_model_len: int,
+        ledger: CompileLedger,
+        kernels: str = "xla",
+        microbatches: int = 1,
+        transfer: How = "permute",
+    ) -> None:
+        limits = (num_blocks, max_model_len)
+        whole = stages[0][0].whole
+        super().__init__(whole, config, *limits, ledger, kernels, stages[0][1].groups)
+        self.microbatches = microbatches
+        self.stages = [
+            Stage(cast(Any, functions), config, *limits, _StageLedger(ledger, i), kernels, place)
+            for i, (functions, place) in enumerate(stages)
+        ]
+        places = [place for _, place in stages]
+        self._onward = [
+            Transfer(source, target, ledger.get, how=transfer, name=f"transfer {i} to {i + 1}")
+            for i, (source, target) in enumerate(pairwise(places))
+        ]
+        back = f"transfer {len(places) - 1} to 0"
+        self._back = Transfer(places[-1], places[0], ledger.get, how=transfer, name=back)
+        self.measure_bubble = False
+        self.stage_times: list[StageTime] = []
+        self._numbers = self._steps = 0
+        self.reset()
+
+    def reset(self) -> None:
+        for stage in self.stages:
+            stage.reset()
+        self._under_way: list[Microbatch] = []
+        self._sampled_by: dict[tuple[int, int], int] = {}  # group and slot → microbatch
+        self._through = self._returned = (
+            self._numbers - 1
+        )  # microbatches that the last stage ran, the first knows
+
+    def launch(self, plan: Plan) -> LaunchedPipeline:
+        """Builds the microbatches and starts them.
+
+        Raises:
+            CompileError: a program is not compiled, and may not be any more (`engine.strict_compile`).
+        """
+        parts = split_plan(plan, self.microbatches, self._sampled_in, self.buckets.tokens[0])
+        keys = [self.builder.key(part.plan) for part in parts]
+        # One program for those with chunks, one for those without.
+        common = {key.tokens > 0: [k for k in keys if (k.tokens > 0) == (key.tokens > 0)] for key in keys}
+        made = []
+        for place, (part, key) in enumerate(zip(parts, keys, strict=True)):
+            key, buffer = self.builder.build(part.plan, self.builder.common(common[key.tokens > 0]))
+            microbatch = self._microbatch(key, buffer, place)
+            microbatch.needs = self._needs(part.plan)
+            copies = [group.copies for group in part.plan.groups]
+            microbatch.copies = copies if any(copies) else []
+            made.append((microbatch, part, Rows.of(part.plan, key)))
+        self._steps += 1
+        for microbatch, part, _ in made:
+            for group, mine in enumerate(part.plan.groups):
+                for _, sequence in mine.sampling_rows():
+                    self._sampled_by[group, sequence.slot] = microbatch.number
+            self._start(microbatch)
+        return LaunchedPipeline(made, len(plan.sequences), plan.chunk_tokens)
+
+    def collect(self, handle: LaunchedPipeline) -> StepResult:
+        """Reads a step's result; this is where the host waits for the devices."""
+        self._finish(handle.microbatches[-1][0])
+        tokens = [0] * handle.rows
+        logprobs: list[Any] | None = None
+        scores: np.ndarray | None = None
+        padded = 0
+        # A step that computes any part of a prompt counts as prefill, in all its microbatches.
+        phase = "prefill" if handle.chunk_tokens else "decode"
+        for microbatch, part, rows in handle.microbatches:
+            output = _whole_output(microbatch)
+            result = self._result(microbatch.key, rows, output)
+            padded += result.padded_tokens
+            for row, token in zip(part.rows, result.tokens, strict=True):
+                tokens[row] = token
+            if result.logprobs is not None:
+                logprobs = logprobs or [None] * handle.rows
+                for row, found in zip(part.rows, result.logprobs, strict=True):
+                    logprobs[row] = found
+            if result.prompt_logprobs is not None:
+                scores = np.zeros(handle.chunk_tokens, np.float32) if scores is None else scores
+                first = 0
+                for start, count in part.spans:
+                    scores[start : start + count] = result.prompt_logprobs[first : first + count]
+                    first += count
+            if output.counts is not None:
+                self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
+        return StepResult(tokens, logprobs, scores, padded)
+
+    def bubble(self) -> float:
+        """Part of the devices' time for which they would have waited, of the measured steps each by itself.
+
+        Raises:
+            ConfigError: nothing was measured.
+        """
+        return measured_bubble(self.stage_times)
+
+    # -- ticks -------------------------------------------------------------------------------------------
+
+    def _start(self, microbatch: Microbatch) -> None:
+        """Takes it through the first stage, as soon as the tokens that it decodes are there."""
+        while self._through < microbatch.needs:
+            self._tick()
+        if self._returned < microbatch.needs:
+            self._bring_back()
+        self._tick(microbatch)
+
+    def _finish(self, microbatch: Microbatch) -> None:
+        """Ticks until it has left the last stage."""
+        while self._through < microbatch.number:
+            self._tick()
+
+    def _tick(self, new: Microbatch | None = None) -> None:
+        if new is not None:
+            self._under_way.append(new)
+        for microbatch in self._under_way:
+            self._run_stage(microbatch)
+        if self._under_way[0].stage == len(self.stages) - 1:
+            self._through = self._under_way.pop(0).number
+        for microbatch in self._under_way:
+            given = microbatch.outputs[-1].x
+            assert given is not None
+            microbatch.given = self._onward[microbatch.stage](given)
+            microbatch.stage += 1
+
+    def _run_stage(self, microbatch: Microbatch) -> None:
+        stage = self.stages[microbatch.stage]
+        if microbatch.copies:
+            stage.copy(microbatch.copies, self.buckets)
+        if self.measure_bubble:
+            stage.wait()
+            jax.block_until_ready(microbatch.given)
+        start = time.perf_counter()
+        output = stage.run(microbatch.key, microbatch.buffer, microbatch.given)
+        if self.measure_bubble:
+            jax.block_until_ready(output)
+            stage.wait()
+            name = (microbatch.step, microbatch.place, microbatch.stage)
+            self.stage_times.append(StageTime(*name, start, time.perf_counter()))
+        microbatch.given = None
+        microbatch.outputs.append(output)
+
+    def _bring_back(self) -> None:
+        """The newest tokens of all slots, from the last stage to the first."""
+        self.stages[0].last = self._back(self.stages[-1].last)
+        self._returned = self._through
+
+    # -- parts -------------------------------------------------------------------------------------------
+
+    def _microbatch(self, key: StepKey, buffer: np.ndarray, place: int) -> Microbatch:
+        made = Microbatch(self._numbers, self._steps, place, key, buffer)
+        self._numbers += 1
+        return made
+
+    def _sampled_in(self, sequence: Sample) -> int:
+        """The microbatch that sampled what it decodes next."""
+        return self._sampled_by.get((sequence.group, sequence.slot), -1)
+
+    def _needs(self, plan: Plan) -> int:
+        """The last microbatch that sampled what a row decodes and the host has not read."""
+        needs = -1
+        for group, part in enumerate(plan.groups):
+            for sequence, position in zip(part.decodes, part.positions, strict=True):
+                if position >= len(sequence.tokens):
+                    needs = max(needs, self._sampled_by[group, sequence.slot])
+        return needs
+
+    def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
+        """A rehearsal, with everything that can happen to a microbatch."""
+        microbatch = self._microbatch(key, buffer, 0)
+        self._steps += 1
+        self._start(microbatch)
+        self._finish(microbatch)
+        self._bring_back()
+        return _whole_output(microbatch)
+
+    def _copier(self, slabs: int) -> Any:
+        return [stage._copier(slabs) for stage in self.stages]
+
+    def _thinned(self, max_total_len: int) -> Buckets:
+        """Those of a whole step, and those of one microbatch of a full step."""
+        whole = self._all_buckets(self.buckets.slabs.num_blocks)
+        found = whole.thinned(self.config, max_total_len)
+        rows = whole.rows_for(-(-self.config.max_num_seqs // self.microbatches))
+        last = whole.tokens_for(min(whole.tokens[-1], whole.rows[-1] * max_total_len))
+        tokens = whole.tokens_for(-(-last // self.microbatches))
+        return Buckets(
+            tuple(sorted({*found.rows, rows})),
+            tuple(sorted({*found.tokens, tokens})),
+            found.slabs,
+            found.slab_counts,
+        )
+
+
+def _whole_output(microbatch: Microbatch) -> PagedOutput:
+    """What the stages gave, put together in the order of their layers."""
+    outputs = microbatch.outputs
+    last = outputs[-1]
+    assert last.sampled is not None
+    if last.counts is None:
+        return PagedOutput(last.sampled, None, None, last.prompt_logprobs)
+    counts = np.concatenate([np.asarray(output.counts) for output in outputs])
+    overflow = np.sum([np.asarray(output.overflow) for output in outputs], axis=0)
+    return PagedOutput(last.sampled, cast(Any, counts), cast(Any, overflow), last.prompt_logprobs)

@@ -1,0 +1,106 @@
+"""Puts a model onto its devices: the mesh, the decoder written for it, the weights where they belong."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from moejax.checkpoint.hf import load_pretrained
+from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig, check_parallel
+from moejax.models.decoder import Decoder
+from moejax.moe.replicas import Placed
+from moejax.nn.param import ParamSpec, initialize, iter_params, specs
+from moejax.sharding.mesh import make_mesh
+from moejax.sharding.pipeline import split_layers
+from moejax.sharding.rules import shardings
+from moejax.sharding.spmd import OneDevice, OnMesh
+
+
+def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) -> list[OneDevice]:
+    """The devices of each pipeline stage that an engine runs on.
+
+    Raises:
+        ConfigError: the model cannot be spread so, or there are too few devices.
+    """
+    if parallel.is_single:
+        return [OneDevice()]
+    check_parallel(parallel, model, jax.device_count())
+    if moe.execution == "capacity" and (parallel.ep > 1 or parallel.redundant_experts):
+        raise ConfigError(
+            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which experts on "
+            "several devices do not see; use parallel.exchange_capacity to bound what is exchanged"
+        )
+    if moe.execution == "capacity" and parallel.pp > 1 and parallel.microbatches != 1:
+        raise ConfigError(
+            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which microbatches cut; "
+            f"with parallel.pp={parallel.pp} it needs parallel.microbatches=1"
+        )
+    plan = make_mesh(parallel, model.num_kv_heads)
+    return [OnMesh(mesh, plan.axes) for mesh in plan.stages]
+
+
+def build_stages(
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    places: list[OneDevice],
+    moe: MoeConfig,
+    kernels: str,
+    source: Path | None,
+    seed: int,
+) -> list[Decoder]:
+    """Each pipeline stage's part of the decoder, see `build_model`; where there is one stage, all of it."""
+    if len(places) == 1:
+        return [build_model(config, parallel, places[0], moe, kernels, source, seed)]
+    return [
+        build_model(config, parallel, place, moe, kernels, source, seed, layers)
+        for place, layers in zip(
+            places, split_layers(config, parallel.pp, parallel.stage_layers), strict=True
+        )
+    ]
+
+
+def build_model(
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    place: OneDevice,
+    moe: MoeConfig,
+    kernels: str,
+    source: Path | None,
+    seed: int,
+    layers: range | None = None,
+) -> Decoder:
+    """The decoder, or a stage's layers of it, with its weights: from a directory, or random for None.
+
+    Raises:
+        CheckpointError: see `moejax.checkpoint.hf.load_pretrained`.
+    """
+    model = Decoder(config, moe=moe, kernels=kernels, parallel=parallel, axes=place.axes)
+    if source is None:
+        initialize(model, seed)
+    else:
+        model = load_pretrained(source, dtype=config.dtype, moe=moe, kernels=kernels).model
+    if isinstance(place, OnMesh):
+        plain = model
+        model = Decoder(config, moe=moe, kernels=kernels, parallel=parallel, axes=place.axes, layers=layers)
+        at = shardings(specs(model), place.mesh, place.axes)
+        values = dict(iter_params(plain))
+        for name, param in iter_params(model):
+            param.set_value(jax.device_put(values[name][...], at[name]))
+        put_tables(model, place)
+    return model
+
+
+def where(place: OneDevice, specs: Mapping[str, ParamSpec]) -> Mapping[str, jax.sharding.Sharding] | None:
+    """Where each tensor goes; None: to the one device there is."""
+    return shardings(specs, place.mesh, place.axes) if isinstance(place, OnMesh) else None
+
+
+def put_tables(model: nnx.Module, place: OneDevice) -> None:
+    """Moves the replica tables, which no checkpoint holds, onto all devices."""
+    if isinstance(place, OnMesh):
+        for _, node in nnx.iter_graph(model):
+            if isinstance(node, Placed):
+                node.set_value(jax.device_put(node[...], place.sharding()))

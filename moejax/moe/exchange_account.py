@@ -1,0 +1,41 @@
+"""What `moejax.perf.comm` must know of an exchange: its sizes, by the arithmetic that the exchange uses."""
+
+from moejax.core.config import ModelConfig
+from moejax.core.parallel import ParallelConfig
+from moejax.moe.exchange_size import HopSize, fixed_rooms, mean_rows, room_ladder
+from moejax.perf.comm import Exchange
+
+
+def exchange_hops(method: str, model: ModelConfig, parallel: ParallelConfig) -> list[HopSize]:
+    """The all-to-alls that a token goes through on its way to its experts."""
+    experts = (model.num_experts + parallel.redundant_experts) // parallel.ep
+    nodes = parallel.expert_nodes
+    local = parallel.ep // nodes
+    if method == "hierarchical" and nodes > 1 and local > 1:
+        return [HopSize(nodes, local * experts), HopSize(local, experts)]
+    return [HopSize(parallel.ep, experts)]
+
+
+def account_exchange(
+    method: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, *, rung: int = 0
+) -> Exchange:
+    """An exchange of `tokens` tokens a device, as large as it gets under the given routing.
+
+    Args:
+        method: as `moejax.moe.expert_parallel.choose_exchange` resolved it.
+        rung: of the sizes that it chooses among while it runs: 0 holds an even routing, -1 any (all tokens to
+            one rank). Without meaning where there is one size only.
+    """
+    microbatches = min(parallel.dispatch_microbatches, tokens)
+    if method in ("none", "allgather"):
+        return Exchange(method, microbatches=microbatches)
+    hops, top_k = exchange_hops(method, model, parallel), model.num_experts_per_tok
+    part = -(-tokens // microbatches)
+    if method == "ragged":
+        rows = float(part) if rung else mean_rows(part, top_k, hops)[0]
+        return Exchange(method, (rows,), microbatches=microbatches)
+    if parallel.exchange_capacity is not None:
+        rooms = fixed_rooms(part, top_k, hops, parallel.exchange_capacity)
+        return Exchange(method, rooms, microbatches=microbatches, lossy=True)
+    ladder = room_ladder(part, top_k, hops)
+    return Exchange(method, ladder[rung], len(ladder), microbatches)

@@ -1,0 +1,118 @@
+"""Exchange of tokens by `jax.lax.ragged_all_to_all`: exactly the rows there are, wherever they fit.
+
+XLA has it on GPU only. `emulated_ragged_all_to_all` is its twin, for tests on CPU.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from moejax.moe.exchange_hops import Hop, Part, Run
+from moejax.moe.exchange_pack import pack, unpack
+from moejax.moe.exchange_plan import homes, plan_sends, sum_rows, tokens_at
+from moejax.sharding.axes import Names, all_gather, index
+
+
+class RaggedAllToAll(Protocol):
+    """`jax.lax.ragged_all_to_all`, or a function that does the same."""
+
+    def __call__(
+        self,
+        operand: jax.Array,
+        output: jax.Array,
+        input_offsets: jax.Array,
+        send_sizes: jax.Array,
+        output_offsets: jax.Array,
+        recv_sizes: jax.Array,
+        *,
+        axis_name: Names,
+    ) -> jax.Array: ...
+
+
+class Offsets(NamedTuple):
+    """Arguments of one `ragged_all_to_all`, int32 `[R]` each, in its order.
+
+    Attributes:
+        input_offsets: where the rows for r begin in this device's operand.
+        send_sizes: how many they are.
+        output_offsets: where they go in r's output.
+        recv_sizes: how many come from r.
+    """
+
+    input_offsets: jax.Array
+    send_sizes: jax.Array
+    output_offsets: jax.Array
+    recv_sizes: jax.Array
+
+
+def plan_ragged(sizes: jax.Array, me: jax.Array) -> tuple[Offsets, Offsets]:
+    """The way there and the way back of device `me`, from sizes int32 `[R, R]`: rows from s to d.
+
+    A source's rows are sorted by destination, a destination's by source, both without gaps.
+    """
+    by_source = jnp.cumsum(sizes, axis=0) - sizes  # where s's rows begin at d
+    by_destination = jnp.cumsum(sizes, axis=1) - sizes  # where the rows for d begin at s
+    there = Offsets(by_destination[me], sizes[me], by_source[me], sizes[:, me])
+    back = Offsets(by_source[:, me], sizes[:, me], by_destination[:, me], sizes[me])
+    return there, back
+
+
+def exchange_ragged(
+    part: Part, hop: Hop, run: Run, beside: Callable[[Part], jax.Array] | None, ragged: RaggedAllToAll
+) -> jax.Array:
+    """Results `[N, D]`; nothing is dropped.
+
+    Memory: at worst all tokens come here, so `run` gets R·N rows whatever their number; with their results
+    that is R·N · (2·D·itemsize + 8·k) bytes, and min(k, R)·N rows each of the sent and the returned ones.
+    """
+    (N, D), k, R = part.x.shape, part.ids.shape[1], hop.size
+    plan = plan_sends(part.ids // hop.span, R)
+    sizes = all_gather(plan.counts[None], hop.names)
+    there, back = plan_ragged(sizes, index(hop.names))
+
+    row = jnp.arange(min(k, R) * N, dtype=jnp.int32)
+    rank = jnp.sum(row[:, None] >= (plan.first + plan.counts)[None], axis=1, dtype=jnp.int32)
+    token = tokens_at(plan, rank, row - plan.first[jnp.minimum(rank, R - 1)])
+    mine = plan.dest[token] == rank[:, None]
+    ids = jnp.where(mine, part.ids[token] - (rank * hop.span)[:, None], hop.span)
+    weights = jnp.where(mine, part.weights[token], 0.0)
+    words = pack(part.x[token], ids, weights)
+    came = ragged(words, jnp.zeros((R * N, words.shape[1]), words.dtype), *there, axis_name=hop.names)
+
+    x, ids, weights = unpack(came, (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32))
+    filled = (jnp.arange(R * N, dtype=jnp.int32) < jnp.sum(there.recv_sizes))[:, None]
+    rows = run(x, jnp.where(filled, ids, hop.span), jnp.where(filled, weights, 0.0))
+    words = pack(rows)
+    came = ragged(words, jnp.zeros((row.shape[0], words.shape[1]), words.dtype), *back, axis_name=hop.names)
+
+    home = homes(plan)
+    position = plan.first[jnp.minimum(home.rank, R - 1)] + home.slot
+    out = sum_rows(unpack(came, (rows.shape[1], rows.dtype))[0], position, home.rank < R)
+    return out if beside is None else out + beside(part)
+
+
+def emulated_ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: Names,
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all` with one slice a device, from all-gathers of everything: runs anywhere.
+
+    Where the sender's and the receiver's sizes differ, which the real one forbids, rows are left out.
+    """
+    operands = all_gather(operand[None], axis_name)
+    tables = all_gather(jnp.stack([input_offsets, send_sizes, output_offsets])[None], axis_name)
+    row = jnp.arange(output.shape[0], dtype=jnp.int32)
+    for source in range(operands.shape[0]):
+        begin, sent, at = tables[source][:, index(axis_name)]
+        within = row - at
+        here = (within >= 0) & (within < jnp.minimum(sent, recv_sizes[source]))
+        output = jnp.where(here[:, None], operands[source][jnp.where(here, begin + within, 0)], output)
+    return output

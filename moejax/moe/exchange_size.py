@@ -1,0 +1,122 @@
+"""How much room an exchange of tokens needs, and how many bytes it moves. Plain numbers, no JAX.
+
+A device has N tokens (rows of `hidden` elements), each with k experts, and R expert ranks exchange them.
+Bytes are those that a device sends to the others, every pair exchanging directly; what stays at home is not
+counted. A row on its way to experts takes its k ids and k weights along (4 bytes each).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Room for a pair of ranks comes in blocks of this many rows, as the experts' products do.
+BLOCK_ROWS = 8
+# Rungs of a ladder at most: each is one more copy of the experts' program to compile.
+MOST_RUNGS = 4
+
+
+class HopSize(NamedTuple):
+    """One all-to-all of an exchange.
+
+    Attributes:
+        size: devices that take part.
+        span: experts behind each of them, itself and, if the hop is between nodes, its node's other devices.
+    """
+
+    size: int
+    span: int
+
+
+def share(top_k: int, span: int, num_experts: int) -> float:
+    """How likely one of a token's k experts is among a given `span` of all, if all choices of k different
+    experts are equally likely."""
+    if top_k > num_experts - span:
+        return 1.0
+    return 1.0 - math.comb(num_experts - span, top_k) / math.comb(num_experts, top_k)
+
+
+def mean_rows(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[float]:
+    """Rows that a device sends to one other device on each hop, in the mean of evenly spread choices.
+
+    After a hop a device holds what its G partners sent it: rows of G·N tokens.
+    """
+    num_experts, held, means = hops[0].size * hops[0].span, tokens, []
+    for hop in hops:
+        means.append(held * share(top_k, hop.span, num_experts))
+        held *= hop.size
+    return means
+
+
+def most_rows(tokens: int, hops: Sequence[HopSize]) -> list[int]:
+    """Rows that a device can have to send to one other device on each hop: all that it holds."""
+    return [tokens * math.prod(hop.size for hop in hops[:number]) for number in range(len(hops))]
+
+
+def fixed_rooms(tokens: int, top_k: int, hops: Sequence[HopSize], capacity: float) -> tuple[int, ...]:
+    """Rows between a pair of devices on each hop: ceil(capacity · mean), at least 1, at most all."""
+    means, rooms, held = mean_rows(tokens, top_k, hops), [], tokens
+    for hop, mean in zip(hops, means, strict=True):
+        rooms.append(min(held, max(1, math.ceil(capacity * mean))))
+        held = hop.size * rooms[-1]
+    return tuple(rooms)
+
+
+def room_ladder(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[tuple[int, ...]]:
+    """Choices of the rows between a pair of devices, one number a hop, rising to where nothing can be lost.
+
+    The first holds an even spread: the mean and four standard deviations of a binomial, in whole blocks. The
+    others follow in even ratios of about 2, `MOST_RUNGS` in all. Few tokens need one rung only.
+    """
+    most = most_rows(tokens, hops)
+    first = []
+    for top, mean in zip(most, mean_rows(tokens, top_k, hops), strict=True):
+        first.append(min(top, _blocks(mean + 4 * math.sqrt(mean * (1 - mean / top)))))
+    ratio = max(top / low for top, low in zip(most, first, strict=True))
+    steps = min(MOST_RUNGS - 1, math.ceil(math.log2(ratio)))
+    ladder: list[tuple[int, ...]] = []
+    for step in range(steps + 1):
+        rooms: list[int] = []
+        for number, (low, top) in enumerate(zip(first, most, strict=True)):
+            room = top if step == steps else min(top, _blocks(low * (top / low) ** (step / steps)))
+            # Not more than what the hop before it brings.
+            rooms.append(min(room, hops[number - 1].size * rooms[-1]) if rooms else room)
+        if tuple(rooms) not in ladder:
+            ladder.append(tuple(rooms))
+    return ladder
+
+
+def _blocks(rows: float) -> int:
+    """Rows in whole blocks."""
+    return BLOCK_ROWS * max(1, math.ceil(rows / BLOCK_ROWS))
+
+
+def row_bytes(hidden: int, itemsize: int, top_k: int) -> int:
+    """A row there (with its ids and weights) and back."""
+    return 2 * hidden * itemsize + 8 * top_k
+
+
+def allgather_bytes(tokens: int, hidden: int, itemsize: int, top_k: int, ranks: int) -> int:
+    """Every token to every other rank, and a result from there: (R - 1)·N rows there and back."""
+    return (ranks - 1) * tokens * row_bytes(hidden, itemsize, top_k)
+
+
+def all_to_all_bytes(rows: int, hidden: int, itemsize: int, top_k: int, ranks: int) -> int:
+    """`rows` between each pair of ranks, there and back: a rung of `room_ladder`, N at worst."""
+    return (ranks - 1) * rows * row_bytes(hidden, itemsize, top_k)
+
+
+def hierarchical_bytes(
+    rooms: Sequence[int], hidden: int, itemsize: int, top_k: int, nodes: int, local: int
+) -> tuple[int, int]:
+    """(between nodes, within the node), there and back: `rooms` rows on each of the two hops.
+
+    Without a capacity; with one, the way back between nodes has 4 bytes more a row (`exchange_hops`).
+    """
+    between, within = rooms
+    each = row_bytes(hidden, itemsize, top_k)
+    return (nodes - 1) * between * each, (local - 1) * within * each
+
+
+def ragged_bytes(rows: float, hidden: int, itemsize: int, top_k: int, ranks: int) -> float:
+    """`rows` that really go from a rank to another, in the mean over pairs, and each rank's R counts."""
+    return (ranks - 1) * (rows * row_bytes(hidden, itemsize, top_k) + 4 * ranks)

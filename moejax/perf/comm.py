@@ -1,0 +1,328 @@
+"""Bytes that a device sends in one step of the engine, by operation and group of devices. Host arithmetic.
+
+Groups are named by role, as in `moejax.sharding.axes.Axes`: "tensor", "kv", "data", "exchange", "node" and
+"local"; "pipeline" is from one stage to the next. The formulas mirror the collectives in nn, moe, models and
+engine; tests/sharding/test_accounting.py holds them against the compiled programs.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError, unknown
+from moejax.core.parallel import ParallelConfig
+from moejax.perf.cost import DTYPE_BYTES
+
+EXCHANGES = ("none", "allgather", "all_to_all", "ragged", "hierarchical")
+_INT = _FLOAT = 4
+
+
+def wire_bytes(kind: str, operand: float, group: int) -> float:
+    """Bytes that each device of a group sends, by the ring and direct algorithms, which send the least
+    possible (Thakur, Rabenseifner and Gropp, 2005, section 4). With g devices, each putting in an operand:
+
+        all-gather           (g - 1) · operand
+        reduce-scatter       (g - 1) / g · operand
+        all-reduce           2 (g - 1) / g · operand       (reduce-scatter, then all-gather)
+        all-to-all           (g - 1) / g · operand         (also ragged, in the mean over even routing)
+        collective-permute   operand                       (also broadcast)
+    """
+    if group <= 1:
+        return 0.0
+    factors = {
+        "all-gather": group - 1.0,
+        "reduce-scatter": (group - 1) / group,
+        "all-reduce": 2 * (group - 1) / group,
+        "all-to-all": (group - 1) / group,
+        "ragged-all-to-all": (group - 1) / group,
+        "collective-permute": 1.0,
+        "collective-broadcast": 1.0,
+    }
+    if kind not in factors:
+        raise ValueError(unknown("collective", kind, factors))
+    return factors[kind] * operand
+
+
+@dataclass(frozen=True)
+class CommTerm:
+    """Equal collectives of one operation.
+
+    Attributes:
+        operation: "embedding", "attention", "qk_norm", "dispatch", "combine", "experts", "mlp", "logits",
+            "sampling", "routing", "scores" or "pipeline".
+        kind: HLO's name of the collective.
+        role: the devices that take part.
+        group: how many they are.
+        count: executions in a step, on each device.
+        operand_bytes: what a device puts in, each time. Exact, but for "ragged" (whose rows are data).
+    """
+
+    operation: str
+    kind: str
+    role: str
+    group: int
+    count: int
+    operand_bytes: float
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends in one execution."""
+        return wire_bytes(self.kind, self.operand_bytes, self.group)
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes that a device sends in a step."""
+        return self.count * self.wire_bytes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How tokens travel to their experts (`moejax.moe.expert_parallel`), as far as bytes depend on it.
+
+    Attributes:
+        method: one of `EXCHANGES`; "none" where all expert ranks see all tokens.
+        rooms: rows that a pair of devices has room for, on each hop: a rung of `exchange_size.room_ladder`,
+            of which the first holds an even routing and the last the worst case; with a capacity
+            `fixed_rooms`. For "ragged" one number, the rows that a device sends to another in the mean,
+            itself included.
+        choices: rungs of that ladder. With more than one a step first agrees on one.
+        microbatches: parts that a step's tokens are exchanged in.
+        lossy: there is a capacity, and what was dropped is counted.
+    """
+
+    method: str = "none"
+    rooms: tuple[float, ...] = ()
+    choices: int = 1
+    microbatches: int = 1
+    lossy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in EXCHANGES:
+            raise ConfigError(f"parallel.exchange: {unknown('exchange', self.method, EXCHANGES)}")
+
+
+def role_sizes(model: ModelConfig, parallel: ParallelConfig) -> dict[str, int]:
+    """Devices in a group of each role."""
+    exchange = parallel.ep if parallel.attention == "data" else 1
+    return {
+        "tensor": parallel.tensor_size,
+        "kv": parallel.kv_split(model.num_kv_heads),
+        "data": parallel.data_groups,
+        "exchange": exchange,
+        "node": parallel.expert_nodes,
+        "local": parallel.ep // parallel.expert_nodes,
+        "pipeline": parallel.pp,
+    }
+
+
+@dataclass
+class _Terms:
+    """Collects what runs over more than one device."""
+
+    sizes: dict[str, int]
+    passes: int
+    found: list[CommTerm] = field(default_factory=list)
+
+    def add(self, operation: str, kind: str, role: str, operand_bytes: float, count: int = 1) -> None:
+        if self.sizes[role] > 1 and count:
+            times = count * self.passes
+            self.found.append(CommTerm(operation, kind, role, self.sizes[role], times, operand_bytes))
+
+
+def step_comm(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    tokens: int,
+    rows: int,
+    exchange: Exchange | None = None,
+    dtype: str | None = None,
+    layers: Sequence[int] | None = None,
+    passes: int = 1,
+    slots: int | None = None,
+    logprobs: int = -1,
+    scored: tuple[int, int] = (0, 0),
+    record: bool = False,
+) -> list[CommTerm]:
+    """The collectives of one step of the engine, of each device of a pipeline stage.
+
+    Args:
+        tokens: N, of one data group in one pass of the program: rows and chunk tokens, padding included.
+        rows: S, sampled rows of one data group in one pass.
+        exchange: how tokens travel; needed where `parallel.attention` is "data" and ep > 1.
+        dtype: of the activations; None is the configuration's.
+        layers: the stage's layers; None: all, in one stage.
+        passes: of the stage's program in a step: microbatches of the pipeline.
+        slots: sequences of one data group whose newest tokens go from the last stage back to the first, at
+            most once a pass; None: none do, as in the plain loop.
+        logprobs: likeliest tokens that are reported of each row, -1 for no log-probabilities.
+        scored: where chunks are scored, the parts that this is done in, and the rows of each.
+        record: routing is recorded.
+
+    Raises:
+        ConfigError: an exchange is needed and not given, or given where there is none.
+    """
+    own = range(model.num_layers) if layers is None else layers
+    sizes = role_sizes(model, parallel)
+    terms = _Terms(sizes, passes)
+    itemsize = DTYPE_BYTES[dtype or model.dtype]
+    hidden = tokens * model.hidden_size * itemsize
+    sparse = sum(model.moe_layers[layer] for layer in own)
+    first, last = own[0] == 0, own[-1] == model.num_layers - 1
+    exchange = exchange or Exchange()
+    if sparse and (sizes["exchange"] > 1) != (exchange.method != "none"):
+        raise ConfigError(
+            f"parallel.exchange={exchange.method}: {sizes['exchange']} groups of tokens are exchanged "
+            f"(parallel.attention={parallel.attention}, ep={parallel.ep})"
+        )
+
+    if first:
+        terms.add("embedding", "all-reduce", "tensor", hidden)
+    if model.qk_norm == "projection":
+        # The mean square of the whole projection, float32 [N, 1].
+        terms.add("qk_norm", "all-reduce", "tensor", tokens * _FLOAT, len(own))
+        terms.add("qk_norm", "all-reduce", "kv", tokens * _FLOAT, len(own))
+    terms.add("attention", "all-reduce", "tensor", hidden, len(own))
+    if sparse:
+        row = model.hidden_size * itemsize
+        for term in exchange_terms(exchange, parallel, tokens, row, model.num_experts_per_tok):
+            terms.add(*term, count=sparse)
+    terms.add("experts", "all-reduce", "tensor", hidden, sparse)
+    terms.add("mlp", "all-reduce", "tensor", hidden, len(own) - sparse)
+    if last:
+        logits = model.vocab_size // sizes["tensor"] * itemsize
+        terms.add("logits", "all-gather", "tensor", rows * logits)
+        parts, part_rows = scored
+        terms.add("scores", "all-gather", "tensor", part_rows * logits, parts)
+        _sampling(terms, tokens, rows, logprobs, parts > 0)
+    if record:
+        # Each layer's assignments to each expert; and how many were dropped or rerouted, where that is not
+        # known to be 0 when the program is compiled.
+        overflow = 2 if exchange.lossy or exchange.choices > 1 else 0
+        terms.add("routing", "all-reduce", "data", (len(own) * model.num_experts + overflow) * _INT)
+    if parallel.pp > 1:
+        if not last:
+            terms.add("pipeline", "collective-permute", "pipeline", hidden)
+        elif slots is not None:
+            terms.add("pipeline", "collective-permute", "pipeline", (slots + 1) * _INT)
+    return terms.found
+
+
+def _sampling(terms: _Terms, tokens: int, rows: int, logprobs: int, scored: bool) -> None:
+    """What the host reads of every data group: tokens; log-probability, rank, and the likeliest; scores."""
+    terms.add("sampling", "all-gather", "data", rows * _INT)
+    if logprobs >= 0:
+        terms.add("sampling", "all-gather", "data", rows * _FLOAT, 2)
+        if logprobs:
+            terms.add("sampling", "all-gather", "data", rows * logprobs * _FLOAT, 2)
+    if scored:
+        terms.add("scores", "all-gather", "data", (tokens - rows) * _FLOAT)
+
+
+def exchange_terms(
+    exchange: Exchange, parallel: ParallelConfig, tokens: int, row: int, top_k: int
+) -> Iterator[tuple[str, str, str, float]]:
+    """(operation, kind, role, operand bytes) of each collective of one layer's exchange.
+
+    Args:
+        tokens: of a device.
+        row: bytes of a token's hidden state, which takes its k ids and weights along to the experts.
+    """
+    there, back = row + 2 * _INT * top_k, row
+    ranks, nodes = parallel.ep, parallel.expert_nodes
+    count = min(exchange.microbatches, tokens)
+    ends = [(tokens * number + count - 1) // count for number in range(count + 1)]
+    parts = [end - begin for begin, end in itertools.pairwise(ends)]
+    two_hops = exchange.method == "hierarchical" and nodes > 1 and ranks > nodes
+    if exchange.method == "allgather":
+        for part in parts:
+            yield "dispatch", "all-gather", "exchange", part * there
+            yield "combine", "reduce-scatter", "exchange", ranks * part * back
+    elif exchange.method == "ragged":
+        for _ in parts:
+            yield "dispatch", "all-gather", "exchange", ranks * _INT
+            yield "dispatch", "ragged-all-to-all", "exchange", ranks * exchange.rooms[0] * there
+            yield "combine", "ragged-all-to-all", "exchange", ranks * exchange.rooms[0] * back
+    elif exchange.method in ("all_to_all", "hierarchical"):
+        hops = [("node", nodes), ("local", ranks // nodes)] if two_hops else [("exchange", ranks)]
+        if len(exchange.rooms) != len(hops):
+            raise ConfigError(
+                f"exchange {exchange.method}: {len(hops)} rooms are needed, got {exchange.rooms}"
+            )
+        if exchange.choices > 1 and not exchange.lossy:
+            if two_hops:
+                yield "dispatch", "all-reduce", "node", len(parts) * ranks * _INT
+            yield "dispatch", "all-reduce", "exchange", _INT
+        # What the second hop dropped goes home with the first hop's results.
+        lost = _INT if two_hops and exchange.lossy else 0
+        for _ in parts:
+            for number, ((role, size), room) in enumerate(zip(hops, exchange.rooms, strict=True)):
+                yield "dispatch", "all-to-all", role, size * room * there
+                yield "combine", "all-to-all", role, size * room * (back + (lost if number == 0 else 0))
+
+
+class Read(Protocol):
+    """A collective of a compiled program (`moejax.sharding.hlo.Collective`)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str, ...] | None: ...
+    @property
+    def executions(self) -> int | None: ...
+    @property
+    def operand_bytes(self) -> int: ...
+
+
+class Difference(NamedTuple):
+    """Where formulas and program do not agree: operand bytes of a device and step, and executions."""
+
+    axes: tuple[str, ...] | None
+    kind: str
+    expected_bytes: float
+    found_bytes: float
+    expected_count: int
+    found_count: int
+
+
+def compare(terms: Iterable[CommTerm], collectives: Iterable[Read], axes: Any) -> list[Difference]:
+    """Differences in bytes, by mesh axes and kind; empty where formulas and program agree.
+
+    Executions do not make a difference by themselves: XLA may combine collectives. What runs within a single
+    device is left out. XLA:CPU moves bfloat16 as float32, so compare programs of other dtypes there.
+
+    Args:
+        collectives: of the branches that are taken, see `moejax.sharding.hlo.taken`.
+        axes: `moejax.sharding.axes.Axes`.
+
+    Raises:
+        ValueError: a collective is in a loop of unknown count.
+    """
+    order = [name for name, _ in axes.sizes]
+    sums: dict[tuple[Any, str], list[float]] = defaultdict(lambda: [0, 0, 0, 0])
+    for term in terms:
+        names = tuple(sorted(getattr(axes, term.role), key=order.index))
+        if math.prod(dict(axes.sizes)[name] for name in names) != term.group:
+            raise ValueError(
+                f"{term.operation}: role {term.role} has {term.group} devices, its axes {names} do not"
+            )
+        entry = sums[names, term.kind]
+        entry[0] += term.count * term.operand_bytes
+        entry[2] += term.count
+    for found in collectives:
+        if found.executions is None:
+            raise ValueError(f"{found.kind} over {found.axes} runs an unknown number of times")
+        if found.axes != ():
+            entry = sums[found.axes, found.kind]
+            entry[1] += found.executions * found.operand_bytes
+            entry[3] += found.executions
+    ordered = sorted(sums.items(), key=lambda item: (str(item[0][0]), item[0][1]))
+    return [
+        Difference(names, kind, expected, got, int(planned), int(ran))
+        for (names, kind), (expected, got, planned, ran) in ordered
+        if expected != got
+    ]

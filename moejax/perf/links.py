@@ -1,0 +1,150 @@
+"""The least time that a step's collectives take on NVLink and InfiniBand, and what their latency adds.
+
+Devices are numbered as in `moejax.sharding.mesh`, node by node. Of what a device sends (`wire_bytes`) in a
+group of g devices on n nodes, m = g / n on each, this part leaves its node:
+
+    all-gather, reduce-scatter, all-reduce    (n - 1) / (g - 1)    hierarchical ring: between nodes a device
+                                                                   speaks to its like only, the rest within
+    all-to-all, ragged                        (g - m) / (g - 1)    direct: m of the g are on its node
+    collective-permute                        1 where any pair is on two nodes
+
+That goes at the network's rate and the rest at NVLink's, both at once. Collectives follow each other.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moejax.core.config import ModelConfig
+from moejax.core.hardware import Hardware
+from moejax.core.parallel import ParallelConfig
+from moejax.perf.comm import CommTerm
+
+# NCCL's own model (src/graph/tuning.cc, protocol LL), in seconds: what a collective takes at least, and each
+# step over NVLink and over the network, for its ring and its tree algorithm.
+RING_BASE, RING_LINK, RING_NETWORK = 6.6e-6, 0.6e-6, 2.7e-6
+TREE_BASE, TREE_LINK, TREE_NETWORK = 6.8e-6, 0.6e-6, 5.0e-6
+
+
+@dataclass(frozen=True)
+class TermTime:
+    """Seconds of all executions of a term in a step.
+
+    Attributes:
+        within: for the bytes that stay within the node, at NVLink's rate.
+        between: for those that leave it, at the network's.
+        latency: by NCCL's model; of all-to-all and permute, which it leaves out, one step (an assumption).
+    """
+
+    term: CommTerm
+    within: float
+    between: float
+    latency: float
+
+    @property
+    def transfer(self) -> float:
+        return max(self.within, self.between)
+
+
+@dataclass(frozen=True)
+class LinkTime:
+    """A step's collectives, one after another. `transfer` is a bound; `latency`, on top of it, is a model."""
+
+    terms: tuple[TermTime, ...]
+
+    @property
+    def transfer(self) -> float:
+        return sum(term.transfer for term in self.terms)
+
+    @property
+    def latency(self) -> float:
+        return sum(term.latency for term in self.terms)
+
+    @property
+    def total(self) -> float:
+        return self.transfer + self.latency
+
+
+def link_seconds(
+    terms: Iterable[CommTerm], hardware: Hardware, parallel: ParallelConfig, model: ModelConfig
+) -> LinkTime | None:
+    """None where the rate of a link that is used is not known."""
+    found = []
+    for term in terms:
+        group, nodes = spread(term.role, parallel, model)
+        outside = leaving(term.kind, group, nodes)
+        within, between = term.total_bytes * (1 - outside), term.total_bytes * outside
+        link, network = hardware.link_bandwidth, hardware.network_bandwidth
+        if (within and link is None) or (between and network is None):
+            return None
+        # A data sheet counts both directions of NVLink.
+        seconds = within / (link / 2) if within and link else 0.0
+        away = between / network if between and network else 0.0
+        found.append(TermTime(term, seconds, away, term.count * latency(term.kind, group, nodes)))
+    return LinkTime(tuple(found))
+
+
+def leaving(kind: str, group: int, nodes: int) -> float:
+    """The part of what a device sends that leaves its node (see above)."""
+    if nodes <= 1 or group <= 1:
+        return 0.0
+    if kind == "collective-permute":
+        return 1.0
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return (group - group / nodes) / (group - 1)
+    return (nodes - 1) / (group - 1)
+
+
+def latency(kind: str, group: int, nodes: int) -> float:
+    """Seconds before a collective's bytes count, as NCCL's tuner has it: the faster of ring and tree for an
+    all-reduce, else the ring; one step for what goes straight to its peers."""
+    if group <= 1:
+        return 0.0
+    if kind in ("all-to-all", "ragged-all-to-all", "collective-permute"):
+        return RING_BASE + (RING_NETWORK if nodes > 1 else RING_LINK)
+    if kind != "all-reduce":
+        return RING_BASE + (group - nodes) * RING_LINK + (nodes - 1) * RING_NETWORK
+    crossings = 2 * nodes if nodes > 1 else 0
+    ring = RING_BASE + (2 * (group - 1) - crossings) * RING_LINK + crossings * RING_NETWORK
+    climb = (group / nodes - 1) * TREE_LINK + math.log2(nodes) * TREE_NETWORK
+    return min(ring, TREE_BASE + 2 * climb)
+
+
+def spread(role: str, parallel: ParallelConfig, model: ModelConfig) -> tuple[int, int]:
+    """(devices of a role's groups, nodes that the widest of them spans)."""
+    devices = range(parallel.num_devices)
+    each = parallel.num_devices // parallel.nodes
+    if role == "pipeline":
+        stage = parallel.num_devices // parallel.pp
+        crossing = any(
+            device // each != (device + stage) % parallel.num_devices // each for device in devices
+        )
+        return parallel.pp, 2 if crossing else 1
+    groups: dict[tuple[int, ...], set[int]] = {}
+    members: dict[tuple[int, ...], int] = {}
+    for device in devices:
+        key = _others(role, device, parallel, model)
+        groups.setdefault(key, set()).add(device // each)
+        members[key] = members.get(key, 0) + 1
+    return max(members.values()), max(len(nodes) for nodes in groups.values())
+
+
+def _others(role: str, device: int, parallel: ParallelConfig, model: ModelConfig) -> tuple[int, ...]:
+    """What the devices of one group have in common: their places on all other axes."""
+    rest, tp = divmod(device, parallel.tp)
+    rest, local = divmod(rest, parallel.ep // parallel.expert_nodes)
+    rest, node = divmod(rest, parallel.expert_nodes)
+    stage, dp = divmod(rest, parallel.dp)
+    tensor = (node, local) if parallel.attention == "tensor" else ()
+    data = (node, local) if parallel.attention == "data" else ()
+    if role == "tensor":
+        return (stage, dp, *data)
+    if role == "data":
+        return (stage, *tensor, tp)
+    if role == "kv":
+        # The first devices of a tensor group by key/value head, the last by copies.
+        place = device % parallel.tensor_size
+        copies = parallel.tensor_size // parallel.kv_split(model.num_kv_heads)
+        return (stage, dp, *data, place % copies)
+    common = {"exchange": (), "node": (local,), "local": (node,)}[role]
+    return (stage, dp, *common, tp)

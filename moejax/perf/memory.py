@@ -1,0 +1,154 @@
+"""Bytes that lie on a device: its part of the weights and of the key/value cache. Host arithmetic."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
+from moejax.perf.cost import DTYPE_BYTES
+
+
+class Declared(Protocol):
+    """A tensor's shape, a logical name for each dimension, and its dtype (`moejax.nn.param.ParamSpec`)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> tuple[str | None, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each device of a pipeline stage.
+
+    Attributes:
+        layers: the stage's layers.
+        expert_weights: experts' matrices.
+        other_weights: everything else: attention, norms, routers, shared experts, embedding, output.
+        cache: keys and values.
+    """
+
+    layers: tuple[int, ...]
+    expert_weights: int
+    other_weights: int
+    cache: int
+
+    @property
+    def weights(self) -> int:
+        return self.expert_weights + self.other_weights
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache
+
+
+def device_memory(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    specs: Mapping[str, Declared],
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: str | None = None,
+    stages: Sequence[Sequence[int]] | None = None,
+) -> list[StageMemory]:
+    """What each device of each pipeline stage holds between steps.
+
+    Activations, the step's buffers and the sampler's state are not counted.
+
+    Args:
+        specs: dotted path → declaration of every tensor (`moejax.nn.param.specs`; an abstract model will do).
+        num_blocks: cache blocks of each data group.
+        block_size: tokens in a block.
+        dtype: of the cache; None is the configuration's.
+        stages: layers of each stage; None: `parallel.stage_layers`, or all in one stage.
+
+    Raises:
+        ConfigError: a tensor does not divide, or the stages are not given or do not fit.
+    """
+    parts = _stages(model, parallel) if stages is None else [tuple(stage) for stage in stages]
+    if len(parts) != parallel.pp or [layer for part in parts for layer in part] != list(
+        range(model.num_layers)
+    ):
+        raise ConfigError(
+            f"parallel.pp={parallel.pp}: stages {parts} do not hold the {model.num_layers} layers in order"
+        )
+    kv_heads = model.num_kv_heads // parallel.kv_split(model.num_kv_heads)
+    itemsize = DTYPE_BYTES[dtype or model.dtype]
+    layer_cache = num_blocks * block_size * 2 * kv_heads * model.head_dim * itemsize
+    held = [[0, 0] for _ in parts]
+    for name, spec in specs.items():
+        size = tensor_bytes(name, spec, model, parallel)
+        for stage in _places(name, model, parts):
+            held[stage]["expert" not in spec.axes] += size
+    return [
+        StageMemory(tuple(part), experts, others, len(part) * layer_cache)
+        for part, (experts, others) in zip(parts, held, strict=True)
+    ]
+
+
+def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Bytes of a tensor on each device, by the rules of `moejax.sharding.rules`.
+
+    Experts count with the redundant ones, whether or not the declaration has them.
+
+    Raises:
+        ConfigError: a dimension does not divide.
+    """
+    splits = {
+        "vocab": parallel.tensor_size,
+        "heads": parallel.tensor_size,
+        "kv_heads": parallel.kv_split(model.num_kv_heads),
+        "mlp": parallel.tensor_size,
+        "expert": parallel.ep,
+        "expert_mlp": parallel.tp,
+    }
+    size = 1
+    for axis, length in zip(spec.axes, spec.shape, strict=True):
+        if axis == "expert" and length == model.num_experts:
+            length += parallel.redundant_experts
+        ways = splits.get(axis or "", 1)
+        if length % ways:
+            raise ConfigError(f"{name}: axis {axis!r} of {length} does not divide over {ways} devices")
+        size *= length // ways
+    return size * _itemsize(spec.dtype)
+
+
+def _itemsize(dtype: Any) -> int:
+    """Of a NumPy-like dtype, or of its name."""
+    found = getattr(dtype, "itemsize", None)
+    return int(found) if isinstance(found, int) else DTYPE_BYTES[str(dtype)]
+
+
+def _stages(model: ModelConfig, parallel: ParallelConfig) -> list[tuple[int, ...]]:
+    if parallel.stage_layers is None:
+        if parallel.pp > 1:
+            raise ConfigError(f"parallel.pp={parallel.pp}: the layers of each stage must be given")
+        return [tuple(range(model.num_layers))]
+    found, begin = [], 0
+    for count in parallel.stage_layers:
+        found.append(tuple(range(begin, begin + count)))
+        begin += count
+    return found
+
+
+def _places(name: str, model: ModelConfig, parts: Sequence[Sequence[int]]) -> list[int]:
+    """Stages that hold a tensor: its layer's; the first for the embedding; the last for the norm and the
+    output, and for the embedding too where it is the output."""
+    pieces = name.split(".")
+    if pieces[0] == "layers":
+        return [number for number, part in enumerate(parts) if int(pieces[1]) in part]
+    last = len(parts) - 1
+    if pieces[0] != "embedding":
+        return [last]
+    return sorted({0, last}) if model.tie_word_embeddings else [0]
+
+
+def largest(stages: Sequence[StageMemory]) -> StageMemory:
+    """The stage whose devices hold the most."""
+    return max(stages, key=lambda stage: (stage.total, -math.inf if not stage.layers else -stage.layers[0]))

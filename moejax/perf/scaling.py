@@ -1,0 +1,165 @@
+"""What a step takes on a mesh, modelled: each stage's roofline on its device, then its collectives.
+
+    stage = max(bytes / bandwidth, FLOPs / peak) + link time          (nothing overlaps)
+    step  = sum of the stages + (microbatches - 1) · the slowest      (GPipe, arXiv 1811.06965)
+
+Routing is taken as even: of T tokens with k of E experts each, a device's expert is hit with probability
+1 - (1 - k/E)^T. Host arithmetic.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moejax.core.config import ModelConfig
+from moejax.core.hardware import Hardware
+from moejax.core.parallel import ParallelConfig
+from moejax.perf.comm import CommTerm, Exchange, step_comm
+from moejax.perf.cost import DTYPE_BYTES, expert_params
+from moejax.perf.links import link_seconds
+from moejax.perf.memory import StageMemory
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A step of one data-parallel group.
+
+    Attributes:
+        name: "decode" or "prefill".
+        tokens: of the step; in decoding one a sequence.
+        rows: sequences that sample.
+        context: tokens that a token attends to in the mean.
+        sequences: whose cache is read, once each.
+    """
+
+    name: str
+    tokens: int
+    rows: int
+    context: float
+    sequences: int
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A step's modelled time and what a device sends in it.
+
+    Attributes:
+        seconds: of the step.
+        memory, compute, transfer, latency: of the slowest stage's microbatch: reading weights and cache,
+            arithmetic (the stage takes the longer of the two), moving bytes, and starting collectives. The
+            last two are 0 where the links' rates are not known (`linked` is then False).
+        bubble: share of the step that a stage waits in the mean.
+        comm_bytes: role of the axes → bytes that a device of the stage that sends most sends in the step.
+        terms: the collectives of every stage in a step.
+    """
+
+    seconds: float
+    memory: float
+    compute: float
+    transfer: float
+    latency: float
+    bubble: float
+    linked: bool
+    comm_bytes: dict[str, float]
+    terms: tuple[tuple[CommTerm, ...], ...]
+
+
+def model_step(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    hardware: Hardware,
+    stages: Sequence[StageMemory],
+    phase: Phase,
+    exchange: Exchange,
+    *,
+    microbatches: int = 1,
+    dtype: str | None = None,
+) -> StepModel:
+    """The step of a phase on a device kind.
+
+    Args:
+        stages: what each stage's devices hold (`moejax.perf.memory.device_memory`).
+        exchange: of a microbatch's tokens.
+        microbatches: parts that the step goes through the pipeline in.
+    """
+    dtype = dtype or model.dtype
+    part = _part(phase, microbatches)
+    own: list[tuple[float, float, float, float]] = []
+    per_role: list[dict[str, float]] = []
+    terms, linked = [], True
+    for stage in stages:
+        sent = step_comm(
+            model,
+            parallel,
+            tokens=part.tokens,
+            rows=part.rows,
+            exchange=exchange,
+            dtype=dtype,
+            layers=stage.layers,
+        )
+        memory, compute = _roofline(model, parallel, hardware, stage, part, dtype)
+        link = link_seconds(sent, hardware, parallel, model)
+        linked &= link is not None
+        own.append((memory, compute, link.transfer if link else 0.0, link.latency if link else 0.0))
+        roles: dict[str, float] = defaultdict(float)
+        for term in sent:
+            roles[term.role] += microbatches * term.total_bytes
+        per_role.append(dict(roles))
+        terms.append(tuple(sent))
+    times = [max(memory, compute) + transfer + latency for memory, compute, transfer, latency in own]
+    slowest = max(range(len(times)), key=lambda i: times[i])
+    seconds = sum(times) + (microbatches - 1) * times[slowest]
+    busy = microbatches * sum(times) / len(times)
+    most = max(per_role, key=lambda roles: sum(roles.values()))
+    return StepModel(seconds, *own[slowest], 1.0 - busy / seconds, linked, most, tuple(terms))
+
+
+def _part(phase: Phase, microbatches: int) -> Phase:
+    """The largest of equal parts of a step."""
+    tokens, rows, sequences = (
+        math.ceil(n / microbatches) for n in (phase.tokens, phase.rows, phase.sequences)
+    )
+    return Phase(phase.name, tokens, rows, phase.context, sequences)
+
+
+def _roofline(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    hardware: Hardware,
+    stage: StageMemory,
+    phase: Phase,
+    dtype: str,
+) -> tuple[float, float]:
+    """Seconds of reading and of arithmetic on one device of a stage."""
+    itemsize = DTYPE_BYTES[dtype]
+    sparse = sum(model.moe_layers[layer] for layer in stage.layers)
+    # Tokens that come together at the experts: all data groups' that exchange.
+    meeting = phase.tokens * (parallel.ep if parallel.attention == "data" else 1)
+    E, k = model.num_experts, model.num_experts_per_tok
+    hit = 1.0 - (1.0 - k / E) ** meeting
+    dense_params = stage.other_weights / itemsize - _table(model, parallel, stage)
+    kv_heads = model.num_kv_heads / parallel.kv_split(model.num_kv_heads)
+    seen = [
+        phase.context if model.sliding_windows[layer] is None
+        else min(phase.context, float(model.sliding_windows[layer] or 0))
+        for layer in stage.layers
+    ]  # fmt: skip
+    cached = phase.sequences * sum(seen) * 2 * kv_heads * model.head_dim
+    read = (dense_params + cached) * itemsize + hit * stage.expert_weights
+    assignments = meeting * k / parallel.ep
+    flops = 2.0 * phase.tokens * dense_params
+    flops += 2.0 * sparse * assignments * expert_params(model) / parallel.tp
+    flops += 4.0 * phase.tokens * sum(seen) * model.num_heads / parallel.tensor_size * model.head_dim
+    peak = hardware.flops.get(dtype)
+    assert hardware.bandwidth is not None
+    return read / hardware.bandwidth, flops / peak if peak else 0.0
+
+
+def _table(model: ModelConfig, parallel: ParallelConfig, stage: StageMemory) -> float:
+    """Weights of the embedding on the first stage, of which a step reads only its tokens' rows. As output
+    projection of tied embeddings it is read whole, and not left out."""
+    last = stage.layers[-1] == model.num_layers - 1
+    if stage.layers[0] != 0 or (model.tie_word_embeddings and last):
+        return 0.0
+    return model.vocab_size * model.hidden_size / parallel.tensor_size

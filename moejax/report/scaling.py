@@ -1,0 +1,139 @@
+"""Table and plots of `experiments.scaling`. No JAX here."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moejax.report.figure import new_figure, save_figure
+from moejax.report.style import COLORS
+from moejax.report.tables import number
+
+_ROLES = ("tensor", "exchange", "node", "local", "pipeline", "data", "kv")
+_PARTS = (
+    ("roofline", "memory or compute", 0),
+    ("link_ms", "links: bytes", 1),
+    ("link_latency_ms", "links: latency", 4),
+)
+
+
+def print_scaling(result: Mapping[str, Any], console: Console) -> None:
+    """A row per layout, and why a layout has none."""
+    kind, asked = result["hardware"]["kind"], result["config"].get("scaling", {})
+    load = f"{asked.get('batch_size')} sequences of {asked.get('context_len')} tokens"
+    prompts = f"{asked.get('num_prompts')} prompts of {asked.get('prompt_len')}"
+    table = Table(
+        title=f"Layouts, modelled on {kind} ({load}; {prompts})",
+        box=box.SIMPLE_HEAD,
+        caption="bytes and memory of one device (!: more than it has); ms modelled, nothing overlapping; even routing",
+    )
+    measured = any(row.get("measured_devices") for row in result["cases"])
+    columns = ["layout", "GPUs", "weights\nGB", "+ cache\nGB", "decode\nKB sent", "ms", "of it\nlinks",
+               "tok/s\n/GPU", "prefill\nMB sent", "ms"]  # fmt: skip
+    if measured:
+        columns += ["CPU\nms", "bytes\nagree"]
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in result["cases"]:
+        if row["error"] is None:
+            table.add_row(*_cells(row, measured))
+    console.print(table)
+    for row in result["cases"]:
+        for key in ("error", "not_measured"):
+            if row.get(key):
+                console.print(f"{row['layout']}: {row[key]}", style="yellow", markup=False, soft_wrap=True)
+    small = [r for r in result["cases"] if r.get("measured_devices") not in (None, r["devices"])]
+    for row in small:
+        console.print(
+            f"{row['layout']}: measured in a smaller form on {row['measured_devices']} virtual devices",
+            markup=False,
+        )
+
+
+def _cells(row: Mapping[str, Any], measured: bool) -> list[str]:
+    links = row["decode_link_ms"] + row["decode_link_latency_ms"]
+    cells = [
+        row["layout"],
+        str(row["devices"]),
+        number(row["weights_bytes"] / 1e9),
+        number(row["memory_bytes"] / 1e9) + ("" if row["fits"] is not False else " !"),
+        number(row["decode_comm_bytes"] / 1e3),
+        number(row["decode_ms"]),
+        f"{links / row['decode_ms']:.0%}",
+        number(row["tokens_per_s_device"]),
+        number(row["prefill_comm_bytes"] / 1e6),
+        number(row["prefill_ms"]),
+    ]
+    if measured:
+        agree = row.get("formulas_agree")
+        cells += [number(row.get("cpu_decode_ms")), "–" if agree is None else "yes" if agree else "NO"]
+    return cells
+
+
+def save_scaling_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
+    """Bytes by axis, memory, and modelled times; a bar for each layout."""
+    rows = [row for row in result["cases"] if row["error"] is None]
+    if not rows:
+        return []
+    names = [row["layout"] for row in rows]
+    figure, axes = new_figure("Layouts", result, 12, 9, rows=2, columns=3)
+    for axis, phase, scale, unit in (
+        (axes[0], "decode", 1e3, "KB"),
+        (axes[3], "prefill", 1e6, "MB"),
+    ):
+        parts = [
+            (role, [row.get(f"{phase}_comm_bytes_{role}", 0.0) / scale for row in rows]) for role in _ROLES
+        ]
+        _stack(axis, names, [(role, values, i) for i, (role, values) in enumerate(parts) if any(values)])
+        axis.set_title(f"{phase}: {unit} sent by a device in a step", fontsize=10)
+    for axis, phase in ((axes[1], "decode"), (axes[4], "prefill")):
+        stacked = []
+        for key, label, color in _PARTS:
+            values = [
+                max(row[f"{phase}_memory_ms"], row[f"{phase}_compute_ms"])
+                if key == "roofline"
+                else row[f"{phase}_{key}"]
+                for row in rows
+            ]
+            stacked.append((label, values, color))
+        waits = [row[f"{phase}_ms"] - sum(part[1][i] for part in stacked) for i, row in enumerate(rows)]
+        if any(wait > 1e-9 for wait in waits):
+            stacked.append(("other stages and microbatches", waits, 7))
+        _stack(axis, names, stacked)
+        axis.set_title(f"{phase}: modelled ms a step, {result['hardware']['kind']}", fontsize=10)
+    _stack(
+        axes[2],
+        names,
+        [
+            ("experts", [row["expert_weights_bytes"] / 1e9 for row in rows], 0),
+            (
+                "other weights",
+                [(row["weights_bytes"] - row["expert_weights_bytes"]) / 1e9 for row in rows],
+                2,
+            ),
+            ("cache", [row["cache_bytes"] / 1e9 for row in rows], 1),
+        ],
+    )
+    axes[2].set_title("GB on a device", fontsize=10)
+    memory = result["hardware"]["memory"]
+    if memory:
+        axes[2].axhline(memory / 1e9, color="#444444", linewidth=1, linestyle="--")
+        axes[2].annotate("its memory", (0, memory / 1e9), va="bottom", fontsize=8)
+    _stack(axes[5], names, [("", [row["tokens_per_s_device"] for row in rows], 0)])
+    axes[5].set_title("decode: modelled tokens/s per GPU", fontsize=10)
+    return [save_figure(figure, out_dir / "scaling.png")]
+
+
+def _stack(axis: Any, names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], int]]) -> None:
+    """Bars of stacked parts (label, values, colour)."""
+    bottom = [0.0] * len(names)
+    for label, values, color in parts:
+        axis.bar(range(len(names)), values, bottom=bottom, color=COLORS[color], label=label, width=0.7)
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    axis.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
+    if len([label for label, _, _ in parts if label]) > 0:
+        axis.legend(fontsize=8, frameon=False)
+        axis.set_ylim(top=max(bottom) * 1.3 or None)  # room for the legend

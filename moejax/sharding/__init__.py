@@ -1,0 +1,1 @@
+"""Meshes, the rules that place tensors on them, and collectives over their axes."""

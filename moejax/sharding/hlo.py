@@ -1,0 +1,301 @@
+"""The collectives of a compiled program, read from its HLO text: what really runs, over which mesh axes.
+
+XLA is free to change what a program asked for: it combines small all-reduces, may turn a reduce-scatter into
+an all-reduce and a slice, and on CPU moves and adds bfloat16 (not float16) as float32. Nothing of that is
+undone here: it is what runs.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moejax.perf.comm import wire_bytes
+from moejax.sharding.hlo_groups import Grid, HloError, numbers
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+
+_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
+_CALLED = re.compile(r"\b(to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
+
+
+class Shape(NamedTuple):
+    """An array's dtype in HLO's words ("f32", "bf16") and its dimensions."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        bits = _BITS.get(self.dtype)
+        if bits is None:
+            number = re.match(r"[a-z]+(\d+)", self.dtype)
+            if number is None:
+                raise HloError(f"HLO dtype {self.dtype!r} is not known")
+            bits = int(number[1])
+        return -(-math.prod(self.dims) * bits // 8)
+
+
+class Branch(NamedTuple):
+    """A branch of a conditional: its HLO name, its op_name, and the branch's number in the order of
+    `jax.lax.switch` (for `jax.lax.cond` 0 is false and 1 is true)."""
+
+    conditional: str
+    op_name: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction, as one device runs it.
+
+    Attributes:
+        name: of the HLO instruction.
+        kind: one of `KINDS`.
+        operands, results: what each device puts in and gets out; several where XLA combined collectives, or
+            where an all-to-all takes a part for each device. A ragged-all-to-all's operand is its data alone.
+        group_size: devices that take part with each other.
+        axes: mesh axes of size above 1 that the groups run along, in mesh order; None where the groups are no
+            product of whole axes. A permutation runs along every axis that one of its pairs moves on.
+        op_name: the source operation, by JAX's name stack. Of a combined collective it is one of several.
+        executions: runs in one call of the program (of the branch taken); None in a loop of unknown count.
+        branches: the branches of conditionals that it lies in, outermost first.
+    """
+
+    name: str
+    kind: str
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+    group_size: int
+    axes: tuple[str, ...] | None
+    op_name: str
+    executions: int | None
+    branches: tuple[Branch, ...]
+
+    @property
+    def operand_bytes(self) -> int:
+        return sum(shape.nbytes for shape in self.operands)
+
+    @property
+    def result_bytes(self) -> int:
+        return sum(shape.nbytes for shape in self.results)
+
+    @property
+    def dtype(self) -> str:
+        """ "f32"; "f32+s32" for a combined collective of both."""
+        return "+".join(dict.fromkeys(shape.dtype for shape in self.operands))
+
+
+def bytes_on_wire(collective: Collective) -> float:
+    """Bytes that a device sends in one execution, by `moejax.perf.comm.wire_bytes`'s convention."""
+    return wire_bytes(collective.kind, collective.operand_bytes, collective.group_size)
+
+
+def collectives(compiled: Any, mesh: Any) -> list[Collective]:
+    """Every collective that a program runs, in the order of its text. One of a computation that is called in
+    several places appears for each.
+
+    Args:
+        compiled: a `jax.stages.Compiled`, or HLO text.
+        mesh: the `jax.sharding.Mesh` that it was compiled for.
+
+    Raises:
+        HloError: a collective cannot be read, or no way from the entry computation leads to it.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    program = _Program(text, mesh)
+    found = list(program.visit(program.entry, 1, ()))
+    missed = program.names() - {collective.name for collective in found}
+    if missed:
+        raise HloError(f"the entry computation does not lead to the collectives {', '.join(sorted(missed))}")
+    return found
+
+
+def taken(found: Iterable[Collective], choose: Callable[[Branch], int]) -> list[Collective]:
+    """What runs if each conditional takes the branch that `choose` names for any of its branches."""
+    return [c for c in found if all(branch.number == choose(branch) for branch in c.branches)]
+
+
+class _Instruction(NamedTuple):
+    """A line of HLO: the result's shape, the opcode, and the text from the operands on."""
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+
+
+class _Program:
+    """A module's computations, and the walk through them."""
+
+    def __init__(self, text: str, mesh: Any) -> None:
+        self.grid = Grid(mesh)
+        self.computations: dict[str, dict[str, _Instruction]] = {}
+        self.entry = ""
+        replicas = re.search(r"\breplica_count=(\d+)", text[: text.find("\n")])
+        if replicas and int(replicas[1]) > 1:
+            raise HloError(f"the program has {replicas[1]} replicas (pmap); only partitioned ones are read")
+        current: dict[str, _Instruction] | None = None
+        for line in text.splitlines():
+            if current is None or not line[:1].isspace():
+                opened = _COMPUTATION.match(line)
+                current = self.computations.setdefault(opened[2], {}) if opened else None
+                if opened and opened[1]:
+                    self.entry = opened[2]
+            elif instruction := _parse_line(line):
+                current[instruction.name] = instruction
+        if not self.entry:
+            raise HloError("the text has no ENTRY computation")
+
+    def names(self) -> set[str]:
+        """Every collective instruction in the text."""
+        lines = itertools.chain.from_iterable(c.values() for c in self.computations.values())
+        return {line.name for line in lines if _kind(line.opcode)}
+
+    def visit(self, name: str, executions: int | None, branches: tuple[Branch, ...]) -> Iterator[Collective]:
+        """The collectives of a computation that runs so often, in the given branches."""
+        if name not in self.computations:
+            raise HloError(f"the computation {name} is called, but is not in the text")
+        scope = self.computations[name]
+        for line in scope.values():
+            if _kind(line.opcode):
+                yield self._collective(line, scope, executions, branches)
+                continue
+            called = dict(_CALLED.findall(line.rest))
+            if line.opcode == "while":
+                trips = _TRIPS.search(line.rest)
+                times = int(trips[1]) if trips and executions is not None else None
+                body = None if times is None or executions is None else executions * times
+                test = None if times is None or executions is None else executions * (times + 1)
+                yield from self.visit(called["body"], body, branches)
+                yield from self.visit(called["condition"], test, branches)
+            elif line.opcode == "conditional":
+                for number, branch in enumerate(_branches(line.rest, called)):
+                    inside = Branch(line.name, _op_name(line.rest), number)
+                    yield from self.visit(branch, executions, (*branches, inside))
+            elif line.opcode in ("call", "fusion", "async-start", "custom-call"):
+                for target in ("to_apply", "calls"):
+                    if target in called:
+                        yield from self.visit(called[target], executions, branches)
+
+    def _collective(
+        self,
+        line: _Instruction,
+        scope: dict[str, _Instruction],
+        executions: int | None,
+        branches: tuple[Branch, ...],
+    ) -> Collective:
+        kind = _kind(line.opcode)
+        assert kind is not None
+        close = _closing(line.rest, 0)
+        operands = [_operand(part, scope) for part in _split(line.rest[1:close])]
+        if kind == "ragged-all-to-all":
+            operands = operands[:1]
+        results = line.shape
+        if line.opcode.endswith("-start") and kind != "all-reduce":
+            # (operands, results, and what the backend keeps until -done); an all-reduce has results only.
+            results = _split(line.shape[1:-1])[1]
+        attributes = line.rest[close + 1 :]
+        size, axes = self.grid.participants(kind, attributes, line.name)
+        return Collective(
+            name=line.name,
+            kind=kind,
+            operands=tuple(itertools.chain.from_iterable(map(_shapes, operands))),
+            results=tuple(_shapes(results)),
+            group_size=size,
+            axes=axes,
+            op_name=_op_name(attributes),
+            executions=executions,
+            branches=branches,
+        )
+
+
+def _parse_line(line: str) -> _Instruction | None:
+    begin = _INSTRUCTION.match(line)
+    if begin is None:
+        return None
+    text = re.sub(r"/\*.*?\*/", "", line[begin.end() :]) if "/*" in line else line[begin.end() :]
+    end = _closing(text, 0) + 1 if text.startswith("(") else 0
+    opcode = _OPCODE.search(text, end)
+    if opcode is None:
+        return None
+    return _Instruction(begin[1], text[: opcode.start()], opcode[1], text[opcode.end() - 1 :])
+
+
+def _kind(opcode: str) -> str | None:
+    """The kind of a collective that starts here; its -done and -update are parts of it."""
+    base = opcode.removesuffix("-start")
+    return base if base in KINDS else None
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the bracket that closes the one at `start`."""
+    depth = 0
+    for bracket in re.finditer(r"[()]", text[start:]):
+        depth += 1 if bracket[0] == "(" else -1
+        if depth == 0:
+            return start + bracket.start()
+    raise HloError(f"a bracket does not close in {text[start : start + 80]!r}")
+
+
+def _split(text: str) -> list[str]:
+    """Parts between commas that lie in no bracket."""
+    parts, depth, begin = [], 0, 0
+    for mark in re.finditer(r"[(\[{}\]),]", text):
+        if mark[0] == ",":
+            if depth == 0:
+                parts.append(text[begin : mark.start()].strip())
+                begin = mark.end()
+        else:
+            depth += 1 if mark[0] in "([{" else -1
+    parts.append(text[begin:].strip())
+    return [part for part in parts if part]
+
+
+def _operand(text: str, scope: dict[str, _Instruction]) -> str:
+    """The shape of an operand: as written before its name, or as its own line says."""
+    shape, _, name = text.rpartition(" ")
+    if shape:
+        return shape
+    try:
+        return scope[name.removeprefix("%")].shape
+    except KeyError:
+        raise HloError(f"the operand {name} is not defined in its computation") from None
+
+
+def _shapes(text: str) -> list[Shape]:
+    """All arrays in a shape; a token or opaque value is none."""
+    found = []
+    for dtype, dims in _ARRAY.findall(text):
+        if dtype not in ("token", "opaque"):
+            found.append(Shape(dtype, tuple(numbers(dims.replace("<=", "")))))
+    return found
+
+
+def _branches(rest: str, called: dict[str, str]) -> list[str]:
+    listed = _BRANCHES.search(rest)
+    if listed:
+        return [name.strip().removeprefix("%") for name in listed[1].split(",")]
+    return [called["false_computation"], called["true_computation"]]
+
+
+def _op_name(text: str) -> str:
+    found = _OP_NAME.search(text)
+    return found[1] if found else ""

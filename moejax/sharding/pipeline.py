@@ -1,0 +1,296 @@
+"""Pipeline parallelism: which stage has which layers, how long stages wait, and how activations move on.
+
+Each stage is a program of its own on a mesh of its own (`moejax.engine.pipeline_runner`). What runs between two
+stages is one program with one collective, a collective-permute along axis "pp" of a joint mesh of both: each
+device of a stage sends what it has to the one in its place in the next, so its pairs are (d, d + devices of a
+stage). With G data groups, S rows and T chunk tokens of a group's microbatch (padding included), D = hidden size,
+and `slots` = `engine.max_num_seqs`, a device's operand is
+
+    stage s → s + 1     `[S + T, D]` in the model's dtype      once a microbatch, for each s but the last
+    last stage → first  int32 `[slots + 1]`, each slot's       at most once a microbatch, and only in the
+                        newest token                           overlapped loop (a row decodes a token that the
+                                                               host has not read yet); never in the plain loop
+
+The layer's output and its residual travel as their sum (`Decoder.run`). Devices of a tensor group hold and send
+the same rows, each to its own peer. Nothing else moves between stages; within one, collectives are those of a
+model without stages, once a microbatch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.perf.cost import attention_params, expert_params
+from moejax.sharding.spmd import OnMesh
+
+DECODE_TOKENS = 64
+"""Rows of the decode step that stages are balanced for."""
+
+# -- layers ----------------------------------------------------------------------------------------------
+
+
+def layer_costs(model: ModelConfig, tokens: int = DECODE_TOKENS) -> list[float]:
+    """Weights that each layer reads in a decode step of `tokens` rows, the experts as if chosen evenly."""
+    E, k = model.num_experts, model.num_experts_per_tok
+    hit = E * (1.0 - (1.0 - k / E) ** tokens)
+    D = model.hidden_size
+    sparse = hit * expert_params(model) + D * (E + 3 * model.shared_expert_intermediate_size)
+    dense = 3.0 * D * model.intermediate_size
+    return [attention_params(model) + (sparse if moe else dense) for moe in model.moe_layers]
+
+
+def split_layers(
+    model: ModelConfig, pp: int, stage_layers: Sequence[int] | None = None, *, tokens: int = DECODE_TOKENS
+) -> tuple[range, ...]:
+    """Contiguous layers for each of `pp` stages.
+
+    The dearest stage is as cheap as can be, and of all such splits the one whose costs have the least sum of
+    squares is taken. A stage costs what its layers read (`layer_costs`), the first also `tokens` rows of the
+    embedding and the last the output projection.
+
+    Args:
+        stage_layers: how many each is to have, instead.
+
+    Raises:
+        ConfigError: there are fewer layers than stages, or `stage_layers` does not fit.
+    """
+    L = model.num_layers
+    if stage_layers is not None:
+        if len(stage_layers) != pp or sum(stage_layers) != L or min(stage_layers) < 1:
+            raise ConfigError(
+                f"parallel.stage_layers must be pp={pp} numbers of at least 1 that add up to {L} layers, got "
+                f"{list(stage_layers)}"
+            )
+        ends = np.cumsum([0, *stage_layers]).tolist()
+        return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+    if pp > L:
+        raise ConfigError(f"parallel.pp={pp} stages need as many layers, and the model has {L}")
+    costs = layer_costs(model, tokens)
+    D = model.hidden_size
+    ends = _balance(costs, pp, first=float(tokens * D), last=float(D * model.vocab_size))
+    return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+
+
+def _balance(costs: Sequence[float], parts: int, first: float, last: float) -> list[int]:
+    """Ends `[0, …, L]` of the contiguous parts with the least maximum, then the least sum of squares."""
+    L = len(costs)
+    sums = np.concatenate([[0.0], np.cumsum(costs)])
+
+    def cost(part: int, a: int, b: int) -> float:
+        return float(sums[b] - sums[a]) + (first if part == 0 else 0.0) + (last if part == parts - 1 else 0.0)
+
+    def best(join: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
+        # found[b]: the least of parts 0 … p that end at b, and their ends.
+        found: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+        for part in range(parts):
+            new: dict[int, tuple[float, list[int]]] = {}
+            for a, (value, ends) in found.items():
+                for b in range(a + 1, L - (parts - part - 1) + 1):
+                    own = cost(part, a, b)
+                    total = join(value, own)
+                    if own <= limit and (b not in new or total < new[b][0]):
+                        new[b] = (total, [*ends, b])
+            found = new
+        return found[L]
+
+    most, _ = best(max, np.inf)
+    _, ends = best(lambda value, own: value + own * own, most)
+    return ends
+
+
+def stage_config(model: ModelConfig, layers: range) -> ModelConfig:
+    """The configuration with these layers only: of a stage's cache, and of what it records."""
+    own = slice(layers.start, layers.stop)
+    return model.replace(
+        num_layers=len(layers),
+        moe_layers=model.moe_layers[own],
+        sliding_windows=model.sliding_windows[own],
+    )
+
+
+# -- time ------------------------------------------------------------------------------------------------
+
+
+class StageTime(NamedTuple):
+    """When a stage ran a microbatch of a step: seconds of one clock."""
+
+    step: int
+    microbatch: int
+    stage: int
+    start: float
+    end: float
+
+
+def schedule(costs: np.ndarray) -> np.ndarray:
+    """When each stage ends each microbatch, `[S, M]`, from how long it takes, `[S, M]`.
+
+    A stage takes the microbatches in order, each as soon as it has ended the one before and the stage before it
+    has ended this one.
+    """
+    ends = np.zeros(costs.shape)
+    stages, microbatches = costs.shape
+    for s in range(stages):
+        for m in range(microbatches):
+            ready = max(ends[s - 1, m] if s else 0.0, ends[s, m - 1] if m else 0.0)
+            ends[s, m] = ready + costs[s, m]
+    return ends
+
+
+def bubble_fraction(stages: int, microbatches: int, costs: Any = None) -> float:
+    """Part of the devices' time in one step for which they wait (GPipe, Huang et al., arXiv 1811.06965).
+
+    (S - 1) / (S - 1 + M) for equal stages; by simulation of the schedule for unequal ones, where the time is
+    that from the first stage's start to the last one's end. Steps that follow each other without a pause
+    overlap at their ends (`PipelineRunner`), so this is what a step alone has.
+
+    Args:
+        costs: time of each stage `[S]`, or of each stage and microbatch `[S, M]`; None: all equal.
+
+    Raises:
+        ConfigError: a number below 1, or costs of another shape or below 0.
+    """
+    S, M = stages, microbatches
+    if S < 1 or M < 1:
+        raise ConfigError(f"a pipeline of stages={S} and microbatches={M}: each must be at least 1")
+    if costs is None:
+        return (S - 1) / (S - 1 + M)
+    times = np.asarray(costs, np.float64)
+    if times.shape not in ((S,), (S, M)) or times.min() < 0:
+        raise ConfigError(f"costs must be [{S}] or [{S}, {M}] times of at least 0, got {costs!r}")
+    times = np.repeat(times[:, None], M, axis=1) if times.ndim == 1 else times
+    whole = S * float(schedule(times)[-1, -1])
+    return 1.0 - float(times.sum()) / whole if whole else 0.0
+
+
+def measured_bubble(times: Sequence[StageTime]) -> float:
+    """The same of measured stage times, over all their steps.
+
+    They were taken one after another (each program is waited for), so what counts is how long each took; when it
+    would have run beside the others is `schedule`'s.
+
+    Raises:
+        ConfigError: there are none, or a step's are not complete.
+    """
+    steps: dict[int, dict[tuple[int, int], float]] = {}
+    for time in times:
+        steps.setdefault(time.step, {})[time.stage, time.microbatch] = time.end - time.start
+    if not steps:
+        raise ConfigError("no stage times were measured; set measure_bubble and run steps")
+    work = whole = 0.0
+    for number, found in steps.items():
+        stages, microbatches = (1 + max(key[i] for key in found) for i in (0, 1))
+        if len(found) != stages * microbatches:
+            raise ConfigError(f"step {number}: {len(found)} of {stages}·{microbatches} stage times")
+        costs = np.array([[found[s, m] for m in range(microbatches)] for s in range(stages)])
+        work += float(costs.sum())
+        whole += stages * float(schedule(costs)[-1, -1])
+    return 1.0 - work / whole
+
+
+# -- moving ----------------------------------------------------------------------------------------------
+
+How = Literal["permute", "put"]
+Programs = Callable[[str, Any, Callable[[], Any], Callable[[], tuple[Any, ...]]], Callable[..., Any]]
+"""Finds or compiles a program: `moejax.engine.ledger.CompileLedger.get`."""
+
+
+class TransferKey(NamedTuple):
+    """Shape and dtype of the whole array that moves."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Transfer:
+    """Moves arrays whose first dimension is by data group from one stage's mesh to another's.
+
+    "permute" is one program, a collective-permute over both stages' devices; it works as well where these belong
+    to different processes, each of which then gives and takes what is on its own devices. "put", its plain
+    twin, is `jax.device_put`.
+
+    Args:
+        source, target: meshes with the same axes and no device in common.
+        programs: where programs are compiled; by default it keeps its own.
+    """
+
+    def __init__(
+        self,
+        source: OnMesh,
+        target: OnMesh,
+        programs: Programs | None = None,
+        *,
+        how: How = "permute",
+        name: str = "transfer",
+    ) -> None:
+        self.source, self.target, self.how, self.name = source, target, how, name
+        self._programs = programs or self._compile
+        self._own: dict[Any, Any] = {}
+        self._empty: dict[TransferKey, list[jax.Array]] = {}
+        data = source.axes.data or None
+        self._arrived = NamedSharding(target.mesh, PartitionSpec(data))
+        names = source.mesh.axis_names
+        self._mesh = Mesh(
+            np.stack([source.mesh.devices, target.mesh.devices]),
+            ("pp", *names),
+            axis_types=(AxisType.Auto,) * (1 + len(names)),
+        )
+        self._spec = PartitionSpec(("pp", *source.axes.data))
+        self._joint = NamedSharding(self._mesh, self._spec)
+        self._receiving = set(self._arrived.addressable_devices)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The array on the target's devices. On the source's it stays."""
+        if self.how == "put":
+            return jax.device_put(x, self._arrived)
+        if not self._joint.addressable_devices:
+            return _assemble(x, self._arrived, [])
+        key = TransferKey(x.shape, str(x.dtype))
+        program = self.program(key)
+        if key not in self._empty:
+            self._empty[key] = self._zeros(key)
+        shards = [shard.data for shard in x.addressable_shards] + self._empty[key]
+        shape = (2 * x.shape[0], *x.shape[1:])
+        joint = jax.make_array_from_single_device_arrays(shape, self._joint, shards, dtype=x.dtype)
+        moved = program(joint)
+        arrived = [shard.data for shard in moved.addressable_shards if shard.device in self._receiving]
+        return _assemble(x, self._arrived, arrived)
+
+    def program(self, key: TransferKey) -> Any:
+        """The compiled program."""
+        shape = (2 * key.shape[0], *key.shape[1:])
+        struct = jax.ShapeDtypeStruct(shape, key.dtype, sharding=self._joint)
+
+        def move(x: jax.Array) -> jax.Array:
+            return jax.lax.ppermute(x, "pp", [(0, 1)])
+
+        def build() -> jax.stages.Wrapped:
+            return jax.jit(
+                jax.shard_map(
+                    move, mesh=self._mesh, in_specs=self._spec, out_specs=self._spec, check_vma=False
+                )
+            )
+
+        return self._programs(self.name, key, build, lambda: (struct,))
+
+    def _zeros(self, key: TransferKey) -> list[jax.Array]:
+        """What stands in the target's places of the joint array, on this process's devices of it."""
+        if not self._receiving:
+            return []
+        shape = self._arrived.shard_shape(key.shape)
+        return [shard.data for shard in self.target.zeros(shape, key.dtype).addressable_shards]
+
+    def _compile(
+        self, name: str, key: Any, build: Callable[[], Any], args: Callable[[], tuple[Any, ...]]
+    ) -> Any:
+        if key not in self._own:
+            self._own[key] = build().lower(*args()).compile()
+        return self._own[key]
+
+
+def _assemble(x: jax.Array, sharding: NamedSharding, shards: list[jax.Array]) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)

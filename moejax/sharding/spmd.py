@@ -1,0 +1,137 @@
+"""A function that is written for one device, run on all devices of a mesh; and arrays placed for it.
+
+The function sees each array's part on its device and speaks to the others by `moejax.sharding.axes`. Arrays
+whose first dimension is "by group" have a part for each data-parallel group, one after another.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from moejax.sharding.axes import SINGLE, Axes, all_gather, psum
+
+
+class OneDevice:
+    """No mesh: everything is as the function sees it."""
+
+    axes: Axes = SINGLE
+    groups: int = 1
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, *split: Any) -> jax.Array:
+        """Zeros of a per-device shape. `split` says, of the dimensions after the first, along which axes the
+        whole array is cut; the first is by group."""
+        return jnp.zeros(shape, dtype)
+
+    def struct(self, shape: tuple[int, ...], dtype: Any, *split: Any) -> Any:
+        """What `zeros` returns, as shape, dtype and sharding."""
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def put(self, by_group: np.ndarray) -> Any:
+        """A host array, by group, as a function's argument."""
+        return by_group
+
+    def everywhere(self, tree: Any) -> Any:
+        """Inside the function: what the groups have, one after another, equal on all devices."""
+        return tree
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Inside the function: the sum over the groups."""
+        return x
+
+    def compiled(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        donate: int,
+        output: bool,
+        by_group: Any = False,
+    ) -> jax.stages.Wrapped:
+        """`function`, ready to be lowered for such arguments.
+
+        Args:
+            arguments: trees of arrays or of what `struct` gives.
+            donate: the argument that is device state: donated, and returned anew.
+            output: the function returns `(state, output)`; else the state.
+            by_group: of the output's parts (a tree of which it is a prefix), which are by group; the others are
+                equal on all devices.
+        """
+        return jax.jit(function, donate_argnums=(donate,))
+
+
+class OnMesh(OneDevice):
+    """All devices of a mesh."""
+
+    def __init__(self, mesh: Mesh, axes: Axes) -> None:
+        self.mesh, self.axes = mesh, axes
+        self.groups = axes.size(axes.data)
+        self._zeros: dict[Any, Any] = {}
+
+    def sharding(self, *parts: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*parts))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, *split: Any) -> jax.Array:
+        struct = self.struct(shape, dtype, *split)
+        key = (struct.shape, struct.dtype, struct.sharding)
+        if key not in self._zeros:
+            self._zeros[key] = jax.jit(
+                lambda: jnp.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding
+            )
+        return self._zeros[key]()
+
+    def struct(self, shape: tuple[int, ...], dtype: Any, *split: Any) -> Any:
+        parts = (self.axes.data or None, *(names or None for names in split))
+        whole = [shape[0] * self.groups]
+        for size, names in zip(shape[1:], (*split, *((),) * len(shape)), strict=False):
+            whole.append(size * self.axes.size(names or ()))
+        return jax.ShapeDtypeStruct(tuple(whole), dtype, sharding=self.sharding(*parts))
+
+    def put(self, by_group: np.ndarray) -> Any:
+        sharding = self.sharding(self.axes.data or None)
+        return jax.make_array_from_callback(by_group.shape, sharding, lambda index: by_group[index])
+
+    def everywhere(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: all_gather(x, self.axes.data), tree)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        return psum(x, self.axes.data)
+
+    def compiled(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        donate: int,
+        output: bool,
+        by_group: Any = False,
+    ) -> jax.stages.Wrapped:
+        given, tree = jax.tree.flatten(arguments)
+        state, state_tree = jax.tree.flatten(arguments[donate])
+        state_specs = tuple(leaf.sharding.spec for leaf in state)
+        data = self.axes.data or None
+        output_specs = jax.tree.map(lambda x: PartitionSpec(data) if x else PartitionSpec(), by_group)
+
+        def per_device(*leaves: jax.Array) -> Any:
+            found = function(*jax.tree.unflatten(tree, leaves))
+            new, extra = found if output else (found, ())
+            return tuple(jax.tree.leaves(new)), extra
+
+        mapped = jax.shard_map(
+            per_device,
+            mesh=self.mesh,
+            in_specs=tuple(leaf.sharding.spec for leaf in given),
+            out_specs=(state_specs, output_specs),
+            # What is equal on all devices by construction (sums, gathered rows) cannot be proven to be so.
+            check_vma=False,
+        )
+
+        def whole(*arguments: Any) -> Any:
+            new, extra = mapped(*jax.tree.leaves(arguments))
+            new = jax.tree.unflatten(state_tree, new)
+            return (new, extra) if output else new
+
+        return jax.jit(whole, donate_argnums=(donate,))

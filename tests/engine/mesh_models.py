@@ -1,0 +1,71 @@
+"""Small models of every family whose dimensions divide by eight devices, and checkpoints of them."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from moejax import EngineConfig, ModelConfig, save_pretrained
+from moejax.models.decoder import Decoder
+from moejax.nn.param import iter_params
+
+BASE = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=96,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    num_experts=16,
+    num_experts_per_tok=4,
+    moe_intermediate_size=16,
+    intermediate_size=48,
+    moe_layers=(True, True),
+    sliding_windows=(None, None),
+    max_position_embeddings=64,
+    qk_norm="head",
+    initializer_range=0.3,
+)
+
+FAMILIES = {
+    # Fewer key/value heads than devices, and a dense layer among the others.
+    "qwen3_moe": BASE.replace(head_dim=16, num_layers=3, moe_layers=(True, False, True), sliding_windows=(None,) * 3),
+    "mixtral": BASE.replace(
+        family="mixtral", qk_norm="none", num_kv_heads=8, num_experts=8, num_experts_per_tok=2,
+        sliding_windows=(12, 12), intermediate_size=16,
+    ),
+    "olmoe": BASE.replace(
+        family="olmoe", qk_norm="projection", num_kv_heads=4, norm_topk_prob=False, intermediate_size=16
+    ),
+    "qwen2_moe": BASE.replace(
+        family="qwen2_moe", qk_norm="none", qkv_bias=True, shared_expert_intermediate_size=24,
+        tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+
+# One bucket an axis: each further one is a program of eight devices to compile.
+ENGINE = EngineConfig(
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+    block_size=8,
+    num_blocks=24,
+    seq_buckets=[4],
+    token_buckets=[32],
+    block_buckets=[24],
+)
+
+
+def checkpoint(config: ModelConfig, directory: Path, *, skewed: bool = False) -> Path:
+    """Random weights on disk. `skewed`: a router that sends every token to the experts 0 to k - 1."""
+    model = Decoder(config, seed=3)
+    for name, param in iter_params(model):
+        if skewed and name.endswith("router.kernel"):
+            param.set_value(jnp.zeros_like(param[...]))
+    save_pretrained(model, directory)
+    return directory
+
+
+def prompts(count: int, vocab: int = 96) -> list[list[int]]:
+    draw = np.random.default_rng(count)
+    return [draw.integers(0, vocab, size=int(n)).tolist() for n in draw.integers(1, 20, size=count)]

@@ -1,0 +1,162 @@
+"""The engine on a mesh of eight virtual devices gives what one device gives."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moejax import LLM, EngineConfig, ParallelConfig, SamplingParams
+from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp8": {"tp": 8},
+    "ep8": {"ep": 8},
+    "ep4_tp2": {"ep": 4, "tp": 2},
+    "dp_attention_ep8": {"ep": 8, "attention": "data"},
+    "dp_attention_ep4_tp2": {"ep": 4, "tp": 2, "attention": "data"},
+    "dp2_ep2_tp2": {"dp": 2, "ep": 2, "tp": 2},
+    "nodes2_ep8": {"ep": 8, "nodes": 2, "attention": "data", "exchange": "hierarchical"},
+    "dp_attention_ep8_all_to_all": {"ep": 8, "attention": "data", "exchange": "all_to_all"},
+    "dp_attention_ep8_allgather": {"ep": 8, "attention": "data", "exchange": "allgather"},
+    "dp_attention_ep8_halves": {
+        "ep": 8, "attention": "data", "exchange": "all_to_all", "dispatch_microbatches": 2,
+        "overlap_shared": False,
+    },
+}  # fmt: skip
+
+# A layout's sums run over up to eight parts in another order: with D, F and Dh·H of at most 64 terms, over
+# three layers, the residual stream moves by some 10 roundings of 2^-24 (6e-7); logits are held to the issue's
+# 1e-5 of their range.
+RELATIVE = 1e-5
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=5)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def made(family: str, skewed: bool = False) -> Path:
+        directory = tmp_path_factory.mktemp(f"{family}-{skewed}")
+        return checkpoint(FAMILIES[family], directory, skewed=skewed)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def single(model: Any) -> Any:
+    """What one device gives: tokens, log-probabilities of the likeliest, scores."""
+
+    @functools.cache
+    def run(family: str, skewed: bool, count: int) -> Any:
+        return outcome(LLM(str(model(family, skewed)), engine=ENGINE), count)
+
+    return run
+
+
+def outcome(llm: LLM, count: int) -> Any:
+    asked = prompts(count)
+    done = llm.generate(asked, GREEDY)
+    tokens = [out.outputs[0].token_ids for out in done]
+    top = [[sorted(step.top.values()) for step in out.outputs[0].logprobs or []] for out in done]
+    scores = llm.score([p for p in asked if len(p) > 1])
+    return tokens, np.asarray(top), np.concatenate(scores)
+
+
+def agree(got: Any, want: Any) -> None:
+    assert got[0] == want[0]
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert np.abs(a - b).max() <= RELATIVE * np.abs(b).max()
+
+
+def check(layout: str, family: str, model: Any, single: Any, *, skewed: bool = False, count: int = 10) -> LLM:
+    llm = LLM(str(model(family, skewed)), engine=ENGINE, parallel=ParallelConfig(**LAYOUTS[layout]))
+    agree(outcome(llm, count), single(family, skewed, count))
+    llm.engine.scheduler.check_integrity()
+    assert llm.stats()["used_blocks"] == 0
+    return llm
+
+
+# Each layout with another family; all of them with all are below.
+@pytest.mark.parametrize(
+    ("layout", "family", "skewed"),
+    [
+        ("tp8", "olmoe", False),
+        ("ep8", "qwen3_moe", False),
+        ("ep4_tp2", "qwen2_moe", False),
+        ("dp_attention_ep8", "mixtral", False),
+        ("nodes2_ep8", "qwen3_moe", True),
+    ],
+)
+def test_a_mesh_gives_what_one_device_gives(
+    layout: str, family: str, skewed: bool, model: Any, single: Any
+) -> None:
+    check(layout, family, model, single, skewed=skewed)
+
+
+def test_fewer_requests_than_devices(model: Any, single: Any) -> None:
+    check("dp_attention_ep8_all_to_all", "qwen2_moe", model, single, count=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_with_every_family(
+    layout: str, family: str, skewed: bool, model: Any, single: Any
+) -> None:
+    check(layout, family, model, single, skewed=skewed)
+
+
+@pytest.mark.parametrize("layout", ["ep4_tp2", "dp_attention_ep4_tp2"])
+def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: Any) -> None:
+    params = [
+        SamplingParams(max_tokens=10, temperature=0.9, seed=5, n=3, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.7, top_p=0.9, seed=1, repetition_penalty=1.3),
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
+    ]
+    asked = prompts(6)
+    wanted = [params[i % 3] for i in range(6)]
+    scarce = EngineConfig(max_num_seqs=4, max_num_batched_tokens=8, block_size=4, num_blocks=13)
+    directory = str(model("qwen3_moe"))
+    found = []
+    for config in (None, ParallelConfig(**LAYOUTS[layout])):
+        llm = LLM(directory, engine=scarce, parallel=config)
+        done = llm.generate(asked, wanted)
+        found.append([[sample.token_ids for sample in out.outputs] for out in done])
+        llm.engine.scheduler.check_integrity()
+    assert found[0] == found[1]
+
+
+def test_routing_counts_and_drops_are_the_whole_batchs(model: Any) -> None:
+    """Counts are summed over groups; with too little room what is dropped is counted, else nothing is."""
+    asked, params = prompts(10), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    directory = str(model("mixtral", True))
+
+    def run(**parallel: Any) -> LLM:
+        llm = LLM(directory, engine=ENGINE, parallel=ParallelConfig(**parallel))
+        llm.generate(asked, params, record_routing=True)
+        return llm
+
+    alone, wide = run(), run(ep=8, attention="data", exchange="all_to_all")
+    for phase in ("prefill", "decode"):
+        assert alone.routing_counts[phase].sum() > 0
+        np.testing.assert_array_equal(wide.routing_counts[phase], alone.routing_counts[phase])
+    assert wide.routing.overflow == alone.routing.overflow == {"dropped": 0, "rerouted": 0}
+    # The skewed router sends all to two ranks of eight: four times the mean.
+    bounded = run(ep=8, attention="data", exchange="all_to_all", exchange_capacity=1.0)
+    assert bounded.routing.overflow["dropped"] > 0
+
+
+def test_a_step_does_not_compile_after_warmup(model: Any) -> None:
+    llm = LLM(
+        str(model("mixtral")),
+        engine=EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, block_size=8, num_blocks=8,
+                            seq_buckets=[2], token_buckets=[16], block_buckets=[8], strict_compile=True),
+        parallel=ParallelConfig(ep=8, attention="data"),
+    )  # fmt: skip
+    greedy = SamplingParams(max_tokens=5, temperature=0.0)
+    llm.warmup(max_total_len=24, sampling_params=[greedy])
+    llm.generate(prompts(9), greedy)
+    assert not llm.ledger.recompiles
