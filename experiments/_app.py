@@ -8,6 +8,9 @@
 A user's mistake ends in one line on stderr, `error: …`, and exit code 2; nothing is written where that can be
 known beforehand. An exception that is no `MoejaxError` is a defect: it keeps its traceback, exit code 1.
 Ctrl-C is 130. In a sweep each failing job has its line and the others still run.
+
+Several processes (`moejax.sharding.distributed`) run the same code; see `experiments._processes`. If one of
+them fails, all end.
 """
 
 import functools
@@ -16,6 +19,7 @@ import os
 import sys
 import traceback
 import typing
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +36,10 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments._completion import print_bash_completion, query_line
 from experiments._compose import VERSION_BASE, build_job, check_jobs, composer, known_names, parse_flags
 from experiments._errors import Known, explain, one_line
+from experiments._processes import own_folder, prefix, runs_here, taking_part
 from experiments._structured import mirror
 from moejax.core.errors import ConfigError, MoejaxError
+from moejax.sharding.distributed import process_count, read_environment, report_failure
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
@@ -49,6 +55,7 @@ def run_experiment(main: Main, config_name: str, *, config_dir: Path = CONFIG_DI
     """
     code = launch(main, config_name, sys.argv[1:], config_dir=config_dir)
     if code:
+        report_failure(code)
         sys.exit(code)
 
 
@@ -62,8 +69,11 @@ def launch(main: Main, config_name: str, argv: list[str], *, config_dir: Path = 
     jobs = _Jobs(main, schema_of(main))
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
-        with _hydra_environment([sys.argv[0], *argv]):
-            return _launch(jobs, config_name, argv, config_dir)
+        place = read_environment()
+        if not runs_here(place, jobs.schema):
+            return 0
+        with own_folder(place) as overrides, _hydra_environment([sys.argv[0], *argv, *overrides]):
+            return _launch(jobs, config_name, [*argv, *overrides], config_dir)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -183,8 +193,10 @@ class _Jobs:
             built = self._build(config)
             if getattr(built, "verbose", False):
                 logging.getLogger("moejax").setLevel(logging.DEBUG)
-            return self.main(built)
+            with taking_part(built) as config:
+                return self.main(config)
         except MoejaxError as error:
+            report_failure(USER_ERROR)
             if os.getpid() != self.process:
                 raise
             code = _fail(f"{_job_label()}{error}", USER_ERROR)
@@ -192,11 +204,15 @@ class _Jobs:
         except BrokenPipeError:
             self.exit_code = self.exit_code or _reader_left()
         except Exception as error:
+            report_failure(DEFECT)
             if os.getpid() != self.process:
                 raise _JobError("".join(traceback.format_exception(error))) from error
             sys.stderr.write(f"{_job_label()}failed with a defect:\n" if _job_label() else "")
             traceback.print_exception(error)
             self.exit_code = DEFECT
+        if process_count() > 1:
+            # Whether the other processes go on to a sweep's next job is not known here.
+            raise SystemExit(self.exit_code)
         return None
 
     def _build(self, config: DictConfig) -> Any:
@@ -217,7 +233,9 @@ def _job_label() -> str:
 
 def _fail(message: str, code: int) -> int:
     sys.stdout.flush()
-    sys.stderr.write(f"error: {one_line(message)}\n" if code == USER_ERROR else f"{message}\n")
+    sys.stderr.write(
+        f"{prefix()}error: {one_line(message)}\n" if code == USER_ERROR else f"{prefix()}{message}\n"
+    )
     sys.stderr.flush()
     return code
 
@@ -235,7 +253,11 @@ def _hydra_environment(argv: list[str]) -> Iterator[None]:
     sys.argv = argv
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        yield
+        with warnings.catch_warnings():
+            # Our preset of that name is checked against the plugin's schema of that name, as it should be;
+            # Hydra 1.3 complains that 1.2 was to stop doing so.
+            warnings.filterwarnings("ignore", r"\s*'hydra/launcher/submitit_slurm' is validated against")
+            yield
     finally:
         sys.argv = old_argv
         if old_flag is None:

@@ -27,6 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from experiments._errors import Known
+from experiments._launcher import check_launcher
 from experiments._structured import build
 from moejax.core.errors import ConfigError, did_you_mean
 
@@ -87,6 +88,7 @@ def check_jobs(app: Hydra, config_name: str, args: argparse.Namespace, schema: t
     if mode == RunMode.RUN and config.hydra.mode == RunMode.MULTIRUN:
         mode = RunMode.MULTIRUN
         config = _compose(app, config_name, args.overrides, mode)
+    check_launcher(config, sweep=mode == RunMode.MULTIRUN)
     if mode == RunMode.RUN:
         _try_job(schema, config)
         return

@@ -21,7 +21,7 @@ from moejax.core.errors import did_you_mean, unknown
 
 _TYPES = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false", "String": "a text"}
 _MOST_NAMES = 16  # with a near name at hand, longer lists only bury it
-_PLUGINS = ("joblib", "submitit", "optuna")
+_PLUGINS = ("joblib", "submitit", "submitit_local", "optuna")
 
 
 @dataclass(frozen=True)

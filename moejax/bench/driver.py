@@ -103,6 +103,7 @@ def drive(
     on_progress: Callable[[int], None] = lambda finished: None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
+    agree: Callable[[int], int] = lambda value: value,
 ) -> TrafficRun:
     """Serves `plan` from now on and returns when every request has ended.
 
@@ -112,6 +113,8 @@ def drive(
         case: index of the run's row in the result's `cases`.
         on_progress: told now and then how many requests have ended since it was last told.
         clock, sleep: seconds; the clock must be the engine's own.
+        agree: gives process 0's value in every process (`moejax.sharding.distributed.agree`), so that all
+            submit the same requests before the same step. Asked only while there are requests to come.
 
     A request that the engine refuses or breaks off is a `ServedRequest` like any other. If the body is left
     by an exception (Ctrl-C too), what still runs is aborted.
@@ -119,9 +122,10 @@ def drive(
     steps: list[StepRecord] = []
     live: list[RequestOutput] = []
     before, server.on_step = server.on_step, steps.append
+    agree(0)  # so that all processes' clocks start together
     start = clock()
     try:
-        outputs = _serve(server, plan, sampling, start, live, on_progress, clock, sleep)
+        outputs = _serve(server, plan, sampling, start, live, on_progress, clock, sleep, agree)
     finally:
         server.on_step = before
         for output in live:
@@ -143,6 +147,7 @@ def _serve(
     on_progress: Callable[[int], None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
+    agree: Callable[[int], int],
 ) -> list[RequestOutput | str]:
     """The loop; a request's output, or the line with which the engine refused it. Appends to `live` what was
     taken on, so that the caller can clear up."""
@@ -152,7 +157,12 @@ def _serve(
     looked = start
     while True:
         now = clock()
-        while len(outputs) < len(plan) and start + plan[len(outputs)].arrival_s <= now:
+        due = len(outputs)
+        while due < len(plan) and start + plan[due].arrival_s <= now:
+            due += 1
+        if len(outputs) < len(plan):
+            due = agree(due)
+        while len(outputs) < due:
             asked, chosen = plan[len(outputs)], params[len(outputs)]
             try:
                 output = server.submit(asked.prompt_token_ids, chosen, arrival_time=start + asked.arrival_s)

@@ -32,6 +32,7 @@ from moejax.engine.llm import LLM
 from moejax.report.progress import Task, progress
 from moejax.report.tables import print_closing, print_throughput, stderr_console
 from moejax.report.throughput_plots import save_throughput_plots
+from moejax.sharding.distributed import agree
 from moejax.tracking.base import CompositeTracker, RunInfo, TrackerConfig, make_tracker
 from moejax.tracking.provenance import collect
 
@@ -166,7 +167,7 @@ def _warm_up(mode: Mode, workload: ThroughputWorkload, plan: Sequence[PlannedReq
         for i, asked in enumerate(plan[: 2 * mode.llm.engine_config.max_num_seqs])
     ]
     for _ in range(workload.warmup):
-        drive(mode.llm, short, workload.sampling)
+        drive(mode.llm, short, workload.sampling, agree=agree)
 
 
 def _run(
@@ -176,7 +177,7 @@ def _run(
     task.describe(f"measuring {mode.batching}")
     mode.llm.reset_stats()
     gc.collect()  # now, and not on the first mode's behalf in the second's time
-    run = drive(mode.llm, plan, workload.sampling, case=case, on_progress=task.advance)
+    run = drive(mode.llm, plan, workload.sampling, case=case, on_progress=task.advance, agree=agree)
     mode.failed_steps += mode.llm.stats()["failed_steps"]
     if not any(record.completed for record in run.records):
         reason = next((item.error for item in run.served if item.error), "no reason given")

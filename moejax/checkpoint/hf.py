@@ -27,6 +27,7 @@ from moejax.core.errors import CheckpointError, ConfigError, OutputError, unknow
 from moejax.core.files import atomic_write_text
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf, config_to_hf
+from moejax.moe.replicas import held_experts
 from moejax.nn.param import ExpertOf, ParamSpec, iter_params, specs
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -158,7 +159,7 @@ def load_pretrained(
         dtype: what the weights are kept in; "auto" is what the configuration says.
         moe: how the expert layers are executed.
         kernels: what norms and router run on, see `moejax.models.decoder.Decoder`.
-        build: makes the abstract model, instead of `moe` and `kernels`.
+        build: makes the abstract model, or a pipeline stage of it, instead of `moe` and `kernels`.
         shardings: declarations → sharding of every parameter (`moejax.sharding.rules.shardings`). Each
             process then reads only the slices that its devices hold. None: all on the default device.
         expert_of: for a model with replicas of experts, which one each slot holds.
@@ -174,6 +175,7 @@ def load_pretrained(
         config = config.replace(dtype=dtype)
     model = Decoder(config, moe=moe, kernels=kernels) if build is None else build(config)
     declared = specs(model)
+    whole = declared if len(model.stage) == config.num_layers else specs(Decoder(config))
     start = time.perf_counter()
     with TensorFiles(weight_files(path)) as files:
         plan = plan_load(
@@ -184,6 +186,7 @@ def load_pretrained(
             tied=config.tie_word_embeddings,
             source=str(path),
             faults=files.faults,
+            elsewhere=whole.keys() - declared.keys(),
         )
         placed = None if shardings is None else shardings(declared)
         fill_model(model, files, plan, shardings=placed, expert_of=expert_of, source=str(path))
@@ -207,7 +210,8 @@ def save_pretrained(
     Args:
         dtype: storage dtype; None keeps the model's.
         max_shard_bytes: a larger model is split into shards with an index.
-        expert_of: for a model with replicas of experts, which one each slot holds; each is written once.
+        expert_of: for a model whose experts are not in order, or have replicas, which one each slot holds;
+            each is written once. None: as its replica tables say.
 
     Raises:
         ConfigError: the family's `config.json` cannot describe the model, or `expert_of` does not fit.
@@ -216,7 +220,7 @@ def save_pretrained(
     out = Path(directory)
     config = model.config if dtype is None else model.config.replace(dtype=dtype)
     text = json.dumps(config_to_hf(config), indent=2) + "\n"
-    tensors = _tensors(model, jnp.dtype(config.dtype), expert_of)
+    tensors = _tensors(model, jnp.dtype(config.dtype), expert_of or held_experts(model))
     if jax.process_index() == 0:
         _write(out, text, tensors, max_shard_bytes)
     else:

@@ -3,7 +3,7 @@
 Every fault is collected, so that one message lists them all.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from moejax.checkpoint.maps.rules import Rule, Transform, source_shape
@@ -62,6 +62,7 @@ def plan_load(
     tied: bool,
     source: str,
     faults: Faults | None = None,
+    elsewhere: Container[str] = (),
 ) -> LoadPlan:
     """Which tensor fills what.
 
@@ -71,6 +72,7 @@ def plan_load(
             replicas.
         tied: with tied embeddings a stored `lm_head.weight` is the embedding again, and is not read.
         faults: what is known to be wrong already, to be listed with the rest.
+        elsewhere: paths of parameters that other pipeline stages have; their tensors are passed over.
 
     Raises:
         CheckpointError: listing all unmapped, doubly mapped, misshapen and missing keys.
@@ -89,6 +91,11 @@ def plan_load(
             faults.add("matching several rules", key)
             continue
         rule, match = matched[0]
+        if any(
+            target.param.replace("{l}", match.groupdict().get("l", "")) in elsewhere
+            for target in rule.targets
+        ):
+            continue
         for param, part in _sources_of(key, shape, rule, match.groupdict(), specs, num_experts, faults):
             held = plan.setdefault(param, {})
             if part.expert in held:

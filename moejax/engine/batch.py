@@ -181,13 +181,14 @@ class BatchBuilder:
         limits: see `Limits`.
 
     `warm_modes` are the sampler modes that warm-up has compiled. A batch runs in the first of them that does
-    all it needs, in its own least mode where there is none.
+    all it needs, in its own least mode where there is none. With `record_all` every step records its routing.
     """
 
     def __init__(self, buckets: Buckets, limits: Limits) -> None:
         self.buckets = buckets
         self.limits = limits
         self.warm_modes: list[SamplerMode] = []
+        self.record_all = False
 
     def key(self, plan: Plan) -> StepKey:
         """The least bucket that holds a plan."""
@@ -227,7 +228,7 @@ class BatchBuilder:
             blocks=self.buckets.slabs.ends[slabs - 1],
             owners=1 << (shared - 1).bit_length(),
             mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
-            record=any(s.record for s in rows),
+            record=self.record_all or any(s.record for s in rows),
             score=any(chunk.sequence.score for chunk in plan.chunks),
         )
 

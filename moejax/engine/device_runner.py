@@ -15,7 +15,7 @@ from moejax.engine.ledger import CompileLedger
 from moejax.engine.paged_steps import DeviceState, PagedFunctions, PagedOutput
 from moejax.engine.plan import Plan
 from moejax.engine.runner import StepResult
-from moejax.engine.steps import ModelFunctions, shapes_of
+from moejax.engine.steps import shapes_of
 from moejax.ops.paged_attention import copy_blocks
 from moejax.sharding.spmd import OneDevice, OnMesh
 

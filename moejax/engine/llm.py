@@ -24,6 +24,7 @@ from moejax.engine.paged_steps import PagedFunctions
 from moejax.engine.pipeline_runner import PipelineRunner, most_microbatches
 from moejax.engine.placing import build_stages, make_places
 from moejax.engine.policy import make_policy
+from moejax.engine.rebalance import Rebalanced, rebalance
 from moejax.engine.request import RequestOutput, SamplingParams
 from moejax.engine.routing import RoutingRecord
 from moejax.engine.sampler import common_mode
@@ -41,6 +42,7 @@ from moejax.engine.stage_steps import StageFunctions
 from moejax.engine.stats import StepRecord
 from moejax.engine.tokenizer import ChatMessage, Tokenizer
 from moejax.models.decoder import Decoder
+from moejax.moe.load_window import LoadWindow
 from moejax.nn.activation import activation
 from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul, choose_kernels
 from moejax.sharding.pipeline import stage_config
@@ -356,6 +358,54 @@ class LLM:
     def routing_counts(self) -> dict[str, np.ndarray]:
         """int64 `[L, E]` for "prefill" and "decode": assignments per layer and expert that were recorded."""
         return self.routing.counts
+
+    # -- expert placement ------------------------------------------------------------------------------
+
+    def track_load(self, window_steps: int = 256) -> LoadWindow:
+        """Counts every expert's assignments over the latest steps from now on (a few percent of a step)."""
+        with self.engine.lock:
+            model = self.config
+            window = LoadWindow(model.num_layers, model.num_experts, window_steps=window_steps)
+            self.runner.routing.window = window
+            self.runner.builder.record_all = True
+        return window
+
+    def rebalance(
+        self,
+        loads: np.ndarray | None = None,
+        *,
+        min_gain: float = 0.05,
+        factor: float = 1.0,
+    ) -> Rebalanced:
+        """Places the experts anew for these loads and moves their weights, while requests go on: outputs do
+        not change, and nothing is compiled again.
+
+        Args:
+            loads: `[L, E]` assignments of all layers; None: what `track_load` has counted.
+            min_gain: how much less balanced than the best placement a layer may stay so that less is moved.
+            factor: nothing is moved while no device has more than this times the mean load.
+
+        Raises:
+            ConfigError: the experts are on one device, or nothing has been counted.
+        """
+        with self.engine.lock:
+            done = rebalance(
+                self.model,
+                self.parallel_config,
+                self._tracked() if loads is None else loads,
+                min_gain,
+                factor,
+            )
+            self._functions[0].leaves[:] = PagedFunctions(self.model).leaves
+        return done
+
+    def _tracked(self) -> np.ndarray:
+        window = self.runner.routing.window
+        if window is None or not window.sum().any():
+            raise ConfigError(
+                "rebalance: no load has been counted; call track_load and run some requests first"
+            )
+        return window.sum()
 
     # -- inside ----------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Cuts a step into microbatches, which follow each other through the stages of a pipeline. No JAX here.
 
-Rows that decode are dealt out evenly. Prompt tokens are cut into even parts, wherever that falls: the parts of
-one chunk are in consecutive microbatches, and each stage runs these in order, so that the later part finds the
-earlier one's keys. Samples that start with a chunk go with its last part.
+Rows that decode are dealt out evenly. Prompt tokens are cut into even parts, wherever that falls: the parts
+of one chunk are in consecutive microbatches, and each stage runs these in order, so that the later part finds
+the earlier one's keys. Samples that start with a chunk go with its last part.
 """
 
 from collections.abc import Callable

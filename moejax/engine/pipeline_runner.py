@@ -1,25 +1,26 @@
 """Runs plans on a pipeline of stages: each step in microbatches, each stage a program on devices of its own.
 
-A tick takes every microbatch that is under way through one more stage, the foremost first, and then moves what
-the stages gave to the next ones. Here steps 1 and 2 of two microbatches each, over three stages:
+A tick takes every microbatch that is under way through one more stage, the foremost first, and then moves
+what the stages gave to the next ones. Here steps 1 and 2, of two microbatches each, over two stages:
 
-    tick       1     2     3     4     5     6
+    tick       1     2     3     4     5
     stage 0   1.0   1.1   2.0   2.1
     stage 1         1.0   1.1   2.0   2.1
-    stage 2               1.0   1.1   2.0   2.1
 
-A launch only ticks until its last microbatch has left the first stage; the next launch, or the wait for a result,
-brings the rest through. So in the overlapped loop one step follows the other without a pause, given as many
-microbatches as stages: a row decodes in the microbatch in which it decoded before, and what that one sampled is
-there when the first stage needs it. Where it is not (fewer microbatches, or rows dealt out anew), the pipeline
-ticks on with nothing new until it is.
+A launch only ticks until its last microbatch has left the first stage; the next launch, or the wait for a
+result, brings the rest through. So in the overlapped loop one step follows the other without a pause, given
+as many microbatches as stages: a row decodes in the microbatch in which it decoded before, and what that one
+sampled is there when the first stage needs it. Where it is not (fewer microbatches, or rows dealt out anew),
+the pipeline ticks on with nothing new until it is.
 
-All programs are started from one thread in one order, and each device runs its own in that order. So programs over
-two stages' devices (`moejax.sharding.pipeline.Transfer`, which says what moves) cannot wait for each other in a
-circle; and a microbatch finds in a stage's pages what all before it wrote, among it the earlier part of its prompt.
+All programs are started from one thread in one order, and each device runs its own in that order. So programs
+over two stages' devices (`moejax.sharding.pipeline.Transfer`, which says what moves) cannot wait for each
+other in a circle; and a microbatch finds in a stage's pages what all before it wrote, among it the earlier
+part of its prompt.
 
-The newest token of a row may be on the device alone. The last stage, which samples, keeps these by slot; the first,
-which embeds them, is given the last stage's array whenever it is about to decode one that it has not got.
+The newest token of a row may be on the device alone. The last stage, which samples, keeps these by slot; the
+first, which embeds them, is given the last stage's array whenever it is about to decode one that it has not
+got.
 """
 
 import time
@@ -87,7 +88,8 @@ def most_microbatches(parallel: ParallelConfig, config: EngineConfig) -> int:
         return min(parallel.pp, rows)
     if asked > rows:
         raise ConfigError(
-            f"parallel.microbatches={asked} exceeds engine.max_num_seqs={rows}: a microbatch has at least one row"
+            f"parallel.microbatches={asked} exceeds engine.max_num_seqs={rows}: each microbatch has at least "
+            "one row"
         )
     return asked
 
@@ -182,11 +184,13 @@ class PipelineRunner(BucketRunner):
 
     Args:
         stages: each stage's functions and devices, in order; at least two.
-        config, num_blocks, max_model_len, ledger, kernels: as for `DeviceRunner`; each stage has as many blocks.
+        config, num_blocks, max_model_len, ledger, kernels: as for `DeviceRunner`; each stage has as many
+            blocks.
         microbatches: the most that a step is cut into.
         transfer: how arrays move between stages, see `Transfer`.
 
-    With `measure_bubble` every program is waited for, and `stage_times` grows; `bubble()` is what they come to.
+    With `measure_bubble` every program is waited for, and `stage_times` grows; `bubble()` is what they come
+    to.
     """
 
     def __init__(

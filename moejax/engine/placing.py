@@ -11,8 +11,8 @@ from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.models.decoder import Decoder
-from moejax.moe.replicas import Placed
-from moejax.nn.param import ParamSpec, initialize, iter_params, specs
+from moejax.moe.replicas import Placed, held_experts
+from moejax.nn.param import ParamSpec, initialize, specs
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.pipeline import split_layers
 from moejax.sharding.rules import shardings
@@ -35,8 +35,8 @@ def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) ->
         )
     if moe.execution == "capacity" and parallel.pp > 1 and parallel.microbatches != 1:
         raise ConfigError(
-            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which microbatches cut; "
-            f"with parallel.pp={parallel.pp} it needs parallel.microbatches=1"
+            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which microbatches "
+            f"cut; with parallel.pp={parallel.pp} it needs parallel.microbatches=1"
         )
     plan = make_mesh(parallel, model.num_kv_heads)
     return [OnMesh(mesh, plan.axes) for mesh in plan.stages]
@@ -77,25 +77,25 @@ def build_model(
     Raises:
         CheckpointError: see `moejax.checkpoint.hf.load_pretrained`.
     """
-    model = Decoder(config, moe=moe, kernels=kernels, parallel=parallel, axes=place.axes)
+
+    def build(config: ModelConfig) -> Decoder:
+        return Decoder(config, moe=moe, kernels=kernels, parallel=parallel, axes=place.axes, layers=layers)
+
+    def at(declared: Mapping[str, ParamSpec]) -> Mapping[str, jax.sharding.Sharding]:
+        assert isinstance(place, OnMesh)
+        return shardings(declared, place.mesh, place.axes)
+
+    spread = isinstance(place, OnMesh)
     if source is None:
-        initialize(model, seed)
+        model = build(config)
+        initialize(model, seed, at(specs(model)) if spread else None, expert_of=held_experts(model))
     else:
-        model = load_pretrained(source, dtype=config.dtype, moe=moe, kernels=kernels).model
-    if isinstance(place, OnMesh):
-        plain = model
-        model = Decoder(config, moe=moe, kernels=kernels, parallel=parallel, axes=place.axes, layers=layers)
-        at = shardings(specs(model), place.mesh, place.axes)
-        values = dict(iter_params(plain))
-        for name, param in iter_params(model):
-            param.set_value(jax.device_put(values[name][...], at[name]))
-        put_tables(model, place)
+        held = held_experts(build(config))
+        where = at if spread else None
+        loaded = load_pretrained(source, dtype=config.dtype, build=build, shardings=where, expert_of=held)
+        model = loaded.model
+    put_tables(model, place)
     return model
-
-
-def where(place: OneDevice, specs: Mapping[str, ParamSpec]) -> Mapping[str, jax.sharding.Sharding] | None:
-    """Where each tensor goes; None: to the one device there is."""
-    return shardings(specs, place.mesh, place.axes) if isinstance(place, OnMesh) else None
 
 
 def put_tables(model: nnx.Module, place: OneDevice) -> None:

@@ -55,8 +55,8 @@ class StageFunctions(ModelFunctions):
 
         Args:
             state: the last stage's is whole; the others' has pages only, None for the rest.
-            given: what the stage before gave, `[S + T, D]`; the first stage's is `last`, int32 `[slots + 1]`, as
-                the last stage has it after the steps that this one's rows depend on.
+            given: what the stage before gave, `[S + T, D]`; the first stage's is `last`, int32 `[slots + 1]`,
+                as the last stage has it after the steps that this one's rows depend on.
         """
         batch = unpack(buffer, key, limits)
         model = self.merge(leaves)

@@ -81,12 +81,14 @@ class Decoder(nnx.Module):
     `kernels` names the implementation of GPU kernels for norms and router ("xla" for none); the experts' is
     `moe.grouped_matmul`, attention's the cache's.
 
-    With `parallel` and the `axes` of its mesh the declared shapes are still the whole model's, but a call must
-    come from within `shard_map`, where every device has its part of the weights (`moejax.sharding.rules`).
+    With `parallel` and the `axes` of its mesh the declared shapes are still the whole model's, but a call
+    must come from within `shard_map`, where every device has its part of the weights
+    (`moejax.sharding.rules`).
 
-    With `layers` it is a pipeline stage: these layers only, under their paths in the whole model, the embedding
-    where they are the first ones and norm and output projection where they are the last (with tied embeddings
-    the last stage has a table of its own). A stage has no `hidden` and cannot be called; it has `run`.
+    With `layers` it is a pipeline stage: these layers only, under their paths in the whole model, the
+    embedding where they are the first ones and norm and output projection where they are the last (with tied
+    embeddings the last stage has a table of its own). A stage has no `hidden` and cannot be called; it has
+    `run`.
     """
 
     def __init__(
@@ -160,13 +162,13 @@ class Decoder(nnx.Module):
         """All layers that are here, and the final norm where they are the last ones.
 
         Args:
-            x: `[B, T, D]`, the embedded tokens or what the stage before has returned. The rest as in `hidden`;
-                the cache counts this stage's layers from 0.
+            x: `[B, T, D]`, the embedded tokens or what the stage before has returned. The rest as in
+                `hidden`; the cache counts this stage's layers from 0.
 
         Returns:
-            (`[B, T, D]`, updated cache, one trace per layer). Before the last stage the first is the sum of the
-            last layer's output and its residual: the next stage's first norm would begin with that sum, in the
-            same precision, so that one array travels and nothing is rounded otherwise.
+            (`[B, T, D]`, updated cache, one trace per layer). Before the last stage the first is the sum of
+            the last layer's output and its residual: the next stage's first norm would begin with that sum,
+            in the same precision, so that one array travels and nothing is rounded otherwise.
         """
         if rope_lens is None:
             last = positions if valid is None else jnp.where(valid, positions, -1)

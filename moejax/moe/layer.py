@@ -8,6 +8,7 @@ from flax import nnx
 
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.parallel import ParallelConfig
+from moejax.moe.expert_parallel import choose_exchange, dispatch_experts
 from moejax.moe.experts import Experts, ExpertsOutput
 from moejax.moe.replicas import ReplicaTable
 from moejax.moe.router import Router, Routing, expert_counts
@@ -58,7 +59,7 @@ class MoELayer(nnx.Module):
         extra = self.parallel.redundant_experts
         self.router = Router(D, E, top_k, normalize, dtype, scale, kernels)
         self.experts = Experts(config, moe.expert_layout, dtype, E + extra)
-        self.replicas = ReplicaTable(E, extra) if extra else None
+        self.replicas = ReplicaTable(E, extra) if extra or axes.expert else None
         hidden = config.shared_expert_intermediate_size
         self.shared_expert = GatedMLP(D, hidden, config.hidden_act, dtype, scale) if hidden else None
         self.shared_gate = Linear((D, 1), ("embed", None), dtype, scale=scale) if hidden else None
@@ -73,7 +74,7 @@ class MoELayer(nnx.Module):
         B, T, D = x.shape
         flat = x.reshape(B * T, D)
         routing = self.router(flat, None if valid is None else valid.reshape(-1))
-        if self.axes.expert or self.replicas is not None:
+        if self.replicas is not None:
             done = self._spread(flat, routing)
         else:
             done = self.experts(flat, routing, self.moe)
@@ -92,15 +93,14 @@ class MoELayer(nnx.Module):
         return out.reshape(B, T, D), trace
 
     def _shared(self, x: jax.Array) -> jax.Array:
-        """The shared expert's part, x `[n, D]` → `[n, D]`; where its hidden dimension is split, of the sum."""
+        """x `[n, D]` → `[n, D]`; where its hidden dimension is split, this device's part of the sum."""
         assert self.shared_expert is not None and self.shared_gate is not None
         return jax.nn.sigmoid(self.shared_gate(x)) * self.shared_expert(x)
 
     def _spread(self, x: jax.Array, routing: Routing) -> ExpertsOutput:
         """x `[N, D]` → the sum over the experts' devices; those along `axes.tensor` are still apart."""
-        from moejax.moe.expert_parallel import METHODS, choose_exchange, dispatch_experts
-
-        physical = routing.ids if self.replicas is None else self.replicas(routing.ids)
+        assert self.replicas is not None
+        physical = self.replicas(routing.ids)
 
         def run(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
             local = Routing(ids, weights, jnp.zeros((rows.shape[0], 0)))
@@ -125,7 +125,7 @@ class MoELayer(nnx.Module):
             run,
             num_local=self.experts.num_experts,
             axes=self.axes,
-            method=method.value if self.axes.exchange else METHODS[0],
+            method=method.value,
             capacity=self.parallel.exchange_capacity,
             microbatches=self.parallel.dispatch_microbatches,
             shared=self._shared if beside else None,

@@ -71,6 +71,13 @@ def copies(counts: Ints) -> Ints:
     return np.repeat(np.tile(np.arange(E), R), counts.reshape(-1)).reshape(R, -1)
 
 
+def count(held: NDArray[np.integer], num_experts: int) -> Ints:
+    """Copies of each expert `[R, E]` in `held` `[R, …]`: what `copies` undoes."""
+    counts = np.zeros((len(held), num_experts), np.int64)
+    np.add.at(counts, (np.arange(len(held))[:, None], held.reshape(len(held), held[:1].size)), 1)
+    return counts
+
+
 def lpt(loads: Floats, bins: int) -> Ints:
     """Longest processing time first: the heaviest item left goes to the lightest bin with a free slot.
 
@@ -279,13 +286,6 @@ def _worst(load: Floats, target: Floats, most: int) -> Ints:
     return stuck[np.argsort(-(load / target)[stuck], kind="stable")][:most]
 
 
-def _count(held: Ints, num_experts: int) -> Ints:
-    """Copies of each expert `[R, E]` in `held` `[R, D, S]`."""
-    counts = np.zeros((len(held), num_experts), np.int64)
-    np.add.at(counts, (np.arange(len(held))[:, None], held.reshape(len(held), -1)), 1)
-    return counts
-
-
 def _neighbours(slots: int) -> int:
     """How many numbers of copies a row tries in a round: all there are in a small row, few in a large one."""
     return max(16, 2048 // slots)
@@ -299,7 +299,7 @@ def _transfers(loads: Floats, held: Ints) -> tuple[Ints, Ints]:
     """
     R, D, S = held.shape
     E = loads.shape[1]
-    counts = _count(held, E)
+    counts = count(held, E)
     share = loads / counts
     top = np.take_along_axis(share, held.reshape(R, -1), 1).reshape(held.shape).sum(-1).argmax(-1)
     rows = np.arange(R)
@@ -341,7 +341,7 @@ def _spread(loads: Floats, held: Ints, limit: Floats) -> Ints:
     """Swap second copies of an expert out of their bin, as far as no bin gets heavier than `limit` `[R]`."""
     held = held.copy()
     R, D, S = held.shape
-    share = loads / _count(held, loads.shape[1])
+    share = loads / count(held, loads.shape[1])
     given_up = np.zeros((R, D * S), bool)
     rows = np.arange(R)
     for _ in range(_SPREAD_ROUNDS):

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moejax.core.errors import ConfigError
 from moejax.moe.load_window import Beyond, beyond
-from moejax.moe.packing import CLOSE_ENOUGH, Floats, Ints, heaviest, lpt, pack, refine
+from moejax.moe.packing import CLOSE_ENOUGH, Floats, Ints, count, heaviest, lpt, pack, refine
 from moejax.moe.replan import moved_slots, settle
 
 _MAX_LOAD = 1e100
@@ -111,9 +111,7 @@ class Placement:
     @cached_property
     def replicas(self) -> NDArray[np.int32]:
         """int32 `[L, E]`: copies of each expert."""
-        counts = np.zeros((self.num_layers, self.num_experts), np.int32)
-        np.add.at(counts, (np.arange(self.num_layers)[:, None], self.physical_to_logical), 1)
-        return counts
+        return count(self.physical_to_logical, self.num_experts).astype(np.int32)
 
     @cached_property
     def logical_to_physical(self) -> NDArray[np.int32]:
@@ -164,11 +162,14 @@ class Placement:
         keys = {"num_experts", "devices", "physical_to_logical"}
         if set(data) != keys:
             raise ConfigError(f"placement: keys are {sorted(data)}, expected {sorted(keys)}")
+        numbers = data["num_experts"], data["devices"]
+        if not all(isinstance(n, int) for n in numbers):
+            raise ConfigError(f"placement: num_experts and devices are {numbers}, expected integers")
         try:
             table = np.array(data["physical_to_logical"])
         except ValueError:
             raise ConfigError("placement: the rows of physical_to_logical differ in length") from None
-        return cls(table, int(data["num_experts"]), int(data["devices"]))
+        return cls(table, *numbers)
 
 
 def _require_equal_slots(num_experts: int, devices: int, redundant: int) -> None:
@@ -242,7 +243,7 @@ def plan_placement(
         nodes: 1: flat, without regard to nodes. More: hierarchical, all replicas of an expert are on one
             node, and devices are numbered node by node.
         groups: expert groups of E / groups consecutive experts that stay on one node; by default each expert
-            is a group of its own. Without effect on a flat plan.
+            is a group of its own. In a flat plan they only decide between experts of equal load.
         redundant: physical slots beyond one an expert, in total.
         keep: the placement in use: move few weights away from it. Devices (and nodes) are renamed, and layers
             start from what they hold, as long as they reach the limit that `min_gain` sets.
@@ -277,15 +278,13 @@ def plan_placement(
 
 def _hierarchical(loads: Floats, slots: int, devices: int, nodes: int, groups: int) -> Ints:
     """Groups on nodes, then replicas and packing within each node: `[L, P]`. One node makes it flat."""
-    if nodes == 1:
-        everything = np.broadcast_to(np.arange(loads.shape[1]), (len(loads), 1, loads.shape[1]))
-        return _within_nodes(loads, everything, slots, devices)
     L, E = loads.shape
     by_group = loads.reshape(L, groups, -1).sum(-1)
     members = np.arange(E).reshape(groups, -1)
 
     def plan(rows: Any, grouping: Ints) -> Ints:
-        experts = np.sort(members[grouping].reshape(*grouping.shape[:2], -1), axis=-1)
+        # In the order of packing, as EPLB has them: it decides between experts of equal load.
+        experts = members[grouping].reshape(*grouping.shape[:2], -1)
         return _within_nodes(loads[rows], experts, slots, devices)
 
     first = lpt(by_group, nodes)
@@ -308,16 +307,14 @@ def _within_nodes(loads: Floats, experts: Ints, slots: int, devices: int) -> Int
     rows = np.take_along_axis(loads, experts.reshape(L, -1), 1).reshape(L * nodes, size)
     # The heaviest node sets what the layer can reach; the others need not do better.
     target = rows.sum(1).reshape(L, nodes).max(1) / (devices // nodes) * (1.0 + CLOSE_ENOUGH)
-    packed = np.sort(pack(rows, slots // nodes, devices // nodes, np.repeat(target, nodes)), axis=-1)
-    table = experts.reshape(L * nodes, size)
-    return np.take_along_axis(table, packed.reshape(L * nodes, -1), 1).reshape(L, slots)
+    packed = pack(rows, slots // nodes, devices // nodes, np.repeat(target, nodes))
+    held = np.take_along_axis(experts.reshape(L * nodes, size), packed.reshape(L * nodes, -1), 1)
+    return np.sort(held.reshape(L, devices, -1), axis=-1).reshape(L, slots)
 
 
 def _device_loads(loads: Floats, slots: Ints, devices: int) -> Floats:
     L = len(slots)
-    counts = np.zeros(loads.shape, np.int64)
-    np.add.at(counts, (np.arange(L)[:, None], slots), 1)
-    return np.take_along_axis(loads / np.maximum(counts, 1), slots, 1).reshape(L, devices, -1).sum(-1)
+    return np.take_along_axis(loads / count(slots, loads.shape[1]), slots, 1).reshape(L, devices, -1).sum(-1)
 
 
 def _require_same(name: str, placement: Placement, layers: int, experts: int, devices: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from moejax.moe.packing import Floats, Ints, refine, replicate
+from moejax.moe.packing import Floats, Ints, count, refine, replicate
 
 _EPSILON = 1e-12
 
@@ -55,66 +55,57 @@ def settle(new: Ints, old: Ints, loads: Floats, limit: Floats, devices: int, nod
     moved = moved_slots(best, old, devices, E).sum(1)
     limit = limit * (1.0 + _EPSILON)
     # An old placement that was planned for other nodes or groups is no place to start from.
-    sound = np.flatnonzero(_respects_nodes(old, E, nodes, groups) & (moved > 0))
+    node_of = _node_of_groups(old, E, nodes, groups)
+    sound = np.flatnonzero((node_of >= 0).all(1) & (moved > 0))
     if not len(sound):
         return best
-    rows = len(sound) * nodes
-    row_slots = old[sound].reshape(rows, -1)
-    local, row_loads = _localise(row_slots, loads[sound], E // nodes, nodes)
-    row_limit = np.repeat(limit[sound], nodes)
-    D = devices // nodes
-    for candidate in _warm(local, row_loads, row_limit, D):
-        counts = _counts(candidate, row_loads.shape[1])
-        share = np.take_along_axis(row_loads / counts, candidate, 1)
-        load = share.reshape(rows, D, -1).sum(-1).max(-1).reshape(-1, nodes).max(-1)
-        experts = np.take_along_axis(_sets(row_slots, E // nodes), candidate, 1).reshape(len(sound), -1)
-        moves = moved_slots(experts, old[sound], devices, E).sum(1)
-        take = (load <= limit[sound]) & (moves < moved[sound])
-        best[sound[take]] = experts[take]
-        moved[sound[take]] = moves[take]
+    # Each node's groups as they are; and after the swaps between nodes that the limit needs, if it needs any.
+    grouping = np.argsort(node_of[sound], axis=1, kind="stable").reshape(len(sound), nodes, -1)
+    by_group = loads[sound].reshape(len(sound), groups, -1).sum(-1)
+    # Half-way between the limit and the mean, because the devices of a node will not be equal.
+    room = (limit[sound] * (devices // nodes) + by_group.sum(1) / nodes) / 2.0
+    regrouped = refine(by_group, grouping, room)
+    for packed in (grouping, regrouped)[: 1 + (regrouped != grouping).any()]:
+        size = E // groups
+        sets = (packed[..., None] * size + np.arange(size)).reshape(len(sound) * nodes, -1)
+        row_loads = np.take_along_axis(np.repeat(loads[sound], nodes, axis=0), sets, 1)
+        places = _places(old[sound], sets, E)
+        for candidate in _warm(places, row_loads, np.repeat(limit[sound], nodes), devices // nodes):
+            experts = np.take_along_axis(sets, candidate, 1).reshape(len(sound), -1)
+            share = np.take_along_axis(loads[sound] / count(experts, E), experts, 1)
+            load = share.reshape(len(sound), devices, -1).sum(-1).max(-1)
+            moves = moved_slots(experts, old[sound], devices, E).sum(1)
+            take = (load <= limit[sound]) & (moves < moved[sound])
+            best[sound[take]] = experts[take]
+            moved[sound[take]] = moves[take]
     return _align(best, old, devices)
 
 
-def _counts(slots: Ints, num_experts: int) -> Ints:
-    counts = np.zeros((len(slots), num_experts), np.int64)
-    np.add.at(counts, (np.arange(len(slots))[:, None], slots), 1)
-    return counts
-
-
-def _respects_nodes(old: Ints, num_experts: int, nodes: int, groups: int) -> NDArray[np.bool_]:
-    """Whether each group is on one node only, and each node has the same number of experts: bool `[L]`."""
+def _node_of_groups(old: Ints, num_experts: int, nodes: int, groups: int) -> Ints:
+    """The node of each group `[L, G]`; -1 in a layer where a group is split or shares are unequal."""
     there = held(old, nodes, num_experts) > 0
     node = there.argmax(1).reshape(len(old), groups, -1)
-    together = (there.sum(1) == 1).all(1) & (node == node[..., :1]).all((1, 2))
-    return together & (there.sum(2) == num_experts // nodes).all(1)
+    sound = (there.sum(1) == 1).all(1) & (node == node[..., :1]).all((1, 2))
+    sound &= (there.sum(2) == num_experts // nodes).all(1)
+    return np.where(sound[:, None], node[..., 0], -1)
 
 
-def _sets(row_slots: Ints, size: int) -> Ints:
-    """The distinct experts of each row, ascending: `[rows, size]`."""
-    ordered = np.sort(row_slots, axis=1)
-    first = np.diff(ordered, axis=1, prepend=-1) > 0
-    return ordered[first].reshape(len(row_slots), size)
-
-
-def _localise(row_slots: Ints, loads: Floats, size: int, nodes: int) -> tuple[Ints, Floats]:
-    """Experts as indices into their row's set `[rows, P / n]`, and the loads of the set `[rows, E / n]`."""
-    sets = _sets(row_slots, size)
-    place = np.zeros((len(sets), loads.shape[1]), np.int64)
-    np.put_along_axis(place, sets, np.broadcast_to(np.arange(size), sets.shape), 1)
-    return np.take_along_axis(place, row_slots, 1), np.take_along_axis(
-        np.repeat(loads, nodes, axis=0), sets, 1
-    )
+def _places(slots: Ints, sets: Ints, num_experts: int) -> Ints:
+    """Slots `[rows, P / n]` as indices into their row's set; -1 where the expert is not in it any more."""
+    place = np.full((len(sets), num_experts), -1)
+    np.put_along_axis(place, sets, np.broadcast_to(np.arange(sets.shape[1]), sets.shape), 1)
+    return np.take_along_axis(place, slots.reshape(len(sets), -1), 1)
 
 
 def _warm(slots: Ints, loads: Floats, limit: Floats, devices: int) -> Iterator[Ints]:
     """Candidates `[rows, slots]` that start from the packing in use."""
+    wanted = replicate(loads, slots.shape[1], most=devices)
+    refilled = _refill(slots, wanted, loads / wanted, devices)
+    # A row with new experts has no other way than to fill the slots that those gone have left.
+    slots = np.where((slots < 0).any(1, keepdims=True), refilled, slots)
     yield slots
-    counts = _counts(slots, loads.shape[1])
-    yield _swapped(slots, loads / counts, limit, devices)
-    if slots.shape[1] > loads.shape[1]:
-        wanted = replicate(loads, slots.shape[1], most=devices)
-        filled = _recount(slots, wanted, loads / wanted, devices)
-        yield _swapped(filled, loads / wanted, limit, devices)
+    yield _swapped(slots, loads / count(slots, loads.shape[1]), limit, devices)
+    yield _swapped(refilled, loads / wanted, limit, devices)
 
 
 def _swapped(slots: Ints, share: Floats, limit: Floats, devices: int) -> Ints:
@@ -124,25 +115,33 @@ def _swapped(slots: Ints, share: Floats, limit: Floats, devices: int) -> Ints:
     return np.take_along_axis(slots, order, 1)
 
 
-def _recount(slots: Ints, wanted: Ints, share: Floats, devices: int) -> Ints:
-    """Free the slots of surplus copies; fill them, heaviest copy first, each on the lightest device."""
+def _refill(slots: Ints, wanted: Ints, share: Floats, devices: int) -> Ints:
+    """Free the slots of surplus copies; fill all that are free, heaviest copy first, on the lightest device.
+
+    `slots` `[rows, P / n]` holds -1 where a slot is free already.
+    """
     rows, P = slots.shape
     S = P // devices
     slots = slots.copy()
-    counts = _counts(slots, wanted.shape[1])
+    counts = count(slots + 1, wanted.shape[1] + 1)  # of -1 too, in column 0
     # Which copy of its expert a slot holds, in slot order.
     order = np.argsort(slots, axis=1, kind="stable")
     start = np.cumsum(counts, axis=1) - counts
     nth = np.empty_like(slots)
-    np.put_along_axis(nth, order, np.arange(P) - np.take_along_axis(start, np.sort(slots, axis=1), 1), 1)
-    free = nth >= np.take_along_axis(wanted, slots, 1)
+    np.put_along_axis(nth, order, np.arange(P) - np.take_along_axis(start, np.sort(slots, axis=1) + 1, 1), 1)
+    free = (slots < 0) | (nth >= np.take_along_axis(wanted, np.maximum(slots, 0), 1))
+    counts = counts[:, 1:]
     missing = np.maximum(wanted - counts, 0)
     row, expert = np.nonzero(missing)
     row, expert = (np.repeat(a, missing[row, expert]) for a in (row, expert))
     by_weight = np.lexsort((-share[row, expert], row))
     row, expert = row[by_weight], expert[by_weight]
     turn = np.arange(len(row)) - np.searchsorted(row, row)
-    weight = np.where(free, 0.0, np.take_along_axis(share, slots, 1)).reshape(rows, devices, S).sum(-1)
+    weight = (
+        np.where(free, 0.0, np.take_along_axis(share, np.maximum(slots, 0), 1))
+        .reshape(rows, devices, S)
+        .sum(-1)
+    )
     open_slots = free.reshape(rows, devices, S)
     for k in range(int(turn.max(initial=-1)) + 1):
         r, e = row[turn == k], expert[turn == k]
@@ -156,7 +155,7 @@ def _recount(slots: Ints, wanted: Ints, share: Floats, devices: int) -> Ints:
 
 def _rename(new: Ints, old: Ints, num_experts: int, devices: int, nodes: int) -> Ints:
     """`new` with its devices renamed within nodes, and its nodes, so that most copies stay where they are."""
-    from scipy.optimize import linear_sum_assignment  # 0.2 s to import, and only needed here
+    from scipy.optimize import linear_sum_assignment  # slow to import, and only needed here
 
     L, D = len(new), devices // nodes
     slots = new.reshape(L, nodes, D, -1)

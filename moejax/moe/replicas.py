@@ -1,7 +1,8 @@
 """Replicas of hot experts: which physical expert serves an assignment.
 
-A layer with R redundant experts has P = E + R physical ones. Which of its experts each of them is can change
-while the engine runs (`moejax.moe.placement`), so the tables are arrays that a step reads, not constants.
+A layer with R redundant experts has P = E + R physical ones, dealt out to devices in order. Which of its
+experts each of them is can change while the engine runs (`moejax.moe.placement`, `moejax.engine.rebalance`):
+the tables are arrays that a step reads, not constants.
 """
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax.nn.param import ParamSpec
+from moejax.moe.placement import Placement
+from moejax.nn.param import ParamSpec, path_name
 
 
 class Placed(nnx.Variable):
@@ -23,9 +25,8 @@ class ReplicaTable(nnx.Module):
     """
 
     def __init__(self, num_experts: int, redundant: int) -> None:
-        E, R = num_experts, redundant
-        self.num_experts, self.num_physical = E, E + R
-        table, count = tables(np.concatenate([np.arange(E), np.arange(R) % E]), E)
+        self.num_experts, self.num_physical = num_experts, num_experts + redundant
+        table, count = tables(np.arange(num_experts + redundant) % num_experts, num_experts)
         self.physical = Placed(jnp.asarray(table), spec=ParamSpec(table.shape, (None, None), jnp.int32))
         self.count = Placed(jnp.asarray(count), spec=ParamSpec(count.shape, (None,), jnp.int32))
 
@@ -39,14 +40,31 @@ class ReplicaTable(nnx.Module):
         physical = self.physical[...][inside, turn % self.count[...][inside]]
         return jnp.where(ids < self.num_experts, physical, self.num_physical)
 
+    def expert_of(self) -> np.ndarray:
+        """int32 `[P]`: the expert that each physical one is."""
+        table, count = np.asarray(self.physical[...]), np.asarray(self.count[...])
+        found = np.zeros(self.num_physical, np.int32)
+        for expert in range(self.num_experts):
+            found[table[expert, : count[expert]]] = expert
+        return found
+
 
 def tables(expert_of: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
     """Each physical expert's expert, int `[P]` → `ReplicaTable`'s two tables. Every expert must be there."""
-    P = len(expert_of)
-    table = np.zeros((num_experts, P - num_experts + 1), np.int32)
-    count = np.zeros(num_experts, np.int32)
-    for expert in range(num_experts):
-        mine = np.flatnonzero(expert_of == expert)
-        table[expert] = np.resize(mine, table.shape[1])
-        count[expert] = len(mine)
-    return table, count
+    placement = Placement(expert_of[None], num_experts, 1)
+    table, count = placement.padded(len(expert_of) - num_experts + 1)[0], placement.replicas[0]
+    turn = np.arange(table.shape[1])[None, :] % count[:, None]
+    return np.take_along_axis(table, turn, axis=1), count
+
+
+def held_experts(model: nnx.Module) -> dict[str, list[int]] | None:
+    """Dotted path → the expert in each place, of every stacked tensor that does not hold each once and in order;
+    None if all do."""
+    found: dict[str, list[int]] = {}
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, ReplicaTable):
+            held = node.expert_of().tolist()
+            if held != list(range(node.num_experts)):
+                layer = path_name(path[:-1])
+                found |= {f"{layer}.experts.{name}": held for name in ("gate_proj", "up_proj", "down_proj")}
+    return found or None

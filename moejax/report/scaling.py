@@ -28,7 +28,7 @@ def print_scaling(result: Mapping[str, Any], console: Console) -> None:
     table = Table(
         title=f"Layouts, modelled on {kind} ({load}; {prompts})",
         box=box.SIMPLE_HEAD,
-        caption="bytes and memory of one device (!: more than it has); ms modelled, nothing overlapping; even routing",
+        caption="of one device (!: more memory than it has); ms modelled, nothing overlaps; even routing",
     )
     measured = any(row.get("measured_devices") for row in result["cases"])
     columns = ["layout", "GPUs", "weights\nGB", "+ cache\nGB", "decode\nKB sent", "ms", "of it\nlinks",

@@ -59,7 +59,7 @@ class Liveness:
         self._lost: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
         self.abort_handler = abort_handler
         abort_handler.line = self._abort_line
-        # Two, since the one that ends this process waits, and both now: none can be made at the interpreter's end.
+        # Two, since the one that ends this process waits; both now, since none starts at the interpreter's end.
         threading.Thread(target=self._watch, name="liveness", daemon=True).start()
         threading.Thread(target=self._end, name="liveness-end", daemon=True).start()
 

@@ -1,21 +1,22 @@
 """Pipeline parallelism: which stage has which layers, how long stages wait, and how activations move on.
 
-Each stage is a program of its own on a mesh of its own (`moejax.engine.pipeline_runner`). What runs between two
-stages is one program with one collective, a collective-permute along axis "pp" of a joint mesh of both: each
-device of a stage sends what it has to the one in its place in the next, so its pairs are (d, d + devices of a
-stage). With G data groups, S rows and T chunk tokens of a group's microbatch (padding included), D = hidden size,
-and `slots` = `engine.max_num_seqs`, a device's operand is
+Each stage is a program of its own on a mesh of its own (`moejax.engine.pipeline_runner`). What runs between
+two stages is one program with one collective, a collective-permute along axis "pp" of a joint mesh of both:
+each device of a stage sends what it has to the one in its place in the next, so its pairs are (d, d + devices
+of a stage). With G data groups, S rows and T chunk tokens of a group's microbatch (padding included), D =
+hidden size, and `slots` = `engine.max_num_seqs`, a device's operand is
 
     stage s → s + 1     `[S + T, D]` in the model's dtype      once a microbatch, for each s but the last
     last stage → first  int32 `[slots + 1]`, each slot's       at most once a microbatch, and only in the
                         newest token                           overlapped loop (a row decodes a token that the
                                                                host has not read yet); never in the plain loop
 
-The layer's output and its residual travel as their sum (`Decoder.run`). Devices of a tensor group hold and send
-the same rows, each to its own peer. Nothing else moves between stages; within one, collectives are those of a
-model without stages, once a microbatch.
+The layer's output and its residual travel as their sum (`Decoder.run`). Devices of a tensor group hold and
+send the same rows, each to its own peer. Nothing else moves between stages; within one, collectives are those
+of a model without stages, once a microbatch.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -67,13 +68,13 @@ def split_layers(
                 f"{list(stage_layers)}"
             )
         ends = np.cumsum([0, *stage_layers]).tolist()
-        return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+        return tuple(range(a, b) for a, b in itertools.pairwise(ends))
     if pp > L:
         raise ConfigError(f"parallel.pp={pp} stages need as many layers, and the model has {L}")
     costs = layer_costs(model, tokens)
     D = model.hidden_size
     ends = _balance(costs, pp, first=float(tokens * D), last=float(D * model.vocab_size))
-    return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+    return tuple(range(a, b) for a, b in itertools.pairwise(ends))
 
 
 def _balance(costs: Sequence[float], parts: int, first: float, last: float) -> list[int]:
@@ -129,8 +130,8 @@ class StageTime(NamedTuple):
 def schedule(costs: np.ndarray) -> np.ndarray:
     """When each stage ends each microbatch, `[S, M]`, from how long it takes, `[S, M]`.
 
-    A stage takes the microbatches in order, each as soon as it has ended the one before and the stage before it
-    has ended this one.
+    A stage takes the microbatches in order, each as soon as it has ended the one before and the stage before
+    it has ended this one.
     """
     ends = np.zeros(costs.shape)
     stages, microbatches = costs.shape
@@ -170,8 +171,8 @@ def bubble_fraction(stages: int, microbatches: int, costs: Any = None) -> float:
 def measured_bubble(times: Sequence[StageTime]) -> float:
     """The same of measured stage times, over all their steps.
 
-    They were taken one after another (each program is waited for), so what counts is how long each took; when it
-    would have run beside the others is `schedule`'s.
+    They were taken one after another (each program is waited for), so what counts is how long each took; when
+    it would have run beside the others is `schedule`'s.
 
     Raises:
         ConfigError: there are none, or a step's are not complete.
@@ -209,9 +210,9 @@ class TransferKey(NamedTuple):
 class Transfer:
     """Moves arrays whose first dimension is by data group from one stage's mesh to another's.
 
-    "permute" is one program, a collective-permute over both stages' devices; it works as well where these belong
-    to different processes, each of which then gives and takes what is on its own devices. "put", its plain
-    twin, is `jax.device_put`.
+    "permute" is one program, a collective-permute over both stages' devices; it works as well where these
+    belong to different processes, each of which then gives and takes what is on its own devices. "put", its
+    plain twin, is `jax.device_put`.
 
     Args:
         source, target: meshes with the same axes and no device in common.

@@ -57,8 +57,8 @@ class OneDevice:
             arguments: trees of arrays or of what `struct` gives.
             donate: the argument that is device state: donated, and returned anew.
             output: the function returns `(state, output)`; else the state.
-            by_group: of the output's parts (a tree of which it is a prefix), which are by group; the others are
-                equal on all devices.
+            by_group: of the output's parts (a tree of which it is a prefix), which are by group; the others
+                are equal on all devices.
         """
         return jax.jit(function, donate_argnums=(donate,))
 

@@ -156,6 +156,10 @@ def test_arrays_in_many_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax, "CHUNK_BYTES", 256)
     model = on_mesh(None)
     save_sharded(model, tmp_path)
+    stored = orbax.v1.metadata(tmp_path / WEIGHTS).metadata
+    # An expert of [32, 16] in chunks of 256 bytes, no chunk with parts of two.
+    chunk = stored["layers.0.moe.experts.up_proj"].storage_metadata.chunk_shape
+    assert chunk[0] == 1 and np.prod(chunk) == 64
     restored = Decoder(CONFIG)
     placed = placement(PRESETS["ep4_tp2"], CONFIG)(specs(restored))
     restore_sharded(tmp_path, restored, placed)

@@ -41,7 +41,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MOE = MoeConfig(grouped_matmul="ragged_dot")
 MODEL = small_model(num_layers=2, moe_layers=(True, False), sliding_windows=(None, None))
 
-
 HERE = [name for name, layout in PRESETS.items() if 1 < layout.num_devices <= 8]
 OTHERS = [
     name for name, layout in LAYOUTS.items() if layout.num_devices > 1 and layout not in PRESETS.values()
@@ -93,7 +92,9 @@ def exchanges(program: Program, model: ModelConfig, parallel: ParallelConfig, ke
     return [account_exchange(method, model, parallel, tokens, rung=rung) for rung in range(choices)]
 
 
-def check(model: ModelConfig, parallel: ParallelConfig, key: StepKey) -> list[Program]:
+def check(
+    model: ModelConfig, parallel: ParallelConfig, key: StepKey, scored: tuple[int, int] = (0, 0)
+) -> list[Program]:
     """Bytes by axes and kind are those of the formulas, in every stage, whatever size the exchange takes."""
     programs = compile_step(model, parallel, key)
     for program in programs:
@@ -107,7 +108,7 @@ def check(model: ModelConfig, parallel: ParallelConfig, key: StepKey) -> list[Pr
                 exchange=exchange,
                 layers=program.layers,
                 logprobs=key.mode.logprobs,
-                scored=(1, key.tokens) if key.score else (0, 0),
+                scored=scored,
                 record=key.record,
             )
             within = [term for term in terms if term.role != "pipeline"]
@@ -166,10 +167,12 @@ def test_bytes_between_stages() -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp8", "dp_attention_ep4_tp2"])
-def test_bytes_of_a_step_with_everything(layout: str) -> None:
-    """Prompt chunks, log-probabilities, scores, recorded routing, and sampling that is not greedy."""
+def test_bytes_of_a_step_with_everything(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt chunks, log-probabilities, recorded routing, sampling that is not greedy, and scores, of whose
+    logits there is room for six rows at a time."""
+    monkeypatch.setattr("moejax.engine.steps.MAX_LOGIT_ELEMENTS", 6 * MODEL.vocab_size)
     mode = SamplerMode(greedy=False, filters=True, penalty=True, logprobs=3)
-    check(MODEL, LAYOUTS[layout], StepKey(8, 16, BLOCKS, 1, mode, True, True))
+    check(MODEL, LAYOUTS[layout], StepKey(8, 16, BLOCKS, 1, mode, True, True), scored=(3, 6))
 
 
 EXCHANGES: list[tuple[str, dict[str, Any], int]] = [

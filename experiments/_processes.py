@@ -1,0 +1,154 @@
+"""An experiment run by several processes: all compute, process 0 alone writes, tracks and prints.
+
+The others run the same code on the same configuration, but with no tracker, into a folder that is thrown
+away, and with their output shut; their log lines and errors are shown with the process's number in front.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict, read_write
+
+from moejax.core.errors import ConfigError
+from moejax.core.files import dump_json
+from moejax.core.parallel import ParallelConfig
+from moejax.sharding.distributed import (
+    Place,
+    ProcessInfo,
+    broadcast,
+    initialize_from_environment,
+    read_environment,
+    reserve_cpu_threads,
+)
+
+
+def prefix() -> str:
+    """What a line of this process begins with: `[1] `, and nothing for process 0."""
+    try:
+        index = read_environment().index
+    except ConfigError:
+        return ""
+    return f"[{index}] " if index else ""
+
+
+def runs_here(place: Place, schema: type) -> bool:
+    """Whether this process has a part in the experiment: without a mesh, process 0 runs it alone."""
+    return place.index == 0 or _has(schema, "parallel")
+
+
+@contextlib.contextmanager
+def own_folder(place: Place) -> Iterator[list[str]]:
+    """Hydra's overrides for this process.
+
+    Process 0 has none: it makes the run's folder, named after the time. Another process's is temporary.
+    """
+    if place.index == 0:
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix=f"moejax-process-{place.index}-") as folder:
+        yield [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.output_subdir=null"]
+
+
+@contextlib.contextmanager
+def taking_part(config: Any) -> Iterator[Any]:
+    """Joins the other processes, and yields the configuration that this one is to run.
+
+    Raises:
+        ConfigError: this process's configuration is not process 0's, or a process has no device in the mesh.
+        ConfigError, DeviceError: as `initialize_from_environment`.
+    """
+    if not _has(type(config), "parallel"):
+        yield config
+        return
+    if config.parallel.num_devices > 1:
+        reserve_cpu_threads()
+    info = initialize_from_environment()
+    if info.count == 1:
+        yield config
+        return
+    _check_same(config, info.index)
+    _check_all_needed(config.parallel, info)
+    if info.index == 0:
+        yield config
+        return
+    if _has(type(config), "tracker"):
+        config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, kind="none"))
+    with tempfile.TemporaryDirectory(prefix=f"moejax-process-{info.index}-") as folder:
+        _divert_results(Path(folder))
+        _mark_log(f"[{info.index}] ")
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+        ):
+            yield config
+
+
+def _has(schema: type, name: str) -> bool:
+    return any(field.name == name for field in dataclasses.fields(schema))
+
+
+def _check_same(config: Any, index: int) -> None:
+    """What is computed must be the same everywhere; where it is tracked may differ."""
+    own = {
+        key: value for key, value in dataclasses.asdict(config).items() if key not in ("tracker", "verbose")
+    }
+    own = json.loads(dump_json(own))
+    theirs = json.loads(broadcast(dump_json(own)))
+    if own != theirs:
+        keys = sorted(_differences(own, theirs))
+        raise ConfigError(
+            f"process {index} was started with another configuration than process 0: {', '.join(keys)}; "
+            "start all processes with the same command line"
+        )
+
+
+def _check_all_needed(parallel: ParallelConfig, info: ProcessInfo) -> None:
+    """Devices are numbered process by process, and the mesh takes the first: one without any would hang."""
+    local, needed = info.local_devices, parallel.num_devices
+    if needed <= (info.count - 1) * local:
+        raise ConfigError(
+            f"parallel: {needed} devices do not reach over {info.count} processes of {local} devices each: start "
+            f"{-(-needed // local)}, or choose a larger layout"
+        )
+
+
+def _differences(own: Any, theirs: Any, key: str = "") -> Iterator[str]:
+    if not isinstance(own, dict) or not isinstance(theirs, dict):
+        if own != theirs:
+            yield key
+        return
+    for name in own.keys() | theirs.keys():
+        yield from _differences(own.get(name), theirs.get(name), f"{key}.{name}" if key else name)
+
+
+def _divert_results(folder: Path) -> None:
+    """Makes `folder` the job's output folder. Under submitit all processes share the one that Hydra made."""
+    config = HydraConfig.get()
+    with read_write(config), open_dict(config):
+        config.runtime.output_dir = str(folder)
+
+
+def _mark_log(mark: str) -> None:
+    """Log lines go to stderr only, marked; warnings too."""
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.FileHandler):
+            root.removeHandler(handler)
+            handler.close()
+        elif isinstance(handler, logging.StreamHandler):
+            # Not sys.stderr by name: that is about to lead nowhere.
+            handler.setStream(sys.__stderr__ or sys.stderr)
+            form = handler.formatter._fmt if handler.formatter and handler.formatter._fmt else "%(message)s"
+            if not form.startswith(mark):
+                handler.setFormatter(logging.Formatter(mark + form))
