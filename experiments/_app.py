@@ -145,6 +145,8 @@ def _faults(known: Callable[[], Known], *, reading: bool) -> Iterator[None]:
     except (MoejaxError, _JobError, BrokenPipeError):
         raise
     except Exception as error:
+        if type(error).__module__.startswith("submitit."):
+            raise _JobError(str(error)) from error  # a job that was killed: what its log ends with
         # The jobs' own exceptions do not come this way (see _Jobs): an OSError is Hydra's, over a file.
         if isinstance(error, OSError) and error.filename is not None:
             line = _file_line(error, reading)

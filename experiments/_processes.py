@@ -78,7 +78,8 @@ def taking_part(config: Any) -> Iterator[Any]:
     _check_same(config, info.index)
     _check_all_needed(config.parallel, info)
     if info.index == 0:
-        yield config
+        with _stdout_for_results():
+            yield config
         return
     if _has(type(config), "tracker"):
         config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, kind="none"))
@@ -87,10 +88,25 @@ def taking_part(config: Any) -> Iterator[Any]:
         _mark_log(f"[{info.index}] ")
         with (
             open(os.devnull, "w") as nowhere,
+            _stdout_for_results(),
             contextlib.redirect_stdout(nowhere),
             contextlib.redirect_stderr(nowhere),
         ):
             yield config
+
+
+@contextlib.contextmanager
+def _stdout_for_results() -> Iterator[None]:
+    """Gloo tells C's stdout of each connection. Those lines go to stderr, Python's to stdout as before."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with open(kept, "w", closefd=False) as stdout, contextlib.redirect_stdout(stdout):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _has(schema: type, name: str) -> bool:
@@ -117,8 +133,8 @@ def _check_all_needed(parallel: ParallelConfig, info: ProcessInfo) -> None:
     local, needed = info.local_devices, parallel.num_devices
     if needed <= (info.count - 1) * local:
         raise ConfigError(
-            f"parallel: {needed} devices do not reach over {info.count} processes of {local} devices each: start "
-            f"{-(-needed // local)}, or choose a larger layout"
+            f"parallel: {needed} devices do not reach over {info.count} processes of {local} devices each: "
+            f"start {-(-needed // local)}, or choose a larger layout"
         )
 
 
@@ -133,7 +149,7 @@ def _differences(own: Any, theirs: Any, key: str = "") -> Iterator[str]:
 
 def _divert_results(folder: Path) -> None:
     """Makes `folder` the job's output folder. Under submitit all processes share the one that Hydra made."""
-    config = HydraConfig.get()
+    config: Any = HydraConfig.get()
     with read_write(config), open_dict(config):
         config.runtime.output_dir = str(folder)
 

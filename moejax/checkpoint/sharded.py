@@ -21,6 +21,7 @@ from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.files import atomic_write_text, ensure_writable
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_to_hf
+from moejax.moe.replicas import held_experts
 from moejax.nn.param import ExpertOf, ParamSpec, iter_params, slots_of, specs
 
 WEIGHTS = "weights"
@@ -36,7 +37,7 @@ def save_sharded(
     """Writes a model, each process its shards. All processes must call it, for a folder that all of them see.
 
     Args:
-        expert_of: for a model with replicas of experts, which one each slot holds; kept with the weights.
+        expert_of: which expert each slot holds; kept with the weights. None: as its tables say.
         overwrite: an older checkpoint in the folder may go before this one is complete.
 
     Raises:
@@ -47,6 +48,7 @@ def save_sharded(
     text = json.dumps(config_to_hf(model.config), indent=2) + "\n"
     tree = {name: param[...] for name, param in iter_params(model)}
     _check_owners({name: value.sharding for name, value in tree.items()})
+    expert_of = expert_of or held_experts(model)
     stored = {name: _as_stored(name, spec, expert_of) for name, spec in specs(model).items()}
     # Orbax would leave threads behind that wait for a folder which nobody can make.
     out = ensure_writable(directory)
@@ -71,7 +73,7 @@ def restore_sharded(
     Args:
         model: may be abstract; `Decoder(load_config(directory))` fits.
         shardings: path → sharding, of this mesh. None: all on the default device.
-        expert_of: which expert each slot holds; must be as it was saved.
+        expert_of: which expert each slot holds; as it was saved. None: as the model's tables say.
 
     Raises:
         ConfigError: a part of the model would lie on some processes only.
@@ -87,7 +89,7 @@ def restore_sharded(
     declared = specs(model)
     if shardings is not None:
         _check_owners(shardings)
-    _check(tree, stored, declared, expert_of, str(path))
+    _check(tree, stored, declared, expert_of or held_experts(model), str(path))
     here = SingleDeviceSharding(jax.local_devices()[0])
     like = {
         name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=shardings[name] if shardings else here)

@@ -1,4 +1,4 @@
-"""What runners on devices have in common: batches padded to buckets, their warm-up, results read by the host."""
+"""What runners on devices have in common: batches padded to buckets, warm-up, results read by the host."""
 
 import dataclasses
 import itertools

@@ -90,7 +90,7 @@ class DeviceRunner(BucketRunner):
         step = self._step(key)
         pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
         given = DeviceState(pages, self._last, self._seen_of(key))
-        state, output = step(self.functions.leaves, given, self.place.put(buffer))
+        state, output = self.place.settled(step(self.functions.leaves, given, self.place.put(buffer)))
         self.pool.put(state.pages)
         self._last = state.last
         if key.mode.penalty:

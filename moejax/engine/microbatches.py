@@ -6,6 +6,8 @@ the earlier one's keys. Samples that start with a chunk go with its last part.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from moejax.engine.plan import Chunk, GroupPlan, Plan, StepPlan
@@ -53,23 +55,24 @@ def split_plan(plan: Plan, count: int, rank: Callable[[Sequence], Any], least_to
         parts = [Part(*mine) for mine in cut[0]]
     else:
         parts = [_join([mine[i] for mine in cut], groups) for i in range(number)]
-    return [part for part in parts if part.rows]
+    parts = [part for part in parts if part.rows]
+    for group, first in zip(groups, parts[0].plan.groups, strict=True):
+        first.copies = group.copies
+    return parts
 
 
 def _split(
     plan: StepPlan, number: int, decodes: int, chunks: int, rank: Callable[[Sequence], Any]
 ) -> list[_Cut]:
-    """One group's microbatches: the first `decodes` have rows that decode, the first `chunks` prompt tokens."""
+    """One group's microbatches: the first `decodes` have decoding rows, the first `chunks` prompt tokens."""
     parts = [_Cut(StepPlan(), [], []) for _ in range(number)]
-    parts[0].plan.copies = plan.copies
-    active = len(plan.decodes) - plan.idle
+    active, ended = len(plan.decodes) - plan.idle, range(len(plan.decodes) - plan.idle, len(plan.decodes))
     order = sorted(range(active), key=lambda row: rank(plan.decodes[row]))
-    ended = list(range(active, len(plan.decodes)))
-    for (part, rows, _), mine, idle in zip(parts, _even(order, decodes), _even(ended, decodes), strict=False):
-        rows += [*mine, *idle]
+    for (part, rows, _), mine in zip(parts, _even([*order, *ended], decodes), strict=False):
+        rows += mine
         part.decodes = [plan.decodes[row] for row in rows]
         part.positions = [plan.positions[row] for row in rows]
-        part.idle = len(idle)
+        part.idle = sum(row in ended for row in rows)
     if plan.chunks:
         _cut_chunks(plan, parts[:chunks])
     return parts
@@ -78,7 +81,7 @@ def _split(
 def _cut_chunks(plan: StepPlan, parts: list[_Cut]) -> None:
     """Puts even parts of all chunk tokens, and of static batching's padding, into each."""
     tokens, count = plan.chunk_tokens, len(parts)
-    ends = [tokens * (i + 1) // count for i in range(count)]
+    ends = _ends(tokens, count)
     index, row, at = 0, len(plan.decodes), 0
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
         start, left = chunk.start, chunk.count
@@ -94,14 +97,21 @@ def _cut_chunks(plan: StepPlan, parts: list[_Cut]) -> None:
             spans.append((index, take))
             start, index = start + take, index + take
         row += 1 + len(forks)
-    padding = max(plan.min_tokens - tokens, 0)
-    for i, (into, _, _) in enumerate(parts):
-        into.min_tokens = into.chunk_tokens + padding * (i + 1) // count - padding * i // count
+    filled = [into for into, _, _ in parts if into.chunks]
+    padding = _even(range(plan.min_tokens - tokens), len(filled))
+    for into, more in zip(filled, padding, strict=True):
+        into.min_tokens = into.chunk_tokens + len(more)
 
 
-def _even(items: list[int], count: int) -> list[list[int]]:
-    """In order, in `count` lists of nearly the same length."""
-    return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
+def _ends(items: int, count: int) -> list[int]:
+    """Where `count` parts of nearly the same length end, the first ones longer."""
+    each, more = divmod(items, count) if count else (0, 0)
+    return [each * (i + 1) + min(i + 1, more) for i in range(count)]
+
+
+def _even(items: Items[int], count: int) -> list[Items[int]]:
+    """In order, in `count` parts of nearly the same length."""
+    return [items[a:b] for a, b in pairwise([0, *_ends(len(items), count)])]
 
 
 def _join(mine: list[_Cut], groups: list[StepPlan]) -> Part:

@@ -30,22 +30,22 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
-from moejax.engine.batch import StepKey, layout
+from moejax.engine.batch import StepKey
 from moejax.engine.bucket_runner import BucketRunner, Rows
 from moejax.engine.buckets import Buckets
-from moejax.engine.device_runner import DeviceRunner
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.microbatches import Part, split_plan
-from moejax.engine.paged_steps import DeviceState, PagedOutput
+from moejax.engine.paged_steps import PagedOutput
 from moejax.engine.plan import Plan
 from moejax.engine.runner import StepResult
 from moejax.engine.sequence import Sequence as Sample
+from moejax.engine.stage_runner import Stage, StageLedger
 from moejax.engine.stage_steps import StageFunctions, StageOutput
 from moejax.sharding.pipeline import How, StageTime, Transfer, measured_bubble
 from moejax.sharding.spmd import OnMesh
@@ -95,88 +95,11 @@ def most_microbatches(parallel: ParallelConfig, config: EngineConfig) -> int:
 
 
 class LaunchedPipeline(NamedTuple):
-    """A step under way: its microbatches with what they hold, and the numbers of its rows and chunk tokens."""
+    """A step under way: its microbatches with what they hold, and its numbers of rows and chunk tokens."""
 
     microbatches: list[tuple[Microbatch, Part, Rows]]
     rows: int
     chunk_tokens: int
-
-
-class Stage(DeviceRunner):
-    """One stage's weights, pages, and programs, which `PipelineRunner` starts."""
-
-    functions: StageFunctions  # type: ignore[assignment]
-    place: OnMesh
-
-    def run(self, key: StepKey, buffer: np.ndarray, given: jax.Array | None) -> StageOutput:
-        """Starts the stage's step on a microbatch."""
-        step = self._step(key)
-        pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
-        state = DeviceState(pages, cast(Any, None), None)
-        if self.functions.is_last:
-            state = DeviceState(pages, self.last, self._seen_of(key))
-        given = self.last if self.functions.is_first else given
-        state, output = step(self.functions.leaves, state, self.place.put(buffer), given)
-        self.pool.put(state.pages)
-        if self.functions.is_last:
-            self.last = state.last
-            if key.mode.penalty:
-                self._seen = state.seen
-        return output
-
-    @property
-    def last(self) -> jax.Array:
-        """int32, each slot's newest token: the last stage's own, the first stage's copy of it."""
-        return self._last
-
-    @last.setter
-    def last(self, last: jax.Array) -> None:
-        self._last = last
-
-    def copy(self, copies: Sequence[Sequence[tuple[int, int]]], buckets: Buckets) -> None:
-        """Copies each group's blocks of this stage's pages."""
-        self.buckets = buckets
-        self._copy(copies)
-
-    def wait(self) -> None:
-        """Until all that was started here has ended."""
-        jax.block_until_ready((self.pool.take(len(self.pool.layout.sizes)), self._last))
-
-    def _step(self, key: StepKey) -> Any:
-        def build() -> jax.stages.Wrapped:
-            def step(leaves: Any, state: DeviceState, buffer: jax.Array, given: jax.Array) -> Any:
-                how: Any = {"key": key, "limits": self.limits, "place": self.place}
-                return self.functions.step(leaves, state, buffer, given, **how)
-
-            by_group = StageOutput(True, False, False, False, False)  # type: ignore[arg-type]
-            return self.place.compiled(step, shapes(), donate=1, output=True, by_group=by_group)
-
-        def shapes() -> tuple[Any, ...]:
-            slots, model = self.limits.slots + 1, self.functions.config
-            struct = self.place.struct
-            pages = self.pool.shapes(self.limits.slab_ends.index(key.blocks) + 1)
-            last = struct((slots,), jnp.int32)
-            seen = struct((slots, model.vocab_size), jnp.bool_) if key.mode.penalty else None
-            is_last = self.functions.is_last
-            state: Any = (
-                DeviceState(pages, last, seen) if is_last else DeviceState(pages, cast(Any, None), None)
-            )
-            x = struct((key.rows + key.tokens, model.hidden_size), jnp.dtype(model.dtype))
-            buffer = struct((layout(key, self.limits)[1],), jnp.int32)
-            return self._leaves(), state, buffer, last if self.functions.is_first else x
-
-        return self.ledger.get("step", key, build, shapes)
-
-
-class _StageLedger(CompileLedger):
-    """Puts a stage's programs into the ledger of all, under names of its own."""
-
-    def __init__(self, whole: CompileLedger, stage: int) -> None:
-        super().__init__(whole.strict)
-        self._whole, self._stage = whole, stage
-
-    def get(self, function: str, *how: Any) -> Any:
-        return self._whole.get(f"stage {self._stage} {function}", *how)
 
 
 class PipelineRunner(BucketRunner):
@@ -209,7 +132,7 @@ class PipelineRunner(BucketRunner):
         super().__init__(whole, config, *limits, ledger, kernels, stages[0][1].groups)
         self.microbatches = microbatches
         self.stages = [
-            Stage(cast(Any, functions), config, *limits, _StageLedger(ledger, i), kernels, place)
+            Stage(cast(Any, functions), config, *limits, StageLedger(ledger, i), kernels, place)
             for i, (functions, place) in enumerate(stages)
         ]
         places = [place for _, place in stages]
@@ -219,6 +142,10 @@ class PipelineRunner(BucketRunner):
         ]
         back = f"transfer {len(places) - 1} to 0"
         self._back = Transfer(places[-1], places[0], ledger.get, how=transfer, name=back)
+        # The process that has each stage's outputs; one that has part in all stages needs no other's.
+        self._owners = [min(d.process_index for d in place.mesh.devices.flat) for place in places]
+        holders = [{d.process_index for d in place.mesh.devices.flat} for place in places]
+        self._apart = any(mine != holders[0] for mine in holders)
         self.measure_bubble = False
         self.stage_times: list[StageTime] = []
         self._numbers = self._steps = 0
@@ -269,7 +196,7 @@ class PipelineRunner(BucketRunner):
         # A step that computes any part of a prompt counts as prefill, in all its microbatches.
         phase = "prefill" if handle.chunk_tokens else "decode"
         for microbatch, part, rows in handle.microbatches:
-            output = _whole_output(microbatch)
+            output = self._output(microbatch)
             result = self._result(microbatch.key, rows, output)
             padded += result.padded_tokens
             for row, token in zip(part.rows, result.tokens, strict=True):
@@ -373,10 +300,30 @@ class PipelineRunner(BucketRunner):
         self._start(microbatch)
         self._finish(microbatch)
         self._bring_back()
-        return _whole_output(microbatch)
+        return self._output(microbatch)
+
+    def _output(self, microbatch: Microbatch) -> PagedOutput:
+        """What the stages gave, put together in the order of their layers.
+
+        Where the stages are in several processes, these tell each other.
+        """
+        outputs = [output._replace(x=None) for output in microbatch.outputs]
+        if self._apart:
+            every = multihost_utils.process_allgather(jax.tree.map(np.asarray, outputs))
+            outputs = [
+                jax.tree.map(lambda x, owner=owner: np.asarray(x)[owner], output)
+                for output, owner in zip(every, self._owners, strict=True)
+            ]
+        last = outputs[-1]
+        assert last.sampled is not None
+        if last.counts is None:
+            return PagedOutput(last.sampled, None, None, last.prompt_logprobs)
+        counts: Any = np.concatenate([np.asarray(output.counts) for output in outputs])
+        overflow: Any = np.sum([np.asarray(output.overflow) for output in outputs], axis=0)
+        return PagedOutput(last.sampled, counts, overflow, last.prompt_logprobs)
 
     def _copier(self, slabs: int) -> Any:
-        return [stage._copier(slabs) for stage in self.stages]
+        return [stage._copier(slabs) for stage in self.stages if stage.here]
 
     def _thinned(self, max_total_len: int) -> Buckets:
         """Those of a whole step, and those of one microbatch of a full step."""
@@ -391,15 +338,3 @@ class PipelineRunner(BucketRunner):
             found.slabs,
             found.slab_counts,
         )
-
-
-def _whole_output(microbatch: Microbatch) -> PagedOutput:
-    """What the stages gave, put together in the order of their layers."""
-    outputs = microbatch.outputs
-    last = outputs[-1]
-    assert last.sampled is not None
-    if last.counts is None:
-        return PagedOutput(last.sampled, None, None, last.prompt_logprobs)
-    counts = np.concatenate([np.asarray(output.counts) for output in outputs])
-    overflow = np.sum([np.asarray(output.overflow) for output in outputs], axis=0)
-    return PagedOutput(last.sampled, cast(Any, counts), cast(Any, overflow), last.prompt_logprobs)

@@ -234,6 +234,9 @@ def initialize_from_environment() -> ProcessInfo:
         f"process {place.index} of {place.count} cannot join the others at {coordinator} within {connect} s"
     )
     remedy = "check that all processes run, that this address is process 0's, and that its port is free"
+    taken = place.index == 0 and liveness.port_fault(_host_port(coordinator)[1])
+    if taken and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        raise DeviceError(f"{apart}: {taken}; {remedy}")
     # JAX's client aborts when it has waited for so long.
     abort = liveness.AbortHandler(lambda: (f"error: {apart}; {remedy}", 2))
     import jax

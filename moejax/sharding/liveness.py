@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 5.0
 """What a process gets to end by itself when another has ended on an error."""
 _FAREWELL_SECONDS = 2.0
 
@@ -59,7 +59,7 @@ class Liveness:
         self._lost: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
         self.abort_handler = abort_handler
         abort_handler.line = self._abort_line
-        # Two, since the one that ends this process waits; both now, since none starts at the interpreter's end.
+        # Two, since the one that ends this process waits; both now: none starts at the interpreter's end.
         threading.Thread(target=self._watch, name="liveness", daemon=True).start()
         threading.Thread(target=self._end, name="liveness-end", daemon=True).start()
 
@@ -158,8 +158,8 @@ class Liveness:
 class AbortHandler:
     """Says a last line when the runtime aborts this process.
 
-    JAX's client does so from a C++ thread. Python's `signal` would come too late: it runs handlers in the main
-    thread, which sits in a collective. A C handler runs before the end.
+    JAX's client does so from a C++ thread. Python's `signal` would come too late: it runs handlers in the
+    main thread, which sits in a collective. A C handler runs before the end.
 
     Attributes:
         line: gives the line, empty for none, and an exit code, or None to let the abort go on.
@@ -184,13 +184,27 @@ class AbortHandler:
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
+def port_fault(port: int) -> str:
+    """Why nothing can listen on that port; empty if something can. JAX's service crashes on a port in use."""
+    try:
+        _everywhere(port).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _everywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+    return socket.create_server(("", port), backlog=128)
+
+
 def listen(host: str) -> socket.socket:
     """Process 0's listener, on a port of the system's choice: for this machine only where `host` is."""
-    local = host in ("localhost", "127.0.0.1", "::1")
-    if not local and socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+    if host not in ("localhost", "127.0.0.1", "::1"):
+        return _everywhere(0)
     family = socket.AF_INET6 if host == "::1" else socket.AF_INET
-    return socket.create_server((host if local else "", 0), family=family, backlog=128)
+    return socket.create_server((host, 0), family=family, backlog=128)
 
 
 def accept(listener: socket.socket, count: int, token: str, seconds: float) -> dict[int, socket.socket]:

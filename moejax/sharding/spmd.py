@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moejax.sharding.axes import SINGLE, Axes, all_gather, psum
+from moejax.sharding.distributed import settle
 
 
 class OneDevice:
@@ -33,6 +34,10 @@ class OneDevice:
     def put(self, by_group: np.ndarray) -> Any:
         """A host array, by group, as a function's argument."""
         return by_group
+
+    def settled(self, tree: Any) -> Any:
+        """What a call returned, waited for where that is needed, see `moejax.sharding.distributed.settle`."""
+        return tree
 
     def everywhere(self, tree: Any) -> Any:
         """Inside the function: what the groups have, one after another, equal on all devices."""
@@ -71,6 +76,11 @@ class OnMesh(OneDevice):
         self.groups = axes.size(axes.data)
         self._zeros: dict[Any, Any] = {}
 
+    @property
+    def here(self) -> bool:
+        """Whether any of its devices is this process's."""
+        return any(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
+
     def sharding(self, *parts: Any) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*parts))
 
@@ -93,6 +103,9 @@ class OnMesh(OneDevice):
     def put(self, by_group: np.ndarray) -> Any:
         sharding = self.sharding(self.axes.data or None)
         return jax.make_array_from_callback(by_group.shape, sharding, lambda index: by_group[index])
+
+    def settled(self, tree: Any) -> Any:
+        return settle(tree)
 
     def everywhere(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: all_gather(x, self.axes.data), tree)

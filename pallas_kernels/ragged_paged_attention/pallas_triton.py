@@ -59,8 +59,11 @@ def heuristic(problem: Problem) -> Config:
     # 128 rows of 128 numbers and 64 keys fit 8 warps' registers; keys that are decoded take more.
     rows = max(group, 16 if wide else 128 if Dp <= 128 else 64)
     tile = min(16 if wide else 32 if Dp > 128 or kv_bytes == 1 else 64, context)
-    # On sm_80, with five stages: sinks leave the loop without a window two registers too few.
+    # With sinks the registers of sm_80 are two too few for five stages of 64 keys, where there is no window,
+    # and for 32 keys of 256 numbers that are decoded.
     spills = problem["sinks"] and not problem["window"] and tile == 64
+    if problem["sinks"] and Dp > 128 and kv_bytes == 1:
+        tile = 16
     return Config(
         splits=_splits(problem, decode_tile),
         decode_tile=decode_tile,

@@ -17,7 +17,9 @@ from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.models.decoder import Decoder
-from moejax.nn.param import iter_params, specs
+from moejax.nn.param import initialize, iter_params, specs
+from moejax.sharding.mesh import make_mesh
+from moejax.sharding.rules import shardings
 from tests.checkpoint.meshes import (
     FAMILIES,
     PRESETS,
@@ -165,6 +167,25 @@ def test_tied_embeddings(tmp_path):
     loaded = load_pretrained(tmp_path, shardings=place)
     assert loaded.model.lm_head is None and loaded.stats.bytes_read == size
     assert_placed(loaded.model, place(specs(loaded.model)), values_of(random_model(config)))
+
+
+def test_pipeline_stages_on_meshes_of_their_own(directories):
+    """Each stage's devices read its layers only; random weights and saving do not mind either."""
+    config = FAMILIES["qwen3_moe"]
+    plan = make_mesh(ParallelConfig(pp=2, ep=4), config.num_kv_heads)
+
+    def place(declared):
+        stages = [shardings(declared, mesh, plan.axes) for mesh in plan.stages]
+        late = ("layers.1.", "norm.", "lm_head.")
+        return {name: stages[name.startswith(late)][name] for name in declared}
+
+    loaded = load_pretrained(directories["qwen3_moe"], shardings=place)
+    placed = place(specs(loaded.model))
+    assert_placed(loaded.model, placed, values_of(load_pretrained(directories["qwen3_moe"]).model))
+    assert loaded.stats.bytes_read == stored_bytes(directories["qwen3_moe"])
+    fresh, plain = Decoder(config), Decoder(config, seed=4)
+    initialize(fresh, 4, placed)
+    assert_placed(fresh, placed, values_of(plain))
 
 
 def test_one_device_counts_too(directories):

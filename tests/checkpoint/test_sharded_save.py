@@ -17,6 +17,7 @@ from moejax.checkpoint.sharded import WEIGHTS, restore_sharded, save_sharded
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError, MoejaxError, OutputError
 from moejax.models.decoder import Decoder
+from moejax.moe.replicas import held_experts
 from moejax.nn.param import iter_params, specs
 from tests.checkpoint.meshes import (
     FAMILIES,
@@ -94,9 +95,23 @@ def test_each_expert_is_saved_once_whatever_its_slots(tmp_path):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value, err_msg=key)
-    with pytest.raises(ConfigError, match="16 slots"):
-        save_pretrained(model, tmp_path / "nobody_said")
-    assert not list(tmp_path.glob("nobody_said/*"))
+    with pytest.raises(ConfigError, match="16 slots for 1 experts, and the model has 8"):
+        save_pretrained(model, tmp_path / "wrong", expert_of=dict.fromkeys(slots, (0,) * 16))
+    assert not list(tmp_path.glob("wrong/*"))
+
+
+def test_replica_tables_say_which_expert_is_where(tmp_path):
+    """A fresh model with replicas, saved without `expert_of`: by its own tables."""
+    save_pretrained(on_mesh(None), tmp_path / "one")
+    build, place = replicated(PRESETS["ep8"]), placement(PRESETS["ep8"], CONFIG)
+    slots = held_experts(build(CONFIG))
+    assert slots is not None
+    model, _ = load_pretrained(tmp_path / "one", build=build, shardings=place, expert_of=slots)
+    save_pretrained(model, tmp_path / "again")
+    expected, found = load_file(tmp_path / "one" / SINGLE), load_file(tmp_path / "again" / SINGLE)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(found[key], value, err_msg=key)
 
 
 def test_other_processes_write_nothing(tmp_path, monkeypatch):

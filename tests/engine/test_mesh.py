@@ -1,5 +1,6 @@
 """The engine on a mesh of eight virtual devices gives what one device gives."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_every_layout_with_every_family(
     check(layout, family, model, single, skewed=skewed)
 
 
-@pytest.mark.parametrize("layout", ["ep4_tp2", "dp_attention_ep4_tp2"])
+@pytest.mark.parametrize("layout", [pytest.param("ep4_tp2", marks=pytest.mark.slow), "dp_attention_ep4_tp2"])
 def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: Any) -> None:
     params = [
         SamplingParams(max_tokens=10, temperature=0.9, seed=5, n=3, ignore_eos=True),
@@ -118,7 +119,9 @@ def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: A
     ]
     asked = prompts(6)
     wanted = [params[i % 3] for i in range(6)]
-    scarce = EngineConfig(max_num_seqs=4, max_num_batched_tokens=8, block_size=4, num_blocks=13)
+    scarce = dataclasses.replace(
+        ENGINE, max_num_batched_tokens=8, block_size=4, num_blocks=13, token_buckets=[8], block_buckets=[13]
+    )
     directory = str(model("qwen3_moe"))
     found = []
     for config in (None, ParallelConfig(**LAYOUTS[layout])):
@@ -140,9 +143,10 @@ def test_routing_counts_and_drops_are_the_whole_batchs(model: Any) -> None:
         return llm
 
     alone, wide = run(), run(ep=8, attention="data", exchange="all_to_all")
-    for phase in ("prefill", "decode"):
-        assert alone.routing_counts[phase].sum() > 0
-        np.testing.assert_array_equal(wide.routing_counts[phase], alone.routing_counts[phase])
+    # Which phase a token counts for depends on what else is in its step, and groups are stepped together.
+    totals = [sum(llm.routing_counts.values()) for llm in (wide, alone)]
+    assert np.sum(totals[1]) > 0
+    np.testing.assert_array_equal(*totals)
     assert wide.routing.overflow == alone.routing.overflow == {"dropped": 0, "rerouted": 0}
     # The skewed router sends all to two ranks of eight: four times the mean.
     bounded = run(ep=8, attention="data", exchange="all_to_all", exchange_capacity=1.0)

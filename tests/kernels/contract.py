@@ -11,6 +11,7 @@ whole and names itself:
         implementation = "pallas_triton"
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -87,8 +88,19 @@ def _program(function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
 
 def quick_jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.jit` for what runs a few times, on CPU."""
-    compiler_options = QUICK if jax.default_backend() == "cpu" else None
+    compiler_options = _quick_options() if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=compiler_options, **options)
+
+
+@functools.cache
+def _quick_options() -> dict[str, Any]:
+    """Those of `QUICK` that this jaxlib has: 0.11's knows no fusion emitters."""
+    known = {}
+    for name, value in QUICK.items():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.jit(lambda x: x, compiler_options={name: value})(0.0)
+            known[name] = value
+    return known
 
 
 def limit_for(dtype: Any, *reductions: int, products: Any = "float32") -> float:

@@ -51,6 +51,8 @@ def _attention_specs():
     yield attention.make_spec(MIXTRAL, "512_sinks", chunk, sinks=True)
     yield attention.make_spec(MIXTRAL, "mixed_float16", mixed, kv=jnp.float16)
     yield attention.make_spec(MIXTRAL, "8x8192_float16", [(1, 8192)] * 8, kv=jnp.float16)
+    wide, options = replace(MIXTRAL, head_dim=256), {"window": 4096, "sinks": True}
+    yield attention.make_spec(wide, "512_256_e4m3", [(512, 8192)], kv=jnp.float8_e4m3fn, **options)
 
 
 def _gelu_specs():

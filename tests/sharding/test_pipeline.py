@@ -82,7 +82,7 @@ def test_stages_as_asked(tiny_config: ModelConfig) -> None:
     for wrong in ([1, 3], [1, 3, 2], [0, 4, 1]):
         with pytest.raises(ConfigError, match=r"parallel\.stage_layers .* 5 layers"):
             split_layers(model, 3, wrong)
-    with pytest.raises(ConfigError, match="pp=6 stages .* has 5"):
+    with pytest.raises(ConfigError, match=r"pp=6 stages .* has 5"):
         split_layers(model, 6)
 
 

@@ -1,0 +1,453 @@
+"""The engine on pipeline stages of eight virtual devices gives what one device gives."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moejax import LLM, EngineConfig, ModelConfig, MoeConfig, ParallelConfig, SamplingParams
+from moejax.core.errors import CompileError, ConfigError
+from moejax.engine.microbatches import split_plan
+from moejax.engine.pipeline_runner import Microbatch, PipelineRunner
+from moejax.engine.plan import Chunk, GroupPlan, Plan, StepPlan
+from moejax.engine.sampler import SamplerMode
+from moejax.engine.sequence import Sequence
+from moejax.sharding.pipeline import Transfer, bubble_fraction
+from tests.engine.mesh_models import BASE, checkpoint, prompts
+
+pytestmark = pytest.mark.multidevice
+
+# Three layers, one of them dense and one with a window; two stages are uneven.
+MODEL = BASE.replace(
+    num_layers=3, moe_layers=(True, False, True), sliding_windows=(None, 6, None), num_kv_heads=4
+)
+TIED = MODEL.replace(
+    family="qwen2_moe", qk_norm="none", qkv_bias=True, shared_expert_intermediate_size=24,
+    tie_word_embeddings=True, moe_layers=(True, True, True), sliding_windows=(None, None, None),
+)  # fmt: skip
+DEEP = MODEL.replace(
+    num_layers=5, moe_layers=(False, True, True, True, False), sliding_windows=(None, 6, None, None, 6)
+)
+# Few buckets, each of which is a program a stage; half a step's prompt tokens have one of their own.
+ENGINE = EngineConfig(
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_model_len=48,
+    block_size=4,
+    num_blocks=64,
+    seq_buckets=[4],
+    token_buckets=[8, 16],
+    block_buckets=[64],
+    # Compiles fastest; what runs in a stage makes no difference to what goes between them.
+    moe=MoeConfig(grouped_matmul="ragged_dot"),
+)
+# Two sequences of up to 31 tokens do not fit into 12 blocks of 4.
+SCARCE = dataclasses.replace(ENGINE, num_blocks=12, block_buckets=[12])
+# The same sums as on one device but for those over tensor groups, see test_mesh.
+RELATIVE = 1e-5
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 9, "temperature": 0.0, "ignore_eos": True} | changes))
+
+
+GREEDY = params(logprobs=3)
+
+
+def greedy(llm: LLM) -> Any:
+    """Tokens, log-probabilities, scores. Prompts of up to 19 tokens in steps of 16 are cut, and cut again."""
+    asked = prompts(7)
+    done = llm.generate(asked, GREEDY)
+    tokens = [out.outputs[0].token_ids for out in done]
+    steps = [step for out in done for step in out.outputs[0].logprobs or []]
+    values = [step.logprob for step in steps] + [p for step in steps for p in step.top.values()]
+    scores = llm.score([p for p in asked if len(p) > 1])
+    return tokens, [list(step.top) for step in steps], np.asarray(values), np.concatenate(scores)
+
+
+def agree(got: Any, want: Any) -> None:
+    assert got[:2] == want[:2]
+    for a, b in zip(got[2:], want[2:], strict=True):
+        assert np.abs(a - b).max() <= RELATIVE * np.abs(b).max()
+
+
+def clean(llm: LLM) -> None:
+    llm.engine.scheduler.check_integrity()
+    assert llm.stats()["used_blocks"] == 0 and llm.stats()["failed_steps"] == 0
+
+
+@pytest.fixture(scope="module")
+def build() -> Callable[..., LLM]:
+    @functools.cache
+    def kept(config: ModelConfig, layout: Any) -> LLM:
+        parallel = None if layout is None else ParallelConfig(**dict(layout))
+        return LLM(config, load_format="dummy", engine=ENGINE, parallel=parallel)
+
+    def made(config: ModelConfig = MODEL, engine: EngineConfig = ENGINE, **layout: Any) -> LLM:
+        llm = kept(config, tuple(sorted(layout.items())) or None)
+        return llm if engine is ENGINE else llm.variant(engine)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def single(build: Callable[..., LLM]) -> Callable[..., Any]:
+    """What one device gives."""
+    known: dict[Any, Any] = {}
+
+    def run(config: ModelConfig = MODEL, engine: EngineConfig = ENGINE, what: Any = greedy) -> Any:
+        key = config, repr(engine), what
+        if key not in known:
+            known[key] = what(build(config, engine))
+        return known[key]
+
+    return run
+
+
+# -- equal to one device -------------------------------------------------------------------------------
+
+
+def test_two_stages_give_what_one_device_gives(build: Any, single: Any) -> None:
+    llm = build(pp=2)
+    assert isinstance(llm.runner, PipelineRunner)
+    assert [list(stage.stage) for stage in llm.stages] == [[0, 1], [2]]
+    agree(greedy(llm), single())
+    clean(llm)
+    names = {row["function"] for row in llm.ledger.rows()}
+    assert names == {"stage 0 step", "stage 1 step", "transfer 0 to 1", "transfer 1 to 0"}
+
+
+def test_the_plain_loop_gives_the_same(build: Any, single: Any) -> None:
+    llm = build(engine=dataclasses.replace(ENGINE, overlap=False), pp=2)
+    agree(greedy(llm), single())
+    # The host knows every token before it is decoded: none is brought back.
+    assert "transfer 1 to 0" not in {row["function"] for row in llm.ledger.rows()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (MODEL, {"pp": 2, "tp": 2}),
+        (MODEL, {"pp": 2, "ep": 4}),
+        (MODEL, {"pp": 2, "ep": 4, "attention": "data"}),
+        (MODEL, {"pp": 2, "dp": 2, "ep": 2}),
+        (MODEL, {"pp": 3}),
+        (DEEP, {"pp": 4}),
+        (DEEP, {"pp": 4, "tp": 2}),
+        (DEEP, {"pp": 2, "stage_layers": (1, 4)}),
+        (TIED, {"pp": 3}),
+        (TIED, {"pp": 2, "ep": 2, "tp": 2}),
+    ],
+    ids=str,
+)
+def test_layouts(config: ModelConfig, layout: Any, microbatches: int, overlap: bool, single: Any) -> None:
+    parallel = ParallelConfig(**layout, microbatches=microbatches)
+    engine = dataclasses.replace(ENGINE, overlap=overlap)
+    llm = LLM(config, load_format="dummy", engine=engine, parallel=parallel)
+    agree(greedy(llm), single(config))
+    clean(llm)
+
+
+@pytest.mark.slow
+def test_stages_from_a_checkpoint(tmp_path: Path) -> None:
+    directory = str(checkpoint(TIED, tmp_path))
+    one, three = (LLM(directory, engine=ENGINE, parallel=p) for p in (None, ParallelConfig(pp=3)))
+    asked = prompts(2)
+    wanted = [out.outputs[0].token_ids for out in one.generate(asked, params(max_tokens=3))]
+    assert [out.outputs[0].token_ids for out in three.generate(asked, params(max_tokens=3))] == wanted
+
+
+def mixed(llm: LLM) -> Any:
+    """Samples with forks and copies of shared blocks, penalties, preemption."""
+    wanted = [
+        params(max_tokens=10, temperature=0.9, seed=5, n=3),
+        params(max_tokens=8, temperature=0.7, top_p=0.9, seed=1, repetition_penalty=1.3),
+        params(max_tokens=12, repetition_penalty=1.5),
+    ]
+    # Else each mix of these in a batch is a program.
+    llm.runner.builder.warm_modes = [SamplerMode(greedy=False, filters=True, penalty=True)]
+    asked = prompts(6)
+    done = llm.generate(asked, [wanted[i % 3] for i in range(6)])
+    return [[sample.token_ids for sample in out.outputs] for out in done]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "overlap"),
+    [
+        ({"pp": 2}, True),
+        ({"pp": 2}, False),
+        ({"pp": 2, "dp": 2}, True),
+        ({"pp": 2, "ep": 4, "attention": "data"}, True),
+        ({"pp": 3, "microbatches": 2}, True),
+    ],
+    ids=str,
+)
+def test_samples_forks_penalties_and_preemption(layout: Any, overlap: bool, build: Any, single: Any) -> None:
+    engine = dataclasses.replace(SCARCE, overlap=overlap)
+    llm = build(engine=engine, **layout)
+    assert mixed(llm) == single(MODEL, SCARCE, mixed)
+    clean(llm)
+    if llm.parallel_config.data_groups == 1:
+        assert llm.stats()["preemptions"] > 0
+        assert "stage 1 copy" in {row["function"] for row in llm.ledger.rows()}
+
+
+def counted(llm: LLM) -> Any:
+    llm.generate(prompts(7), params(), record_routing=True)
+    return {phase: counts.tolist() for phase, counts in llm.routing_counts.items()}
+
+
+@pytest.mark.slow
+def test_counts_of_all_stages_are_those_of_one_device(build: Any, single: Any) -> None:
+    # In the plain loop steps hold the same rows on one device and on many.
+    plain = dataclasses.replace(ENGINE, overlap=False)
+    assert counted(build(engine=plain, pp=2)) == single(MODEL, plain, counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "dp": 2}])
+def test_static_batching(layout: Any, build: Any, single: Any) -> None:
+    engine = dataclasses.replace(ENGINE, batching="static")
+    agree(greedy(build(engine=engine, **layout)), single(MODEL, engine))
+
+
+@pytest.mark.slow
+def test_moving_by_device_put_gives_the_same(build: Any, single: Any) -> None:
+    llm = build(engine=dataclasses.replace(ENGINE, max_model_len=47), pp=2)
+    transfers: list[Transfer] = [*llm.runner._onward, llm.runner._back]
+    for transfer in transfers:
+        transfer.how = "put"
+    agree(greedy(llm), single())
+    assert not any("transfer" in row["function"] for row in llm.ledger.rows())
+
+
+# -- how it runs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(build: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine on two stages, and a list of (tick, stage, microbatch) that grows as programs are started."""
+    llm = build(engine=dataclasses.replace(ENGINE, max_num_seqs=4), pp=2)
+    runner, log, ticks = llm.runner, [], [0]
+    tick, run = runner._tick, runner._run_stage
+
+    def counted_tick(new: Microbatch | None = None) -> None:
+        ticks[0] += 1
+        tick(new)
+
+    def logged(microbatch: Microbatch) -> None:
+        log.append((ticks[0], microbatch.stage, microbatch.number))
+        run(microbatch)
+
+    monkeypatch.setattr(runner, "_tick", counted_tick)
+    monkeypatch.setattr(runner, "_run_stage", logged)
+    return llm, log
+
+
+def test_steps_follow_each_other_without_a_pause(ran: Any) -> None:
+    llm, log = ran
+    llm.generate([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 5, 7]], params(max_tokens=20))
+    # A microbatch is in the next stage one tick later, and no stage runs two in a tick.
+    assert {(tick - stage - number) for tick, stage, number in log if number > 4} == {
+        log[-1][0] - log[-1][1] - log[-1][2]
+    }
+    busy = {(tick, stage) for tick, stage, _ in log}
+    assert len(busy) == len(log)
+    ticks = range(min(tick for tick, _ in busy), 1 + max(tick for tick, _ in busy))
+    # 20 steps of two microbatches; the pipeline fills once, empties once, and once more after the prompts.
+    idle = [(tick, stage) for tick in ticks for stage in (0, 1) if (tick, stage) not in busy]
+    assert len(idle) <= 2 + 2
+
+
+def test_each_stage_runs_microbatches_in_order(ran: Any) -> None:
+    llm, log = ran
+    llm.generate(prompts(7), params())
+    for stage in (0, 1):
+        numbers = [number for _, s, number in log if s == stage]
+        assert numbers == sorted(numbers)
+
+
+def test_nothing_is_compiled_after_warm_up(build: Any, single: Any) -> None:
+    engine = dataclasses.replace(ENGINE, strict_compile=True, seq_buckets=[4], token_buckets=[16])
+    llm = build(engine=engine, pp=2)
+    llm.warmup(max_total_len=40, sampling_params=[GREEDY], score=True)
+    before = len(llm.ledger.entries)
+    assert {"transfer 0 to 1", "transfer 1 to 0"} <= {row["function"] for row in llm.ledger.rows()}
+    agree(greedy(llm), single())
+    assert len(llm.ledger.entries) == before and not llm.ledger.recompiles
+    with pytest.raises(CompileError, match="stage 0 step"):
+        llm.runner._run(
+            llm.runner.builder.key(StepPlan())._replace(score=True, tokens=1), np.zeros(1, np.int32)
+        )
+
+
+def test_the_bubble_is_measured(build: Any) -> None:
+    llm = build(engine=dataclasses.replace(ENGINE, overlap=False), pp=2)
+    llm.runner.measure_bubble = True
+    llm.generate([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 5, 7]], params(max_tokens=4))
+    times = llm.runner.stage_times
+    steps = {time.step for time in times}
+    for step in steps:
+        mine = [time for time in times if time.step == step]
+        assert {(time.stage, time.microbatch) for time in mine} == {(s, m) for s in (0, 1) for m in (0, 1)}
+        assert all(time.end >= time.start for time in mine)
+    assert len(steps) == 4
+    # Whatever the times are: two stages with two microbatches wait for at least a part, and never only wait.
+    assert 0 < llm.runner.bubble() < 1
+    assert bubble_fraction(2, 2) == pytest.approx(1 / 3)
+
+
+def test_a_failed_step_leaves_a_working_engine(
+    build: Any, single: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = build(pp=2)
+    last, calls = llm.runner.stages[1], [0]
+    run = last.run
+
+    def failing(*how: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise RuntimeError("no stage")
+        return run(*how)
+
+    monkeypatch.setattr(last, "run", failing)
+    with pytest.raises(Exception, match="no stage"):
+        llm.generate(prompts(7), GREEDY)
+    monkeypatch.setattr(last, "run", run)
+    agree(greedy(llm), single())
+
+
+# -- configuration -------------------------------------------------------------------------------------
+
+
+def test_errors_are_one_line(build: Any) -> None:
+    def refused(
+        match: str, config: ModelConfig = MODEL, engine: EngineConfig = ENGINE, **layout: Any
+    ) -> None:
+        with pytest.raises(ConfigError, match=match) as caught:
+            LLM(config, load_format="dummy", engine=engine, parallel=ParallelConfig(**layout))
+        assert "\n" not in str(caught.value)
+
+    refused("num_hidden_layers 3 are fewer than pp=4", pp=4)
+    refused("stage_layers .*add up to 4 of 3 layers", pp=2, stage_layers=[2, 2])
+    refused("microbatches=5 exceeds engine.max_num_seqs=4", pp=2, microbatches=5)
+    moe = MoeConfig(execution="capacity")
+    refused(
+        "parallel.pp=2 it needs parallel.microbatches=1", engine=dataclasses.replace(ENGINE, moe=moe), pp=2
+    )
+    with pytest.raises(ConfigError, match=r"parallel\.pp=2: there is no whole model"):
+        _ = build(pp=2).model
+
+
+def test_the_cache_is_as_large_as_the_largest_stage_allows(build: Any) -> None:
+    engine = dataclasses.replace(ENGINE, num_blocks=None, kv_cache_memory_gb=1e-4, block_buckets=None)
+    one, two = build(engine=engine), build(engine=engine, pp=2)
+    blocks = [llm.engine.scheduler.allocator.num_blocks for llm in (one, two)]
+    # 2 of 3 layers are in the largest stage; keys and values of 4 heads of 8 float32, blocks of 4.
+    each = 2 * 4 * 8 * 4 * 4
+    assert blocks == [int(1e5 / (3 * each)), int(1e5 / (2 * each))]
+
+
+# -- microbatches --------------------------------------------------------------------------------------
+
+
+def sequence(length: int, order: int) -> Sequence:
+    made = Sequence(list(range(1, length + 1)), length, params(), length + 9, order)
+    made.slot = order
+    return made
+
+
+def random_plan(draw: np.random.Generator) -> StepPlan:
+    plan = StepPlan()
+    orders = iter(range(100))
+    for _ in range(draw.integers(0, 7)):
+        plan.decodes.append(sequence(4, next(orders)))
+        plan.positions.append(4)
+    for _ in range(draw.integers(0, 4)):
+        count = int(draw.integers(1, 12))
+        start, last = int(draw.integers(0, 3)), bool(draw.random() < 0.6)
+        plan.chunks.append(Chunk(sequence(30, next(orders)), start, count, last))
+        forks = [sequence(30, next(orders)) for _ in range(draw.integers(0, 3))]
+        plan.forks.append(forks if last else [])
+    plan.copies = [(1, 2)]
+    if plan.chunks and draw.random() < 0.5:
+        plan.min_tokens = plan.chunk_tokens + int(draw.integers(0, 9))
+    if not plan.chunks:
+        plan.idle = int(draw.integers(0, len(plan.decodes) + 1))
+    return plan
+
+
+def check_split(plan: Plan, count: int, least: int) -> None:
+    parts = split_plan(plan, count, lambda s: -s.order, least)
+    assert 1 <= len(parts) <= count
+    whole, seen, tokens = plan.sequences, {}, []
+    for number, part in enumerate(parts):
+        mine = part.plan.sequences
+        assert [whole[row] for row in part.rows] == mine
+        assert len(part.plan.groups) == len(plan.groups)
+        for group in part.plan.groups:
+            assert len(set(map(id, group.sequences))) == len(group.sequences)
+        for row, s in part.plan.groups[0].sampling_rows():
+            assert s is mine[row]
+        for chunk, (start, length) in zip(part.plan.chunks, part.spans, strict=True):
+            assert chunk.count == length > 0
+            tokens += [(start + i, chunk.sequence.order, chunk.start + i) for i in range(length)]
+        for s in mine:
+            seen.setdefault(id(s), []).append(number)
+    assert set(seen) == set(map(id, whole))
+    chunks = {id(chunk.sequence): chunk for chunk in plan.chunks}
+    for name, numbers in seen.items():
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
+        assert len(numbers) == 1 or name in chunks
+    wanted = [(chunk.sequence.order, chunk.start + i) for chunk in plan.chunks for i in range(chunk.count)]
+    assert sorted(tokens) == [(i, *token) for i, token in enumerate(wanted)]
+    ends = [(id(c.sequence), c.last) for part in parts for c in part.plan.chunks if c.last]
+    assert sorted(ends) == sorted((name, True) for name, chunk in chunks.items() if chunk.last)
+    for g, group in enumerate(plan.groups):
+        mine_of = [part.plan.groups[g] for part in parts]
+        assert [part.copies for part in mine_of] == [group.copies] + [[]] * (len(parts) - 1)
+        assert sum(part.idle for part in mine_of) == group.idle
+        assert sum(part.min_tokens for part in mine_of) == max(group.min_tokens, group.chunk_tokens)
+        decodes = [len(part.decodes) for part in mine_of if part.decodes]
+        assert not decodes or max(decodes) - min(decodes) <= 1
+        assert all(c.sequence in part.sequences for part in mine_of for c in part.chunks)
+        for part in mine_of:
+            for chunk, forks in zip(part.chunks, part.forks, strict=True):
+                assert not forks or chunk.last
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_step_is_cut_without_loss(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    count, least = int(draw.integers(1, 6)), int(draw.integers(1, 6))
+    plan = random_plan(draw)
+    if plan.decodes or plan.chunks:
+        check_split(plan, count, least)
+    groups = [random_plan(draw) for _ in range(3)]
+    for g, group in enumerate(groups):
+        for s in group.sequences:
+            s.group = g
+    if any(group.decodes or group.chunks for group in groups):
+        check_split(GroupPlan(groups), count, least)
+
+
+def test_rows_go_where_what_they_decode_was_sampled() -> None:
+    plan = StepPlan([sequence(4, i) for i in range(6)], [4] * 6)
+    # The third and the sixth were in the first microbatch.
+    first, second = split_plan(plan, 2, lambda s: s.order % 3 != 2)
+    assert [s.order for s in first.plan.decodes] == [2, 5, 0]
+    assert [s.order for s in second.plan.decodes] == [1, 3, 4]
+
+
+def test_few_tokens_are_not_cut() -> None:
+    plan = StepPlan(chunks=[Chunk(sequence(30, 0), 0, 9, True)], forks=[[]])
+    assert [part.plan.chunk_tokens for part in split_plan(plan, 4, lambda s: 0, 4)] == [3, 3, 3]
+    assert [part.plan.chunk_tokens for part in split_plan(plan, 4, lambda s: 0, 16)] == [9]
