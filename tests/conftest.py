@@ -10,6 +10,8 @@ if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     ).strip()
+# XLA's CPU client has a thread a core; programs of eight devices wait for each other, and would hang.
+os.environ.setdefault("PJRT_NPROC", "64")
 # Tests never talk to a W&B server of the user's.
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")

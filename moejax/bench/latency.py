@@ -21,7 +21,7 @@ from moejax.bench.result import build_result, ensure_writable, write_requests, w
 from moejax.bench.timing import peak_memory
 from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases, workload_hash
 from moejax.core.errors import ConfigError
-from moejax.core.hardware import Hardware, get_hardware
+from moejax.core.hardware import Hardware, get_hardware, together
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.engine.request import RequestOutput
@@ -76,6 +76,8 @@ def run_latency(
     ensure_writable(out_dir)
     data = [CaseData(case, _prompts(llm, workload, case)) for case in latency_cases(workload)]
     hardware = get_hardware(hardware_kind, jax.devices()[0].device_kind)
+    if hardware is not None:
+        hardware = together(hardware, llm.parallel_config.num_devices)
     provenance = collect(
         config,
         seeds={"engine": llm.seed, "workload": workload.seed},

@@ -97,6 +97,18 @@ def get_hardware(kind: str, device_kind: str) -> Hardware | None:
     return hardware
 
 
+def together(hardware: Hardware, devices: int) -> Hardware:
+    """Several devices as one, to bound what they do together. Virtual CPU devices share one machine's."""
+    if devices == 1 or hardware.kind == "cpu":
+        return hardware
+
+    def times(value: float | None) -> float | None:
+        return None if value is None else devices * value
+
+    flops = {dtype: devices * peak for dtype, peak in hardware.flops.items()}
+    return replace(hardware, bandwidth=times(hardware.bandwidth), flops=flops, memory=times(hardware.memory))
+
+
 def measure_read_bandwidth(size_bytes: int = 1 << 28, repeats: int = 5) -> float:
     """Bytes per second that all of this machine's cores together read from memory, best of `repeats`.
 

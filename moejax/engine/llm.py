@@ -1,50 +1,40 @@
 """`LLM`: the public way to generate from and score with a model."""
 
 import copy
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
-from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, QuantConfig
+from moejax.core.config import EngineConfig, ModelConfig, QuantConfig
 from moejax.core.errors import ConfigError, StepError
 from moejax.core.parallel import ParallelConfig
-from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
 from moejax.engine.building import RequestBuilder
 from moejax.engine.core import Engine
 from moejax.engine.device_runner import DeviceRunner
 from moejax.engine.inputs import Prompt, PromptReader, as_list, conversations
-from moejax.engine.ledger import CompileLedger, enable_compile_cache
+from moejax.engine.ledger import CompileLedger
 from moejax.engine.live import LiveRequest
+from moejax.engine.opening import open_model
 from moejax.engine.output import StreamChunk
-from moejax.engine.paged_steps import PagedFunctions
 from moejax.engine.pipeline_runner import PipelineRunner, most_microbatches
-from moejax.engine.placing import build_stages, make_places
-from moejax.engine.policy import make_policy
-from moejax.engine.rebalance import Rebalanced, rebalance
+from moejax.engine.rebalance import Rebalanced, rebalance, track_load, tracked
 from moejax.engine.request import RequestOutput, SamplingParams
 from moejax.engine.routing import RoutingRecord
 from moejax.engine.sampler import common_mode
 from moejax.engine.setup import (
     cache_blocks,
-    default_cache_dir,
     eos_token_ids,
-    find_model,
     given,
     longest_sequence,
     make_scheduler,
-    unsupported_by_kernels,
 )
-from moejax.engine.stage_steps import StageFunctions
 from moejax.engine.stats import StepRecord
 from moejax.engine.tokenizer import ChatMessage, Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.moe.load_window import LoadWindow
-from moejax.nn.activation import activation
-from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul, choose_kernels
 from moejax.sharding.pipeline import stage_config
 
 
@@ -85,64 +75,33 @@ class LLM:
         if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
             raise ConfigError(f"seed must be an integer, got {seed!r}")
         self.seed = int(seed)
-        platform = resolve_platform(self.engine_config.platform)
-        if self.engine_config.compile_cache:
-            enable_compile_cache(default_cache_dir())
-        self.model_dir, config = find_model(model, load_format)
-        activation(config.hidden_act)  # an unknown one raises here, not when the first step is compiled
-        make_policy(self.engine_config.policy)
-        resolved = resolve_dtype(dtype, config.dtype, platform.value)
-        experts = self.engine_config.moe
-        kernels = choose_kernels(
-            self.engine_config.kernels, platform.value, unsupported_by_kernels(config, self.engine_config)
+        self._model = open_model(
+            model, dtype, self.parallel_config, self.engine_config, self.seed, load_format
         )
-        product = choose_grouped_matmul(
-            experts.grouped_matmul, platform.value, experts.block_rows, kernels.value
-        )
-        layout = choose_expert_layout(experts.expert_layout, platform.value, product.value)
-        self._model_resolutions = [
-            platform,
-            resolved,
-            Resolution("engine.kernels", *kernels),
-            Resolution("engine.moe.grouped_matmul", *product),
-            Resolution("engine.moe.expert_layout", *layout),
-        ]
-        moe = dataclasses.replace(experts, expert_layout=cast(ExpertLayout, layout.value))
-        if product.value == "pallas_triton":
-            moe = dataclasses.replace(moe, grouped_matmul=product.value)
-        self._kernels = kernels.value
-        longest_sequence(self.engine_config, config)  # before any weight is read
-        most_microbatches(self.parallel_config, self.engine_config)
-        self.places = make_places(self.parallel_config, config, moe)
-        config = config.replace(dtype=resolved.value)
-        source = None if load_format == "dummy" else self.model_dir
-        how = (moe, kernels.value, source, seed)
-        self.stages = build_stages(config, self.parallel_config, self.places, *how)
-        self.config = config
+        self.model_dir, self.config = self._model.directory, self._model.config
         self.tokenizer = Tokenizer.load(self.model_dir) if self.model_dir else None
-        self.eos_token_ids = eos_token_ids(config, self.model_dir)
-        whole = len(self.stages) == 1
-        self._functions = [PagedFunctions(s) if whole else StageFunctions(s) for s in self.stages]
+        self.eos_token_ids = eos_token_ids(self.config, self.model_dir)
         self._start(self.engine_config)
 
     def _start(self, config: EngineConfig) -> None:
         """Scheduler, cache and runner."""
         self.engine_config = config
         self.max_model_len = longest_sequence(config, self.config)
-        largest = stage_config(self.config, max((model.stage for model in self.stages), key=len))
+        opened, stages = self._model, self.stages
+        largest = stage_config(self.config, max((stage.stage for stage in stages), key=len))
         blocks = cache_blocks(config, largest, self.max_model_len, self.parallel_config)
-        self.resolutions = [*self._model_resolutions, blocks]
+        self.resolutions = [*opened.resolutions, blocks]
         self.ledger = CompileLedger(strict=config.strict_compile)
         num_blocks = int(blocks.value)
-        scheduler = make_scheduler(config, num_blocks, self.places[0].groups)
-        how = (config, num_blocks, self.max_model_len, self.ledger, self._kernels)
+        scheduler = make_scheduler(config, num_blocks, opened.places[0].groups)
+        how = (config, num_blocks, self.max_model_len, self.ledger, opened.kernels)
         self.runner: DeviceRunner | PipelineRunner
-        if len(self.stages) == 1:
-            self.runner = DeviceRunner(cast(PagedFunctions, self._functions[0]), *how, place=self.places[0])
+        if len(stages) == 1:
+            self.runner = DeviceRunner(opened.functions[0], *how, place=opened.places[0])
         else:
-            stages: Any = list(zip(self._functions, self.places, strict=True))
+            pairs: Any = list(zip(opened.functions, opened.places, strict=True))
             microbatches = most_microbatches(self.parallel_config, config)
-            self.runner = PipelineRunner(stages, *how, microbatches=microbatches)
+            self.runner = PipelineRunner(pairs, *how, microbatches=microbatches)
         self.engine = Engine(scheduler, self.runner, overlap=config.overlap)
         self.reader = PromptReader(self.tokenizer, self.config.vocab_size, self.max_model_len)
         static = config.batching == "static"
@@ -151,6 +110,11 @@ class LLM:
             self.reader, self.eos_token_ids, self.seed, config.max_num_seqs, whole_in
         )
         self._submitted: dict[str, LiveRequest] = {}
+
+    @property
+    def stages(self) -> list[Decoder]:
+        """The decoder's parts, one for each pipeline stage."""
+        return self._model.stages
 
     @property
     def model(self) -> Decoder:
@@ -362,20 +326,12 @@ class LLM:
     # -- expert placement ------------------------------------------------------------------------------
 
     def track_load(self, window_steps: int = 256) -> LoadWindow:
-        """Counts every expert's assignments over the latest steps from now on (a few percent of a step)."""
+        """Counts every expert's assignments over the latest steps from now on."""
         with self.engine.lock:
-            model = self.config
-            window = LoadWindow(model.num_layers, model.num_experts, window_steps=window_steps)
-            self.runner.routing.window = window
-            self.runner.builder.record_all = True
-        return window
+            return track_load(self.runner, self.config, window_steps)
 
     def rebalance(
-        self,
-        loads: np.ndarray | None = None,
-        *,
-        min_gain: float = 0.05,
-        factor: float = 1.0,
+        self, loads: np.ndarray | None = None, *, min_gain: float = 0.05, factor: float = 1.0
     ) -> Rebalanced:
         """Places the experts anew for these loads and moves their weights, while requests go on: outputs do
         not change, and nothing is compiled again.
@@ -389,23 +345,8 @@ class LLM:
             ConfigError: the experts are on one device, or nothing has been counted.
         """
         with self.engine.lock:
-            done = rebalance(
-                self.model,
-                self.parallel_config,
-                self._tracked() if loads is None else loads,
-                min_gain,
-                factor,
-            )
-            self._functions[0].leaves[:] = PagedFunctions(self.model).leaves
-        return done
-
-    def _tracked(self) -> np.ndarray:
-        window = self.runner.routing.window
-        if window is None or not window.sum().any():
-            raise ConfigError(
-                "rebalance: no load has been counted; call track_load and run some requests first"
-            )
-        return window.sum()
+            loads = tracked(self.runner) if loads is None else loads
+            return rebalance(self._model, self.parallel_config, loads, min_gain, factor)
 
     # -- inside ----------------------------------------------------------------------------------------
 

@@ -112,8 +112,8 @@ class PipelineRunner(BucketRunner):
         microbatches: the most that a step is cut into.
         transfer: how arrays move between stages, see `Transfer`.
 
-    With `measure_bubble` every program is waited for, and `stage_times` grows; `bubble()` is what they come
-    to.
+    With `measure_bubble` each stage's program is waited for, and `stage_times` grows; `bubble()` is what they
+    come to. Run the workload once before: a program's first run takes longer.
     """
 
     def __init__(
@@ -156,9 +156,8 @@ class PipelineRunner(BucketRunner):
             stage.reset()
         self._under_way: list[Microbatch] = []
         self._sampled_by: dict[tuple[int, int], int] = {}  # group and slot → microbatch
-        self._through = self._returned = (
-            self._numbers - 1
-        )  # microbatches that the last stage ran, the first knows
+        # The last microbatches that the last stage has run, and whose tokens the first stage has been given.
+        self._through = self._returned = self._numbers - 1
 
     def launch(self, plan: Plan) -> LaunchedPipeline:
         """Builds the microbatches and starts them.
@@ -246,9 +245,10 @@ class PipelineRunner(BucketRunner):
         if self._under_way[0].stage == len(self.stages) - 1:
             self._through = self._under_way.pop(0).number
         for microbatch in self._under_way:
-            given = microbatch.outputs[-1].x
-            assert given is not None
-            microbatch.given = self._onward[microbatch.stage](given)
+            output = microbatch.outputs[-1]
+            assert output.x is not None
+            microbatch.given = self._onward[microbatch.stage](output.x)
+            microbatch.outputs[-1] = output._replace(x=None)
             microbatch.stage += 1
 
     def _run_stage(self, microbatch: Microbatch) -> None:
@@ -256,13 +256,12 @@ class PipelineRunner(BucketRunner):
         if microbatch.copies:
             stage.copy(microbatch.copies, self.buckets)
         if self.measure_bubble:
-            stage.wait()
+            stage.prepare(microbatch.key)
             jax.block_until_ready(microbatch.given)
         start = time.perf_counter()
         output = stage.run(microbatch.key, microbatch.buffer, microbatch.given)
         if self.measure_bubble:
             jax.block_until_ready(output)
-            stage.wait()
             name = (microbatch.step, microbatch.place, microbatch.stage)
             self.stage_times.append(StageTime(*name, start, time.perf_counter()))
         microbatch.given = None
@@ -307,7 +306,7 @@ class PipelineRunner(BucketRunner):
 
         Where the stages are in several processes, these tell each other.
         """
-        outputs = [output._replace(x=None) for output in microbatch.outputs]
+        outputs = microbatch.outputs
         if self._apart:
             every = multihost_utils.process_allgather(jax.tree.map(np.asarray, outputs))
             outputs = [

@@ -8,18 +8,21 @@ that outputs do not change (but for the order in which devices' parts are added 
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
+from moejax.engine.bucket_runner import BucketRunner
+from moejax.engine.opening import OpenModel
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import MoELayer
+from moejax.moe.load_window import LoadWindow
 from moejax.moe.placement import Comparison, Placement, compare, devices_over, plan_placement
 from moejax.moe.replicas import ReplicaTable, tables
 
@@ -39,52 +42,69 @@ class Rebalanced:
     applied: bool
 
 
-def expert_layers(model: Decoder) -> Iterator[tuple[MoELayer, ReplicaTable]]:
-    """The layers with experts on several devices.
+def track_load(runner: BucketRunner, config: ModelConfig, window_steps: int) -> LoadWindow:
+    """Has every step record its routing, and sums the latest ones."""
+    window = LoadWindow(config.num_layers, config.num_experts, window_steps=window_steps)
+    runner.routing.window = window
+    runner.builder.record_all = True
+    return window
+
+
+def tracked(runner: BucketRunner) -> np.ndarray:
+    """`[L, E]` assignments that `track_load` has counted.
 
     Raises:
         ConfigError: there are none.
     """
-    layers: Any = model.layers
-    found: list[MoELayer] = [layer.moe for layer in layers if layer.moe is not None]
-    if not found or found[0].replicas is None:
+    window = runner.routing.window
+    if window is None or not window.sum().any():
+        raise ConfigError("rebalance: no load has been counted; call track_load and run some requests first")
+    return window.sum()
+
+
+def expert_layers(stages: Sequence[Decoder]) -> list[tuple[MoELayer, ReplicaTable]]:
+    """The layers with experts, which are on several devices.
+
+    Raises:
+        ConfigError: they are on one.
+    """
+    found = []
+    for layer in (layer for stage in stages for layer in stage.in_order()):
+        if layer.moe is not None and layer.moe.replicas is not None:
+            found.append((layer.moe, layer.moe.replicas))
+    if not found:
         raise ConfigError("rebalance: experts are on one device (parallel.ep=1); there is nothing to balance")
-    for moe in found:
-        assert moe.replicas is not None
-        yield moe, moe.replicas
+    return found
 
 
-def current_placement(model: Decoder, devices: int) -> Placement:
+def current_placement(stages: Sequence[Decoder], devices: int) -> Placement:
     """What is on the devices now, of the layers with experts."""
-    layers = list(expert_layers(model))
+    layers = expert_layers(stages)
     held = np.stack([replicas.expert_of() for _, replicas in layers])
     return Placement(held, layers[0][1].num_experts, devices)
 
 
-def bytes_per_expert(model: Decoder) -> int:
+def bytes_per_expert(stages: Sequence[Decoder]) -> int:
     """Of one expert of one layer."""
-    moe, replicas = next(expert_layers(model))
+    moe, replicas = expert_layers(stages)[0]
     experts = moe.experts
     matrices = (experts.gate_proj, experts.up_proj, experts.down_proj)
     return sum(matrix[...].nbytes for matrix in matrices) // replicas.num_physical
 
 
 def rebalance(
-    model: Decoder, parallel: ParallelConfig, loads: np.ndarray, min_gain: float, factor: float
+    opened: OpenModel, parallel: ParallelConfig, loads: np.ndarray, min_gain: float, factor: float
 ) -> Rebalanced:
     """Plans a placement for `loads` `[L, E]` (all layers) and applies it; see `LLM.rebalance`.
 
     Raises:
-        ConfigError: experts on one device, or a pipeline.
+        ConfigError: the experts are on one device.
     """
-    if parallel.pp > 1:
-        raise ConfigError(f"rebalance: parallel.pp={parallel.pp}: placement is not built for pipelines")
     start = time.perf_counter()
-    sparse = np.asarray(loads)[np.asarray(model.config.moe_layers)]
-    old = current_placement(model, parallel.ep)
+    sparse = np.asarray(loads)[np.asarray(opened.config.moe_layers)]
+    old = current_placement(opened.stages, parallel.ep)
     if not devices_over(sparse, old, factor).over.size:
-        comparison = compare(old, old, sparse)
-        return Rebalanced(comparison, time.perf_counter() - start, applied=False)
+        return Rebalanced(compare(old, old, sparse), time.perf_counter() - start, applied=False)
     new = plan_placement(
         sparse,
         devices=parallel.ep,
@@ -93,11 +113,13 @@ def rebalance(
         keep=old,
         min_gain=min_gain,
     )
-    done = apply_placement(model, new, sparse)
+    done = apply_placement(opened.stages, new, sparse)
+    for functions, stage in zip(opened.functions, opened.stages, strict=True):
+        functions.leaves[:] = type(functions)(stage).leaves
     return dataclasses.replace(done, seconds=time.perf_counter() - start)
 
 
-def apply_placement(model: Decoder, new: Placement, loads: np.ndarray) -> Rebalanced:
+def apply_placement(stages: Sequence[Decoder], new: Placement, loads: np.ndarray) -> Rebalanced:
     """Moves the experts' weights to where `new` has them.
 
     Args:
@@ -108,17 +130,17 @@ def apply_placement(model: Decoder, new: Placement, loads: np.ndarray) -> Rebala
         ConfigError: `new` is of other layers, experts, slots or devices.
     """
     start = time.perf_counter()
-    old = current_placement(model, new.devices)
+    old = current_placement(stages, new.devices)
     if new.physical_to_logical.shape != old.physical_to_logical.shape:
         was, now = (list(p.physical_to_logical.shape) for p in (old, new))
         raise ConfigError(f"rebalance: the placement is of [layers, slots] {now}, the model has {was}")
-    comparison = compare(old, new, loads, bytes_per_expert=bytes_per_expert(model))
+    comparison = compare(old, new, loads, bytes_per_expert=bytes_per_expert(stages))
     moved = []
-    for number, (moe, replicas) in enumerate(expert_layers(model)):
+    for number, (moe, replicas) in enumerate(expert_layers(stages)):
         was, now = old.physical_to_logical[number], new.physical_to_logical[number]
         if np.array_equal(was, now):
             continue
-        source = jnp.asarray(sources(was, now, new.slots_per_device))
+        source = sources(was, now, new.slots_per_device)
         for matrix in (moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj):
             matrix.set_value(_taker(matrix[...].sharding)(matrix[...], source))
             moved.append(matrix[...])

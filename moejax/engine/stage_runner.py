@@ -81,10 +81,11 @@ class Stage(DeviceRunner):
             self.buckets = buckets
             self._copy(copies)
 
-    def wait(self) -> None:
-        """Until all that was started here has ended."""
+    def prepare(self, key: StepKey) -> None:
+        """Compiles the step if it is new, and makes the slabs that it needs."""
         if self.here:
-            jax.block_until_ready((self.pool.take(len(self.pool.layout.sizes)), self._last))
+            self._step(key)
+            self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
 
     def _step(self, key: StepKey) -> Any:
         """The compiled step of a bucket."""

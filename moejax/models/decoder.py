@@ -176,7 +176,7 @@ class Decoder(nnx.Module):
         rope = rope_tables(self.config, positions, rope_lens)
         residual = None
         parts, traces = [], []
-        for i, layer in enumerate(self._in_order()):
+        for i, layer in enumerate(self.in_order()):
             part = None if cache is None else cache.layer(i)
             x, residual, part, trace = layer(x, residual, rope, positions, valid, part)
             traces.append(trace)
@@ -187,7 +187,8 @@ class Decoder(nnx.Module):
         out = x + residual if self.norm is None else self.norm.add(x, residual)[0]
         return out, cache, tuple(traces)
 
-    def _in_order(self) -> list[DecoderLayer]:
+    def in_order(self) -> list[DecoderLayer]:
+        """The layers that are here."""
         if isinstance(self.layers, nnx.List):
             return list(self.layers)
         return [self.layers[str(i)] for i in self.stage]

@@ -58,8 +58,8 @@ def tables(expert_of: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndar
 
 
 def held_experts(model: nnx.Module) -> dict[str, list[int]] | None:
-    """Dotted path → the expert in each place, of every stacked tensor that does not hold each once and in order;
-    None if all do."""
+    """Dotted path → the expert in each place, of every stacked tensor that does not hold each once and in
+    order; None if all do."""
     found: dict[str, list[int]] = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, ReplicaTable):

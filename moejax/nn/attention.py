@@ -18,8 +18,8 @@ class Attention(nnx.Module):
     """Projections, optional query/key norm, rotary embedding, attention, output projection.
 
     `qk_norm="head"` normalises each head's Dh (Qwen3), `"projection"` the whole projection before it is
-    split into heads (OLMoE). `clip_qkv` bounds the projections' absolute values (OLMoE). On a mesh each device
-    has H and K heads of its own, fewer than the configuration's.
+    split into heads (OLMoE). `clip_qkv` bounds the projections' absolute values (OLMoE). On a mesh each
+    device has H and K heads of its own, fewer than the configuration's.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from moejax.sharding.axes import Names
 class GatedMLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`.
 
-    `reduce` names mesh axes that the hidden dimension is split over; without it, where it is split, each device
-    gives a part of the sum and the caller adds them.
+    `reduce` names mesh axes that the hidden dimension is split over; without it, where it is split, each
+    device gives a part of the sum and the caller adds them.
     """
 
     def __init__(self, dim: int, hidden: int, act: str, dtype: Any, scale: float, reduce: Names = ()) -> None:

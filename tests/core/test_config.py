@@ -10,7 +10,6 @@ from moejax.core.config import (
     EngineConfig,
     ModelConfig,
     MoeConfig,
-    ParallelConfig,
     QuantConfig,
     RopeConfig,
 )
@@ -138,14 +137,6 @@ def test_engine(fields: dict[str, Any], says: str) -> None:
 def test_engine_defaults() -> None:
     config = EngineConfig()
     assert config.max_model_len is None and config.moe == MoeConfig() and config.platform == "auto"
-
-
-@pytest.mark.parametrize("axis", ["dp", "pp", "ep", "tp"])
-def test_parallel(axis: str) -> None:
-    for value in (0, -1, 1.0, "2", True):
-        text = refusal(ParallelConfig, **{axis: value})
-        assert text == f"parallel.{axis} must be an integer of at least 1, got {value!r}"
-    assert ParallelConfig(**{axis: 1}) == ParallelConfig()
 
 
 @pytest.mark.parametrize("method", ["gptq", "", None, 4])

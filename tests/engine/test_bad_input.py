@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, ParallelConfig, QuantConfig
+from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, QuantConfig
 from moejax.core.errors import CheckpointError, ConfigError, DeviceError, MoejaxError, RequestError
-from moejax.engine import llm as llm_module
+from moejax.engine import opening
 from moejax.engine.inputs import as_list
 from moejax.engine.llm import LLM
 from moejax.engine.request import SamplingParams
@@ -210,8 +210,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("a model was built")
 
-    monkeypatch.setattr(llm_module, "Decoder", never)
-    monkeypatch.setattr(llm_module, "load_pretrained", never)
+    monkeypatch.setattr(opening, "build_stages", never)
 
 
 def test_unknown_model(unbuilt: None, tmp_path: Path) -> None:
@@ -254,9 +253,6 @@ def test_a_gpu_where_there_is_none(unbuilt: None) -> None:
 
 
 def test_what_is_not_built_yet(unbuilt: None) -> None:
-    for axis in ("dp", "pp", "ep", "tp"):
-        text = refusal(ConfigError, lambda axis=axis: ParallelConfig(**{axis: 2}))
-        assert text == f"parallel.{axis}=2: parallel meshes are not built yet; set it to 1"
     text = refusal(ConfigError, lambda: QuantConfig(method="gptq"))
     assert text == "quant.method='gptq': quantization is not built yet; set it to 'none'"
 

@@ -206,6 +206,17 @@ def counted(llm: LLM) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"pp": 2, "dp": 2}, {"pp": 2, "ep": 4, "attention": "data"}], ids=str)
+def test_counts_of_data_groups(layout: Any, build: Any, single: Any) -> None:
+    # Groups of their own compute prompts in other steps, so that the phases differ.
+    got, want = (
+        np.sum([np.asarray(counts) for counts in found.values()], axis=0)
+        for found in (counted(build(**layout)), single(MODEL, ENGINE, counted))
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.slow
 def test_counts_of_all_stages_are_those_of_one_device(build: Any, single: Any) -> None:
     # In the plain loop steps hold the same rows on one device and on many.
     plain = dataclasses.replace(ENGINE, overlap=False)

@@ -53,7 +53,7 @@ def test_tokens_stay_while_weights_move_under_running_requests(directory: Path, 
     assert done.applied and done.comparison.weights_moved > 0
     assert done.comparison.bytes_moved == done.comparison.weights_moved * 3 * 64 * 16 * 4
     assert done.comparison.after.max() < done.comparison.before.max()
-    placed = current_placement(wide.model, 4)
+    placed = current_placement([wide.model], 4)
     sparse = loads[[0, 2]]
     np.testing.assert_allclose(balancedness(sparse, placed), done.comparison.after)
     assert tokens(wide) == want
@@ -61,10 +61,10 @@ def test_tokens_stay_while_weights_move_under_running_requests(directory: Path, 
 
 def test_nothing_moves_below_the_threshold(wide: LLM) -> None:
     even = np.ones((3, 16), np.int64)
-    before = current_placement(wide.model, 4)
+    before = current_placement([wide.model], 4)
     done = wide.rebalance(even, factor=50.0)
     assert not done.applied and done.comparison.weights_moved == 0
-    assert current_placement(wide.model, 4) == before
+    assert current_placement([wide.model], 4) == before
 
 
 def test_a_rebalanced_model_is_saved_in_the_experts_order(directory: Path, wide: LLM, tmp_path: Path) -> None:

@@ -1,0 +1,120 @@
+"""Opens a model: decides what "auto" stands for, checks what can be checked, and only then reads weights."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax.numpy as jnp
+
+from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig
+from moejax.core.parallel import ParallelConfig
+from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
+from moejax.engine.ledger import enable_compile_cache
+from moejax.engine.paged_steps import PagedFunctions
+from moejax.engine.pipeline_runner import most_microbatches
+from moejax.engine.placing import build_stages, make_places
+from moejax.engine.policy import make_policy
+from moejax.engine.setup import default_cache_dir, find_model, longest_sequence, unsupported_by_kernels
+from moejax.engine.stage_steps import StageFunctions
+from moejax.models.decoder import Decoder
+from moejax.moe.expert_parallel import choose_exchange
+from moejax.nn.activation import activation
+from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul, choose_kernels
+from moejax.sharding.distributed import reserve_cpu_threads
+from moejax.sharding.spmd import OneDevice
+
+
+class OpenModel(NamedTuple):
+    """A model with its weights in place.
+
+    Attributes:
+        directory: where it was read from; None for a configuration with random weights.
+        config: its dtype is what it computes in.
+        stages, places, functions: of each pipeline stage; without a pipeline there is one.
+        kernels: implementation of the GPU kernels, "xla" for none.
+        resolutions: what was decided, and why.
+    """
+
+    directory: Path | None
+    config: ModelConfig
+    stages: list[Decoder]
+    places: list[OneDevice]
+    functions: list[Any]
+    kernels: str
+    resolutions: list[Resolution]
+
+
+def open_model(
+    model: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig,
+    dtype: str,
+    parallel: ParallelConfig,
+    engine: EngineConfig,
+    seed: int,
+    load_format: str,
+) -> OpenModel:
+    """Raises what `moejax.engine.llm.LLM` raises."""
+    if not parallel.is_single:
+        reserve_cpu_threads()  # no help where a backend has started already
+    platform = resolve_platform(engine.platform)
+    if engine.compile_cache:
+        enable_compile_cache(default_cache_dir())
+    directory, config = find_model(model, load_format)
+    activation(config.hidden_act)  # an unknown one raises here, not when the first step is compiled
+    make_policy(engine.policy)
+    resolved = resolve_dtype(dtype, config.dtype, platform.value)
+    config = config.replace(dtype=resolved.value)
+    experts = engine.moe
+    kernels = choose_kernels(engine.kernels, platform.value, unsupported_by_kernels(config, engine))
+    product = choose_grouped_matmul(experts.grouped_matmul, platform.value, experts.block_rows, kernels.value)
+    layout = choose_expert_layout(experts.expert_layout, platform.value, product.value)
+    moe = dataclasses.replace(experts, expert_layout=cast(ExpertLayout, layout.value))
+    if product.value == "pallas_triton":
+        moe = dataclasses.replace(moe, grouped_matmul=product.value)
+    longest_sequence(engine, config)
+    most_microbatches(parallel, engine)
+    places = make_places(parallel, config, moe)
+    resolutions = [
+        platform,
+        resolved,
+        Resolution("engine.kernels", *kernels),
+        Resolution("engine.moe.grouped_matmul", *product),
+        Resolution("engine.moe.expert_layout", *layout),
+        *_exchanges(config, parallel, engine, places[0], platform.value),
+    ]
+    source = None if load_format == "dummy" else directory
+    stages = build_stages(config, parallel, places, moe, kernels.value, source, seed)
+    functions: list[Any] = [PagedFunctions(stages[0])]
+    if len(stages) > 1:
+        functions = [StageFunctions(stage) for stage in stages]
+    return OpenModel(directory, config, stages, places, functions, kernels.value, resolutions)
+
+
+def _exchanges(
+    config: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, place: OneDevice, platform: str
+) -> list[Resolution]:
+    """How tokens travel to their experts in the largest steps; each smaller one decides for itself.
+
+    Raises:
+        ConfigError: what was asked for cannot run here.
+    """
+    if not place.axes.expert or not any(config.moe_layers):
+        return []
+    found = []
+    for name, tokens in (
+        (f"decode, {engine.max_num_seqs} rows", engine.max_num_seqs),
+        (f"prefill, {engine.max_num_batched_tokens} tokens", engine.max_num_batched_tokens),
+    ):
+        choice = choose_exchange(
+            parallel.exchange,
+            tokens=tokens,
+            hidden=config.hidden_size,
+            itemsize=jnp.dtype(config.dtype).itemsize,
+            top_k=config.num_experts_per_tok,
+            axes=place.axes,
+            platform=platform,
+            num_local=(config.num_experts + parallel.redundant_experts) // parallel.ep,
+        )
+        found.append(Resolution(f"parallel.exchange ({name})", *choice))
+    return found
