@@ -18,6 +18,10 @@ from pallas_kernels.op import Op, Problem
 
 DATA = Path(__file__).parent / "data"
 
+# How far the nearest problem may be, in doublings of its sizes taken together: if it was timed, and if the
+# static model chose for it, which weighs waves of blocks and so says nothing of other sizes.
+FARTHEST = {True: 2.0, False: 0.5}
+
 
 class Entry(NamedTuple):
     """One row of a table. `microseconds` is the median device time, None where it was not timed."""
@@ -108,7 +112,8 @@ def config_dict(config: Any) -> dict[str, Any]:
 
 
 def _nearest(rows: Iterable[Entry], problem: Problem, sizes: tuple[str, ...]) -> tuple[Entry, float] | None:
-    """The row equal in all but sizes, whose sizes are nearest in their logarithms, and that distance."""
+    """The row equal in all but sizes, whose sizes are nearest in their logarithms, and that distance; None if
+    none is near enough."""
     best = None
     for row in rows:
         if row.problem.keys() != problem.keys():
@@ -117,6 +122,8 @@ def _nearest(rows: Iterable[Entry], problem: Problem, sizes: tuple[str, ...]) ->
             continue
         ratios = [max(int(row.problem[k]), 1) / max(int(problem[k]), 1) for k in sizes]
         distance = sum(abs(math.log2(ratio)) for ratio in ratios)
+        if distance > FARTHEST[row.timed]:
+            continue
         if best is None or distance < best[1]:
             best = row, distance
     return best
