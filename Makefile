@@ -44,13 +44,15 @@ run: $(VENV)/.base ## Measure the shipped model's latency and throughput: tables
 	$(BIN)/python -m experiments.latency experiment=quick
 	$(BIN)/python -m experiments.throughput experiment=quick_throughput
 
-# In two processes: the kernels' programs and all others together are more than Linux lets one process map.
+# In three processes: the programs of all tests together are more than Linux lets one process map.
 test: $(VENV)/.dev ## Fast tests (no GPU, no network, no torch)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle" --ignore=tests/kernels
+	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle and not multidevice" --ignore=tests/kernels
+	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle and multidevice" --ignore=tests/kernels
 	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle" tests/kernels
 
 test-slow: $(VENV)/.dev ## The long tests too
-	$(BIN)/python -m pytest -m "not gpu and not oracle" --ignore=tests/kernels
+	$(BIN)/python -m pytest -m "not gpu and not oracle and not multidevice" --ignore=tests/kernels
+	$(BIN)/python -m pytest -m "not gpu and not oracle and multidevice" --ignore=tests/kernels
 	$(BIN)/python -m pytest -m "not gpu and not oracle" tests/kernels
 
 test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU)

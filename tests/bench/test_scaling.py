@@ -25,6 +25,8 @@ from moejax.report.scaling import print_scaling, save_scaling_plots
 from moejax.tracking.base import TrackerConfig
 from tests.engine.mesh_models import BASE
 
+pytestmark = pytest.mark.multidevice
+
 A100 = KNOWN["a100_80gb"]
 SECTION = ScalingSection(batch_size=64, context_len=512, prompt_len=256, num_prompts=32)
 MODEL = BASE.replace(

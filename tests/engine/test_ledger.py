@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.engine.ledger import CompileLedger, enable_compile_cache
-from moejax.engine.llm import LLM, default_cache_dir
+from moejax.engine.llm import LLM
 from moejax.engine.request import SamplingParams
+from moejax.engine.setup import default_cache_dir
 
 
 class Key(NamedTuple):

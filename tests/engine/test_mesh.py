@@ -11,6 +11,8 @@ import pytest
 from moejax import LLM, EngineConfig, ParallelConfig, SamplingParams
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 
+pytestmark = pytest.mark.multidevice
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp8": {"tp": 8},
     "ep8": {"ep": 8},

@@ -60,9 +60,9 @@ class Copies(Counter[str]):
         super().__init__()
         make = llm.runner._copy
 
-        def copy(pairs: Any) -> None:
-            self["copies"] += len(pairs)
-            make(pairs)
+        def copy(by_group: Any) -> None:
+            self["copies"] += sum(map(len, by_group))
+            make(by_group)
 
         monkeypatch.setattr(llm.runner, "_copy", copy)
 

@@ -12,6 +12,8 @@ from moejax.engine.rebalance import current_placement, sources
 from moejax.moe.placement import balancedness
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 
+pytestmark = pytest.mark.multidevice
+
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 

@@ -19,6 +19,8 @@ from moejax.sharding.distributed import Place
 from tests.experiments import fake_slurm
 from tests.sharding.processes import ROOT, started, wait_all
 
+pytestmark = pytest.mark.multidevice
+
 SCRIPT = str(Path(__file__).with_name("launched_experiment.py"))
 PRESETS = {
     "single": 1,

@@ -17,6 +17,8 @@ from moejax.engine.request import CompletionOutput, RequestMetrics, RequestOutpu
 from moejax.sharding.distributed import Place, agree, broadcast, process_count, read_environment
 from tests.sharding.processes import environment, free_port, run_processes, started, wait_all
 
+pytestmark = pytest.mark.multidevice
+
 HERE = Path(__file__).parent
 COLLECTIVES = HERE / "two_process_collectives.py"
 LOOP = str(HERE / "two_process_loop.py")

@@ -9,6 +9,8 @@ import pytest
 from tests.engine.mesh_models import FAMILIES, checkpoint
 from tests.sharding.processes import run_processes
 
+pytestmark = pytest.mark.multidevice
+
 SCRIPT = Path(__file__).parent / "two_process_engine.py"
 
 
