@@ -44,16 +44,22 @@ run: $(VENV)/.base ## Measure the shipped model's latency and throughput: tables
 	$(BIN)/python -m experiments.latency experiment=quick
 	$(BIN)/python -m experiments.throughput experiment=quick_throughput
 
-# In three processes: the programs of all tests together are more than Linux lets one process map.
+# In three processes: the programs of all tests together are more than Linux lets one process map. Two of them run
+# beside the first, whose output is shown as it comes; theirs at the end.
+define side_by_side
+@log=$$(mktemp); \
+{ $(BIN)/python -m pytest -m "$(1) and multidevice" --ignore=tests/kernels; multi=$$?; \
+  $(BIN)/python -m pytest -m "$(1)" tests/kernels && exit $$multi; } > $$log 2>&1 & beside=$$!; \
+$(BIN)/python -m pytest -m "$(1) and not multidevice" --ignore=tests/kernels; first=$$?; \
+echo "waiting for the tests of several devices and of kernels"; \
+wait $$beside; second=$$?; cat $$log; rm -f $$log; exit $$((first || second))
+endef
+
 test: $(VENV)/.dev ## Fast tests (no GPU, no network, no torch)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle and not multidevice" --ignore=tests/kernels
-	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle and multidevice" --ignore=tests/kernels
-	$(BIN)/python -m pytest -m "not slow and not gpu and not oracle" tests/kernels
+	$(call side_by_side,not slow and not gpu and not oracle)
 
 test-slow: $(VENV)/.dev ## The long tests too
-	$(BIN)/python -m pytest -m "not gpu and not oracle and not multidevice" --ignore=tests/kernels
-	$(BIN)/python -m pytest -m "not gpu and not oracle and multidevice" --ignore=tests/kernels
-	$(BIN)/python -m pytest -m "not gpu and not oracle" tests/kernels
+	$(call side_by_side,not gpu and not oracle)
 
 test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU)
 	$(BIN)/python -m pytest -m "oracle and not slow"

@@ -1,5 +1,6 @@
 """Puts a model onto its devices: the mesh, the decoder written for it, the weights where they belong."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from moejax.sharding.mesh import make_mesh
 from moejax.sharding.pipeline import split_layers
 from moejax.sharding.rules import shardings
 from moejax.sharding.spmd import OneDevice, OnMesh
+
+logger = logging.getLogger(__name__)
 
 
 def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) -> list[OneDevice]:
@@ -93,7 +96,14 @@ def build_model(
         held = held_experts(build(config))
         where = at if spread else None
         loaded = load_pretrained(source, dtype=config.dtype, build=build, shardings=where, expert_of=held)
-        model = loaded.model
+        model, stats = loaded.model, loaded.stats
+        logger.info(
+            "%s: read %.1f MB of %d tensors in %.1f s",
+            source,
+            stats.bytes_read / 1e6,
+            stats.tensors,
+            stats.seconds,
+        )
     put_tables(model, place)
     return model
 

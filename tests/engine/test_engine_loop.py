@@ -250,7 +250,7 @@ def test_reset_and_idle(forked: LLM) -> None:
 def test_variants_share_weights_alone(bare_llm: LLM, forked: LLM, whole: FullForward) -> None:
     """A request waiting in one engine is nothing to the other, nor are its blocks, programs and sums."""
     other = bare_llm.variant(dataclasses.replace(SCARCE, max_model_len=24))
-    ours, theirs = forked._functions.leaves, other._functions.leaves
+    ours, theirs = (llm._model.functions[0].leaves for llm in (forked, other))
     assert all(a is b for a, b in zip(ours, theirs, strict=True))
     forked.reset_stats()
     waiting = forked.submit(PROMPTS[0], greedy(5))

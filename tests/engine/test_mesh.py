@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moejax import LLM, EngineConfig, ParallelConfig, SamplingParams
+from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 
 pytestmark = pytest.mark.multidevice
@@ -166,3 +166,19 @@ def test_a_step_does_not_compile_after_warmup(model: Any) -> None:
     llm.warmup(max_total_len=24, sampling_params=[greedy])
     llm.generate(prompts(9), greedy)
     assert not llm.ledger.recompiles
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2, "attention": "data"}])
+def test_kernels_on_a_mesh(parallel: dict[str, Any], model: Any, single: Any) -> None:
+    """Interpreted; each device runs them on its own heads and experts."""
+    config = dataclasses.replace(
+        ENGINE, max_num_seqs=2, seq_buckets=[2], token_buckets=[16], max_num_batched_tokens=16,
+        kernels="pallas_triton", moe=MoeConfig(),
+    )  # fmt: skip
+    asked, greedy = prompts(2), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    directory = str(model("qwen3_moe"))
+    plain = LLM(directory, engine=ENGINE)
+    kernels = LLM(directory, engine=config, parallel=ParallelConfig(**parallel))
+    found = [[o.outputs[0].token_ids for o in llm.generate(asked, greedy)] for llm in (plain, kernels)]
+    assert found[0] == found[1]
