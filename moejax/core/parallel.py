@@ -166,7 +166,12 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, devices: int) -
         layers = parallel.stage_layers
         faults.append(f"parallel.stage_layers {layers} add up to {sum(layers)} of {model.num_layers} layers")
     if faults:
-        raise ConfigError(f"parallel: the model cannot be spread so: {'; '.join(faults)}")
+        hint = ""
+        if any("parallel.attention=tensor" in fault for fault in faults):
+            hint = (
+                f"; with parallel.attention=data only tp={tp} splits heads, vocabulary and hidden dimensions"
+            )
+        raise ConfigError(f"parallel: the model cannot be spread so: {'; '.join(faults)}{hint}")
 
 
 PRESETS: dict[str, ParallelConfig] = {

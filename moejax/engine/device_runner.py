@@ -87,7 +87,7 @@ class DeviceRunner(BucketRunner):
         return Launched(key, Rows.of(plan, key), self._run(key, buffer))
 
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
-        step = self._step(key)
+        step = self.program(key)
         pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
         given = DeviceState(pages, self._last, self._seen_of(key))
         state, output = self.place.settled(step(self.functions.leaves, given, self.place.put(buffer)))
@@ -114,7 +114,7 @@ class DeviceRunner(BucketRunner):
             self._seen = self.place.zeros(shape, jnp.bool_)
         return self._seen
 
-    def _step(self, key: StepKey) -> Any:
+    def program(self, key: StepKey) -> Any:
         """The compiled step of a bucket."""
 
         def build() -> jax.stages.Wrapped:

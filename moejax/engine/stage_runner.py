@@ -61,7 +61,7 @@ class Stage(DeviceRunner):
         """Starts the stage's step on a microbatch; `given` is what the stage before gave, if there is one."""
         if not self.here:
             return self._nothing(key)
-        step = self._step(key)
+        step = self.program(key)
         pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
         state = DeviceState(pages, cast(Any, None), None)
         if self.functions.is_last:
@@ -84,10 +84,10 @@ class Stage(DeviceRunner):
     def prepare(self, key: StepKey) -> None:
         """Compiles the step if it is new, and makes the slabs that it needs."""
         if self.here:
-            self._step(key)
+            self.program(key)
             self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
 
-    def _step(self, key: StepKey) -> Any:
+    def program(self, key: StepKey) -> Any:
         """The compiled step of a bucket."""
 
         def build() -> jax.stages.Wrapped:

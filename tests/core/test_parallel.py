@@ -60,6 +60,7 @@ def test_sizes() -> None:
         ({"tp": 3}, "num_key_value_heads 2 neither divides tp=3 nor is a multiple of it"),
         ({"ep": 3}, "num_experts 16 % ep=3 = 1"),
         ({"ep": 3}, "num_attention_heads 8 % ep·tp=3 (parallel.attention=tensor) = 2"),
+        ({"ep": 3}, "with parallel.attention=data only tp=1 splits heads, vocabulary and hidden dimensions"),
         ({"ep": 8, "redundant_experts": 3}, "num_experts + parallel.redundant_experts 19 % ep=8 = 3"),
         ({"ep": 5, "attention": "data"}, "num_experts 16 % ep=5 = 1"),
         ({"pp": 4}, "num_hidden_layers 3 are fewer than pp=4"),

@@ -75,7 +75,7 @@ def make_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[list[Devi
 def compile_step(model: ModelConfig, parallel: ParallelConfig, key: StepKey) -> list[Program]:
     layers = split_layers(model, parallel.pp, parallel.stage_layers)
     return [
-        Program(own, runner, place, collectives(runner._step(key), place.mesh))
+        Program(own, runner, place, collectives(runner.program(key), place.mesh))
         for own, runner, place in zip(layers, *make_stages(model, parallel), strict=True)
     ]
 

@@ -106,7 +106,7 @@ def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
             num_local=experts,
         )
         exchange = account_exchange(chosen.value, model, parallel, rows, rung=even)
-    ran = taken(collectives(runner._step(key), runner.place.mesh), lambda branch: even)
+    ran = taken(collectives(runner.program(key), runner.place.mesh), lambda branch: even)
     terms = step_comm(model, parallel, tokens=rows, rows=rows, exchange=exchange)
     return {
         "program_comm_bytes": sum((c.executions or 0) * bytes_on_wire(c) for c in ran),
