@@ -20,6 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp_attention_ep8": {"ep": 8, "attention": "data"},
     "dp_attention_ep4_tp2": {"ep": 4, "tp": 2, "attention": "data"},
     "dp2_ep2_tp2": {"dp": 2, "ep": 2, "tp": 2},
+    "pp2_ep4": {"pp": 2, "ep": 4},
     "nodes2_ep8": {"ep": 8, "nodes": 2, "attention": "data", "exchange": "hierarchical"},
     "dp_attention_ep8_all_to_all": {"ep": 8, "attention": "data", "exchange": "all_to_all"},
     "dp_attention_ep8_allgather": {"ep": 8, "attention": "data", "exchange": "allgather"},
