@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,8 +41,8 @@ class Rows(NamedTuple):
         )
 
 
-class BucketRunner:
-    """A base: `_run` and `_copier` are the subclass's.
+class BucketRunner(ABC):
+    """A base: how a step runs and blocks are copied is the subclass's.
 
     Args:
         model: of the whole model.
@@ -77,13 +78,13 @@ class BucketRunner:
         self.builder = BatchBuilder(self.buckets, self.limits)
         self.routing = RoutingRecord(model.num_layers, model.num_experts)
 
+    @abstractmethod
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         """Starts a step on a built batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _copier(self, slabs: int) -> Any:
         """The compiled program that copies blocks within the first `slabs` slabs."""
-        raise NotImplementedError
 
     def _result(self, key: StepKey, batch: Rows, output: PagedOutput) -> StepResult:
         """Reads what a batch gave; this is where the host waits for the device."""
@@ -112,7 +113,8 @@ class BucketRunner:
             max_total_len: of its longest request, prompt and output. A preempted one comes back as a prompt.
             modes: sampler modes that the batches run in.
             samples: the largest n of a request.
-            score, record: compile the steps that score prompts, or record routing, as well.
+            score, record: compile the steps that score prompts, or record routing, as well. Where every step
+                records (`BatchBuilder.record_all`) there are no others.
         """
         self.builder.warm_modes = list(dict.fromkeys(modes))
         self.buckets = self.builder.buckets = self._thinned(max_total_len)
@@ -120,6 +122,8 @@ class BucketRunner:
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
         reachable = list(self.buckets.reachable(max_total_len, self.limits.block_size, samples))
         modes, records = self.builder.warm_modes, (False, True) if record else (False,)
+        if self.builder.record_all:
+            records = (True,)
         options = itertools.product(reachable, owners, modes, records, (False, True) if score else (False,))
         for (rows, tokens, slabs), sharing, mode, recorded, scored in options:
             if tokens or not scored:

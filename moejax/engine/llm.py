@@ -326,7 +326,10 @@ class LLM:
     # -- expert placement ------------------------------------------------------------------------------
 
     def track_load(self, window_steps: int = 256) -> LoadWindow:
-        """Counts every expert's assignments over the latest steps from now on."""
+        """Counts every expert's assignments over the latest steps from now on.
+
+        Steps that count are programs of their own: call it before `warmup`, or warm up with `record_routing`.
+        """
         with self.engine.lock:
             return track_load(self.runner, self.config, window_steps)
 

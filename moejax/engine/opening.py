@@ -83,6 +83,10 @@ def open_model(
         Resolution("engine.moe.expert_layout", *layout),
         *_exchanges(config, parallel, engine, places[0], platform.value),
     ]
+    if kernels.value != "xla" and config.qk_norm == "projection" and parallel.tensor_size > 1:
+        # Not silently: the kernels were perhaps asked for by name.
+        why = "it runs over a projection that is split over devices, of which a kernel sees a part"
+        resolutions.append(Resolution("engine.kernels (QK norm)", "xla", why))
     source = None if load_format == "dummy" else directory
     stages = build_stages(config, parallel, places, moe, kernels.value, source, seed)
     functions: list[Any] = [PagedFunctions(stages[0])]

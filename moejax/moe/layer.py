@@ -22,11 +22,12 @@ class RoutingTrace(NamedTuple):
 
     Attributes:
         ids: int32 `[B, T, k]`, experts that ran, by falling router probability; E where none did (padding,
-            or dropped). A rerouted assignment keeps its place.
+            or dropped by `capacity`). A rerouted assignment keeps its place. What an exchange drops for lack
+            of room is in `dropped` only: the sender does not learn which of its assignments it was.
         weights: float32 `[B, T, k]`.
         logits: float32 `[B, T, E]`.
         counts: int32 `[E]`, assignments that each expert ran.
-        dropped, rerouted: int32 scalars; non-zero only under `capacity`.
+        dropped, rerouted: int32 scalars; non-zero only under `capacity`, or with `exchange_capacity`.
     """
 
     ids: jax.Array

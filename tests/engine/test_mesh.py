@@ -169,6 +169,16 @@ def test_a_step_does_not_compile_after_warmup(model: Any) -> None:
     assert not llm.ledger.recompiles
 
 
+def test_a_step_that_counts_loads_does_not_compile_after_warmup(model: Any) -> None:
+    llm = LLM(str(model("mixtral")), engine=dataclasses.replace(ENGINE, strict_compile=True))
+    window = llm.track_load(window_steps=8)
+    greedy = SamplingParams(max_tokens=5, temperature=0.0)
+    llm.warmup(max_total_len=24, sampling_params=[greedy])
+    assert not window.sum().any()  # a rehearsal is no load
+    llm.generate(prompts(3), greedy)
+    assert not llm.ledger.recompiles and window.sum().sum() > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2, "attention": "data"}])
 def test_kernels_on_a_mesh(parallel: dict[str, Any], model: Any, single: Any) -> None:
@@ -183,3 +193,15 @@ def test_kernels_on_a_mesh(parallel: dict[str, Any], model: Any, single: Any) ->
     kernels = LLM(directory, engine=config, parallel=ParallelConfig(**parallel))
     found = [[o.outputs[0].token_ids for o in llm.generate(asked, greedy)] for llm in (plain, kernels)]
     assert found[0] == found[1]
+
+
+def test_a_kernel_that_a_split_axis_rules_out_is_named(model: Any) -> None:
+    """OLMoE's QK norm is over the whole projection: asked for by name or not, what ran is in the record."""
+    engine = dataclasses.replace(ENGINE, kernels="pallas_triton", moe=MoeConfig())
+    directory = str(model("olmoe"))
+    found = [
+        {r.key: r.value for r in LLM(directory, engine=engine, parallel=ParallelConfig(**p)).resolutions}
+        for p in ({"tp": 2}, {"ep": 2, "attention": "data"})
+    ]
+    assert found[0]["engine.kernels"] == found[1]["engine.kernels"] == "pallas_triton"
+    assert found[0]["engine.kernels (QK norm)"] == "xla" and "engine.kernels (QK norm)" not in found[1]

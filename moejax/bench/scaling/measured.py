@@ -22,6 +22,9 @@ from moejax.perf.comm import Exchange, compare, step_comm
 from moejax.sharding.hlo import bytes_on_wire, collectives, taken
 from moejax.sharding.spmd import OnMesh
 
+# Of the sizes that an exchange chooses among: the one for an even routing.
+EVEN = 0
+
 
 def fitting(parallel: ParallelConfig, devices: int) -> ParallelConfig:
     """The layout itself, or with its experts over fewer devices, still on several nodes, so that it fits.
@@ -92,7 +95,7 @@ def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
         return {"program_comm_bytes": None if parallel.pp > 1 else 0.0, "formulas_agree": None}
     key = StepKey(rows, 0, runner.limits.slab_ends[0], 1, SamplerMode(), False, False)
     axes, model = runner.place.axes, llm.config
-    exchange, even = Exchange(), 0
+    exchange = Exchange()
     if axes.exchange:
         experts = (model.num_experts + parallel.redundant_experts) // parallel.ep
         size: dict[str, int] = {"hidden": model.hidden_size, "itemsize": 4}
@@ -105,8 +108,8 @@ def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
             platform="cpu",
             num_local=experts,
         )
-        exchange = account_exchange(chosen.value, model, parallel, rows, rung=even)
-    ran = taken(collectives(runner.program(key), runner.place.mesh), lambda branch: even)
+        exchange = account_exchange(chosen.value, model, parallel, rows, rung=EVEN)
+    ran = taken(collectives(runner.program(key), runner.place.mesh), lambda branch: EVEN)
     terms = step_comm(model, parallel, tokens=rows, rows=rows, exchange=exchange)
     return {
         "program_comm_bytes": sum((c.executions or 0) * bytes_on_wire(c) for c in ran),
