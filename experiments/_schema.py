@@ -12,9 +12,10 @@ from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
-from moejax.core.config import DTYPES, EngineConfig, QuantConfig, check_choice
+from moejax.core.config import DTYPES, EngineConfig, check_choice
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
+from moejax.core.quant import QuantConfig
 from moejax.engine.request import SamplingParams
 from moejax.tracking.base import TrackerConfig
 from moejax.train.config import TrainConfig

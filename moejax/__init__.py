@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moejax.checkpoint.hf import load_pretrained, save_pretrained
-    from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, QuantConfig
+    from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
     from moejax.core.parallel import ParallelConfig
+    from moejax.core.quant import QuantConfig
     from moejax.engine.llm import LLM
     from moejax.engine.request import RequestOutput, SamplingParams
 
@@ -21,7 +22,7 @@ _HOMES = {
     "MoeConfig": "moejax.core.config",
     "EngineConfig": "moejax.core.config",
     "ParallelConfig": "moejax.core.parallel",
-    "QuantConfig": "moejax.core.config",
+    "QuantConfig": "moejax.core.quant",
 }
 
 __all__ = [

@@ -276,16 +276,3 @@ def _check_buckets(key: str, value: object) -> None:
         check_positive(f"{key}: each", item)
     if any(b <= a for a, b in itertools.pairwise(value)):
         raise ConfigError(f"{key} must rise, got {list(value)}")
-
-
-@dataclass(frozen=True)
-class QuantConfig:
-    """Weight quantization. Only `none` is built so far."""
-
-    method: str = "none"
-
-    def __post_init__(self) -> None:
-        if self.method != "none":
-            raise ConfigError(
-                f"quant.method={self.method!r}: quantization is not built yet; set it to 'none'"
-            )

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
-from moejax.core.config import EngineConfig, ModelConfig, QuantConfig
+from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError, StepError
 from moejax.core.parallel import ParallelConfig
+from moejax.core.quant import QuantConfig
 from moejax.engine.building import RequestBuilder
 from moejax.engine.core import Engine
 from moejax.engine.device_runner import DeviceRunner

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, QuantConfig
+from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError, DeviceError, MoejaxError, RequestError
 from moejax.engine import opening
 from moejax.engine.inputs import as_list
@@ -250,11 +250,6 @@ def test_a_gpu_where_there_is_none(unbuilt: None) -> None:
     engine = dataclasses.replace(ENGINE, platform="gpu")
     text = refused_llm(DeviceError, **dummy(engine=engine))
     assert text.startswith("engine.platform=gpu: JAX sees no such device, only cpu; install moejax[cuda12]")
-
-
-def test_what_is_not_built_yet(unbuilt: None) -> None:
-    text = refusal(ConfigError, lambda: QuantConfig(method="gptq"))
-    assert text == "quant.method='gptq': quantization is not built yet; set it to 'none'"
 
 
 @pytest.mark.parametrize(

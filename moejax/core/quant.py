@@ -1,0 +1,146 @@
+"""What to quantize, how, and from which text: the values behind `quant=` in Python and `configs/quant/`."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from moejax.core.errors import ConfigError, unknown
+
+Method = Literal["none", "rtn", "gptq", "awq", "smoothquant"]
+Clip = Literal["minmax", "percentile", "entropy", "mse"]
+KvDtype = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
+Fallback = Literal["shared", "all"]
+
+
+def _choice(key: str, value: object, kind: object) -> None:
+    if value not in get_args(kind):
+        raise ConfigError(f"{key}: {unknown('value', str(value), get_args(kind))}")
+
+
+def _between(key: str, value: object, low: float, high: float) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high:  # type: ignore[operator]
+        raise ConfigError(f"{key} must be a number from {low:g} to {high:g}, got {value!r}")
+
+
+def _at_least(key: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{key} must be an integer of at least {least}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class QuantRule:
+    """Weights whose path matches `pattern` get this method and format; the first rule that matches counts.
+
+    Attributes:
+        pattern: over paths of weights such as `layers.3.moe.experts.down_proj` or
+            `layers.0.attention.q_proj`; `*` stands for anything. One that matches nothing is an error.
+        method: None takes `QuantConfig.method`; "none" keeps these weights in full precision.
+        format: None takes `QuantConfig.format`.
+    """
+
+    pattern: str
+    method: str | None = None
+    format: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pattern:
+            raise ConfigError("quant.rules: a rule needs a pattern such as 'layers.*.moe.experts.*'")
+        if self.method is not None:
+            _choice(f"quant.rules[{self.pattern}].method", self.method, Method)
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """The text that methods with calibration see, and what becomes of experts that see too little of it.
+
+    Attributes:
+        text: a UTF-8 file, or "auto": the training part of the text that `tiny` was trained on.
+        num_samples, seq_len: sequences and the tokens of each.
+        batch_size: sequences that run at a time.
+        min_tokens: an expert with fewer tokens falls back (and is counted so in the report).
+        fallback: "shared" takes the statistics of all tokens of the layer; "all" routes all tokens to it.
+        work_dir: keeps what is done layer by layer, so that a killed run goes on; None keeps nothing.
+        seed: of the choice of sequences.
+    """
+
+    text: str = "auto"
+    num_samples: int = 128
+    seq_len: int = 256
+    batch_size: int = 16
+    min_tokens: int = 64
+    fallback: Fallback = "shared"
+    work_dir: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "batch_size"):
+            _at_least(f"quant.calibration.{name}", getattr(self, name), 1)
+        _at_least("quant.calibration.seq_len", self.seq_len, 2)
+        _at_least("quant.calibration.min_tokens", self.min_tokens, 0)
+        _choice("quant.calibration.fallback", self.fallback, Fallback)
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Quantization of weights and of the key/value cache.
+
+    Attributes:
+        method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" calibrate. "none" leaves the weights
+            as they are in the checkpoint (which may be quantized itself).
+        format: of the weights, see `moejax.quantization.formats.parse_format`.
+        clip: how the range of a scale is found: "minmax"; "percentile" of the magnitudes; "entropy"
+            (least KL divergence of the histograms); "mse" (least squared error).
+        percentile: of "percentile".
+        rules: exceptions by path. Without one, all linear layers and experts are quantized, but not router,
+            norms, embeddings and output projection.
+        kv_cache: dtype of the key/value cache, with a scale for each token and head; "auto" is the model's.
+        damping: of GPTQ, as a share of the Hessian's mean diagonal.
+        act_order: GPTQ goes through the inputs by falling Hessian diagonal (groups stay in place).
+        gptq_block: columns between two updates of the rest.
+        awq_grid: exponents that AWQ tries between 0 and 1.
+        awq_clip: AWQ searches clipping ranges too.
+        smoothing: alpha of SmoothQuant.
+        implementation: of the products: "dequantize" first and multiply then; "xla"; "pallas_triton", the
+            GPU kernels; "auto".
+    """
+
+    method: Method = "none"
+    format: str = "int8"
+    clip: Clip = "minmax"
+    percentile: float = 99.9
+    rules: list[QuantRule] = field(default_factory=list)
+    kv_cache: KvDtype = "auto"
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    damping: float = 0.01
+    act_order: bool = True
+    gptq_block: int = 128
+    awq_grid: int = 20
+    awq_clip: bool = True
+    smoothing: float = 0.5
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        _choice("quant.method", self.method, Method)
+        _choice("quant.clip", self.clip, Clip)
+        _choice("quant.kv_cache", self.kv_cache, KvDtype)
+        _between("quant.percentile", self.percentile, 50, 100)
+        _between("quant.damping", self.damping, 0, 1)
+        _between("quant.smoothing", self.smoothing, 0, 1)
+        _at_least("quant.gptq_block", self.gptq_block, 1)
+        _at_least("quant.awq_grid", self.awq_grid, 1)
+        known = ("auto", "dequantize", "xla", "pallas_triton")
+        if self.implementation not in known:
+            raise ConfigError(
+                f"quant.implementation: {unknown('implementation', self.implementation, known)}"
+            )
+
+    @property
+    def is_none(self) -> bool:
+        """Nothing is changed."""
+        return self.method == "none" and self.kv_cache == "auto" and not self.rules
+
+    @property
+    def calibrates(self) -> bool:
+        """Some weights' method needs text."""
+        methods = {self.method, *(rule.method for rule in self.rules)}
+        return bool(methods & {"gptq", "awq", "smoothquant"})

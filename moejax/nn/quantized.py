@@ -1,0 +1,110 @@
+"""A quantized weight in a parameter's place.
+
+Models are built, and their tensors declared, in floating point; `replace_weights` then puts a
+`QuantizedWeight` where a format is asked for. Its arrays are declared like every other tensor, so that
+loading, sharding, memory accounting and the engine's leaves go on working by declarations.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import jax
+from flax import nnx
+
+from moejax.core.errors import ConfigError
+from moejax.nn.param import ParamSpec, declare, iter_params
+from moejax.quantization.formats import QTensor, WeightFormat
+
+PARTS = ("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale")
+
+
+class QuantizedWeight(nnx.Module):
+    """The arrays of a `QTensor` as parameters, abstract until `set` gives them values.
+
+    Attributes:
+        stands_for: declaration of the weight in floating point, `[..., D, F]` in canonical order.
+    """
+
+    def __init__(self, spec: ParamSpec, fmt: WeightFormat) -> None:
+        shape, axes = spec.canonical_shape, spec.axes
+        if spec.transposed:
+            axes = (*axes[:-2], axes[-1], axes[-2])
+        parts = fmt.parts(shape, axes)
+
+        def part(name: str) -> nnx.Param | None:
+            if name not in parts:
+                return None
+            found = parts[name]
+            return declare(ParamSpec(found.shape, found.axes, found.dtype, "zeros"))
+
+        self.values = part("values")
+        self.scales = part("scales")
+        self.zeros = part("zeros")
+        self.tensor_scale = part("tensor_scale")
+        self.group_index = part("group_index")
+        self.input_scale = part("input_scale")
+        self.format, self.pack, self.stands_for = fmt, fmt.pack(shape[-2]), spec
+
+    def tensor(self) -> QTensor:
+        """What it holds, in a call of the model or outside."""
+        held = {name: getattr(self, name) for name in PARTS}
+        arrays = {name: None if param is None else param[...] for name, param in held.items()}
+        return QTensor(**arrays, format=self.format, pack=self.pack)
+
+    def set(self, tensor: QTensor) -> None:
+        """Takes over a tensor's arrays; its format and shapes must be those declared."""
+        assert tensor.format == self.format and tensor.pack == self.pack, (tensor.format, self.format)
+        for name in PARTS:
+            param, array = getattr(self, name), getattr(tensor, name)
+            assert (param is None) == (array is None), name
+            if param is not None:
+                spec = param.get_metadata("spec")
+                assert array.shape == spec.shape and array.dtype == spec.dtype, (name, array, spec)
+                param.set_value(array)
+
+
+Weight = nnx.Param | QuantizedWeight
+
+
+def weight_of(weight: Weight) -> jax.Array | QTensor:
+    """What a product takes of either."""
+    return weight.tensor() if isinstance(weight, QuantizedWeight) else weight[...]
+
+
+def quantized_weights(model: nnx.Module) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Every quantized weight with the path of the parameter that it stands for."""
+    for path, node in sorted(nnx.iter_graph(model), key=lambda item: [str(p) for p in item[0]]):
+        if isinstance(node, QuantizedWeight):
+            yield ".".join(str(part) for part in path), node
+
+
+def replace_weights(model: nnx.Module, formats: Mapping[str, WeightFormat]) -> dict[str, QuantizedWeight]:
+    """Puts an abstract `QuantizedWeight` in the place of each named parameter of at least two dimensions.
+
+    Args:
+        formats: path of a parameter → format. Those of another pipeline stage are passed over.
+
+    Raises:
+        ConfigError: a weight cannot be stored so; nothing is replaced then.
+    """
+    params = {name: param for name, param in iter_params(model) if name in formats}
+    for name, param in params.items():
+        spec = param.get_metadata("spec")
+        if len(spec.shape) < 2:
+            raise ConfigError(f"{name}: a vector is not quantized")
+        formats[name].check(name, *spec.canonical_shape[-2:])
+    placed = {}
+    for name, param in params.items():
+        *parents, attribute = name.split(".")
+        owner = model
+        for part in parents:
+            owner = (
+                owner[_key(owner, part)] if isinstance(owner, nnx.List | nnx.Dict) else getattr(owner, part)
+            )
+        weight = QuantizedWeight(param.get_metadata("spec"), formats[name])
+        setattr(owner, attribute, weight)
+        placed[name] = weight
+    return placed
+
+
+def _key(owner: nnx.Module, part: str) -> int | str:
+    return int(part) if isinstance(owner, nnx.List) else part

@@ -1,0 +1,275 @@
+"""Weight formats: what the numbers mean, and how they lie in memory.
+
+A weight of D inputs and F outputs, `[..., D, F]`, is stored output-major, `[..., F, D]`, as checkpoints store
+the weights of linear layers and as `pallas_kernels.qformats` wants them; leading axes (experts) are optional.
+
+    numbers           values                              one code stands for
+    int8              int8  [..., F, D]                   q · s, or (q - z) · s
+    int4              uint8 [..., F, D/2], two a byte     (n - 8) · s, or (n - z) · s, n in 0..15
+    float8_e4m3fn     float8_e4m3fn [..., F, D]           v · s
+    float8_e5m2       float8_e5m2 [..., F, D]             v · s
+    float4_e2m1fn     uint8 [..., F, D/2], two a byte     v · s (mxfp4), v · s · t (nvfp4)
+
+Scales are `[..., G, O]`: by `granularity` one for the "tensor" (G = O = 1), for each output "channel"
+(G = 1, O = F), for each "group" of `group` inputs of an output (G = D / group, O = F), or for each "block" of
+`group` × `group` weights (G = ⌈D / group⌉, O = ⌈F / group⌉). Zero points lie as the scales do.
+
+Packed bytes: D is cut into pieces of `pack` inputs, and byte r of a piece's pack/2 holds input r in the low
+nibble and input r + pack/2 in the high one. With pack 64 that is the order of the GPU kernels.
+
+MX formats: OCP Microscaling Formats (MX) v1.0; nvfp4: a float8_e4m3fn scale for each 16 inputs and one
+float32 scale for the tensor.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from moejax.core.errors import ConfigError, unknown
+
+Numbers = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+Granularity = Literal["tensor", "channel", "group", "block"]
+ScaleDtype = Literal["float32", "bfloat16", "float16", "e8m0", "float8_e4m3fn"]
+Activations = Literal["none", "dynamic", "static"]
+
+BITS: dict[str, int] = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "float8_e5m2": 8, "float4_e2m1fn": 4}
+
+
+class Part(NamedTuple):
+    """An array of a quantized weight: `axes` are logical names, None for one that is never split."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a weight is stored, and what its product's other operand becomes.
+
+    Attributes:
+        group: inputs that share a scale, for "group"; rows and columns of a block, for "block"; else 0.
+        symmetric: False has a zero point beside every scale (integers only).
+        scale_dtype: "e8m0" is a power of two, stored as its biased exponent in a byte.
+        activations: of `x @ w`, x is quantized too: "dynamic" with a scale for each token, "static" with one
+            scale that calibration has found. In the weight's numbers (int8 or float8).
+        indexed: inputs belong to groups by a `group_index` of their own instead of by their place (the
+            `g_idx` of GPTQ's activation order).
+    """
+
+    numbers: Numbers
+    granularity: Granularity = "channel"
+    group: int = 0
+    symmetric: bool = True
+    scale_dtype: ScaleDtype = "float32"
+    activations: Activations = "none"
+    indexed: bool = False
+
+    def __post_init__(self) -> None:
+        for key, known in (
+            ("numbers", Numbers),
+            ("granularity", Granularity),
+            ("scale_dtype", ScaleDtype),
+            ("activations", Activations),
+        ):
+            if getattr(self, key) not in get_args(known):
+                choices = ", ".join(get_args(known))
+                raise ConfigError(
+                    f"weight format: {key} must be one of {choices}, got {getattr(self, key)!r}"
+                )
+        grouped = self.granularity in ("group", "block")
+        if grouped != (self.group > 0):
+            raise ConfigError(f"weight format: granularity {self.granularity!r} with group {self.group}")
+        if not self.symmetric and not self.numbers.startswith("int"):
+            raise ConfigError(f"weight format: {self.numbers} has no zero points")
+        if self.activations != "none" and self.bits != 8:
+            raise ConfigError(f"weight format: activations are quantized to 8 bits, not to {self.numbers}")
+        if self.indexed and self.granularity != "group":
+            raise ConfigError("weight format: a group index needs groups")
+
+    @property
+    def bits(self) -> int:
+        """Of one code."""
+        return BITS[self.numbers]
+
+    @property
+    def packed(self) -> bool:
+        """Two codes a byte."""
+        return self.bits == 4
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """nvfp4's second scale: its float8 scales count in units of it."""
+        return self.scale_dtype == "float8_e4m3fn"
+
+    @property
+    def name(self) -> str:
+        """Short and unique: `int4_g64_asym`, `float8_e4m3fn_a8`, `mxfp4`."""
+        if self == MXFP4 or self == NVFP4:
+            return "mxfp4" if self == MXFP4 else "nvfp4"
+        parts: list[str] = [self.numbers]
+        if self.granularity == "tensor":
+            parts.append("tensor")
+        elif self.group:
+            parts.append(f"{self.granularity[0]}{self.group}")
+        if not self.symmetric:
+            parts.append("asym")
+        if self.indexed:
+            parts.append("indexed")
+        if self.activations != "none":
+            parts.append("a8" if self.activations == "dynamic" else "a8static")
+        return "_".join(parts)
+
+    def check(self, path: str, D: int, F: int) -> None:
+        """Raises `ConfigError` where a weight `[..., D, F]` cannot be stored so."""
+        if self.granularity == "group" and D % self.group:
+            fits = [g for g in (128, 64, 32, 16) if D % g == 0]
+            hint = f"use {' or '.join(map(str, fits))}" if fits else "use a format per channel"
+            raise ConfigError(f"{path}: groups of {self.group} do not divide its {D} inputs; {hint}")
+        if self.packed and D % 2:
+            raise ConfigError(
+                f"{path}: {self.numbers} packs two codes a byte and needs an even number of inputs, not {D}"
+            )
+
+    def pack(self, D: int) -> int:
+        """Inputs of a piece of packed bytes."""
+        return 64 if D % 64 == 0 else 2
+
+    def scale_shape(self, D: int, F: int) -> tuple[int, int]:
+        """`[G, O]`."""
+        if self.granularity == "tensor":
+            return 1, 1
+        if self.granularity == "channel":
+            return 1, F
+        if self.granularity == "group":
+            return D // self.group, F
+        return -(-D // self.group), -(-F // self.group)
+
+    def parts(self, shape: tuple[int, ...], axes: tuple[str | None, ...] | None = None) -> dict[str, Part]:
+        """The arrays of a weight `[..., D, F]` by their attribute in `QTensor`.
+
+        Args:
+            axes: logical axes of `shape`. Scales of groups and blocks go with the axes of what they scale.
+        """
+        *lead, D, F = shape
+        *lead_axes, in_axis, out_axis = axes or (None,) * len(shape)
+        G, O = self.scale_shape(D, F)
+        grouped = self.granularity in ("group", "block")
+        split_in = in_axis if grouped and not self.indexed else None
+        split_out = out_axis if self.granularity != "tensor" else None
+        width = D // 2 if self.packed else D
+        values = {"int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
+        code = values.get(self.numbers, jnp.uint8)
+        scale = {"e8m0": jnp.uint8}.get(self.scale_dtype) or jnp.dtype(self.scale_dtype)
+        place = (*lead_axes, split_in, split_out)
+        found = {
+            "values": Part((*lead, F, width), jnp.dtype(code), (*lead_axes, out_axis, in_axis)),
+            "scales": Part((*lead, G, O), jnp.dtype(scale), place),
+        }
+        if not self.symmetric:
+            zero = jnp.uint8 if self.numbers == "int4" else jnp.int8
+            found["zeros"] = Part((*lead, G, O), jnp.dtype(zero), place)
+        if self.has_tensor_scale:
+            found["tensor_scale"] = Part((*lead, 1, 1), jnp.dtype(jnp.float32), (*lead_axes, None, None))
+        if self.indexed:
+            found["group_index"] = Part((*lead, D), jnp.dtype(jnp.int32), (*lead_axes, in_axis))
+        if self.activations == "static":
+            found["input_scale"] = Part((*lead, 1), jnp.dtype(jnp.float32), (*lead_axes, None))
+        return found
+
+    def bits_held(self, shape: tuple[int, ...]) -> int:
+        """Bits of all arrays of a weight `[..., D, F]`, scales included."""
+        return sum(8 * math.prod(p.shape) * p.dtype.itemsize for p in self.parts(shape).values())
+
+
+MXFP4 = WeightFormat("float4_e2m1fn", "group", 32, scale_dtype="e8m0")
+NVFP4 = WeightFormat("float4_e2m1fn", "group", 16, scale_dtype="float8_e4m3fn")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale"),
+    meta_fields=("format", "pack"),
+)
+@dataclass(frozen=True)
+class QTensor:
+    """A quantized weight; a pytree, so that `jax.tree.map(lambda a: a[e], w)` is expert e's.
+
+    Attributes:
+        values, scales, zeros: see the module.
+        tensor_scale: float32 `[..., 1, 1]`, of nvfp4.
+        group_index: int32 `[..., D]`, the group of each input; None where it goes by place.
+        input_scale: float32 `[..., 1]`, static scale of the activations: x ≈ code · input_scale.
+        pack: inputs of a piece of packed bytes; of the whole weight, also where this is a device's part.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None
+    tensor_scale: jax.Array | None
+    group_index: jax.Array | None
+    input_scale: jax.Array | None
+    format: WeightFormat
+    pack: int = 64
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., D, F]` of the weight that this stands for."""
+        *lead, F, width = self.values.shape
+        return (*lead, 2 * width if self.format.packed else width, F)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays, as held."""
+        return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(self))
+
+
+def default_scale_dtype(granularity: str) -> ScaleDtype:
+    """Of groups bfloat16, whose rounding is absorbed because codes are rounded with it; else float32."""
+    return "bfloat16" if granularity == "group" else "float32"
+
+
+_ALIASES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "fp8_block128": "float8_e4m3fn_b128",
+    "w8a8": "int8_a8",
+    "w8a8_static": "int8_a8static",
+}
+KNOWN_FORMATS = (
+    "int8", "int8_asym", "int8_tensor", "int8_g64", "int8_g128", "int4", "int4_g32", "int4_g64", "int4_g128",
+    "int4_g64_asym", "int4_g128_asym", *_ALIASES, "mxfp4", "nvfp4",
+)  # fmt: skip
+"""What a message lists; any combination of the parts of `WeightFormat.name` is understood."""
+
+
+def parse_format(name: str) -> WeightFormat:
+    """The format of a name such as `int8`, `int4_g64_asym`, `fp8_block128`, `w8a8`, `mxfp4`.
+
+    Raises:
+        ConfigError: no such name.
+    """
+    if name in ("mxfp4", "nvfp4"):
+        return MXFP4 if name == "mxfp4" else NVFP4
+    full = _ALIASES.get(name, name)
+    numbers = next((n for n in BITS if full == n or full.startswith(f"{n}_")), None)
+    if numbers is None or numbers == "float4_e2m1fn":
+        raise ConfigError(f"quant.format: {unknown('format', name, KNOWN_FORMATS)}")
+    options: dict[str, Any] = {"granularity": "channel"}
+    for part in full[len(numbers) :].split("_")[1:]:
+        if part == "tensor":
+            options["granularity"] = "tensor"
+        elif part[:1] in ("g", "b") and part[1:].isdecimal():
+            options |= {"granularity": "group" if part[0] == "g" else "block", "group": int(part[1:])}
+        elif part == "asym":
+            options["symmetric"] = False
+        elif part in ("a8", "a8static"):
+            options["activations"] = "dynamic" if part == "a8" else "static"
+        else:
+            raise ConfigError(f"quant.format: {unknown('format', name, KNOWN_FORMATS)}")
+    return WeightFormat(numbers, scale_dtype=default_scale_dtype(options["granularity"]), **options)  # type: ignore[arg-type]
