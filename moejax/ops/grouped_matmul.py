@@ -5,6 +5,7 @@ use and reads only their experts' weights.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -96,7 +97,7 @@ def grouped_swiglu_fitted(
         single, blocks: every row in one block at most, of one row or of the height in `heights`.
 
     Returns:
-        `[A + the greatest height, D]`; rows that lie in no block are 0, but those past A undefined (finite).
+        `[A + some, D]`; rows that lie in no block are 0, but those past A undefined (finite).
     """
     A, D = rows.shape
     most = max((1, *heights))
@@ -123,6 +124,9 @@ def grouped_swiglu_fitted(
 
         return jax.lax.fori_loop(0, (blocks.num + unroll - 1) // unroll, body, out)
 
+    if not heights:
+        together = rows_together(A, math.prod(gate.shape[1:])) if transposed else (_unroll(1),)
+        return _single_rows(rows, gate, up, down, single, together, act=act, transposed=transposed)
     out = loop(jnp.zeros((A + most, D), rows.dtype), single, 1)
     for group, height in zip(blocks, heights, strict=True):
         out = loop(out, group, height)
@@ -141,11 +145,83 @@ def _swiglu(
 ) -> jax.Array:
     """One expert of the stacks on x `[M, D]`. It slices first and transposes one expert, never the stack."""
 
-    def matrix(stack: jax.Array) -> jax.Array:
-        one = jax.lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False)
-        return one.T if transposed else one
+    gate, up, down = (_matrix(stack, expert, transposed) for stack in (gate, up, down))
+    return (act(x @ gate) * (x @ up)) @ down
 
-    return (act(x @ matrix(gate)) * (x @ matrix(up))) @ matrix(down)
+
+def _matrix(stack: jax.Array, expert: jax.Array, transposed: bool) -> jax.Array:
+    """One expert's matrix as a product's right operand."""
+    one = jax.lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False)
+    return one.T if transposed else one
+
+
+def _single_rows(
+    rows: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    single: FittedBlocks,
+    together: tuple[int, ...],
+    *,
+    act: Callable[[jax.Array], jax.Array],
+    transposed: bool,
+) -> jax.Array:
+    """`grouped_swiglu_fitted` where every row goes alone: row i of `[A, D]` is block i.
+
+    A turn takes several rows through all gates, then all ups, then all downs. The cores share each row's
+    product, and where that is small, meeting at its end costs as much as the product; products that do not
+    wait for each other overlap. The barriers keep a stage's results alive until its end: otherwise
+    XLA lets one lie where another was, and they run one by one (docs/log.md).
+
+    Args:
+        together: rows a turn, falling: as many turns of each as are full, and of the last what is left.
+
+    Returns:
+        `[A + the greatest of together, D]`; a row past the last block is 0.
+    """
+    A, D = rows.shape
+    widest = together[0]
+    padded = jnp.pad(rows, ((0, 1), (0, 0)))
+    barrier = jax.lax.optimization_barrier
+    out, done = jnp.zeros((A + widest, D), rows.dtype), jnp.zeros((), jnp.int32)
+
+    def turn(first: jax.Array, width: int, out: jax.Array) -> jax.Array:
+        # A row past the last one works on the padding row, and is 0.
+        places = [first + j for j in range(width)]
+        experts = [single.expert[place] for place in places]
+        starts = [jnp.where(place < single.num, place, A) for place in places]
+        block = [jax.lax.dynamic_slice(padded, (start, 0), (1, D)) for start in starts]
+
+        def stage(block: list[jax.Array], stack: jax.Array) -> list[jax.Array]:
+            pairs = zip(block, experts, strict=True)
+            return list(barrier([x @ _matrix(stack, expert, transposed) for x, expert in pairs]))
+
+        hidden = act(jnp.concatenate(stage(block, gate))) * jnp.concatenate(stage(block, up))
+        hidden = barrier(hidden)
+        y = jnp.concatenate(stage([hidden[j : j + 1] for j in range(width)], down))
+        return jax.lax.dynamic_update_slice(out, y, (first, 0))
+
+    for width in together:
+        left = single.num - done
+        turns = (left + width - 1) // width if width == together[-1] else left // width
+        first = done
+
+        def body(i: jax.Array, out: jax.Array, first: jax.Array = first, width: int = width) -> jax.Array:
+            return turn(first + i * width, width, out)
+
+        out = jax.lax.fori_loop(0, turns, body, out)
+        done = done + turns * width
+    return out
+
+
+def rows_together(rows: int, elements: int) -> tuple[int, ...]:
+    """For `_single_rows`: how many of at most `rows` rows a turn takes, by the elements of one matrix.
+
+    Each row of a turn costs compilation, and a greater matrix takes its time anyway: 24 % less for 2^17
+    elements, 9 for 2^19, 4 for 3 * 2^19 (docs/log.md).
+    """
+    widest = [width for width in (16, 8) if width <= rows and elements <= 1 << 19]
+    return (*widest[:1], _unroll(1))
 
 
 def _unroll(block_rows: int) -> int:

@@ -173,18 +173,20 @@ def test_shared_expert_beside(layout, method):
         assert_close(program(*data, *weights)[0], expected, limit(2))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("layout", "method"), METHODS)
-def test_with_the_engines_loop(layout, method):
+def test_with_the_engines_loop(layout, method, transposed):
     """The fitted expert loop on received rows: those without a local expert get none of its time, and 0."""
 
     def run(rows, ids, weights, up, down):
-        singles, heights = fitted_heights(rows.shape[0])
+        singles, heights = fitted_heights(rows.shape[0], transposed)
         plan = plan_fitted(ids, up.shape[0], singles, heights)
         sorted_rows = rows[plan.order // ids.shape[1]]
-        how = {"heights": heights, "act": jnp.tanh, "transposed": False}
-        done = grouped_swiglu_fitted(
-            sorted_rows, up, jnp.ones_like(up), down, plan.single, plan.blocks, **how
-        )
+        how = {"heights": heights, "act": jnp.tanh, "transposed": transposed}
+        stacks = (up, jnp.ones_like(up), down)
+        if transposed:
+            stacks = tuple(jnp.swapaxes(stack, 1, 2) for stack in stacks)
+        done = grouped_swiglu_fitted(sorted_rows, *stacks, plan.single, plan.blocks, **how)
         return combine(done, plan, weights)
 
     program = sharded(layout, method, run=run)

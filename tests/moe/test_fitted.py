@@ -13,10 +13,11 @@ from hypothesis.extra import numpy as hnp
 
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.moe.experts import Experts
-from moejax.moe.permute import plan_fitted
+from moejax.moe.permute import plan_blocks, plan_fitted
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize
 from moejax.ops.dispatch import fitted_heights
+from moejax.ops.grouped_matmul import grouped_swiglu_fitted, grouped_swiglu_loop, rows_together
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
 
@@ -174,6 +175,42 @@ def test_what_is_not_finite_stays_in_its_row(layout):
     others = np.arange(40) != 5
     np.testing.assert_array_equal(bad[others], good[others])
     assert not bad[3].any() and np.isnan(bad[5]).all()
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def single_rows(x: jax.Array, ids: jax.Array, stored: list[jax.Array], transposed: bool):
+    """All rows singly: several a turn, and by the plain loop, one block after another; both `[>= A, D]`."""
+    how = {"act": jax.nn.silu, "transposed": transposed}
+    fitted, plain = plan_fitted(ids, E, x.shape[0], ()), plan_blocks(ids, E, 1)
+    rows = x[fitted.order // ids.shape[1]]
+    together = grouped_swiglu_fitted(rows, *stored, fitted.single, fitted.blocks, heights=(), **how)
+    blocks = (plain.block_expert, plain.block_start, plain.num_blocks)
+    return together, grouped_swiglu_loop(rows, *stored, *blocks, block_rows=1, **how)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("N, k", [(1, 1), (1, 4), (2, 4), (5, 3), (8, 4), (13, 5)])
+def test_rows_of_a_turn_are_those_of_the_plain_loop(N, k, transposed):
+    """Full turns, what is left, one expert for all, none for some; rows that nobody runs are 0."""
+    rng = np.random.default_rng(N)
+    x = rng.normal(size=(N, D)).astype(np.float32)
+    experts = stacks("efd" if transposed else "edf")
+    stored = [experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...]]
+    for routing in (balanced, skewed, same, nobody, padded):
+        ids = routing(N, k, rng).astype(np.int32)
+        dirty = np.where((ids == E).all(1, keepdims=True), np.inf, x).astype(np.float32)
+        together, plain = single_rows(dirty, ids, stored, transposed)
+        made = int((ids < E).sum())
+        if made:
+            assert_close(together[:made], np.asarray(plain[:made], np.float64), tolerance(D, F))
+        assert not np.asarray(together[made : N * k]).any()
+
+
+def test_rows_together():
+    assert rows_together(64, 512 * 256) == rows_together(16, 512 * 256) == (16, 2)
+    assert rows_together(15, 512 * 256) == (8, 2)
+    assert rows_together(4, 512 * 256) == (2,)
+    assert rows_together(64, 2048 * 768) == (2,), "the product is long against the cores' meeting"
 
 
 @pytest.mark.parametrize("transposed", [False, True])
