@@ -1,8 +1,9 @@
-"""Opens the model that an inference experiment's configuration names."""
+"""Opens the model that an experiment's configuration names."""
 
 from typing import Any
 
-from experiments._schema import InferenceSections
+from experiments._schema import InferenceSections, QuantizationConfig
+from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
 
 
@@ -16,6 +17,19 @@ def open_llm(config: InferenceSections) -> LLM:
         parallel=config.parallel,
         engine=config.engine,
         quant=config.quant,
+        seed=config.seed,
+        load_format=model.load_format,
+    )
+
+
+def open_quantized(config: QuantizationConfig, quant: QuantConfig | None) -> LLM:
+    """With these methods, or None of them. Raises what `LLM` raises."""
+    model = config.model
+    return LLM(
+        model.path if model.path is not None else model.hf_config or {},
+        dtype=model.dtype,
+        engine=config.engine,
+        quant=quant,
         seed=config.seed,
         load_format=model.load_format,
     )

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from moejax.bench.kernels.config import KernelSelection
+from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
@@ -116,6 +117,19 @@ class ScalingConfig:
 
     model: ModelSection
     scaling: ScalingSection = field(default_factory=ScalingSection)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    seed: int = 0
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """`python -m experiments.quantization`: its methods are its own, so that it has no `quant` section."""
+
+    model: ModelSection
+    quantization: QuantizationSection
     engine: EngineConfig = field(default_factory=EngineConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

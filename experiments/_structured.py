@@ -90,8 +90,13 @@ def _mirror_plain(hint: Any) -> Any:
     if origin in (list, tuple):
         return list[_mirror_plain(args[0])] if args else list[Any]  # type: ignore[misc]
     if origin is dict:
-        return dict[str, Any]
+        return dict[str, mirror(args[1])] if _holds_sections(args) else dict[str, Any]  # type: ignore[misc]
     return Any  # unions such as int | list[int]: the dataclass checks them itself
+
+
+def _holds_sections(args: tuple[Any, ...]) -> bool:
+    """Of a dictionary: name → section."""
+    return len(args) == 2 and dataclasses.is_dataclass(args[1])
 
 
 def _mirror_value(value: Any) -> Any:
@@ -136,4 +141,6 @@ def _build_value(hint: Any, value: Any, key: str) -> Any:
         raise ConfigError(f"{key}: {unknown('value', str(value), map(str, args))}")
     if origin in (list, tuple) and args:
         return origin(_build_value(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if origin is dict and _holds_sections(args):
+        return {name: _build_value(args[1], item, f"{key}.{name}") for name, item in value.items()}
     return value

@@ -1,6 +1,7 @@
 """An expert layer from the four kernels: permute, gate and up, down, combine."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,32 +47,66 @@ def moe_mlp(
     Raises:
         KernelError: see the four operations.
     """
-    (T, k), E = ids.shape, gate.shape[0]
-    A = T * k
-    if block_m is None:
-        block_m = block_m_for(max(1, A * E // (total_experts or E)), E)
     how: dict[str, Any] = {"implementation": implementation, "interpret": interpret}
-    groups = moe_permute(ids, num_experts=E, block_m=block_m, **how)
-    slots = groups.row_assignment.shape[0]
-    # XLA makes these three of the table in one small kernel.
-    made = groups.row_assignment < A
-    tokens = groups.row_assignment // k  # T, so none, in padding
-    own = jnp.where(made, jnp.arange(slots, dtype=jnp.int32), slots)
-    scale = weights.reshape(A)[jnp.minimum(groups.row_assignment, A - 1)]
-    table = (groups.block_expert, groups.num_blocks)
+    slots = sort_into_slots(ids, weights, gate.shape[0], block_m, total_experts, how)
     hidden = grouped_swiglu(
         x,
         gate,
         up,
-        tokens,
-        *table,
-        block_m=block_m,
+        slots.tokens,
+        *slots.table,
+        block_m=slots.block_m,
         activation=activation,
         implementation=swiglu_implementation or implementation,
         interpret=interpret,
     )
-    out = grouped_matmul(hidden, down, own, *table, block_m=block_m, row_scale=scale, **how)
-    return moe_combine(out, groups.slot_of, **how)
+    out = grouped_matmul(
+        hidden, down, slots.own, *slots.table, block_m=slots.block_m, row_scale=slots.scale, **how
+    )
+    return moe_combine(out, slots.slot_of, **how)
+
+
+class Slots(NamedTuple):
+    """Assignments sorted by expert, in blocks; P slots, padding among them.
+
+    Attributes:
+        tokens: int32 `[P]`, the token of each slot, T in padding.
+        own: int32 `[P]`, each slot itself, P in padding.
+        scale: float32 `[P]`, the assignment's weight.
+        table: `block_expert` and `num_blocks`, see `pallas_kernels.groups`.
+        slot_of: int32 `[T, k]`.
+        block_m: height of the blocks.
+    """
+
+    tokens: jax.Array
+    own: jax.Array
+    scale: jax.Array
+    table: tuple[jax.Array, jax.Array]
+    slot_of: jax.Array
+    block_m: int
+
+
+def sort_into_slots(
+    ids: jax.Array,
+    weights: jax.Array,
+    num_experts: int,
+    block_m: int | None,
+    total_experts: int | None,
+    how: Mapping[str, Any],
+) -> Slots:
+    """The first step of an expert layer; arguments as of `moe_mlp`."""
+    (T, k), E = ids.shape, num_experts
+    A = T * k
+    if block_m is None:
+        block_m = block_m_for(max(1, A * E // (total_experts or E)), E)
+    groups = moe_permute(ids, num_experts=E, block_m=block_m, **how)
+    count = groups.row_assignment.shape[0]
+    # XLA makes these three of the table in one small kernel.
+    made = groups.row_assignment < A
+    tokens = groups.row_assignment // k  # T, so none, in padding
+    own = jnp.where(made, jnp.arange(count, dtype=jnp.int32), count)
+    scale = weights.reshape(A)[jnp.minimum(groups.row_assignment, A - 1)]
+    return Slots(tokens, own, scale, (groups.block_expert, groups.num_blocks), groups.slot_of, block_m)
 
 
 def moe_mlp_dense(

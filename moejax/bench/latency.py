@@ -18,14 +18,16 @@ import numpy as np
 
 from moejax.bench.metrics import RequestRecord, case_row, compute_metrics
 from moejax.bench.result import build_result, ensure_writable, write_requests, write_result
-from moejax.bench.timing import peak_memory
+from moejax.bench.timing import peak_memory, weight_metrics
 from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases, workload_hash
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import Hardware, get_hardware, together
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.engine.request import RequestOutput
+from moejax.nn.param import specs
 from moejax.perf.cost import decode_step_cost
+from moejax.perf.memory import held_weights
 from moejax.perf.roofline import step_bound
 from moejax.report.plots import save_latency_plots
 from moejax.report.progress import progress
@@ -167,7 +169,10 @@ def _row(
         return row
     row["mean_experts_hit"] = float(item.decode_hits[list(llm.config.moe_layers)].mean())
     context = item.case.prompt_len + item.case.output_len / 2
-    cost = decode_step_cost(llm.config, item.case.batch_size, context, item.decode_hits)
+    declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
+    held = held_weights(llm.config, declared)
+    batch, kv = item.case.batch_size, llm.kv_cache_dtype
+    cost = decode_step_cost(llm.config, batch, context, item.decode_hits, kv_dtype=kv, held=held)
     row["decode_step_mbytes"] = cost.bytes / 1e6
     bound = step_bound(cost, hardware, llm.config.dtype)
     if bound is not None and row.get("median_tpot_ms"):
@@ -189,7 +194,7 @@ def _build(
     records = [record for item in data for record in item.records]
     duration = sum(sum(item.durations) for item in data)
     metrics = compute_metrics(records, duration, workload.slo)
-    metrics |= peak_memory()
+    metrics |= peak_memory() | weight_metrics(llm.stages) | {"kv_cache_bytes": llm.runner.cache_bytes}
     metrics["compile_seconds"] = llm.ledger.seconds
     # Of the recorded pass through every case; a drop is possible only under capacity execution.
     for name in ("dropped", "rerouted"):

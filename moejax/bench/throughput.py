@@ -23,7 +23,7 @@ from moejax.bench.metrics import case_row, compute_metrics, summarize
 from moejax.bench.result import build_result, ensure_writable, write_request_rows, write_result
 from moejax.bench.statistics import paired_ratio
 from moejax.bench.timeline import bin_steps, step_metrics
-from moejax.bench.timing import peak_memory
+from moejax.bench.timing import peak_memory, weight_metrics
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests, traffic_hash
 from moejax.core.errors import ConfigError, RequestError
 from moejax.core.hardware import Hardware, get_hardware
@@ -263,7 +263,8 @@ def _build(
     kept = ("case", "batching", "batch_size", "prompt_len", "output_len", "request_rate", "first_error")
     metrics = {key: value for key, value in rows[0].items() if key not in kept}
     metrics |= _speedup(modes, rows)
-    metrics |= peak_memory()
+    llm = modes[0].llm
+    metrics |= peak_memory() | weight_metrics(llm.stages) | {"kv_cache_bytes": llm.runner.cache_bytes}
     metrics["compile_seconds"] = sum(ledger.seconds for ledger in ledgers)
     metrics["recompiles_after_warmup"] = sum(len(ledger.recompiles) for ledger in ledgers)
     return build_result(

@@ -1,4 +1,4 @@
-"""Timing of JAX callables to the end of their device work, and peak memory.
+"""Timing of JAX callables to the end of their device work, peak memory, and the bytes of weights.
 
 A call returns before the device is done, so each measurement ends in `block_until_ready`. Warm-up calls,
 the first of which compiles, are timed apart and never enter a median.
@@ -8,13 +8,15 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from flax import nnx
 
 from moejax.bench.statistics import Interval, bootstrap_interval, paired_ratio
+from moejax.nn.quantized import weight_size
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,14 @@ def interleave(
 def measure(fn: Callable[[], Any], *, name: str = "call", warmup: int = 2, repeats: int = 10) -> Timing:
     """`interleave` for a single callable."""
     return interleave({name: fn}, warmup=warmup, repeats=repeats).timings[name]
+
+
+def weight_metrics(stages: Iterable[nnx.Module]) -> dict[str, float]:
+    """`weight_bytes` of a model as held, all devices' parts counted once, and `bits_per_weight` over all its
+    parameters."""
+    sizes = [weight_size(stage) for stage in stages]
+    held, numbers = (sum(size[i] for size in sizes) for i in range(2))
+    return {"weight_bytes": held, "bits_per_weight": 8 * held / numbers}
 
 
 def peak_memory(devices: list[jax.Device] | None = None) -> dict[str, int | None]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
 from moejax.ops.attention import attention
+from moejax.quantization.kv import round_trip
 
 Phase = Literal["prefill", "decode"]
 
@@ -42,18 +43,20 @@ def empty_cache(config: ModelConfig, batch: int, num_slots: int, dtype: Any) -> 
 class ContiguousView(NamedTuple):
     """The cache in one phase. Implements `moejax.models.decoder.DecoderCache`.
 
-    `prefill` takes whole sequences from position 0, `decode` one token each.
+    `prefill` takes whole sequences from position 0, `decode` one token each. `kv_cache` names the dtype whose
+    rounding keys and values go through before they are stored: the twin of a paged cache in that dtype.
     """
 
     cache: ContiguousCache
     phase: Phase
+    kv_cache: str = "auto"
 
     def layer(self, index: int) -> "ContiguousLayer":
-        return ContiguousLayer(self.cache.k[index], self.cache.v[index], self.phase)
+        return ContiguousLayer(self.cache.k[index], self.cache.v[index], self.phase, self.kv_cache)
 
     def with_layers(self, layers: "list[ContiguousLayer]") -> "ContiguousView":
         cache = ContiguousCache(tuple(part.k for part in layers), tuple(part.v for part in layers))
-        return ContiguousView(cache, self.phase)
+        return self._replace(cache=cache)
 
 
 class ContiguousLayer(NamedTuple):
@@ -62,6 +65,7 @@ class ContiguousLayer(NamedTuple):
     k: jax.Array
     v: jax.Array
     phase: Phase
+    kv_cache: str = "auto"
 
     def update_and_attend(
         self,
@@ -77,17 +81,18 @@ class ContiguousLayer(NamedTuple):
         """`prefill`: whole sequences from position 0, attended among themselves and stored.
         `decode`: one token a sequence, stored at its position, attending to its row."""
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        if self.kv_cache != "auto":
+            k, v = round_trip(k, self.kv_cache), round_trip(v, self.kv_cache)
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         if self.phase == "prefill":
             start = (0, 0, 0, 0)
-            stored = ContiguousLayer(
-                jax.lax.dynamic_update_slice(self.k, k.astype(self.k.dtype), start),
-                jax.lax.dynamic_update_slice(self.v, v.astype(self.v.dtype), start),
-                self.phase,
+            stored = self._replace(
+                k=jax.lax.dynamic_update_slice(self.k, k.astype(self.k.dtype), start),
+                v=jax.lax.dynamic_update_slice(self.v, v.astype(self.v.dtype), start),
             )
             return attention(q, k, v, positions, window=window, scale=scale), stored
         rows = positions[:, 0]
-        stored = ContiguousLayer(_write_row(self.k, k, rows), _write_row(self.v, v, rows), self.phase)
+        stored = self._replace(k=_write_row(self.k, k, rows), v=_write_row(self.v, v, rows))
         out = attention(q, stored.k, stored.v, positions, window=window, scale=scale)
         return out, stored
 

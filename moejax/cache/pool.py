@@ -1,5 +1,6 @@
 """The cache blocks on the device, and a decoder's view of them. Who owns a block is not known here."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,17 +10,21 @@ from moejax.cache.slabs import SlabLayout
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
-from moejax.ops.paged_attention import AttentionPlan, Slabs, paged_attention
+from moejax.ops.kv_slabs import Slab, Slabs
+from moejax.ops.paged_attention import AttentionPlan, paged_attention
+from moejax.perf.cost import kv_head_bytes
+from moejax.quantization.kv import bits_dtype, is_quantized
 from moejax.sharding.spmd import OneDevice
 
-Pages = tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]
-"""`pages[z][l]`: slab z of layer l, keys `[n, K, Dh, bs]` and values `[n, K, bs, Dh]`; for kernels a single
-slab, keys too `[n, K, bs, Dh]`."""
+Pages = tuple[tuple[Slab, ...], ...]
+"""`pages[z][l]`: slab z of layer l; for kernels there is a single slab, whose keys are not transposed."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: Any, kv_split: int = 1) -> int:
-    """Bytes of one block over all layers on one device; `kv_split` devices share the key/value heads."""
-    per_token = 2 * (config.num_kv_heads // kv_split) * config.head_dim * jnp.dtype(dtype).itemsize
+    """Bytes of one block over all layers on one device, scales included; `kv_split` devices share the
+    key/value heads."""
+    heads = config.num_kv_heads // kv_split
+    per_token = 2 * heads * kv_head_bytes(config.head_dim, str(jnp.dtype(dtype)))
     return config.num_layers * block_size * per_token
 
 
@@ -29,6 +34,7 @@ class BlockPool:
     A slab is made when a step first needs it, so an idle engine holds little; no step ever copies one.
 
     Args:
+        dtype: of keys and values; int8 and 8-bit floats have scales beside them.
         transposed_keys: keys lie `[n, K, Dh, bs]`, as the plain attention wants them.
         place: the devices; on a mesh every data-parallel group has slabs of its own, of these sizes, and K is
             what a device has of the heads.
@@ -47,13 +53,13 @@ class BlockPool:
         self.layout = slabs
         self._place = place or OneDevice()
         self._transposed_keys = transposed_keys
-        self._config, self._block_size, self._dtype = config, block_size, dtype
-        self._slabs: list[tuple[tuple[jax.Array, jax.Array], ...]] = []
+        self._config, self._block_size, self._dtype = config, block_size, jnp.dtype(dtype)
+        self._slabs: list[tuple[Slab, ...]] = []
 
     def take(self, count: int) -> Pages:
         """The first `count` slabs; `put` must follow if they are donated."""
         while len(self._slabs) < count:
-            self._slabs.append(self._make(self.layout.sizes[len(self._slabs)]))
+            self._slabs.append(self._make(self.layout.sizes[len(self._slabs)], self._place.zeros))
         return tuple(self._slabs[:count])
 
     def put(self, pages: Pages) -> None:
@@ -61,13 +67,7 @@ class BlockPool:
 
     def shapes(self, count: int) -> Any:
         """What `take(count)` returns, as shapes and dtypes; makes nothing."""
-        return tuple(
-            tuple(
-                tuple(self._place.struct(shape, self._dtype, self._heads) for shape in self._shapes(size))
-                for _ in range(self._config.num_layers)
-            )
-            for size in self.layout.sizes[:count]
-        )
+        return tuple(self._make(size, self._place.struct) for size in self.layout.sizes[:count])
 
     def reset(self) -> None:
         """Drops all content."""
@@ -80,22 +80,22 @@ class BlockPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, over all devices; copies count once."""
+        """Bytes held now, scales included, over all devices; copies count once."""
         return sum(array.nbytes for array in jax.tree.leaves(self._slabs))
 
-    def _shapes(self, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _make(self, size: int, make: Callable[..., Any]) -> tuple[Slab, ...]:
+        """Every layer's slab of `size` blocks: arrays by `OneDevice.zeros`, shapes by `OneDevice.struct`."""
         K = self._config.num_kv_heads // self._place.axes.size(self._heads)
         Dh, bs = self._config.head_dim, self._block_size
         keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
-        return keys, (size, K, bs, Dh)
-
-    def _make(self, size: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        k, v = self._shapes(size)
-        zeros, heads = self._place.zeros, self._heads
-        return tuple(
-            (zeros(k, self._dtype, heads), zeros(v, self._dtype, heads))
-            for _ in range(self._config.num_layers)
-        )
+        held, codes = self._dtype, None
+        scales: list[tuple[tuple[int, ...], Any]] = []
+        if is_quantized(self._dtype):
+            held, codes = bits_dtype(self._dtype) if self._transposed_keys else self._dtype, str(self._dtype)
+            scales = 2 * [((size, K, bs), jnp.dtype(jnp.float32))]
+        arrays = [(keys, held), ((size, K, bs, Dh), held), *scales]
+        layers = range(self._config.num_layers)
+        return tuple(Slab(*(make(*array, self._heads) for array in arrays), codes=codes) for _ in layers)
 
 
 class PagedCache(NamedTuple):

@@ -20,15 +20,24 @@ from safetensors.numpy import save_file
 
 from moejax.checkpoint.load import expert_slots, fill_model
 from moejax.checkpoint.maps import TABLES
-from moejax.checkpoint.plan import canonical_key, plan_load
-from moejax.checkpoint.tensors import TensorFiles
+from moejax.checkpoint.plan import Faults, canonical_key, plan_load
+from moejax.checkpoint.quantized import (
+    QuantizedPlan,
+    convention_of,
+    fill_quantized,
+    plan_quantized,
+    refuse_quantized,
+)
+from moejax.checkpoint.quantized_save import QuantizedSave, plan_save
+from moejax.checkpoint.tensors import QUANTIZED_DTYPES, STORED_DTYPES, TensorFiles
 from moejax.core.config import DTYPES, ModelConfig, MoeConfig, check_choice
 from moejax.core.errors import CheckpointError, ConfigError, OutputError, unknown
 from moejax.core.files import atomic_write_text
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf, config_to_hf
 from moejax.moe.replicas import held_experts
-from moejax.nn.param import ExpertOf, ParamSpec, iter_params, specs
+from moejax.nn.param import ExpertOf, ParamSpec, Store, iter_params, keep, specs
+from moejax.nn.quantized import replace_weights
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 INDEX = "model.safetensors.index.json"
@@ -80,7 +89,10 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
         ConfigError, CheckpointError: see `moejax.models.registry.config_from_hf`.
     """
     path = resolve_model_dir(directory) / "config.json"
-    return config_from_hf(read_json(path), str(path))
+    raw = read_json(path)
+    if isinstance(raw, dict):  # how weights are stored is not of the model; `load_pretrained` reads it
+        raw = {name: value for name, value in raw.items() if name != "quantization_config"}
+    return config_from_hf(raw, str(path))
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -151,22 +163,30 @@ def load_pretrained(
     build: Callable[[ModelConfig], Decoder] | None = None,
     shardings: Callable[[Mapping[str, ParamSpec]], Mapping[str, Sharding]] | None = None,
     expert_of: ExpertOf | None = None,
+    store: Store = keep,
+    dequantize: bool = False,
 ) -> Loaded:
     """Reads a Hugging Face directory, or a shipped model by name.
 
+    Quantized weights (GPTQ, AWQ, compressed-tensors, fp8, ours; `moejax.quantization.checkpoints`) become
+    `QuantizedWeight`s with the codes and scales that are stored.
+
     Args:
-        directory: holds `config.json` and safetensors (bf16, f16 or f32).
-        dtype: what the weights are kept in; "auto" is what the configuration says.
+        directory: holds `config.json` and safetensors (bf16, f16 or f32, or quantized).
+        dtype: what weights in floating point are kept in; "auto" is what the configuration says.
         moe: how the expert layers are executed.
         kernels: what norms and router run on, see `moejax.models.decoder.Decoder`.
         build: makes the abstract model, or a pipeline stage of it, instead of `moe` and `kernels`.
         shardings: declarations → sharding of every parameter (`moejax.sharding.rules.shardings`). Each
             process then reads only the slices that its devices hold. None: all on the default device.
         expert_of: for a model with replicas of experts, which one each slot holds.
+        store: takes each value as soon as it is on its devices (`moejax.engine.quantizing`).
+        dequantize: makes floating-point weights of quantized ones.
 
     Raises:
-        ConfigError: unknown model, unsupported architecture or field; `expert_of` does not fit.
-        CheckpointError: damaged or missing file, or keys that do not fit; all are listed.
+        ConfigError: unknown model, unsupported architecture, field or quantization; `expert_of` does not fit.
+        CheckpointError: damaged or missing file, keys that do not fit, or a `quantization_config` that the
+            tensors do not follow; all are listed.
     """
     path = resolve_model_dir(directory)
     config = load_config(path)
@@ -177,19 +197,31 @@ def load_pretrained(
     declared = specs(model)
     whole = declared if len(model.stage) == config.num_layers else specs(Decoder(config))
     start = time.perf_counter()
-    with TensorFiles(weight_files(path)) as files:
+    convention = convention_of(read_json(path / "config.json"), path / "config.json")
+    accept = STORED_DTYPES if convention is None else QUANTIZED_DTYPES
+    with TensorFiles(weight_files(path), accept) as files:
+        rules, elsewhere = TABLES[config.family], whole.keys() - declared.keys()
+        known: Any = {"num_experts": config.num_experts, "tied": config.tie_word_embeddings}
+        quantized = QuantizedPlan()
+        if convention is None:
+            refuse_quantized(files.shapes, str(path))
+        else:
+            quantized = plan_quantized(files, declared, rules, convention, **known, elsewhere=elsewhere)
         plan = plan_load(
-            files.shapes,
-            declared,
-            TABLES[config.family],
-            num_experts=config.num_experts,
-            tied=config.tie_word_embeddings,
+            {key: shape for key, shape in files.shapes.items() if key not in quantized.taken},
+            {name: spec for name, spec in declared.items() if name not in quantized.matrices},
+            rules,
+            **known,
             source=str(path),
             faults=files.faults,
-            elsewhere=whole.keys() - declared.keys(),
+            elsewhere=elsewhere,
         )
-        placed = None if shardings is None else shardings(declared)
-        fill_model(model, files, plan, shardings=placed, expert_of=expert_of, source=str(path))
+        if not dequantize:
+            replace_weights(model, quantized.formats)
+        placed, faults = None if shardings is None else shardings(specs(model)), Faults()
+        where: Any = {"shardings": placed, "expert_of": expert_of, "faults": faults, "store": store}
+        fill_quantized(model, files, quantized, **where)
+        fill_model(model, files, plan, **where, source=str(path))
         stats = LoadStats(files.bytes_read, len(files.keys_read), time.perf_counter() - start)
     return Loaded(model, config, stats)
 
@@ -201,6 +233,7 @@ def save_pretrained(
     dtype: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
     expert_of: ExpertOf | None = None,
+    quantized_format: str = "auto",
 ) -> None:
     """Writes `config.json` and safetensors that transformers loads. Files appear only when complete.
 
@@ -208,19 +241,24 @@ def save_pretrained(
     this; process 0 writes, and they leave together.
 
     Args:
-        dtype: storage dtype; None keeps the model's.
+        dtype: storage dtype of weights in floating point; None keeps the model's.
         max_shard_bytes: a larger model is split into shards with an index.
         expert_of: for a model whose experts are not in order, or have replicas, which one each slot holds;
             each is written once. None: as its replica tables say.
+        quantized_format: of quantized weights: "compressed-tensors", which has words for most formats and is
+            read by transformers and vLLM; "moejax", which has them for all; "auto" is the first that does.
 
     Raises:
-        ConfigError: the family's `config.json` cannot describe the model, or `expert_of` does not fit.
+        ConfigError: the family's `config.json` cannot describe the model, or `expert_of` or the
+            `quantized_format` does not fit.
         OutputError: the directory cannot be written; nothing half-written is left.
     """
     out = Path(directory)
     config = model.config if dtype is None else model.config.replace(dtype=dtype)
-    text = json.dumps(config_to_hf(config), indent=2) + "\n"
-    tensors = _tensors(model, jnp.dtype(config.dtype), expert_of or held_experts(model))
+    quantized = plan_save(model, TABLES[config.family], quantized_format, _gathered)
+    fields = config_to_hf(config) | ({"quantization_config": quantized.config} if quantized else {})
+    text = json.dumps(fields, indent=2) + "\n"
+    tensors = _tensors(model, jnp.dtype(config.dtype), expert_of or held_experts(model), quantized)
     if jax.process_index() == 0:
         _write(out, text, tensors, max_shard_bytes)
     else:
@@ -245,7 +283,9 @@ def _write(out: Path, config: str, tensors: Tensors, limit: int) -> None:
         raise OutputError(f"{out}: cannot write the model ({reason})") from error
 
 
-def _tensors(model: Decoder, dtype: Any, expert_of: ExpertOf | None) -> Tensors:
+def _tensors(
+    model: Decoder, dtype: Any, expert_of: ExpertOf | None, quantized: QuantizedSave | None
+) -> Tensors:
     """(key, array) in the layout of the family's table, one at a time."""
     rules = TABLES[model.config.family]
     transposed = {
@@ -254,7 +294,11 @@ def _tensors(model: Decoder, dtype: Any, expert_of: ExpertOf | None) -> Tensors:
         if rule.canonical
         for target in rule.targets
     }
+    if quantized is not None:
+        yield from quantized.tensors(_gathered, model.config.num_experts, expert_of)
     for name, param in iter_params(model):
+        if quantized is not None and name in quantized.paths:
+            continue
         key, per_expert = canonical_key(name, rules)
         flip = transposed[name.split(".", 2)[-1]]
         spec = param.get_metadata("spec")

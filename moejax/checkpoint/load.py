@@ -18,7 +18,7 @@ from moejax.checkpoint.plan import Faults, LoadPlan, Source
 from moejax.checkpoint.tensors import TensorFiles
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ExpertOf, ParamSpec, iter_params, slots_of
+from moejax.nn.param import ExpertOf, ParamSpec, Store, iter_params, keep, slots_of
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -44,23 +44,32 @@ def fill_model(
     shardings: Mapping[str, Sharding] | None,
     expert_of: ExpertOf | None,
     source: str,
+    store: Store = keep,
+    faults: Faults | None = None,
 ) -> None:
-    """Gives every parameter its values, all shards of this process.
+    """Gives every parameter that the plan names its values, all shards of this process.
+
+    Args:
+        faults: what is wrong with others, to be listed with the rest.
+        store: takes each value when it is on its devices, before the next is read.
 
     Raises:
         CheckpointError: NaN, infinities or, for float16, values beyond its range; all tensors are named in
             which this process read some.
         ConfigError: `expert_of` does not fit the model.
     """
-    faults = Faults()
+    faults = faults or Faults()
     for name, param in iter_params(model):
+        if name not in plan:
+            continue
         spec = param.get_metadata("spec")
         slots = expert_slots(name, spec, expert_of, model.config.num_experts)
         sharding = None if shardings is None else shardings[name]
         # No name for the blocks, so that they do not outlive the array that is made of them.
-        value = _to_array(spec, sharding, read_blocks(files, plan[name], spec, sharding, faults, slots=slots))
+        value = to_array(spec, sharding, read_blocks(files, plan[name], spec, sharding, faults, slots=slots))
         if not faults.found:  # the rest is still looked at, so that the error names every such tensor
-            param.set_value(jax.block_until_ready(value))
+            store(name, param, jax.block_until_ready(value))
+        del value  # may be gone by now, if `store` has made something smaller of it
     faults.check(source)
 
 
@@ -102,10 +111,7 @@ def read_blocks(
         slots: the expert in each slot of the expert axis.
         devices: those to serve; None for all of this process.
     """
-    blocks = []
-    for spans, holders in _spans(spec, sharding, devices).items():
-        shape = tuple(stop - start for start, stop in spans)
-        blocks.append(Block(spans, tuple(holders), aligned_empty(shape, spec.dtype)))
+    blocks = empty_blocks(spec, sharding, devices)
     reads: dict[tuple[Source, Spans], list[np.ndarray]] = {}
     for block in blocks:
         spans, out = block.spans, block.values
@@ -121,10 +127,21 @@ def read_blocks(
         shape = spec.canonical_shape if source.expert is None else spec.canonical_shape[1:]
         index = tuple(slice(start, stop) for start, stop in spans)
         value = files.read(source.key, source_index(source.transform, index, shape, source.expert))
-        if _usable(source.key, value, spec.dtype, faults):
+        if usable(source.key, value, spec.dtype, faults):
             part = apply_transform(source.transform, value)
             for out in outs:
                 out[...] = part
+    return blocks
+
+
+def empty_blocks(
+    spec: ParamSpec, sharding: Sharding | None, devices: Collection[jax.Device] | None = None
+) -> list[Block]:
+    """The distinct parts of a parameter that some devices hold, not filled yet."""
+    blocks = []
+    for spans, holders in _spans(spec, sharding, devices).items():
+        shape = tuple(stop - start for start, stop in spans)
+        blocks.append(Block(spans, tuple(holders), aligned_empty(shape, spec.dtype)))
     return blocks
 
 
@@ -144,7 +161,8 @@ def _spans(
     return found
 
 
-def _to_array(spec: ParamSpec, sharding: Sharding | None, blocks: Iterable[Block]) -> jax.Array:
+def to_array(spec: ParamSpec, sharding: Sharding | None, blocks: Iterable[Block]) -> jax.Array:
+    """The parameter, of blocks that are filled."""
     if sharding is None:
         (block,) = blocks
         return jax.device_put(block.values, may_alias=True)
@@ -169,7 +187,8 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _usable(key: str, value: np.ndarray, dtype: Any, faults: Faults) -> bool:
+def usable(key: str, value: np.ndarray, dtype: Any, faults: Faults) -> bool:
+    """Whether values can be weights of a dtype; what speaks against it is added to `faults`."""
     if not np.isfinite(value).all():
         faults.add("with NaN or infinite values", key)
         return False

@@ -2,12 +2,12 @@
 
 A folder holds `config.json`, as a Hugging Face directory does, and `weights/`, which Orbax writes
 (`moejax.checkpoint.orbax`). Weights are kept as the model stores them: restoring neither transposes nor moves
-experts between slots, so both must be as they were.
+experts between slots, so both must be as they were. Quantized weights are kept so, too, with their formats.
 """
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,13 @@ from moejax.models.decoder import Decoder
 from moejax.models.registry import config_to_hf
 from moejax.moe.replicas import held_experts
 from moejax.nn.param import ExpertOf, ParamSpec, iter_params, slots_of, specs
+from moejax.nn.quantized import PARTS, quantized_weights, replace_weights
+from moejax.quantization.checkpoints.scheme import fields_of
+from moejax.quantization.formats import WeightFormat
 
 WEIGHTS = "weights"
+
+Placed = Mapping[str, Sharding] | Callable[[Mapping[str, ParamSpec]], Mapping[str, Sharding]]
 
 
 def save_sharded(
@@ -50,9 +55,10 @@ def save_sharded(
     _check_owners({name: value.sharding for name, value in tree.items()})
     expert_of = expert_of or held_experts(model)
     stored = {name: _as_stored(name, spec, expert_of) for name, spec in specs(model).items()}
+    formats = {path: fields_of(weight.format) for path, weight in quantized_weights(model)}
     # Orbax would leave threads behind that wait for a folder which nobody can make.
     out = ensure_writable(directory)
-    save_tree(tree, out / WEIGHTS, {"stored": stored}, overwrite=overwrite)
+    save_tree(tree, out / WEIGHTS, {"stored": stored, "quantized": formats}, overwrite=overwrite)
     if jax.process_index() == 0:
         atomic_write_text(out / "config.json", text)
     if jax.process_count() > 1:
@@ -62,17 +68,20 @@ def save_sharded(
 def restore_sharded(
     directory: str | os.PathLike[str],
     model: Decoder,
-    shardings: Mapping[str, Sharding] | None = None,
+    shardings: Placed | None = None,
     *,
     expert_of: ExpertOf | None = None,
 ) -> None:
     """Fills a model in place with the weights of `save_sharded`, rounded to its dtype.
 
+    Where quantized weights were saved, they take the place of the model's.
+
     Each process reads what its devices need. All processes must call it.
 
     Args:
         model: may be abstract; `Decoder(load_config(directory))` fits.
-        shardings: path → sharding, of this mesh. None: all on the default device.
+        shardings: path → sharding, of this mesh, or what makes that of the declarations (as for
+            `load_pretrained`; quantized weights are among them then). None: all on the default device.
         expert_of: which expert each slot holds; as it was saved. None: as the model's tables say.
 
     Raises:
@@ -86,18 +95,35 @@ def restore_sharded(
     stored = metadata.get("stored")
     if not isinstance(tree, dict) or not isinstance(stored, dict):
         raise CheckpointError(f"{path}: not a readable checkpoint of a model's weights")
+    _replace(model, metadata.get("quantized", {}), str(path))
     declared = specs(model)
-    if shardings is not None:
-        _check_owners(shardings)
+    placed = shardings(declared) if callable(shardings) else shardings
+    if placed is not None:
+        _check_owners(placed)
     _check(tree, stored, declared, expert_of or held_experts(model), str(path))
     here = SingleDeviceSharding(jax.local_devices()[0])
     like = {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=shardings[name] if shardings else here)
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=placed[name] if placed else here)
         for name, spec in declared.items()
     }
     values = load_tree(path, like)
     for name, param in iter_params(model):
         param.set_value(values[name])
+
+
+def _replace(model: Decoder, stored: Mapping[str, Any], source: str) -> None:
+    """Puts quantized weights where some were saved; those that the model has must be in the same formats."""
+    try:
+        formats = {path: WeightFormat(**fields) for path, fields in stored.items()}
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: not a readable checkpoint ({error})") from error
+    faults, held = Faults(), {path: weight.format for path, weight in quantized_weights(model)}
+    for path, fmt in held.items():
+        if formats.get(path) != fmt:
+            found = formats[path].name if path in formats else "not quantized"
+            faults.add("of another format", f"{path} is {found}, expected {fmt.name}")
+    faults.check(source, "the model")
+    replace_weights(model, {path: fmt for path, fmt in formats.items() if path not in held})
 
 
 def _check_owners(shardings: Mapping[str, Sharding]) -> None:
@@ -116,7 +142,8 @@ def _check_owners(shardings: Mapping[str, Sharding]) -> None:
 
 def _as_stored(name: str, spec: ParamSpec, expert_of: ExpertOf | None) -> dict[str, Any]:
     """What a shape does not tell."""
-    slots = slots_of(name, spec, expert_of)
+    weight, _, last = name.rpartition(".")  # of a quantized weight, all arrays have its experts
+    slots = slots_of(weight if last in PARTS else name, spec, expert_of)
     plain = slots is None or slots == tuple(range(len(slots)))
     return {"transposed": spec.transposed, "expert_of": None if plain else list(slots or ())}
 

@@ -141,6 +141,9 @@ class QuantConfig:
 
     @property
     def calibrates(self) -> bool:
-        """Some weights' method needs text."""
+        """Some weights' method, or a format's static scales of activations, need text; see also
+        `moejax.quantization.rules.needs_text`, which goes by rule."""
         methods = {self.method, *(rule.method for rule in self.rules)}
-        return bool(methods & {"gptq", "awq", "smoothquant"})
+        formats = (self.format, *(rule.format or "" for rule in self.rules))
+        static = self.method != "none" and any("static" in name for name in formats)
+        return static or bool(methods & {"gptq", "awq", "smoothquant"})

@@ -91,10 +91,15 @@ def batch_bucket(n: int) -> int:
 
 
 class ContiguousEngine:
-    """Runs batches of rows; owns the weights' leaves and the compiled steps."""
+    """Runs batches of rows; owns the weights' leaves and the compiled steps.
 
-    def __init__(self, model: Decoder, ledger: CompileLedger) -> None:
-        self.functions = ModelFunctions(model)
+    Args:
+        kv_cache: the cache holds what this dtype gives back of keys and values, in the model's own dtype: the
+            twin of a quantized paged cache.
+    """
+
+    def __init__(self, model: Decoder, ledger: CompileLedger, kv_cache: str = "auto") -> None:
+        self.functions = ModelFunctions(model, kv_cache)
         self.config = model.config
         self.ledger = ledger
         self.dtype = jnp.dtype(model.config.dtype)

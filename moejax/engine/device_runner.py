@@ -16,7 +16,7 @@ from moejax.engine.paged_steps import DeviceState, PagedFunctions, PagedOutput
 from moejax.engine.plan import Plan
 from moejax.engine.runner import StepResult
 from moejax.engine.steps import shapes_of
-from moejax.ops.paged_attention import copy_blocks
+from moejax.ops.kv_slabs import copy_blocks
 from moejax.sharding.spmd import OneDevice, OnMesh
 
 
@@ -44,6 +44,7 @@ class DeviceRunner(BucketRunner):
         ledger: where steps are compiled.
         kernels: implementation of the GPU kernels, "xla" for none.
         place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
+        kv_dtype: of the cache; None: the model's.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class DeviceRunner(BucketRunner):
         ledger: CompileLedger,
         kernels: str = "xla",
         place: OneDevice | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         self.place = place or OneDevice()
         self.functions = functions
@@ -64,11 +66,16 @@ class DeviceRunner(BucketRunner):
             model,
             self.buckets.slabs,
             config.block_size,
-            jnp.dtype(model.dtype),
+            jnp.dtype(kv_dtype or model.dtype),
             transposed_keys=not self._one_slab,
             place=self.place,
         )
         self.reset()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the cache holds now, see `BlockPool.nbytes`."""
+        return self.pool.nbytes
 
     def reset(self) -> None:
         self.pool.reset()

@@ -27,13 +27,14 @@ from moejax.engine.routing import RoutingRecord
 from moejax.engine.sampler import common_mode
 from moejax.engine.setup import (
     cache_blocks,
+    cache_dtype,
     eos_token_ids,
     given,
     longest_sequence,
     make_scheduler,
 )
 from moejax.engine.stats import StepRecord
-from moejax.engine.tokenizer import ChatMessage, Tokenizer
+from moejax.engine.tokenizer import ChatMessage
 from moejax.models.decoder import Decoder
 from moejax.moe.load_window import LoadWindow
 from moejax.sharding.pipeline import stage_config
@@ -48,7 +49,9 @@ class LLM:
         dtype: "auto" (float32 on CPU, the checkpoint's own elsewhere), "float32", "bfloat16", "float16".
         parallel: how the model is spread over devices, see `ParallelConfig`; None: on one. The engine's
             limits (`max_num_seqs`, `num_blocks`, …) are each data-parallel group's.
-        quant: only the default is built so far; anything else raises.
+        quant: quantizes weights while the model opens, and the key/value cache, see `QuantConfig`. A
+            directory with quantized weights needs none. Methods that calibrate want a tokenizer and one
+            device.
         engine: limits and choices, see `EngineConfig`.
         seed: where the random streams of requests without a seed of their own, and dummy weights, start.
         load_format: "auto" reads safetensors, "dummy" fills weights at random from the configuration alone.
@@ -77,10 +80,11 @@ class LLM:
             raise ConfigError(f"seed must be an integer, got {seed!r}")
         self.seed = int(seed)
         self._model = open_model(
-            model, dtype, self.parallel_config, self.engine_config, self.seed, load_format
+            model, dtype, self.parallel_config, self.engine_config, self.quant_config, self.seed, load_format
         )
         self.model_dir, self.config = self._model.directory, self._model.config
-        self.tokenizer = Tokenizer.load(self.model_dir) if self.model_dir else None
+        self.tokenizer = self._model.tokenizer
+        self.quant_report = self._model.quant_report  # None where no weights were quantized
         self.eos_token_ids = eos_token_ids(self.config, self.model_dir)
         self._start(self.engine_config)
 
@@ -90,19 +94,22 @@ class LLM:
         self.max_model_len = longest_sequence(config, self.config)
         opened, stages = self._model, self.stages
         largest = stage_config(self.config, max((stage.stage for stage in stages), key=len))
-        blocks = cache_blocks(config, largest, self.max_model_len, self.parallel_config)
-        self.resolutions = [*opened.resolutions, blocks]
+        kv = cache_dtype(self.quant_config.kv_cache, self.config)
+        limits = (self.max_model_len, self.parallel_config, kv.value, opened.kernels)
+        blocks = cache_blocks(config, largest, *limits)
+        self.resolutions = [*opened.resolutions, kv, blocks]
         self.ledger = CompileLedger(strict=config.strict_compile)
         num_blocks = int(blocks.value)
         scheduler = make_scheduler(config, num_blocks, opened.places[0].groups)
         how = (config, num_blocks, self.max_model_len, self.ledger, opened.kernels)
         self.runner: DeviceRunner | PipelineRunner
         if len(stages) == 1:
-            self.runner = DeviceRunner(opened.functions[0], *how, place=opened.places[0])
+            place = opened.places[0]
+            self.runner = DeviceRunner(opened.functions[0], *how, place=place, kv_dtype=kv.value)
         else:
             pairs: Any = list(zip(opened.functions, opened.places, strict=True))
             microbatches = most_microbatches(self.parallel_config, config)
-            self.runner = PipelineRunner(pairs, *how, microbatches=microbatches)
+            self.runner = PipelineRunner(pairs, *how, microbatches=microbatches, kv_dtype=kv.value)
         self.engine = Engine(scheduler, self.runner, overlap=config.overlap)
         self.reader = PromptReader(self.tokenizer, self.config.vocab_size, self.max_model_len)
         static = config.batching == "static"
@@ -243,6 +250,11 @@ class LLM:
             request.on_close = lambda: self._submitted.pop(request.output.request_id, None)
         return request.output
 
+    @property
+    def kv_cache_dtype(self) -> str:
+        """What keys and values are stored in: the model's dtype, or that of 8-bit codes with scales."""
+        return cache_dtype(self.quant_config.kv_cache, self.config).value
+
     def step(self) -> bool:
         """One step of the engine, for whatever is queued. False if there was nothing to do."""
         return self.engine.step()
@@ -264,6 +276,8 @@ class LLM:
                 "used_blocks": scheduler.allocator.num_used,
                 "num_blocks": scheduler.allocator.num_blocks,
                 "block_size": scheduler.allocator.block_size,
+                "cache_dtype": self.kv_cache_dtype,
+                "cache_bytes": self.runner.cache_bytes,
                 "cache_use": scheduler.allocator.num_used / scheduler.allocator.num_blocks,
                 **self.engine.stats.as_dict(),
                 "compiles": len(self.ledger.entries),

@@ -10,18 +10,29 @@ import jax.numpy as jnp
 
 from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig
 from moejax.core.parallel import ParallelConfig
+from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
 from moejax.engine.ledger import enable_compile_cache
 from moejax.engine.paged_steps import PagedFunctions
 from moejax.engine.pipeline_runner import most_microbatches
 from moejax.engine.placing import build_stages, make_places
 from moejax.engine.policy import make_policy
-from moejax.engine.setup import default_cache_dir, find_model, longest_sequence, unsupported_by_kernels
+from moejax.engine.quantizing import Quantizing
+from moejax.engine.setup import (
+    compute_capability,
+    default_cache_dir,
+    eos_token_ids,
+    find_model,
+    longest_sequence,
+    unsupported_by_kernels,
+)
 from moejax.engine.stage_steps import StageFunctions
+from moejax.engine.tokenizer import Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.activation import activation
 from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul, choose_kernels
+from moejax.ptq.report import QuantReport
 from moejax.sharding.distributed import reserve_cpu_threads
 from moejax.sharding.spmd import OneDevice
 
@@ -35,6 +46,8 @@ class OpenModel(NamedTuple):
         stages, places, functions: of each pipeline stage; without a pipeline there is one.
         kernels: implementation of the GPU kernels, "xla" for none.
         resolutions: what was decided, and why.
+        tokenizer: the directory's, if it has one.
+        quant_report: what was quantized while the model opened; None if nothing was.
     """
 
     directory: Path | None
@@ -44,6 +57,8 @@ class OpenModel(NamedTuple):
     functions: list[Any]
     kernels: str
     resolutions: list[Resolution]
+    tokenizer: Tokenizer | None
+    quant_report: QuantReport | None
 
 
 def open_model(
@@ -51,6 +66,7 @@ def open_model(
     dtype: str,
     parallel: ParallelConfig,
     engine: EngineConfig,
+    quant: QuantConfig,
     seed: int,
     load_format: str,
 ) -> OpenModel:
@@ -66,8 +82,11 @@ def open_model(
     resolved = resolve_dtype(dtype, config.dtype, platform.value)
     config = config.replace(dtype=resolved.value)
     experts = engine.moe
-    kernels = choose_kernels(engine.kernels, platform.value, unsupported_by_kernels(config, engine))
-    product = choose_grouped_matmul(experts.grouped_matmul, platform.value, experts.block_rows, kernels.value)
+    unsupported = unsupported_by_kernels(config, engine, compute_capability(platform.value))
+    kernels = choose_kernels(engine.kernels, platform.value, unsupported)
+    # Kernels for quantized weights that were asked for by name are kernels for the experts, too.
+    wanted = "pallas_triton" if quant.implementation == "pallas_triton" else kernels.value
+    product = choose_grouped_matmul(experts.grouped_matmul, platform.value, experts.block_rows, wanted)
     layout = choose_expert_layout(experts.expert_layout, platform.value, product.value)
     moe = dataclasses.replace(experts, expert_layout=cast(ExpertLayout, layout.value))
     if product.value == "pallas_triton":
@@ -75,6 +94,11 @@ def open_model(
     longest_sequence(engine, config)
     most_microbatches(parallel, engine)
     places = make_places(parallel, config, moe)
+    running = product.value if moe.execution == "grouped" else moe.execution
+    quantizing = Quantizing(quant, parallel, config, moe, places, platform.value, running)
+    tokenizer = Tokenizer.load(directory) if directory else None
+    ends = eos_token_ids(config, directory)
+    quantizing.check(directory, tokenizer, ends[0] if ends else None)
     resolutions = [
         platform,
         resolved,
@@ -88,11 +112,16 @@ def open_model(
         why = "it runs over a projection that is split over devices, of which a kernel sees a part"
         resolutions.append(Resolution("engine.kernels (QK norm)", "xla", why))
     source = None if load_format == "dummy" else directory
-    stages = build_stages(config, parallel, places, moe, kernels.value, source, seed)
+    store = quantizing.rounding.at
+    stages = build_stages(config, parallel, places, moe, kernels.value, source, seed, store)
+    report = quantizing.finish(stages)
+    resolutions += quantizing.resolutions(stages)
     functions: list[Any] = [PagedFunctions(stages[0])]
     if len(stages) > 1:
         functions = [StageFunctions(stage) for stage in stages]
-    return OpenModel(directory, config, stages, places, functions, kernels.value, resolutions)
+    return OpenModel(
+        directory, config, stages, places, functions, kernels.value, resolutions, tokenizer, report
+    )
 
 
 def _exchanges(

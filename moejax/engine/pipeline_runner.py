@@ -111,6 +111,7 @@ class PipelineRunner(BucketRunner):
             blocks.
         microbatches: the most that a step is cut into.
         transfer: how arrays move between stages, see `Transfer`.
+        kv_dtype: of the cache; None: the model's.
 
     With `measure_bubble` each stage's program is waited for, and `stage_times` grows; `bubble()` is what they
     come to. Run the workload once before: a program's first run takes longer.
@@ -126,13 +127,14 @@ class PipelineRunner(BucketRunner):
         kernels: str = "xla",
         microbatches: int = 1,
         transfer: How = "permute",
+        kv_dtype: str | None = None,
     ) -> None:
         limits = (num_blocks, max_model_len)
         whole = stages[0][0].whole
         super().__init__(whole, config, *limits, ledger, kernels, stages[0][1].groups)
         self.microbatches = microbatches
         self.stages = [
-            Stage(cast(Any, functions), config, *limits, StageLedger(ledger, i), kernels, place)
+            Stage(cast(Any, functions), config, *limits, StageLedger(ledger, i), kernels, place, kv_dtype)
             for i, (functions, place) in enumerate(stages)
         ]
         places = [place for _, place in stages]
@@ -150,6 +152,11 @@ class PipelineRunner(BucketRunner):
         self.stage_times: list[StageTime] = []
         self._numbers = self._steps = 0
         self.reset()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the stages' caches hold now."""
+        return sum(stage.cache_bytes for stage in self.stages)
 
     def reset(self) -> None:
         for stage in self.stages:

@@ -1,7 +1,7 @@
 """Puts a model onto its devices: the mesh, the decoder written for it, the weights where they belong."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -13,7 +13,7 @@ from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
-from moejax.nn.param import ParamSpec, initialize, specs
+from moejax.nn.param import ParamSpec, Store, initialize, keep, specs
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.pipeline import split_layers
 from moejax.sharding.rules import shardings
@@ -53,12 +53,17 @@ def build_stages(
     kernels: str,
     source: Path | None,
     seed: int,
+    store: Callable[[OneDevice], Store] = lambda place: keep,
 ) -> list[Decoder]:
-    """Each pipeline stage's part of the decoder, see `build_model`; where there is one stage, all of it."""
+    """Each pipeline stage's part of the decoder, see `build_model`; where there is one stage, all of it.
+
+    Args:
+        store: of a stage's place, what takes the values there.
+    """
     if len(places) == 1:
-        return [build_model(config, parallel, places[0], moe, kernels, source, seed)]
+        return [build_model(config, parallel, places[0], moe, kernels, source, seed, store=store(places[0]))]
     return [
-        build_model(config, parallel, place, moe, kernels, source, seed, layers)
+        build_model(config, parallel, place, moe, kernels, source, seed, layers, store=store(place))
         for place, layers in zip(
             places, split_layers(config, parallel.pp, parallel.stage_layers), strict=True
         )
@@ -74,8 +79,13 @@ def build_model(
     source: Path | None,
     seed: int,
     layers: range | None = None,
+    *,
+    store: Store = keep,
 ) -> Decoder:
     """The decoder, or a stage's layers of it, with its weights: from a directory, or random for None.
+
+    Args:
+        store: takes each parameter's value when it is there.
 
     Raises:
         CheckpointError: see `moejax.checkpoint.hf.load_pretrained`.
@@ -91,11 +101,18 @@ def build_model(
     spread = isinstance(place, OnMesh)
     if source is None:
         model = build(config)
-        initialize(model, seed, at(specs(model)) if spread else None, expert_of=held_experts(model))
+        where = at(specs(model)) if spread else None
+        initialize(model, seed, where, expert_of=held_experts(model), store=store)
     else:
         held = held_experts(build(config))
-        where = at if spread else None
-        loaded = load_pretrained(source, dtype=config.dtype, build=build, shardings=where, expert_of=held)
+        loaded = load_pretrained(
+            source,
+            dtype=config.dtype,
+            build=build,
+            shardings=at if spread else None,
+            expert_of=held,
+            store=store,
+        )
         model, stats = loaded.model, loaded.stats
         logger.info(
             "%s: read %.1f MB of %d tensors in %.1f s",

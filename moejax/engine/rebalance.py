@@ -87,9 +87,7 @@ def current_placement(stages: Sequence[Decoder], devices: int) -> Placement:
 def bytes_per_expert(stages: Sequence[Decoder]) -> int:
     """Of one expert of one layer."""
     moe, replicas = expert_layers(stages)[0]
-    experts = moe.experts
-    matrices = (experts.gate_proj, experts.up_proj, experts.down_proj)
-    return sum(matrix[...].nbytes for matrix in matrices) // replicas.num_physical
+    return sum(array[...].nbytes for array in moe.experts.arrays()) // replicas.num_physical
 
 
 def rebalance(
@@ -141,9 +139,9 @@ def apply_placement(stages: Sequence[Decoder], new: Placement, loads: np.ndarray
         if np.array_equal(was, now):
             continue
         source = sources(was, now, new.slots_per_device)
-        for matrix in (moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj):
-            matrix.set_value(_taker(matrix[...].sharding)(matrix[...], source))
-            moved.append(matrix[...])
+        for array in moe.experts.arrays():
+            array.set_value(_taker(array[...].sharding)(array[...], source))
+            moved.append(array[...])
         for table, value in zip(
             (replicas.physical, replicas.count), tables(now, new.num_experts), strict=True
         ):

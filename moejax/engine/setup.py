@@ -19,6 +19,8 @@ from moejax.engine.policy import make_policy
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.static_scheduler import StaticScheduler
 from moejax.models.registry import config_from_hf
+from moejax.ops.dispatch import KERNELS_NEED
+from moejax.perf.cost import KV_CODE_BYTES, kv_head_bytes
 
 CPU_CACHE_BYTES = 2e9
 DEVICE_CACHE_SHARE = 0.8
@@ -32,8 +34,17 @@ def longest_sequence(engine: EngineConfig, config: ModelConfig) -> int:
     return asked or own
 
 
-def unsupported_by_kernels(config: ModelConfig, engine: EngineConfig) -> str | None:
-    """What of a model, or of the cache's shape, the GPU kernels do not take; None if they take it all."""
+def unsupported_by_kernels(
+    config: ModelConfig, engine: EngineConfig, capability: str | None = None
+) -> str | None:
+    """What of a model, of the cache's shape, or of the device the GPU kernels do not take; None if they take
+    it all.
+
+    Args:
+        capability: of the GPU, "8.0"; None where it is not known.
+    """
+    if capability is not None and tuple(map(int, capability.split("."))) < KERNELS_NEED:
+        return f"a GPU of compute capability {capability} (at least {'.'.join(map(str, KERNELS_NEED))})"
     size = engine.block_size
     if size < 8 or size & (size - 1):
         return f"engine.block_size={size} (a power of two, at least 8)"
@@ -43,6 +54,13 @@ def unsupported_by_kernels(config: ModelConfig, engine: EngineConfig) -> str | N
         chosen = f"{config.num_experts_per_tok} of {config.num_experts} experts"
         return f"{chosen} a token (at most 16 of 512)"
     return None
+
+
+def compute_capability(platform: str) -> str | None:
+    """Of the GPUs, "8.0"; None elsewhere, or where JAX does not say."""
+    if platform != "gpu":
+        return None
+    return str(getattr(jax.local_devices()[0], "compute_capability", "")) or None
 
 
 def make_scheduler(engine: EngineConfig, num_blocks: int, groups: int) -> Scheduler | GroupScheduler:
@@ -60,17 +78,46 @@ def make_scheduler(engine: EngineConfig, num_blocks: int, groups: int) -> Schedu
     return made[0] if groups == 1 else GroupScheduler(made)
 
 
+def cache_dtype(asked: str, config: ModelConfig) -> Resolution:
+    """The dtype of the key/value cache, with the reason. The choice is checked by `QuantConfig`."""
+    key, plain = "quant.kv_cache", kv_head_bytes(config.head_dim, config.dtype)
+    if asked == "auto":
+        return Resolution(key, config.dtype, "the model's dtype")
+    held = kv_head_bytes(config.head_dim, asked)
+    why = f"asked for; {held} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
+    return Resolution(key, asked, why)
+
+
 def cache_blocks(
-    engine: EngineConfig, config: ModelConfig, max_model_len: int, parallel: ParallelConfig
+    engine: EngineConfig,
+    config: ModelConfig,
+    max_model_len: int,
+    parallel: ParallelConfig,
+    kv_dtype: str | None = None,
+    kernels: str = "xla",
 ) -> Resolution:
     """Blocks of the key/value cache (of each data-parallel group), with the reason.
 
+    Args:
+        kv_dtype: of the cache; None: the model's.
+        kernels: implementation of the GPU kernels, "xla" for none.
+
     Raises:
-        ConfigError: the memory allowed does not hold one block.
+        ConfigError: the memory allowed does not hold one block; more blocks are asked for than kernels take.
     """
     split = parallel.kv_split(config.num_kv_heads)
-    key, size = "engine.num_blocks", block_bytes(config, engine.block_size, config.dtype, split)
+    key, size = "engine.num_blocks", block_bytes(config, engine.block_size, kv_dtype or config.dtype, split)
+    # Codes of a block of one layer, where there are kernels that must index them.
+    codes = 0
+    if kernels != "xla" and kv_dtype in KV_CODE_BYTES:
+        codes = config.num_kv_heads // split * engine.block_size * config.head_dim
     if engine.num_blocks is not None:
+        if not _kernels_take(engine.num_blocks * codes):
+            raise ConfigError(
+                f"engine.num_blocks={engine.num_blocks}: the GPU kernels take a cache in {kv_dtype} of at "
+                f"most {2**31 // codes} or more than {2**32 // codes} such blocks; lower it, or use "
+                "engine.kernels=xla"
+            )
         return Resolution(key, str(engine.num_blocks), f"asked for; {engine.num_blocks * size / 1e6:.0f} MB")
     wanted = engine.max_num_seqs * -(-max_model_len // engine.block_size)
     memory, why = _cache_memory(engine, parallel.num_devices)
@@ -80,10 +127,20 @@ def cache_blocks(
             f"engine.kv_cache_memory_gb: {memory / 1e9:.3g} GB ({why}) do not hold one block of "
             f"{engine.block_size} tokens, {size / 1e9:.3g} GB; raise it or lower engine.block_size"
         )
+    if not _kernels_take(min(wanted, fitting) * codes):
+        return Resolution(
+            key, str(2**31 // codes), f"the most that the GPU kernels take of a cache in {kv_dtype}"
+        )
     if wanted <= fitting:
         reason = f"{engine.max_num_seqs} sequences of {max_model_len} tokens; {wanted * size / 1e6:.0f} MB"
         return Resolution(key, str(wanted), reason)
     return Resolution(key, str(fitting), f"{memory / 1e9:.3g} GB: {why}")
+
+
+def _kernels_take(codes: int) -> bool:
+    """Whether Pallas can index a layer's codes, of one byte each: it counts in 32 signed bits up to 4 GiB and
+    in 64 above (`pallas_kernels.kv.check_pool_size`)."""
+    return codes <= 2**31 or codes > 2**32
 
 
 def _cache_memory(engine: EngineConfig, devices: int) -> tuple[float, str]:
@@ -124,7 +181,13 @@ def find_model(
             f"got {model!r}"
         )
     directory = resolve_model_dir(model)
-    return directory, load_config(directory)
+    config = load_config(directory)
+    if load_format == "dummy" and read_json(directory / "config.json").get("quantization_config"):
+        raise ConfigError(
+            f"{directory}: load_format='dummy' makes no quantized weights, and config.json has a "
+            "quantization_config; remove it and say quant=, or load the weights"
+        )
+    return directory, config
 
 
 def eos_token_ids(config: ModelConfig, directory: Path | None) -> tuple[int, ...]:

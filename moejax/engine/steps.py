@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.cache.contiguous import ContiguousCache, ContiguousView
+from moejax.cache.contiguous import ContiguousCache, ContiguousView, empty_cache
 from moejax.engine.sampler import Sampled, SamplerMode, SamplingArrays, mark_seen, sample
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
@@ -46,9 +46,14 @@ class StepOutput(NamedTuple):
 
 
 class ModelFunctions:
-    """A model split into weight leaves and pure step functions."""
+    """A model split into weight leaves and pure step functions.
 
-    def __init__(self, model: Decoder) -> None:
+    Args:
+        kv_cache: dtype whose rounding keys and values go through (`moejax.core.quant.QuantConfig`).
+    """
+
+    def __init__(self, model: Decoder, kv_cache: str = "auto") -> None:
+        self._kv_cache = kv_cache
         self.graphdef, state = nnx.split(model)
         self.leaves, self.treedef = jax.tree.flatten(state)
         self.config = model.config
@@ -77,7 +82,8 @@ class ModelFunctions:
         B, T = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, :], (B, T))
         valid = positions < lengths[:, None]
-        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=ContiguousView(cache, "prefill"))
+        view = ContiguousView(cache, "prefill", self._kv_cache)
+        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=view)
         last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         steps = jnp.zeros_like(lengths)
         out, seen = _sample(model, last, arrays, steps, seen, mode)
@@ -99,7 +105,8 @@ class ModelFunctions:
         model = self.merge(leaves)
         tokens, positions = state.tokens[:, None], state.positions[:, None]
         valid = active[:, None]
-        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=ContiguousView(cache, "decode"))
+        view = ContiguousView(cache, "decode", self._kv_cache)
+        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=view)
         out, seen = _sample(model, x[:, 0], arrays, state.steps, state.seen, mode)
         # An inactive row writes again where it wrote before, so it never runs past its last slot.
         moved = active.astype(jnp.int32)
@@ -111,7 +118,11 @@ class ModelFunctions:
         model = self.merge(leaves)
         B, T = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, :], (B, T))
-        x, _, _ = model.hidden(tokens, positions, valid=positions < lengths[:, None])
+        cache = None
+        if self._kv_cache != "auto":
+            stored = empty_cache(self.config, B, T, jnp.dtype(self.config.dtype))
+            cache = ContiguousView(stored, "prefill", self._kv_cache)
+        x, _, _ = model.hidden(tokens, positions, valid=positions < lengths[:, None], cache=cache)
         flat = x[:, :-1].reshape(B * (T - 1), -1)
         targets = tokens[:, 1:].reshape(-1)
         return token_logprobs(model, flat, targets).reshape(B, T - 1)

@@ -3,6 +3,7 @@
 Every family is a `ModelConfig`; there is no per-family module.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -10,8 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.moe.layer import MoELayer, RoutingTrace
+from moejax.moe.router import Replay
 from moejax.nn.attention import Attention
 from moejax.nn.embedding import Embedding
 from moejax.nn.linear import Linear
@@ -29,6 +32,10 @@ class DecoderCache(Protocol):
     def layer(self, index: int) -> LayerCache: ...
 
     def with_layers(self, layers: list[Any]) -> Self: ...
+
+
+Recorded = Sequence[Replay | RoutingTrace | None]
+"""What each layer's router is to choose again; None leaves a layer to its router."""
 
 
 class DecoderLayer(nnx.Module):
@@ -60,17 +67,36 @@ class DecoderLayer(nnx.Module):
         positions: jax.Array,
         valid: jax.Array | None,
         cache: Any,
+        replay: Replay | None = None,
     ) -> tuple[jax.Array, jax.Array, Any, RoutingTrace | None]:
         """x and residual `[B, T, D]`, whose sum comes in → (x and residual whose sum goes out, updated cache
         layer, trace of an expert layer). The sum is left to the next norm, where a kernel does it."""
+        x, attended, cache = self.attend(x, residual, rope, positions, cache)
+        x, out, trace = self.feed_forward(x, attended, valid, replay)
+        return x, out, cache, trace
+
+    def attend(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        cache: Any,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """The first half → (x and residual whose sum goes on, updated cache layer)."""
         normed, x = self.input_norm.add(x, residual)
         attended, cache = self.attention(normed, rope, positions, cache)
-        normed, x = self.post_attention_norm.add(x, attended)
+        return x, attended, cache
+
+    def feed_forward(
+        self, x: jax.Array, residual: jax.Array | None, valid: jax.Array | None, replay: Replay | None = None
+    ) -> tuple[jax.Array, jax.Array, RoutingTrace | None]:
+        """The second half → (x and residual whose sum goes out, trace of an expert layer)."""
+        normed, x = self.post_attention_norm.add(x, residual)
         if self.moe is not None:
-            out, trace = self.moe(normed, valid)
-            return x, out, cache, trace
+            return x, *self.moe(normed, valid, replay)
         assert self.mlp is not None
-        return x, self.mlp(normed), cache, None
+        return x, self.mlp(normed), None
 
 
 class Decoder(nnx.Module):
@@ -130,6 +156,7 @@ class Decoder(nnx.Module):
         valid: jax.Array | None = None,
         cache: DecoderCache | None = None,
         rope_lens: jax.Array | None = None,
+        routing: Recorded | None = None,
     ) -> tuple[jax.Array, Any, tuple[RoutingTrace | None, ...]]:
         """The final norm's output.
 
@@ -139,11 +166,18 @@ class Decoder(nnx.Module):
             cache: where keys and values are kept; None attends within this call only.
             rope_lens: int32 `[B]`, sequence length that `dynamic` rotary scaling goes by; None: one past the
                 row's last real position.
+            routing: what each layer's router is to choose again, `[B, T, k]` (the traces of an earlier call,
+                or `Replay`s); one entry a layer. A trace of the same call gives the same bits.
 
         Returns:
             (`[B, T, D]`, updated cache, one trace per layer, None for dense layers).
+
+        Raises:
+            ConfigError: `routing` is not these layers' or these tokens'.
         """
-        return self.run(self.embed(tokens), positions, valid=valid, cache=cache, rope_lens=rope_lens)
+        return self.run(
+            self.embed(tokens), positions, valid=valid, cache=cache, rope_lens=rope_lens, routing=routing
+        )
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 `[...]` → `[..., D]`, what the first layer takes."""
@@ -158,12 +192,13 @@ class Decoder(nnx.Module):
         valid: jax.Array | None = None,
         cache: DecoderCache | None = None,
         rope_lens: jax.Array | None = None,
+        routing: Recorded | None = None,
     ) -> tuple[jax.Array, Any, tuple[RoutingTrace | None, ...]]:
         """All layers that are here, and the final norm where they are the last ones.
 
         Args:
             x: `[B, T, D]`, the embedded tokens or what the stage before has returned. The rest as in
-                `hidden`; the cache counts this stage's layers from 0.
+                `hidden`; the cache and `routing` count this stage's layers from 0.
 
         Returns:
             (`[B, T, D]`, updated cache, one trace per layer). Before the last stage the first is the sum of
@@ -176,9 +211,10 @@ class Decoder(nnx.Module):
         rope = rope_tables(self.config, positions, rope_lens)
         residual = None
         parts, traces = [], []
+        replays = self._replays(routing, x.shape[:2])
         for i, layer in enumerate(self.in_order()):
             part = None if cache is None else cache.layer(i)
-            x, residual, part, trace = layer(x, residual, rope, positions, valid, part)
+            x, residual, part, trace = layer(x, residual, rope, positions, valid, part, replays[i])
             traces.append(trace)
             parts.append(part)
         if cache is not None:
@@ -186,6 +222,27 @@ class Decoder(nnx.Module):
         assert residual is not None
         out = x + residual if self.norm is None else self.norm.add(x, residual)[0]
         return out, cache, tuple(traces)
+
+    def _replays(self, routing: Recorded | None, tokens: tuple[int, ...]) -> list[Replay | None]:
+        """One for each layer that is here.
+
+        Raises:
+            ConfigError: see `hidden`.
+        """
+        layers = self.in_order()
+        if routing is None:
+            return [None] * len(layers)
+        if len(routing) != len(layers):
+            raise ConfigError(f"routing: {len(routing)} entries for {len(layers)} layers; give one a layer")
+        found: list[Replay | None] = []
+        for number, layer, recorded in zip(self.stage, layers, routing, strict=True):
+            if layer.moe is not None:
+                found.append(layer.moe.check_replay(f"layer {number}", recorded, tokens))
+            elif recorded is None:
+                found.append(None)
+            else:
+                raise ConfigError(f"routing: layer {number} is dense and has no router; give None")
+        return found
 
     def in_order(self) -> list[DecoderLayer]:
         """The layers that are here."""
@@ -201,15 +258,20 @@ class Decoder(nnx.Module):
         return all_gather(self.lm_head(x), self.axes.tensor, axis=-1).astype(jnp.float32)
 
     def __call__(
-        self, tokens: jax.Array, *, valid: jax.Array | None = None, return_routing: bool = False
+        self,
+        tokens: jax.Array,
+        *,
+        valid: jax.Array | None = None,
+        routing: Recorded | None = None,
+        return_routing: bool = False,
     ) -> Any:
         """Logits of whole sequences: int32 `[B, T]` → float32 `[B, T, V]`.
 
         With `return_routing`, `(logits, traces)` where traces has a `RoutingTrace` per layer, or None for a
-        dense layer.
+        dense layer. `routing` as in `hidden`.
         """
         tokens = jnp.asarray(tokens, jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        x, _, traces = self.hidden(tokens, positions, valid=valid)
+        x, _, traces = self.hidden(tokens, positions, valid=valid, routing=routing)
         logits = self.logits(x)
         return (logits, traces) if return_routing else logits

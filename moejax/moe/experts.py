@@ -7,19 +7,28 @@ assignments that overflow, which are dropped or rerouted and always counted.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moejax.core.config import ExpertLayout, ModelConfig, MoeConfig
+from moejax.core.errors import ConfigError
 from moejax.moe.permute import combine, plan_blocks, plan_fitted
 from moejax.moe.router import Routing
 from moejax.nn.activation import KERNEL_NAMES, activation
 from moejax.nn.param import ParamSpec, declare
+from moejax.nn.quantized import QuantizedWeight, Weight, arrays_of
 from moejax.ops import dispatch
+from moejax.ops.expert_stack import Stack
 from moejax.ops.grouped_matmul import grouped_swiglu_fitted, grouped_swiglu_loop, grouped_swiglu_ragged
+from moejax.quantization.arithmetic import to_kernel, why_no_kernel
+from moejax.quantization.formats import QTensor
+from moejax.sharding.axes import Names
+
+if TYPE_CHECKING:
+    from pallas_kernels.qformats import QuantizedTensor
 
 
 class ExpertsOutput(NamedTuple):
@@ -34,16 +43,23 @@ class ExpertsOutput(NamedTuple):
 class Experts(nnx.Module):
     """E gated MLPs stacked: gate and up `[E, D, F]`, down `[E, F, D]`; in layout "efd" each transposed.
 
-    `physical` is E where some experts have replicas. On a mesh a device holds some of the E, and of F.
+    `physical` is E where some experts have replicas. On a mesh a device holds some of the E, and of F, which
+    is split over the axes `split`. Each of the three may be quantized (`moejax.nn.quantized`), in a format of
+    its own; codes lie transposed whatever the layout.
     """
 
     def __init__(
-        self, config: ModelConfig, layout: ExpertLayout, dtype: Any, physical: int | None = None
+        self,
+        config: ModelConfig,
+        layout: ExpertLayout,
+        dtype: Any,
+        physical: int | None = None,
+        split: Names = (),
     ) -> None:
         E, D, F = physical or config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.transposed = layout == "efd"
 
-        def stack(rows: int, columns: int, axes: tuple[str, str]) -> nnx.Param:
+        def stack(rows: int, columns: int, axes: tuple[str, str]) -> Weight:
             shape = (E, columns, rows) if self.transposed else (E, rows, columns)
             names = ("expert", *(axes[::-1] if self.transposed else axes))
             scale = config.initializer_range
@@ -54,18 +70,34 @@ class Experts(nnx.Module):
         self.down_proj = stack(F, D, ("expert_mlp", "embed"))
         self.act = config.hidden_act
         self.normalize = config.norm_topk_prob
+        self.split = split
 
     @property
     def num_experts(self) -> int:
         """E; on a mesh those of this device."""
-        return int(self.gate_proj[...].shape[0])
+        return int(self.arrays()[0][...].shape[0])
 
-    def matrices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """gate, up `[E, D, F]` and down `[E, F, D]`, whatever the layout."""
-        stored = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
-        if not self.transposed:
-            return stored
-        gate, up, down = (jnp.swapaxes(w, 1, 2) for w in stored)
+    def weights(self) -> tuple[Weight, Weight, Weight]:
+        """gate, up and down."""
+        return self.gate_proj, self.up_proj, self.down_proj
+
+    def arrays(self) -> list[nnx.Param]:
+        """All parameters, each with E first."""
+        return [array for weight in self.weights() for array in arrays_of(weight)]
+
+    def stacks(self) -> tuple[Stack, Stack, Stack]:
+        """gate, up and down as they are stored, for products expert by expert."""
+        gate, up, down = (self._stack(weight) for weight in self.weights())
+        return gate, up, down
+
+    def _stack(self, weight: Weight) -> Stack:
+        if isinstance(weight, QuantizedWeight):
+            return Stack(weight.tensor(), weight.implementation)
+        return Stack(weight[...], transposed=self.transposed)
+
+    def matrices(self, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """gate, up `[E, D, F]` and down `[E, F, D]`, whatever the layout; quantized ones in `dtype`."""
+        gate, up, down = (stack.matrix(dtype) for stack in self.stacks())
         return gate, up, down
 
     def __call__(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
@@ -82,35 +114,37 @@ class Experts(nnx.Module):
         table = jnp.zeros((x.shape[0], self.num_experts + 1), routing.weights.dtype)
         table = table.at[jnp.arange(x.shape[0])[:, None], routing.ids].add(routing.weights)
 
-        def one(total: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-            gate, up, down, weight = expert
-            y = (act(x @ gate) * (x @ up)) @ down
+        stacks = self.stacks()
+        gate, up, down = stacks
+
+        def one(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
+            g, u, d, weight = expert
+            y = down.one(act(gate.one(x, g)) * up.one(x, u), d, self.split)
             return total + y * weight[:, None].astype(x.dtype), None
 
-        stacked = (*self.matrices(), table.T[: self.num_experts])
+        stacked = (*(stack.weight for stack in stacks), table.T[: self.num_experts])
         total, _ = jax.lax.scan(one, jnp.zeros_like(x), stacked)
         return total
 
     def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
         """Sorted by expert, in blocks of one expert each; nothing is dropped."""
         N, k = routing.ids.shape
-        E, transposed, act = self.num_experts, self.transposed, activation(self.act)
+        E, act, stacks = self.num_experts, activation(self.act), self.stacks()
+        transposed = all(stack.by_rows for stack in stacks)
+        how: dict[str, Any] = {"act": act, "split": self.split}
         chosen = dispatch.choose_grouped_matmul(config.grouped_matmul, block_rows=config.block_rows).value
         if chosen == "pallas_triton":
             return self._kernels(x, routing, chosen)
-        # As stored: the loops slice first and transpose one expert, never the stack.
-        stored = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
         if chosen == "fitted":
             singles, heights = dispatch.fitted_heights(N, transposed)
             fitted = plan_fitted(routing.ids, E, singles, heights)
             out = grouped_swiglu_fitted(
                 x[fitted.order // k],
-                *stored,
+                *stacks,
                 fitted.single,
                 fitted.blocks,
                 heights=heights,
-                act=act,
-                transposed=transposed,
+                **how,
             )
             return combine(out, fitted, routing.weights)
         rows = config.block_rows or dispatch.block_rows_for(N * k, E, transposed)
@@ -118,28 +152,27 @@ class Experts(nnx.Module):
         sorted_x = x[plan.order // k]
         if chosen == "loop":
             blocks = (plan.block_expert, plan.block_start, plan.num_blocks)
-            out = grouped_swiglu_loop(
-                sorted_x, *stored, *blocks, block_rows=rows, act=act, transposed=transposed
-            )
+            out = grouped_swiglu_loop(sorted_x, *stacks, *blocks, block_rows=rows, **how)
         else:
-            out = grouped_swiglu_ragged(sorted_x, *self.matrices(), plan.counts, act=act)
+            out = grouped_swiglu_ragged(sorted_x, *stacks, plan.counts, **how)
         return combine(out, plan, routing.weights)
 
     def _kernels(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array:
         """By the GPU kernels; ids equal to E are no expert's, and get no rows."""
         from pallas_kernels.moe_mlp import moe_mlp
+        from pallas_kernels.quantized_moe_mlp import quantized_moe_mlp
 
-        gate, up, down = self.matrices()
-        return moe_mlp(
-            x,
-            routing.ids,
-            routing.weights,
-            gate,
-            up,
-            down,
-            activation=KERNEL_NAMES[self.act],
-            implementation=implementation,
-        )
+        how: dict[str, Any] = {"activation": KERNEL_NAMES[self.act], "implementation": implementation}
+        stacks = dict(zip(("gate", "up", "down"), self.stacks(), strict=True))
+        if not any(isinstance(stack.weight, QTensor) for stack in stacks.values()):
+            return moe_mlp(x, routing.ids, routing.weights, *self.matrices(x.dtype), **how)
+        operands = [kernel_operand(stack, x.dtype) for stack in stacks.values()]
+        rounding = {
+            name: kernel_rounding(stack, operand, self.split if name == "down" else ())
+            for (name, stack), operand in zip(stacks.items(), operands, strict=True)
+            if stack.quantizes_rows
+        }
+        return quantized_moe_mlp(x, routing.ids, routing.weights, *operands, rounding=rounding, **how)
 
     def _capacity(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
         """Each expert takes at most C rows; buffers `[E, C, D]`, so gradients are batched products."""
@@ -163,14 +196,41 @@ class Experts(nnx.Module):
         token = jnp.arange(N * k, dtype=jnp.int32) // k
         buffer = jnp.zeros((E * C + 1, x.shape[1]), x.dtype).at[target].set(x[token])
         buffer = buffer[: E * C].reshape(E, C, -1)
-        gate, up, down = self.matrices()
-        hidden = activation(self.act)(jnp.einsum("ecd,edf->ecf", buffer, gate))
-        hidden = hidden * jnp.einsum("ecd,edf->ecf", buffer, up)
-        out = jnp.einsum("ecf,efd->ecd", hidden, down).reshape(E * C, -1)
+        gate, up, down = self.stacks()
+        hidden = activation(self.act)(gate.each(buffer)) * up.each(buffer)
+        out = down.each(hidden, self.split).reshape(E * C, -1)
         out = jnp.concatenate([out, jnp.zeros((1, x.shape[1]), out.dtype)])
         picked = out[target].reshape(N, k, -1)
         summed = jnp.sum(picked * placed.weights[..., None].astype(x.dtype), axis=1)
         return ExpertsOutput(summed, placed, dropped, rerouted)
+
+
+def kernel_operand(stack: Stack, dtype: Any) -> "jax.Array | QuantizedTensor":
+    """A stack as the GPU kernels take it: codes where they are to run on them, else floats."""
+    if isinstance(stack.weight, QTensor) and stack.implementation == "pallas_triton":
+        operand = to_kernel(stack.weight)
+        if operand is None:
+            why = why_no_kernel(stack.weight.format, stack.weight.shape[-2])
+            raise ConfigError(f"quant.implementation=pallas_triton: {why}")
+        return operand
+    return stack.matrix(dtype)
+
+
+def kernel_rounding(stack: Stack, operand: Any, split: Names) -> Any:
+    """How rows are rounded before a product by GPU kernels, see `pallas_kernels.quantized_moe_mlp`; None
+    where the kernels' own way will do."""
+    assert isinstance(stack.weight, QTensor)
+    floats = isinstance(operand, jax.Array)
+    if not floats and not split and stack.weight.format.activations == "dynamic":
+        return None
+
+    def to_codes(rows: jax.Array, expert: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        if floats:
+            return stack.rounded(rows, expert, split), None
+        codes, scale = stack.codes_of(rows, expert, split)
+        return codes, scale[:, 0]
+
+    return to_codes
 
 
 def capacity(tokens: int, top_k: int, num_experts: int, factor: float) -> int:

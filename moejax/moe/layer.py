@@ -1,5 +1,6 @@
 """A mixture-of-experts layer: router, experts, optional shared expert."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.moe.expert_parallel import choose_exchange, dispatch_experts
 from moejax.moe.experts import Experts, ExpertsOutput
 from moejax.moe.replicas import ReplicaTable
-from moejax.moe.router import Router, Routing, expert_counts
+from moejax.moe.router import Replay, Router, Routing, check_replay, expert_counts
 from moejax.nn.linear import Linear
 from moejax.nn.mlp import GatedMLP
 from moejax.sharding.axes import SINGLE, Axes, psum
@@ -59,26 +60,37 @@ class MoELayer(nnx.Module):
         self.parallel, self.axes = parallel or ParallelConfig(), axes
         extra = self.parallel.redundant_experts
         self.router = Router(D, E, top_k, normalize, dtype, scale, kernels)
-        self.experts = Experts(config, moe.expert_layout, dtype, E + extra)
+        self.experts = Experts(config, moe.expert_layout, dtype, E + extra, axes.tp)
         self.replicas = ReplicaTable(E, extra) if extra or axes.expert else None
         hidden = config.shared_expert_intermediate_size
-        self.shared_expert = GatedMLP(D, hidden, config.hidden_act, dtype, scale) if hidden else None
+        split, act = axes.tensor, config.hidden_act
+        self.shared_expert = GatedMLP(D, hidden, act, dtype, scale, split=split) if hidden else None
         self.shared_gate = Linear((D, 1), ("embed", None), dtype, scale=scale) if hidden else None
         self.moe = moe
         self.num_experts = E
 
-    def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> tuple[jax.Array, RoutingTrace]:
+    def __call__(
+        self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None
+    ) -> tuple[jax.Array, RoutingTrace]:
         """x `[B, T, D]`, valid bool `[B, T]` → (`[B, T, D]`, trace).
 
         An unused trace costs nothing: under `jit` what is not returned is not computed.
+
+        Args:
+            replay: run these experts with these weights. Under `capacity` nothing is rerouted then, and what
+                finds no room is dropped and counted; what was recorded there finds room.
         """
         B, T, D = x.shape
-        flat = x.reshape(B * T, D)
-        routing = self.router(flat, None if valid is None else valid.reshape(-1))
+        flat, moe = x.reshape(B * T, D), self.moe
+        if replay is not None:
+            given = None if replay.weights is None else replay.weights.reshape(B * T, -1)
+            replay = Replay(replay.ids.reshape(B * T, -1), given)
+            moe = dataclasses.replace(moe, overflow="drop")
+        routing = self.router(flat, None if valid is None else valid.reshape(-1), replay)
         if self.replicas is not None:
             done = self._spread(flat, routing)
         else:
-            done = self.experts(flat, routing, self.moe)
+            done = self.experts(flat, routing, moe)
             if self.shared_expert is not None:
                 done = done._replace(out=done.out + self._shared(flat))
         out = psum(done.out, self.axes.tensor)
@@ -92,6 +104,13 @@ class MoELayer(nnx.Module):
             done.rerouted,
         )
         return out.reshape(B, T, D), trace
+
+    def check_replay(self, name: str, recorded: Any, tokens: tuple[int, ...]) -> Replay | None:
+        """What `__call__` takes of a `Replay` or a `RoutingTrace`; None for None. Raises `ConfigError`."""
+        if recorded is None:
+            return None
+        replay = Replay(recorded.ids, recorded.weights)
+        return check_replay(name, replay, tokens, self.router.top_k, self.num_experts)
 
     def _shared(self, x: jax.Array) -> jax.Array:
         """x `[n, D]` → `[n, D]`; where its hidden dimension is split, this device's part of the sum."""

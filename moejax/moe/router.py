@@ -4,9 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from moejax.core.errors import ConfigError
 from moejax.nn.param import ParamSpec, declare
+from moejax.nn.quantized import Weight, matmul_of
 
 
 class Routing(NamedTuple):
@@ -22,6 +25,18 @@ class Routing(NamedTuple):
     ids: jax.Array
     weights: jax.Array
     logits: jax.Array
+
+
+class Replay(NamedTuple):
+    """A recorded choice that a layer is to make again, whatever its router says.
+
+    Attributes:
+        ids: int32 `[B, T, k]`; E where no expert is to run.
+        weights: float32 `[B, T, k]`; None: those that the layer's own router gives to these experts.
+    """
+
+    ids: jax.Array
+    weights: jax.Array | None = None
 
 
 class Router(nnx.Module):
@@ -41,16 +56,19 @@ class Router(nnx.Module):
         scale: float,
         kernels: str = "xla",
     ) -> None:
-        self.kernel = declare(ParamSpec((dim, num_experts), ("embed", None), dtype, "normal", scale))
+        self.kernel: Weight = declare(ParamSpec((dim, num_experts), ("embed", None), dtype, "normal", scale))
         self.num_experts = num_experts
         self.top_k = top_k
         self.normalize = normalize
         self.kernels = kernels
 
-    def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> Routing:
-        """x `[N, D]`, valid bool `[N]` (False for padding) → Routing."""
-        logits = jnp.matmul(x, self.kernel[...], preferred_element_type=jnp.float32)
-        ids, weights = self._choose(logits)
+    def __call__(
+        self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None
+    ) -> Routing:
+        """x `[N, D]`, valid bool `[N]` (False for padding) → Routing, of `replay`'s `[N, k]` where given; its
+        logits are the router's own in any case."""
+        logits = matmul_of(x, self.kernel, out_dtype=jnp.float32)
+        ids, weights = self._choose(logits) if replay is None else self._again(logits, replay)
         if valid is not None:
             ids = jnp.where(valid[:, None], ids, self.num_experts)
             weights = jnp.where(valid[:, None], weights, 0.0)
@@ -67,6 +85,61 @@ class Router(nnx.Module):
         if self.normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return ids, weights
+
+
+    def _again(self, logits: jax.Array, replay: Replay) -> tuple[jax.Array, jax.Array]:
+        """logits `[N, E]` → the ids of `replay`, and their weights."""
+        ids = replay.ids
+        if replay.weights is not None:
+            return ids, replay.weights
+        E = self.num_experts
+        weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), jnp.minimum(ids, E - 1), axis=-1)
+        weights = jnp.where(ids < E, weights, 0.0)
+        if self.normalize:
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            weights = weights / jnp.where(total > 0, total, 1.0)
+        return ids, weights
+
+
+def check_replay(
+    name: str, replay: Replay, tokens: tuple[int, ...], top_k: int, num_experts: int
+) -> Replay:
+    """`replay` as int32 and float32 arrays.
+
+    What values it holds can be looked at only outside of `jit`; the rest is checked in any case.
+
+    Args:
+        name: of the layer, for the message.
+        tokens: `(B, T)` of the call.
+
+    Raises:
+        ConfigError: its shape or dtype is not the call's, an id is no expert's, or a token has one twice.
+    """
+    ids, weights = replay.ids, replay.weights
+    shape = (*tokens, top_k)
+    for part, array, kind in (("ids", ids, jnp.integer), ("weights", weights, jnp.floating)):
+        if array is None:
+            continue
+        if tuple(array.shape) != shape:
+            raise ConfigError(
+                f"routing: {name}: {part} of shape {tuple(array.shape)} for a call that needs {shape},"
+                " [batch, tokens, num_experts_per_tok]; replay what was recorded for these tokens"
+            )
+        if not jnp.issubdtype(array.dtype, kind):
+            raise ConfigError(f"routing: {name}: {part} cannot be {array.dtype}")
+    if not isinstance(ids, jax.core.Tracer):
+        found = np.sort(np.asarray(ids), axis=-1)
+        if found.size and (found.min() < 0 or found.max() > num_experts):
+            raise ConfigError(
+                f"routing: {name}: ids from {found.min()} to {found.max()}, and the model has"
+                f" {num_experts} experts (0 to {num_experts - 1}; {num_experts} for none)"
+            )
+        if ((found[..., 1:] == found[..., :-1]) & (found[..., 1:] < num_experts)).any():
+            raise ConfigError(f"routing: {name}: a token has the same expert twice")
+    return Replay(
+        jnp.asarray(ids).astype(jnp.int32),
+        None if weights is None else jnp.asarray(weights).astype(jnp.float32),
+    )
 
 
 def expert_counts(ids: jax.Array, num_experts: int) -> jax.Array:

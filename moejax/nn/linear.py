@@ -7,14 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.nn.param import ParamSpec, declare
+from moejax.nn.quantized import Weight, matmul_of
 from moejax.sharding.axes import Names, psum
 
 
 class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`; kernel is stored `[in, out]`, the transpose of PyTorch's layout.
+    """`x @ kernel (+ bias)`; kernel is stored `[in, out]`, the transpose of PyTorch's layout, or quantized
+    (`moejax.nn.quantized`).
 
-    `reduce` names mesh axes that the input dimension is split over: each device's product is then a part of
-    the sum (row-parallel, Megatron-LM, arXiv 1909.08053).
+    `split` names mesh axes that the input dimension is split over: each device's product is then a part of
+    the sum (row-parallel, Megatron-LM, arXiv 1909.08053). `reduce` names them where the sum is made here.
     """
 
     def __init__(
@@ -26,12 +28,14 @@ class Linear(nnx.Module):
         bias: bool = False,
         scale: float = 0.02,
         reduce: Names = (),
+        split: Names = (),
     ) -> None:
-        self.kernel = declare(ParamSpec(shape, axes, dtype, "normal", scale))
+        self.kernel: Weight = declare(ParamSpec(shape, axes, dtype, "normal", scale))
         self.bias = declare(ParamSpec(shape[1:], axes[1:], dtype, "zeros")) if bias else None
         self.reduce = reduce
+        self.split = split or reduce
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., in]` → `[..., out]`, in x's dtype."""
-        y = psum(x @ self.kernel[...], self.reduce)
+        y = psum(matmul_of(x, self.kernel, split=self.split), self.reduce)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)

@@ -13,14 +13,24 @@ from moejax.sharding.axes import Names
 class GatedMLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`.
 
-    `reduce` names mesh axes that the hidden dimension is split over; without it, where it is split, each
-    device gives a part of the sum and the caller adds them.
+    `split` names mesh axes that the hidden dimension is split over: each device gives a part of the sum, and
+    the caller adds them. With `reduce` in its place they are added here.
     """
 
-    def __init__(self, dim: int, hidden: int, act: str, dtype: Any, scale: float, reduce: Names = ()) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        act: str,
+        dtype: Any,
+        scale: float,
+        reduce: Names = (),
+        split: Names = (),
+    ) -> None:
         self.gate_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, scale=scale)
         self.up_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, scale=scale)
-        self.down_proj = Linear((hidden, dim), ("mlp", "embed"), dtype, scale=scale, reduce=reduce)
+        down: dict[str, Any] = {"scale": scale, "reduce": reduce, "split": split}
+        self.down_proj = Linear((hidden, dim), ("mlp", "embed"), dtype, **down)
         self.act = act
 
     def __call__(self, x: jax.Array) -> jax.Array:

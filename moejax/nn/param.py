@@ -7,7 +7,7 @@ one place that says what a tensor is.
 
 import functools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,12 +103,22 @@ def slots_of(name: str, spec: ParamSpec, expert_of: ExpertOf | None) -> tuple[in
     return slots
 
 
+Store = Callable[[str, nnx.Param, jax.Array], None]
+"""Takes a parameter's value when it is there: path, parameter, value."""
+
+
+def keep(name: str, param: nnx.Param, value: jax.Array) -> None:
+    """The `Store` of a model that keeps every value as it is."""
+    param.set_value(value)
+
+
 def initialize(
     model: nnx.Module,
     seed: int,
     shardings: Mapping[str, Sharding] | None = None,
     *,
     expert_of: ExpertOf | None = None,
+    store: Store = keep,
 ) -> None:
     """Fills every parameter in place by its initialiser.
 
@@ -118,6 +128,7 @@ def initialize(
         shardings: path → sharding; each device then draws its own part. None: all on the default device.
         expert_of: for a model with replicas of experts, which one each slot holds; slots with the same expert
             get the same values.
+        store: takes each value as soon as it is drawn, before the next.
 
     Raises:
         ConfigError: `expert_of` does not fit.
@@ -127,18 +138,18 @@ def initialize(
         spec = param.get_metadata("spec")
         slots, path = slots_of(name, spec, expert_of), np.uint32(zlib.crc32(name.encode()))
         if shardings is None:
-            param.set_value(_initial_value(spec, seed, path, slots))
+            store(name, param, _initial_value(spec, seed, path, slots))
             continue
         sharding = shardings[name]
         if not sharding.addressable_devices:  # another process's pipeline stage
             empty = jax.make_array_from_single_device_arrays(spec.shape, sharding, [], dtype=spec.dtype)
-            param.set_value(empty)
+            store(name, param, empty)
             continue
         program = programs.get((spec, slots, sharding))
         if program is None:
             draw = functools.partial(_initial_value, spec, seed, slots=slots, sharding=sharding)
             program = programs[spec, slots, sharding] = jax.jit(draw, out_shardings=sharding)
-        param.set_value(program(path))
+        store(name, param, program(path))
 
 
 def _initial_value(

@@ -5,14 +5,19 @@ Models are built, and their tensors declared, in floating point; `replace_weight
 loading, sharding, memory accounting and the engine's leaves go on working by declarations.
 """
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from moejax.core.errors import ConfigError
 from moejax.nn.param import ParamSpec, declare, iter_params
+from moejax.ops.quantized_matmul import matmul
 from moejax.quantization.formats import QTensor, WeightFormat
+from moejax.sharding.axes import Names
 
 PARTS = ("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale")
 
@@ -22,6 +27,7 @@ class QuantizedWeight(nnx.Module):
 
     Attributes:
         stands_for: declaration of the weight in floating point, `[..., D, F]` in canonical order.
+        implementation: of its products (`moejax.ops.quantized_matmul`).
     """
 
     def __init__(self, spec: ParamSpec, fmt: WeightFormat) -> None:
@@ -43,11 +49,12 @@ class QuantizedWeight(nnx.Module):
         self.group_index = part("group_index")
         self.input_scale = part("input_scale")
         self.format, self.pack, self.stands_for = fmt, fmt.pack(shape[-2]), spec
+        self.implementation = "xla"
 
     def tensor(self) -> QTensor:
         """What it holds, in a call of the model or outside."""
         held = {name: getattr(self, name) for name in PARTS}
-        arrays = {name: None if param is None else param[...] for name, param in held.items()}
+        arrays: dict[str, Any] = {name: None if param is None else param[...] for name, param in held.items()}
         return QTensor(**arrays, format=self.format, pack=self.pack)
 
     def set(self, tensor: QTensor) -> None:
@@ -70,11 +77,39 @@ def weight_of(weight: Weight) -> jax.Array | QTensor:
     return weight.tensor() if isinstance(weight, QuantizedWeight) else weight[...]
 
 
+def matmul_of(x: jax.Array, weight: Weight, *, split: Names = (), out_dtype: Any = None) -> jax.Array:
+    """`x @ weight` by the weight's implementation; see `moejax.ops.quantized_matmul.matmul`."""
+    implementation = weight.implementation if isinstance(weight, QuantizedWeight) else "xla"
+    return matmul(x, weight_of(weight), implementation, split=split, out_dtype=out_dtype)
+
+
+def arrays_of(weight: Weight) -> list[nnx.Param]:
+    """The parameters that a weight consists of."""
+    if not isinstance(weight, QuantizedWeight):
+        return [weight]
+    return [param for name in PARTS if (param := getattr(weight, name)) is not None]
+
+
 def quantized_weights(model: nnx.Module) -> Iterator[tuple[str, QuantizedWeight]]:
     """Every quantized weight with the path of the parameter that it stands for."""
     for path, node in sorted(nnx.iter_graph(model), key=lambda item: [str(p) for p in item[0]]):
         if isinstance(node, QuantizedWeight):
             yield ".".join(str(part) for part in path), node
+
+
+def weight_size(model: nnx.Module) -> tuple[int, int]:
+    """Bytes of all parameters as held, scales and vectors included, and how many numbers they stand for."""
+    held = stands = 0
+    parts = set()
+    for path, weight in quantized_weights(model):
+        stands += math.prod(weight.stands_for.shape)
+        parts |= {f"{path}.{name}" for name in PARTS}
+    for path, param in iter_params(model):
+        spec = param.get_metadata("spec")
+        size = math.prod(spec.shape)
+        held += size * jnp.dtype(spec.dtype).itemsize
+        stands += 0 if path in parts else size
+    return held, stands
 
 
 def replace_weights(model: nnx.Module, formats: Mapping[str, WeightFormat]) -> dict[str, QuantizedWeight]:
@@ -95,7 +130,7 @@ def replace_weights(model: nnx.Module, formats: Mapping[str, WeightFormat]) -> d
     placed = {}
     for name, param in params.items():
         *parents, attribute = name.split(".")
-        owner = model
+        owner: Any = model
         for part in parents:
             owner = (
                 owner[_key(owner, part)] if isinstance(owner, nnx.List | nnx.Dict) else getattr(owner, part)

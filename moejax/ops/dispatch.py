@@ -81,6 +81,42 @@ def choose_kernels(asked: str, platform: str, unsupported: str | None) -> Choice
     return chosen
 
 
+QUANTIZED_MATMUL = ("dequantize", "xla", "pallas_triton")
+
+KERNELS_NEED = (8, 0)
+"""Compute capability that the Triton kernels need: sm_80, for asynchronous copies and bfloat16 products."""
+
+
+def choose_quantized(
+    asked: str, platform: str, capability: str | None = None, unsupported: str | None = None
+) -> Choice:
+    """Implementation of the products with quantized weights (`moejax.ops.quantized_matmul`).
+
+    Args:
+        capability: of the GPU, "8.0"; None where it is not known.
+        unsupported: a weight for which the kernels have no product, and why.
+
+    Raises:
+        ConfigError: kernels were asked for by name and cannot run here.
+    """
+    key, cannot = "quant.implementation", unsupported
+    if platform not in ("cpu", "gpu"):
+        cannot = f"they are for GPUs, and this is a {platform}"
+    elif capability is not None and tuple(int(n) for n in capability.split(".")) < KERNELS_NEED:
+        least = ".".join(map(str, KERNELS_NEED))
+        cannot = f"this GPU has compute capability {capability}, and they need {least}"
+    if platform != "gpu":
+        auto = Choice("xla", f"on {platform} the GPU kernels are only interpreted")
+    elif cannot is not None:
+        auto = Choice("xla", f"no GPU kernels: {cannot}")
+    else:
+        auto = Choice("pallas_triton", "GPU kernels on a GPU, which have every format here")
+    chosen = choose(key, asked, QUANTIZED_MATMUL, auto)
+    if chosen.value == "pallas_triton" and cannot is not None:
+        raise ConfigError(f"{key}=pallas_triton: the kernels cannot run: {cannot}; use {key}=xla")
+    return chosen
+
+
 def fitted_heights(tokens: int, transposed: bool = False) -> tuple[int, tuple[int, ...]]:
     """For "fitted" on CPU: up to how many rows of an expert go one at a time, and the heights of its blocks.
 

@@ -4,20 +4,25 @@
 use and reads only their experts' weights.
 """
 
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from moejax.ops.expert_stack import Stack, as_stack
+from moejax.ops.quantized_matmul import activation_codes
+from moejax.quantization.formats import QTensor
+from moejax.sharding.axes import Names
+
+Matrices = jax.Array | Stack
+
 
 def grouped_swiglu_loop(
     rows: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    gate: Matrices,
+    up: Matrices,
+    down: Matrices,
     block_expert: jax.Array,
     block_start: jax.Array,
     num_blocks: jax.Array,
@@ -25,6 +30,7 @@ def grouped_swiglu_loop(
     block_rows: int,
     act: Callable[[jax.Array], jax.Array],
     transposed: bool = False,
+    split: Names = (),
 ) -> jax.Array:
     """`(act(x @ gate[e]) * (x @ up[e])) @ down[e]` for each block of rows and its expert e.
 
@@ -35,30 +41,67 @@ def grouped_swiglu_loop(
         rows: `[A, D]`, sorted by expert.
         gate, up: `[E, D, F]`; down: `[E, F, D]`; with `transposed`, each with its last two dimensions
             swapped. A single row's product then fuses with the slice: no copy of the matrix (docs/log.md).
+            A `Stack` says its order itself, and may be quantized: one expert at a time is then decoded.
         block_expert, block_start: int32 `[M]`; num_blocks: int32 scalar.
+        split: mesh axes that F is split over.
 
     Returns:
         `[A + block_rows, D]`; rows that belong to no group are undefined (finite).
     """
-    A, D = rows.shape
-    padded = jnp.pad(rows, ((0, block_rows), (0, 0)))
-
-    swiglu = functools.partial(_swiglu, gate, up, down, act=act, transposed=transposed)
-
-    def block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # A block past the last one works on the padding rows.
-        start = jnp.where(i < num_blocks, block_start[i], A)
-        return start, swiglu(block_expert[i], jax.lax.dynamic_slice(padded, (start, 0), (block_rows, D)))
-
+    A = rows.shape[0]
     unroll = _unroll(block_rows)
-
-    def body(i: jax.Array, out: jax.Array) -> jax.Array:
-        for start, y in [block(i * unroll + j) for j in range(unroll)]:
-            out = jax.lax.dynamic_update_slice(out, y, (start, 0))
-        return out
-
     iterations = (num_blocks + unroll - 1) // unroll
-    return jax.lax.fori_loop(0, iterations, body, jnp.zeros((A + block_rows, D), rows.dtype))
+
+    def run(rows: jax.Array, product: Product, width: int) -> jax.Array:
+        padded = jnp.pad(rows, ((0, block_rows), (0, 0)))
+
+        def block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            # A block past the last one works on the padding rows.
+            start = jnp.where(i < num_blocks, block_start[i], A)
+            x = jax.lax.dynamic_slice(padded, (start, 0), (block_rows, rows.shape[1]))
+            return start, product(x, block_expert[i])
+
+        def body(i: jax.Array, out: jax.Array) -> jax.Array:
+            for start, y in [block(i * unroll + j) for j in range(unroll)]:
+                out = jax.lax.dynamic_update_slice(out, y, (start, 0))
+            return out
+
+        return jax.lax.fori_loop(0, iterations, body, jnp.zeros((A + block_rows, width), rows.dtype))
+
+    first, second, third = (as_stack(w, transposed) for w in (gate, up, down))
+    return _swiglu(run, rows, first, second, third, act, split)
+
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+"""Rows `[M, ·]` of one expert, and which → `[M, ·]`."""
+
+
+def _swiglu(
+    run: Callable[[jax.Array, Product, int], jax.Array],
+    rows: jax.Array,
+    gate: Stack,
+    up: Stack,
+    down: Stack,
+    act: Callable[[jax.Array], jax.Array],
+    split: Names,
+) -> jax.Array:
+    """The expert layer by `run(rows, product, width)`, which applies a product of that width block by block.
+
+    Where the hidden rows are rounded with scales over several devices, the devices meet between two runs:
+    never within one, whose length is each device's own.
+    """
+    down_q = down.weight
+
+    def hidden(x: jax.Array, expert: jax.Array) -> jax.Array:
+        return act(gate.times(x, expert)) * up.times(x, expert)
+
+    if not (split and isinstance(down_q, QTensor) and down_q.format.activations == "dynamic"):
+        return run(rows, lambda x, expert: down.times(hidden(x, expert), expert), rows.shape[1])
+    middle = run(rows, hidden, gate.outputs)
+    codes, scale = activation_codes(middle[: rows.shape[0]], down_q, split)
+    out = run(codes.astype(rows.dtype), down.without_activations().times, rows.shape[1])
+    scale = jnp.pad(scale, ((0, out.shape[0] - scale.shape[0]), (0, 0)))
+    return (out.astype(jnp.float32) * scale).astype(rows.dtype)
 
 
 class FittedBlocks(Protocol):
@@ -76,15 +119,16 @@ class FittedBlocks(Protocol):
 
 def grouped_swiglu_fitted(
     rows: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    gate: Matrices,
+    up: Matrices,
+    down: Matrices,
     single: FittedBlocks,
     blocks: Sequence[FittedBlocks],
     *,
     heights: tuple[int, ...],
     act: Callable[[jax.Array], jax.Array],
     transposed: bool = False,
+    split: Names = (),
 ) -> jax.Array:
     """The same over blocks fitted to each expert's rows: one loop for single rows and one a height.
 
@@ -93,85 +137,70 @@ def grouped_swiglu_fitted(
 
     Args:
         rows: `[A, D]`, sorted by expert.
-        gate, up, down, transposed: as for `grouped_swiglu_loop`.
+        gate, up, down, transposed, split: as for `grouped_swiglu_loop`.
         single, blocks: every row in one block at most, of one row or of the height in `heights`.
 
     Returns:
         `[A + some, D]`; rows that lie in no block are 0, but those past A undefined (finite).
     """
-    A, D = rows.shape
+    A = rows.shape[0]
     most = max((1, *heights))
-    padded = jnp.pad(rows, ((0, most), (0, 0)))
-    swiglu = functools.partial(_swiglu, gate, up, down, act=act, transposed=transposed)
+    first, second, third = (as_stack(w, transposed) for w in (gate, up, down))
 
-    def loop(out: jax.Array, blocks: FittedBlocks, height: int) -> jax.Array:
-        unroll = _unroll(height)
+    def run(rows: jax.Array, product: Product, width: int) -> jax.Array:
+        padded = jnp.pad(rows, ((0, most), (0, 0)))
+        out = _fitted_loop(padded, A, product, single, 1, jnp.zeros((A + most, width), rows.dtype))
+        for group, height in zip(blocks, heights, strict=True):
+            out = _fitted_loop(padded, A, product, group, height, out)
+        return out
 
-        def body(i: jax.Array, out: jax.Array) -> jax.Array:
-            done = []
-            for j in range(unroll):
-                block = i * unroll + j
-                start = jnp.where(block < blocks.num, blocks.start[block], A)
-                x = jax.lax.dynamic_slice(padded, (start, 0), (height, D))
-                done.append((start, blocks.end[block], swiglu(blocks.expert[block], x)))
-            for start, end, y in done:
-                if height > 1:
-                    # Another height's loop may have written the rows past the expert's last.
-                    own = (start + jnp.arange(height, dtype=jnp.int32) < end)[:, None]
-                    y = jnp.where(own, y, jax.lax.dynamic_slice(out, (start, 0), (height, D)))
-                out = jax.lax.dynamic_update_slice(out, y, (start, 0))
-            return out
-
-        return jax.lax.fori_loop(0, (blocks.num + unroll - 1) // unroll, body, out)
-
-    if not heights:
-        together = rows_together(A, math.prod(gate.shape[1:])) if transposed else (_unroll(1),)
-        return _single_rows(rows, gate, up, down, single, together, act=act, transposed=transposed)
-    out = loop(jnp.zeros((A + most, D), rows.dtype), single, 1)
-    for group, height in zip(blocks, heights, strict=True):
-        out = loop(out, group, height)
-    return out
+    if not heights and not (split and third.quantizes_rows):
+        by_rows = first.by_rows and second.by_rows and third.by_rows
+        together = rows_together(A, first.elements) if by_rows else (_unroll(1),)
+        return _single_rows(rows, first, second, third, single, together, act=act)
+    return _swiglu(run, rows, first, second, third, act, split)
 
 
-def _swiglu(
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    expert: jax.Array,
-    x: jax.Array,
-    *,
-    act: Callable[[jax.Array], jax.Array],
-    transposed: bool,
+def _fitted_loop(
+    padded: jax.Array, A: int, product: Product, blocks: FittedBlocks, height: int, out: jax.Array
 ) -> jax.Array:
-    """One expert of the stacks on x `[M, D]`. It slices first and transposes one expert, never the stack."""
+    """Blocks of one height: `padded` `[A + some, ·]` → `out` with their rows written."""
+    unroll = _unroll(height)
 
-    gate, up, down = (_matrix(stack, expert, transposed) for stack in (gate, up, down))
-    return (act(x @ gate) * (x @ up)) @ down
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        done = []
+        for j in range(unroll):
+            block = i * unroll + j
+            start = jnp.where(block < blocks.num, blocks.start[block], A)
+            x = jax.lax.dynamic_slice(padded, (start, 0), (height, padded.shape[1]))
+            done.append((start, blocks.end[block], product(x, blocks.expert[block])))
+        for start, end, y in done:
+            if height > 1:
+                # Another height's loop may have written the rows past the expert's last.
+                own = (start + jnp.arange(height, dtype=jnp.int32) < end)[:, None]
+                y = jnp.where(own, y, jax.lax.dynamic_slice(out, (start, 0), (height, out.shape[1])))
+            out = jax.lax.dynamic_update_slice(out, y, (start, 0))
+        return out
 
-
-def _matrix(stack: jax.Array, expert: jax.Array, transposed: bool) -> jax.Array:
-    """One expert's matrix as a product's right operand."""
-    one = jax.lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False)
-    return one.T if transposed else one
+    return jax.lax.fori_loop(0, (blocks.num + unroll - 1) // unroll, body, out)
 
 
 def _single_rows(
     rows: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    gate: Stack,
+    up: Stack,
+    down: Stack,
     single: FittedBlocks,
     together: tuple[int, ...],
     *,
     act: Callable[[jax.Array], jax.Array],
-    transposed: bool,
 ) -> jax.Array:
     """`grouped_swiglu_fitted` where every row goes alone: row i of `[A, D]` is block i.
 
     A turn takes several rows through all gates, then all ups, then all downs. The cores share each row's
     product, and where that is small, meeting at its end costs as much as the product; products that do not
-    wait for each other overlap. The barriers keep a stage's results alive until its end: otherwise
-    XLA lets one lie where another was, and they run one by one (docs/log.md).
+    wait for each other overlap. The barriers keep a stage's results alive until its end; without them half
+    of the gain is lost, presumably because one result then lies where another was (docs/log.md).
 
     Args:
         together: rows a turn, falling: as many turns of each as are full, and of the last what is left.
@@ -192,9 +221,9 @@ def _single_rows(
         starts = [jnp.where(place < single.num, place, A) for place in places]
         block = [jax.lax.dynamic_slice(padded, (start, 0), (1, D)) for start in starts]
 
-        def stage(block: list[jax.Array], stack: jax.Array) -> list[jax.Array]:
+        def stage(block: list[jax.Array], stack: Stack) -> list[jax.Array]:
             pairs = zip(block, experts, strict=True)
-            return list(barrier([x @ _matrix(stack, expert, transposed) for x, expert in pairs]))
+            return list(barrier([stack.times(x, expert) for x, expert in pairs]))
 
         hidden = act(jnp.concatenate(stage(block, gate))) * jnp.concatenate(stage(block, up))
         hidden = barrier(hidden)
@@ -231,13 +260,27 @@ def _unroll(block_rows: int) -> int:
 
 def grouped_swiglu_ragged(
     rows: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    gate: Matrices,
+    up: Matrices,
+    down: Matrices,
     counts: jax.Array,
     *,
     act: Callable[[jax.Array], jax.Array],
+    split: Names = (),
 ) -> jax.Array:
-    """The same by `jax.lax.ragged_dot`: rows `[A, D]` sorted by expert, counts int32 `[E]` → `[A, D]`."""
-    hidden = act(jax.lax.ragged_dot(rows, gate, counts)) * jax.lax.ragged_dot(rows, up, counts)
-    return jax.lax.ragged_dot(hidden, down, counts)
+    """The same by `jax.lax.ragged_dot`: rows `[A, D]` sorted by expert, counts int32 `[E]` → `[A, D]`.
+
+    Quantized stacks are dequantized whole, in the rows' dtype.
+    """
+    stacks = [as_stack(w, transposed=False) for w in (gate, up, down)]
+    A, E = rows.shape[0], counts.shape[0]
+    expert = jnp.zeros((), jnp.int32)
+    if any(stack.quantizes_rows for stack in stacks):
+        # Rows past the last expert's are nobody's.
+        expert = jnp.repeat(jnp.arange(E, dtype=jnp.int32), counts, total_repeat_length=A)
+
+    def product(x: jax.Array, stack: Stack, split: Names = ()) -> jax.Array:
+        return jax.lax.ragged_dot(stack.rounded(x, expert, split), stack.matrix(x.dtype), counts)
+
+    first, second, third = stacks
+    return product(act(product(rows, first)) * product(rows, second), third, split)

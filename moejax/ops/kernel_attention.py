@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from moejax.ops.kv_slabs import Slab
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -27,9 +29,6 @@ class KernelPlan:
     decode_only: bool = field(default=False, metadata={"static": True})
 
 
-Slab = tuple[jax.Array, jax.Array]
-
-
 def kernel_attention(
     q: jax.Array,
     k: jax.Array,
@@ -47,7 +46,7 @@ def kernel_attention(
     Args:
         q: `[N, H, Dh]`, k and v: `[N, K, Dh]`, not rotated.
         rope: cos and sin, float32 `[N, Dh/2]`.
-        pages: keys and values, each `[blocks, K, block_size, Dh]`.
+        pages: keys not transposed; scales where they are quantized.
         implementation: of the kernels, see `pallas_kernels`.
 
     Returns:
@@ -57,22 +56,33 @@ def kernel_attention(
     from pallas_kernels.ragged_paged_attention import ragged_paged_attention
     from pallas_kernels.rope_kv_write import rope_kv_write
 
-    keys, values = pages
-    q, keys, values, *_ = rope_kv_write(
-        q, k, v, *rope, keys, values, plan.slot_mapping, implementation=implementation
+    q, *stored = rope_kv_write(
+        q,
+        k,
+        v,
+        *rope,
+        pages.keys,
+        pages.values,
+        plan.slot_mapping,
+        k_scale=pages.key_scale,
+        v_scale=pages.value_scale,
+        implementation=implementation,
     )
+    pages = Slab(*stored, codes=pages.codes)
     out = ragged_paged_attention(
         q,
-        keys,
-        values,
+        pages.keys,
+        pages.values,
         plan.block_table,
         plan.kv_lens,
         plan.cu_q_lens,
         scale=scale,
         window=window,
+        k_scale=pages.key_scale,
+        v_scale=pages.value_scale,
         max_q_len=1 if plan.decode_only else None,
         implementation=implementation,
     )
     if not plan.decode_only:
         out = jnp.where((plan.slot_mapping >= 0)[:, None, None], out, 0)
-    return out, (keys, values)
+    return out, pages

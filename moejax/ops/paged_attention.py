@@ -1,7 +1,9 @@
 """Attention over a paged key/value cache, in plain XLA: a flat batch of decodes and prompt chunks.
 
 A layer's cache is slabs (`moejax.cache.slabs`) of blocks: keys `[n, K, Dh, bs]`, values `[n, K, bs, Dh]`.
-Keys lie transposed because both products then run along the last axis.
+Keys lie transposed because both products then run along the last axis. In a quantized cache these are codes,
+with a scale for each token and head: a scale goes onto the score of its key, or onto the weight of its value,
+and codes are widened a few blocks at a time, so that the cache never exists in floating point.
 
 Decodes go block by block, not sequence by sequence: each block in use meets its owner's query where it lies,
 and the softmax is put together afterwards. Collecting a sequence's blocks first would copy the cache, which
@@ -10,16 +12,19 @@ its blocks with a running softmax (FlashAttention-2, arXiv 2307.08691), and visi
 nor before the window.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-Slab = tuple[jax.Array, jax.Array]
-Slabs = tuple[Slab, ...]
+from moejax.ops.kv_slabs import Slabs, load_blocks, slab_starts, write_rows, write_runs
+from moejax.quantization.kv import from_bits
 
 # Keys that one turn of a chunk's loop attends to, at least one block.
 KEYS_PER_TURN = 64
+# Codes that are widened at a time, at least one block: 2^16 floats stay in a core's cache.
+CODES_AT_A_TIME = 1 << 16
 
 
 class DecodePlan(NamedTuple):
@@ -117,62 +122,11 @@ def paged_attention(
     return jnp.concatenate([decoded, chunked]).reshape(-1, H, Dh), slabs
 
 
-def write_rows(slabs: Slabs, k: jax.Array, v: jax.Array, plan: DecodePlan) -> Slabs:
-    """Stores single tokens, k and v `[S, K, Dh]`, in place."""
-
-    def body(i: jax.Array, slab: Slab) -> Slab:
-        keys, values = slab
-        row, block, offset = plan.write_row[i], plan.write_block[i], plan.write_offset[i]
-        new_k = jax.lax.dynamic_slice_in_dim(k, row, 1).astype(keys.dtype)[..., None]
-        new_v = jax.lax.dynamic_slice_in_dim(v, row, 1).astype(values.dtype)[:, :, None]
-        return (
-            jax.lax.dynamic_update_slice(keys, new_k, (block, 0, 0, offset)),
-            jax.lax.dynamic_update_slice(values, new_v, (block, 0, offset, 0)),
-        )
-
-    return _each_slab(slabs, plan.write_ends, body)
-
-
-def write_runs(slabs: Slabs, k: jax.Array, v: jax.Array, plan: ChunkPlan) -> Slabs:
-    """Stores the chunks' tokens, k and v `[T, K, Dh]`, a block at a time, in place."""
-    size = slabs[0][0].shape[3]
-    # A slice of a block's length that starts at `start - offset` puts every token at its own offset.
-    k, v = (jnp.pad(x, ((size, size), (0, 0), (0, 0))) for x in (k, v))
-    offsets = jnp.arange(size, dtype=jnp.int32)
-
-    def body(i: jax.Array, slab: Slab) -> Slab:
-        keys, values = slab
-        block, offset = plan.run_block[i], plan.run_offset[i]
-        first = plan.run_start[i] - offset + size
-        mine = (offsets >= offset) & (offsets < offset + plan.run_count[i])
-        new_k = jax.lax.dynamic_slice_in_dim(k, first, size).astype(keys.dtype).transpose(1, 2, 0)
-        new_v = jax.lax.dynamic_slice_in_dim(v, first, size).astype(values.dtype).transpose(1, 0, 2)
-        old_k = jax.lax.dynamic_index_in_dim(keys, block, keepdims=False)
-        old_v = jax.lax.dynamic_index_in_dim(values, block, keepdims=False)
-        new_k = jnp.where(mine[None, None, :], new_k, old_k)
-        new_v = jnp.where(mine[None, :, None], new_v, old_v)
-        return (
-            jax.lax.dynamic_update_slice(keys, new_k[None], (block, 0, 0, 0)),
-            jax.lax.dynamic_update_slice(values, new_v[None], (block, 0, 0, 0)),
-        )
-
-    return _each_slab(slabs, plan.run_ends, body)
-
-
-def _each_slab(slabs: Slabs, ends: jax.Array, body) -> Slabs:
-    """Runs `body(i, slab)` for each slab's own writes."""
-    done, start = [], jnp.zeros((), jnp.int32)
-    for z, slab in enumerate(slabs):
-        done.append(jax.lax.fori_loop(start, ends[z], body, slab))
-        start = ends[z]
-    return tuple(done)
-
-
 def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int | None) -> jax.Array:
     """q `[S, K, G, Dh]`, already scaled → `[S, K, G, Dh]`. Rows that own no block give 0."""
     S, K, G, Dh = q.shape
     N, R = plan.owner.shape
-    size = slabs[0][0].shape[3]
+    size = slabs[0].block_size
     lowest = jnp.finfo(jnp.float32).min
     # Rows are picked and summed by products with 0 and 1: XLA:CPU gathers and scatters element by element.
     mine = plan.owner.reshape(1, N * R) == jnp.arange(S, dtype=jnp.int32)[:, None]
@@ -180,13 +134,14 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     # [N, K, R·G, Dh]: the queries that each block meets.
     met = (mine.T.astype(q.dtype) @ _finite(q).reshape(S, K * G * Dh)).reshape(N, R, K, G, Dh)
     met = met.transpose(0, 2, 1, 3, 4).reshape(N, K, R * G, Dh)
-    starts = _starts(slabs)
+    starts = slab_starts(slabs)
     scores = [
-        jnp.einsum("nkmd,nkdb->nkmb", met[a : a + keys.shape[0]], keys)
-        for a, (keys, _) in zip(starts, slabs, strict=True)
+        _block_products("nkmd,nkdb->nkmb", met[a : a + slab.num_blocks], slab.keys, slab.codes)
+        for a, slab in zip(starts, slabs, strict=True)
     ]
-    whole = jnp.concatenate(scores) if len(scores) > 1 else scores[0]
-    whole = whole.astype(jnp.float32).reshape(N, K, R, G, size)
+    whole = _joined(scores).astype(jnp.float32).reshape(N, K, R, G, size)
+    if slabs[0].quantized:
+        whole = whole * _joined([slab.key_scale for slab in slabs])[:, :, None, None, :]
 
     key = plan.logical[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
     last = jnp.where(plan.owner >= 0, plan.position[jnp.maximum(plan.owner, 0)], -1)
@@ -206,15 +161,50 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     total = weights.sum(axis=-1).transpose(0, 2, 1, 3).reshape(N * R, K * G)
     total = (select @ _finite(total)).reshape(S, K, G, 1)
 
-    parts = weights.reshape(N, K, R * G, size).astype(q.dtype)
+    if slabs[0].quantized:
+        scale = _joined([slab.value_scale for slab in slabs])[:, :, None, None, :]
+        parts = jnp.where(seen, weights * scale, 0.0).reshape(N, K, R * G, size)
+    else:
+        parts = weights.reshape(N, K, R * G, size).astype(q.dtype)
     out = [
-        jnp.einsum("nkmb,nkbd->nkmd", parts[a : a + values.shape[0]], values)
-        for a, (_, values) in zip(starts, slabs, strict=True)
+        _block_products("nkmb,nkbd->nkmd", parts[a : a + slab.num_blocks], slab.values, slab.codes)
+        for a, slab in zip(starts, slabs, strict=True)
     ]
-    summed = jnp.concatenate(out) if len(out) > 1 else out[0]
+    summed = _joined(out)
     summed = summed.reshape(N, K, R, G, Dh).transpose(0, 2, 1, 3, 4).reshape(N * R, K * G * Dh)
     summed = (select @ _finite(summed.astype(jnp.float32))).reshape(S, K, G, Dh)
     return (summed / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+
+
+def _joined(parts: Sequence[Any]) -> jax.Array:
+    """The slabs' arrays, one after another."""
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _product(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) -> jax.Array:
+    """x times what a slab holds. Codes are multiplied in float32, or in x's bfloat16, which holds them
+    exactly; their sums, which no scale has brought to size yet, are float32."""
+    if codes is None:
+        return jnp.einsum(equation, x, stored)
+    wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    stored = from_bits(stored, codes).astype(wide)
+    return jnp.einsum(equation, x.astype(wide), stored, preferred_element_type=jnp.float32)
+
+
+def _block_products(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) -> jax.Array:
+    """`_product` for each of n blocks, x and stored `[n, …]`; codes a few blocks at a time."""
+    n, at_a_time = stored.shape[0], max(1, CODES_AT_A_TIME // (stored.size // stored.shape[0]))
+    if codes is None or n <= at_a_time:
+        return _product(equation, x, stored, codes)
+
+    def turn(i: jax.Array, out: jax.Array) -> jax.Array:
+        # The last turn goes back over some of what the one before has done.
+        start = jnp.minimum(i * at_a_time, n - at_a_time)
+        x_part, part = (jax.lax.dynamic_slice_in_dim(a, start, at_a_time) for a in (x, stored))
+        return jax.lax.dynamic_update_slice_in_dim(out, _product(equation, x_part, part, codes), start, 0)
+
+    like = jax.eval_shape(lambda: _product(equation, x, stored, codes))
+    return jax.lax.fori_loop(0, -(-n // at_a_time), turn, jnp.zeros(like.shape, like.dtype))
 
 
 def _finite(x: jax.Array) -> jax.Array:
@@ -227,7 +217,7 @@ def chunk_attention(q: jax.Array, slabs: Slabs, plan: ChunkPlan, window: int | N
     """q `[T, K, G, Dh]`, already scaled → `[T, K, G, Dh]`."""
     T, K, G, Dh = q.shape
     tile = tile_rows(T)
-    size = slabs[0][0].shape[3]
+    size = slabs[0].block_size
     per_turn = min(max(1, KEYS_PER_TURN // size), plan.table.shape[1])
     keys_per_turn = per_turn * size
     lowest = jnp.finfo(jnp.float32).min
@@ -243,8 +233,10 @@ def chunk_attention(q: jax.Array, slabs: Slabs, plan: ChunkPlan, window: int | N
         def turn(c: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, total, summed = carry
             blocks = jax.lax.dynamic_slice(table, (plan.tile_row[t], c * per_turn), (1, per_turn))[0]
-            keys, values = _load(slabs, blocks)
-            scores = jnp.einsum("kmd,kdb->kmb", part, keys).astype(jnp.float32)
+            loaded = load_blocks(slabs, blocks)
+            scores = _product("kmd,kdb->kmb", part, loaded.keys, loaded.codes).astype(jnp.float32)
+            if loaded.key_scale is not None:
+                scores = scores * loaded.key_scale[:, None, :]
             key = c * keys_per_turn + jnp.arange(keys_per_turn, dtype=jnp.int32)[None, :]
             seen = key <= position
             if window is not None:
@@ -255,7 +247,11 @@ def chunk_attention(q: jax.Array, slabs: Slabs, plan: ChunkPlan, window: int | N
             weights = jnp.where(seen, jnp.exp(scores - new), 0.0)
             shrink = jnp.exp(highest - new)
             total = total * shrink + weights.sum(axis=-1, keepdims=True)
-            product = jnp.einsum("kmb,kbd->kmd", weights.astype(q.dtype), values)
+            if loaded.value_scale is None:
+                weights = weights.astype(q.dtype)
+            else:
+                weights = jnp.where(seen, weights * loaded.value_scale[:, None, :], 0.0)
+            product = _product("kmb,kbd->kmd", weights, loaded.values, loaded.codes)
             return new, total, summed * shrink + product.astype(jnp.float32)
 
         begin = jnp.zeros((), jnp.int32)
@@ -274,64 +270,3 @@ def chunk_attention(q: jax.Array, slabs: Slabs, plan: ChunkPlan, window: int | N
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
 
     return jax.lax.fori_loop(0, plan.num_tiles[0], one_tile, jnp.zeros_like(padded))[:T]
-
-
-def _load(slabs: Slabs, blocks: jax.Array) -> Slab:
-    """Keys `[K, Dh, P·bs]` and values `[K, P·bs, Dh]` of P blocks, copied out of their slabs."""
-    ends = [a + keys.shape[0] for a, (keys, _) in zip(_starts(slabs), slabs, strict=True)]
-
-    def one(block: jax.Array) -> Slab:
-        def from_slab(z: int):
-            def read() -> Slab:
-                local = block - _starts(slabs)[z]
-                keys, values = slabs[z]
-                return (
-                    jax.lax.dynamic_index_in_dim(keys, local, keepdims=False),
-                    jax.lax.dynamic_index_in_dim(values, local, keepdims=False),
-                )
-
-            return read
-
-        if len(slabs) == 1:
-            return from_slab(0)()
-        slab = sum((block >= end).astype(jnp.int32) for end in ends[:-1])
-        return jax.lax.switch(slab, [from_slab(z) for z in range(len(slabs))])
-
-    found = [one(blocks[i]) for i in range(blocks.shape[0])]
-    keys = jnp.concatenate([k for k, _ in found], axis=2)
-    values = jnp.concatenate([v for _, v in found], axis=1)
-    return keys, values
-
-
-def _starts(slabs: Slabs) -> list[int]:
-    """First block of each slab."""
-    starts, total = [], 0
-    for keys, _ in slabs:
-        starts.append(total)
-        total += keys.shape[0]
-    return starts
-
-
-def copy_blocks(slabs: Slabs, source: jax.Array, destination: jax.Array, count: jax.Array) -> Slabs:
-    """Copies blocks one after another, source and destination int32 `[C]`, the first `count` of them."""
-    starts = _starts(slabs)
-
-    def body(i: jax.Array, slabs: Slabs) -> Slabs:
-        keys, values = _load(slabs, source[i][None])
-        done = []
-        for start, (k, v) in zip(starts, slabs, strict=True):
-            local = destination[i] - start
-            inside = (local >= 0) & (local < k.shape[0])
-            at = jnp.where(inside, local, 0)
-            old_k = jax.lax.dynamic_index_in_dim(k, at, keepdims=False)
-            old_v = jax.lax.dynamic_index_in_dim(v, at, keepdims=False)
-            new_k, new_v = jnp.where(inside, keys, old_k), jnp.where(inside, values, old_v)
-            done.append(
-                (
-                    jax.lax.dynamic_update_slice(k, new_k[None], (at, 0, 0, 0)),
-                    jax.lax.dynamic_update_slice(v, new_v[None], (at, 0, 0, 0)),
-                )
-            )
-        return tuple(done)
-
-    return jax.lax.fori_loop(0, count, body, slabs)

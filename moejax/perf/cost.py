@@ -7,6 +7,15 @@ import numpy as np
 from moejax.core.config import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_CODE_BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+KV_SCALE_BYTES = 4
+
+
+def kv_head_bytes(head_dim: int, dtype: str) -> int:
+    """Bytes of one token's key, or value, of one head in a cache of that dtype, scale included."""
+    if dtype in KV_CODE_BYTES:
+        return head_dim * KV_CODE_BYTES[dtype] + KV_SCALE_BYTES
+    return head_dim * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -33,8 +42,28 @@ def expert_params(config: ModelConfig) -> int:
     return 3 * config.hidden_size * config.moe_intermediate_size
 
 
+@dataclass(frozen=True)
+class HeldWeights:
+    """Bytes of a model's matrices as they are held, codes and scales of quantized ones.
+
+    Attributes:
+        always: of those that every step reads: all but the experts', and the embedding only as output.
+        expert: float `[L]`, of one expert in each layer; 0 in dense layers.
+    """
+
+    always: float
+    expert: np.ndarray
+
+
 def decode_step_cost(
-    config: ModelConfig, batch: int, mean_context: float, mean_hits: np.ndarray, *, dtype: str | None = None
+    config: ModelConfig,
+    batch: int,
+    mean_context: float,
+    mean_hits: np.ndarray,
+    *,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    held: HeldWeights | None = None,
 ) -> StepCost:
     """Lower bound of a decode step.
 
@@ -43,7 +72,9 @@ def decode_step_cost(
         mean_context: mean number of tokens in a row's cache during the step.
         mean_hits: float `[L]`, mean number of distinct experts that the batch visits in each layer (0 for a
             dense layer), as recorded from real routing.
-        dtype: storage of weights and cache; None is the configuration's.
+        dtype: storage of the weights; None is the configuration's.
+        kv_dtype: storage of the cache; None is `dtype`.
+        held: weights as they are held (`moejax.perf.memory.held_weights`); None: all in `dtype`.
 
     Norms, biases and activations are left out: they are small, and a bound must not exceed the truth.
     """
@@ -58,14 +89,17 @@ def decode_step_cost(
     head = config.hidden_size * config.vocab_size
     always = attention_params(config) * config.num_layers + dense + shared + head
     visited = float(np.sum(mean_hits)) * expert_params(config)
+    weights = (always + visited) * size
+    if held is not None:
+        weights = held.always + float(np.sum(np.asarray(mean_hits) * held.expert))
     routed = sum(config.moe_layers) * config.num_experts_per_tok * expert_params(config)
-    cache = 0.0
+    heads = 0.0  # of keys, and as many of values, that are read
     for window in config.sliding_windows:
         seen = mean_context if window is None else min(mean_context, window)
-        cache += batch * 2 * config.num_kv_heads * config.head_dim * seen
-    attention_flops = cache * config.num_heads / config.num_kv_heads * 2
+        heads += batch * config.num_kv_heads * seen
+    attention_flops = 2 * heads * config.head_dim * config.num_heads / config.num_kv_heads * 2
     return StepCost(
-        weight_bytes=(always + visited) * size,
-        cache_bytes=cache * size,
+        weight_bytes=weights,
+        cache_bytes=2 * heads * kv_head_bytes(config.head_dim, kv_dtype or dtype or config.dtype),
         flops=2.0 * batch * (always + routed) + attention_flops,
     )

@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
-from moejax.perf.cost import DTYPE_BYTES
+from moejax.perf.cost import DTYPE_BYTES, HeldWeights, kv_head_bytes
 
 
 class Declared(Protocol):
@@ -65,7 +67,7 @@ def device_memory(
         specs: dotted path → declaration of every tensor (`moejax.nn.param.specs`; an abstract model will do).
         num_blocks: cache blocks of each data group.
         block_size: tokens in a block.
-        dtype: of the cache; None is the configuration's.
+        dtype: of the cache, "int8" and 8-bit floats with their scales; None is the configuration's.
         stages: layers of each stage; None: `parallel.stage_layers`, or all in one stage.
 
     Raises:
@@ -79,8 +81,8 @@ def device_memory(
             f"parallel.pp={parallel.pp}: stages {parts} do not hold the {model.num_layers} layers in order"
         )
     kv_heads = model.num_kv_heads // parallel.kv_split(model.num_kv_heads)
-    itemsize = DTYPE_BYTES[dtype or model.dtype]
-    layer_cache = num_blocks * block_size * 2 * kv_heads * model.head_dim * itemsize
+    token_bytes = 2 * kv_heads * kv_head_bytes(model.head_dim, dtype or model.dtype)
+    layer_cache = num_blocks * block_size * token_bytes
     held = [[0, 0] for _ in parts]
     for name, spec in specs.items():
         size = tensor_bytes(name, spec, model, parallel)
@@ -90,6 +92,25 @@ def device_memory(
         StageMemory(tuple(part), experts, others, len(part) * layer_cache)
         for part, (experts, others) in zip(parts, held, strict=True)
     ]
+
+
+def held_weights(model: ModelConfig, specs: Mapping[str, Declared]) -> HeldWeights:
+    """What a decode step has to read, from declarations with quantized weights or without.
+
+    Args:
+        specs: dotted path → declaration of every tensor of the whole model. Vectors and norms are left out;
+            scales are not.
+    """
+    always, expert = 0.0, np.zeros(model.num_layers)
+    for name, spec in specs.items():
+        size = math.prod(spec.shape) * _itemsize(spec.dtype)
+        if len(spec.shape) < 2 and name.rpartition(".")[2] not in ("input_scale", "group_index"):
+            continue
+        if "expert" in spec.axes and "experts" in name.split("."):
+            expert[int(name.split(".")[1])] += size / spec.shape[0]
+        elif not name.startswith("embedding.") or model.tie_word_embeddings:
+            always += size
+    return HeldWeights(always, expert)
 
 
 def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: ParallelConfig) -> int:

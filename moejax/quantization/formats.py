@@ -102,13 +102,18 @@ class WeightFormat:
         return self.bits == 4
 
     @property
+    def code_dtype(self) -> Any:
+        """Of one code, not packed."""
+        return jnp.dtype(jnp.uint8 if self.packed else self.numbers)
+
+    @property
     def has_tensor_scale(self) -> bool:
         """nvfp4's second scale: its float8 scales count in units of it."""
         return self.scale_dtype == "float8_e4m3fn"
 
     @property
     def name(self) -> str:
-        """Short and unique: `int4_g64_asym`, `float8_e4m3fn_a8`, `mxfp4`."""
+        """Short and unique, read back by `parse_format`: `int4_g64_asym`, `float8_e4m3fn_a8`, `mxfp4`."""
         if self == MXFP4 or self == NVFP4:
             return "mxfp4" if self == MXFP4 else "nvfp4"
         parts: list[str] = [self.numbers]
@@ -118,6 +123,8 @@ class WeightFormat:
             parts.append(f"{self.granularity[0]}{self.group}")
         if not self.symmetric:
             parts.append("asym")
+        if self.scale_dtype != default_scale_dtype(self.granularity):
+            parts.append(_SCALE_NAMES[self.scale_dtype])
         if self.indexed:
             parts.append("indexed")
         if self.activations != "none":
@@ -157,17 +164,15 @@ class WeightFormat:
         """
         *lead, D, F = shape
         *lead_axes, in_axis, out_axis = axes or (None,) * len(shape)
-        G, O = self.scale_shape(D, F)
+        G, O = self.scale_shape(D, F)  # noqa: E741
         grouped = self.granularity in ("group", "block")
         split_in = in_axis if grouped and not self.indexed else None
         split_out = out_axis if self.granularity != "tensor" else None
         width = D // 2 if self.packed else D
-        values = {"int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
-        code = values.get(self.numbers, jnp.uint8)
         scale = {"e8m0": jnp.uint8}.get(self.scale_dtype) or jnp.dtype(self.scale_dtype)
         place = (*lead_axes, split_in, split_out)
         found = {
-            "values": Part((*lead, F, width), jnp.dtype(code), (*lead_axes, out_axis, in_axis)),
+            "values": Part((*lead, F, width), self.code_dtype, (*lead_axes, out_axis, in_axis)),
             "scales": Part((*lead, G, O), jnp.dtype(scale), place),
         }
         if not self.symmetric:
@@ -185,6 +190,10 @@ class WeightFormat:
         """Bits of all arrays of a weight `[..., D, F]`, scales included."""
         return sum(8 * math.prod(p.shape) * p.dtype.itemsize for p in self.parts(shape).values())
 
+
+_SCALE_NAMES: dict[str, str] = {
+    "float32": "sf32", "bfloat16": "sbf16", "float16": "sf16", "e8m0": "se8m0", "float8_e4m3fn": "se4m3"
+}  # fmt: skip
 
 MXFP4 = WeightFormat("float4_e2m1fn", "group", 32, scale_dtype="e8m0")
 NVFP4 = WeightFormat("float4_e2m1fn", "group", 16, scale_dtype="float8_e4m3fn")
@@ -243,9 +252,9 @@ _ALIASES = {
 }
 KNOWN_FORMATS = (
     "int8", "int8_asym", "int8_tensor", "int8_g64", "int8_g128", "int4", "int4_g32", "int4_g64", "int4_g128",
-    "int4_g64_asym", "int4_g128_asym", *_ALIASES, "mxfp4", "nvfp4",
+    "int4_g64_asym", "int4_g128_asym", *_ALIASES, "fp8_a8", "mxfp4", "nvfp4",
 )  # fmt: skip
-"""What a message lists; any combination of the parts of `WeightFormat.name` is understood."""
+"""What a message lists; any parts of `WeightFormat.name` may follow a name of numbers or an alias."""
 
 
 def parse_format(name: str) -> WeightFormat:
@@ -256,11 +265,13 @@ def parse_format(name: str) -> WeightFormat:
     """
     if name in ("mxfp4", "nvfp4"):
         return MXFP4 if name == "mxfp4" else NVFP4
-    full = _ALIASES.get(name, name)
+    short = max((a for a in _ALIASES if name == a or name.startswith(f"{a}_")), key=len, default="")
+    full = _ALIASES.get(short, "") + name[len(short) :]
     numbers = next((n for n in BITS if full == n or full.startswith(f"{n}_")), None)
-    if numbers is None or numbers == "float4_e2m1fn":
+    if numbers is None:
         raise ConfigError(f"quant.format: {unknown('format', name, KNOWN_FORMATS)}")
     options: dict[str, Any] = {"granularity": "channel"}
+    scale_dtypes = {short: dtype for dtype, short in _SCALE_NAMES.items()}
     for part in full[len(numbers) :].split("_")[1:]:
         if part == "tensor":
             options["granularity"] = "tensor"
@@ -268,8 +279,13 @@ def parse_format(name: str) -> WeightFormat:
             options |= {"granularity": "group" if part[0] == "g" else "block", "group": int(part[1:])}
         elif part == "asym":
             options["symmetric"] = False
+        elif part == "indexed":
+            options["indexed"] = True
+        elif part in scale_dtypes:
+            options["scale_dtype"] = scale_dtypes[part]
         elif part in ("a8", "a8static"):
             options["activations"] = "dynamic" if part == "a8" else "static"
         else:
             raise ConfigError(f"quant.format: {unknown('format', name, KNOWN_FORMATS)}")
-    return WeightFormat(numbers, scale_dtype=default_scale_dtype(options["granularity"]), **options)  # type: ignore[arg-type]
+    options.setdefault("scale_dtype", default_scale_dtype(options["granularity"]))
+    return WeightFormat(numbers, **options)  # type: ignore[arg-type]

@@ -7,9 +7,9 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from moejax.text.corpus import MIN_REPEATED, characters
 from moejax.tracking.provenance import cpu_info, device_info
 from moejax.train.config import TrainConfig
-from moejax.train.corpus import MIN_REPEATED, characters
 from moejax.train.evaluate import HeldOut, load_shares
 from moejax.train.loop import TrainResult
 from moejax.train.tokenizer import END_OF_TEXT

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from moejax.core.config import check_positive
 from moejax.core.errors import ConfigError
+from moejax.text.corpus import HELD_OUT_FRACTION
 
 MIN_VOCAB_SIZE = 259
 """256 bytes and three special tokens."""
@@ -84,7 +85,7 @@ class TrainConfig:
 
     model: TrainModelConfig = field(default_factory=TrainModelConfig)
     vocab_size: int = 2048
-    held_out_fraction: float = 0.05
+    held_out_fraction: float = HELD_OUT_FRACTION
     steps: int = 2400
     batch_size: int = 16
     seq_len: int = 256

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from moejax.core.errors import ConfigError
-from moejax.train.corpus import Corpus, Document, build_corpus
+from moejax.text.corpus import Corpus, Document, build_corpus
 from moejax.train.tokenizer import END_OF_TEXT, train_tokenizer
 
 HELD_OUT_CHARACTERS = 100_000

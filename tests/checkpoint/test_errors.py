@@ -248,7 +248,7 @@ def test_config_is_a_folder(saved):
     [
         ({"model_type": "llama"}, "'llama'"),
         ({"n_group": 8}, "n_group=8"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gguf"}}, "quantization_config"),
         ({"num_hidden_layers": "many"}, "config.json"),
         ({"hidden_act": "mish"}, "mish"),
     ],

@@ -12,11 +12,12 @@ import pytest
 
 from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError, StepError
+from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
 from moejax.engine.request import SamplingParams
 from moejax.engine.stats import StepRecord
 from tests.engine.paged import SCARCE, assert_clean, greedy, prompt, tight, tokens
-from tests.engine.tiny import FullForward
+from tests.engine.tiny import FullForward, small_config
 
 PROMPTS = [prompt(n, 3) for n in (9, 4, 16, 1, 12, 6, 15)]
 SAMPLES = SamplingParams(temperature=1.0, max_tokens=9, seed=3, n=2, ignore_eos=True)
@@ -28,10 +29,14 @@ def whole(bare_llm: LLM) -> FullForward:
     return FullForward(bare_llm.model)
 
 
-@pytest.fixture(scope="module")
-def forked(bare_llm: LLM) -> LLM:
-    """An engine that has decoded, computed chunks and copied blocks."""
+@pytest.fixture(scope="module", params=["auto", "int8", pytest.param("float8_e5m2", marks=pytest.mark.slow)])
+def forked(bare_llm: LLM, request: pytest.FixtureRequest) -> LLM:
+    """An engine that has decoded, computed chunks and copied blocks, in each kind of cache."""
     llm = bare_llm.variant(SCARCE)
+    if request.param != "auto":
+        llm = LLM(
+            small_config(), load_format="dummy", engine=SCARCE, quant=QuantConfig(kv_cache=request.param)
+        )
     llm.generate(PROMPTS, SAMPLES)
     return llm
 
@@ -41,6 +46,11 @@ def forked(bare_llm: LLM) -> LLM:
 
 def pointers(llm: LLM) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(llm.runner.pool._slabs)]
+
+
+def arrays(llm: LLM) -> int:
+    """Of a pool of one slab: keys and values of each layer, and the scales of quantized ones."""
+    return (2 if llm.kv_cache_dtype == llm.config.dtype else 4) * llm.config.num_layers
 
 
 def test_the_cache_stays_where_it_is(forked: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +76,7 @@ def test_the_cache_stays_where_it_is(forked: LLM, monkeypatch: pytest.MonkeyPatc
     watch("launch")
     watch("_copy")
     forked.generate(PROMPTS, SAMPLES)
-    assert len(before) == 2 * forked.config.num_layers
+    assert len(before) == arrays(forked)
     assert events["launch"] > 20 and events["_copy"] >= 3
 
 
@@ -76,12 +86,12 @@ def test_programs_update_the_cache_in_place(function: str, forked: LLM) -> None:
     programs = [(key, step) for (name, key), step in forked.ledger._compiled.items() if name == function]
     assert programs
     K, Dh, bs = forked.config.num_kv_heads, forked.config.head_dim, SCARCE.block_size
-    pages = {(12, K, Dh, bs), (12, K, bs, Dh)}
+    pages = {(12, K, Dh, bs), (12, K, bs, Dh), (12, K, bs)}
     for key, program in programs:
         text = program.as_text()
         header = text.split("entry_computation_layout")[0]
         aliased = {int(output) for output in re.findall(r"\{(\d+)\}: \(\d+, \{\}, m\w+-alias\)", header)}
-        assert set(range(2 * forked.config.num_layers)) <= aliased, key
+        assert set(range(arrays(forked))) <= aliased, key
         made = re.findall(r"= \w+\[([\d,]+)\]\S* (\w[\w-]*)\(", text)
         kinds = {kind for shape, kind in made if tuple(map(int, shape.split(","))) in pages}
         assert "parameter" in kinds, "else the shapes above are not the pages'"

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, Slabs, tile_rows
+from moejax.ops.kv_slabs import Slab, Slabs
+from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
+from moejax.quantization.kv import dequantize_kv, quantize_kv, to_bits
 
 # What a place of the cache holds that nobody has written: finite, and ruinous if it is ever attended to.
 GARBAGE = 1e30
@@ -14,7 +16,8 @@ GARBAGE = 1e30
 
 @dataclass(frozen=True)
 class Spec:
-    """Shapes of one compiled program. `tokens` 0: decodes only; `owners`: rows that may share a block."""
+    """Shapes of one compiled program. `tokens` 0: decodes only; `owners`: rows that may share a block;
+    `codes`: what the cache is quantized to."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -27,6 +30,7 @@ class Spec:
     owners: int = 1
     window: int | None = None
     dtype: str = "float32"
+    codes: str | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -115,8 +119,41 @@ def fill(spec: Spec, rows: list[Row | None], rng: np.random.Generator) -> None:
         row.values = np.concatenate([held[b][1] for b in row.blocks])[: row.length]
 
 
+# Compiled, because XLA divides by a constant in another way than an operation of its own does.
+_quantize = jax.jit(quantize_kv, static_argnums=1)
+
+
+def quantized(x: np.ndarray, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of x `[…, Dh]`."""
+    return _quantize(jnp.asarray(x, jnp.dtype(spec.dtype)), jnp.dtype(spec.codes))
+
+
+def given_back(x: np.ndarray, spec: Spec) -> np.ndarray:
+    """What the cache gives back of x `[…, Dh]`, in float64."""
+    return x if spec.codes is None else np.asarray(dequantize_kv(*quantized(x, spec)), np.float64)
+
+
+def quantized_slabs(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> Slabs:
+    """`slabs_with` in codes: 99 and a scale of garbage where nothing is written."""
+    assert spec.codes is not None
+    n, K, Dh, bs = spec.num_blocks, spec.kv_heads, spec.head_dim, spec.block_size
+    bits = to_bits(jnp.zeros(1, jnp.dtype(spec.codes))).dtype
+    keys, values = np.full((n, K, Dh, bs), 99, bits), np.full((n, K, bs, Dh), 99, bits)
+    # Places that compute nothing may attend to it; their output must be finite in float16 too.
+    scales = np.full((2, n, K, bs), 10 if spec.dtype == "float16" else GARBAGE, np.float32)
+    for (block, offset), held in tokens.items():
+        (k, k_scale), (v, v_scale) = (quantized(x, spec) for x in held)
+        keys[block, :, :, offset], values[block, :, offset, :] = to_bits(k), to_bits(v)
+        scales[:, block, :, offset] = k_scale, v_scale
+    ends = np.cumsum(spec.slabs)[:-1]
+    parts = zip(*(np.split(x, ends) for x in (keys, values, *scales)), strict=True)
+    return tuple(Slab(*map(jnp.asarray, part), codes=spec.codes) for part in parts)
+
+
 def slabs_with(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> Slabs:
     """Garbage but for the keys and values at (block, offset)."""
+    if spec.codes is not None:
+        return quantized_slabs(spec, tokens)
     n, K, Dh, bs = spec.num_blocks, spec.kv_heads, spec.head_dim, spec.block_size
     keys, values = np.full((n, K, Dh, bs), GARBAGE), np.full((n, K, bs, Dh), GARBAGE)
     for (block, offset), (k, v) in tokens.items():
@@ -124,7 +161,7 @@ def slabs_with(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, np.nd
     ends = np.cumsum(spec.slabs)[:-1]
     dtype = jnp.dtype(spec.dtype)
     return tuple(
-        (jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+        Slab(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
         for a, b in zip(np.split(keys, ends), np.split(values, ends), strict=True)
     )
 
@@ -236,13 +273,14 @@ def expected(case: Case, scale: float) -> list[np.ndarray]:
     group = spec.heads // spec.kv_heads
     outs = []
     for row, places in zip(case.rows, case.places, strict=True):
+        held_keys, held_values = given_back(row.keys, spec), given_back(row.values, spec)
         out = np.zeros((len(places), spec.heads, spec.head_dim))
         for i, place in enumerate(places):
             position = row.start + i
             least = 0 if spec.window is None else max(0, position - spec.window + 1)
             for head in range(spec.heads):
-                keys = row.keys[least : position + 1, head // group]
-                values = row.values[least : position + 1, head // group]
+                keys = held_keys[least : position + 1, head // group]
+                values = held_values[least : position + 1, head // group]
                 scores = keys @ case.q[place, head] * scale
                 weights = np.exp(scores - scores.max())
                 out[i, head] = weights @ values / weights.sum()

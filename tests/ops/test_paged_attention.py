@@ -1,6 +1,7 @@
 """Attention over blocks equals plain attention over contiguous keys, whatever stands where in the pool."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moejax.ops import paged_attention as module
 from moejax.ops.attention import attention
-from moejax.ops.paged_attention import (
-    KEYS_PER_TURN,
-    AttentionPlan,
-    Slabs,
-    copy_blocks,
-    paged_attention,
-    tile_rows,
-    write_rows,
-    write_runs,
-)
+from moejax.ops.kv_slabs import Slab, Slabs, copy_blocks, write_rows, write_runs
+from moejax.ops.paged_attention import KEYS_PER_TURN, AttentionPlan, paged_attention, tile_rows
 from tests.engine.tiny import PROPERTY
 from tests.numerics import assert_close, tolerance
 from tests.ops.paged_case import GARBAGE, Case, Row, Spec, expected, make, slabs_with
@@ -38,6 +32,12 @@ SPECS = {
     "shared_blocks_windowed": Spec(owners=4, rows=6, slabs=(8, 9), window=5, tokens=0),
     "decodes_only": Spec(tokens=0, slabs=(2, 14), heads=6),
     "bfloat16": Spec(dtype="bfloat16", window=9),
+    "int8": Spec(codes="int8", owners=2),
+    "int8_bfloat16": Spec(codes="int8", dtype="bfloat16"),
+    "e4m3_windowed_turns": Spec(
+        codes="float8_e4m3fn", block_size=16, slabs=(5, 9), width=11, tokens=150, rows=3, window=70
+    ),
+    "e5m2_float16_one_key_head": Spec(codes="float8_e5m2", dtype="float16", heads=3, kv_heads=1, slabs=(11,)),
 }
 
 
@@ -150,7 +150,7 @@ def test_an_empty_batch_writes_nothing() -> None:
     assert all((np.asarray(leaf) == np.float32(GARBAGE)).all() for leaf in jax.tree.leaves(slabs))
 
 
-@pytest.mark.parametrize("name", ["grouped", "bfloat16"])
+@pytest.mark.parametrize("name", ["grouped", "bfloat16", "e4m3_windowed_turns"])
 def test_writes_alone(name: str) -> None:
     """`write_rows` and `write_runs` one after the other give the pool that the whole step gives."""
     spec = SPECS[name]
@@ -169,31 +169,55 @@ def test_writes_alone(name: str) -> None:
             np.testing.assert_array_equal(np.asarray(ours), np.asarray(want))
         # The decodes alone: as many places have changed as rows decode.
         decodes = sum(not row.chunk for row in case.rows)
-        before = np.concatenate([np.asarray(v, np.float32) for _, v in case.before])
-        after = np.concatenate([np.asarray(v, np.float32) for _, v in rows])
+        before = np.concatenate([np.asarray(slab.values, np.float32) for slab in case.before])
+        after = np.concatenate([np.asarray(slab.values, np.float32) for slab in rows])
         assert (before != after).any(axis=(1, 3)).sum() == decodes
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("sizes", [(7,), (1, 2, 4), (3, 5, 8)])
-def test_copies_follow_their_order(sizes: tuple[int, ...]) -> None:
+def test_copies_follow_their_order(sizes: tuple[int, ...], quantized: bool) -> None:
     """One after another, within and across slabs, a destination being the source of a later one; only the
-    first `count` are made."""
+    first `count` are made. Scales go with their codes."""
     n, K, Dh, bs = sum(sizes), 2, 4, 3
     rng = np.random.default_rng(sum(sizes))
-    keys = rng.normal(size=(n, K, Dh, bs)).astype(np.float32)
-    values = rng.normal(size=(n, K, bs, Dh)).astype(np.float32)
+    shapes = [(n, K, Dh, bs), (n, K, bs, Dh), *[(n, K, bs)] * 2 * quantized]
+    held = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    if quantized:
+        held[:2] = [rng.integers(-127, 128, shape, np.int8) for shape in shapes[:2]]
     ends = np.cumsum(sizes)[:-1]
     program = jax.jit(copy_blocks)
     for count in range(7):
         source, destination = rng.integers(0, n, (2, 6)).astype(np.int32)
         source[3] = destination[2]
         slabs = tuple(
-            (jnp.asarray(k), jnp.asarray(v))
-            for k, v in zip(np.split(keys, ends), np.split(values, ends), strict=True)
+            Slab(*map(jnp.asarray, parts), codes="int8" if quantized else None)
+            for parts in zip(*(np.split(x, ends) for x in held), strict=True)
         )
-        want_k, want_v = keys.copy(), values.copy()
+        want = [x.copy() for x in held]
         for a, b in zip(source[:count], destination[:count], strict=True):
-            want_k[b], want_v[b] = want_k[a], want_v[a]
+            for x in want:
+                x[b] = x[a]
         done = program(slabs, jnp.asarray(source), jnp.asarray(destination), jnp.int32(count))
-        np.testing.assert_array_equal(np.concatenate([np.asarray(k) for k, _ in done]), want_k)
-        np.testing.assert_array_equal(np.concatenate([np.asarray(v) for _, v in done]), want_v)
+        for i, x in enumerate(want):
+            np.testing.assert_array_equal(np.concatenate([jax.tree.leaves(slab)[i] for slab in done]), x)
+
+
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_codes_are_widened_a_few_blocks_at_a_time(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same output, whatever number of blocks that is, and no floats of a slab's size in the program."""
+    spec = Spec(codes=codes, slabs=(3, 16), tokens=0, head_dim=32)
+    case = make(spec, 1)
+    whole, _ = run(case)
+    block = spec.kv_heads * spec.head_dim * spec.block_size
+    monkeypatch.setattr(module, "CODES_AT_A_TIME", 5 * block)
+    lowered = jax.jit(
+        lambda q, k, v, slabs, plan: paged_attention(q, k, v, slabs, plan, window=None, scale=SCALE)
+    ).lower(*(jnp.asarray(x, jnp.float32) for x in (case.q, case.k, case.v)), case.before, case.plan)
+    program = lowered.compile()
+    out, _ = program(*(jnp.asarray(x, jnp.float32) for x in (case.q, case.k, case.v)), case.before, case.plan)
+    assert_close(out, whole, limit(spec))
+    K, Dh, bs = spec.kv_heads, spec.head_dim, spec.block_size
+    text = program.as_text()
+    assert re.search(rf"(s8|u8)\[16,{K},{Dh},{bs}\]", text)
+    assert not re.search(rf"(f32|f16|f8\w*)\[16,{K},({Dh},{bs}|{bs},{Dh})\]", text)

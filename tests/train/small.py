@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.train.config import TrainConfig, TrainModelConfig
-from moejax.train.corpus import Corpus, Document
+from moejax.text.corpus import Corpus, Document
 from moejax.train.data import TrainingText, encode
 from moejax.train.tokenizer import END_OF_TEXT, train_tokenizer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moejax.core.errors import ConfigError
-from moejax.train.corpus import (
+from moejax.text.corpus import (
     _BLANK_LINE,
     MIN_REPEATED,
     Corpus,

@@ -23,6 +23,10 @@ from pathlib import Path
 
 from moejax.core.errors import ConfigError
 
+HELD_OUT_FRACTION = 0.05
+"""Share of the documents that the shipped model was never trained on: what tells "train" from "held out"
+wherever this corpus is used (training, calibration, evaluation)."""
+
 SKIPPED_FOLDERS = frozenset({
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3",
     "turtledemo", "ensurepip", "pydoc_data", "encodings", "lib-dynload", "__phello__",

@@ -1,0 +1,99 @@
+"""What `experiments.quantization` can be asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from moejax.core.config import check_number, check_positive
+from moejax.core.errors import ConfigError, unknown
+from moejax.core.quant import CalibrationConfig, QuantConfig
+
+
+@dataclass(frozen=True)
+class SpeedSection:
+    """The decode-speed measurement: one fixed batch, in turns with the full-precision model.
+
+    Attributes:
+        batch_size: sequences that decode together.
+        prompt_len, output_len: tokens of each.
+        iterations: timed repetitions; 0 leaves the measurement out.
+    """
+
+    batch_size: int = 8
+    prompt_len: int = 16
+    output_len: int = 33
+    iterations: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "prompt_len"):
+            check_positive(f"quantization.speed.{name}", getattr(self, name))
+        if self.output_len < 2:
+            raise ConfigError(
+                f"quantization.speed.output_len must be at least 2 (the first token is no decode step), got"
+                f" {self.output_len}"
+            )
+        if self.iterations < 0:
+            raise ConfigError(f"quantization.speed.iterations must be at least 0, got {self.iterations}")
+
+
+@dataclass(frozen=True)
+class QuantizationSection:
+    """Which methods, measured on which text.
+
+    Attributes:
+        methods: names among `presets`, in the table's order.
+        presets: name → its configuration. On the command line the files of `configs/quant/`.
+        calibration: replaces every preset's own, so that all methods see the same tokens; None leaves them.
+        text: the held-out text, a UTF-8 file; "auto" is `held_out.txt` in the model's folder.
+        seq_len: tokens predicted in each window.
+        max_windows: windows drawn from the text, without repeats; None takes all of them, in which case every
+            token but the first is predicted once.
+        batch_size: windows that run at a time.
+        resamples: bootstrap resamples of the windows.
+        confidence: of every interval.
+        popularity_bins: groups of a layer's experts by popularity, with as nearly the same number of each.
+        speed: of the decode measurement.
+    """
+
+    methods: list[str] = field(default_factory=list)
+    presets: dict[str, QuantConfig] = field(default_factory=dict)
+    calibration: CalibrationConfig | None = None
+    text: str = "auto"
+    seq_len: int = 256
+    max_windows: int | None = None
+    batch_size: int = 16
+    resamples: int = 2000
+    confidence: float = 0.95
+    popularity_bins: int = 4
+    speed: SpeedSection = field(default_factory=SpeedSection)
+
+    def quant(self, method: str) -> QuantConfig:
+        """The configuration of a method."""
+        preset = self.presets[method]
+        return preset if self.calibration is None else replace(preset, calibration=self.calibration)
+
+    def __post_init__(self) -> None:
+        value: Sequence[str] | str = self.methods
+        object.__setattr__(self, "methods", [value] if isinstance(value, str) else list(value))
+        known = sorted(self.presets)
+        if not self.methods:
+            raise ConfigError(f"quantization.methods is empty: choose among {', '.join(known)}")
+        for name in self.methods:
+            if name not in self.presets:
+                raise ConfigError(f"quantization.methods: {unknown('method', str(name), known)}")
+            if self.presets[name].is_none:
+                raise ConfigError(
+                    f"quantization.methods: {name!r} changes nothing; the full-precision model is measured in"
+                    " any case"
+                )
+        if len(set(self.methods)) < len(self.methods):
+            twice = next(name for name in self.methods if self.methods.count(name) > 1)
+            raise ConfigError(f"quantization.methods: {twice!r} stands there twice")
+        for name in ("seq_len", "batch_size", "popularity_bins"):
+            check_positive(f"quantization.{name}", getattr(self, name))
+        for name, least in (("max_windows", 2), ("resamples", 100)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise ConfigError(f"quantization.{name} must be at least {least}, got {number}")
+        check_number("quantization.confidence", self.confidence)
+        if self.confidence >= 1:
+            raise ConfigError(f"quantization.confidence must be below 1, got {self.confidence}")

@@ -1,0 +1,325 @@
+"""A quantized decoder beside the full-precision one, on the same windows.
+
+Batch by batch three passes are compared: the full-precision model; the quantized one, free to route as it
+does ("free"); and the quantized one with the full-precision routing forced on it, experts and weights
+("replayed"). What the second loses beyond the third is the routing's doing. Logits of a window exist only
+while it is compared, so memory does not grow with text or vocabulary.
+
+Experts are compared as functions: each one's output on the full-precision activations of the tokens that
+the full-precision router sends to it, so that only its own weights' error counts. What a method folds into
+the norm in front is part of the function: it is applied to that norm's input.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moejax.bench.quantization.text import Windows
+from moejax.cache.contiguous import ContiguousView, empty_cache
+from moejax.core.config import ModelConfig
+from moejax.models.decoder import Decoder, DecoderLayer
+from moejax.moe.layer import RoutingTrace
+from moejax.moe.router import Replay, Routing, expert_counts
+from moejax.nn.rope import rope_tables
+
+
+class Stream(NamedTuple):
+    """What a layer takes: `[B, T, D]` each, whose sum it is."""
+
+    x: jax.Array
+    residual: jax.Array
+
+
+class Streams(NamedTuple):
+    """The three passes between two layers."""
+
+    full: Stream
+    free: Stream
+    replayed: Stream
+
+
+class LayerStats(NamedTuple):
+    """Of a layer on a batch; see `BatchStats`, without L."""
+
+    flipped: jax.Array
+    changed: jax.Array
+    counts: jax.Array
+    squared_error: jax.Array
+    squared_norm: jax.Array
+
+
+class BatchStats(NamedTuple):
+    """Of a batch, on the host. An axis of 2 is (free, replayed).
+
+    Attributes:
+        nats: float32 `[3, B, T]`, losses of the next token: full precision, free, replayed.
+        kl: float32 `[2, B, T]`, KL(full precision || quantized) in nats.
+        agree: bool `[2, B, T]`, the same likeliest token.
+        flipped: int32 `[2, L]`, tokens whose set of experts differs. Of "replayed": the set that its router
+            would have chosen.
+        changed: int32 `[2, L]`, assignments that went to an expert which full precision did not choose.
+        counts: int32 `[2, L, E]`, assignments: of full precision, of free.
+        squared_error, squared_norm: float32 `[L, E]`, of each expert's outputs, summed over its tokens.
+    """
+
+    nats: np.ndarray
+    kl: np.ndarray
+    agree: np.ndarray
+    flipped: np.ndarray
+    changed: np.ndarray
+    counts: np.ndarray
+    squared_error: np.ndarray
+    squared_norm: np.ndarray
+
+
+@dataclass
+class Evaluation:
+    """Sums over a text of `tokens` tokens, in float64 and int64; fields as in `BatchStats`, with `[…, W]`,
+    sums over a window's tokens, in place of `[…, B, T]`."""
+
+    nats: np.ndarray
+    kl: np.ndarray
+    agree: np.ndarray
+    flipped: np.ndarray
+    changed: np.ndarray
+    counts: np.ndarray
+    squared_error: np.ndarray
+    squared_norm: np.ndarray
+    tokens: int
+
+
+class Evaluator:
+    """Compares quantized versions with one full-precision model on one text.
+
+    Args:
+        full: the model in full precision.
+        batch_size: windows at a time.
+    """
+
+    def __init__(self, full: Decoder, windows: Windows, batch_size: int) -> None:
+        self.full, self.windows, self.batch_size = full, windows, min(batch_size, len(windows.tokens))
+
+    @property
+    def num_batches(self) -> int:
+        return -(-len(self.windows.tokens) // self.batch_size)
+
+    def __call__(
+        self, quantized: Decoder, kv_cache: str = "auto", advance: Callable[[], None] = lambda: None
+    ) -> Evaluation:
+        """Goes layer by layer, so that one program serves all layers that are built alike.
+
+        Args:
+            kv_cache: dtype that keys and values are rounded to before they are attended to.
+            advance: called after every batch.
+        """
+        heads = nnx.split(self.full), nnx.split(quantized)
+        layers = [
+            (nnx.split(full), nnx.split(other))
+            for full, other in zip(self.full.in_order(), quantized.in_order(), strict=True)
+        ]
+        parts: list[BatchStats] = []
+        for first in range(0, len(self.windows.tokens), self.batch_size):
+            tokens, scored = self._batch(first)
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            positions, rope = _places(self.full.config, scored)
+            embedded = [model.embed(jnp.asarray(inputs)) for model in (self.full, quantized)]
+            streams = Streams(_start(embedded[0]), _start(embedded[1]), _start(embedded[1]))
+            found = []
+            for full, other in layers:
+                graphs, states = (full[0], other[0]), (full[1], other[1])
+                streams, stats = _layer(*graphs, kv_cache, *states, streams, rope, positions, scored)
+                found.append(stats)
+            ends = _head(heads[0][0], heads[1][0], heads[0][1], heads[1][1], streams, targets)
+            parts.append(_batch_stats(*jax.device_get((ends, found))))
+            advance()
+        return self._sum(parts)
+
+    def baseline(self) -> np.ndarray:
+        """float64 `[W]`: losses of the full-precision model in nats, summed over each window."""
+        graph, state = nnx.split(self.full)
+        found = []
+        for first in range(0, len(self.windows.tokens), self.batch_size):
+            tokens, scored = self._batch(first)
+            nats = _losses(graph, state, tokens, scored)
+            found.append((np.asarray(nats, np.float64) * scored).sum(axis=1))
+        return np.concatenate(found)[: len(self.windows.tokens)]
+
+    def _batch(self, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """tokens `[B, T + 1]` and scored `[B, T]`, padded to the same B throughout."""
+        part = slice(first, first + self.batch_size)
+        tokens, scored = self.windows.tokens[part], self.windows.scored[part]
+        missing = ((0, self.batch_size - len(tokens)), (0, 0))
+        return np.pad(tokens, missing), np.pad(scored, missing)
+
+    def _sum(self, parts: list[BatchStats]) -> Evaluation:
+        count, scored = len(self.windows.tokens), self.windows.scored
+
+        def by_window(name: str) -> np.ndarray:
+            each = np.concatenate([np.asarray(getattr(p, name), np.float64) for p in parts], axis=1)
+            return (each[:, :count] * scored).sum(axis=2)
+
+        def total(name: str, dtype: Any = np.int64) -> np.ndarray:
+            return sum(np.asarray(getattr(p, name), dtype) for p in parts)  # type: ignore[return-value]
+
+        return Evaluation(
+            by_window("nats"),
+            by_window("kl"),
+            by_window("agree"),
+            total("flipped"),
+            total("changed"),
+            total("counts"),
+            total("squared_error", np.float64),
+            total("squared_norm", np.float64),
+            self.windows.num_tokens,
+        )
+
+
+def _batch_stats(ends: Any, layers: list[LayerStats]) -> BatchStats:
+    """Window by window and layer by layer → the passes in front."""
+
+    def stack(name: str) -> np.ndarray:
+        return np.stack([getattr(layer, name) for layer in layers])
+
+    def passes(values: np.ndarray) -> np.ndarray:
+        return np.moveaxis(values, 1, 0)
+
+    nats, kl, agree = map(passes, ends)
+    flipped, changed, counts = (passes(stack(name)) for name in ("flipped", "changed", "counts"))
+    return BatchStats(
+        nats, kl, agree, flipped, changed, counts, stack("squared_error"), stack("squared_norm")
+    )
+
+
+def _places(config: ModelConfig, scored: np.ndarray) -> tuple[jax.Array, Any]:
+    """Positions int32 `[B, T]` and the rotary tables of whole windows."""
+    positions = jnp.broadcast_to(jnp.arange(scored.shape[1], dtype=jnp.int32), scored.shape)
+    return positions, rope_tables(config, positions, jnp.asarray(scored.sum(axis=1), jnp.int32))
+
+
+def _start(x: jax.Array) -> Stream:
+    """Before the first layer; a residual of zeros, so that all layers take the same."""
+    return Stream(x, jnp.zeros_like(x))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _losses(graph: Any, state: Any, tokens: jax.Array, scored: jax.Array) -> jax.Array:
+    """tokens int32 `[B, T + 1]` → float32 `[B, T]`."""
+    model: Decoder = nnx.merge(graph, state)
+    positions = jnp.broadcast_to(jnp.arange(scored.shape[1], dtype=jnp.int32), scored.shape)
+    hidden, _, _ = model.hidden(tokens[:, :-1], positions, valid=scored)
+    pairs = (hidden, tokens[:, 1:])
+    return jax.lax.map(lambda row: compare_logits(model.logits(row[0])[None], row[1])[0][0], pairs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _layer(
+    full_graph: Any,
+    graph: Any,
+    kv_cache: str,
+    full_state: Any,
+    state: Any,
+    streams: Streams,
+    rope: Any,
+    positions: jax.Array,
+    scored: jax.Array,
+) -> tuple[Streams, LayerStats]:
+    """One layer of all three passes, and what they differ in."""
+    full: DecoderLayer = nnx.merge(full_graph, full_state)
+    layer: DecoderLayer = nnx.merge(graph, state)
+    x, attended, _ = full.attend(*streams.full, rope, positions, None)
+    total = x + attended
+    *out, recorded = full.feed_forward(total, None, scored)
+    replay = None if recorded is None else Replay(recorded.ids, recorded.weights)
+    cache = None
+    if kv_cache != "auto":
+        B, T = positions.shape
+        held = empty_cache(layer.attention.config, B, T, total.dtype)
+        cache = ContiguousView(held, "prefill", kv_cache).layer(0)
+    *free, _, trace = layer(*streams.free, rope, positions, scored, cache)
+    *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, replay)
+    found = Streams(Stream(*out), Stream(*free), Stream(*forced))
+    return found, _compare_layer(full, layer, replay, trace, shadow, total, scored)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _head(
+    full_graph: Any, graph: Any, full_state: Any, state: Any, streams: Streams, targets: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """targets int32 `[B, T]` → nats `[B, 3, T]`, KL and agreement `[B, 2, T]`."""
+    full: Decoder = nnx.merge(full_graph, full_state)
+    model: Decoder = nnx.merge(graph, state)
+
+    def one_window(row: tuple[Streams, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        logits = []
+        for side, stream in zip((full, model, model), row[0], strict=True):
+            assert side.norm is not None
+            logits.append(side.logits(side.norm.add(*stream)[0]))
+        return compare_logits(jnp.stack(logits), row[1])
+
+    return jax.lax.map(one_window, (streams, targets))
+
+
+def compare_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """float32 `[1 + n, T, V]`, full precision first, and targets int32 `[T]` → nats `[1 + n, T]`, KL of each
+    other from the first `[n, T]`, and whether its likeliest token is the same, bool `[n, T]`."""
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    nats = -jnp.take_along_axis(logs, targets[None, :, None], axis=-1)[..., 0]
+    kl = jnp.sum(jnp.exp(logs[:1]) * (logs[:1] - logs[1:]), axis=-1)
+    best = jnp.argmax(logits, axis=-1)
+    return nats, kl, best[1:] == best[:1]
+
+
+def routing_changes(base: jax.Array, other: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """Of two choices int32 `[N, k]` (E is no expert): int32 scalars, tokens whose sets of experts differ, and
+    assignments of `other` to an expert that is not in `base`."""
+    new = (other < num_experts) & ~jnp.any(other[:, :, None] == base[:, None, :], axis=2)
+    gone = (base < num_experts) & ~jnp.any(base[:, :, None] == other[:, None, :], axis=2)
+    flipped = jnp.any(new | gone, axis=1)
+    return jnp.sum(flipped, dtype=jnp.int32), jnp.sum(new, dtype=jnp.int32)
+
+
+def expert_outputs(layer: DecoderLayer, sums: jax.Array, ids: jax.Array) -> jax.Array:
+    """What each chosen expert makes of a token: sums `[N, D]`, ids int32 `[N, k]` → `[N · k, D]`, unweighted;
+    an expert E gives zeros."""
+    assert layer.moe is not None
+    rows = jnp.repeat(layer.post_attention_norm(sums), ids.shape[1], axis=0)
+    flat = ids.reshape(-1, 1)
+    alone = Routing(flat, jnp.ones(flat.shape, jnp.float32), jnp.zeros((rows.shape[0], 0), jnp.float32))
+    # Every assignment runs, whatever room the model's own execution would give it.
+    return layer.moe.experts(rows, alone, dataclasses.replace(layer.moe.moe, execution="grouped")).out
+
+
+def _compare_layer(
+    full: DecoderLayer,
+    layer: DecoderLayer,
+    replay: Replay | None,
+    trace: RoutingTrace | None,
+    shadow: RoutingTrace | None,
+    sums: jax.Array,
+    scored: jax.Array,
+) -> LayerStats:
+    """Args: sums `[B, T, D]`, what full precision's second norm takes."""
+    E = full.attention.config.num_experts
+    if replay is None or trace is None or shadow is None:
+        none = jnp.zeros(2, jnp.int32)
+        return LayerStats(none, none, jnp.zeros((2, E), jnp.int32), jnp.zeros(E), jnp.zeros(E))
+    k = replay.ids.shape[-1]
+    base = replay.ids.reshape(-1, k)
+    wished = jnp.where(scored[..., None], jax.lax.top_k(shadow.logits, k)[1], E).astype(jnp.int32)
+    pairs = [routing_changes(base, ids.reshape(-1, k), E) for ids in (trace.ids, wished)]
+    flipped, changed = (jnp.stack(part) for part in zip(*pairs, strict=True))
+    counts = jnp.stack([expert_counts(ids, E) for ids in (replay.ids, trace.ids)])
+    flat = sums.reshape(-1, sums.shape[-1])
+    right, ours = (expert_outputs(side, flat, base).astype(jnp.float32) for side in (full, layer))
+
+    def by_expert(values: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(jnp.sum(jnp.square(values), axis=-1), base.reshape(-1), E + 1)[:E]
+
+    return LayerStats(flipped, changed, counts, by_expert(ours - right), by_expert(right))

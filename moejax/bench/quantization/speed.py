@@ -1,0 +1,82 @@
+"""Decode speed of a quantized model, in turns with the full-precision one.
+
+Of the machine it runs on: dequantizing costs time on a CPU that a GPU's kernels would hide behind reading
+fewer bytes, so the figures are named with their device and stand beside the bound that bytes and FLOPs set.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.bench.quantization.config import SpeedSection
+from moejax.bench.quantization.rows import spread
+from moejax.bench.statistics import paired_ratio
+from moejax.core.hardware import Hardware
+from moejax.engine.llm import LLM
+from moejax.engine.request import SamplingParams
+from moejax.nn.param import specs
+from moejax.perf.cost import decode_step_cost
+from moejax.perf.memory import held_weights
+from moejax.perf.roofline import step_bound
+
+
+class SpeedMeter:
+    """Times decoding of one batch of prompts.
+
+    Args:
+        full: the full-precision model, which every other is measured beside.
+        prompts: one a sequence, from the held-out text, because time depends on routing.
+    """
+
+    def __init__(self, full: LLM, prompts: list[list[int]], speed: SpeedSection) -> None:
+        self.full, self.prompts, self.speed = full, prompts, speed
+        self.params = SamplingParams(max_tokens=speed.output_len, temperature=0.0, ignore_eos=True)
+        self._full_times: list[float] = []
+        full.routing.reset()
+        full.generate(prompts, self.params, record_routing=True)
+        # Distinct experts that a step of the full-precision model reads; of the others' about as many.
+        self.hits = full.routing.hits["decode"] / max(full.routing.steps["decode"], 1)
+
+    def bound(self, llm: LLM, hardware: Hardware | None) -> tuple[float, str] | None:
+        """Most output tokens a second that memory and compute allow for what `llm` holds, and which of them
+        sets the limit; None where the device's bandwidth is not known."""
+        config, batch = llm.config, len(self.prompts)
+        context = self.speed.prompt_len + self.speed.output_len / 2
+        held = held_weights(config, specs(llm.model))
+        kv = llm.kv_cache_dtype
+        cost = decode_step_cost(config, batch, context, self.hits, kv_dtype=kv, held=held)
+        found = step_bound(cost, hardware, config.dtype)
+        return None if found is None else (batch / found.seconds, found.limit)
+
+    def __call__(self, llm: LLM) -> dict[str, Any]:
+        """Row fields: tokens/s of the median run, and its ratio to full precision with its interval.
+
+        The first call of a model compiles and is not counted.
+        """
+        for model in (self.full, llm):
+            self._seconds(model)
+        times: list[list[float]] = [[], []]
+        for turn in range(self.speed.iterations):
+            for index, model in ((0, self.full), (1, llm))[:: 1 if turn % 2 == 0 else -1]:
+                times[index].append(self._seconds(model))
+        self._full_times += times[0]
+        ratio = paired_ratio(times[0], times[1])
+        return {**self._rate(times[1]), **spread("decode_ratio", ratio)}
+
+    def full_rate(self) -> dict[str, Any]:
+        """Row fields of the full-precision model, over all its turns so far."""
+        return self._rate(self._full_times) if self._full_times else {}
+
+    def _rate(self, times: list[float]) -> dict[str, Any]:
+        tokens = len(self.prompts) * (self.speed.output_len - 1)
+        return {
+            "decode_tokens_per_s": tokens / float(np.median(times)),
+            "decode_device": jax.devices()[0].platform,
+        }
+
+    def _seconds(self, llm: LLM) -> float:
+        """From the first output tokens to the last: decode steps only."""
+        outputs = llm.generate(list(self.prompts), self.params)
+        times = [output.metrics.token_times for output in outputs]
+        return max(t[-1] for t in times) - max(t[0] for t in times)

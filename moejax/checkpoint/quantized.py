@@ -1,0 +1,366 @@
+"""Fills a model from a checkpoint with quantized weights, of whatever convention.
+
+`plan_quantized` finds, before any weight is read, which parameters are quantized and how, and everything in
+which configuration and tensors disagree. `fill_quantized` then reads matrix by matrix, on each process those
+of the experts that its devices hold, and keeps their codes as they are (in our order), or their values.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from moejax.checkpoint.load import empty_blocks, expert_slots, to_array, usable
+from moejax.checkpoint.maps.rules import Rule
+from moejax.checkpoint.plan import Faults, canonical_key
+from moejax.checkpoint.tensors import STORED_DTYPES, TensorFiles
+from moejax.core.errors import CheckpointError, ConfigError
+from moejax.models.decoder import Decoder
+from moejax.nn.param import ExpertOf, ParamSpec, Store, iter_params, keep
+from moejax.nn.quantized import PARTS, QuantizedWeight, quantized_weights
+from moejax.quantization.checkpoints.convention import Convention, Role
+from moejax.quantization.checkpoints.dequantize import dequantized
+from moejax.quantization.checkpoints.parse import MARKS, parse_quantization
+from moejax.quantization.checkpoints.scheme import Arrays, Scheme
+from moejax.quantization.formats import WeightFormat
+
+logger = logging.getLogger(__name__)
+
+LEFT_OUT = "quantized, although config.json leaves them in full precision"
+PLAIN = "in full precision, although config.json has them quantized"
+
+
+class Matrix(NamedTuple):
+    """One quantized matrix of a checkpoint.
+
+    Attributes:
+        module: its tensors' common name.
+        tensors: their last names, those that are read.
+    """
+
+    module: str
+    scheme: Scheme
+    tensors: tuple[str, ...]
+
+
+@dataclass
+class QuantizedPlan:
+    """What of a checkpoint is quantized.
+
+    Attributes:
+        formats: path of each quantized parameter → its format.
+        matrices: path → expert (None for the whole) → where it is stored.
+        taken: the tensors of quantized weights, of other pipeline stages too; the rest are in full precision.
+    """
+
+    formats: dict[str, WeightFormat] = field(default_factory=dict)
+    matrices: dict[str, dict[int | None, Matrix]] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+
+
+def convention_of(config: Mapping[str, Any], path: Path) -> Convention | None:
+    """What the `config.json` at `path` says of quantization; None where it says nothing.
+
+    Raises:
+        ConfigError, CheckpointError: see `moejax.quantization.checkpoints.parse.parse_quantization`.
+    """
+    raw = config.get("quantization_config")
+    if raw is None:
+        return None
+    found = parse_quantization(raw, str(path))
+    for note in found.notes:
+        logger.warning("%s: %s", path.parent, note)
+    return found
+
+
+def refuse_quantized(keys: Iterable[str], source: str) -> None:
+    """Raises `CheckpointError` where tensors can only be of quantized weights, and nothing says of which."""
+    found = [key for key in keys if key.rpartition(".")[2] in MARKS]
+    if found:
+        raise CheckpointError(
+            f"{source}: {len(found)} tensors are of quantized weights, {found[0]} the first, and config.json "
+            "has no quantization_config; add the one that the checkpoint was published with"
+        )
+
+
+def plan_quantized(
+    files: TensorFiles,
+    specs: Mapping[str, ParamSpec],
+    rules: Iterable[Rule],
+    convention: Convention,
+    *,
+    num_experts: int,
+    tied: bool,
+    elsewhere: Collection[str] = (),
+) -> QuantizedPlan:
+    """Which parameters are quantized, how, and where their tensors are.
+
+    Args:
+        files: whatever is wrong is added to its faults.
+        specs: parameter path → declaration in floating point.
+        elsewhere: paths of parameters that other pipeline stages have.
+    """
+    plan, rules = QuantizedPlan(), tuple(rules)
+    for module, names in _modules(files).items():
+        found = _place(module, rules)
+        if found is None:  # of no module that we know: `plan_load` lists them
+            continue
+        param, expert = found
+        vector = param in specs and len(specs[param].shape) < 2
+        coded = files.dtypes.get(f"{module}.weight", STORED_DTYPES[0]) not in STORED_DTYPES
+        marked = bool(names & MARKS) or (coded and not vector)
+        mine = {f"{module}.{name}" for name in names - {"bias"}}
+        if (tied and module == "lm_head") or param in elsewhere:
+            plan.taken |= mine if marked else set()
+        elif param in specs and (expert is None or expert < num_experts):
+            if marked:
+                plan.taken |= mine
+            _judge(plan, files, convention, param, expert, Module(module, names, marked), specs[param])
+    _settle(plan, files, specs, rules, num_experts)
+    files.check_dtypes(key for key in files.shapes if key not in plan.taken)
+    if not plan.taken:
+        method = f"quantized tensors that quant_method {convention.method!r} says there are"
+        files.faults.add("missing", f"all {method}")
+    return plan
+
+
+class Module(NamedTuple):
+    """A module's tensors, and whether some of them say that it is quantized."""
+
+    name: str
+    tensors: set[str]
+    marked: bool
+
+
+def _modules(files: TensorFiles) -> dict[str, set[str]]:
+    """Module → last names of its tensors."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for key in files.shapes:
+        module, _, name = key.rpartition(".")
+        found[module].add(name)
+    return found
+
+
+def _place(module: str, rules: Sequence[Rule]) -> tuple[str, int | None] | None:
+    """The parameter that a module's weight fills, and the expert; None for what is no matrix."""
+    for rule in rules:
+        match = rule.pattern.fullmatch(f"{module}.weight")
+        if match and len(rule.targets) == 1:
+            groups = match.groupdict()
+            param = rule.targets[0].param.replace("{l}", groups.get("l") or "")
+            return param, int(groups["e"]) if rule.per_expert else None
+    return None
+
+
+def role_of(param: str) -> Role:
+    """What the conventions call a parameter."""
+    if param.startswith("embedding"):
+        return "embedding"
+    named: dict[str, Role] = {"router": "router", "shared_gate": "shared_gate", "lm_head": "head"}
+    return next((role for part, role in named.items() if part in param.split(".")), "linear")
+
+
+def _judge(
+    plan: QuantizedPlan,
+    files: TensorFiles,
+    convention: Convention,
+    param: str,
+    expert: int | None,
+    module: Module,
+    spec: ParamSpec,
+) -> None:
+    """Compares one module with what the configuration says of it."""
+    if len(spec.shape) < 2:
+        if module.marked:
+            files.faults.add("quantized, although they are vectors", module.name)
+        return
+    verdict = convention.verdict(module.name, role_of(param))
+    if not module.marked:
+        if verdict.scheme is not None and verdict.must:
+            files.faults.add(PLAIN, module.name)
+        return
+    if role_of(param) == "embedding" or verdict.scheme is None:
+        supported = role_of(param) != "embedding"
+        files.faults.add(LEFT_OUT if supported else "quantized embeddings, not supported", module.name)
+        plan.matrices.setdefault(param, {})  # not missing, too
+        return
+    held = plan.matrices.setdefault(param, {})
+    if expert in held:
+        files.faults.add("doubly mapped", f"{module.name} and {held[expert].module}")
+    held[expert] = _matrix(module, verdict.scheme, files, spec)
+
+
+def _matrix(module: Module, scheme: Scheme, files: TensorFiles, spec: ParamSpec) -> Matrix:
+    """A matrix whose tensors are as its scheme says, or else the faults."""
+    D, F = spec.canonical_shape[-2:]
+    needs = scheme.needs(D, F)
+    read = []
+    for name, need in needs.items():
+        key = f"{module.name}.{name}"
+        if name not in module.tensors:
+            if not need.optional:
+                files.faults.add("missing", key)
+            continue
+        if need.unread:
+            continue
+        read.append(name)
+        shape, dtype = files.shapes[key], files.dtypes[key]
+        if shape not in need.shapes:
+            wanted = " or ".join(str(list(other)) for other in need.shapes)
+            hint = scheme.hint(name, shape, D, F)
+            files.faults.add("misshapen", f"{key} is {list(shape)}, expected {wanted}{hint}")
+        if dtype not in need.dtypes:
+            kind = "of a dtype that config.json does not mean"
+            files.faults.add(kind, f"{key} is {dtype}, expected {' or '.join(need.dtypes)}")
+    for name in sorted(module.tensors - needs.keys() - {"bias"}):
+        files.faults.add("unmapped", f"{module.name}.{name}")
+    return Matrix(module.name, scheme, tuple(read))
+
+
+def _settle(
+    plan: QuantizedPlan,
+    files: TensorFiles,
+    specs: Mapping[str, ParamSpec],
+    rules: Sequence[Rule],
+    num_experts: int,
+) -> None:
+    """Settles each parameter's format; its experts must all be there, in the same."""
+    for param, held in plan.matrices.items():
+        key, per_expert = canonical_key(param, rules)
+        experts: Iterable[int | None] = range(num_experts) if per_expert else (None,)
+        formats: dict[WeightFormat, str] = {}
+        for expert in experts:
+            module = key.removesuffix(".weight").replace("{e}", str(expert))
+            matrix = held.get(expert)
+            if matrix is None:
+                whole = f"{module}.weight"
+                if held and whole in files.shapes:
+                    files.faults.add("in full precision beside quantized experts", whole)
+                elif held:
+                    files.faults.add("missing", f"{module}.{next(iter(held.values())).scheme.main}")
+                plan.taken.add(whole)
+                continue
+            dtype = files.dtypes.get(f"{matrix.module}.{matrix.scheme.scale}")
+            need = matrix.scheme.needs(*specs[param].canonical_shape[-2:])[matrix.scheme.scale]
+            if dtype in need.dtypes:
+                formats.setdefault(matrix.scheme.settled(dtype), matrix.module)
+        if len(formats) > 1:
+            one, other = (f"{f.name} with {f.scale_dtype} scales ({module})" for f, module in
+                          list(formats.items())[:2])  # fmt: skip
+            files.faults.add("with experts in several formats", f"{param}: {one} and {other}")
+        for fmt in formats:
+            plan.formats[param] = fmt
+            try:
+                fmt.check(key.removesuffix(".weight"), *specs[param].canonical_shape[-2:])
+            except ConfigError as error:
+                files.faults.add("of unfit shape for their format", str(error))
+
+
+def fill_quantized(
+    model: Decoder,
+    files: TensorFiles,
+    plan: QuantizedPlan,
+    *,
+    shardings: Mapping[str, Sharding] | None,
+    expert_of: ExpertOf | None,
+    faults: Faults,
+    store: Store = keep,
+) -> None:
+    """Gives the quantized parameters of the plan their values: a `QuantizedWeight` its arrays, any other
+    parameter the floating-point values.
+
+    Args:
+        shardings: path → sharding, of the model as it is (with the arrays of quantized weights).
+        faults: values that are no weights, or that the configuration rules out, are added.
+        store: takes floating-point values.
+    """
+    weights, params = dict(quantized_weights(model)), dict(iter_params(model))
+
+    def where(key: str) -> Sharding | None:
+        return None if shardings is None else shardings[key]
+
+    for path, matrices in plan.matrices.items():
+        weight, fmt = weights.get(path), plan.formats[path]
+        declared = weight.stands_for if weight is not None else params[path].get_metadata("spec")
+        slots = expert_slots(path, declared, expert_of, model.config.num_experts)
+        targets = _targets(path, weight, params)
+        blocks = {
+            name: empty_blocks(param.get_metadata("spec"), where(key))
+            for name, (key, param) in targets.items()
+        }
+        for expert, places in _wanted(blocks, slots if None not in matrices else ()).items():
+            matrix = matrices[expert]
+            arrays = _read(matrix, fmt, files, declared, faults, whole=weight is None)
+            for out, name, spans in places:
+                if name in arrays:
+                    out[...] = arrays[name][tuple(slice(*span) for span in spans)]
+        if faults.found:
+            continue
+        for name, (key, param) in targets.items():
+            spec = param.get_metadata("spec")
+            value = to_array(spec, where(key), blocks.pop(name))
+            take = keep if weight is not None else store
+            take(key, param, jax.block_until_ready(value))
+
+
+def _targets(path: str, weight: QuantizedWeight | None, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Part ("" for floating-point values) → path and parameter."""
+    if weight is None:
+        return {"": (path, params[path])}
+    return {
+        name: (f"{path}.{name}", params[f"{path}.{name}"]) for name in PARTS if f"{path}.{name}" in params
+    }
+
+
+def _wanted(
+    blocks: Mapping[str, Sequence[Any]], slots: Sequence[int]
+) -> dict[int | None, list[tuple[np.ndarray, str, Any]]]:
+    """Expert → the places that its matrix fills: array, part, and which of the part. None is the whole."""
+    found: dict[int | None, list[tuple[np.ndarray, str, Any]]] = defaultdict(list)
+    for name, held in blocks.items():
+        for block in held:
+            if not slots:
+                found[None].append((block.values, name, block.spans))
+                continue
+            first, stop = block.spans[0]
+            for slot in range(first, stop):
+                found[slots[slot]].append((block.values[slot - first], name, block.spans[1:]))
+    return found
+
+
+def _read(
+    matrix: Matrix, fmt: WeightFormat, files: TensorFiles, declared: ParamSpec, faults: Faults, *, whole: bool
+) -> Arrays:
+    """The parts of one matrix; with `whole` its values, in the order and dtype of the declaration, as "".
+
+    Nothing where they are unusable.
+    """
+    D, F = declared.canonical_shape[-2:]
+    found = Faults()
+
+    def complain(name: str, what: str) -> None:
+        found.add("with values that do not fit config.json", f"{matrix.module}.{name}: {what}")
+
+    tensors = {name: files.read(f"{matrix.module}.{name}", ()) for name in matrix.tensors}
+    parts = matrix.scheme.read(tensors, D, F, complain)
+    for kind, named in found.found.items():
+        for what in named:
+            faults.add(kind, what)
+    if found.found or not whole:
+        return {} if found.found else parts
+    values = dequantized(parts, fmt, D, F)
+    if not usable(matrix.module, values, declared.dtype, faults):
+        return {}
+    return {"": (values if declared.transposed else values.T).astype(declared.dtype)}
+
+
+def parts_of(weights: Mapping[str, QuantizedWeight]) -> Iterator[str]:
+    """Paths of the parameters that quantized weights consist of."""
+    for path, weight in weights.items():
+        yield from (f"{path}.{name}" for name in PARTS if getattr(weight, name) is not None)

@@ -1,0 +1,120 @@
+"""Writes quantized weights: as compressed-tensors where that has words for every format, else as our own.
+
+Codes and scales are written as they are; what is read again is the same, bit for bit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.checkpoint.load import expert_slots
+from moejax.checkpoint.maps.rules import Rule
+from moejax.checkpoint.plan import canonical_key
+from moejax.checkpoint.quantized import parts_of
+from moejax.core.config import check_choice
+from moejax.core.errors import ConfigError
+from moejax.models.decoder import Decoder
+from moejax.nn.param import ExpertOf, specs
+from moejax.nn.quantized import PARTS, QuantizedWeight, quantized_weights
+from moejax.quantization.checkpoints.compressed_config import EXPERT, compressed_config, scheme_for, why_not
+from moejax.quantization.checkpoints.layouts import divisor_of
+from moejax.quantization.checkpoints.own import OwnScheme, own_config
+from moejax.quantization.checkpoints.scheme import Scheme
+
+FORMATS = ("auto", "compressed-tensors", "moejax")
+
+Gather = Callable[[jax.Array], np.ndarray]
+
+
+@dataclass(frozen=True)
+class QuantizedSave:
+    """How a model's quantized weights are written.
+
+    Attributes:
+        config: the `quantization_config`.
+        modules: path of each weight → its module in the checkpoint, with `{e}` for the experts.
+        schemes: path → what writes its tensors.
+        paths: of the parameters that all these weights consist of.
+    """
+
+    config: dict[str, Any]
+    modules: dict[str, str]
+    schemes: dict[str, Scheme]
+    weights: dict[str, QuantizedWeight]
+    paths: frozenset[str]
+
+    def tensors(
+        self, gather: Gather, num_experts: int, expert_of: ExpertOf | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """(key, array), weight by weight. All processes must go through them."""
+        for path, weight in self.weights.items():
+            module, scheme, declared = self.modules[path], self.schemes[path], weight.stands_for
+            slots = expert_slots(path, declared, expert_of, num_experts)
+            params = {name: getattr(weight, name) for name in PARTS}
+            held = {name: gather(param[...]) for name, param in params.items() if param is not None}
+            D, F = declared.canonical_shape[-2:]
+            for expert in range(num_experts) if EXPERT in module else (None,):
+                one = held if expert is None else {k: v[slots.index(expert)] for k, v in held.items()}
+                for name, value in scheme.write(one, D, F).items():
+                    yield f"{module}.{name}".replace(EXPERT, str(expert)), np.ascontiguousarray(value)
+
+
+def plan_save(model: Decoder, rules: Sequence[Rule], wanted: str, gather: Gather) -> QuantizedSave | None:
+    """None for a model without quantized weights.
+
+    Args:
+        wanted: one of `FORMATS`; "auto" is compressed-tensors where that can say everything.
+
+    Raises:
+        ConfigError: an unknown format, or compressed-tensors was asked for and has no words for a weight.
+    """
+    check_choice("quantized_format", wanted, FORMATS)
+    weights = dict(quantized_weights(model))
+    if not weights:
+        return None
+    modules = {path: _module(path, rules) for path in weights}
+    reasons = {} if wanted == "moejax" else _reasons(weights, gather)
+    if reasons and wanted == "compressed-tensors":
+        path, why = next(iter(reasons.items()))
+        raise ConfigError(
+            f"compressed-tensors cannot say {len(reasons)} of {len(weights)} weights, {path} "
+            f"({weights[path].format.name}) the first: {why}; use quantized_format='moejax'"
+        )
+    own = wanted == "moejax" or bool(reasons)
+    formats = {modules[path]: weight.format for path, weight in weights.items()}
+    schemes = {path: (OwnScheme if own else scheme_for)(weight.format) for path, weight in weights.items()}
+    if own:
+        config = own_config({module.replace(EXPERT, "*"): fmt for module, fmt in formats.items()})
+    else:
+        config = compressed_config(formats, _left(model, rules))
+    return QuantizedSave(config, modules, schemes, weights, frozenset(parts_of(weights)))
+
+
+def _module(path: str, rules: Sequence[Rule]) -> str:
+    return canonical_key(path, rules)[0].removesuffix(".weight")
+
+
+def _left(model: Decoder, rules: Sequence[Rule]) -> list[str]:
+    """Modules of the linear layers in full precision."""
+    found = []
+    for path, spec in specs(model).items():
+        if path.endswith((".kernel", ".gate_proj", ".up_proj", ".down_proj")) and len(spec.shape) > 1:
+            found.append(_module(path, rules))
+    return found
+
+
+def _reasons(weights: dict[str, QuantizedWeight], gather: Gather) -> dict[str, str]:
+    """Paths of weights that compressed-tensors cannot say, and why."""
+    found = {}
+    for path, weight in weights.items():
+        why = why_not(weight.format)
+        if why is None and weight.tensor_scale is not None:
+            scales = gather(weight.tensor_scale[...]).reshape(-1)
+            if any(divisor_of(scale) is None for scale in scales):
+                why = "it stores the reciprocal of a tensor's scale, which float32 does not have"
+        if why is not None:
+            found[path] = why
+    return found

@@ -1,0 +1,113 @@
+"""E matrices as one operand: floats in either order, or codes."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax.ops.quantized_matmul import activation_codes, matmul
+from moejax.quantization.arithmetic import dequantize, quantize_activations
+from moejax.quantization.formats import QTensor
+from moejax.sharding.axes import Names
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices `[E, D, F]`.
+
+    Attributes:
+        weight: an array, or a `QTensor` of a stack.
+        implementation: of products with a quantized weight, see `moejax.ops.quantized_matmul`.
+        transposed: an array is stored `[E, F, D]`. Codes always are.
+    """
+
+    weight: jax.Array | QTensor
+    implementation: str = "xla"
+    transposed: bool = False
+
+    @property
+    def quantizes_rows(self) -> bool:
+        """The products' other operand is rounded, too."""
+        return isinstance(self.weight, QTensor) and self.weight.format.activations != "none"
+
+    @property
+    def by_rows(self) -> bool:
+        """A single row's product reads it without a copy."""
+        return self.transposed or isinstance(self.weight, QTensor)
+
+    @property
+    def outputs(self) -> int:
+        """F."""
+        return self.weight.shape[-2 if self.transposed else -1]
+
+    @property
+    def elements(self) -> int:
+        """Of one matrix."""
+        return math.prod(self.weight.shape[1:])
+
+    def times(self, x: jax.Array, expert: jax.Array) -> jax.Array:
+        """`x @ matrix` of one expert, x `[M, D]`. It slices first: no stack is transposed or decoded."""
+
+        def slice_of(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(array, expert, 0, keepdims=False)
+
+        one = jax.tree.map(slice_of, self.weight)
+        if isinstance(one, QTensor):
+            return matmul(x, one, self.implementation)
+        return x @ (one.T if self.transposed else one)
+
+    def each(self, x: jax.Array, split: Names = ()) -> jax.Array:
+        """x `[E, M, D]` → `[E, M, F]`, expert by expert; `split` as in `matmul`."""
+        if isinstance(self.weight, QTensor):
+            return matmul(x, self.weight, self.implementation, split=split)
+        return jnp.einsum("emd,efd->emf" if self.transposed else "emd,edf->emf", x, self.weight)
+
+    def one(self, x: jax.Array, weight: jax.Array | QTensor, split: Names = ()) -> jax.Array:
+        """x `[M, D]` by a slice of `weight`, as a scan over it gives them."""
+        if isinstance(weight, QTensor):
+            return matmul(x, weight, self.implementation, split=split)
+        return x @ (weight.T if self.transposed else weight)
+
+    def matrix(self, dtype: Any = jnp.float32) -> jax.Array:
+        """`[E, D, F]`; a quantized stack whole, in `dtype`."""
+        if isinstance(self.weight, QTensor):
+            return dequantize(self.weight, dtype)
+        return jnp.swapaxes(self.weight, 1, 2) if self.transposed else self.weight
+
+    def codes_of(self, rows: jax.Array, expert: jax.Array, split: Names = ()) -> tuple[jax.Array, jax.Array]:
+        """Codes `[A, D]` and float32 scales `[A, 1]` of rows, each its expert's, of a stack that wants them.
+
+        Args:
+            expert: int32 `[A]`, below E.
+            split: mesh axes that D is split over.
+        """
+        q = self.weight
+        assert isinstance(q, QTensor) and self.quantizes_rows
+        if q.format.activations == "dynamic":
+            return activation_codes(rows, q, split)
+        assert q.input_scale is not None
+        return quantize_activations(rows, q.format, q.input_scale[expert])
+
+    def rounded(self, rows: jax.Array, expert: jax.Array, split: Names = ()) -> jax.Array:
+        """Rows in their dtype as the products see them; arguments as of `codes_of`."""
+        if not self.quantizes_rows:
+            return rows
+        codes, scale = self.codes_of(rows, expert, split)
+        return (codes.astype(jnp.float32) * scale).astype(rows.dtype)
+
+    def without_activations(self) -> "Stack":
+        """The same for rows that are rounded already."""
+        if not isinstance(self.weight, QTensor):
+            return self
+        fmt = dataclasses.replace(self.weight.format, activations="none")
+        return dataclasses.replace(
+            self, weight=dataclasses.replace(self.weight, format=fmt, input_scale=None)
+        )
+
+
+def as_stack(weight: "jax.Array | Stack", transposed: bool) -> Stack:
+    """An array with its order, or what is a stack already."""
+    return weight if isinstance(weight, Stack) else Stack(weight, transposed=transposed)

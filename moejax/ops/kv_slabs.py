@@ -1,0 +1,180 @@
+"""A layer's blocks of keys and values on the device, and what stores tokens in them, in place.
+
+Where the cache is quantized a slab has scales beside the codes, one for each token and head, and whatever
+moves keys and values moves them too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from moejax.quantization.kv import quantize_kv, to_bits
+
+if TYPE_CHECKING:
+    from moejax.ops.paged_attention import ChunkPlan, DecodePlan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slab:
+    """n blocks of bs tokens; a pytree of two arrays, or of four where they are quantized.
+
+    Attributes:
+        keys: `[n, K, Dh, bs]`; for kernels `[n, K, bs, Dh]`.
+        values: `[n, K, bs, Dh]`.
+        key_scale, value_scale: float32 `[n, K, bs]`, what the codes of a token and head are multiplied by
+            (`moejax.quantization.kv`); None where keys and values are stored as they are.
+        codes: name of the codes' dtype. 8-bit floats lie here as uint8 (`moejax.quantization.kv.to_bits`),
+            for kernels as what they are.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+    codes: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def num_blocks(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.values.shape[2]
+
+    @property
+    def quantized(self) -> bool:
+        return self.codes is not None
+
+
+Slabs = tuple[Slab, ...]
+
+_TOKEN_AXIS = (3, 2, 2, 2)
+"""The axis of a slab's arrays (keys transposed) along which a block's tokens lie."""
+
+
+def _each(function: Callable[..., jax.Array], *slabs: Slab) -> Slab:
+    """`function(token axis, an array of each slab)` for each of the arrays that they have."""
+    arrays = zip(_TOKEN_AXIS, *(jax.tree.leaves(slab) for slab in slabs), strict=False)
+    return Slab(*(function(*each) for each in arrays), codes=slabs[0].codes)
+
+
+def _as_stored(slab: Slab, k: jax.Array, v: jax.Array) -> Slab:
+    """k and v `[N, K, Dh]` in a slab's dtype, or as codes with scales `[N, K]`."""
+    if slab.codes is None:
+        return Slab(k.astype(slab.keys.dtype), v.astype(slab.values.dtype))
+    (keys, key_scale), (values, value_scale) = (quantize_kv(x, jnp.dtype(slab.codes)) for x in (k, v))
+    return Slab(to_bits(keys), to_bits(values), key_scale, value_scale, slab.codes)
+
+
+def write_rows(slabs: Slabs, k: jax.Array, v: jax.Array, plan: DecodePlan) -> Slabs:
+    """Stores single tokens, k and v `[S, K, Dh]`."""
+    tokens = _as_stored(slabs[0], k, v)
+
+    def body(i: jax.Array, slab: Slab) -> Slab:
+        row, block, offset = plan.write_row[i], plan.write_block[i], plan.write_offset[i]
+
+        def put(axis: int, held: jax.Array, new: jax.Array) -> jax.Array:
+            new = jnp.expand_dims(jax.lax.dynamic_slice_in_dim(new, row, 1), axis)
+            start = [block, *[0] * (held.ndim - 1)]
+            start[axis] = offset
+            return jax.lax.dynamic_update_slice(held, new, start)
+
+        return _each(put, slab, tokens)
+
+    return _each_slab(slabs, plan.write_ends, body)
+
+
+def write_runs(slabs: Slabs, k: jax.Array, v: jax.Array, plan: ChunkPlan) -> Slabs:
+    """Stores the chunks' tokens, k and v `[T, K, Dh]`, a block at a time."""
+    size = slabs[0].block_size
+    # A slice of a block's length that starts at `start - offset` puts every token at its own offset.
+    tokens = jax.tree.map(
+        lambda x: jnp.pad(x, ((size, size), *[(0, 0)] * (x.ndim - 1))), _as_stored(slabs[0], k, v)
+    )
+    offsets = jnp.arange(size, dtype=jnp.int32)
+
+    def body(i: jax.Array, slab: Slab) -> Slab:
+        block, offset = plan.run_block[i], plan.run_offset[i]
+        first = plan.run_start[i] - offset + size
+        mine = (offsets >= offset) & (offsets < offset + plan.run_count[i])
+
+        def put(axis: int, held: jax.Array, new: jax.Array) -> jax.Array:
+            new = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(new, first, size), 0, axis - 1)
+            old = jax.lax.dynamic_index_in_dim(held, block, keepdims=False)
+            here = jnp.expand_dims(mine, [other for other in range(old.ndim) if other != axis - 1])
+            return jax.lax.dynamic_update_index_in_dim(held, jnp.where(here, new, old), block, 0)
+
+        return _each(put, slab, tokens)
+
+    return _each_slab(slabs, plan.run_ends, body)
+
+
+def _each_slab(slabs: Slabs, ends: jax.Array, body: Callable[[jax.Array, Slab], Slab]) -> Slabs:
+    """Runs `body(i, slab)` for each slab's own writes."""
+    done, start = [], jnp.zeros((), jnp.int32)
+    for z, slab in enumerate(slabs):
+        done.append(jax.lax.fori_loop(start, ends[z], body, slab))
+        start = ends[z]
+    return tuple(done)
+
+
+def load_blocks(slabs: Slabs, blocks: jax.Array) -> Slab:
+    """P blocks, copied out of their slabs and joined: keys `[K, Dh, P·bs]`, values `[K, P·bs, Dh]`, scales
+    `[K, P·bs]`."""
+    ends = [a + slab.num_blocks for a, slab in zip(slab_starts(slabs), slabs, strict=True)]
+
+    def one(block: jax.Array) -> Slab:
+        def from_slab(z: int) -> Callable[[], Slab]:
+            def read() -> Slab:
+                local = block - slab_starts(slabs)[z]
+                return jax.tree.map(
+                    lambda x: jax.lax.dynamic_index_in_dim(x, local, keepdims=False), slabs[z]
+                )
+
+            return read
+
+        if len(slabs) == 1:
+            return from_slab(0)()
+        slab = sum((block >= end).astype(jnp.int32) for end in ends[:-1])
+        return jax.lax.switch(slab, [from_slab(z) for z in range(len(slabs))])
+
+    found = [one(blocks[i]) for i in range(blocks.shape[0])]
+    return _each(lambda axis, *parts: jnp.concatenate(parts, axis=axis - 1), *found)
+
+
+def slab_starts(slabs: Slabs) -> list[int]:
+    """First block of each slab."""
+    starts, total = [], 0
+    for slab in slabs:
+        starts.append(total)
+        total += slab.num_blocks
+    return starts
+
+
+def copy_blocks(slabs: Slabs, source: jax.Array, destination: jax.Array, count: jax.Array) -> Slabs:
+    """Copies blocks one after another, source and destination int32 `[C]`, the first `count` of them."""
+    starts = slab_starts(slabs)
+
+    def body(i: jax.Array, slabs: Slabs) -> Slabs:
+        block = load_blocks(slabs, source[i][None])
+        done = []
+        for start, slab in zip(starts, slabs, strict=True):
+            local = destination[i] - start
+            inside = (local >= 0) & (local < slab.num_blocks)
+            at = jnp.where(inside, local, 0)
+
+            def put(held: jax.Array, new: jax.Array, inside: jax.Array = inside, at: jax.Array = at):
+                old = jax.lax.dynamic_index_in_dim(held, at, keepdims=False)
+                return jax.lax.dynamic_update_index_in_dim(held, jnp.where(inside, new, old), at, 0)
+
+            done.append(jax.tree.map(put, slab, block))
+        return tuple(done)
+
+    return jax.lax.fori_loop(0, count, body, slabs)

@@ -1,0 +1,222 @@
+"""Products with quantized weights, each in three implementations.
+
+    dequantize      the weight in x's dtype, then an ordinary product: what the others are tested against
+    xla             scales applied to the output where a scale has a whole output; int8 by int8 exactly
+    pallas_triton   the GPU kernels of `pallas_kernels`, which decode a tile at a time (interpreted on CPU)
+
+Where a format quantizes activations too, every implementation multiplies the same codes: "dequantize" has
+them as floats, codes times scale.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax.core.errors import ConfigError
+from moejax.quantization.arithmetic import (
+    codes_to_values,
+    dequantize_stored,
+    is_integer,
+    quantize_activations,
+    step_and_zero,
+    to_kernel,
+    unpack,
+    why_no_kernel,
+)
+from moejax.quantization.formats import QTensor
+from moejax.sharding.axes import Names, pmax
+
+_EXACT = 2**24
+"""Integers up to here, sums of products among them, are exact in float32."""
+
+
+def matmul(
+    x: jax.Array,
+    weight: jax.Array | QTensor,
+    implementation: str = "xla",
+    *,
+    split: Names = (),
+    out_dtype: Any = None,
+) -> jax.Array:
+    """`x @ weight`, x `[..., D]` and weight `[D, F]` → `[..., F]`.
+
+    A weight `[E, D, F]` multiplies x `[E, ..., D]`, expert by expert.
+
+    Args:
+        weight: quantized, or an array of x's dtype, for which there is one implementation.
+        split: mesh axes that D is split over, each device having a part of x and of the weight. The result is
+            then this device's part of the sum; only the scales of activations are shared, so that a token's
+            codes are those of one device.
+        out_dtype: None: x's.
+
+    Raises:
+        ConfigError: the kernels do not have the weight's format.
+    """
+    out = jnp.dtype(out_dtype or x.dtype)
+    if not isinstance(weight, QTensor):
+        return jnp.matmul(x, weight, preferred_element_type=None if out == x.dtype else out)
+    if weight.values.ndim > 2:
+        one = lambda rows, expert: matmul(rows, expert, implementation, split=split, out_dtype=out_dtype)  # noqa: E731
+        return jax.vmap(one)(x, weight)
+    products: dict[str, Callable[[jax.Array, QTensor, Names, Any], jax.Array]] = {
+        "dequantize": _twin,
+        "xla": _xla,
+        "pallas_triton": _kernel,
+    }
+    return products[implementation](x, weight, split, out)
+
+
+def activation_codes(x: jax.Array, weight: QTensor, split: Names = ()) -> tuple[jax.Array, jax.Array]:
+    """x `[..., D]` in the numbers of the weight's format: codes `[..., D]`, float32 scales `[..., 1]`.
+
+    Args:
+        split: mesh axes that D is split over; a dynamic scale is of the whole token.
+    """
+    fmt = weight.format
+    if fmt.activations == "static" or not split:
+        return quantize_activations(x, fmt, weight.input_scale)
+    # The whole token's largest magnitude goes along as one more number, so that a device's codes and scale
+    # are, bit for bit, those that one device would make of all of it.
+    most = pmax(jnp.max(jnp.abs(x), axis=-1, keepdims=True), split)
+    codes, scale = quantize_activations(jnp.concatenate([x, most], axis=-1), fmt)
+    return codes[..., :-1], scale
+
+
+def rounded_activations(x: jax.Array, weight: QTensor, split: Names = ()) -> jax.Array:
+    """x in its dtype as the product sees it: codes times scale where the format quantizes activations."""
+    if weight.format.activations == "none":
+        return x
+    codes, scale = activation_codes(x, weight, split)
+    return (codes.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def _twin(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
+    return _dot(rounded_activations(x, weight, split), dequantize_stored(weight, x.dtype)).astype(out)
+
+
+def _xla(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
+    """x's codes and the weight's are small numbers, exact in any dtype, so that products of them are rounded
+    by their sum in float32 alone, and scales come last. Scales of groups differ along the sum: there the
+    weight is dequantized on the way into the product."""
+    fmt, scale = weight.format, None
+    left = x
+    if fmt.activations != "none":
+        left, scale = activation_codes(x, weight, split)
+    if fmt.packed and _splits_in_halves(weight):
+        y = _packed_dot(left.astype(x.dtype), weight)
+    elif fmt.granularity in ("group", "block"):
+        y = _dot(left.astype(x.dtype), dequantize_stored(weight, x.dtype))
+    else:
+        step, zero = step_and_zero(weight.scales, weight.zeros, weight.tensor_scale, fmt)
+        codes = unpack(weight.values, weight.pack) if fmt.packed else weight.values
+        if scale is not None and is_integer(fmt):
+            y = _integer_dot(left, codes, None if fmt.symmetric else zero)
+        else:
+            one = jnp.ones((), jnp.float32)
+            values = codes_to_values(codes, one[None, None], zero.reshape(-1, 1), fmt)
+            y = _dot(left.astype(x.dtype), values.astype(x.dtype))
+        y = y * step.reshape(*(1,) * (y.ndim - 1), -1)
+    return (y if scale is None else y * scale).astype(out)
+
+
+def _splits_in_halves(weight: QTensor) -> bool:
+    """Whether each half of a piece of packed bytes has whole groups, or is part of one."""
+    fmt, half = weight.format, weight.pack // 2
+    by_place = fmt.granularity != "block" and not fmt.indexed
+    return by_place and (not fmt.group or fmt.group % weight.pack == 0 or half % fmt.group == 0)
+
+
+def _packed_dot(x: jax.Array, weight: QTensor) -> jax.Array:
+    """x `[..., D]` by four-bit codes → float32 `[..., F]`, as two products.
+
+    A byte's nibbles are half a piece of inputs apart. Rather than put them in order, which no CPU does fast,
+    the inputs are taken in the order of the low nibbles, and then in that of the high ones.
+    """
+    fmt, (D, F), piece = weight.format, weight.shape, weight.pack
+    *lead, _ = x.shape
+    step, zero = (a.T for a in step_and_zero(weight.scales, weight.zeros, weight.tensor_scale, fmt))
+    halves = x.reshape(*lead, D // piece, 2, piece // 2)
+    one_row = jax.default_backend() == "cpu" and halves.size == D
+    if one_row:
+        # XLA's product of a vector decodes inside its loop, number by number; that of two rows decodes first.
+        halves = jnp.broadcast_to(halves.reshape(1, *halves.shape[-3:]), (2, *halves.shape[-3:]))
+    total = None
+    for i in range(2):
+        nibbles = weight.values >> jnp.uint8(4) if i else weight.values & jnp.uint8(15)
+        grids = [_of_half(grid, fmt.group, piece, i) for grid in (step, zero)]
+        codes = nibbles.reshape(F, grids[0].shape[1], -1)
+        scale = grids[0] if fmt.group else jnp.ones((1, 1, 1), jnp.float32)
+        values = codes_to_values(codes, scale, grids[1], fmt).reshape(F, D // 2).astype(x.dtype)
+        y = _dot(halves[..., i, :].reshape(*halves.shape[:-3], D // 2), values)
+        total = y if total is None else total + y
+    assert total is not None
+    if one_row:
+        total = total[0].reshape(*lead, F)
+    return total if fmt.group else total * step.reshape(*(1,) * (total.ndim - 1), -1)
+
+
+def _of_half(grid: jax.Array, group: int, piece: int, half: int) -> jax.Array:
+    """`[F or 1, G]`, of the groups in all inputs → those of the low (0) or high nibbles, each with as many
+    inputs: `[F or 1, G', 1]`."""
+    if group and group < piece:
+        within = piece // group  # groups of a piece, of which the first half are in the low nibbles
+        grid = grid.reshape(grid.shape[0], -1, 2, within // 2)[:, :, half].reshape(grid.shape[0], -1)
+    return grid[:, :, None]
+
+
+def _kernel(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
+    from pallas_kernels.quantized_matmul import quantized_matmul
+
+    *lead, D = x.shape
+    kernel_weight = to_kernel(weight)
+    if kernel_weight is None:
+        raise ConfigError(f"quant.implementation=pallas_triton: {why_no_kernel(weight.format, D)}")
+    rows = x.reshape(-1, D)
+    scale = None
+    if weight.format.activations != "none":
+        # Here and not in the kernel, whose scales are of the inputs that it sees.
+        rows, scales = activation_codes(rows, weight, split)
+        scale = scales[:, 0]
+    y = quantized_matmul(rows, kernel_weight, x_scale=scale, out_dtype=out)
+    return y.reshape(*lead, -1)
+
+
+def _dot(x: jax.Array, stored: jax.Array) -> jax.Array:
+    """x `[..., D]` and stored `[F, D]`, of one dtype → float32 `[..., F]`."""
+    # On CPU a vector's product in this form takes half the time of the contraction of the last axes.
+    return jnp.matmul(x, stored.T, preferred_element_type=jnp.float32)
+
+
+def _integer_dot(x: jax.Array, stored: jax.Array, zero: jax.Array | None) -> jax.Array:
+    """int8 x `[..., D]` and stored `[F, D]`, less its zero points `[1, F or 1]` → float32 `[..., F]`: the
+    exact sum, rounded once.
+
+    CPUs have no fast product of int8: there the codes are floats, and the sum goes by parts short enough to
+    be exact in float32.
+    """
+    if jax.default_backend() != "cpu":
+        dims = (((x.ndim - 1,), (1,)), ((), ()))
+        total = jax.lax.dot_general(x, stored, dims, preferred_element_type=jnp.int32)
+        if zero is not None:
+            ones = jnp.sum(x.astype(jnp.int32), axis=-1, keepdims=True)
+            total = total - ones * zero.astype(jnp.int32).reshape(*(1,) * (x.ndim - 1), -1)
+        return total.astype(jnp.float32)
+    D = x.shape[-1]
+    left, right = x.astype(jnp.float32), stored.astype(jnp.float32)
+    if zero is not None:
+        right = right - zero.reshape(-1, 1)
+    longest = exact_terms(symmetric=zero is None)
+    if D <= longest:
+        return _dot(left, right)
+    parts = [
+        _dot(left[..., start : start + longest], right[:, start : start + longest]).astype(jnp.int32)
+        for start in range(0, D, longest)
+    ]
+    return sum(parts[1:], parts[0]).astype(jnp.float32)
+
+
+def exact_terms(*, symmetric: bool) -> int:
+    """How many products of an int8 with an int8 (less a zero point) float32 adds up exactly."""
+    return _EXACT // (128 * (128 if symmetric else 255))

@@ -1,0 +1,61 @@
+"""The calibration set's hidden states, kept on the host and run through the model a batch at a time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Batch(NamedTuple):
+    """Sequences `rows` of the set: x `[B, T, D]` and valid bool `[B, T]`, False in rows that fill it up."""
+
+    rows: slice
+    x: jax.Array
+    valid: jax.Array
+
+
+class HiddenStates:
+    """What the stage reads next, `[S, L, D]` in the model's dtype: an array, or a file read page by page."""
+
+    def __init__(self, values: np.ndarray, batch_size: int) -> None:
+        self.values = values
+        self.batch_size = min(batch_size, len(values))
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: Any, batch_size: int, path: Path | None) -> "HiddenStates":
+        """To be filled; on disk at `path`, in memory without one."""
+        if path is None:
+            return cls(np.empty(shape, dtype), batch_size)
+        return cls(np.memmap(path, dtype, "w+", shape=shape), batch_size)
+
+    @classmethod
+    def opened(cls, shape: tuple[int, ...], dtype: Any, batch_size: int, path: Path) -> "HiddenStates":
+        """A file written before."""
+        return cls(np.memmap(path, dtype, "r", shape=shape), batch_size)
+
+    @property
+    def num_batches(self) -> int:
+        return -(-len(self.values) // self.batch_size)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.values.shape[0] * self.values.shape[1])
+
+    def batches(self) -> Iterator[Batch]:
+        """All sequences in order; all batches have one shape, so that one program runs them."""
+        S, T, D = self.values.shape
+        for start in range(0, S, self.batch_size):
+            rows = slice(start, min(start + self.batch_size, S))
+            count = rows.stop - start
+            x = np.zeros((self.batch_size, T, D), self.values.dtype)
+            x[:count] = self.values[rows]
+            valid = np.zeros((self.batch_size, T), bool)
+            valid[:count] = True
+            yield Batch(rows, jnp.asarray(x), jnp.asarray(valid))
+
+    def put(self, batch: Batch, x: jax.Array) -> None:
+        """What has become of a batch."""
+        self.values[batch.rows] = np.asarray(x)[: batch.rows.stop - batch.rows.start]

@@ -1,0 +1,129 @@
+"""Folding: a scale of a site's channels, multiplied into its readers and divided out of its source.
+
+The float model computes the same afterwards, up to the rounding of the stored weights. So AWQ (Lin et al.,
+arXiv 2306.00978) and SmoothQuant (Xiao et al., arXiv 2211.10438) cost nothing at run time: there is no scale
+left to apply. Router and shared gate read the same input as the experts, so their rows are multiplied too,
+and the choice of experts stays what it was; in bfloat16 it stays so up to the rounding of the products.
+
+`Folds` holds the scales and computes folded weights when they are asked for, in float32 and an expert chunk
+at a time, so that no second copy of a layer is held. It changes the model in `write`.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.ptq.sites import EXPERTS_HIDDEN, Site, Stage
+
+BIASED = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+"""Projections whose bias is scaled with their outputs where they are a source."""
+
+
+def canonical(param: nnx.Param) -> jax.Array:
+    """A parameter's value in the order `[..., inputs, outputs]`, whichever way it is stored."""
+    value = param[...]
+    return jnp.swapaxes(value, -1, -2) if param.get_metadata("spec").transposed else value
+
+
+def store(param: nnx.Param, value: jax.Array) -> None:
+    """Gives a parameter a value in canonical order, in its own dtype and layout."""
+    spec = param.get_metadata("spec")
+    value = jnp.swapaxes(value, -1, -2) if spec.transposed else value
+    assert value.shape == spec.shape, (value.shape, spec.shape)
+    param.set_value(value.astype(spec.dtype))
+
+
+def tie(values: jax.Array, site: Site, how: str) -> jax.Array:
+    """Makes a site's channels equal that must share a scale.
+
+    Args:
+        values: float32 `[..., C]`.
+        how: "mean" or "max" over the query heads that read one head of the source.
+    """
+    if site.group == 1:
+        return values
+    *lead, C = values.shape
+    heads = values.reshape(*lead, C // (site.group * site.head_dim), site.group, site.head_dim)
+    reduced = (jnp.mean if how == "mean" else jnp.max)(heads, axis=-2, keepdims=True)
+    return jnp.broadcast_to(reduced, heads.shape).reshape(*lead, C)
+
+
+class Folds:
+    """Scales of a stage's sites.
+
+    Attributes:
+        rows: reader → scales of its inputs, float32 `[C]` or, for experts' own, `[E, C]`.
+        outputs: source → divisors of its outputs (of a norm's vector, its elements).
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[str, jax.Array] = {}
+        self.outputs: dict[str, jax.Array] = {}
+
+    def add(self, site: Site, scales: jax.Array) -> None:
+        """Scales of a whole site: float32 `[C]`; `[E, C]` for what the experts' down projections read."""
+        assert site.blocked is None, site
+        for reader in site.readers:
+            self.rows[reader] = scales
+        if site.group > 1:
+            *_, C = scales.shape
+            heads = scales.reshape(C // (site.group * site.head_dim), site.group, site.head_dim)
+            scales = heads[:, 0].reshape(-1)
+        self.outputs[site.source] = scales
+        projection = site.source.removesuffix(".kernel")
+        if projection in BIASED:
+            self.outputs[f"{projection}.bias"] = scales
+
+    def touches(self, name: str) -> bool:
+        """Whether a parameter changes."""
+        return name in self.rows or name in self.outputs
+
+    def apply(self, name: str, value: jax.Array, part: slice = slice(None)) -> jax.Array:
+        """The folded parameter in float32.
+
+        Args:
+            value: in canonical order; of the experts in `part` where it has an expert axis.
+        """
+        value = value.astype(jnp.float32)
+        if name in self.rows:
+            rows = self.rows[name]
+            rows = rows[part] if rows.ndim == 2 else rows
+            value = value * _broadcast(rows[..., :, None], value)
+        if name in self.outputs:
+            outputs = self.outputs[name]
+            outputs = outputs[part] if outputs.ndim == 2 else outputs
+            outputs = outputs if value.ndim == 1 else outputs[..., None, :]
+            value = value / _broadcast(outputs, value)
+        return value
+
+    def write(self, params: Mapping[str, nnx.Param], leave: Iterable[str] = ()) -> list[str]:
+        """Folds into a stage's parameters in place, but for those in `leave`; returns which were changed."""
+        left = set(leave)
+        changed = [name for name in params if self.touches(name) and name not in left]
+        for name in changed:
+            store(params[name], self.apply(name, canonical(params[name])))
+        return changed
+
+
+def _broadcast(scales: jax.Array, value: jax.Array) -> jax.Array:
+    scales = scales.reshape(*(1,) * (value.ndim - scales.ndim), *scales.shape)
+    return jnp.broadcast_to(scales, value.shape)
+
+
+def fold(stage: Stage, scales: Mapping[str, jax.Array]) -> list[str]:
+    """Folds scales of sites, by name, into a stage of a float model in place.
+
+    Scales of a site with tied channels must be equal over them (`tie`). Returns the parameters changed.
+    """
+    folds = Folds()
+    for site in stage.sites:
+        if site.name in scales:
+            folds.add(site, scales[site.name])
+    return folds.write(stage.params())
+
+
+def experts_site(stage: Stage) -> Site | None:
+    """The site of the experts' down projections; None in a stage without experts."""
+    return next((site for site in stage.sites if site.name == EXPERTS_HIDDEN), None)

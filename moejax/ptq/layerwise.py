@@ -1,0 +1,199 @@
+"""One stage of the model: statistics, scales, folding, rounding.
+
+In this order, as GPTQ and AWQ have it: the stage's float weights see what the quantized stages before it
+give out; all its statistics are taken at once; scales of all sites are found from the weights as they are and
+folded together; each weight is then rounded with its statistics divided by its site's scales. Experts go
+through in chunks, so that the Gram matrices held are bounded (`gather.GRAM_BYTES`).
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.core.errors import ConfigError
+from moejax.core.quant import QuantConfig
+from moejax.ptq.fold import Folds, canonical, experts_site, tie
+from moejax.ptq.gather import Gatherer
+from moejax.ptq.methods import Rounded, joined, quantize
+from moejax.ptq.sites import EXPERTS_HIDDEN, EXPERTS_IN, Site, Stage, statistics_of
+from moejax.quantization.awq import best_scales, scale_errors
+from moejax.quantization.calibration import Statistics
+from moejax.quantization.rules import Chosen
+from moejax.quantization.smoothquant import row_maxima, scales_of_maxima
+
+SCALED = ("awq", "smoothquant")
+"""Methods that scale what a weight reads."""
+
+
+class Done(NamedTuple):
+    """What a stage has become: quantized weights by their path in the stage, the folds of the others, sites
+    folded, and notes."""
+
+    rounded: dict[str, Rounded]
+    folds: Folds
+    folded: list[str]
+    notes: list[str]
+
+
+def scaling_method(site: Site, chosen: Mapping[str, Chosen], prefix: str = "") -> str | None:
+    """The method that scales a site; None where none does.
+
+    Raises:
+        ConfigError: two methods want to.
+    """
+    methods = {chosen[reader].method for reader in site.readers if reader in chosen} & set(SCALED)
+    if len(methods) > 1:
+        raise ConfigError(
+            f"quant.rules: {prefix}{site.name}: weights that read one input cannot be scaled by both awq and "
+            "smoothquant; choose one for them"
+        )
+    return methods.pop() if methods else None
+
+
+class StageWork:
+    """Quantizes one stage's `chosen` weights; the model is only read."""
+
+    def __init__(
+        self, stage: Stage, chosen: Mapping[str, Chosen], quant: QuantConfig, gathered: Gatherer
+    ) -> None:
+        self.stage, self.chosen, self.quant, self.gathered = stage, chosen, quant, gathered
+        self.params = stage.params()
+        self.folds, self.folded, self.notes = Folds(), [], []  # type: ignore[var-annotated]
+
+    def run(self) -> Done:
+        """All weights of the stage."""
+        own = experts_site(self.stage)
+        for site in self.stage.sites:
+            if site is not own:
+                self._scale(site)
+        rounded = self._experts(own)
+        for site in self.stage.sites:
+            for reader in site.readers:
+                if reader in self.chosen and reader not in rounded:
+                    stats = self._divided(self.gathered.plain.get(site.name), reader)
+                    rounded[reader] = self._round(reader, slice(None), stats)
+        return Done(rounded, self.folds, self.folded, self.notes)
+
+    # --- Scales ---------------------------------------------------------------------------------------------
+
+    def _scale(self, site: Site) -> None:
+        """Finds and adds the scales of a site that all tokens pass."""
+        method = scaling_method(site, self.chosen, self.stage.prefix)
+        if method is None:
+            return
+        if site.blocked is not None:
+            self.notes.append(f"{site.name} is not scaled ({method}), because {site.blocked}")
+            return
+        readers = [r for r in site.readers if r in self.chosen and self.chosen[r].method == method]
+        stats = self.gathered.plain[site.name]
+        if method == "smoothquant":
+            rows = row_maxima([canonical(self.params[r]) for r in readers], 0)
+            scales = scales_of_maxima(
+                tie(stats.max_abs, site, "max"), tie(rows, site, "max"), alpha=self.quant.smoothing
+            )
+        else:
+            activations = tie(stats.mean_abs(), site, "mean")
+            scales = best_scales(activations, self._errors(site, readers, activations)).scales
+        self._fold(site, scales)
+
+    def _errors(self, site: Site, readers: list[str], activations: jax.Array) -> jax.Array:
+        """AWQ's output error of each exponent, summed over a site's readers and, chunk by chunk, experts."""
+        routed = [r for r in readers if statistics_of(r, site) == EXPERTS_IN]
+        others = [r for r in readers if r not in routed]
+        total = jnp.zeros(self.quant.awq_grid + 1, jnp.float32)
+        if others:
+            weights = [canonical(self.params[r]) for r in others]
+            grams = [self.gathered.plain[site.name].gram] * len(others)
+            total += self._scale_errors(weights, grams, activations, others)
+        for first in self.gathered.chunks if routed else ():
+            part = slice(first, first + self.gathered.chunk)
+            weights = [canonical(self.params[r])[part] for r in routed]
+            covered = self.gathered.experts(first)[EXPERTS_IN]
+            # What a fallback saw stands for the expert's own tokens, and counts as they do.
+            gram = covered.statistics.mean_gram() * covered.visits.astype(jnp.float32)[:, None, None]
+            total += self._scale_errors(weights, [gram] * len(routed), activations, routed)
+        return total
+
+    def _scale_errors(
+        self, weights: list[jax.Array], grams: list[jax.Array], activations: jax.Array, readers: list[str]
+    ) -> jax.Array:
+        formats = [self.chosen[r].format for r in readers]
+        quant = self.quant
+        return scale_errors(
+            weights,
+            grams,
+            activations,
+            formats,
+            grid=quant.awq_grid,
+            clip=quant.clip,
+            percentile=quant.percentile,
+        )
+
+    def _fold(self, site: Site, scales: jax.Array) -> None:
+        self.folds.add(site, scales)
+        self.folded.append(site.name)
+
+    # --- Experts --------------------------------------------------------------------------------------------
+
+    def _experts(self, own: Site | None) -> dict[str, Rounded]:
+        """The experts' weights, chunk by chunk; the scales of what down reads are each expert's own."""
+        if own is None:
+            return {}
+        names = [f"moe.experts.{name}_proj" for name in ("gate", "up", "down")]
+        names = [name for name in names if name in self.chosen]
+        method = scaling_method(own, self.chosen, self.stage.prefix)
+        parts: dict[str, list[Rounded]] = {name: [] for name in names}
+        if method is not None:
+            found = [self._down_scales(method, first) for first in self.gathered.chunks]
+            self._fold(own, jnp.concatenate(found))
+        for first in self.gathered.chunks if names else ():
+            part = slice(first, first + self.gathered.chunk)
+            covered = self.gathered.experts(first) if self._calibrated(names) else {}
+            for name in names:
+                key = EXPERTS_HIDDEN if name.endswith("down_proj") else EXPERTS_IN
+                stats = covered[key].statistics if key in covered else None
+                parts[name].append(self._round(name, part, self._divided(stats, name, part)))
+        if names and not self.gathered.chunks:
+            for name in names:  # no expert is calibrated
+                parts[name].append(self._round(name, slice(None), None))
+        return {name: joined(done) for name, done in parts.items()}
+
+    def _calibrated(self, names: list[str]) -> bool:
+        return any(self.chosen[name].calibrated for name in names)
+
+    def _down_scales(self, method: str, first: int) -> jax.Array:
+        """float32 `[C, F]`."""
+        name, part = "moe.experts.down_proj", slice(first, first + self.gathered.chunk)
+        stats = self.gathered.experts(first)[EXPERTS_HIDDEN].statistics
+        w = canonical(self.params[name])[part]
+        if method == "smoothquant":
+            return scales_of_maxima(stats.max_abs, row_maxima([w], 1), alpha=self.quant.smoothing)
+        activations = stats.mean_abs()
+        errors = self._scale_errors([w], [stats.gram], activations, [name])
+        return best_scales(activations, errors).scales
+
+    # --- Rounding -------------------------------------------------------------------------------------------
+
+    def _divided(self, stats: Statistics | None, reader: str, part: slice = slice(None)) -> Statistics | None:
+        """Statistics of what a weight reads after folding."""
+        if stats is None or reader not in self.folds.rows:
+            return stats
+        scales = self.folds.rows[reader]
+        return stats.divided(scales[part] if scales.ndim == 2 else scales)
+
+    def _round(self, name: str, part: slice, stats: Statistics | None) -> Rounded:
+        value = canonical(self.params[name])
+        value = value if part == slice(None) else value[part]
+        if not self.chosen[name].calibrated:
+            stats = None
+        return quantize(name, self.folds.apply(name, value, part), self.chosen[name], self.quant, stats)
+
+
+def expert_counts(gathered: Gatherer) -> tuple[list[int] | None, list[int]]:
+    """Tokens that visited each expert, and the experts that fell back; None where none is calibrated."""
+    if not gathered.num_experts or (gathered.visits < 0).all():
+        return None, []
+    return [int(n) for n in gathered.visits], [int(e) for e in np.flatnonzero(gathered.cold)]

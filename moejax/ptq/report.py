@@ -1,0 +1,135 @@
+"""What quantization did to a model, as values. No JAX here."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """One weight; lists have an entry for each expert, or one for a weight without experts.
+
+    Attributes:
+        path: in the model, without a last `.kernel`.
+        method, format: what it was quantized with; `format` by `WeightFormat.name`.
+        shape: `[..., inputs, outputs]`.
+        weight_error: norm of the change over norm of the weight (after folding).
+        output_error: norm of the outputs' change over norm of the outputs, on the calibration tokens that the
+            weight was calibrated with. None without calibration.
+        damping: GPTQ's, as used; None for other methods.
+        damping_raised: experts (or [0]) whose Hessian was not positive definite with the damping asked for.
+        bits_per_weight: of all arrays held, scales included.
+        bytes, float_bytes: held now, and before.
+        seconds: to quantize it, calibration apart.
+    """
+
+    path: str
+    method: str
+    format: str
+    shape: tuple[int, ...]
+    weight_error: list[float]
+    output_error: list[float] | None
+    damping: list[float] | None
+    damping_raised: list[int]
+    bits_per_weight: float
+    bytes: int
+    float_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """A layer or the output projection.
+
+    Attributes:
+        name: "layer 3", "lm_head", or "weights" for those quantized without calibration.
+        tokens: calibration tokens that ran through it.
+        expert_tokens: of these, how many were routed to each expert; None without experts or calibration of
+            them.
+        fallback_experts: those that fewer than `min_tokens` visited, calibrated by `fallback` instead.
+        fallback: "shared" or "all"; None where no expert needed one.
+        folded: sites whose scales were folded into what precedes them.
+        notes: what a reader should know, one line each.
+        seconds: in all.
+        resumed: taken from `work_dir`, not computed in this run.
+    """
+
+    name: str
+    tokens: int
+    expert_tokens: list[int] | None
+    fallback_experts: list[int]
+    fallback: str | None
+    folded: list[str]
+    weights: list[WeightReport]
+    notes: list[str]
+    seconds: float
+    resumed: bool = False
+
+
+@dataclass(frozen=True)
+class QuantReport:
+    """Everything that `quantize_model` did.
+
+    Attributes:
+        method, format: of the configuration; the weights' own may differ by its rules.
+        bytes, float_bytes: of all parameters of the model now, and before.
+        num_params: numbers that these stand for.
+        bits_per_weight: bytes held per number, over the whole model, what stays in full precision included.
+        seconds: in all.
+    """
+
+    method: str
+    format: str
+    bytes: int
+    float_bytes: int
+    num_params: int
+    seconds: float
+    stages: list[StageReport] = field(default_factory=list)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.bytes / max(self.num_params, 1)
+
+    @property
+    def weights(self) -> list[WeightReport]:
+        """Of all stages."""
+        return [weight for stage in self.stages for weight in stage.weights]
+
+    @property
+    def quantized_bits_per_weight(self) -> float:
+        """As `bits_per_weight`, over the quantized weights only."""
+        numbers = sum(8 * w.bytes / w.bits_per_weight for w in self.weights)
+        return 8 * sum(w.bytes for w in self.weights) / numbers if numbers else 0.0
+
+    @property
+    def fallbacks(self) -> int:
+        """Experts, over all layers, that were calibrated by the fallback."""
+        return sum(len(stage.fallback_experts) for stage in self.stages)
+
+    @property
+    def damping_raised(self) -> int:
+        """Matrices whose damping had to be raised."""
+        return sum(len(weight.damping_raised) for weight in self.weights)
+
+    @property
+    def notes(self) -> list[str]:
+        """Of all stages, each once, in order; the same note of several layers with their number."""
+        counts = Counter(note for stage in self.stages for note in stage.notes)
+        return [note if n == 1 else f"{note} ({n} layers)" for note, n in counts.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON's own types."""
+        return {
+            **asdict(self),
+            "bits_per_weight": self.bits_per_weight,
+            "quantized_bits_per_weight": self.quantized_bits_per_weight,
+            "fallbacks": self.fallbacks,
+            "damping_raised": self.damping_raised,
+            "notes": self.notes,
+        }
+
+
+def stage_report(raw: dict[str, Any], *, resumed: bool) -> StageReport:
+    """The inverse of `dataclasses.asdict`, after a way through JSON."""
+    weights = [WeightReport(**{**weight, "shape": tuple(weight["shape"])}) for weight in raw["weights"]]
+    return StageReport(**{**raw, "weights": weights, "resumed": resumed})

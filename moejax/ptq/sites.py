@@ -1,0 +1,138 @@
+"""Where weights read: which ones share an input, what precedes it, and which statistics are theirs.
+
+A SITE is an activation that one or more weights read. Scaling its channels by 1/s and the rows of all its
+readers by s leaves the model as it is; 1/s goes into what makes the activation, the site's SOURCE:
+
+    site                             readers                                     source
+    attention                        q, k, v                                     input norm
+    attention.o_proj                 o                                           v (tied over grouped heads)
+    mlp                              gate, up                                    post-attention norm
+    mlp.down_proj                    down                                        up
+    moe                              router, experts' gate and up, shared        post-attention norm
+                                     expert's gate and up, shared gate
+    moe.shared_expert.down_proj      down                                        up
+    moe.experts.down_proj            each expert's down                          the same expert's up
+    lm_head                          output projection (untied)                  final norm
+
+Down projections read act(gate(x)) · up(x), which is linear in up. Between v and o stands the attention, which
+mixes tokens and not channels, and in OLMoE `clip_qkv`, through which nothing can be folded.
+
+Paths here are relative to the STAGE, a decoder layer or the head.
+"""
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from moejax.models.decoder import Decoder, DecoderLayer
+from moejax.nn.linear import Linear
+from moejax.nn.norm import RMSNorm
+from moejax.nn.param import iter_params
+
+EXPERTS_IN, EXPERTS_HIDDEN = "moe.experts", "moe.experts.down_proj"
+"""Statistics with an expert axis: of what gate and up read, and of what down reads."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One activation; see the module.
+
+    Attributes:
+        name: also of its statistics over all tokens.
+        tap: module whose input it is.
+        readers: parameters.
+        source: parameter that 1/s goes into: a norm's vector, or a weight whose outputs make the activation.
+        group: query heads that share an output head of the source, and so a scale.
+        head_dim: of those heads.
+        blocked: why nothing can be folded; None where it can.
+    """
+
+    name: str
+    tap: str
+    readers: tuple[str, ...]
+    source: str
+    group: int = 1
+    head_dim: int = 0
+    blocked: str | None = None
+
+
+class Head(nnx.Module):
+    """The final norm and the output projection, sharing the model's parameters."""
+
+    def __init__(self, norm: RMSNorm, lm_head: Linear) -> None:
+        self.norm, self.lm_head = norm, lm_head
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[B, T, D]` → `[B, T, V]`."""
+        return self.lm_head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the model that is calibrated at a time; `prefix` + a path in `module` is a path in the
+    model."""
+
+    name: str
+    prefix: str
+    module: nnx.Module
+    sites: tuple[Site, ...]
+
+    def params(self) -> dict[str, nnx.Param]:
+        """By their path in the stage."""
+        return dict(iter_params(self.module))
+
+
+def statistics_of(reader: str, site: Site) -> str:
+    """The name of the statistics that a weight is calibrated with."""
+    if reader in ("moe.experts.gate_proj", "moe.experts.up_proj"):
+        return EXPERTS_IN
+    return site.name
+
+
+def stages_of(model: Decoder) -> list[Stage]:
+    """The decoder layers in order, and the head where the model has an output projection of its own."""
+    stages = [
+        Stage(f"layer {i}", f"layers.{i}.", layer, layer_sites(layer))
+        for i, layer in zip(model.stage, model.in_order(), strict=True)
+    ]
+    if model.lm_head is not None and model.norm is not None:
+        site = Site("lm_head", "lm_head", ("lm_head.kernel",), "norm.scale")
+        stages.append(Stage("lm_head", "", Head(model.norm, model.lm_head), (site,)))
+    return stages
+
+
+def layer_sites(layer: DecoderLayer) -> tuple[Site, ...]:
+    """Of one decoder layer."""
+    config = layer.attention.config
+    qkv = tuple(f"attention.{name}_proj.kernel" for name in "qkv")
+    clip = None
+    if config.clip_qkv is not None:
+        clip = f"clip_qkv={config.clip_qkv:g} stands between v_proj and it"
+    sites = [
+        Site("attention", "attention.q_proj", qkv, "input_norm.scale"),
+        Site(
+            "attention.o_proj",
+            "attention.o_proj",
+            ("attention.o_proj.kernel",),
+            "attention.v_proj.kernel",
+            config.num_heads // config.num_kv_heads,
+            config.head_dim,
+            clip,
+        ),
+    ]
+    norm = "post_attention_norm.scale"
+    if layer.moe is None:
+        gated = ("mlp.gate_proj.kernel", "mlp.up_proj.kernel")
+        return (*sites, Site("mlp", "mlp.gate_proj", gated, norm), _down("mlp"))
+    readers = ["moe.router.kernel", "moe.experts.gate_proj", "moe.experts.up_proj"]
+    if layer.moe.shared_expert is not None:
+        readers += [f"moe.shared_expert.{name}_proj.kernel" for name in ("gate", "up")]
+        readers += ["moe.shared_gate.kernel"]
+        sites.append(_down("moe.shared_expert"))
+    experts = Site(EXPERTS_HIDDEN, "moe.experts", ("moe.experts.down_proj",), "moe.experts.up_proj")
+    return (*sites, Site("moe", "moe.router", tuple(readers), norm), experts)
+
+
+def _down(mlp: str) -> Site:
+    return Site(f"{mlp}.down_proj", f"{mlp}.down_proj", (f"{mlp}.down_proj.kernel",), f"{mlp}.up_proj.kernel")

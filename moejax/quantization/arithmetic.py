@@ -1,0 +1,393 @@
+"""From weights to codes and back: what every quantization method and every product shares.
+
+Pure functions on arrays, vectorised over leading axes (experts), usable in and out of `jit` with the same
+bits. Shapes: D inputs, F outputs; codes are `[..., F, D]`; scales, steps and zero points are grids
+`[..., G, O]` (`moejax.quantization.formats`). They know nothing of how a range is found (`clipping`) or of
+how the codes are chosen (`rtn`, `gptq`, ...).
+
+A code stands for `(code - zero) · step`. `step` is computed from the *stored* scale, and codes are rounded
+with it: what a scale loses in bfloat16, float8 or as a power of two shifts the grid of values, but adds no
+error to a weight beyond half a step (or saturation, where the scale was rounded down).
+
+    numbers           codes                        largest magnitude   zero
+    int8              -127..127; asym. -128..127   127                 0; asym. -128..127
+    int4              1..15; asym. 0..15           7                   8; asym. 0..15
+    float8_e4m3fn     the numbers, saturated       448 (no infinity)   0
+    float8_e5m2       the numbers, saturated       57344               0
+    float4_e2m1fn     nibbles sign, 2 bits, 1 bit  6                   0
+
+Why not `qwix.quantize`, whose core has these formats too: it rounds codes before it casts the scale to the
+dtype that is kept, divides a symmetric range into 2^bits - 1 steps where the GPU kernels (and published
+checkpoints) have 2^bits - 2, takes no range found by clipping, has no scale of the tensor in nvfp4, and its
+4-bit codes take a byte each. The tests hold it beside these functions wherever both define the same numbers.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax.quantization.formats import QTensor, WeightFormat
+from pallas_kernels import qformats
+from pallas_kernels.fp8 import encode_e4m3, encode_e5m2
+
+MOST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float4_e2m1fn": 6.0}
+"""The largest magnitude of a symmetric format, in steps."""
+
+_E8M0_BIAS = 127
+
+
+def is_integer(fmt: WeightFormat) -> bool:
+    """Codes are integers, evenly spaced."""
+    return fmt.numbers.startswith("int")
+
+
+def code_range(fmt: WeightFormat) -> tuple[int, int]:
+    """Least and largest code of an integer format, the offset of int4 included."""
+    if fmt.numbers == "int4":
+        return (1, 15) if fmt.symmetric else (0, 15)
+    assert fmt.numbers == "int8", fmt
+    return (-127, 127) if fmt.symmetric else (-128, 127)
+
+
+# --- Packing ------------------------------------------------------------------------------------------------
+
+
+def pack(codes: jax.Array, piece: int) -> jax.Array:
+    """Codes below 16, `[..., D]`, two a byte: uint8 `[..., D/2]`.
+
+    Args:
+        piece: inputs of a piece of bytes (`WeightFormat.pack`), an even divisor of D.
+    """
+    *lead, D = codes.shape
+    assert piece % 2 == 0 and D % piece == 0, (D, piece)
+    halves = codes.astype(jnp.uint8).reshape(*lead, D // piece, 2, piece // 2)
+    return (halves[..., 0, :] | (halves[..., 1, :] << jnp.uint8(4))).reshape(*lead, D // 2)
+
+
+def unpack(packed: jax.Array, piece: int) -> jax.Array:
+    """The inverse of `pack`: uint8 `[..., D]`."""
+    *lead, half = packed.shape
+    pieces = packed.reshape(*lead, 2 * half // piece, piece // 2)
+    both = jnp.concatenate([pieces & jnp.uint8(15), pieces >> jnp.uint8(4)], axis=-1)
+    return both.reshape(*lead, 2 * half)
+
+
+# --- float4_e2m1fn ------------------------------------------------------------------------------------------
+
+
+def encode_e2m1(x: jax.Array) -> jax.Array:
+    """Nibbles of the nearest numbers 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, saturating; uint8.
+
+    Ties go to the even code: a magnitude is as many codes from zero as it exceeds midpoints, and a midpoint
+    itself counts where the code below it is odd.
+    """
+    a = jnp.abs(x)
+    above = [a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0]
+    magnitude = sum((passed.astype(jnp.uint8) for passed in above), jnp.zeros(x.shape, jnp.uint8))
+    return magnitude | (jnp.signbit(x).astype(jnp.uint8) << jnp.uint8(3))
+
+
+def decode_e2m1(nibbles: jax.Array) -> jax.Array:
+    """float32 values; exact. The eight magnitudes lie on the greatest of three lines."""
+    m = (nibbles & jnp.uint8(7)).astype(jnp.float32)
+    value = jnp.maximum(jnp.maximum(0.5 * m, m - 2.0), 2.0 * m - 8.0)
+    return jnp.where(nibbles >= jnp.uint8(8), -value, value)
+
+
+# --- Scales -------------------------------------------------------------------------------------------------
+
+
+def _store(scale: jax.Array, dtype: Any) -> jax.Array:
+    """Rounds a positive float32 scale to `dtype`, within its normal numbers (CPUs flush subnormal ones)."""
+    info = jnp.finfo(dtype)
+    least, most = float(info.tiny), float(info.max)
+    return jnp.clip(scale, least, most).astype(dtype)
+
+
+def _power_of_two(most: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """e8m0: biased exponents of floor(log2 most) - floor(log2 largest code), as OCP MX v1.0 (6.3) has them.
+
+    Magnitudes between the largest code and the next power of two saturate (in mxfp4, 6 to 8). Exponents stay
+    in 1..254: 0 would be a subnormal float32, 255 is NaN.
+    """
+    bits = jax.lax.bitcast_convert_type(most, jnp.int32)
+    largest = int(MOST[fmt.numbers]).bit_length() - 1
+    biased = jnp.clip((bits >> 23) - largest, 1, 254)
+    return jnp.where(most > 0, biased, _E8M0_BIAS).astype(jnp.uint8)
+
+
+def _block_scales(scale: jax.Array, some: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """nvfp4: e4m3 scales in units of a float32 scale of the tensor that maps the greatest of them to 448.
+
+    Args:
+        some: where a group has a weight but zeros; only such groups count.
+    """
+    greatest = jnp.max(jnp.where(some, scale, 0.0), axis=(-2, -1), keepdims=True)
+    # A reciprocal, because checkpoints store the number that scales are divided by; at least 2^-126.
+    divisor = jnp.minimum(_store(MOST["float8_e4m3fn"] / greatest, jnp.float32), 2.0**126)
+    tensor_scale = 1.0 / divisor
+    tensor_scale = jnp.where(greatest > 0, tensor_scale, 1.0)
+    least = 2.0**-9  # the least e4m3 number: a step of 0 would make NaNs of weights
+    units = jnp.where(some, jnp.clip(scale / tensor_scale, least, MOST["float8_e4m3fn"]), 1.0)
+    return jax.lax.bitcast_convert_type(encode_e4m3(units), jnp.float8_e4m3fn), tensor_scale
+
+
+def scales_from_range(
+    low: jax.Array, high: jax.Array, fmt: WeightFormat
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Scales, zero points and tensor scale, in their stored dtypes, that cover ranges of weights.
+
+    A symmetric format maps the greater of |low| and |high| to its largest code (e8m0: see `_power_of_two`);
+    an asymmetric one maps [min(low, 0), max(high, 0)] to all its codes, so that 0 is always a code. A group
+    of zeros takes scale 1. Scales beyond their dtype take its least normal or its largest number.
+
+    Args:
+        low, high: float32 `[..., G, O]`, finite.
+
+    Returns:
+        scales `[..., G, O]`; zeros `[..., G, O]` or None; tensor scale float32 `[..., 1, 1]` or None.
+    """
+    low, high = jnp.minimum(low, 0.0), jnp.maximum(high, 0.0)
+    levels = float(2**fmt.bits - 1)
+    span = jnp.maximum(high, -low) if fmt.symmetric else high - low
+    tensor_scale = None
+    if fmt.scale_dtype == "e8m0":
+        scales = _power_of_two(span if fmt.symmetric else span / levels * MOST[fmt.numbers], fmt)
+    else:
+        scale = jnp.where(span > 0, span / (MOST[fmt.numbers] if fmt.symmetric else levels), 1.0)
+        if fmt.has_tensor_scale:
+            scales, tensor_scale = _block_scales(scale, span > 0)
+        else:
+            scales = _store(scale, jnp.dtype(fmt.scale_dtype))
+    if fmt.symmetric:
+        return scales, None, tensor_scale
+    step = _step(scales, tensor_scale, fmt)
+    least, most = code_range(fmt)
+    zeros = jnp.clip(jnp.round(-low / step) + least, least, most)
+    return scales, zeros.astype(jnp.uint8 if fmt.numbers == "int4" else jnp.int8), tensor_scale
+
+
+def _step(scales: jax.Array, tensor_scale: jax.Array | None, fmt: WeightFormat) -> jax.Array:
+    if fmt.scale_dtype == "e8m0":
+        wide = scales.astype(jnp.int32)
+        # 0 is 2^-127, whose float32 bits are those of a subnormal number; 255 is NaN.
+        bits = jnp.where(wide == 0, 0x00400000, jnp.where(wide == 255, 0x7FC00000, wide << 23))
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    if fmt.scale_dtype == "float8_e4m3fn":
+        assert tensor_scale is not None, fmt
+        return scales.astype(jnp.float32) * tensor_scale
+    return scales.astype(jnp.float32)
+
+
+def step_and_zero(
+    scales: jax.Array, zeros: jax.Array | None, tensor_scale: jax.Array | None, fmt: WeightFormat
+) -> tuple[jax.Array, jax.Array]:
+    """What the stored arrays say of a code: float32 `step` and `zero`, both `[..., G, O]`.
+
+    `zero` is 8 for symmetric int4, whose codes are stored with that offset, and 0 where there is none.
+    """
+    step = _step(scales, tensor_scale, fmt)
+    if zeros is not None:
+        return step, zeros.astype(jnp.float32)
+    return step, jnp.full_like(step, 8.0 if fmt.numbers == "int4" else 0.0)
+
+
+# --- Codes --------------------------------------------------------------------------------------------------
+
+
+def _values(codes: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """float32 value of each code, in steps, zero point not yet subtracted."""
+    return decode_e2m1(codes) if fmt.numbers == "float4_e2m1fn" else codes.astype(jnp.float32)
+
+
+def round_to_codes(w: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """Nearest codes, ties to even, saturating; unpacked, in the dtype of `fmt.code_dtype`.
+
+    Args:
+        w, step, zero: float32, of shapes that broadcast against each other. w must be finite.
+    """
+    scaled = w / step
+    if is_integer(fmt):
+        least, most = code_range(fmt)
+        return jnp.clip(jnp.round(scaled) + zero, least, most).astype(fmt.code_dtype)
+    return encode(scaled, fmt.numbers)
+
+
+def encode(x: jax.Array, numbers: str) -> jax.Array:
+    """float32 → float8 numbers (or float4 nibbles), nearest, ties to even, saturating.
+
+    By integer arithmetic: compilers differ in how often they round on the way from float32 to float8.
+    """
+    if numbers == "float4_e2m1fn":
+        return encode_e2m1(x)
+    bits = encode_e4m3(x) if numbers == "float8_e4m3fn" else encode_e5m2(x)
+    return jax.lax.bitcast_convert_type(bits, jnp.dtype(numbers))
+
+
+def codes_to_values(codes: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """`(code - zero) · step` in float32 for unpacked codes; the arrays broadcast against each other."""
+    values = _values(codes, fmt)
+    if fmt.numbers == "int4" or not fmt.symmetric:
+        values = values - zero
+    return values * step
+
+
+def spread(
+    grid: jax.Array, fmt: WeightFormat, D: int, F: int, group_index: jax.Array | None = None
+) -> jax.Array:
+    """A grid `[..., G, O]`, one number for each weight: `[..., F, D]`.
+
+    Args:
+        group_index: int32 `[..., D]`, of indexed formats.
+    """
+    *lead, G, O = grid.shape  # noqa: E741
+    if group_index is not None:
+        # Rows of the grid are contiguous; a gather along the last axis would fetch number by number.
+        take = lambda g, i: jnp.take(g, i, axis=0)  # noqa: E731
+        for _ in lead:
+            take = jax.vmap(take)
+        return jnp.swapaxes(take(grid, group_index), -1, -2)
+    grid = jnp.swapaxes(grid, -1, -2)
+    if fmt.granularity == "block":
+        grid = jnp.broadcast_to(grid[..., :, None, :, None], (*lead, O, fmt.group, G, fmt.group))
+        return grid.reshape(*lead, O * fmt.group, G * fmt.group)[..., :F, :D]
+    return jnp.broadcast_to(grid[..., None], (*lead, F, G, D // G)).reshape(*lead, F, D)
+
+
+# --- Whole weights ------------------------------------------------------------------------------------------
+
+
+def assemble(
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    fmt: WeightFormat,
+    *,
+    tensor_scale: jax.Array | None = None,
+    group_index: jax.Array | None = None,
+    input_scale: jax.Array | None = None,
+) -> QTensor:
+    """A `QTensor` from unpacked codes `[..., F, D]` and the arrays of `scales_from_range`; packs."""
+    piece = fmt.pack(codes.shape[-1])
+    values = pack(codes, piece) if fmt.packed else codes
+    return QTensor(values, scales, zeros, tensor_scale, group_index, input_scale, fmt, piece)
+
+
+def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
+    """The weight as it lies in memory, `[..., F, D]` in `dtype`; computed in float32.
+
+    Scales meet the codes by reshapes and broadcasts alone (no gather but by a group index), which a compiler
+    fuses into one pass over the codes. Packed ones meet them in runs of half a piece, as they come out of the
+    bytes: XLA's CPU code is then two to ten times as fast as with the whole rows that channel scales have.
+    """
+    fmt = q.format
+    *lead, D, F = q.shape
+    codes = unpack(q.values, q.pack) if fmt.packed else q.values
+    step, zero = step_and_zero(q.scales, q.zeros, q.tensor_scale, fmt)
+    if fmt.granularity == "block" or q.group_index is not None:
+        step, zero = (spread(grid, fmt, D, F, q.group_index) for grid in (step, zero))
+        return codes_to_values(codes, step, zero, fmt).astype(dtype)
+    G, columns = step.shape[-2:]
+    run = math.gcd(D // G, q.pack // 2) if fmt.packed and q.pack > 2 else D // G
+    inner, inner_grid = [G, D // G // run, run], [G, 1, 1]
+    if 1 in inner[:2]:  # An axis of one between the others costs as much as no runs.
+        inner, inner_grid = [max(inner[:2]), run], [G, 1]
+    step, zero = (jnp.swapaxes(grid, -1, -2).reshape(*lead, columns, *inner_grid) for grid in (step, zero))
+    values = codes_to_values(codes.reshape(*lead, F, *inner), step, zero, fmt)
+    return values.astype(dtype).reshape(*lead, F, D)
+
+
+def dequantize(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
+    """The weight, `[..., D, F]` in `dtype`; computed in float32."""
+    return jnp.swapaxes(dequantize_stored(q, dtype), -1, -2)
+
+
+# --- Activations --------------------------------------------------------------------------------------------
+
+
+def quantize_activations(
+    x: jax.Array, fmt: WeightFormat, input_scale: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Activations in the weight's numbers: codes `[..., D]`, float32 scales `[..., 1]`, x ≈ codes · scales.
+
+    Dynamic: each row's largest magnitude becomes the largest code; a row of zeros has scale 0. int8 as
+    `pallas_kernels.qformats.quantize_rows` does it, bit for bit. Rows that are not finite have scale NaN.
+    Static: with the given scale, saturating.
+
+    Args:
+        x: of any floating dtype; computed in float32.
+        input_scale: for "static"; `[..., 1]` of x's rank, or of fewer axes, which are then x's first ones
+            (a weight's own `input_scale` `[1]`, or `[E, 1]` for x `[E, T, D]`).
+    """
+    assert fmt.activations != "none", fmt
+    if fmt.activations == "static":
+        assert input_scale is not None, fmt
+        lead = input_scale.shape[:-1]
+        scale = input_scale.astype(jnp.float32).reshape(*lead, *(1,) * (x.ndim - len(lead)))
+        scaled = x.astype(jnp.float32) / scale
+        scale = jnp.broadcast_to(scale, (*x.shape[:-1], 1))
+        if is_integer(fmt):
+            return jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8), scale
+        return encode(scaled, fmt.numbers), scale
+    if is_integer(fmt):
+        codes, scale = qformats.quantize_rows(x)
+        return codes, scale[..., None]
+    wide, most = x.astype(jnp.float32), MOST[fmt.numbers]
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    inverse = jnp.where(largest > 0, most / jnp.maximum(largest, 1e-30), 0.0)
+    scale = jnp.where(jnp.isfinite(largest), largest * (1.0 / most), jnp.nan)
+    return encode(wide * inverse, fmt.numbers), scale
+
+
+# --- GPU kernels --------------------------------------------------------------------------------------------
+
+
+def why_no_kernel(fmt: WeightFormat, D: int) -> str | None:
+    """Why the GPU kernels have no product with a weight of D inputs in this format; None where they have."""
+    found = _kernel_format(fmt)
+    if isinstance(found, str):
+        return f"{fmt.name}: {found}"
+    if D % found.block:
+        return f"{fmt.name}: the kernel's inputs are a multiple of {found.block}, here {D}"
+    return None
+
+
+def _kernel_format(fmt: WeightFormat) -> qformats.Format | str:
+    kind = {
+        ("int8", "none"): "w8a16",
+        ("int8", "dynamic"): "w8a8",
+        ("int8", "static"): "w8a8",  # whose codes and scales come from outside the kernel
+        ("int4", "none"): "w4a16",
+        ("float8_e4m3fn", "none"): "fp8",
+    }.get((fmt.numbers, fmt.activations))
+    if kind is None:
+        what = "" if fmt.activations == "none" else f" with {fmt.activations} activation scales"
+        return f"no kernel for {fmt.numbers}{what}"
+    if fmt.scale_dtype not in ("float32", "bfloat16", "float16"):
+        return f"no kernel with {fmt.scale_dtype} scales"
+    if fmt.indexed:
+        return "no kernel with a group index"
+    if fmt.granularity == "tensor":
+        return "no kernel with one scale for the tensor"
+    if not fmt.symmetric and kind != "w4a16":
+        return f"no kernel with zero points for {fmt.numbers}"
+    groups = qformats.GROUPS[kind]
+    if (fmt.granularity == "block") != (kind == "fp8" and fmt.group > 0) or fmt.group not in groups:
+        known = ", ".join(str(g) if g else "per channel" for g in groups)
+        return f"no kernel for {fmt.granularity} scales of {fmt.group or 'all inputs'}; known: {known}"
+    return qformats.Format(kind, fmt.group, zeros=not fmt.symmetric)
+
+
+def to_kernel(q: QTensor) -> qformats.QuantizedTensor | None:
+    """The same arrays as the GPU kernels' weight, nothing copied; None where they have no such format."""
+    D = q.shape[-2]
+    if why_no_kernel(q.format, D) is not None:
+        return None
+    fmt = _kernel_format(q.format)
+    assert isinstance(fmt, qformats.Format) and (not q.format.packed or q.pack == qformats.PACK), q.format
+    values = q.values
+    if fmt.kind == "fp8":
+        values = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    return qformats.QuantizedTensor(values, q.scales, q.zeros, fmt)

@@ -1,0 +1,87 @@
+"""AWQ checkpoints, the GEMM layout of AutoAWQ.
+
+    qweight  int32 [D, F / 8]     4-bit codes, packed along the outputs; the nibbles of a word, lowest first,
+                                  are outputs 0 2 4 6 1 3 5 7 of its eight
+    qzeros   int32 [G, F / 8]     zero points, in the same order
+    scales   float [G, F]
+
+value = (code - zero) · scale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moejax.quantization.checkpoints.convention import Convention, QuantFields, Role, Verdict, listed
+from moejax.quantization.checkpoints.scheme import (
+    FLOATS,
+    Arrays,
+    Complain,
+    Need,
+    Scheme,
+    check_finite,
+    check_zeros,
+    groups_of,
+    our_codes,
+)
+from moejax.quantization.formats import WeightFormat
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output, of a word's eight, that each nibble has."""
+
+
+@dataclass(frozen=True)
+class AwqScheme(Scheme):
+    main = "qweight"
+    scale = "scales"
+
+    def needs(self, D: int, F: int) -> dict[str, Need]:
+        G, words = groups_of(self.format, D), -(-F // 8)
+        return {
+            "qweight": Need(((D, words),), ("I32",)),
+            "qzeros": Need(((G, words),), ("I32",), optional=self.format.symmetric),
+            "scales": Need(((G, F),), FLOATS),
+        }
+
+    def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
+        check_finite("scales", tensors["scales"], complain)
+        codes = _output_major(tensors["qweight"])[:F]
+        parts = {"values": our_codes(codes, self.format), "scales": tensors["scales"]}
+        if "qzeros" in tensors:
+            zeros = _output_major(tensors["qzeros"])[:F].T
+            if self.format.symmetric:
+                check_zeros("qzeros", zeros, 8, complain, " (zero_point is false)")
+            else:
+                parts["zeros"] = zeros
+        return parts
+
+
+def _output_major(words: np.ndarray) -> np.ndarray:
+    """int32 `[n, W]` → uint8 `[8 W, n]`."""
+    columns = np.ascontiguousarray(words.T).view(np.uint32)
+    codes = np.empty((columns.shape[0], 8, columns.shape[1]), np.uint8)
+    for nibble, output in enumerate(ORDER):
+        codes[:, output] = (columns >> np.uint32(4 * nibble)) & np.uint32(15)
+    return codes.reshape(-1, columns.shape[1])
+
+
+@dataclass(frozen=True)
+class Awq(Convention):
+    scheme: AwqScheme
+    left_out: tuple[str, ...]
+
+    def verdict(self, module: str, role: Role) -> Verdict:
+        return listed(module, role, self.scheme, self.left_out)
+
+
+def parse_awq(fields: QuantFields) -> Awq:
+    """Raises `ConfigError` for what is not read here and `CheckpointError` for what is malformed."""
+    fields.one_of("bits", fields.integer("bits", "w_bit"), (4,), "AWQ")
+    version = str(fields.take("version", default="gemm")).lower()
+    fields.one_of("version", version, ("gemm",), "AWQ")
+    group = fields.group()
+    fmt = WeightFormat(
+        "int4", "group" if group else "channel", group, symmetric=not fields.flag("zero_point", True)
+    )
+    return Awq("awq", AwqScheme(fmt), fields.names("modules_to_not_convert"))

@@ -1,0 +1,120 @@
+"""What a `quantization_config` says of each linear layer of a checkpoint."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from moejax.core.errors import CheckpointError, ConfigError
+from moejax.quantization.checkpoints.scheme import Scheme
+
+Role = Literal["linear", "router", "shared_gate", "head", "embedding"]
+"""What a module is: the router is no `Linear` for some writers, and no list of modules counts it."""
+
+Excluded = Literal["yes", "perhaps", "no"]
+
+
+class Verdict(NamedTuple):
+    """What the configuration says of a module.
+
+    Attributes:
+        scheme: how it is quantized; None where it must be in full precision.
+        must: it is quantized; otherwise it may be.
+    """
+
+    scheme: Scheme | None
+    must: bool = True
+
+
+@dataclass(frozen=True)
+class Convention(ABC):
+    """A parsed `quantization_config`.
+
+    Attributes:
+        method: as `quant_method` names it.
+        notes: what the checkpoint asks for and does not get, for a warning.
+    """
+
+    method: str
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @abstractmethod
+    def verdict(self, module: str, role: Role) -> Verdict:
+        """Of a module such as `model.layers.0.mlp.experts.3.gate_proj`."""
+
+
+class QuantFields:
+    """A `quantization_config` whose fields are taken one at a time, with errors that name them."""
+
+    def __init__(self, raw: Mapping[str, Any], source: str) -> None:
+        self.raw, self.source = raw, f"{source}: quantization_config"
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """The first that is there and not null."""
+        return next((self.raw[name] for name in names if self.raw.get(name) is not None), default)
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        value = self.take(*names, default=default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise CheckpointError(f"{self.source}.{names[0]} must be an integer, got {value!r}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.take(name, default=default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.source}.{name} must be true or false, got {value!r}")
+        return value
+
+    def names(self, *fields: str) -> tuple[str, ...]:
+        """A list of strings, or nothing."""
+        value = self.take(*fields, default=[])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise CheckpointError(f"{self.source}.{fields[0]} must be a list of names, got {value!r}")
+        return tuple(value)
+
+    def group(self, default: int | None = None) -> int:
+        """`group_size`; 0 for -1, which is one group of all inputs."""
+        size = self.integer("group_size", "q_group_size", default=default)
+        if size < -1 or size == 0:
+            raise CheckpointError(
+                f"{self.source}.group_size must be positive, or -1 for channels, got {size}"
+            )
+        return max(size, 0)
+
+    def one_of(self, name: str, value: Any, known: Iterable[Any], of: str) -> None:
+        """Raises `ConfigError` for what exists but is not read here."""
+        if value not in known:
+            choices = ", ".join(map(repr, known))
+            raise ConfigError(
+                f"{self.source}.{name}={value!r} is not supported for {of}; supported: {choices}"
+            )
+
+
+def excluded(module: str, names: Iterable[str]) -> Excluded:
+    """Whether a list of modules that are not quantized names this one.
+
+    Libraries look for the names anywhere in a module's, so that "gate" would reach `gate_proj`; what was
+    meant is the part of the path `gate`. Where only the former holds, the tensors decide.
+    """
+    found: Excluded = "no"
+    for name in names:
+        if name.startswith("re:"):
+            if re.match(name[3:], module):
+                return "yes"
+        elif f".{name.strip('.')}." in f".{module}.":
+            return "yes"
+        elif name in module:
+            found = "perhaps"
+    return found
+
+
+def listed(module: str, role: Role, scheme: Scheme, left_out: Iterable[str]) -> Verdict:
+    """The verdict of a configuration that names the modules which are in full precision.
+
+    Router, shared expert's gate and output projection are so without being named, unless they are not.
+    """
+    if role == "embedding":
+        return Verdict(None)
+    found = excluded(module, left_out)
+    return Verdict(None) if found == "yes" else Verdict(scheme, must=role == "linear" and found == "no")

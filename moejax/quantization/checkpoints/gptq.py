@@ -1,0 +1,149 @@
+"""GPTQ checkpoints, as AutoGPTQ, GPTQModel and transformers write them.
+
+    qweight  int32 [D · bits / 32, F]     codes, packed along the inputs, lowest bits first
+    qzeros   int32 [G, F · bits / 32]     zero points, packed along the outputs
+    scales   float [G, F]
+    g_idx    int32 [D]                    the group of each input
+
+value = (code - zero) · scale. `checkpoint_format` "gptq" stores zero points less one (modulo 2^bits), as
+AutoGPTQ always did; "gptq_v2" stores them as they are. With `desc_act` inputs were quantized by falling
+activation, and their groups are those of that order: `g_idx`. GPTQModel's `dynamic` changes settings for
+modules that a pattern matches, or leaves them out ("-:").
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moejax.core.errors import CheckpointError
+from moejax.quantization.checkpoints.bits import signed, words_to_codes
+from moejax.quantization.checkpoints.convention import Convention, QuantFields, Role, Verdict
+from moejax.quantization.checkpoints.scheme import (
+    FLOATS,
+    Arrays,
+    Complain,
+    Need,
+    Scheme,
+    Shape,
+    check_finite,
+    check_zeros,
+    group_index,
+    groups_of,
+    our_codes,
+)
+from moejax.quantization.formats import WeightFormat
+
+
+@dataclass(frozen=True)
+class GptqScheme(Scheme):
+    """Attributes beside the format: `less_one`, where zero points are stored less one."""
+
+    less_one: bool = True
+
+    main = "qweight"
+    scale = "scales"
+
+    def needs(self, D: int, F: int) -> dict[str, Need]:
+        bits, G = self.format.bits, groups_of(self.format, D)
+        return {
+            "qweight": Need(((-(-D * bits // 32), F),), ("I32",)),
+            "qzeros": Need(((G, -(-F * bits // 32)),), ("I32",)),
+            "scales": Need(((G, F),), FLOATS),
+            "g_idx": Need(((D,),), ("I32",), optional=not self.format.indexed),
+        }
+
+    def hint(self, name: str, shape: Shape, D: int, F: int) -> str:
+        if name == "qweight" and len(shape) == 2 and shape[1] == F and 32 * shape[0] % D == 0:
+            return f": codes of {32 * shape[0] // D} bits, not {self.format.bits}"
+        return super().hint(name, shape, D, F)
+
+    def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
+        fmt, bits = self.format, self.format.bits
+        codes = words_to_codes(tensors["qweight"].T, bits)[:, :D]
+        zeros = words_to_codes(tensors["qzeros"], bits)[:, :F]
+        if self.less_one:
+            zeros = (zeros + np.uint8(1)) & np.uint8(2**bits - 1)
+        check_finite("scales", tensors["scales"], complain)
+        parts = {"scales": tensors["scales"]}
+        if fmt.symmetric:
+            other = "gptq_v2" if self.less_one else "gptq"
+            hint = f" (sym is true; is checkpoint_format {other!r}?)"
+            check_zeros("qzeros", zeros, 2 ** (bits - 1), complain, hint)
+        else:
+            parts["zeros"] = zeros if bits == 4 else signed(zeros)
+        if "g_idx" in tensors:
+            order = "desc_act is false or static_groups true" if fmt.group else "group_size is -1"
+            index = group_index("g_idx", tensors["g_idx"], fmt, D, complain, order)
+            if index is not None:
+                parts["group_index"] = index
+        return {"values": our_codes(codes if bits == 4 else signed(codes), fmt), **parts}
+
+
+@dataclass(frozen=True)
+class Gptq(Convention):
+    """A GPTQ checkpoint.
+
+    Attributes:
+        scheme: of every module but those of `overrides`.
+        overrides: patterns with a scheme, or None for modules that are left out; the first match counts.
+        modules: ends of the names of the quantized modules; none says nothing.
+        head: whether the output projection is quantized too.
+    """
+
+    scheme: GptqScheme
+    overrides: tuple[tuple[re.Pattern[str], GptqScheme | None], ...]
+    modules: tuple[str, ...]
+    head: bool
+
+    def verdict(self, module: str, role: Role) -> Verdict:
+        matching = [scheme for pattern, scheme in self.overrides if pattern.match(module)]
+        scheme = matching[0] if matching else self.scheme
+        if scheme is None or role == "embedding" or (role == "head" and not self.head):
+            return Verdict(None)
+        if role == "linear" and self.modules and not any(module.endswith(f".{m}") for m in self.modules):
+            return Verdict(None)
+        return Verdict(scheme, must=role in ("linear", "head"))
+
+
+def parse_gptq(fields: QuantFields) -> Gptq:
+    """Raises `ConfigError` for what is not read here and `CheckpointError` for what is malformed."""
+    layout = fields.take("checkpoint_format", default="gptq")
+    fields.one_of("checkpoint_format", layout, ("gptq", "gptq_v2"), "GPTQ")
+    if fields.take("is_marlin_format", default=False):
+        fields.one_of("is_marlin_format", True, (False,), "GPTQ")
+    fields.one_of("pack_dtype", fields.take("pack_dtype", default="int32"), ("int32",), "GPTQ")
+    base = _scheme(fields, {}, layout)
+    overrides = []
+    dynamic = fields.take("dynamic", default={})
+    if not isinstance(dynamic, dict):
+        raise CheckpointError(f"{fields.source}.dynamic must map patterns to settings, got {dynamic!r}")
+    for pattern, settings in dynamic.items():
+        scheme = None if pattern.startswith("-:") else _scheme(fields, settings, layout)
+        text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
+        try:
+            overrides.append((re.compile(text), scheme))
+        except re.error as error:
+            raise CheckpointError(f"{fields.source}.dynamic: {pattern!r} is no pattern ({error})") from None
+    inside = fields.take("modules_in_block_to_quantize", default=[])
+    flat = [name for item in inside for name in (item if isinstance(item, list) else [item])]
+    return Gptq("gptq", base, tuple(overrides), tuple(flat), fields.flag("lm_head", False))
+
+
+def _scheme(fields: QuantFields, changes: Mapping[str, Any], layout: str) -> GptqScheme:
+    merged = QuantFields({**fields.raw, **changes}, "")
+    merged.source = fields.source
+    bits = merged.integer("bits")
+    merged.one_of("bits", bits, (4, 8), "GPTQ")
+    group, meta = merged.group(), merged.take("meta", default={})
+    static = merged.take("static_groups", default=isinstance(meta, dict) and meta.get("static_groups"))
+    fmt = WeightFormat(
+        "int4" if bits == 4 else "int8",
+        "group" if group else "channel",
+        group,
+        symmetric=merged.flag("sym", True),
+        indexed=group > 0 and merged.flag("desc_act", False) and not static,
+    )
+    return GptqScheme(fmt, layout == "gptq")

@@ -1,0 +1,261 @@
+"""The tensors of compressed-tensors, for one matrix; fp8 checkpoints have the first kind too.
+
+    int-quantized, float-quantized, naive-quantized, mxfp8-quantized
+        weight             int8 or float8_e4m3fn [F, D]
+    pack-quantized
+        weight_packed      int32 [F, ⌈D · bits / 32⌉], the codes plus 2^(bits-1), lowest bits first
+        weight_shape       [2], F and D
+        weight_g_idx       int32 [D], the group of each input (actorder "group")
+    nvfp4-pack-quantized, mxfp4-pack-quantized
+        weight_packed      uint8 [F, D / 2], the low nibble first
+        weight_global_scale  float32 [1], of nvfp4: by which scales are divided
+    all
+        weight_scale       [1], [F, 1], [F, G] or [⌈F / b⌉, ⌈D / b⌉]; uint8 exponents in mx formats
+        weight_zero_point  int8 in the shape of the scales; packed along F by groups and channels of
+                           pack-quantized, int32 [⌈F · bits / 32⌉, G]
+        input_scale        [1], of static activations
+
+value = (code - zero point) · scale. Sources: compressed-tensors 0.20, `compressors`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moejax.quantization.checkpoints.bits import (
+    codes_to_words,
+    nibbles_to_octets,
+    octets_to_nibbles,
+    signed,
+    unsigned,
+    words_to_codes,
+)
+from moejax.quantization.checkpoints.scheme import (
+    FLOATS,
+    WHOLE,
+    Arrays,
+    Complain,
+    Need,
+    Scheme,
+    Shape,
+    check_finite,
+    check_zeros,
+    group_index,
+    groups_of,
+    our_codes,
+    plain_codes,
+)
+from moejax.quantization.formats import WeightFormat
+
+ONE: tuple[Shape, ...] = ((1,), ())
+
+
+@dataclass(frozen=True)
+class _Scaled(Scheme):
+    """What all have: scales, zero points of int8, scales of activations."""
+
+    def grid(self, D: int, F: int) -> tuple[Shape, ...]:
+        """Shapes of the scales."""
+        fmt = self.format
+        if fmt.granularity == "tensor":
+            return (*ONE, (1, 1))
+        if fmt.granularity == "channel":
+            return ((F, 1), (F,))
+        G, O = fmt.scale_shape(D, F) if fmt.granularity == "block" else (groups_of(fmt, D), F)  # noqa: E741
+        return ((O, G),)
+
+    def scale_dtypes(self) -> tuple[str, ...]:
+        return ("U8", "F8_E8M0") if self.format.scale_dtype == "e8m0" else FLOATS
+
+    def scaled_needs(self, D: int, F: int) -> dict[str, Need]:
+        static = self.format.activations == "static"
+        return {
+            self.scale: Need(self.grid(D, F), self.scale_dtypes()),
+            "input_scale": Need((*ONE, (1, 1)), FLOATS, optional=not static, unread=not static),
+            "input_zero_point": Need(ONE, ("I8", "F8_E4M3", *WHOLE), optional=True, unread=True),
+            "input_global_scale": Need(ONE, FLOATS, optional=True, unread=True),
+        }
+
+    def place(self, D: int, F: int) -> Shape:
+        """`[O, G]`: the transpose of ours."""
+        G, O = self.format.scale_shape(D, F)  # noqa: E741
+        return O, G
+
+    def read_scales(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
+        scales = tensors[self.scale]
+        check_finite(self.scale, scales, complain)
+        parts = {"scales": scales.reshape(self.place(D, F)).T}
+        if self.format.activations == "static":
+            check_finite("input_scale", tensors["input_scale"], complain)
+            parts["input_scale"] = tensors["input_scale"].reshape(1).astype(np.float32)
+        return parts
+
+    def write_scales(self, parts: Mapping[str, np.ndarray]) -> Arrays:
+        scales = parts["scales"].T
+        out = {self.scale: scales.reshape(-1) if self.format.granularity == "tensor" else scales}
+        if "input_scale" in parts:
+            out["input_scale"] = parts["input_scale"].reshape(1)
+        return out
+
+
+@dataclass(frozen=True)
+class PlainScheme(_Scaled):
+    """A code an element."""
+
+    def needs(self, D: int, F: int) -> dict[str, Need]:
+        code = "I8" if self.format.numbers == "int8" else "F8_E4M3"
+        zero = Need(self.grid(D, F), (code,), optional=self.format.symmetric)
+        return {
+            "weight": Need(((F, D),), (code,)),
+            **self.scaled_needs(D, F),
+            "weight_zero_point": zero,
+        }
+
+    def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
+        values = tensors["weight"]
+        if self.format.numbers != "int8":
+            check_finite("weight", values, complain)
+        parts = {"values": values, **self.read_scales(tensors, D, F, complain)}
+        if "weight_zero_point" in tensors:
+            zeros = tensors["weight_zero_point"]
+            if self.format.symmetric:
+                check_zeros("weight_zero_point", zeros, 0, complain)
+            else:
+                parts["zeros"] = zeros.reshape(self.place(D, F)).T
+        return parts
+
+    def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
+        out = {"weight": parts["values"], **self.write_scales(parts)}
+        if "zeros" in parts:
+            out["weight_zero_point"] = parts["zeros"].T.reshape(out[self.scale].shape)
+        return out
+
+
+@dataclass(frozen=True)
+class PackedScheme(_Scaled):
+    """Integers of 4 or 8 bits in words."""
+
+    main = "weight_packed"
+
+    @property
+    def packs_zeros(self) -> bool:
+        return self.format.granularity in ("group", "channel")
+
+    def needs(self, D: int, F: int) -> dict[str, Need]:
+        bits, fmt = self.format.bits, self.format
+        grid = self.grid(D, F)
+        if self.packs_zeros:  # older versions did not pack them
+            grid = ((-(-F * bits // 32), groups_of(fmt, D)), grid[0])
+        return {
+            "weight_packed": Need(((F, -(-D * bits // 32)),), ("I32",)),
+            "weight_shape": Need(((2,),), WHOLE),
+            **self.scaled_needs(D, F),
+            "weight_zero_point": Need(grid, ("I32", "I8"), optional=fmt.symmetric),
+            "weight_g_idx": Need(((D,),), WHOLE, optional=not fmt.indexed),
+        }
+
+    def hint(self, name: str, shape: Shape, D: int, F: int) -> str:
+        if name == "weight_packed" and len(shape) == 2 and shape[0] == F and 32 * shape[1] % D == 0:
+            return f": codes of {32 * shape[1] // D} bits, not {self.format.bits}"
+        return super().hint(name, shape, D, F)
+
+    def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
+        fmt, bits = self.format, self.format.bits
+        if tuple(tensors["weight_shape"].tolist()) != (F, D):
+            complain("weight_shape", f"{tensors['weight_shape'].tolist()} for a weight of {[F, D]}")
+        codes = words_to_codes(tensors["weight_packed"], bits)[:, :D]
+        values = our_codes(codes if bits == 4 else signed(codes), fmt)
+        parts = {"values": values, **self.read_scales(tensors, D, F, complain)}
+        if "weight_zero_point" in tensors:
+            zeros = self._zeros(tensors["weight_zero_point"], D, F)
+            if fmt.symmetric:
+                check_zeros("weight_zero_point", zeros, 8 if bits == 4 else 0, complain)
+            else:
+                parts["zeros"] = zeros
+        if "weight_g_idx" in tensors:
+            found = tensors["weight_g_idx"]
+            index = group_index("weight_g_idx", found, fmt, D, complain, 'actorder is not "group"')
+            if index is not None:
+                parts["group_index"] = index
+        return parts
+
+    def _zeros(self, stored: np.ndarray, D: int, F: int) -> np.ndarray:
+        """`[G, O]` as we keep them: uint8 from 0 for 4 bits, int8 for 8."""
+        four = self.format.bits == 4
+        if stored.dtype == np.int32:
+            codes = words_to_codes(stored.T, self.format.bits)[:, :F]
+            return codes if four else signed(codes)
+        zeros = stored.reshape(self.place(D, F)).T
+        return (zeros + np.int8(8)).view(np.uint8) if four else zeros
+
+    def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
+        fmt, bits = self.format, self.format.bits
+        codes = plain_codes(parts["values"], fmt, D)
+        out = {
+            "weight_packed": codes_to_words(codes if bits == 4 else unsigned(codes), bits),
+            "weight_shape": np.asarray([F, D], np.int64),
+            **self.write_scales(parts),
+        }
+        if "zeros" in parts:
+            zeros = parts["zeros"]  # [G, O]
+            if self.packs_zeros:
+                out["weight_zero_point"] = codes_to_words(zeros if bits == 4 else unsigned(zeros), bits).T
+            else:
+                whole = zeros.T if bits == 8 else zeros.T.view(np.int8) - np.int8(8)
+                out["weight_zero_point"] = whole.reshape(out[self.scale].shape)
+        return out
+
+
+@dataclass(frozen=True)
+class Fp4Scheme(_Scaled):
+    """nvfp4 and mxfp4."""
+
+    main = "weight_packed"
+
+    def scale_dtypes(self) -> tuple[str, ...]:
+        return ("F8_E4M3",) if self.format.has_tensor_scale else super().scale_dtypes()
+
+    def needs(self, D: int, F: int) -> dict[str, Need]:
+        needs = {"weight_packed": Need(((F, D // 2),), ("U8",)), **self.scaled_needs(D, F)}
+        if self.format.has_tensor_scale:
+            needs["weight_global_scale"] = Need(ONE, ("F32",))
+        return needs
+
+    def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
+        codes = octets_to_nibbles(tensors["weight_packed"])
+        parts = {"values": our_codes(codes, self.format), **self.read_scales(tensors, D, F, complain)}
+        if self.format.has_tensor_scale:
+            divisor = tensors["weight_global_scale"].reshape(1, 1)
+            if not (np.isfinite(divisor).all() and (divisor > 0).all()):
+                complain("weight_global_scale", f"{divisor.item()} is no divisor")
+                divisor = np.ones_like(divisor)
+            parts["tensor_scale"] = np.float32(1) / divisor
+        return parts
+
+    def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
+        codes = plain_codes(parts["values"], self.format, D)
+        out = {"weight_packed": nibbles_to_octets(codes), **self.write_scales(parts)}
+        if self.format.has_tensor_scale:
+            divisor = divisor_of(parts["tensor_scale"].item())
+            assert divisor is not None, "what cannot be written is found before"
+            out["weight_global_scale"] = np.asarray([divisor], np.float32)
+        return out
+
+
+def divisor_of(scale: float) -> np.float32 | None:
+    """The float32 number whose reciprocal is `scale`; some scales have none."""
+    target = np.float32(scale)
+    with np.errstate(divide="ignore", over="ignore"):
+        near = np.float32(1) / target
+        for guess in (near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(0))):
+            if np.isfinite(guess) and np.float32(1) / guess == target:
+                return guess
+    return None
+
+
+def layout(name: str, fmt: WeightFormat) -> Scheme:
+    """The scheme of a format's name in compressed-tensors."""
+    if name == "pack-quantized":
+        return PackedScheme(fmt)
+    return Fp4Scheme(fmt) if name in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") else PlainScheme(fmt)

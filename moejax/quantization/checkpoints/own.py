@@ -1,0 +1,97 @@
+"""Our own layout (`quant_method` "moejax"): the arrays of a `QTensor` by name, as they lie in memory.
+
+It holds every format. `quantization_config` has the formats' fields by name, and the name for each module;
+`*` in a module stands for all experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moejax.core.errors import CheckpointError
+from moejax.quantization.checkpoints.convention import Convention, QuantFields, Role, Verdict
+from moejax.quantization.checkpoints.scheme import (
+    SCALE_DTYPES,
+    Arrays,
+    Complain,
+    Need,
+    Scheme,
+    check_finite,
+    fields_of,
+)
+from moejax.quantization.formats import WeightFormat
+
+METHOD = "moejax"
+VERSION = 1
+DTYPES = {"int8": "I8", "uint8": "U8", "int32": "I32", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+
+
+@dataclass(frozen=True)
+class OwnScheme(Scheme):
+    main = "values"
+    scale = "scales"
+
+    def needs(self, D: int, F: int) -> dict[str, Need]:
+        names = DTYPES | {
+            ours: stored for stored, ours in SCALE_DTYPES.items() if stored in ("F32", "BF16", "F16")
+        }
+        return {
+            name: Need((part.shape,), (names[part.dtype.name],))
+            for name, part in self.format.parts((D, F)).items()
+        }
+
+    def settled(self, dtype: str) -> WeightFormat:
+        return self.format
+
+    def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
+        for name in ("scales", "tensor_scale", "input_scale"):
+            if name in tensors and (name != "scales" or self.format.scale_dtype != "e8m0"):
+                check_finite(name, tensors[name], complain)
+        if self.format.numbers.startswith("float8"):
+            check_finite("values", tensors["values"], complain)
+        index, G = tensors.get("group_index"), self.format.scale_shape(D, F)[0]
+        if index is not None and (index.min() < 0 or index.max() >= G):
+            complain("group_index", f"groups from {index.min()} to {index.max()}, and there are {G}")
+        return dict(tensors)
+
+    def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
+        return dict(parts)
+
+
+@dataclass(frozen=True)
+class Own(Convention):
+    weights: Mapping[str, OwnScheme]
+
+    def verdict(self, module: str, role: Role) -> Verdict:
+        parts = module.split(".")
+        if len(parts) > 2 and parts[-3] == "experts":
+            parts[-2] = "*"
+        scheme = self.weights.get(".".join(parts))
+        return Verdict(scheme)
+
+
+def parse_own(fields: QuantFields) -> Own:
+    """Raises `CheckpointError` for what is malformed."""
+    fields.one_of("version", fields.take("version"), (VERSION,), METHOD)
+    try:
+        schemes = {name: OwnScheme(WeightFormat(**raw)) for name, raw in fields.raw["formats"].items()}
+        return Own(METHOD, {module: schemes[name] for module, name in fields.raw["weights"].items()})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{fields.source} is damaged ({error})") from None
+
+
+def own_config(formats: Mapping[str, WeightFormat]) -> dict[str, Any]:
+    """The `quantization_config` of modules (with `*` for experts) in these formats."""
+    names: dict[WeightFormat, str] = {}
+    for fmt in formats.values():
+        taken = set(names.values())
+        short = fmt.name if fmt.name not in taken else f"{fmt.name}_{fmt.scale_dtype}"
+        names.setdefault(fmt, short)
+    return {
+        "quant_method": METHOD,
+        "version": VERSION,
+        "formats": {name: fields_of(fmt) for fmt, name in names.items()},
+        "weights": {module: names[fmt] for module, fmt in formats.items()},
+    }

@@ -1,0 +1,150 @@
+"""How the tensors of one quantized matrix look in a checkpoint, and what of ours they become.
+
+A matrix of D inputs and F outputs is a module of the checkpoint, `model.layers.0.self_attn.q_proj`, whose
+tensors differ in their last name: `qweight`, `weight_scale`, ... A `Scheme` says which of them there must be
+and turns them into the arrays of a `QTensor` (`moejax.quantization.formats`) without rounding anything, and
+some do the reverse.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moejax.quantization.checkpoints.bits import pack_pieces, unpack_pieces
+from moejax.quantization.formats import ScaleDtype, WeightFormat
+
+FLOATS = ("F32", "BF16", "F16")
+WHOLE = ("I32", "I64")
+
+SCALE_DTYPES: dict[str, ScaleDtype] = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "e8m0",
+    "F8_E8M0": "e8m0",
+}
+"""How safetensors names the dtypes that scales are kept in."""
+
+Shape = tuple[int, ...]
+Arrays = dict[str, np.ndarray]
+Complain = Callable[[str, str], None]
+"""Takes the last name of a tensor and what is wrong with its values."""
+
+
+class Need(NamedTuple):
+    """A tensor of a module.
+
+    Attributes:
+        shapes: any of these.
+        dtypes: any of these, by safetensors' names.
+        optional: may be missing.
+        unread: known, but nothing of ours.
+    """
+
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    optional: bool = False
+    unread: bool = False
+
+
+@dataclass(frozen=True)
+class Scheme(ABC):
+    """The layout of one matrix.
+
+    Attributes:
+        format: of the weight; where its scales are floats, their dtype is the stored one (`settled`).
+    """
+
+    format: WeightFormat
+
+    main = "weight"
+    """The tensor with the codes; a module that has it, and `scale`, is quantized."""
+
+    scale = "weight_scale"
+
+    @abstractmethod
+    def needs(self, D: int, F: int) -> dict[str, Need]:
+        """Last name → what there must be."""
+
+    @abstractmethod
+    def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
+        """The parts of a `QTensor` `[D, F]` by name, exactly what is stored.
+
+        Args:
+            tensors: all of `needs` that are there and are not unread, of the right shapes and dtypes.
+            complain: is called for values that the configuration rules out.
+        """
+
+    def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
+        """The inverse of `read`, for schemes that are written."""
+        raise NotImplementedError
+
+    def settled(self, dtype: str) -> WeightFormat:
+        """The format, given the dtype of the stored scales."""
+        return dataclasses.replace(self.format, scale_dtype=SCALE_DTYPES[dtype])
+
+    def hint(self, name: str, shape: Shape, D: int, F: int) -> str:
+        """What a tensor of another shape looks like, as `"; …"`, or nothing."""
+        if name != self.scale or self.format.granularity != "group" or len(shape) != 2:
+            return ""
+        groups = next((n for n, other in (shape, shape[::-1]) if other == F), 0)
+        return f": groups of {D // groups}, not {self.format.group}" if groups and D % groups == 0 else ""
+
+
+def groups_of(fmt: WeightFormat, D: int) -> int:
+    """G, also where the groups do not divide D (which is a fault of its own)."""
+    return -(-D // fmt.group) if fmt.granularity == "group" else 1
+
+
+def our_codes(codes: np.ndarray, fmt: WeightFormat) -> np.ndarray:
+    """Unpacked codes `[F, D]` → the part `values`."""
+    return pack_pieces(codes, fmt.pack(codes.shape[-1])) if fmt.packed else codes
+
+
+def plain_codes(values: np.ndarray, fmt: WeightFormat, D: int) -> np.ndarray:
+    """The part `values` → unpacked codes `[F, D]`."""
+    return unpack_pieces(values, fmt.pack(D)) if fmt.packed else values
+
+
+def check_finite(name: str, values: np.ndarray, complain: Complain) -> None:
+    """Floats, or exponents of e8m0, whose 255 is NaN."""
+    bad = (values == 255) if values.dtype == np.uint8 else ~np.isfinite(values)
+    if bad.any():
+        complain(name, "NaN or infinite")
+
+
+def check_zeros(name: str, zeros: np.ndarray, middle: int, complain: Complain, hint: str = "") -> None:
+    """Zero points of a symmetric format."""
+    if (zeros != middle).any():
+        low, high = int(zeros.min()), int(zeros.max())
+        found = f"{low}" if low == high else f"from {low} to {high}"
+        complain(name, f"zero points {found} where a symmetric format has {middle}{hint}")
+
+
+def group_index(
+    name: str, found: np.ndarray, fmt: WeightFormat, D: int, complain: Complain, order: str
+) -> np.ndarray | None:
+    """int32 `[D]` for an indexed format; else None, and the groups must go by place.
+
+    Args:
+        order: what of the configuration says which it is.
+    """
+    G = groups_of(fmt, D)
+    if fmt.indexed:
+        if found.min(initial=0) < 0 or found.max(initial=0) >= G:
+            complain(name, f"groups from {found.min()} to {found.max()}, and there are {G}")
+        return found.astype(np.int32)
+    by_place = np.arange(D) // fmt.group if fmt.granularity == "group" else np.zeros(D)
+    if not (found == by_place).all() and not (found == -1).all():
+        complain(name, f"groups are not in order, although {order}")
+    return None
+
+
+def fields_of(fmt: WeightFormat) -> dict[str, Any]:
+    """A format as JSON; `WeightFormat(**fields)` is it again."""
+    return dataclasses.asdict(fmt)

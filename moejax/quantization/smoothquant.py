@@ -1,0 +1,80 @@
+"""SmoothQuant: outliers of activations move into the weights, so that both fit in 8 bits.
+
+    s = smoothing_scales(absmax_x, [gate, up], alpha=0.5)        # x feeds both weights
+    # fold: weight rows · s, what precedes / s; then round the weights to nearest
+    scale = static_input_scale(absmax_x / s, parse_format("w8a8_static"))
+
+Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
+arXiv 2211.10438: s_i = max|x_i|^α / max|w_i|^(1-α), the maxima over tokens and over outputs.
+
+Which weights read one input, and what precedes them, is the caller's (`moejax.ptq`).
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from moejax.core.errors import ConfigError
+from moejax.quantization.arithmetic import MOST
+from moejax.quantization.formats import WeightFormat
+
+LARGEST_SCALE = 1e4
+"""Scales and their inverses stay below it: beyond, they would leave the dtype that they are folded into."""
+
+
+def smoothing_scales(
+    activations: jax.Array, weights: Sequence[jax.Array], *, alpha: float = 0.5
+) -> jax.Array:
+    """What the weights' rows are multiplied by and what precedes is divided by, float32 `[*batch, D]`.
+
+    Args:
+        activations: max |x| of each input over tokens, `[*batch, D]`. Inputs whose scale must be one number
+            (they fold into one channel) are given one maximum; their rows too, see `scales_of_maxima`.
+        weights: `[*batch, *own, D, F]` each; the maxima of rows go over own axes and weights too, so that
+            experts that read one input share its scales.
+        alpha: 0 smooths the weights only, 1 the activations only.
+
+    Returns:
+        1 where an input was never seen, or where its weights are all zero.
+    """
+    rows = row_maxima(weights, activations.ndim - 1)
+    return scales_of_maxima(activations, rows, alpha=alpha)
+
+
+def row_maxima(weights: Sequence[jax.Array], batch_axes: int) -> jax.Array:
+    """max |w| of each input over outputs, weights and all but the first `batch_axes` axes: `[*batch, D]`."""
+    found = None
+    for w in weights:
+        axes = (*range(batch_axes, w.ndim - 2), w.ndim - 1)
+        one = jnp.max(jnp.abs(w.astype(jnp.float32)), axis=axes)
+        found = one if found is None else jnp.maximum(found, one)
+    assert found is not None, "no weights"
+    return found
+
+
+def scales_of_maxima(activations: jax.Array, rows: jax.Array, *, alpha: float = 0.5) -> jax.Array:
+    """max|x|^α / max|w|^(1-α) of maxima `[*batch, D]`, guarded; float32."""
+    activations, rows = activations.astype(jnp.float32), rows.astype(jnp.float32)
+    usable = (activations > 0) & (rows > 0) & jnp.isfinite(activations) & jnp.isfinite(rows)
+    x, w = jnp.where(usable, activations, 1.0), jnp.where(usable, rows, 1.0)
+    # In logarithms: powers of float32's extremes neither overflow nor vanish.
+    scales = jnp.exp(alpha * jnp.log(x) - (1 - alpha) * jnp.log(w))
+    return jnp.where(usable, jnp.clip(scales, 1 / LARGEST_SCALE, LARGEST_SCALE), 1.0)
+
+
+def static_input_scale(activations: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """What one code of the activations stands for, float32 `[..., 1]`: the largest |x| is the largest code.
+
+    Args:
+        activations: max |x| of each input over tokens, `[..., D]`, of the inputs as the product gets them (so
+            after smoothing: divided by the scales).
+        fmt: with static activations.
+
+    Raises:
+        ConfigError: a format without static activations.
+    """
+    if fmt.activations != "static":
+        raise ConfigError(f"smoothquant: {fmt.name} has no static activation scales; use w8a8_static")
+    largest = jnp.max(activations.astype(jnp.float32), axis=-1, keepdims=True)
+    return jnp.where(largest > 0, largest / MOST[fmt.numbers], 1.0)

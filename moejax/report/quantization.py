@@ -1,0 +1,342 @@
+"""Table and plots of `experiments.quantization`. No JAX here."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moejax.report.figure import new_figure, round_ticks, save_figure
+from moejax.report.style import COLORS, run_title
+
+# Title, key in a row, what the figure is multiplied with; two tables, each for 100 columns.
+_LOSSES: tuple[tuple[str, str, float], ...] = (
+    ("bits per\nweight", "bits_per_weight", 1),
+    ("model\nMB", "model_bytes", 1e-6),
+    ("perplexity", "perplexity", 1),
+    ("KL\nmnat", "kl", 1e3),
+    ("top-1\n%", "top1_agreement", 100),
+)
+_ROUTING: tuple[tuple[str, str, float], ...] = (
+    ("flips\n%", "router_flips", 100),
+    ("own\n%", "router_flips_replayed", 100),
+    ("shift\n%", "load_shift", 100),
+    ("error %\nrare", "expert_error_rare", 100),
+    ("\npopular", "expert_error_popular", 100),
+    ("rank\ncorr.", "popularity_correlation", 1),
+    ("cold\nexperts", "cold_experts", 1),
+    ("quantize\ns", "quantize_seconds", 1),
+    ("decode\ntok/s", "decode_tokens_per_s", 1),
+    ("\n×", "decode_ratio", 1),
+)
+_LOSSES_NOTE = """\
+loss: of perplexity, % of full precision, with its bootstrap interval; ~ inside the noise
+of that routing: what goes away when full precision's routing is replayed
+"""
+_ROUTING_NOTE = """\
+flips: tokens whose set of experts differs; own: by a layer itself, the routing before it replayed
+shift: of the experts' load; error: of the outputs of the rarest and the most popular experts
+rank corr.: of an expert's error with its load; decode: on this {device}, × full precision's
+"""
+
+
+def _figure(value: Any) -> str:
+    """Three digits."""
+    if value is None or (isinstance(value, float) and not np.isfinite(value)):
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    size = abs(value)
+    return f"{value:,.{0 if size >= 1000 else 1 if size >= 100 else 2}f}"
+
+
+def losses_table(result: Mapping[str, Any]) -> Table:
+    """A row per method: size, and the loss with its interval and the routing's part of it."""
+    text, cases = result["text"], result["cases"]
+    title = (
+        f"quantization: {run_title(result)}\n{text['tokens']:,} held-out tokens in {text['windows']} windows"
+    )
+    return _table(cases, _LOSSES, title)
+
+
+def routing_table(result: Mapping[str, Any]) -> Table:
+    """A row per method: what its routing does, the experts' errors by popularity, time."""
+    return _table([c for c in result["cases"] if c["error"] is None], _ROUTING, "routing, experts, time")
+
+
+def _table(
+    cases: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str, float]], title: str
+) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    kept = [c for c in columns if any(case.get(c[1]) is not None for case in cases)]
+    table.add_column("method", no_wrap=True)
+    for name, key, _ in kept:
+        table.add_column(name, justify="right", no_wrap=True)
+        if key == "perplexity":
+            table.add_column("loss %\n[interval]", justify="right", no_wrap=True)
+            table.add_column("of that\nrouting", justify="right", no_wrap=True)
+    for case in cases:
+        cells = [case["name"]]
+        for _, key, scale in kept:
+            value = case.get(key)
+            cells.append(_figure(None if value is None else value if scale == 1 else value * scale))
+            if key == "perplexity":
+                cells += [_loss(case), _routing_part(case)]
+        table.add_row(*cells, style=None if case["error"] is None else "red")
+    return table
+
+
+def _loss(case: Mapping[str, Any]) -> str:
+    if case.get("perplexity_loss_percent") is None:
+        return ""
+    value, low, high = (case[f"perplexity_loss_percent{end}"] for end in ("", "_low", "_high"))
+    return f"{'~' if case['inside_noise'] else ''}{value:+.2f} [{low:+.2f} {high:+.2f}]"
+
+
+def _routing_part(case: Mapping[str, Any]) -> str:
+    if case.get("routing_delta") is None:
+        return "–"
+    part = 100 * case["routing_delta"] / (case["perplexity"] - case["perplexity_delta"])
+    return f"{'~' if case['routing_inside_noise'] else ''}{part:+.2f}"
+
+
+def conclusions(result: Mapping[str, Any]) -> list[str]:
+    """What the intervals allow to say, a line each."""
+    text, cases = result["text"], result["cases"]
+    percent = f"{100 * text['confidence']:g} %"
+    alike = [f"{d['second']} = {d['first']}" for d in result["differences"] if d["inside_noise"]]
+    how = f"{percent} intervals, {text['resamples']:,} resamples of {text['windows']} windows"
+    lines = [f"inside the noise ({how}): {', '.join(alike) if alike else 'no pair'}"]
+    for case in cases:
+        if case.get("loss_vs_rtn") is not None:
+            low, high = case["loss_vs_rtn_low"], case["loss_vs_rtn_high"]
+            lines.append(
+                f"{case['name']} loses {case['loss_vs_rtn']:.2f} [{low:.2f}, {high:.2f}] times"
+                f" what {case['rtn']} loses"
+            )
+        elif case.get("rtn") is not None:
+            lines.append(
+                f"{case['name']}: {case['rtn']}'s loss is inside the noise, so there is no share of it"
+            )
+    cold = {case["name"]: case["cold_experts"] for case in cases if case.get("cold_experts")}
+    lines += [
+        f"{name}: {count} experts saw too little calibration text (fallback)" for name, count in cold.items()
+    ]
+    raised = {case["name"]: case["damping_raised"] for case in cases if case.get("damping_raised")}
+    lines += [f"{name}: damping raised for {count} matrices" for name, count in raised.items()]
+    return lines
+
+
+def print_quantization(result: Mapping[str, Any], console: Console) -> None:
+    """The tables, what can be concluded, and in red what failed."""
+    console.print(losses_table(result))
+    console.print(_LOSSES_NOTE, highlight=False)
+    if any(case.get("router_flips") is not None for case in result["cases"]):
+        console.print(routing_table(result))
+        device = (result["cases"][0].get("decode_device") or "device").upper()
+        console.print(_ROUTING_NOTE.format(device=device), highlight=False)
+    for line in conclusions(result):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for case in result["cases"]:
+        if case["error"] is not None:
+            console.print(
+                f"{case['name']} failed: {case['error']}", style="red", markup=False, soft_wrap=True
+            )
+    if result.get("wandb_group"):
+        console.print(f"W&B: one run per method, in group {result['wandb_group']}", highlight=False)
+
+
+def _sound(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Rows of the methods that ran."""
+    return [case for case in result["cases"] if case["error"] is None and "perplexity_delta" in case]
+
+
+def pareto_plot(result: Mapping[str, Any]) -> Figure | None:
+    """Loss against bits, with intervals: of the weights, and in a panel of its own of the cache."""
+    rows = _sound(result)
+    panels = [
+        (kind, key, chosen)
+        for kind, key, chosen in (
+            (
+                "bits per weight, scales included",
+                "bits_per_weight",
+                [r for r in rows if r["changes_weights"]],
+            ),
+            ("bits per cached number", "cache_bits", [r for r in rows if r["kv_cache"] != "auto"]),
+        )
+        if chosen
+    ]
+    if not panels:
+        return None
+    ratios = [3 if key == "bits_per_weight" else 2 for _, key, _ in panels]
+    figure, axes = new_figure("Perplexity against size", result, 3 + 2 * sum(ratios), 5, 1, len(panels))
+    grid = axes[0].get_gridspec()
+    assert grid is not None
+    grid.set_width_ratios(ratios)
+    for axis, (label, key, chosen) in zip(axes, panels, strict=True):
+        _pareto_panel(axis, key, chosen)
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("perplexity lost, % of full precision")
+    return figure
+
+
+def _pareto_panel(axis: Axes, key: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    axis.axhline(0, color="#444444", linewidth=1)
+    axis.set_xscale("log", base=2)
+    best = sorted((r for r in rows if r.get("pareto")), key=lambda r: r[key])
+    if key == "bits_per_weight" and len(best) > 1:
+        axis.step(
+            [r[key] for r in best], [r["perplexity_loss_percent"] for r in best], where="post",
+            color="#999999", linewidth=1.2, linestyle="--", label="frontier",
+        )  # fmt: skip
+    axis.plot([], [], "o", color="#444444", markerfacecolor="white", label="inside the noise")
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    for i, row in enumerate(rows):
+        value, low, high = (row[f"perplexity_loss_percent{end}"] for end in ("", "_low", "_high"))
+        filled = not row["inside_noise"]
+        color = COLORS[i % len(COLORS)]
+        axis.errorbar(
+            [row[key]], [value], yerr=[[max(value - low, 0)], [max(high - value, 0)]], fmt="o", capsize=3,
+            color=color, markerfacecolor=color if filled else "white", markersize=6,
+        )  # fmt: skip
+    _label_points(axis, [(row[key], row["perplexity_loss_percent"], row["name"]) for row in rows])
+    low, high = min(r[key] for r in rows), max(r[key] for r in rows)
+    axis.set_xlim(low / 1.3, high * 1.9)
+    round_ticks(axis.xaxis, low / 1.3, high * 1.9)
+    axis.set_xticks([b for b in (3, 4, 5, 6, 8, 10, 12, 16, 24, 32) if low / 1.3 <= b <= high * 1.9])
+
+
+def _label_points(axis: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+    """Names right of their points, moved up where they would cover one another."""
+    axis.margins(y=0.15)
+    axis.relim()
+    axis.autoscale_view(scalex=False)
+    bottom, top = axis.get_ylim()
+    step, placed = (top - bottom) * 0.045, list[tuple[float, float]]()
+    for x, y, name in sorted(points, key=lambda p: p[1]):
+        at = y
+        while any(abs(at - other) < step and 0.6 < x / where < 1.7 for where, other in placed):
+            at += step / 4
+        placed.append((x, at))
+        axis.annotate(
+            name, (x, at), xytext=(8, 0), textcoords="offset points", fontsize=8, va="center",
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        )  # fmt: skip
+
+
+def heatmaps(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | None:
+    """Layers × methods: router flips, free and with the layers before replayed, and the shift of load."""
+    names = [r["name"] for r in _sound(result) if details.get(r["name"], {}).get("router_flips") is not None]
+    if not names:
+        return None
+    first = details[names[0]]
+    layers = [i for i, sparse in enumerate(first["moe_layers"]) if sparse]
+    if not layers:
+        return None
+    panels = (
+        ("router_flips", "tokens whose experts differ, %"),
+        ("router_flips_replayed", "by a layer itself, %\n(routing before it replayed)"),
+        ("load_shift", "shift of expert load, %"),
+    )
+    height = 2.4 + 0.32 * max(len(layers), 3)
+    figure, axes = new_figure("Routing by layer", result, 3.2 + 3 * (1.2 + 0.42 * len(names)), height, 1, 3)
+    for axis, (key, title) in zip(axes, panels, strict=True):
+        values = 100 * np.array([[float(details[name][key][layer]) for name in names] for layer in layers])
+        _heatmap(axis, values, layers, names)
+        axis.set_title(title, fontsize=9)
+    axes[0].set_ylabel("layer")
+    return figure
+
+
+def _heatmap(axis: Axes, values: np.ndarray, rows: Sequence[int], columns: Sequence[str]) -> None:
+    """Numbers in coloured cells; few enough cells show their number."""
+    top = max(float(np.nanmax(values)), 1e-9)
+    axis.grid(visible=False)
+    axis.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=top)
+    axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", fontsize=8)
+    shown = [i for i in range(len(rows)) if i % max(1, len(rows) // 12) == 0]
+    axis.set_yticks(shown, [str(rows[i]) for i in shown], fontsize=8)
+    if values.size <= 320:
+        for (i, j), value in np.ndenumerate(values):
+            dark = value < 0.6 * top
+            axis.text(
+                j, i, _short(value), ha="center", va="center", fontsize=7, color="white" if dark else "black"
+            )
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def popularity_plot(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | None:
+    """Experts' output errors: by popularity group, and each expert of each layer for itself."""
+    names = [r["name"] for r in _sound(result) if r.get("expert_error_rare") is not None]
+    if not names:
+        return None
+    figure, (lines, cloud) = new_figure("Experts' errors by popularity", result, 11, 4.6, 1, 2)
+    for i, name in enumerate(names):
+        found = details[name]
+        style = "o-" if i < len(COLORS) else "s--"
+        color = COLORS[i % len(COLORS)]
+        bins = 100 * np.array(found["popularity_bins"], float)
+        lines.plot(range(1, len(bins) + 1), bins, style, color=color, linewidth=1.3, markersize=4, label=name)
+        error, share = (np.array(found[key], float) for key in ("expert_error", "expert_share"))
+        seen = np.isfinite(error) & (share > 0)
+        cloud.plot(
+            (share * share.shape[1])[seen], 100 * error[seen], ".", color=color, markersize=4, alpha=0.7
+        )
+    count = len(details[names[0]]["popularity_bins"])
+    lines.set_xticks(range(1, count + 1), ["rarest", *[""] * (count - 2), "most popular"][:count])
+    lines.set_xlabel("experts of each layer, grouped by share of tokens")
+    lines.set_ylabel("relative error of an expert's output, %")
+    cloud.set_xlabel("an expert's load / even share")
+    for axis in (lines, cloud):
+        axis.set_yscale("log")
+        round_ticks(axis.yaxis, *axis.get_ylim())
+    figure.legend(*lines.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(names)),
+                  frameon=False, fontsize=8)  # fmt: skip
+    return figure
+
+
+def replay_plot(result: Mapping[str, Any]) -> Figure | None:
+    """What of the lost perplexity the weights make (routing replayed) and what the routing."""
+    rows = [r for r in _sound(result) if r.get("replayed_delta") is not None]
+    if not rows:
+        return None
+    figure, (axis,) = new_figure("Weights and routing", result, max(6.0, 2.5 + 0.95 * len(rows)), 4.6)
+    places = np.arange(len(rows))
+    base = [r["perplexity"] - r["perplexity_delta"] for r in rows]
+    for offset, key, label, color in (
+        (-0.27, "replayed_delta", "weights (routing replayed)", COLORS[0]),
+        (0.0, "routing_delta", "routing (free less replayed)", COLORS[1]),
+        (0.27, "perplexity_delta", "both (routing free)", "#999999"),
+    ):
+        values = 100 * np.array([[r[key], r[f"{key}_low"], r[f"{key}_high"]] for r in rows]) / np.c_[base]
+        spans = np.abs(values[:, 1:].T - values[:, 0])
+        axis.bar(places + offset, values[:, 0], 0.25, yerr=spans, color=color, label=label, capsize=2,
+                 error_kw={"elinewidth": 1, "ecolor": "#333333"})  # fmt: skip
+    axis.axhline(0, color="#444444", linewidth=1)
+    axis.set_xticks(places, [r["name"] for r in rows], rotation=25, ha="right", fontsize=8)
+    axis.set_ylabel("perplexity lost, % of full precision")
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def save_quantization_plots(
+    result: Mapping[str, Any], details: Mapping[str, Any], out_dir: Path
+) -> list[Path]:
+    """`pareto.png`, `routing.png`, `popularity.png`, `replay.png`, where there is data for them."""
+    figures = {
+        "pareto": pareto_plot(result),
+        "routing": heatmaps(result, details),
+        "popularity": popularity_plot(result, details),
+        "replay": replay_plot(result),
+    }
+    return [save_figure(f, out_dir / f"{name}.png") for name, f in figures.items() if f is not None]

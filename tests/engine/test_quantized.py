@@ -1,0 +1,319 @@
+"""The engine on quantized weights: the same tokens as dequantized ones, whatever runs them and where."""
+
+import dataclasses
+import functools
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams, save_pretrained
+from moejax.core.errors import ConfigError
+from moejax.core.quant import QuantConfig, QuantRule
+from moejax.engine.quantizing import check_split
+from moejax.models.decoder import Decoder
+from moejax.nn.param import ParamSpec, initialize, iter_params, specs
+from moejax.nn.quantized import quantized_weights, weight_size
+from moejax.ops.dispatch import choose_quantized
+from moejax.perf.cost import decode_step_cost
+from moejax.perf.memory import held_weights, tensor_bytes
+from moejax.quantization.arithmetic import dequantize
+from moejax.quantization.formats import parse_format
+from moejax.sharding.axes import Axes
+from tests.engine.mesh_models import ENGINE, FAMILIES, prompts
+from tests.engine.test_mesh import LAYOUTS, agree, outcome
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def family(name: str) -> Any:
+    """Wide enough for groups of 32 inputs and pieces of 64 on two devices."""
+    config = FAMILIES[name].replace(hidden_size=128, moe_intermediate_size=128, intermediate_size=128)
+    if config.shared_expert_intermediate_size:
+        config = config.replace(shared_expert_intermediate_size=128)
+    return config.replace(head_dim=32 if name == "qwen3_moe" else 16)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def made(name: str) -> str:
+        directory = tmp_path_factory.mktemp(f"quantized-{name}")
+        save_pretrained(Decoder(family(name), seed=3), directory)
+        return str(directory)
+
+    return made
+
+
+def rtn(fmt: str, *rules: tuple[str, str], implementation: str = "auto") -> QuantConfig:
+    chosen = [QuantRule(pattern, "rtn", form) for pattern, form in rules]
+    return QuantConfig("rtn", fmt, rules=chosen, implementation=implementation)
+
+
+def dequantized(llm: LLM, directory: Path) -> str:
+    """A checkpoint of the very numbers that a quantized model stands for, in full precision."""
+    config = llm.config
+    plain = Decoder(config)
+    values = {path: dequantize(w.tensor()) for path, w in quantized_weights(llm.model)}
+    values |= {path: p[...] for path, p in iter_params(llm.model) if p.get_metadata("spec").shape}
+    for path, param in iter_params(plain):
+        value = values[path]
+        if value.shape != param.get_metadata("spec").shape:  # experts that are stored transposed
+            value = value.swapaxes(-1, -2)
+        param.set_value(value)
+    save_pretrained(plain, directory)
+    return str(directory)
+
+
+RUNS = {
+    "qwen2_moe": rtn("int4_g32", ("*.shared_expert.*", "int8")),
+    "qwen3_moe": rtn("int8", ("lm_head", "int8"), ("layers.0.moe.router", "int8")),
+    "mixtral": rtn("nvfp4", ("*.attention.*", "fp8_block128")),
+    "olmoe": rtn("int4_g64_asym", ("*.down_proj", "int8_asym")),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_tokens_are_those_of_the_dequantized_weights(name: str, model: Any, tmp_path: Path) -> None:
+    """Every family, with prompts in chunks and a cache so small that sequences are preempted."""
+    scarce = dataclasses.replace(
+        ENGINE, max_num_batched_tokens=8, block_size=4, num_blocks=13, token_buckets=[8], block_buckets=[13],
+        moe=MoeConfig(), strict_compile=True,
+    )  # fmt: skip
+    asked = prompts(6)
+    codes = LLM(model(name), engine=scarce, quant=RUNS[name])
+    codes.warmup(max_total_len=28, sampling_params=[GREEDY])
+    got = [out.outputs[0].token_ids for out in codes.generate(asked, GREEDY)]
+    codes.engine.scheduler.check_integrity()
+    assert codes.stats()["preemptions"] > 0 and not codes.ledger.recompiles
+    floats = LLM(dequantized(codes, tmp_path), engine=scarce)
+    assert got == [out.outputs[0].token_ids for out in floats.generate(asked, GREEDY)]
+
+
+@pytest.mark.parametrize("implementation", ["dequantize", "pallas_triton"])
+def test_each_implementation_gives_the_same_tokens(implementation: str, model: Any) -> None:
+    asked, engine = prompts(3), dataclasses.replace(ENGINE, moe=MoeConfig())
+    found = []
+    for chosen in ("xla", implementation):
+        llm = LLM(model("qwen2_moe"), engine=engine, quant=rtn("int4_g32", implementation=chosen))
+        found.append([out.outputs[0].token_ids for out in llm.generate(asked, GREEDY)])
+        values = {r.key: r.value for r in llm.resolutions}
+        assert values["quant.implementation"] == chosen
+        assert (values["engine.moe.grouped_matmul"] == "pallas_triton") == (chosen == "pallas_triton")
+    assert found[0] == found[1]
+
+
+def test_what_is_resolved_and_reported(model: Any) -> None:
+    llm = LLM(model("qwen3_moe"), engine=ENGINE, quant=rtn("int4_g32", ("lm_head", "int8")))
+    found = {r.key: r for r in llm.resolutions}
+    # Three attention layers of four projections, two sparse and one dense layer of three, and the head.
+    assert found["quant.format"].value == "21 × int4_g32, 1 × int8"
+    assert found["quant.implementation"].value == "xla"
+    report = llm.quant_report
+    assert report is not None and len(report.weights) == 22
+    assert f"{report.quantized_bits_per_weight:.3f} bits" in found["quant.format"].reason
+    held, numbers = weight_size(llm.model)
+    assert held == report.bytes == sum(p[...].nbytes for _, p in iter_params(llm.model))
+    assert numbers == report.num_params and report.float_bytes == 4 * numbers
+    assert all(0 < error < 0.2 for w in report.weights for error in w.weight_error)
+    plain = LLM(model("qwen3_moe"), engine=ENGINE)
+    assert plain.quant_report is None and not any(r.key == "quant.format" for r in plain.resolutions)
+
+
+def test_no_two_float_weights_are_alive(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are quantized as they come: while one is stored, no earlier one is there in floating point."""
+    from moejax.engine import rounding
+
+    earlier: list[Any] = []
+    plain = rounding.Rounding._store
+
+    def watch(self: Any, place: Any, name: str, param: Any, value: Any) -> None:
+        assert all(reference() is None for reference in earlier)
+        plain(self, place, name, param, value)
+        if name in self._plan:
+            assert isinstance(param.get_value(), jax.ShapeDtypeStruct)
+            earlier.append(weakref.ref(value))
+
+    monkeypatch.setattr(rounding.Rounding, "_store", watch)
+    LLM(model("mixtral"), engine=ENGINE, quant=rtn("int8"))
+    LLM(family("mixtral"), engine=ENGINE, quant=rtn("int8"), load_format="dummy")
+
+
+def test_dummy_weights_are_those_of_the_float_model() -> None:
+    """The same codes as quantizing what the seed gives, whatever the layout."""
+    config = family("qwen2_moe")
+    llm = LLM(config, engine=ENGINE, quant=rtn("int8"), load_format="dummy", seed=5)
+    plain = Decoder(config)
+    initialize(plain, 5)
+    values = dict(iter_params(plain))
+    for path, weight in quantized_weights(llm.model):
+        w = np.asarray(values[path][...], np.float64)
+        step = np.asarray(weight.scales[...], np.float64)
+        assert np.abs(w - np.asarray(dequantize(weight.tensor()), np.float64)).max() <= 0.5001 * step.max()
+
+
+# --- On a mesh ----------------------------------------------------------------------------------------------
+
+MESHES = {
+    ("tp2", "qwen2_moe"): ({"tp": 2}, rtn("int4_g32", ("*.shared_expert.*", "w8a8"))),
+    ("ep4_tp2", "qwen3_moe"): (LAYOUTS["ep4_tp2"], rtn("w8a8", ("lm_head", "int8"))),
+    ("dp_attention_ep4_tp2", "olmoe"): (LAYOUTS["dp_attention_ep4_tp2"], rtn("int4_g64_asym")),
+    ("dp_attention_ep8", "mixtral"): (LAYOUTS["dp_attention_ep8"], rtn("fp8")),
+    ("pp2_ep4", "qwen3_moe"): (LAYOUTS["pp2_ep4"], rtn("int8")),
+}
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("case", MESHES, ids="-".join)
+def test_a_mesh_gives_what_one_device_gives(case: tuple[str, str], model: Any) -> None:
+    parallel, quant = MESHES[case]
+    directory = model(case[1])
+    single = outcome(LLM(directory, engine=ENGINE, quant=quant), 6)
+    llm = LLM(directory, engine=ENGINE, quant=quant, parallel=ParallelConfig(**parallel))
+    agree(outcome(llm, 6), single)
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("product", ["fitted", "loop", "pallas_triton"])
+def test_scales_of_hidden_rows_are_found_together(product: str, model: Any) -> None:
+    """w8a8 with a split hidden dimension, by each way of running experts in blocks."""
+    engine = dataclasses.replace(ENGINE, moe=MoeConfig(grouped_matmul=product))  # type: ignore[arg-type]
+    implementation = "pallas_triton" if product == "pallas_triton" else "xla"
+    quant, directory = rtn("w8a8", implementation=implementation), model("mixtral")
+    single = outcome(LLM(directory, engine=engine, quant=quant), 4)
+    llm = LLM(directory, engine=engine, quant=quant, parallel=ParallelConfig(tp=2))
+    agree(outcome(llm, 4), single)
+
+
+@pytest.mark.multidevice
+def test_moving_experts_moves_their_codes(model: Any) -> None:
+    """Tokens do not change when quantized experts and their replicas move, and nothing is compiled again."""
+    engine = dataclasses.replace(ENGINE, strict_compile=True)
+    parallel = ParallelConfig(ep=4, attention="data", redundant_experts=4)
+    quant = rtn("int4_g32", ("*.down_proj", "int8_asym"))
+    llm = LLM(model("qwen2_moe"), engine=engine, quant=quant, parallel=parallel)
+    llm.warmup(max_total_len=28, sampling_params=[GREEDY])
+    asked = prompts(6)
+    before = [out.outputs[0].token_ids for out in llm.generate(asked, GREEDY)]
+    loads = np.ones((2, 16), np.int64)
+    loads[:, :3] = 40
+    done = llm.rebalance(loads)
+    assert done.applied and done.comparison.bytes_moved > 0
+    assert before == [out.outputs[0].token_ids for out in llm.generate(asked, GREEDY)]
+    assert not llm.ledger.recompiles
+
+
+@pytest.mark.multidevice
+def test_replicas_hold_the_same_codes(model: Any) -> None:
+    parallel = ParallelConfig(ep=4, attention="data", redundant_experts=4)
+    llm = LLM(model("qwen2_moe"), engine=ENGINE, quant=rtn("int8"), parallel=parallel)
+    for path, weight in quantized_weights(llm.model):
+        if "experts" in path:
+            values = np.asarray(weight.values[...])
+            assert values.shape[0] == 20
+            np.testing.assert_array_equal(values[16:], values[:4])
+
+
+class TestSplit:
+    SPEC = ParamSpec((192, 256), ("heads", "embed"), "float32")
+
+    def axes(self, devices: int) -> Axes:
+        return Axes(sizes=(("tp", devices),), tensor=("tp",), tp=("tp",))
+
+    @pytest.mark.parametrize(
+        ("fmt", "devices", "words"),
+        [
+            ("int4_g64", 2, r"groups of 64 inputs, which 192 inputs over 2 devices \(96 each\) cut"),
+            ("int4", 2, r"pieces of packed bytes of 64 inputs, which 192 inputs over 2 devices"),
+            ("int8_g32", 4, r"groups of 32 inputs, which 192 inputs over 4 .*at most 2 devices"),
+            ("fp8_block128", 2, r"groups of 128 inputs, which 192 inputs"),
+        ],
+    )
+    def test_cut_groups_and_pieces_are_named(self, fmt: str, devices: int, words: str) -> None:
+        with pytest.raises(ConfigError, match=rf"layers\.0\.o_proj: .*{words}"):
+            check_split("layers.0.o_proj", self.SPEC, parse_format(fmt), self.axes(devices))
+
+    @pytest.mark.parametrize(
+        ("fmt", "devices"), [("int4_g64", 3), ("int8", 4), ("int8_g32", 2), ("int4", 3), ("int4_g64", 1)]
+    )
+    def test_whole_ones_pass(self, fmt: str, devices: int) -> None:
+        check_split("o_proj", self.SPEC, parse_format(fmt), self.axes(devices))
+
+    def test_outputs_are_cut_by_blocks_alone(self) -> None:
+        spec = ParamSpec((256, 192), ("embed", "heads"), "float32")
+        check_split("q_proj", spec, parse_format("int4_g64"), self.axes(2))
+        with pytest.raises(ConfigError, match=r"groups of 128 outputs, which 192 outputs over 2"):
+            check_split("q_proj", spec, parse_format("fp8_block128"), self.axes(2))
+
+
+# --- Errors -------------------------------------------------------------------------------------------------
+
+
+class TestErrors:
+    def test_kernels_for_a_format_without(self) -> None:
+        quant = rtn("int8", ("*.down_proj", "nvfp4"), implementation="pallas_triton")
+        words = r"quant.implementation=pallas_triton: .*layers\.0\.\S*down_proj: nvfp4: no kernel"
+        with pytest.raises(ConfigError, match=words):
+            LLM(family("olmoe"), engine=ENGINE_DEFAULT_MOE, quant=quant, load_format="dummy")
+
+    def test_kernels_with_another_expert_product(self) -> None:
+        quant = rtn("int8", implementation="pallas_triton")
+        with pytest.raises(ConfigError, match=r"the expert products run on ragged_dot"):
+            LLM(family("olmoe"), engine=ENGINE, quant=quant, load_format="dummy")
+
+    @pytest.mark.parametrize(
+        ("platform", "capability", "words"),
+        [("gpu", "7.5", "compute capability 7.5, and they need 8.0"), ("tpu", None, "for GPUs, .*a tpu")],
+    )
+    def test_kernels_on_a_device_that_cannot(self, platform: str, capability: str, words: str) -> None:
+        assert choose_quantized("auto", platform, capability).value == "xla"
+        with pytest.raises(ConfigError, match=words):
+            choose_quantized("pallas_triton", platform, capability)
+
+    def test_auto_on_a_gpu(self) -> None:
+        assert choose_quantized("auto", "gpu", "8.0").value == "pallas_triton"
+        choice = choose_quantized("auto", "gpu", "8.0", "down_proj: nvfp4: no kernel")
+        assert choice.value == "xla" and "nvfp4" in choice.reason
+
+    def test_calibration_needs_a_tokenizer_and_one_device(self, model: Any) -> None:
+        quant = QuantConfig("gptq", "int4_g32")
+        with pytest.raises(ConfigError, match=r"quant.method=gptq calibrates with text, .*no tokenizer"):
+            LLM(model("olmoe"), engine=ENGINE, quant=quant)
+        with pytest.raises(ConfigError, match=r"calibrates on one device: .*save_pretrained"):
+            LLM(model("olmoe"), engine=ENGINE, quant=quant, parallel=ParallelConfig(ep=2))
+
+    def test_an_unused_rule(self) -> None:
+        with pytest.raises(ConfigError, match="is not used"):
+            LLM(family("olmoe"), engine=ENGINE, quant=rtn("int8", ("nothing", "int8")), load_format="dummy")
+
+
+ENGINE_DEFAULT_MOE: EngineConfig = dataclasses.replace(ENGINE, moe=MoeConfig())
+
+
+# --- Bytes --------------------------------------------------------------------------------------------------
+
+
+def test_costs_count_what_is_held() -> None:
+    """A decode step reads codes and scales; an expert's bytes are those of its part of the stacks."""
+    config = family("qwen2_moe")
+    quant = rtn("int4_g32", ("layers.1.moe.experts.*", "int8"))
+    llm = LLM(config, engine=ENGINE, quant=quant, load_format="dummy")
+    declared = specs(llm.model)
+    held = held_weights(llm.config, declared)
+    size = 3 * 128 * 128
+    assert held.expert.tolist() == [size / 2 + size / 32 * 2, size + 3 * 128 * 4]
+    hits = np.array([3.0, 5.0])
+    cost = decode_step_cost(llm.config, 2, 10.0, hits, held=held)
+    assert cost.weight_bytes == held.always + 3 * held.expert[0] + 5 * held.expert[1]
+    plain = decode_step_cost(llm.config, 2, 10.0, hits)
+    assert plain.cache_bytes == cost.cache_bytes and plain.flops == cost.flops
+    floats = held_weights(config, specs(Decoder(config)))
+    gates = 2 * 128 * 4  # of the shared experts, which the formula leaves out
+    assert decode_step_cost(config, 2, 10.0, hits, held=floats).weight_bytes == pytest.approx(
+        plain.weight_bytes + gates
+    )
+    whole = sum(tensor_bytes(name, spec, config, ParallelConfig()) for name, spec in declared.items())
+    assert whole == weight_size(llm.model)[0]
