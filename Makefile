@@ -40,9 +40,10 @@ $(VENV)/.oracle: $(VENV)/.dev
 	$(INSTALL) -e '.[dev,oracle]' || $(INSTALL_PIP) -e '.[dev,oracle]'
 	@touch $@
 
-run: $(VENV)/.base ## Measure the shipped model's latency and throughput: tables, plots, result.json, W&B runs
+run: $(VENV)/.base ## Measure the shipped model: latency, throughput, quantization; tables, plots, result.json, W&B runs
 	$(BIN)/python -m experiments.latency experiment=quick
 	$(BIN)/python -m experiments.throughput experiment=quick_throughput
+	$(BIN)/python -m experiments.quantization experiment=quick_quantization
 
 # In three processes: the programs of all tests together are more than Linux lets one process map. Two of them run
 # beside the first, whose output is shown as it comes; theirs at the end.

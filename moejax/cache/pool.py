@@ -89,13 +89,17 @@ class BlockPool:
         Dh, bs = self._config.head_dim, self._block_size
         keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
         held, codes = self._dtype, None
-        scales: list[tuple[tuple[int, ...], Any]] = []
         if is_quantized(self._dtype):
             held, codes = bits_dtype(self._dtype) if self._transposed_keys else self._dtype, str(self._dtype)
-            scales = 2 * [((size, K, bs), jnp.dtype(jnp.float32))]
-        arrays = [(keys, held), ((size, K, bs, Dh), held), *scales]
-        layers = range(self._config.num_layers)
-        return tuple(Slab(*(make(*array, self._heads) for array in arrays), codes=codes) for _ in layers)
+
+        def layer() -> Slab:
+            pages = make(keys, held, self._heads), make((size, K, bs, Dh), held, self._heads)
+            if codes is None:
+                return Slab(*pages)
+            scales = [make((size, K, bs), jnp.dtype(jnp.float32), self._heads) for _ in range(2)]
+            return Slab(*pages, scales[0], scales[1], codes)
+
+        return tuple(layer() for _ in range(self._config.num_layers))
 
 
 class PagedCache(NamedTuple):

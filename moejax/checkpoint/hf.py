@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from moejax.checkpoint.load import expert_slots, fill_model
 from moejax.checkpoint.maps import TABLES
-from moejax.checkpoint.plan import Faults, canonical_key, plan_load
+from moejax.checkpoint.plan import Faults, LoadPlan, canonical_key, plan_load
 from moejax.checkpoint.quantized import (
     QuantizedPlan,
     convention_of,
@@ -38,6 +38,7 @@ from moejax.models.registry import config_from_hf, config_to_hf
 from moejax.moe.replicas import held_experts
 from moejax.nn.param import ExpertOf, ParamSpec, Store, iter_params, keep, specs
 from moejax.nn.quantized import replace_weights
+from moejax.quantization.checkpoints.convention import Convention
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 INDEX = "model.safetensors.index.json"
@@ -200,22 +201,8 @@ def load_pretrained(
     convention = convention_of(read_json(path / "config.json"), path / "config.json")
     accept = STORED_DTYPES if convention is None else QUANTIZED_DTYPES
     with TensorFiles(weight_files(path), accept) as files:
-        rules, elsewhere = TABLES[config.family], whole.keys() - declared.keys()
-        known: Any = {"num_experts": config.num_experts, "tied": config.tie_word_embeddings}
-        quantized = QuantizedPlan()
-        if convention is None:
-            refuse_quantized(files.shapes, str(path))
-        else:
-            quantized = plan_quantized(files, declared, rules, convention, **known, elsewhere=elsewhere)
-        plan = plan_load(
-            {key: shape for key, shape in files.shapes.items() if key not in quantized.taken},
-            {name: spec for name, spec in declared.items() if name not in quantized.matrices},
-            rules,
-            **known,
-            source=str(path),
-            faults=files.faults,
-            elsewhere=elsewhere,
-        )
+        elsewhere = whole.keys() - declared.keys()
+        quantized, plan = _plan(files, declared, config, convention, elsewhere, str(path))
         if not dequantize:
             replace_weights(model, quantized.formats)
         placed, faults = None if shardings is None else shardings(specs(model)), Faults()
@@ -224,6 +211,31 @@ def load_pretrained(
         fill_model(model, files, plan, **where, source=str(path))
         stats = LoadStats(files.bytes_read, len(files.keys_read), time.perf_counter() - start)
     return Loaded(model, config, stats)
+
+
+def _plan(
+    files: TensorFiles,
+    declared: Mapping[str, ParamSpec],
+    config: ModelConfig,
+    convention: Convention | None,
+    elsewhere: Collection[str],
+    source: str,
+) -> tuple[QuantizedPlan, LoadPlan]:
+    """Where quantized weights come from, and where the others do."""
+    rules = TABLES[config.family]
+    known: Any = {
+        "num_experts": config.num_experts,
+        "tied": config.tie_word_embeddings,
+        "elsewhere": elsewhere,
+    }
+    quantized = QuantizedPlan()
+    if convention is None:
+        refuse_quantized(files.shapes, source)
+    else:
+        quantized = plan_quantized(files, declared, rules, convention, **known)
+    shapes = {key: shape for key, shape in files.shapes.items() if key not in quantized.taken}
+    rest = {name: spec for name, spec in declared.items() if name not in quantized.matrices}
+    return quantized, plan_load(shapes, rest, rules, **known, source=source, faults=files.faults)
 
 
 def save_pretrained(

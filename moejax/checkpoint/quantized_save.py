@@ -113,7 +113,8 @@ def _reasons(weights: dict[str, QuantizedWeight], gather: Gather) -> dict[str, s
         why = why_not(weight.format)
         if why is None and weight.tensor_scale is not None:
             scales = gather(weight.tensor_scale[...]).reshape(-1)
-            if any(divisor_of(scale) is None for scale in scales):
+            # Zeros are of processes that have no part in it; process 0 has them all.
+            if any(scale != 0 and divisor_of(scale) is None for scale in scales):
                 why = "it stores the reciprocal of a tensor's scale, which float32 does not have"
         if why is not None:
             found[path] = why

@@ -42,8 +42,8 @@ class Rounding:
 
     def at(self, place: OneDevice) -> Store:
         """What takes the values of a model, or of a pipeline stage, that lies there. Each device rounds its
-        part, and has the codes that one device would give it. A weight to be quantized stays abstract until
-        `finish`."""
+        part: with the scales that one device would find, and its codes but for numbers next to the middle of
+        two, where compiled programs differ. A weight to be quantized stays abstract until `finish`."""
         return functools.partial(self._store, place)
 
     def _store(self, place: OneDevice, name: str, param: nnx.Param, value: jax.Array) -> None:

@@ -141,5 +141,5 @@ def replace_weights(model: nnx.Module, formats: Mapping[str, WeightFormat]) -> d
     return placed
 
 
-def _key(owner: nnx.Module, part: str) -> int | str:
+def _key(owner: Any, part: str) -> Any:
     return int(part) if isinstance(owner, nnx.List) else part

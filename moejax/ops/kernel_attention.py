@@ -56,7 +56,7 @@ def kernel_attention(
     from pallas_kernels.ragged_paged_attention import ragged_paged_attention
     from pallas_kernels.rope_kv_write import rope_kv_write
 
-    q, *stored = rope_kv_write(
+    q, keys, values, key_scale, value_scale = rope_kv_write(
         q,
         k,
         v,
@@ -68,7 +68,7 @@ def kernel_attention(
         v_scale=pages.value_scale,
         implementation=implementation,
     )
-    pages = Slab(*stored, codes=pages.codes)
+    pages = Slab(keys, values, key_scale, value_scale, pages.codes)
     out = ragged_paged_attention(
         q,
         pages.keys,

@@ -61,8 +61,9 @@ _TOKEN_AXIS = (3, 2, 2, 2)
 
 def _each(function: Callable[..., jax.Array], *slabs: Slab) -> Slab:
     """`function(token axis, an array of each slab)` for each of the arrays that they have."""
-    arrays = zip(_TOKEN_AXIS, *(jax.tree.leaves(slab) for slab in slabs), strict=False)
-    return Slab(*(function(*each) for each in arrays), codes=slabs[0].codes)
+    leaves = zip(*(jax.tree.leaves(slab) for slab in slabs), strict=True)
+    done = [function(axis, *arrays) for axis, arrays in zip(_TOKEN_AXIS, leaves, strict=False)]
+    return jax.tree.unflatten(jax.tree.structure(slabs[0]), done)
 
 
 def _as_stored(slab: Slab, k: jax.Array, v: jax.Array) -> Slab:
@@ -82,8 +83,7 @@ def write_rows(slabs: Slabs, k: jax.Array, v: jax.Array, plan: DecodePlan) -> Sl
 
         def put(axis: int, held: jax.Array, new: jax.Array) -> jax.Array:
             new = jnp.expand_dims(jax.lax.dynamic_slice_in_dim(new, row, 1), axis)
-            start = [block, *[0] * (held.ndim - 1)]
-            start[axis] = offset
+            start = [offset if i == axis else block if i == 0 else 0 for i in range(held.ndim)]
             return jax.lax.dynamic_update_slice(held, new, start)
 
         return _each(put, slab, tokens)

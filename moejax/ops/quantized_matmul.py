@@ -65,7 +65,9 @@ def matmul(
         "xla": _xla,
         "pallas_triton": _kernel,
     }
-    return products[implementation](x, weight, split, out)
+    *lead, D = x.shape
+    y = products[implementation](x.reshape(-1, D), weight, split, out)
+    return y.reshape(*lead, y.shape[-1])
 
 
 def activation_codes(x: jax.Array, weight: QTensor, split: Names = ()) -> tuple[jax.Array, jax.Array]:
@@ -97,7 +99,7 @@ def _twin(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
 
 
 def _xla(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
-    """x's codes and the weight's are small numbers, exact in any dtype, so that products of them are rounded
+    """x `[N, D]`; its codes and the weight's are small numbers, exact in any dtype: products of them are rounded
     by their sum in float32 alone, and scales come last. Scales of groups differ along the sum: there the
     weight is dequantized on the way into the product."""
     fmt, scale = weight.format, None
@@ -137,23 +139,21 @@ def _packed_dot(x: jax.Array, weight: QTensor) -> jax.Array:
     fmt, (D, F), piece = weight.format, weight.shape, weight.pack
     *lead, _ = x.shape
     step, zero = (a.T for a in step_and_zero(weight.scales, weight.zeros, weight.tensor_scale, fmt))
+    # A vector's product on CPU is a loop into which XLA would fuse the reordering and the other product,
+    # number by number; kept apart, each half is as fast as a product of bytes (docs/log.md).
+    apart = jax.lax.optimization_barrier if jax.default_backend() == "cpu" else lambda arrays: arrays
     halves = x.reshape(*lead, D // piece, 2, piece // 2)
-    one_row = jax.default_backend() == "cpu" and halves.size == D
-    if one_row:
-        # XLA's product of a vector decodes inside its loop, number by number; that of two rows decodes first.
-        halves = jnp.broadcast_to(halves.reshape(1, *halves.shape[-3:]), (2, *halves.shape[-3:]))
-    total = None
+    inputs = apart(tuple(halves[..., i, :].reshape(*lead, D // 2) for i in range(2)))
+    products = []
     for i in range(2):
         nibbles = weight.values >> jnp.uint8(4) if i else weight.values & jnp.uint8(15)
         grids = [_of_half(grid, fmt.group, piece, i) for grid in (step, zero)]
         codes = nibbles.reshape(F, grids[0].shape[1], -1)
         scale = grids[0] if fmt.group else jnp.ones((1, 1, 1), jnp.float32)
         values = codes_to_values(codes, scale, grids[1], fmt).reshape(F, D // 2).astype(x.dtype)
-        y = _dot(halves[..., i, :].reshape(*halves.shape[:-3], D // 2), values)
-        total = y if total is None else total + y
-    assert total is not None
-    if one_row:
-        total = total[0].reshape(*lead, F)
+        products.append(_dot(inputs[i], values))
+    low, high = apart(tuple(products))
+    total = low + high
     return total if fmt.group else total * step.reshape(*(1,) * (total.ndim - 1), -1)
 
 
@@ -169,18 +169,16 @@ def _of_half(grid: jax.Array, group: int, piece: int, half: int) -> jax.Array:
 def _kernel(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
     from pallas_kernels.quantized_matmul import quantized_matmul
 
-    *lead, D = x.shape
+    D = x.shape[-1]
     kernel_weight = to_kernel(weight)
     if kernel_weight is None:
         raise ConfigError(f"quant.implementation=pallas_triton: {why_no_kernel(weight.format, D)}")
-    rows = x.reshape(-1, D)
-    scale = None
+    rows, scale = x, None
     if weight.format.activations != "none":
         # Here and not in the kernel, whose scales are of the inputs that it sees.
         rows, scales = activation_codes(rows, weight, split)
         scale = scales[:, 0]
-    y = quantized_matmul(rows, kernel_weight, x_scale=scale, out_dtype=out)
-    return y.reshape(*lead, -1)
+    return quantized_matmul(rows, kernel_weight, x_scale=scale, out_dtype=out)
 
 
 def _dot(x: jax.Array, stored: jax.Array) -> jax.Array:

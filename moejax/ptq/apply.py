@@ -60,7 +60,7 @@ def quantize_model(
             model that is abstract, quantized already, or split over devices where something calibrates;
             another run's `work_dir`.
     """
-    begin, say = time.perf_counter(), progress or (lambda share, text: None)
+    begin, say = time.perf_counter(), _rising(progress)
     shapes = {name: spec.canonical_shape for name, spec in specs(model).items()}
     _check_model(model)
     chosen = resolve_rules(quant, shapes)
@@ -84,6 +84,19 @@ def quantize_model(
         time.perf_counter() - begin,
         reports,
     )
+
+
+def _rising(progress: Progress | None) -> Progress:
+    """A bar that never goes back, though a layer's experts may take several passes."""
+    most = 0.0
+
+    def say(share: float, text: str) -> None:
+        nonlocal most
+        most = max(most, share)
+        if progress is not None:
+            progress(most, text)
+
+    return say
 
 
 def _data_free(
@@ -308,7 +321,8 @@ def _checked(tokens: np.ndarray | None, model: Decoder, quant: QuantConfig) -> n
         raise ConfigError(
             f"quant.calibration.seq_len={tokens.shape[1]} is more than the model's {most} positions; lower it"
         )
-    split = any(len(param.get_value().sharding.device_set) > 1 for _, param in iter_params(model))
+    split = any(layer.moe is not None and layer.moe.replicas is not None for layer in model.in_order())
+    split |= any(len(param.get_value().sharding.device_set) > 1 for _, param in iter_params(model))
     if split or model.axes.sizes or not (model.is_first and model.is_last):
         raise ConfigError(
             "quantize: calibration runs on one device; quantize and save the model there, then load the "

@@ -1,5 +1,7 @@
 """The calibration set's hidden states, kept on the host and run through the model a batch at a time."""
 
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from moejax.core.errors import OutputError
 
 
 class Batch(NamedTuple):
@@ -26,10 +30,20 @@ class HiddenStates:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any, batch_size: int, path: Path | None) -> "HiddenStates":
-        """To be filled; on disk at `path`, in memory without one."""
+        """To be filled; on disk at `path`, in memory without one.
+
+        Raises:
+            OutputError: the disk has no room for it.
+        """
         if path is None:
             return cls(np.empty(shape, dtype), batch_size)
-        return cls(np.memmap(path, dtype, "w+", shape=shape), batch_size)
+        try:
+            with open(path, "wb") as file:
+                # Reserved now: a disk that fills up later would end the process without a word.
+                os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+        return cls(np.memmap(path, dtype, "r+", shape=shape), batch_size)
 
     @classmethod
     def opened(cls, shape: tuple[int, ...], dtype: Any, batch_size: int, path: Path) -> "HiddenStates":

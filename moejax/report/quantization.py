@@ -17,6 +17,7 @@ from moejax.report.style import COLORS, run_title
 # Title, key in a row, what the figure is multiplied with; two tables, each for 100 columns.
 _LOSSES: tuple[tuple[str, str, float], ...] = (
     ("bits per\nweight", "bits_per_weight", 1),
+    ("cache\nbits", "cache_bits", 1),
     ("model\nMB", "model_bytes", 1e-6),
     ("perplexity", "perplexity", 1),
     ("KL\nmnat", "kl", 1e3),
@@ -29,10 +30,10 @@ _ROUTING: tuple[tuple[str, str, float], ...] = (
     ("error %\nrare", "expert_error_rare", 100),
     ("\npopular", "expert_error_popular", 100),
     ("rank\ncorr.", "popularity_correlation", 1),
-    ("cold\nexperts", "cold_experts", 1),
     ("quantize\ns", "quantize_seconds", 1),
     ("decode\ntok/s", "decode_tokens_per_s", 1),
     ("\n×", "decode_ratio", 1),
+    ("% of\nbound", "decode_percent_of_bound", 1),
 )
 _LOSSES_NOTE = """\
 loss: of perplexity, % of full precision, with its bootstrap interval; ~ inside the noise
@@ -41,7 +42,10 @@ of that routing: what goes away when full precision's routing is replayed
 _ROUTING_NOTE = """\
 flips: tokens whose set of experts differs; own: by a layer itself, the routing before it replayed
 shift: of the experts' load; error: of the outputs of the rarest and the most popular experts
-rank corr.: of an expert's error with its load; decode: on this {device}, × full precision's
+rank corr.: of an expert's error with its load
+"""
+_DECODE_NOTE = """\
+decode: on this {device}, × full precision's; bound: what memory bandwidth and compute allow for what is held
 """
 
 
@@ -76,6 +80,8 @@ def _table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
     kept = [c for c in columns if any(case.get(c[1]) is not None for case in cases)]
+    if len({case.get("cache_bits") for case in cases if case["error"] is None}) < 2:
+        kept = [c for c in kept if c[1] != "cache_bits"]
     table.add_column("method", no_wrap=True)
     for name, key, _ in kept:
         table.add_column(name, justify="right", no_wrap=True)
@@ -140,8 +146,9 @@ def print_quantization(result: Mapping[str, Any], console: Console) -> None:
     console.print(_LOSSES_NOTE, highlight=False)
     if any(case.get("router_flips") is not None for case in result["cases"]):
         console.print(routing_table(result))
-        device = (result["cases"][0].get("decode_device") or "device").upper()
-        console.print(_ROUTING_NOTE.format(device=device), highlight=False)
+        device = result["cases"][0].get("decode_device")
+        decode = _DECODE_NOTE.format(device=device.upper()) if device else ""
+        console.print(_ROUTING_NOTE + decode, highlight=False)
     for line in conclusions(result):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for case in result["cases"]:
@@ -198,35 +205,47 @@ def _pareto_panel(axis: Axes, key: str, rows: Sequence[Mapping[str, Any]]) -> No
         )  # fmt: skip
     axis.plot([], [], "o", color="#444444", markerfacecolor="white", label="inside the noise")
     axis.legend(frameon=False, fontsize=8, loc="upper right")
-    for i, row in enumerate(rows):
+    sizes = [row[key] for row in rows]
+    places, labels = [0.0] * len(rows), list[tuple[float, float, str, str]]()
+    for size in set(sizes):
+        # Points of one size stand a little apart, so that their intervals can be told apart.
+        alike = sorted((i for i in range(len(rows)) if sizes[i] == size), key=lambda i: -_percent(rows[i]))
+        for number, i in enumerate(alike):
+            places[i] = size * (1 + 0.022 * (number - (len(alike) - 1) / 2))
+        right = places[alike[-1]]
+        labels += [(right, _percent(rows[i]), rows[i]["name"], COLORS[i % len(COLORS)]) for i in alike]
+    for i, (place, row) in enumerate(zip(places, rows, strict=True)):
         value, low, high = (row[f"perplexity_loss_percent{end}"] for end in ("", "_low", "_high"))
-        filled = not row["inside_noise"]
         color = COLORS[i % len(COLORS)]
         axis.errorbar(
-            [row[key]], [value], yerr=[[max(value - low, 0)], [max(high - value, 0)]], fmt="o", capsize=3,
-            color=color, markerfacecolor=color if filled else "white", markersize=6,
+            [place], [value], yerr=[[max(value - low, 0)], [max(high - value, 0)]], fmt="o", capsize=3,
+            color=color, markerfacecolor="white" if row["inside_noise"] else color, markersize=6,
         )  # fmt: skip
-    _label_points(axis, [(row[key], row["perplexity_loss_percent"], row["name"]) for row in rows])
-    low, high = min(r[key] for r in rows), max(r[key] for r in rows)
-    axis.set_xlim(low / 1.3, high * 1.9)
-    round_ticks(axis.xaxis, low / 1.3, high * 1.9)
-    axis.set_xticks([b for b in (3, 4, 5, 6, 8, 10, 12, 16, 24, 32) if low / 1.3 <= b <= high * 1.9])
+    _label_points(axis, labels)
+    low, high = min(sizes) / 1.3, max(sizes) * 1.9
+    axis.set_xlim(low, high)
+    round_ticks(axis.xaxis, low, high)
+    axis.set_xticks([b for b in (3, 4, 5, 6, 8, 10, 12, 16, 24, 32) if low <= b <= high])
 
 
-def _label_points(axis: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Names right of their points, moved up where they would cover one another."""
+def _percent(row: Mapping[str, Any]) -> float:
+    return float(row["perplexity_loss_percent"])
+
+
+def _label_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Names right of their places (place, height, name, colour), moved up where they would cover another."""
     axis.margins(y=0.15)
     axis.relim()
     axis.autoscale_view(scalex=False)
     bottom, top = axis.get_ylim()
     step, placed = (top - bottom) * 0.045, list[tuple[float, float]]()
-    for x, y, name in sorted(points, key=lambda p: p[1]):
+    for x, y, name, color in sorted(points, key=lambda p: p[1]):
         at = y
         while any(abs(at - other) < step and 0.6 < x / where < 1.7 for where, other in placed):
             at += step / 4
         placed.append((x, at))
         axis.annotate(
-            name, (x, at), xytext=(8, 0), textcoords="offset points", fontsize=8, va="center",
+            name, (x, at), xytext=(8, 0), textcoords="offset points", fontsize=8, va="center", color=color,
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )  # fmt: skip
 

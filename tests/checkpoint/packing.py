@@ -374,7 +374,8 @@ def load_bytes(path: Path) -> dict[str, np.ndarray]:
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     header.pop("__metadata__", None)
-    named = {"F8_E4M3": E4M3, "F8_E5M2": ml_dtypes.float8_e5m2, "BF16": BF16, "F16": F16, "F32": F32,
+    named = {"F8_E4M3": E4M3, "F8_E5M2": ml_dtypes.float8_e5m2,
+             "F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": BF16, "F16": F16, "F32": F32,
              "I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64}  # fmt: skip
     found = {}
     for key, entry in header.items():

@@ -9,6 +9,7 @@ from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from moejax.nn.quantized import QuantizedWeight, quantized_weights, replace_weights
+from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import parse_format
 from tests.decoding import random_model
 
@@ -79,3 +80,24 @@ def same_arrays(one: Decoder, other: Decoder) -> None:
 
 def bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
+
+
+def assert_same_values(quantized: Decoder, plain: Decoder, name: str) -> None:
+    """The same float32 values everywhere, and quantized weights in the named format where they should be."""
+    expected = dict(iter_params(plain))
+    weights = dict(quantized_weights(quantized))
+    assert weights.keys() == set(matrices(plain))
+    for path, weight in weights.items():
+        assert weight.format.name == name, path
+        np.testing.assert_array_equal(dequantize(weight.tensor()), expected[path][...], err_msg=path)
+    for path, param in iter_params(quantized):
+        if path in expected:
+            np.testing.assert_array_equal(param[...], expected[path][...], err_msg=path)
+
+
+def same_weights(one: Decoder, other: Decoder) -> None:
+    values = dict(iter_params(other))
+    assert [path for path, _ in iter_params(one)] == list(values)
+    for path, param in iter_params(one):
+        assert param[...].dtype == values[path][...].dtype
+        np.testing.assert_array_equal(param[...], values[path][...], err_msg=path)

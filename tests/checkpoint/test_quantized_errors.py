@@ -152,6 +152,18 @@ def test_experts_must_be_alike(failure):
     assert f"with float32 scales ({EXPERT.format(1, 'up')})" in message
 
 
+def test_an_expert_under_two_names(tmp_path):
+    """Mixtral's experts have two names, and one of them is there under both."""
+    save_pretrained(random_model(FAMILIES["mixtral"]), tmp_path / "source")
+    quantize_directory(tmp_path / "source", tmp_path / "model", tmp_path / "plain", CONVENTIONS["awq"])
+    held = packing.load_bytes(tmp_path / "model" / SINGLE)
+    one, other = "model.layers.0.block_sparse_moe.experts.3.w1", "model.layers.0.mlp.experts.3.gate_proj"
+    held |= {f"{other}.{name}": held[f"{one}.{name}"] for name in ("qweight", "qzeros", "scales")}
+    save_file(held, tmp_path / "model" / SINGLE)
+    with pytest.raises(CheckpointError, match=f"1 doubly mapped: ({one} and {other}|{other} and {one})"):
+        load_pretrained(tmp_path / "model")
+
+
 def test_nothing_is_quantized(failure):
     def edit(held):
         for key in list(held):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -15,14 +16,13 @@ from moejax import LLM, SamplingParams
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
-from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from moejax.nn.quantized import quantized_weights
 from moejax.quantization.arithmetic import dequantize
 from tests.checkpoint import packing
 from tests.checkpoint.meshes import FAMILIES
 from tests.checkpoint.packing import CONVENTIONS, WIDE, Convention, quantize_directory
-from tests.checkpoint.quantized_models import quantized_model
+from tests.checkpoint.quantized_models import assert_same_values, quantized_model, same_weights
 from tests.decoding import forward, random_model
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -58,34 +58,6 @@ def make(sources: Path, tmp_path: Path) -> Make:
     return directories
 
 
-def linear_paths(model: Decoder) -> set[str]:
-    """Paths of the weights that the directories have quantized."""
-    kept = ("lm_head", "router", "shared_gate")
-    matrices = (name for name, param in iter_params(model) if len(param.get_metadata("spec").shape) > 1)
-    return {name for name in matrices if not any(part in name for part in (*kept, "embedding"))}
-
-
-def assert_same_values(quantized: Decoder, plain: Decoder, name: str) -> None:
-    """The same float32 values everywhere, and quantized weights in the named format where they should be."""
-    expected = dict(iter_params(plain))
-    weights = dict(quantized_weights(quantized))
-    assert weights.keys() == linear_paths(plain)
-    for path, weight in weights.items():
-        assert weight.format.name == name, path
-        np.testing.assert_array_equal(dequantize(weight.tensor()), expected[path][...], err_msg=path)
-    for path, param in iter_params(quantized):
-        if path in expected:
-            np.testing.assert_array_equal(param[...], expected[path][...], err_msg=path)
-
-
-def same_weights(one: Decoder, other: Decoder) -> None:
-    values = dict(iter_params(other))
-    assert [path for path, _ in iter_params(one)] == list(values)
-    for path, param in iter_params(one):
-        assert param[...].dtype == values[path][...].dtype
-        np.testing.assert_array_equal(param[...], values[path][...], err_msg=path)
-
-
 def check(make: Make, model: str, convention: Convention) -> None:
     directory, plain = make(model, convention)
     expected = load_pretrained(plain).model
@@ -112,22 +84,37 @@ def test_pieces_of_64_inputs(make, name):
     check(make, "wide", WIDE[name])
 
 
+TOKENS = np.random.default_rng(1).integers(0, 96, (2, 7))
+
+
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "ct-int4-asym", "ct-int8-packed", "fp8-blocks"])
 def test_logits_are_those_of_the_values(make, name):
-    """Dequantized, the model is the plain checkpoint's in every bit of its logits.
-
-    With weights that stay quantized the products have their operands in another order, so that sums round
-    otherwise: there the bound is what logits may differ from another library's, 1e-4 of the largest.
-    """
+    """Dequantized, the model is the plain checkpoint's in every bit of its logits."""
     directory, plain = make("qwen3_moe", CONVENTIONS[name])
-    quantized, expected = load_pretrained(directory).model, load_pretrained(plain).model
-    dequantized = load_pretrained(directory, dequantize=True).model
-    tokens = np.random.default_rng(1).integers(0, 96, (2, 7))
-    wanted = np.asarray(forward(expected, tokens)[0])
-    np.testing.assert_array_equal(forward(dequantized, tokens)[0], wanted)
-    np.testing.assert_allclose(
-        forward(quantized, tokens)[0], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max()
+    dequantized, expected = (
+        load_pretrained(directory, dequantize=True).model,
+        load_pretrained(plain).model,
     )
+    np.testing.assert_array_equal(forward(dequantized, TOKENS)[0], forward(expected, TOKENS)[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "awq",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("gptq-act-order", "ct-int8-packed", "fp8-blocks")
+        ),
+    ],
+)
+def test_logits_of_weights_that_stay_quantized(make, name):
+    """Products have their operands in another order there, so that sums round otherwise: the bound is what
+    logits may differ from another library's, 1e-4 of the largest."""
+    directory, plain = make("qwen3_moe", CONVENTIONS[name])
+    wanted = np.asarray(forward(load_pretrained(plain).model, TOKENS)[0])
+    found = forward(load_pretrained(directory).model, TOKENS)[0]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
 def test_shards_with_an_index(make):
@@ -251,6 +238,56 @@ def test_a_quantized_output_projection(make):
 
     loaded = load_pretrained(rewritten(directory, lambda config: config.update(lm_head=True), edit)).model
     np.testing.assert_array_equal(dequantize(loaded.lm_head.kernel.tensor()), weight.T)
+
+
+def test_group_indices_that_say_nothing_new_may_be_absent(make):
+    """Old GPTQ files; and compressed-tensors' -1 where none was set."""
+    directory, plain = make("qwen3_moe", CONVENTIONS["gptq"])
+    rewritten(directory, dict, lambda held: [held.pop(key) for key in list(held) if "g_idx" in key])
+    assert_same_values(load_pretrained(directory).model, load_pretrained(plain).model, "int4_g8_sf16")
+
+
+def test_group_indices_of_minus_one(make):
+    directory, plain = make("qwen3_moe", CONVENTIONS["ct-int4"])
+
+    def edit(held):
+        for key in list(held):
+            if key.endswith(".weight_packed"):
+                held[key.replace("packed", "g_idx")] = np.full(8 * held[key].shape[1], -1, np.int32)
+
+    rewritten(directory, dict, edit)
+    assert_same_values(load_pretrained(directory).model, load_pretrained(plain).model, "int4_g8")
+
+
+def test_zero_points_that_a_symmetric_scheme_stores_all_the_same(make):
+    directory, plain = make("qwen3_moe", CONVENTIONS["ct-w8a8"])
+
+    def edit(held):
+        for key in list(held):
+            if key.endswith(".weight_scale"):
+                held[key.replace("scale", "zero_point")] = np.zeros(held[key].shape, np.int8)
+
+    rewritten(directory, dict, edit)
+    assert_same_values(load_pretrained(directory).model, load_pretrained(plain).model, "int8_a8")
+
+
+def test_blocks_whose_scales_are_powers_of_two(make):
+    directory, _ = make("qwen3_moe", CONVENTIONS["fp8-blocks"])
+    module = "model.layers.0.self_attn.q_proj"
+    exponents = np.random.default_rng(2).integers(110, 130, (4, 4)).astype(np.uint8)
+
+    def edit(held):
+        for key in list(held):
+            if key.endswith("_scale_inv"):
+                held[key] = np.full(held[key].shape, 120, np.uint8).view(ml_dtypes.float8_e8m0fnu)
+        held[f"{module}.weight_scale_inv"] = exponents.view(ml_dtypes.float8_e8m0fnu)
+
+    rewritten(directory, dict, edit)
+    codes = packing.load_bytes(directory / SINGLE)[f"{module}.weight"].astype(np.float32)
+    kernel = load_pretrained(directory).model.layers[0].attention.q_proj.kernel
+    assert kernel.format.name == "float8_e4m3fn_b8_se8m0"
+    wide = np.kron(2.0 ** (exponents.astype(int) - 127), np.ones((8, 8)))
+    np.testing.assert_array_equal(dequantize(kernel.tensor()), (codes * wide.astype(np.float32)).T)
 
 
 def test_static_groups_go_by_place_in_spite_of_activation_order(make):

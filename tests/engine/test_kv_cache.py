@@ -25,7 +25,7 @@ from moejax.engine.request import SamplingParams
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 from tests.engine.paged import REDUCTIONS, SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import main_config, small_config
-from tests.numerics import tolerance
+from tests.numerics import assert_close, tolerance
 
 DTYPES = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow), "float8_e5m2"]
 PROMPTS = [prompt(n, 3) for n in (11, 3, 16, 1, 9, 14)]
@@ -117,10 +117,10 @@ def test_memory_is_what_is_held() -> None:
     found = {r.key: r.value for r in llm.resolutions}
     assert (found["quant.kv_cache"], llm.stats()["cache_dtype"]) == ("int8", "int8")
     memory = dataclasses.replace(
-        SCARCE, num_blocks=None, block_buckets=None, kv_cache_memory_gb=20 * held["float32"] / 12 / 1e9
+        SCARCE, num_blocks=None, block_buckets=None, kv_cache_memory_gb=10 * held["float32"] / 12 / 1e9
     )
     sizes = [each.variant(memory).stats()["num_blocks"] for each in (plain, llm)]
-    assert sizes == [20, 20 * 32 // 12]
+    assert sizes == [10, 10 * 32 // 12]
 
 
 def test_nothing_is_compiled_after_warmup() -> None:
@@ -151,7 +151,9 @@ def test_kernels_give_the_same(dtype: str) -> None:
     every = [ids for ids in PROMPTS if len(ids) > 1]
     unquantized = np.concatenate([OneByOne(plain.model).score(ids) for ids in every])
     scores = [np.concatenate(llm.score(every)) for llm in (kernels, plain)]
-    assert_same_but_for_codes(*scores, unquantized, tolerance(*REDUCTIONS))
+    # Kernels multiply codes by queries and weights rounded to float16: over Dh terms, then over the keys.
+    assert_close(*scores, tolerance(8, 16, dtype="float16"))
+    assert np.abs(scores[0] - scores[1]).max() <= np.abs(scores[1] - unquantized).max()
     assert kernels.runner.pool._slabs[0][0].keys.dtype == jax.numpy.dtype(dtype)
     assert_clean(kernels)
 
@@ -205,6 +207,7 @@ def test_a_mesh_gives_what_one_device_gives(layout: str, dtype: str, on_disk: Pa
     assert got[2] == blocks * block_bytes(model, ENGINE.block_size, dtype)
 
 
+@pytest.mark.slow
 def test_two_layers_stay_close_to_the_twin() -> None:
     """A second layer's keys depend on what the first one's codes gave."""
     llm = LLM(main_config(), load_format="dummy", engine=SCARCE, quant=QuantConfig(kv_cache="float8_e4m3fn"))

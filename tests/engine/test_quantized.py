@@ -24,7 +24,7 @@ from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import parse_format
 from moejax.sharding.axes import Axes
 from tests.engine.mesh_models import ENGINE, FAMILIES, prompts
-from tests.engine.test_mesh import LAYOUTS, agree, outcome
+from tests.engine.test_mesh import LAYOUTS, RELATIVE, outcome
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -164,19 +164,44 @@ MESHES = {
     ("dp_attention_ep8", "mixtral"): (LAYOUTS["dp_attention_ep8"], rtn("fp8")),
     ("pp2_ep4", "qwen3_moe"): (LAYOUTS["pp2_ep4"], rtn("int8")),
 }
+QUICK = ("tp2", "ep4_tp2")
+
+
+def agree_but_for_ties(got: Any, want: Any) -> None:
+    """Equal tokens, and log-probabilities half of them as close as of floats.
+
+    Sums in another order differ by roundings, and so does a weight's quotient by its scale from one compiled
+    program to another: a number next to the middle of two codes may take either, and what comes after it, a
+    near tie of the router included, is then that of another code.
+    """
+    assert got[0] == want[0]
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert np.median(np.abs(a - b)) <= RELATIVE * np.abs(b).max()
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("case", MESHES, ids="-".join)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case[0] in QUICK else [pytest.mark.slow], id="-".join(case))
+        for case in MESHES
+    ],
+)
 def test_a_mesh_gives_what_one_device_gives(case: tuple[str, str], model: Any) -> None:
     parallel, quant = MESHES[case]
     directory = model(case[1])
-    single = outcome(LLM(directory, engine=ENGINE, quant=quant), 6)
+    alone = LLM(directory, engine=ENGINE, quant=quant)
     llm = LLM(directory, engine=ENGINE, quant=quant, parallel=ParallelConfig(**parallel))
-    agree(outcome(llm, 6), single)
+    codes = dict(quantized_weights(alone.model))
+    for stage in llm.stages:
+        for path, weight in quantized_weights(stage):
+            one, spread = (np.asarray(w.values[...]).view(np.uint8) for w in (codes[path], weight))
+            assert np.mean(one != spread) < 1e-4, path
+    agree_but_for_ties(outcome(llm, 6), outcome(alone, 6))
 
 
 @pytest.mark.multidevice
+@pytest.mark.slow
 @pytest.mark.parametrize("product", ["fitted", "loop", "pallas_triton"])
 def test_scales_of_hidden_rows_are_found_together(product: str, model: Any) -> None:
     """w8a8 with a split hidden dimension, by each way of running experts in blocks."""
@@ -185,7 +210,7 @@ def test_scales_of_hidden_rows_are_found_together(product: str, model: Any) -> N
     quant, directory = rtn("w8a8", implementation=implementation), model("mixtral")
     single = outcome(LLM(directory, engine=engine, quant=quant), 4)
     llm = LLM(directory, engine=engine, quant=quant, parallel=ParallelConfig(tp=2))
-    agree(outcome(llm, 4), single)
+    agree_but_for_ties(outcome(llm, 4), single)
 
 
 @pytest.mark.multidevice

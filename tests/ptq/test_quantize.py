@@ -158,6 +158,14 @@ def test_chunks_of_experts_give_the_same_model(method, monkeypatch):
     assert report.stages[0].fallback_experts == again.stages[0].fallback_experts != []
 
 
+def test_progress_does_not_go_back_where_experts_take_several_passes(monkeypatch):
+    monkeypatch.setattr(gather, "GRAM_BYTES", 2 * 4 * (32**2 + 16**2))
+    shares: list[float] = []
+    say = lambda share, text: shares.append(share)  # noqa: E731
+    quantize_model(build(FAMILIES["qwen2_moe"]), quant("gptq", "int8"), tokens(), progress=say)
+    assert shares == sorted(shares) and len(shares) > 2 * 4 * 2
+
+
 @pytest.mark.parametrize("fallback", ["shared", "all"])
 def test_fallbacks_are_counted_and_coverage_is_reported(fallback):
     _, report = quantized("qwen2_moe", "gptq", "int8", min_tokens=24, fallback=fallback)

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, OutputError
 from moejax.core.quant import QuantRule
 from moejax.nn.param import iter_params
 from moejax.ptq.apply import quantize_model
+from moejax.ptq.batches import HiddenStates
 from moejax.ptq.store import WorkDir
 from tests.ptq.models import FAMILIES, build, quant, tokens
 
@@ -103,6 +104,11 @@ def test_hidden_states_that_are_gone_are_named(tmp_path):
     (tmp_path / "hidden_001.bin").unlink()
     with pytest.raises(ConfigError, match=r"hidden_001.bin is missing"):
         run(tmp_path)
+
+
+def test_a_disk_without_room_is_named(tmp_path):
+    with pytest.raises(OutputError, match=r"cannot write .*hidden_000.tmp"):
+        HiddenStates.empty((1 << 50, 1, 1), np.float32, 1, tmp_path / "hidden_000.tmp")
 
 
 def test_one_run_at_a_time(tmp_path):

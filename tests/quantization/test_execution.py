@@ -229,8 +229,11 @@ MIXED = (
 
 
 class TestExperts:
-    @pytest.mark.parametrize("tokens", [3, 40])
-    @pytest.mark.parametrize("name", [*FORMATS, "indexed"])
+    @pytest.mark.parametrize(
+        ("name", "tokens"),
+        [("int8", 40), ("int4_g32", 3), ("w8a8", 40), ("w8a8_static", 3), ("nvfp4", 40)]
+        + [pytest.param(n, t, marks=pytest.mark.slow) for n in (*FORMATS, "indexed") for t in (3, 40)],
+    )
     def test_every_execution_is_the_twin(self, name: str, tokens: int) -> None:
         formats, x, chosen = (name, name, name), draw(tokens, D, seed=2), routing(tokens)
         expected = loops(formats, x, chosen)

@@ -36,7 +36,8 @@ def case(name, method, fmt, bits, loss, half, routing) -> dict[str, Any]:
         "router_flips": loss / 30, "load_shift": loss / 500, "bits_per_weight": bits,
         "model_bytes": bits * 5e5,
         "cache_bits": 9 if name == "kv_int8" else 32, "quantize_seconds": 3.21, "decode_ratio": 0.83,
-        "decode_tokens_per_s": 6543.2, "router_flips_replayed": loss / 60, "popularity_correlation": -0.51,
+        "decode_tokens_per_s": 6543.2,
+        "decode_percent_of_bound": 12.3, "router_flips_replayed": loss / 60, "popularity_correlation": -0.51,
         "decode_device": "cpu", "pareto": name in ("int8", "int4_gptq_g64"), "cold_experts": 0,
     }  # fmt: skip
     if name != "kv_int8":

@@ -122,13 +122,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(argv)
     try:
+        for name in ("experts", "inputs", "outputs", "tokens", "block", "repeats"):
+            if getattr(options, name) < 1:
+                raise ConfigError(f"--{name}: must be at least 1, got {getattr(options, name)}")
         fmt = parse_format(options.format)
         if not (fmt.numbers.startswith("int") and fmt.symmetric and fmt.granularity in ("channel", "group")):
             raise ConfigError(f"--format: {fmt.name} is not one that both have; use int4, int8 or int4_g64")
         fmt.check("--inputs", options.inputs, options.outputs)
-        for name in ("experts", "inputs", "outputs", "tokens", "block", "repeats"):
-            if getattr(options, name) < 1:
-                raise ConfigError(f"--{name}: must be at least 1, got {getattr(options, name)}")
     except ConfigError as error:
         parser.error(str(error))
     found = compare(

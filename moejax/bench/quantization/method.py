@@ -102,7 +102,7 @@ def measure_method(bench: Bench, name: str, quant: QuantConfig, advance: Callabl
     row: dict[str, Any] = {
         "name": name,
         "method": quant.method,
-        "format": quant.format,
+        "format": quant.format if report is not None else llm.config.dtype,
         "kv_cache": quant.kv_cache,
         "error": None,
         "changes_weights": report is not None,

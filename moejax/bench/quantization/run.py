@@ -252,6 +252,8 @@ def _one_method(run: _Run, method: str, task: Task) -> None:
         tracker.summary({k: v for k, v in found.row.items() if v is not None})
         if found.details.get("router_flips") is not None:
             _log_layers(found.details, tracker)
+        if found.row["error"] is not None:
+            tracker.finish(1)
     task.advance(2 + run.bench.evaluator.num_batches - before)
     run.write()
 
@@ -295,9 +297,9 @@ def _report(
     result: Mapping[str, Any], tracker: CompositeTracker, files: list[Path], plots: list[Path]
 ) -> None:
     tracker.summary({k: v for k, v in result["metrics"].items() if v is not None})
-    for name, key in (("methods", "cases"), ("differences", "differences")):
-        columns = list(dict.fromkeys(k for row in result[key] for k in row))
-        tracker.table(name, columns, [[row.get(k) for k in columns] for row in result[key]])
+    for name in ("cases", "differences"):
+        columns = list(dict.fromkeys(key for row in result[name] for key in row))
+        tracker.table(name, columns, [[row.get(key) for key in columns] for row in result[name]])
     for plot in plots:
         tracker.image(plot.stem, plot)
     tracker.artifact("quantization-result", "result", files)

@@ -1,7 +1,7 @@
 """fp8 checkpoints (`quant_method` "fp8"): DeepSeek's and Qwen's by blocks, and those with one scale a tensor.
 
     weight            float8_e4m3fn [F, D]
-    weight_scale_inv  float [⌈F / b⌉, ⌈D / b⌉]     with `weight_block_size` [b, b]
+    weight_scale_inv  float [⌈F / b⌉, ⌈D / b⌉]     with `weight_block_size` [b, b]; or powers of two, F8_E8M0
     weight_scale      float, one                   without
     input_scale       float, one                   with activation_scheme "static"
 
@@ -24,6 +24,9 @@ BLOCK_ACTIVATIONS = (
 @dataclass(frozen=True)
 class BlockScheme(PlainScheme):
     scale = "weight_scale_inv"
+
+    def scale_dtypes(self) -> tuple[str, ...]:
+        return (*super().scale_dtypes(), "F8_E8M0")
 
 
 @dataclass(frozen=True)
