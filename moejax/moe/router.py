@@ -62,9 +62,7 @@ class Router(nnx.Module):
         self.normalize = normalize
         self.kernels = kernels
 
-    def __call__(
-        self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None
-    ) -> Routing:
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
         """x `[N, D]`, valid bool `[N]` (False for padding) → Routing, of `replay`'s `[N, k]` where given; its
         logits are the router's own in any case."""
         logits = matmul_of(x, self.kernel, out_dtype=jnp.float32)
@@ -86,7 +84,6 @@ class Router(nnx.Module):
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return ids, weights
 
-
     def _again(self, logits: jax.Array, replay: Replay) -> tuple[jax.Array, jax.Array]:
         """logits `[N, E]` → the ids of `replay`, and their weights."""
         ids = replay.ids
@@ -101,9 +98,7 @@ class Router(nnx.Module):
         return ids, weights
 
 
-def check_replay(
-    name: str, replay: Replay, tokens: tuple[int, ...], top_k: int, num_experts: int
-) -> Replay:
+def check_replay(name: str, replay: Replay, tokens: tuple[int, ...], top_k: int, num_experts: int) -> Replay:
     """`replay` as int32 and float32 arrays.
 
     What values it holds can be looked at only outside of `jit`; the rest is checked in any case.

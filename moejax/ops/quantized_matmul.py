@@ -99,7 +99,7 @@ def _twin(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
 
 
 def _xla(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
-    """x `[N, D]`; its codes and the weight's are small numbers, exact in any dtype: products of them are rounded
+    """x `[N, D]`. Its codes and the weight's are small numbers, exact in any dtype: products are rounded
     by their sum in float32 alone, and scales come last. Scales of groups differ along the sum: there the
     weight is dequantized on the way into the product."""
     fmt, scale = weight.format, None

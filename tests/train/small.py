@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.train.config import TrainConfig, TrainModelConfig
 from moejax.text.corpus import Corpus, Document
+from moejax.train.config import TrainConfig, TrainModelConfig
 from moejax.train.data import TrainingText, encode
 from moejax.train.tokenizer import END_OF_TEXT, train_tokenizer
 
