@@ -35,8 +35,8 @@ class Stack:
 
     @property
     def by_rows(self) -> bool:
-        """A single row's product reads it without a copy."""
-        return self.transposed or isinstance(self.weight, QTensor)
+        """A single row's product reads it without a copy. "dequantize" makes matrices `[D, F]`."""
+        return self.transposed or (isinstance(self.weight, QTensor) and self.implementation != "dequantize")
 
     @property
     def outputs(self) -> int:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from moejax.core.errors import ConfigError
 from moejax.quantization.arithmetic import (
     codes_to_values,
+    dequantize,
     dequantize_stored,
     is_integer,
     quantize_activations,
@@ -95,7 +96,11 @@ def rounded_activations(x: jax.Array, weight: QTensor, split: Names = ()) -> jax
 
 
 def _twin(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
-    return _dot(rounded_activations(x, weight, split), dequantize_stored(weight, x.dtype)).astype(out)
+    # The barrier keeps the product from being merged with the decoding: it is, to the bit, the one that the
+    # same weight gives when it is stored in floating point, `[D, F]`.
+    whole = jax.lax.optimization_barrier(dequantize(weight, x.dtype))
+    wanted = None if out == x.dtype else out
+    return jnp.matmul(rounded_activations(x, weight, split), whole, preferred_element_type=wanted)
 
 
 def _xla(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:

@@ -117,6 +117,19 @@ def test_logits_of_weights_that_stay_quantized(make, name):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "ct-int8-packed", "fp8-blocks"])
+def test_logits_by_dequantizing_are_exact(make, name):
+    """Kept as codes and run by "dequantize", the model is the plain checkpoint's in every bit. Experts as one
+    product over the stack: a loop's single rows are summed in an order that XLA chooses with the slice."""
+    directory, plain = make("qwen3_moe", CONVENTIONS[name])
+    moe = MoeConfig(grouped_matmul="ragged_dot")
+    model = load_pretrained(directory, moe=moe).model
+    for _, weight in quantized_weights(model):
+        weight.implementation = "dequantize"
+    expected = load_pretrained(plain, moe=moe).model
+    np.testing.assert_array_equal(forward(model, TOKENS)[0], forward(expected, TOKENS)[0])
+
+
 def test_shards_with_an_index(make):
     """The tensors of one matrix in several files."""
     directory, plain = make("olmoe", CONVENTIONS["gptq-asym"])

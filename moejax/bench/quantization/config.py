@@ -20,7 +20,7 @@ class SpeedSection:
 
     batch_size: int = 8
     prompt_len: int = 16
-    output_len: int = 33
+    output_len: int = 16
     iterations: int = 5
 
     def __post_init__(self) -> None:
