@@ -5,21 +5,24 @@ from typing import Any
 from experiments._schema import InferenceSections, QuantizationConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
+from moejax.report.progress import progress
 
 
 def open_llm(config: InferenceSections) -> LLM:
     """Raises what `LLM` raises."""
     model = config.model
     source: Any = model.path if model.path is not None else model.hf_config
-    return LLM(
-        source,
-        dtype=model.dtype,
-        parallel=config.parallel,
-        engine=config.engine,
-        quant=config.quant,
-        seed=config.seed,
-        load_format=model.load_format,
-    )
+    with progress("opening the model", total=1) as task:
+        return LLM(
+            source,
+            dtype=model.dtype,
+            parallel=config.parallel,
+            engine=config.engine,
+            quant=config.quant,
+            seed=config.seed,
+            load_format=model.load_format,
+            on_progress=task.to,
+        )
 
 
 def open_quantized(config: QuantizationConfig, quant: QuantConfig | None) -> LLM:

@@ -55,6 +55,7 @@ class LLM:
         engine: limits and choices, see `EngineConfig`.
         seed: where the random streams of requests without a seed of their own, and dummy weights, start.
         load_format: "auto" reads safetensors, "dummy" fills weights at random from the configuration alone.
+        on_progress: while methods calibrate, told the share that is done, 0 to 1, and what is being done.
 
     Raises:
         ConfigError, CheckpointError, DeviceError: one line each, see `moejax.core.errors`.
@@ -70,6 +71,7 @@ class LLM:
         quant: QuantConfig | None = None,
         seed: int = 0,
         load_format: Literal["auto", "dummy"] = "auto",
+        on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
@@ -79,9 +81,8 @@ class LLM:
         if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
             raise ConfigError(f"seed must be an integer, got {seed!r}")
         self.seed = int(seed)
-        self._model = open_model(
-            model, dtype, self.parallel_config, self.engine_config, self.quant_config, self.seed, load_format
-        )
+        configs = (self.parallel_config, self.engine_config, self.quant_config)
+        self._model = open_model(model, dtype, *configs, self.seed, load_format, on_progress)
         self.model_dir, self.config = self._model.directory, self._model.config
         self.tokenizer = self._model.tokenizer
         self.quant_report = self._model.quant_report  # None where no weights were quantized

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -69,6 +69,7 @@ def open_model(
     quant: QuantConfig,
     seed: int,
     load_format: str,
+    on_progress: Callable[[float, str], None] | None = None,
 ) -> OpenModel:
     """Raises what `moejax.engine.llm.LLM` raises."""
     if not parallel.is_single:
@@ -114,7 +115,7 @@ def open_model(
     source = None if load_format == "dummy" else directory
     store = quantizing.rounding.at
     stages = build_stages(config, parallel, places, moe, kernels.value, source, seed, store)
-    report = quantizing.finish(stages)
+    report = quantizing.finish(stages, on_progress)
     resolutions += quantizing.resolutions(stages)
     functions: list[Any] = [PagedFunctions(stages[0])]
     if len(stages) > 1:

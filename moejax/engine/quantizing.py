@@ -25,7 +25,7 @@ from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, specs
 from moejax.nn.quantized import quantized_weights
 from moejax.ops.dispatch import Choice, choose_quantized
-from moejax.ptq.apply import quantize_model
+from moejax.ptq.apply import Progress, quantize_model
 from moejax.ptq.report import QuantReport
 from moejax.ptq.text import calibration_tokens
 from moejax.quantization.arithmetic import why_no_kernel
@@ -103,12 +103,12 @@ class Quantizing:
             )
         self._tokens = calibration_tokens(self._quant.calibration, tokenizer, end=end)
 
-    def finish(self, stages: Sequence[Decoder]) -> QuantReport | None:
+    def finish(self, stages: Sequence[Decoder], on_progress: Progress | None = None) -> QuantReport | None:
         """Quantizes what is not yet, once the weights are in place, and decides what products run on."""
         report = None
         if self._calibrates:
             (model,) = stages
-            report = quantize_model(model, self._quant, self._tokens)
+            report = quantize_model(model, self._quant, self._tokens, progress=on_progress)
         elif self._plan:
             report = self.rounding.finish(stages)
         for stage in stages:

@@ -30,6 +30,10 @@ class Task:
         """Replaces the text before the bar."""
         self._bar.update(self._task, description=text)
 
+    def to(self, share: float, text: str) -> None:
+        """Sets a bar whose total is 1 to a share, with a new text."""
+        self._bar.update(self._task, completed=share, description=text)
+
 
 @contextmanager
 def progress(description: str, total: float | None = None, console: Console | None = None) -> Iterator[Task]:

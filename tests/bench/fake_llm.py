@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+from flax import nnx
+
 from moejax.core.config import EngineConfig
 from moejax.core.errors import RequestError
 from moejax.core.resolve import Resolution
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import EngineStats, StepRecord
+from moejax.nn.param import ParamSpec, declare
 
 
 class VirtualClock:
@@ -74,6 +78,9 @@ class FakeLLM:
 
     def __post_init__(self) -> None:
         self.config = SimpleNamespace(vocab_size=100)
+        spec = ParamSpec((4, 8), ("embed", "mlp"), np.dtype(np.float32))
+        self.stages = [nnx.Dict(kernel=declare(spec))]
+        self.runner = SimpleNamespace(cache_bytes=4096)
         self.ledger = CompileLedger()
         self.resolutions = [Resolution("engine.platform", "cpu", "a fake")]
         self.on_step: Callable[[StepRecord], None] | None = None
