@@ -257,20 +257,24 @@ def test_reset_and_idle(forked: LLM) -> None:
 # -- variants ------------------------------------------------------------------------------------------
 
 
-def test_variants_share_weights_alone(bare_llm: LLM, forked: LLM, whole: FullForward) -> None:
+def test_variants_share_weights_alone(forked: LLM, whole: FullForward) -> None:
     """A request waiting in one engine is nothing to the other, nor are its blocks, programs and sums."""
-    other = bare_llm.variant(dataclasses.replace(SCARCE, max_model_len=24))
+    other = forked.variant(dataclasses.replace(SCARCE, max_model_len=24))
+    exact = (
+        forked.kv_cache_dtype == forked.config.dtype
+    )  # else another cache's tokens are not quite `whole`'s
     ours, theirs = (llm._model.functions[0].leaves for llm in (forked, other))
     assert all(a is b for a, b in zip(ours, theirs, strict=True))
     forked.reset_stats()
     waiting = forked.submit(PROMPTS[0], greedy(5))
     assert other.stats()["waiting"] == 0 and other.step() is False
-    assert other.generate([PROMPTS[1]], greedy(5))[0].outputs[0].token_ids == whole.greedy(PROMPTS[1], 5)
+    alone = other.generate([PROMPTS[1]], greedy(5))[0].outputs[0].token_ids
+    assert alone == whole.greedy(PROMPTS[1], 5) or not exact
     assert forked.stats()["steps"] == 0 and forked.stats()["waiting"] == 1 and not waiting.finished
     assert other.stats()["compiles"] == 2 and (forked.max_model_len, other.max_model_len) == (32, 24)
     while forked.step():
         pass
-    assert waiting.outputs[0].token_ids == whole.greedy(PROMPTS[0], 5)
+    assert waiting.outputs[0].token_ids == whole.greedy(PROMPTS[0], 5) or not exact
     assert tokens([waiting]) == tokens(other.generate([PROMPTS[0]], greedy(5)))
     for llm in (forked, other):
         assert_clean(llm)

@@ -274,6 +274,7 @@ def test_limits_and_resolutions(small_dir: Path) -> None:
         "engine.kernels": "xla",
         "engine.moe.grouped_matmul": "fitted",
         "engine.moe.expert_layout": "efd",
+        "quant.kv_cache": "float32",
         "engine.num_blocks": "64",
     }
     assert all(r.reason for r in llm.resolutions)

@@ -1,0 +1,44 @@
+"""`LLM(quant=...)` from its text to a saved directory, opened again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moejax import LLM, EngineConfig, QuantConfig, SamplingParams, save_pretrained
+from moejax.checkpoint.hf import ASSETS
+from moejax.core.quant import CalibrationConfig
+
+ENGINE = EngineConfig(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, compile_cache=False)
+CALIBRATION = CalibrationConfig(num_samples=4, seq_len=32, batch_size=4, min_tokens=8)
+PROMPTS = ["The function returns", "This class is a"]
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "format"),
+    [
+        ("gptq", "int4_g64"),
+        pytest.param("awq", "int4_g64_asym", marks=pytest.mark.slow),
+        pytest.param("smoothquant", "w8a8_static", marks=pytest.mark.slow),
+    ],
+)
+def test_calibrated_saved_and_opened(method: str, format: str, tmp_path: Path) -> None:
+    """The directory holds the same model: the same tokens, the same bytes, no method asked for."""
+    shares: list[float] = []
+    quant = QuantConfig(method=method, format=format, calibration=CALIBRATION)
+    llm = LLM("tiny", engine=ENGINE, quant=quant, on_progress=lambda share, text: shares.append(share))
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert llm.quant_report is not None and llm.quant_report.to_dict()["fallbacks"] >= 0
+    wanted = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY)]
+
+    save_pretrained(llm.model, tmp_path)
+    shutil.copy(ASSETS / "tiny" / "tokenizer.json", tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert stored["quant_method"] == "compressed-tensors"
+    again = LLM(tmp_path, engine=ENGINE)
+    assert [out.outputs[0].token_ids for out in again.generate(PROMPTS, GREEDY)] == wanted
+    assert again.quant_report is None
+    formats = [{r.key: r.value for r in each.resolutions}["quant.format"] for each in (llm, again)]
+    assert formats[0] == formats[1]
