@@ -159,7 +159,9 @@ def _unknown_key(name: str, known: Known) -> str:
     same_leaf = [key for key in known.keys if key.rpartition(".")[2] == leaf]
     hint = did_you_mean(bare, [f"{section}.{item}" if section else item for item in siblings])
     if same_leaf:
-        hint = f"; did you mean {same_leaf[0]!r}?"
+        # The shallowest: a section's own key rather than one of a section within it.
+        nearest = min(same_leaf, key=lambda key: (key.count("."), key))
+        hint = f"; did you mean {nearest!r}?"
     elif not hint:
         hint = did_you_mean(bare, known.keys)
     where = f"keys of {section!r}" if section else "known"

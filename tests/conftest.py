@@ -4,6 +4,8 @@ They must be set before JAX starts its backend, hence the environment at import 
 """
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -23,6 +25,19 @@ from moejax.core.config import ModelConfig
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+MANY_MAPS = 16_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Compiled programs take memory maps, of which Linux allows a process 65,530 (vm.max_map_count): past
+    them XLA crashes when it compiles. So a file's programs are dropped once there are many."""
+    yield
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -22,7 +22,13 @@ from omegaconf import OmegaConf
 from experiments._app import CONFIG_DIR, launch, output_dir, register_schema
 from experiments._completion import query_line
 from experiments._compose import build_job, composer, parse_flags
-from experiments._schema import GenerateConfig, LatencyConfig, ThroughputConfig, TrainExperimentConfig
+from experiments._schema import (
+    GenerateConfig,
+    LatencyConfig,
+    QuantizationConfig,
+    ThroughputConfig,
+    TrainExperimentConfig,
+)
 from experiments._structured import build, mirror
 from moejax.bench.traffic import Lengths
 from moejax.bench.workload import LatencyCase, latency_cases
@@ -35,6 +41,7 @@ SCHEMAS: dict[str, type] = {
     "throughput": ThroughputConfig,
     "generate": GenerateConfig,
     "train": TrainExperimentConfig,
+    "quantization": QuantizationConfig,
 }
 REPOSITORY = CONFIG_DIR.parent
 

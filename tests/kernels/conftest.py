@@ -2,7 +2,6 @@
 
 import os
 import zlib
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -14,14 +13,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "tests/kernels/" in str(item.path) and "contract" in item.keywords:
                 item.add_marker(pytest.mark.gpu)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forget_programs() -> Iterator[None]:
-    """Each interpreted case is a program of its own, and programs take memory maps, of which Linux allows a
-    process 65,530 (vm.max_map_count): past them XLA crashes when it compiles."""
-    yield
-    jax.clear_caches()
 
 
 @pytest.fixture
