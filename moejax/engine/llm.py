@@ -49,9 +49,8 @@ class LLM:
         dtype: "auto" (float32 on CPU, the checkpoint's own elsewhere), "float32", "bfloat16", "float16".
         parallel: how the model is spread over devices, see `ParallelConfig`; None: on one. The engine's
             limits (`max_num_seqs`, `num_blocks`, …) are each data-parallel group's.
-        quant: quantizes weights while the model opens, and the key/value cache, see `QuantConfig`. A
-            directory with quantized weights needs none. Methods that calibrate want a tokenizer and one
-            device.
+        quant: quantizes weights while the model opens, and the key/value cache, see `QuantConfig`. Quantized
+            directories need none. Methods that calibrate want a tokenizer and one device.
         engine: limits and choices, see `EngineConfig`.
         seed: where the random streams of requests without a seed of their own, and dummy weights, start.
         load_format: "auto" reads safetensors, "dummy" fills weights at random from the configuration alone.

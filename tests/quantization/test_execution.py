@@ -207,15 +207,20 @@ def loops(formats: tuple[str, str, str], x: jax.Array, chosen: Routing) -> np.nd
     return out
 
 
-def limit(formats: tuple[str, str, str]) -> float:
-    """Two chained sums and one over the experts. A hidden value that lies next to the middle of two codes may
-    round to either: one such step, in one of F terms, is allowed for."""
-    down = formats[2] and format_of(formats[2])
+def assert_twin(out: Any, expected: Any, formats: tuple[str, str, str]) -> None:
+    """Two chained sums and one over the experts. Where hidden values are rounded to codes, one next to the
+    middle of two may round to either; so of 20 tokens one may be off by such a step. A hidden value is at
+    most about 4 of its standard deviations, so is a weight, and the largest output about 3 of its own, which
+    are those two times sqrt(F): 16 / 3 steps over sqrt(F) of it."""
     base = tolerance(D, F, 2)
+    down = formats[2] and format_of(formats[2])
     if not down or down.activations == "none":
-        return base
+        assert_close(out, expected, base)
+        return
     step = {"int8": 1 / 127, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2}[down.numbers]
-    return base + step / F**0.5
+    assert_close(out, expected, base + 16 / 3 * step / F**0.5)
+    off = np.abs(np.asarray(out, np.float64) - expected).max(axis=1) > base * np.abs(expected).max()
+    assert off.sum() <= max(1, len(off) // 20), f"{off.sum()} of {len(off)} tokens differ by a code"
 
 
 MIXED = (
@@ -240,7 +245,7 @@ class TestExperts:
         for implementation in ("dequantize", "xla"):
             for got, out in run(experts_of(formats, implementation), x, chosen, EXECUTIONS).items():
                 assert (out[0] == 0).all(), got
-                assert_close(out, expected, limit(formats))
+                assert_twin(out, expected, formats)
 
     @pytest.mark.parametrize(
         "name", ["int8", "int4_g32", "int4_g64_asym", "w8a8", "w8a8_static", "fp8_block128"]
@@ -248,7 +253,7 @@ class TestExperts:
     def test_gpu_kernels(self, name: str) -> None:
         formats, x, chosen = (name, name, name), draw(20, D, seed=3), routing(20)
         found = run(experts_of(formats, "pallas_triton"), x, chosen, ["pallas_triton"])
-        assert_close(found["pallas_triton"], loops(formats, x, chosen), limit(formats))
+        assert_twin(found["pallas_triton"], loops(formats, x, chosen), formats)
 
     @pytest.mark.parametrize("layout", ["edf", "efd"])
     @pytest.mark.parametrize("formats", MIXED, ids="-".join)
@@ -256,16 +261,16 @@ class TestExperts:
         x, chosen = draw(9, D, seed=4), routing(9)
         expected = loops(formats, x, chosen)
         for out in run(experts_of(formats, "xla", layout), x, chosen, EXECUTIONS).values():
-            assert_close(out, expected, limit(formats))
+            assert_twin(out, expected, formats)
         found = run(experts_of(formats, "pallas_triton", layout), x, chosen, ["pallas_triton"])
-        assert_close(found["pallas_triton"], expected, limit(formats))
+        assert_twin(found["pallas_triton"], expected, formats)
 
     def test_the_dequantized_weights_give_the_same(self) -> None:
         formats, x, chosen = ("int4_g32",) * 3, draw(9, D, seed=5), routing(9)
         floats = run(experts_of(formats, floats=True), x, chosen, EXECUTIONS)
         codes = run(experts_of(formats), x, chosen, EXECUTIONS)
         for name, out in codes.items():
-            assert_close(out, floats[name], limit(formats))
+            assert_twin(out, floats[name], formats)
 
     def test_sizes(self) -> None:
         experts = experts_of(("int4_g32", "int8_asym", "nvfp4"))
