@@ -236,7 +236,7 @@ MIXED = (
 class TestExperts:
     @pytest.mark.parametrize(
         ("name", "tokens"),
-        [("int8", 40), ("int4_g32", 3), ("w8a8", 40), ("w8a8_static", 3), ("nvfp4", 40)]
+        [("int8", 40), ("int4_g32", 3), ("w8a8", 40)]
         + [pytest.param(n, t, marks=pytest.mark.slow) for n in (*FORMATS, "indexed") for t in (3, 40)],
     )
     def test_every_execution_is_the_twin(self, name: str, tokens: int) -> None:
@@ -255,7 +255,7 @@ class TestExperts:
         found = run(experts_of(formats, "pallas_triton"), x, chosen, ["pallas_triton"])
         assert_twin(found["pallas_triton"], loops(formats, x, chosen), formats)
 
-    @pytest.mark.parametrize("layout", ["edf", "efd"])
+    @pytest.mark.parametrize("layout", ["edf", pytest.param("efd", marks=pytest.mark.slow)])
     @pytest.mark.parametrize("formats", MIXED, ids="-".join)
     def test_a_format_of_its_own_for_each(self, formats: tuple[str, str, str], layout: str) -> None:
         x, chosen = draw(9, D, seed=4), routing(9)
