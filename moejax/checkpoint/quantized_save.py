@@ -22,7 +22,7 @@ from moejax.nn.quantized import PARTS, QuantizedWeight, quantized_weights
 from moejax.quantization.checkpoints.compressed_config import EXPERT, compressed_config, scheme_for, why_not
 from moejax.quantization.checkpoints.layouts import divisor_of
 from moejax.quantization.checkpoints.own import OwnScheme, own_config
-from moejax.quantization.checkpoints.scheme import Scheme
+from moejax.quantization.checkpoints.scheme import WrittenScheme
 
 FORMATS = ("auto", "compressed-tensors", "moejax")
 
@@ -42,7 +42,7 @@ class QuantizedSave:
 
     config: dict[str, Any]
     modules: dict[str, str]
-    schemes: dict[str, Scheme]
+    schemes: dict[str, WrittenScheme]
     weights: dict[str, QuantizedWeight]
     paths: frozenset[str]
 

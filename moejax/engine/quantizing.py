@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -20,6 +19,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution
 from moejax.engine.rounding import Rounding
+from moejax.engine.setup import compute_capability
 from moejax.engine.tokenizer import Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, specs
@@ -230,9 +230,6 @@ def choose(quant: QuantConfig, platform: str, weights: Sequence[Asked], experts:
     Raises:
         ConfigError: the kernels were asked for and cannot run; the weight is named, and why.
     """
-    capability = None
-    if platform == "gpu":
-        capability = str(getattr(jax.local_devices()[0], "compute_capability", "")) or None
     unsupported = None
     for path, fmt, inputs in weights:
         why = why_no_kernel(fmt, inputs)
@@ -241,4 +238,4 @@ def choose(quant: QuantConfig, platform: str, weights: Sequence[Asked], experts:
             break
     if unsupported is None and experts != "pallas_triton" and any(".experts." in w.path for w in weights):
         unsupported = f"the expert products run on {experts}"
-    return choose_quantized(quant.implementation, platform, capability, unsupported)
+    return choose_quantized(quant.implementation, platform, compute_capability(platform), unsupported)

@@ -3,7 +3,6 @@
 So the model is never whole in floating point.
 """
 
-import dataclasses
 import functools
 import math
 import time
@@ -16,12 +15,12 @@ from flax import nnx
 
 from moejax.core.quant import QuantConfig
 from moejax.nn.param import ParamSpec, Store, iter_params, specs
-from moejax.nn.quantized import QuantizedWeight, replace_weights
+from moejax.nn.quantized import PARTS, QuantizedWeight, replace_weights
+from moejax.ptq.methods import Rounded, errors, weight_report
 from moejax.ptq.report import QuantReport, StageReport, WeightReport
-from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import QTensor, WeightFormat
 from moejax.quantization.rtn import round_to_nearest
-from moejax.quantization.rules import Chosen, weight_name
+from moejax.quantization.rules import Chosen
 from moejax.sharding.rules import shardings
 from moejax.sharding.spmd import OneDevice, OnMesh
 
@@ -64,7 +63,7 @@ class Rounding:
             def run(value: jax.Array) -> tuple[QTensor, jax.Array]:
                 w = jnp.swapaxes(value, -1, -2) if spec.transposed else value
                 q = round_to_nearest(w, fmt, clip=quant.clip, percentile=quant.percentile)
-                return q, _relative_error(w.astype(jnp.float32), q)
+                return q, errors(w.astype(jnp.float32), q, None)[0]
 
             out = None if placed is None else (_like(spec, fmt, placed), None)
             program = self._programs[spec, fmt, place] = jax.jit(run, out_shardings=out)
@@ -72,7 +71,8 @@ class Rounding:
         self._tensors[name] = tensor
         seconds = time.perf_counter() - start
         self._seconds += seconds
-        self._reports.append(_report(name, choice, spec, tensor, error, seconds, value.nbytes))
+        done = Rounded(tensor, error, None, None, None, seconds)
+        self._reports.append(weight_report(name, choice, done, value.nbytes)[0])
 
     def finish(self, stages: Sequence[nnx.Module]) -> QuantReport:
         """Puts the quantized weights into their places, once all stages have their values."""
@@ -108,12 +108,8 @@ def _shardings(
 
 def _like(spec: ParamSpec, fmt: WeightFormat, parts: Mapping[str, Any]) -> QTensor:
     """A `QTensor` of one thing for each of its arrays."""
-    names = [f.name for f in dataclasses.fields(QTensor) if f.name not in ("format", "pack")]
-    return QTensor(
-        **{name: parts.get(name) for name in names},  # type: ignore[arg-type]
-        format=fmt,
-        pack=fmt.pack(spec.canonical_shape[-2]),
-    )
+    held: dict[str, Any] = {name: parts.get(name) for name in PARTS}
+    return QTensor(**held, format=fmt, pack=fmt.pack(spec.canonical_shape[-2]))
 
 
 def _elsewhere(spec: ParamSpec, fmt: WeightFormat, placed: Mapping[str, jax.sharding.Sharding]) -> QTensor:
@@ -125,34 +121,3 @@ def _elsewhere(spec: ParamSpec, fmt: WeightFormat, placed: Mapping[str, jax.shar
         return jax.make_array_from_single_device_arrays(part.shape, where, [], dtype=part.dtype)
 
     return _like(spec, fmt, {name: empty(name, where) for name, where in placed.items()})
-
-
-def _relative_error(w: jax.Array, q: QTensor) -> jax.Array:
-    """Norm of the change over norm of the weight: `[E]`, or `[1]` without experts."""
-    change = jnp.sum((dequantize(q) - w) ** 2, axis=(-2, -1))
-    return jnp.sqrt(change / jnp.maximum(jnp.sum(w * w, axis=(-2, -1)), 1e-30)).reshape(-1)
-
-
-def _report(
-    name: str,
-    choice: Chosen,
-    spec: ParamSpec,
-    tensor: QTensor,
-    error: jax.Array,
-    seconds: float,
-    float_bytes: int,
-) -> WeightReport:
-    return WeightReport(
-        path=weight_name(name),
-        method=choice.method,
-        format=choice.format.name,
-        shape=spec.canonical_shape,
-        weight_error=[float(e) for e in jax.device_get(error)] if error.is_fully_addressable else [],
-        output_error=None,
-        damping=None,
-        damping_raised=[],
-        bits_per_weight=8 * tensor.nbytes / math.prod(spec.shape),
-        bytes=tensor.nbytes,
-        float_bytes=float_bytes,
-        seconds=seconds,
-    )

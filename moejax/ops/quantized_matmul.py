@@ -59,7 +59,10 @@ def matmul(
     if not isinstance(weight, QTensor):
         return jnp.matmul(x, weight, preferred_element_type=None if out == x.dtype else out)
     if weight.values.ndim > 2:
-        one = lambda rows, expert: matmul(rows, expert, implementation, split=split, out_dtype=out_dtype)  # noqa: E731
+
+        def one(rows: jax.Array, expert: QTensor) -> jax.Array:
+            return matmul(rows, expert, implementation, split=split, out_dtype=out_dtype)
+
         return jax.vmap(one)(x, weight)
     products: dict[str, Callable[[jax.Array, QTensor, Names, Any], jax.Array]] = {
         "dequantize": _twin,

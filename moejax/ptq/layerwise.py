@@ -61,7 +61,9 @@ class StageWork:
     ) -> None:
         self.stage, self.chosen, self.quant, self.gathered = stage, chosen, quant, gathered
         self.params = stage.params()
-        self.folds, self.folded, self.notes = Folds(), [], []  # type: ignore[var-annotated]
+        self.folds = Folds()
+        self.folded: list[str] = []
+        self.notes: list[str] = []
 
     def run(self) -> Done:
         """All weights of the stage."""

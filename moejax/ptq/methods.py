@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +61,13 @@ def quantize(
         tensor = round_to_nearest(w, fmt, **ranges)
         if scale is not None:
             tensor = dataclasses.replace(tensor, input_scale=scale)
-    by_weight, by_output = _errors(w, tensor, None if stats is None else stats.gram)
+    by_weight, by_output = errors(w, tensor, None if stats is None else stats.gram)
     jax.block_until_ready((tensor, by_weight, by_output))
     return Rounded(tensor, by_weight, by_output, damping, raised, time.perf_counter() - begin)
 
 
 @jax.jit
-def _errors(w: jax.Array, tensor: QTensor, gram: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+def errors(w: jax.Array, tensor: QTensor, gram: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """Norm of the weight's change over its norm, and the same of its outputs: float32 `[...]` each."""
     change = dequantize(tensor) - w
 
@@ -115,5 +115,8 @@ def weight_report(
     return report, notes
 
 
-def _floats(values: Any) -> list[float]:
+def _floats(values: jax.Array) -> list[float]:
+    """Of a leading axis that lies on several processes, none."""
+    if not values.is_fully_addressable:
+        return []
     return [float(v) for v in np.asarray(values).reshape(-1)]

@@ -22,6 +22,7 @@ checkpoints) have 2^bits - 2, takes no range found by clipping, has no scale of 
 4-bit codes take a byte each. The tests hold it beside these functions wherever both define the same numbers.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -245,7 +246,7 @@ def spread(
     *lead, G, O = grid.shape  # noqa: E741
     if group_index is not None:
         # Rows of the grid are contiguous; a gather along the last axis would fetch number by number.
-        take = lambda g, i: jnp.take(g, i, axis=0)  # noqa: E731
+        take = functools.partial(jnp.take, axis=0)
         for _ in lead:
             take = jax.vmap(take)
         return jnp.swapaxes(take(grid, group_index), -1, -2)

@@ -166,7 +166,7 @@ class Evaluator:
             return (each[:, :count] * scored).sum(axis=2)
 
         def total(name: str, dtype: Any = np.int64) -> np.ndarray:
-            return sum(np.asarray(getattr(p, name), dtype) for p in parts)  # type: ignore[return-value]
+            return np.sum([np.asarray(getattr(p, name), dtype) for p in parts], axis=0)
 
         return Evaluation(
             by_window("nats"),

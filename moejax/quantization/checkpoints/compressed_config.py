@@ -6,7 +6,7 @@ from typing import Any
 
 from moejax.quantization.checkpoints.compressed_tensors import METHOD
 from moejax.quantization.checkpoints.layouts import layout
-from moejax.quantization.checkpoints.scheme import Scheme
+from moejax.quantization.checkpoints.scheme import WrittenScheme
 from moejax.quantization.formats import MXFP4, NVFP4, WeightFormat
 
 EXPERT = "{e}"
@@ -37,7 +37,7 @@ def layout_name(fmt: WeightFormat) -> str:
     return "pack-quantized" if fmt.activations == "none" else "int-quantized"
 
 
-def scheme_for(fmt: WeightFormat) -> Scheme:
+def scheme_for(fmt: WeightFormat) -> WrittenScheme:
     """What writes such weights."""
     return layout(layout_name(fmt), fmt)
 

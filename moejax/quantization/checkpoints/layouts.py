@@ -37,8 +37,8 @@ from moejax.quantization.checkpoints.scheme import (
     Arrays,
     Complain,
     Need,
-    Scheme,
     Shape,
+    WrittenScheme,
     check_finite,
     check_zeros,
     group_index,
@@ -52,7 +52,7 @@ ONE: tuple[Shape, ...] = ((1,), ())
 
 
 @dataclass(frozen=True)
-class _Scaled(Scheme):
+class _Scaled(WrittenScheme):
     """What all have: scales, zero points of int8, scales of activations."""
 
     def grid(self, D: int, F: int) -> tuple[Shape, ...]:
@@ -254,7 +254,7 @@ def divisor_of(scale: float) -> np.float32 | None:
     return None
 
 
-def layout(name: str, fmt: WeightFormat) -> Scheme:
+def layout(name: str, fmt: WeightFormat) -> WrittenScheme:
     """The scheme of a format's name in compressed-tensors."""
     if name == "pack-quantized":
         return PackedScheme(fmt)

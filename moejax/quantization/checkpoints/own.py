@@ -17,7 +17,7 @@ from moejax.quantization.checkpoints.scheme import (
     Arrays,
     Complain,
     Need,
-    Scheme,
+    WrittenScheme,
     check_finite,
     fields_of,
 )
@@ -29,7 +29,7 @@ DTYPES = {"int8": "I8", "uint8": "U8", "int32": "I32", "float8_e4m3fn": "F8_E4M3
 
 
 @dataclass(frozen=True)
-class OwnScheme(Scheme):
+class OwnScheme(WrittenScheme):
     main = "values"
     scale = "scales"
 
@@ -84,14 +84,9 @@ def parse_own(fields: QuantFields) -> Own:
 
 def own_config(formats: Mapping[str, WeightFormat]) -> dict[str, Any]:
     """The `quantization_config` of modules (with `*` for experts) in these formats."""
-    names: dict[WeightFormat, str] = {}
-    for fmt in formats.values():
-        taken = set(names.values())
-        short = fmt.name if fmt.name not in taken else f"{fmt.name}_{fmt.scale_dtype}"
-        names.setdefault(fmt, short)
     return {
         "quant_method": METHOD,
         "version": VERSION,
-        "formats": {name: fields_of(fmt) for fmt, name in names.items()},
-        "weights": {module: names[fmt] for module, fmt in formats.items()},
+        "formats": {fmt.name: fields_of(fmt) for fmt in formats.values()},
+        "weights": {module: fmt.name for module, fmt in formats.items()},
     }

@@ -80,10 +80,6 @@ class Scheme(ABC):
             complain: is called for values that the configuration rules out.
         """
 
-    def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
-        """The inverse of `read`, for schemes that are written."""
-        raise NotImplementedError
-
     def settled(self, dtype: str) -> WeightFormat:
         """The format, given the dtype of the stored scales."""
         return dataclasses.replace(self.format, scale_dtype=SCALE_DTYPES[dtype])
@@ -94,6 +90,15 @@ class Scheme(ABC):
             return ""
         groups = next((n for n, other in (shape, shape[::-1]) if other == F), 0)
         return f": groups of {D // groups}, not {self.format.group}" if groups and D % groups == 0 else ""
+
+
+@dataclass(frozen=True)
+class WrittenScheme(Scheme):
+    """A layout that models are saved in, too."""
+
+    @abstractmethod
+    def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
+        """The inverse of `read`."""
 
 
 def groups_of(fmt: WeightFormat, D: int) -> int:
