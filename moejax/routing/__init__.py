@@ -1,0 +1,1 @@
+"""What routers chose, recorded: the format, generators, and what can be read from it. Numpy only."""

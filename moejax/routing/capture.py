@@ -1,0 +1,242 @@
+"""A routing trace of an engine: which experts each computed token visited in each layer, column by column.
+
+A row is one token computed in one step; rows are in the order in which they were computed. A token that is
+computed again (after preemption) has a row each time. Knows nothing of engines, files of weights or JAX.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import uuid
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError, OutputError
+from moejax.core.files import dump_json
+
+SCHEMA = 1
+CAPTURE_FILE = "routing.npz"
+_COLUMNS = ("ids", "weights", "step", "request", "sample", "position", "prefill")
+
+
+@dataclass(frozen=True)
+class CapturedRequest:
+    """A request of the trace.
+
+    Attributes:
+        request_id: the engine's.
+        prompt_hash: `hash_tokens` of its prompt, by which a replay finds it; empty where it was generated and
+            not captured: such requests stand for any prompt, in order.
+        prompt_len: tokens.
+        case: row in the result's `cases` that it belongs to, where an experiment captured it.
+    """
+
+    request_id: str
+    prompt_hash: str
+    prompt_len: int
+    case: int | None = None
+
+
+@dataclass(frozen=True)
+class RoutingCapture:
+    """The trace. R rows, L MoE layers, k experts per token.
+
+    Attributes:
+        ids: uint8 or uint16 `[R, L, k]`, by falling router probability; `num_experts` where no expert ran.
+        weights: float32 `[R, L, k]`, 0 where no expert ran.
+        step: int32 `[R]`, rising; which rows were computed together.
+        request: int32 `[R]`, index into `requests`.
+        sample: int32 `[R]`, which of the request's samples.
+        position: int32 `[R]`, of the token in its sequence.
+        prefill: bool `[R]`, the step computed it as part of a prompt (or of what is computed again).
+        requests: see `CapturedRequest`.
+        layers: the model's layer that each of the L is.
+        num_experts: E.
+        origin: "captured" or "generated".
+        meta: JSON-like: model, checkpoint_hash, how a generator was called, versions.
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+    step: np.ndarray
+    request: np.ndarray
+    sample: np.ndarray
+    position: np.ndarray
+    prefill: np.ndarray
+    requests: tuple[CapturedRequest, ...]
+    layers: tuple[int, ...]
+    num_experts: int
+    origin: str = "captured"
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows = len(self.ids)
+        if (
+            self.ids.ndim != 3
+            or self.ids.shape != self.weights.shape
+            or self.ids.shape[1] != len(self.layers)
+        ):
+            raise ConfigError(
+                f"routing trace: ids {self.ids.shape} and weights {self.weights.shape} must both be"
+                f" [rows, {len(self.layers)} layers, experts per token]"
+            )
+        for name in _COLUMNS[2:]:
+            if getattr(self, name).shape != (rows,):
+                raise ConfigError(
+                    f"routing trace: {name} has shape {getattr(self, name).shape} for {rows} rows of ids"
+                )
+        if rows and int(self.ids.max()) > self.num_experts:
+            raise ConfigError(
+                f"routing trace: it names expert {int(self.ids.max())} and says that there are"
+                f" {self.num_experts} (0 to {self.num_experts - 1}; {self.num_experts} for none)"
+            )
+        if rows and not 0 <= int(self.request.min()) <= int(self.request.max()) < len(self.requests):
+            raise ConfigError(f"routing trace: a row's request is none of its {len(self.requests)} requests")
+
+    @property
+    def num_rows(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def num_steps(self) -> int:
+        """Distinct steps."""
+        return len(self.step_starts)
+
+    @property
+    def top_k(self) -> int:
+        return self.ids.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns."""
+        return sum(getattr(self, name).nbytes for name in _COLUMNS)
+
+    @functools.cached_property
+    def step_starts(self) -> np.ndarray:
+        """int64 `[steps]`: each step's first row."""
+        if not self.num_rows:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(np.r_[True, self.step[1:] != self.step[:-1]])
+
+    def counts(self) -> np.ndarray:
+        """int64 `[L, E]`: assignments of each expert."""
+        return count_experts(self.ids, self.num_experts)
+
+    def select(self, rows: np.ndarray) -> "RoutingCapture":
+        """The same trace with some of its rows: a mask or rising indices."""
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        return dataclasses.replace(self, **columns)
+
+    def phase(self, name: str) -> "RoutingCapture":
+        """Its "prefill" or its "decode" rows."""
+        if name not in ("prefill", "decode"):
+            raise ConfigError(f"a routing trace has the phases prefill and decode, not {name!r}")
+        return self.select(self.prefill if name == "prefill" else ~self.prefill)
+
+    def check_fits(self, config: ModelConfig, source: str = "routing trace") -> None:
+        """Raises `ConfigError` unless a model of this configuration could have made it."""
+        layers = tuple(i for i, sparse in enumerate(config.moe_layers) if sparse)
+        for what, mine, theirs in (
+            ("MoE layers", self.layers, layers),
+            ("experts", self.num_experts, config.num_experts),
+            ("experts per token", self.top_k, config.num_experts_per_tok),
+        ):
+            if mine != theirs:
+                raise ConfigError(
+                    f"{source}: it has {_short(mine)} {what} and the model has {_short(theirs)};"
+                    " use a trace of this model, or one generated for its shape"
+                )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the trace as one .npz, whole or not at all, and returns its path.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        path = Path(path)
+        header = {
+            "schema": SCHEMA,
+            "requests": [dataclasses.asdict(request) for request in self.requests],
+            "layers": self.layers,
+            "num_experts": self.num_experts,
+            "origin": self.origin,
+            "meta": self.meta,
+        }
+        text = np.frombuffer(dump_json(header).encode(), np.uint8)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            with open(temporary, "wb") as file:
+                np.savez(file, header=text, **{name: getattr(self, name) for name in _COLUMNS})
+            os.replace(temporary, path)
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+
+def load_capture(path: str | os.PathLike[str]) -> RoutingCapture:
+    """Reads a trace: an .npz file, or the one in a run's folder.
+
+    Raises:
+        ConfigError: there is none, it is no trace, or its schema is another version's.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / CAPTURE_FILE
+        if not file.exists():
+            raise ConfigError(f"{path} holds no {CAPTURE_FILE}; run it with engine.capture_routing=true")
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            header = json.loads(arrays["header"].tobytes())
+            if header["schema"] != SCHEMA:
+                raise ConfigError(f"{file} has schema {header['schema']}; this moejax reads {SCHEMA}")
+            return RoutingCapture(
+                **{name: arrays[name] for name in _COLUMNS},
+                requests=tuple(CapturedRequest(**request) for request in header["requests"]),
+                layers=tuple(header["layers"]),
+                num_experts=header["num_experts"],
+                origin=header["origin"],
+                meta=header["meta"],
+            )
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no routing trace {file}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"{file} is no routing trace of moejax ({type(error).__name__}: {error})"
+        ) from error
+
+
+def hash_tokens(tokens: Iterable[int]) -> str:
+    """A prompt's identity: sixteen hexadecimal digits over its token ids."""
+    return hashlib.blake2b(np.asarray(list(tokens), np.int32).tobytes(), digest_size=8).hexdigest()
+
+
+def id_dtype(num_experts: int) -> type[np.unsignedinteger[Any]]:
+    """The narrowest unsigned type that holds every expert and the mark for none."""
+    return np.uint8 if num_experts <= 255 else np.uint16
+
+
+def count_experts(ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """int64 `[L, E]` of ids `[R, L, k]`; the mark for none is not counted."""
+    layers = ids.shape[1]
+    flat = ids.astype(np.int64) + np.arange(layers)[None, :, None] * (num_experts + 1)
+    counts = np.bincount(flat.reshape(-1), minlength=layers * (num_experts + 1))
+    return counts.reshape(layers, num_experts + 1)[:, :num_experts]
+
+
+def _short(value: object) -> str:
+    """A number, or how many and which layers."""
+    if isinstance(value, tuple):
+        return f"{len(value)}" if value == tuple(range(len(value))) else f"{len(value)} ({list(value)})"
+    return str(value)
