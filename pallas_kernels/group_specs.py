@@ -86,6 +86,10 @@ def lay_out(ids: np.ndarray, num_experts: int, block_m: int) -> Groups:
 @lru_cache(maxsize=64)
 def spec_groups(model: ModelShape, tokens: int, routing: str) -> Groups:
     """The groups of a spec, with the height of blocks that `moe_mlp` would choose."""
-    local = tokens * model.top_k * model.experts // model.total_experts
-    block_m = block_m_for(max(local, 1), model.experts)
-    return lay_out(expert_ids(model, tokens, routing), model.experts, block_m)
+    return given_groups(model, expert_ids(model, tokens, routing))
+
+
+def given_groups(model: ModelShape, ids: np.ndarray) -> Groups:
+    """The groups of a given routing, int `[tokens, top_k]`, of all experts; an id beyond them is none."""
+    local = ids.size * model.experts // model.total_experts
+    return lay_out(ids, model.experts, block_m_for(max(local, 1), model.experts))

@@ -97,6 +97,7 @@ class ContiguousLayer(NamedTuple):
         return out, stored
 
 
+@jax.named_scope("kv_write")
 def _write_row(cache: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
     """Writes new `[B, K, 1, Dh]` into slot rows[b] of each sequence of cache `[B, K, S, Dh]`."""
     for b in range(cache.shape[0]):

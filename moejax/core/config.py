@@ -7,6 +7,7 @@ They are plain values: they know nothing of Hydra, Hugging Face or JAX devices. 
 import dataclasses
 import itertools
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -223,6 +224,9 @@ class EngineConfig:
         moe: execution of the expert layers.
         platform: "auto", "cpu" or "gpu".
         compile_cache: keep compiled programs on disk.
+        capture_routing: keep every computed token's experts and their weights, see `LLM.routing_capture`.
+        replay_routing: a routing trace, or the folder of a run that has one, whose experts and weights are
+            forced on the requests, see `LLM.replay_routing`; None: the routers choose.
     """
 
     max_model_len: int | None = None
@@ -242,6 +246,8 @@ class EngineConfig:
     moe: MoeConfig = field(default_factory=MoeConfig)
     platform: str = "auto"
     compile_cache: bool = True
+    capture_routing: bool = False
+    replay_routing: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_blocks"):
@@ -259,13 +265,22 @@ class EngineConfig:
         check_choice("engine.batching", self.batching, get_args(Batching))
         check_choice("engine.platform", self.platform, ("auto", "cpu", "gpu"))
         check_choice("engine.kernels", self.kernels, ("auto", *KERNELS))
-        for name in ("compile_cache", "overlap", "strict_compile"):
+        for name in ("capture_routing", "compile_cache", "overlap", "strict_compile"):
             check_bool(f"engine.{name}", getattr(self, name))
+        if self.replay_routing is not None and not _is_path(self.replay_routing):
+            raise ConfigError(
+                "engine.replay_routing must be the path of a routing trace (.npz) or of a run's folder, got "
+                f"{self.replay_routing!r}"
+            )
         for name in ("seq_buckets", "token_buckets", "block_buckets"):
             if getattr(self, name) is not None:
                 _check_buckets(f"engine.{name}", getattr(self, name))
         if not isinstance(self.moe, MoeConfig):
             raise ConfigError(f"engine.moe must be a MoeConfig, got {self.moe!r}")
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike)) and bool(str(value))
 
 
 def _check_buckets(key: str, value: object) -> None:

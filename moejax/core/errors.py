@@ -4,12 +4,20 @@ An exception that does not derive from `MoejaxError` is a defect of ours and kee
 """
 
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 
 class MoejaxError(Exception):
     """Base of every error that the user can mend. The text says what is wrong and what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback: the user's own line that led here, and the message."""
+        frames = [f for f in traceback.extract_tb(self.__traceback__) if not _ours(f.filename)]
+        where = [f"line {frames[-1].lineno}: {frames[-1].line}", ""] if frames and frames[-1].line else []
+        return [*where, f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(MoejaxError, ValueError):
@@ -50,6 +58,13 @@ class TrackingError(MoejaxError, RuntimeError):
 
 class OutputError(MoejaxError, OSError):
     """A result cannot be written where it was asked for."""
+
+
+def _ours(filename: str) -> bool:
+    """Whether a frame's file is Python's, a library's or this one's, and not what the user wrote."""
+    path, library = Path(filename), Path(__file__).parents[1]
+    own = (library, library.with_name("experiments"))
+    return "site-packages" in path.parts or any(folder in path.parents for folder in own)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -3,7 +3,8 @@
 Sources: NVIDIA's data sheets of A100 (SXM), H100 (SXM) and H200; dense rates without sparsity. Networks are
 those of NVIDIA's DGX machines, from their user guides: an InfiniBand adapter for each of the eight GPUs,
 ConnectX-6 HDR at 200 Gb/s in DGX A100, ConnectX-7 NDR at 400 Gb/s in DGX H100 and H200. A CPU has no data
-sheet that would fit a shared machine, so its read bandwidth is measured (`measure_read_bandwidth`).
+sheet that would fit a shared machine, so its read bandwidth and its FLOP/s are measured
+(`measure_read_bandwidth`, `measure_matmul_flops`).
 """
 
 import time
@@ -20,7 +21,7 @@ class Hardware:
 
     `link_bandwidth` is NVLink's with both directions counted, as data sheets do: half of it can be sent.
     `network_bandwidth` is what one device can send to other nodes, in one direction.
-    `source` says where the bandwidth comes from: "data sheet" or "measured".
+    `source` says where bandwidth and FLOP/s come from: "data sheet" or "measured".
     """
 
     kind: str
@@ -93,7 +94,8 @@ def get_hardware(kind: str, device_kind: str) -> Hardware | None:
         raise ConfigError(f"hardware.kind: {unknown('device', kind, (*KNOWN, 'auto'))}")
     hardware = KNOWN[kind]
     if hardware.bandwidth is None and detect(device_kind) == kind:
-        hardware = replace(hardware, bandwidth=measure_read_bandwidth())
+        flops = {dtype: measure_matmul_flops(dtype) for dtype in ("float32", "bfloat16")}
+        hardware = replace(hardware, bandwidth=measure_read_bandwidth(), flops=flops)
     return hardware
 
 
@@ -126,3 +128,22 @@ def measure_read_bandwidth(size_bytes: int = 1 << 28, repeats: int = 5) -> float
         jax.block_until_ready(read(data))
         best = min(best, time.perf_counter() - start)
     return size_bytes / best
+
+
+def measure_matmul_flops(dtype: str = "float32", size: int = 1024, repeats: int = 5) -> float:
+    """FLOPs per second of XLA's own product of two `[size, size]` matrices on all cores, best of `repeats`.
+
+    A measured peak is what one large product reaches, which a program's products do not exceed by much.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    square = jnp.asarray(np.ones((size, size), np.float32)).astype(dtype)
+    multiply = jax.jit(jnp.matmul).lower(square, square).compile()
+    jax.block_until_ready(multiply(square, square))
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(multiply(square, square))
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -21,9 +21,11 @@ import numpy as np
 from moejax.engine import kernel_plan, slab_plan
 from moejax.engine.buckets import Buckets
 from moejax.engine.plan import Plan, StepPlan
+from moejax.engine.replaying import RoutingReplay
 from moejax.engine.request import SamplingParams
 from moejax.engine.sampler import SamplerMode, SamplingArrays, common_mode, sampling_values
 from moejax.engine.sequence import Sequence
+from moejax.moe.router import Replay
 from moejax.ops.kernel_attention import KernelPlan
 from moejax.ops.paged_attention import AttentionPlan
 
@@ -67,6 +69,7 @@ class Batch(NamedTuple):
             this step) and `seen_as` `[S]` (the row that has seen what it has, a fork's parent); only with
             penalties.
         target: int32 `[T]`, next prompt token of each chunk token; only with scores.
+        replay: `[S + T, L, k]`, what each token's routers are to choose; only where a trace is replayed.
     """
 
     slot: jax.Array
@@ -84,18 +87,22 @@ class Batch(NamedTuple):
     fresh: jax.Array | None
     seen_as: jax.Array | None
     target: jax.Array | None
+    replay: Replay | None
 
 
 class Limits(NamedTuple):
     """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the slabs, and the
     implementation of the GPU kernels ("xla" for none; with kernels there is one slab, and block tables
-    instead of lists of blocks)."""
+    instead of lists of blocks). `capture`: steps return each token's routing. `replay`: (MoE layers, experts
+    per token) where they are told it."""
 
     slots: int
     block_size: int
     table_width: int
     slab_ends: tuple[int, ...]
     kernels: str = "xla"
+    capture: bool = False
+    replay: tuple[int, int] | None = None
 
     @property
     def plan(self) -> ModuleType:
@@ -122,6 +129,8 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
             shapes["chunk_row"] = (T,)
     if key.score:
         shapes["target"] = (T,)
+    if limits.replay is not None:
+        shapes |= dict.fromkeys(("replay_ids", "replay_weights"), (S + T, *limits.replay))
     fields, offset = {}, 0
     for name, shape in shapes.items():
         fields[name] = (offset, shape)
@@ -129,6 +138,7 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
     return fields, offset
 
 
+@jax.named_scope("inputs")
 def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
     """The step's arrays, inside a trace."""
     fields, _ = layout(key, limits)
@@ -148,6 +158,10 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
                 for name in SamplingArrays._fields
             )
         )
+    replay = None
+    if limits.replay is not None:
+        weights = jax.lax.bitcast_convert_type(take("replay_weights"), jnp.float32)
+        replay = Replay(take("replay_ids"), weights)
     return Batch(
         slot=take("slot"),
         token=take("token"),
@@ -164,6 +178,7 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
         fresh=maybe("fresh"),
         seen_as=maybe("seen_as"),
         target=maybe("target"),
+        replay=replay,
     )
 
 
@@ -179,14 +194,16 @@ class BatchBuilder:
     Args:
         buckets: what shapes are padded to.
         limits: see `Limits`.
+        replay: the trace that is replayed, where `limits` say so.
 
     `warm_modes` are the sampler modes that warm-up has compiled. A batch runs in the first of them that does
     all it needs, in its own least mode where there is none. With `record_all` every step records its routing.
     """
 
-    def __init__(self, buckets: Buckets, limits: Limits) -> None:
+    def __init__(self, buckets: Buckets, limits: Limits, replay: RoutingReplay | None = None) -> None:
         self.buckets = buckets
         self.limits = limits
+        self.replay = replay
         self.warm_modes: list[SamplerMode] = []
         self.record_all = False
 
@@ -264,6 +281,8 @@ class BatchBuilder:
             _fill_sampling(views, rows)
         if key.mode.penalty:
             _fill_penalty(views, plan)
+        if self.replay is not None:
+            self.replay.fill(views, plan, key.rows)
 
     def empty(self, key: StepKey) -> np.ndarray:
         """A buffer that computes nothing and writes nothing, to rehearse a step."""

@@ -12,9 +12,11 @@ import numpy as np
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.engine.batch import BatchBuilder, Limits, StepKey
 from moejax.engine.buckets import Buckets
+from moejax.engine.capturing import RoutingRecorder
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.paged_steps import PagedOutput
 from moejax.engine.plan import Plan
+from moejax.engine.replaying import RoutingReplay
 from moejax.engine.routing import RoutingRecord
 from moejax.engine.runner import StepResult
 from moejax.engine.sampler import SamplerMode, read_logprobs
@@ -26,11 +28,13 @@ class Rows(NamedTuple):
     Attributes:
         wanted: how many likeliest tokens each row wants to know; None where nobody does.
         rows, chunk_tokens: of each data-parallel group, padding not counted.
+        plan: what was asked for; its sequences have gone on since.
     """
 
     wanted: list[int | None] | None
     rows: list[int]
     chunk_tokens: list[int]
+    plan: Plan
 
     @classmethod
     def of(cls, plan: Plan, key: StepKey) -> "Rows":
@@ -38,6 +42,7 @@ class Rows(NamedTuple):
             [s.params.logprobs for s in plan.sequences] if key.mode.logprobs >= 0 else None,
             [len(part.sequences) for part in plan.groups],
             [part.chunk_tokens for part in plan.groups],
+            plan,
         )
 
 
@@ -51,6 +56,9 @@ class BucketRunner(ABC):
         ledger: where steps are compiled.
         kernels: implementation of the GPU kernels, "xla" for none.
         groups: data-parallel groups; slots, blocks and buckets are each one's.
+        replay: the routing that steps are told; None: routers choose.
+
+    `capture` takes each computed token's routing where `config.capture_routing` asks for it, else it is None.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class BucketRunner(ABC):
         ledger: CompileLedger,
         kernels: str,
         groups: int,
+        replay: RoutingReplay | None = None,
     ) -> None:
         self.ledger = ledger
         self.config = config
@@ -74,8 +83,12 @@ class BucketRunner(ABC):
             table_width=-(-max_model_len // config.block_size),
             slab_ends=self.buckets.slabs.ends,
             kernels=kernels,
+            capture=config.capture_routing,
+            replay=None if replay is None else replay.shape,
         )
-        self.builder = BatchBuilder(self.buckets, self.limits)
+        self.builder = BatchBuilder(self.buckets, self.limits, replay)
+        self.capture = RoutingRecorder(model) if config.capture_routing else None
+        self._far = jax.default_backend() != "cpu"  # there a host's copy costs more than it saves
         self.routing = RoutingRecord(model.num_layers, model.num_experts)
 
     @abstractmethod
@@ -94,6 +107,15 @@ class BucketRunner(ABC):
         if output.prompt_logprobs is not None:
             scores = _of_groups(output.prompt_logprobs, batch.chunk_tokens)
         return StepResult(sampled.tokens.tolist(), logprobs, scores, self.groups * (key.rows + key.tokens))
+
+    def _take_routing(self, key: StepKey, batch: Rows, output: PagedOutput) -> None:
+        """Has a batch's captured routing read, in a while."""
+        if self.capture is None or output.captured is None:
+            return
+        for array in output.captured if self._far else ():
+            if isinstance(array, jax.Array):  # put together by the host where there are stages
+                array.copy_to_host_async()
+        self.capture.add(batch.plan, key.rows, *output.captured)
 
     def warmup(
         self,

@@ -8,6 +8,7 @@ from moejax.cache.allocator import BlockAllocator
 from moejax.engine.inputs import Prompt, PromptReader, params_list
 from moejax.engine.live import LiveRequest
 from moejax.engine.output import SampleBuilder
+from moejax.engine.replaying import RoutingReplay
 from moejax.engine.request import RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.sampler import SamplerMode, sampler_mode
 from moejax.engine.sequence import Sequence as Sample
@@ -22,6 +23,7 @@ class RequestBuilder:
         seed: the engine's, from which requests without one of their own draw theirs.
         max_num_seqs: samples that run at a time.
         whole_in: the cache, where each sample's blocks are all set aside at once (static batching).
+        replay: what gives each request its recorded routing, None where routers choose.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class RequestBuilder:
         seed: int,
         max_num_seqs: int,
         whole_in: BlockAllocator | None,
+        replay: RoutingReplay | None = None,
     ) -> None:
         self._reader = reader
         self.eos_token_ids = eos_token_ids
         self._seed = seed
         self._max_num_seqs = max_num_seqs
         self._whole_in = whole_in
+        self.replay = replay
         self._ids = itertools.count()
         self._orders = itertools.count()
 
@@ -78,6 +82,8 @@ class RequestBuilder:
             request = LiveRequest(output, builders, streams=streams)
             request.attach(self._samples(ids, params, seed, max_tokens, record))
             requests.append(request)
+        if self.replay is not None:
+            self.replay.assign(requests)
         return requests
 
     def _samples(
@@ -111,8 +117,18 @@ class RequestBuilder:
             root.forks = samples[i * group + 1 : (i + 1) * group]
         return roots
 
-    def to_score(self, ids: list[int]) -> LiveRequest:
-        """A request for the log-probabilities of a checked prompt."""
+    def to_score(self, every: Sequence[list[int]]) -> list[LiveRequest]:
+        """Requests for the log-probabilities of checked prompts.
+
+        Raises:
+            RequestError: a prompt is not in the trace that is replayed.
+        """
+        requests = [self._to_score(ids) for ids in every]
+        if self.replay is not None:
+            self.replay.assign(requests, "sequence")
+        return requests
+
+    def _to_score(self, ids: list[int]) -> LiveRequest:
         output = RequestOutput(str(next(self._ids)), None, ids, [], RequestMetrics(time.perf_counter()))
         params = SamplingParams(max_tokens=1, temperature=0.0)
         sample = Sample(

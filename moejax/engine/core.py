@@ -54,6 +54,7 @@ class Scheduling(Protocol):
     def finish(self, sequence: Sequence) -> None: ...
     def stored_tokens(self) -> int: ...
     def forget_device_state(self) -> None: ...
+    def check_integrity(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -127,6 +128,18 @@ class Engine:
             if self._in_flight is not None and self.scheduler.idle:
                 # Nobody else would come to collect the last step, and its time would run on meanwhile.
                 self.step()
+
+    def state(self) -> dict[str, Any]:
+        """What is held now, for `LLM.stats()`."""
+        scheduler, blocks = self.scheduler, self.scheduler.allocator
+        return {
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_waiting,
+            "used_blocks": blocks.num_used,
+            "num_blocks": blocks.num_blocks,
+            "block_size": blocks.block_size,
+            "cache_use": blocks.num_used / blocks.num_blocks,
+        }
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Steps until `done()`, together with whoever else does."""
@@ -213,10 +226,19 @@ class Engine:
         alive = [c.sequence.score and c.sequence.state is not State.FINISHED for c in plan.chunks]
         for row, sequence in scheduler.postprocess(plan, result.tokens):
             request, index = sequence.owner
+            if request.finished:
+                continue  # failed with another of its samples, just now
             logprob = result.logprobs[row] if result.logprobs else None
             if request.take(index, result.tokens[row], logprob, now):
                 scheduler.finish(sequence)  # it may be a stop string, which only the text shows
                 request.close()
+            elif sequence.state is State.FINISHED:
+                # Its caller's limits let it go on: it has come to the end of the routing that it replays.
+                self._end(
+                    request,
+                    f"the replayed routing trace ends with token {len(sequence.tokens) - 1} of its sample "
+                    f"{index}, and it would go on; record a longer run, or lower max_tokens",
+                )
         if result.prompt_logprobs is not None:
             start = 0
             for chunk, wanted in zip(plan.chunks, alive, strict=True):
@@ -258,10 +280,14 @@ class Engine:
             if sequence.state is not State.FINISHED:
                 requests[id(sequence.owner[0])] = sequence.owner[0]
         for request in requests.values():
-            for sequence in request.sequences:
-                self.scheduler.finish(sequence)
-            request.fail(f"request {request.output.request_id}: a step failed: {kind}{text}")
+            self._end(request, f"a step failed: {kind}{text}")
         self._forget()
+
+    def _end(self, request: LiveRequest, reason: str) -> None:
+        """Ends a request as failed."""
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence)
+        request.fail(f"request {request.output.request_id}: {reason}")
 
     def _forget(self) -> None:
         self._in_flight = None

@@ -14,6 +14,7 @@ from moejax.engine.bucket_runner import BucketRunner, Rows
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.paged_steps import DeviceState, PagedFunctions, PagedOutput
 from moejax.engine.plan import Plan
+from moejax.engine.replaying import RoutingReplay
 from moejax.engine.runner import StepResult
 from moejax.engine.steps import shapes_of
 from moejax.ops.kv_slabs import copy_blocks
@@ -45,6 +46,7 @@ class DeviceRunner(BucketRunner):
         kernels: implementation of the GPU kernels, "xla" for none.
         place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
         kv_dtype: of the cache; None: the model's.
+        replay: the routing that steps are told; None: routers choose.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class DeviceRunner(BucketRunner):
         kernels: str = "xla",
         place: OneDevice | None = None,
         kv_dtype: str | None = None,
+        replay: RoutingReplay | None = None,
     ) -> None:
         self.place = place or OneDevice()
         self.functions = functions
         model = functions.config
-        super().__init__(model, config, num_blocks, max_model_len, ledger, kernels, self.place.groups)
+        limits = (num_blocks, max_model_len)
+        super().__init__(model, config, *limits, ledger, kernels, self.place.groups, replay)
         self.pool = BlockPool(
             model,
             self.buckets.slabs,
@@ -111,6 +115,9 @@ class DeviceRunner(BucketRunner):
         if output.counts is not None:
             phase = "prefill" if key.tokens else "decode"
             self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
+        if self.capture is not None:
+            self.capture.next_step()
+            self._take_routing(key, handle.batch, output)
         return result
 
     def _seen_of(self, key: StepKey) -> jax.Array | None:

@@ -72,6 +72,10 @@ class CompileLedger:
         self._compiled[function, key] = compiled
         return compiled
 
+    def programs(self, function: str) -> list[tuple[Any, Any]]:
+        """(key, `jax.stages.Compiled`) of each bucket of `function`, in the order of their compilation."""
+        return [(key, compiled) for (name, key), compiled in self._compiled.items() if name == function]
+
     @property
     def seconds(self) -> float:
         """Total time spent compiling."""

@@ -9,19 +9,20 @@ import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.config import EngineConfig, ModelConfig
-from moejax.core.errors import ConfigError, StepError
+from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.building import RequestBuilder
+from moejax.engine.capturing import recorder
 from moejax.engine.core import Engine
-from moejax.engine.device_runner import DeviceRunner
 from moejax.engine.inputs import Prompt, PromptReader, as_list, conversations
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.live import LiveRequest
+from moejax.engine.llm_card import engine_card, engine_line
 from moejax.engine.opening import open_model
 from moejax.engine.output import StreamChunk
-from moejax.engine.pipeline_runner import PipelineRunner, most_microbatches
 from moejax.engine.rebalance import Rebalanced, rebalance, track_load, tracked
+from moejax.engine.replaying import RoutingReplay, open_replay
 from moejax.engine.request import RequestOutput, SamplingParams
 from moejax.engine.routing import RoutingRecord
 from moejax.engine.sampler import common_mode
@@ -33,10 +34,13 @@ from moejax.engine.setup import (
     longest_sequence,
     make_scheduler,
 )
+from moejax.engine.starting import make_runner
 from moejax.engine.stats import StepRecord
 from moejax.engine.tokenizer import ChatMessage
+from moejax.engine.waiting import run_to_end, stream
 from moejax.models.decoder import Decoder
 from moejax.moe.load_window import LoadWindow
+from moejax.routing.capture import RoutingCapture
 from moejax.sharding.pipeline import stage_config
 
 
@@ -86,9 +90,9 @@ class LLM:
         self.tokenizer = self._model.tokenizer
         self.quant_report = self._model.quant_report  # None where no weights were quantized
         self.eos_token_ids = eos_token_ids(self.config, self.model_dir)
-        self._start(self.engine_config)
+        self._start(self.engine_config, self._model.replay)
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, replay: RoutingReplay | None) -> None:
         """Scheduler, cache and runner."""
         self.engine_config = config
         self.max_model_len = longest_sequence(config, self.config)
@@ -101,23 +105,21 @@ class LLM:
         self.ledger = CompileLedger(strict=config.strict_compile)
         num_blocks = int(blocks.value)
         scheduler = make_scheduler(config, num_blocks, opened.places[0].groups)
-        how = (config, num_blocks, self.max_model_len, self.ledger, opened.kernels)
-        self.runner: DeviceRunner | PipelineRunner
-        if len(stages) == 1:
-            place = opened.places[0]
-            self.runner = DeviceRunner(opened.functions[0], *how, place=place, kv_dtype=kv.value)
-        else:
-            pairs: Any = list(zip(opened.functions, opened.places, strict=True))
-            microbatches = most_microbatches(self.parallel_config, config)
-            self.runner = PipelineRunner(pairs, *how, microbatches=microbatches, kv_dtype=kv.value)
+        how = (num_blocks, self.max_model_len, self.ledger, kv.value, replay)
+        self.runner = make_runner(opened, config, self.parallel_config, *how)
         self.engine = Engine(scheduler, self.runner, overlap=config.overlap)
         self.reader = PromptReader(self.tokenizer, self.config.vocab_size, self.max_model_len)
-        static = config.batching == "static"
-        whole_in = BlockAllocator(num_blocks, config.block_size) if static else None
+        whole_in = BlockAllocator(num_blocks, config.block_size) if config.batching == "static" else None
         self.builder = RequestBuilder(
-            self.reader, self.eos_token_ids, self.seed, config.max_num_seqs, whole_in
+            self.reader, self.eos_token_ids, self.seed, config.max_num_seqs, whole_in, replay
         )
         self._submitted: dict[str, LiveRequest] = {}
+
+    def __repr__(self) -> str:
+        return engine_line(self)
+
+    def _repr_html_(self) -> str:
+        return engine_card(self)
 
     @property
     def stages(self) -> list[Decoder]:
@@ -148,8 +150,9 @@ class LLM:
             raise ConfigError(
                 "a variant shares its weights, and so engine.moe and engine.kernels; build another LLM"
             )
+        replay = open_replay(engine.replay_routing, self.config)
         other = copy.copy(self)
-        other._start(engine)
+        other._start(engine, replay)
         return other
 
     # -- generation ------------------------------------------------------------------------------------
@@ -170,12 +173,12 @@ class LLM:
 
         Raises:
             RequestError: an empty prompt, one over the limit, a token id out of range, one that can never
-                fit the cache, or text where the model has no tokenizer. All prompts are checked before any
-                is run.
+                fit the cache, text where the model has no tokenizer, or one that a replayed trace does not
+                have. All prompts are checked before any is run.
             StepError: a step failed; its `outputs` are this call's, those that it did not concern whole.
         """
         requests = self.builder.to_generate(as_list(prompts), sampling_params, record=record_routing)
-        self._run(requests)
+        run_to_end(self.engine, requests)
         return [request.output for request in requests]
 
     def generate_stream(
@@ -188,9 +191,9 @@ class LLM:
         """
         request = self.builder.to_generate([prompt], sampling_params, streams=True)[0]
         self.engine.add([request])
-        stream = self._stream(request)
-        next(stream)  # enters its try block: a stream that nobody ever reads aborts its request too
-        return stream
+        chunks = stream(self.engine, request)
+        next(chunks)  # enters its try block: a stream that nobody ever reads aborts its request too
+        return chunks
 
     def chat(
         self,
@@ -219,8 +222,8 @@ class LLM:
             StepError: a step failed.
         """
         every = self.reader.to_score(as_list(sequences))
-        requests = [self.builder.to_score(ids) for ids in every]
-        self._run(requests)
+        requests = self.builder.to_score(every)
+        run_to_end(self.engine, requests)
         return [
             np.concatenate(request.scores)[: len(ids) - 1]
             for request, ids in zip(requests, every, strict=True)
@@ -269,16 +272,10 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """What the engine holds now, and sums since the start or `reset_stats`."""
         with self.engine.lock:
-            scheduler = self.engine.scheduler
             return {
-                "running": len(scheduler.running),
-                "waiting": scheduler.num_waiting,
-                "used_blocks": scheduler.allocator.num_used,
-                "num_blocks": scheduler.allocator.num_blocks,
-                "block_size": scheduler.allocator.block_size,
+                **self.engine.state(),
                 "cache_dtype": self.kv_cache_dtype,
                 "cache_bytes": self.runner.cache_bytes,
-                "cache_use": scheduler.allocator.num_used / scheduler.allocator.num_blocks,
                 **self.engine.stats.as_dict(),
                 "compiles": len(self.ledger.entries),
                 "recompiles_after_warmup": len(self.ledger.recompiles),
@@ -338,6 +335,42 @@ class LLM:
         """int64 `[L, E]` for "prefill" and "decode": assignments per layer and expert that were recorded."""
         return self.routing.counts
 
+    def routing_capture(self) -> RoutingCapture:
+        """What every token computed since the start or `reset_capture` visited, in every layer, as it ran;
+        tokens that nobody got are there too (one past the end of a sequence, computed before that was known).
+
+        Not seen: what `parallel.exchange_capacity` drops is there as if it had run, since the sender does not
+        learn what it was. `meta` has that capacity; `routing.overflow` counts.
+
+        Raises:
+            ConfigError: the engine was built without `engine.capture_routing`.
+        """
+        with self.engine.lock:
+            return recorder(self.runner).trace()
+
+    def reset_capture(self) -> None:
+        """Forgets what has been captured; raises what `routing_capture` does."""
+        with self.engine.lock:
+            recorder(self.runner).reset()
+
+    def replay_routing(self, trace: RoutingCapture | None) -> None:
+        """Forces a trace on all requests from now on, bit for bit; None: the routers choose again.
+
+        `RoutingReplay.assign` says which of the trace's requests each one takes, and what it raises where
+        there is none. From replaying to not, or back, a new engine starts: with statistics, observer, capture
+        and compiled steps anew.
+
+        Raises:
+            ConfigError: the trace is not this model's, or requests are running.
+        """
+        replay = None if trace is None else RoutingReplay(trace, self.config)
+        with self.engine.lock:
+            if not self.engine.scheduler.idle:
+                raise ConfigError("replay_routing: requests are running; wait for them, or abort them")
+            if (replay is None) != (self.builder.replay is None):
+                self._start(self.engine_config, replay)
+            self.builder.replay = self.runner.builder.replay = replay
+
     # -- expert placement ------------------------------------------------------------------------------
 
     def track_load(self, window_steps: int = 256) -> LoadWindow:
@@ -349,52 +382,19 @@ class LLM:
             return track_load(self.runner, self.config, window_steps)
 
     def rebalance(
-        self, loads: np.ndarray | None = None, *, min_gain: float = 0.05, factor: float = 1.0
+        self, loads: np.ndarray | RoutingCapture | None = None, *, min_gain: float = 0.05, factor: float = 1.0
     ) -> Rebalanced:
         """Places the experts anew for these loads and moves their weights, while requests go on: outputs do
         not change, and nothing is compiled again.
 
         Args:
-            loads: `[L, E]` assignments of all layers; None: what `track_load` has counted.
+            loads: `[L, E]` assignments of all layers, or a trace; None: what `track_load` has counted.
             min_gain: how much less balanced than the best placement a layer may stay so that less is moved.
             factor: nothing is moved while no device has more than this times the mean load.
 
         Raises:
-            ConfigError: the experts are on one device, or nothing has been counted.
+            ConfigError: the experts are on one device, nothing was counted, or the trace does not fit.
         """
         with self.engine.lock:
             loads = tracked(self.runner) if loads is None else loads
             return rebalance(self._model, self.parallel_config, loads, min_gain, factor)
-
-    # -- inside ----------------------------------------------------------------------------------------
-
-    def _run(self, requests: Sequence[LiveRequest]) -> None:
-        """Queues requests and turns the crank until all have ended."""
-        self.engine.add(requests)
-        try:
-            self.engine.run_until(lambda: all(request.finished for request in requests))
-        finally:
-            for request in requests:
-                if not request.finished:
-                    self.engine.abort(request)
-        failed = [request.output.error for request in requests if request.output.error]
-        if failed:
-            more = f" (and {len(failed) - 1} more requests)" if len(failed) > 1 else ""
-            raise StepError(f"{failed[0]}{more}", [request.output for request in requests])
-
-    def _stream(self, request: LiveRequest) -> Iterator[StreamChunk]:
-        try:
-            yield StreamChunk(0, "", [], None, None, None)  # read by `generate_stream` itself
-            finished = False
-            while not finished:
-                # Read first: another thread may add the last chunk and finish once there is none.
-                finished = request.finished
-                while request.chunks:
-                    yield request.chunks.popleft()
-                if finished:
-                    break
-                self.engine.run_until(lambda: bool(request.chunks) or request.finished)
-        finally:
-            self.engine.abort(request)
-        if request.output.error:
-            raise StepError(request.output.error, [request.output])

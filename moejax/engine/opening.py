@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 
 from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig
+from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
@@ -18,6 +19,7 @@ from moejax.engine.pipeline_runner import most_microbatches
 from moejax.engine.placing import build_stages, make_places
 from moejax.engine.policy import make_policy
 from moejax.engine.quantizing import Quantizing
+from moejax.engine.replaying import RoutingReplay, open_replay
 from moejax.engine.setup import (
     compute_capability,
     default_cache_dir,
@@ -48,6 +50,7 @@ class OpenModel(NamedTuple):
         resolutions: what was decided, and why.
         tokenizer: the directory's, if it has one.
         quant_report: what was quantized while the model opened; None if nothing was.
+        replay: the routing trace that `engine.replay_routing` names; None if it names none.
     """
 
     directory: Path | None
@@ -59,6 +62,7 @@ class OpenModel(NamedTuple):
     resolutions: list[Resolution]
     tokenizer: Tokenizer | None
     quant_report: QuantReport | None
+    replay: RoutingReplay | None
 
 
 def open_model(
@@ -93,6 +97,9 @@ def open_model(
     if product.value == "pallas_triton":
         moe = dataclasses.replace(moe, grouped_matmul=product.value)
     longest_sequence(engine, config)
+    if engine.capture_routing and not any(config.moe_layers):
+        raise ConfigError("engine.capture_routing: the model has no MoE layer, and so no routing to capture")
+    replay = open_replay(engine.replay_routing, config)
     most_microbatches(parallel, engine)
     places = make_places(parallel, config, moe)
     running = product.value if moe.execution == "grouped" else moe.execution
@@ -121,7 +128,7 @@ def open_model(
     if len(stages) > 1:
         functions = [StageFunctions(stage) for stage in stages]
     return OpenModel(
-        directory, config, stages, places, functions, kernels.value, resolutions, tokenizer, report
+        directory, config, stages, places, functions, kernels.value, resolutions, tokenizer, report, replay
     )
 
 

@@ -12,6 +12,8 @@ from moejax.engine.sampler import Sampled, sample
 from moejax.engine.steps import ModelFunctions, routing_counts, token_logprobs
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
+from moejax.moe.router import Replay
+from moejax.routing.capture import id_dtype
 from moejax.sharding.spmd import OneDevice
 
 
@@ -32,12 +34,21 @@ class DeviceState(NamedTuple):
 
 class PagedOutput(NamedTuple):
     """What the host reads after a step: sampled rows `[S]`; counts int32 `[L, E]` and overflow int32 `[2]`
-    where routing is recorded; prompt_logprobs float32 `[T]` where chunks are scored."""
+    where routing is recorded; prompt_logprobs float32 `[T]` where chunks are scored; captured, of the S + T
+    tokens, where it is."""
 
     sampled: Sampled
     counts: jax.Array | None
     overflow: jax.Array | None
     prompt_logprobs: jax.Array | None
+    captured: "Captured | None" = None
+
+
+class Captured(NamedTuple):
+    """Each token's choice in the layers with experts: ids uint8 or uint16 and weights float32 `[N, L, k]`."""
+
+    ids: jax.Array
+    weights: jax.Array
 
 
 class PagedFunctions(ModelFunctions):
@@ -66,15 +77,18 @@ class PagedFunctions(ModelFunctions):
         if key.record:
             counts, overflow = (place.total(x) for x in routing_counts(traces, self.config.num_experts))
         state, sampled, scores = finish(model, x, batch, token, state._replace(pages=pages), key)
-        sampled, scores = place.everywhere((sampled, scores))
-        return state, PagedOutput(sampled, counts, overflow, scores)
+        captured = capture(traces, self.config.num_experts) if limits.capture else None
+        sampled, scores, captured = place.everywhere((sampled, scores, captured))
+        return state, PagedOutput(sampled, counts, overflow, scores, captured)
 
 
+@jax.named_scope("inputs")
 def decoded_tokens(batch: Batch, last: jax.Array) -> jax.Array:
     """int32 `[S]`: what each row decodes, known to the host or sampled last by its slot."""
     return jnp.where(batch.token >= 0, batch.token, last[batch.slot])
 
 
+@jax.named_scope("inputs")
 def flat_tokens(batch: Batch, token: jax.Array) -> jax.Array:
     """int32 `[S + T]`: the rows' tokens, then the chunks'."""
     return token if batch.chunk_token is None else jnp.concatenate([token, batch.chunk_token])
@@ -94,8 +108,30 @@ def run_layers(
         valid=(positions >= 0)[:, None],
         cache=PagedCache(pages, batch.attention, limits.kernels),
         rope_lens=batch.rope_len,
+        routing=None if batch.replay is None else replayed(model, batch.replay),
     )
     return x, cache.pages, traces
+
+
+def capture(traces: Sequence[RoutingTrace | None], num_experts: int) -> Captured | None:
+    """What these layers chose; None where none has experts."""
+    found = [trace for trace in traces if trace is not None]
+    if not found:
+        return None
+    ids = jnp.stack([trace.ids[:, 0] for trace in found], axis=1)
+    return Captured(ids.astype(id_dtype(num_experts)), jnp.stack([t.weights[:, 0] for t in found], axis=1))
+
+
+def replayed(model: Decoder, whole: Replay) -> list[Replay | None]:
+    """`[S + T, L, k]` of the whole model → `[S + T, 1, k]` for each layer here, None for a dense one."""
+    assert whole.weights is not None
+    found: list[Replay | None] = []
+    for layer in model.stage:
+        place = sum(model.config.moe_layers[:layer])
+        sparse = model.config.moe_layers[layer]
+        parts = (whole.ids[:, place, None], whole.weights[:, place, None]) if sparse else None
+        found.append(None if parts is None else Replay(*parts))
+    return found
 
 
 def finish(
@@ -117,6 +153,7 @@ def finish(
     return state._replace(last=_remember(state.last, batch, sampled.tokens), seen=seen), sampled, scores
 
 
+@jax.named_scope("sampling")
 def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:
     """bool `[S, V]`: what each row has seen, this step's tokens included."""
     assert batch.fresh is not None and batch.seen_as is not None
@@ -132,6 +169,7 @@ def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:
     return rows[batch.seen_as]
 
 
+@jax.named_scope("sampling")
 def _remember(last: jax.Array, batch: Batch, tokens: jax.Array) -> jax.Array:
     """`last` with the tokens of the rows that sampled.
 

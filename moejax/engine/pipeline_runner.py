@@ -43,6 +43,7 @@ from moejax.engine.ledger import CompileLedger
 from moejax.engine.microbatches import Part, split_plan
 from moejax.engine.paged_steps import PagedOutput
 from moejax.engine.plan import Plan
+from moejax.engine.replaying import RoutingReplay
 from moejax.engine.runner import StepResult
 from moejax.engine.sequence import Sequence as Sample
 from moejax.engine.stage_runner import Stage, StageLedger
@@ -112,6 +113,7 @@ class PipelineRunner(BucketRunner):
         microbatches: the most that a step is cut into.
         transfer: how arrays move between stages, see `Transfer`.
         kv_dtype: of the cache; None: the model's.
+        replay: the routing that steps are told; None: routers choose.
 
     With `measure_bubble` each stage's program is waited for, and `stage_times` grows; `bubble()` is what they
     come to. Run the workload once before: a program's first run takes longer.
@@ -128,13 +130,15 @@ class PipelineRunner(BucketRunner):
         microbatches: int = 1,
         transfer: How = "permute",
         kv_dtype: str | None = None,
+        replay: RoutingReplay | None = None,
     ) -> None:
         limits = (num_blocks, max_model_len)
         whole = stages[0][0].whole
-        super().__init__(whole, config, *limits, ledger, kernels, stages[0][1].groups)
+        super().__init__(whole, config, *limits, ledger, kernels, stages[0][1].groups, replay)
         self.microbatches = microbatches
+        own: dict[str, Any] = {"kv_dtype": kv_dtype, "replay": replay}
         self.stages = [
-            Stage(cast(Any, functions), config, *limits, StageLedger(ledger, i), kernels, place, kv_dtype)
+            Stage(cast(Any, functions), config, *limits, StageLedger(ledger, i), kernels, place, **own)
             for i, (functions, place) in enumerate(stages)
         ]
         places = [place for _, place in stages]
@@ -201,9 +205,12 @@ class PipelineRunner(BucketRunner):
         padded = 0
         # A step that computes any part of a prompt counts as prefill, in all its microbatches.
         phase = "prefill" if handle.chunk_tokens else "decode"
+        if self.capture is not None:
+            self.capture.next_step()
         for microbatch, part, rows in handle.microbatches:
             output = self._output(microbatch)
             result = self._result(microbatch.key, rows, output)
+            self._take_routing(microbatch.key, rows, output)
             padded += result.padded_tokens
             for row, token in zip(part.rows, result.tokens, strict=True):
                 tokens[row] = token
@@ -322,11 +329,15 @@ class PipelineRunner(BucketRunner):
             ]
         last = outputs[-1]
         assert last.sampled is not None
-        if last.counts is None:
-            return PagedOutput(last.sampled, None, None, last.prompt_logprobs)
-        counts: Any = np.concatenate([np.asarray(output.counts) for output in outputs])
-        overflow: Any = np.sum([np.asarray(output.overflow) for output in outputs], axis=0)
-        return PagedOutput(last.sampled, counts, overflow, last.prompt_logprobs)
+        counts: Any = None
+        overflow: Any = None
+        if last.counts is not None:
+            counts = np.concatenate([np.asarray(output.counts) for output in outputs])
+            overflow = np.sum([np.asarray(output.overflow) for output in outputs], axis=0)
+        captured: Any = None
+        if found := [output.captured for output in outputs if output.captured is not None]:
+            captured = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *found)
+        return PagedOutput(last.sampled, counts, overflow, last.prompt_logprobs, captured)
 
     def _copier(self, slabs: int) -> Any:
         return [stage._copier(slabs) for stage in self.stages if stage.here]

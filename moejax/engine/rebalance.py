@@ -25,6 +25,8 @@ from moejax.moe.layer import MoELayer
 from moejax.moe.load_window import LoadWindow
 from moejax.moe.placement import Comparison, Placement, compare, devices_over, plan_placement
 from moejax.moe.replicas import ReplicaTable, tables
+from moejax.routing.analysis import loads_of
+from moejax.routing.capture import RoutingCapture
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,26 @@ def bytes_per_expert(stages: Sequence[Decoder]) -> int:
 
 
 def rebalance(
-    opened: OpenModel, parallel: ParallelConfig, loads: np.ndarray, min_gain: float, factor: float
+    opened: OpenModel,
+    parallel: ParallelConfig,
+    loads: np.ndarray | RoutingCapture,
+    min_gain: float,
+    factor: float,
 ) -> Rebalanced:
-    """Plans a placement for `loads` `[L, E]` (all layers) and applies it; see `LLM.rebalance`.
+    """Plans a placement for `loads` `[L, E]` (all layers), or for a trace's, and applies it; see
+    `LLM.rebalance`.
 
     Raises:
-        ConfigError: the experts are on one device.
+        ConfigError: the experts are on one device, or the trace does not fit the model or has no rows.
     """
     start = time.perf_counter()
-    sparse = np.asarray(loads)[np.asarray(opened.config.moe_layers)]
     old = current_placement(opened.stages, parallel.ep)
+    if isinstance(loads, RoutingCapture):
+        loads.check_fits(opened.config, "rebalance")
+        if not loads.num_rows:
+            raise ConfigError("rebalance: the trace has no rows; capture some steps first")
+        loads = loads_of(loads, opened.config.num_layers)
+    sparse = np.asarray(loads)[np.asarray(opened.config.moe_layers)]
     if not devices_over(sparse, old, factor).over.size:
         return Rebalanced(compare(old, old, sparse), time.perf_counter() - start, applied=False)
     new = plan_placement(

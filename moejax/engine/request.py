@@ -178,3 +178,8 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     error: str | None = None
+
+    def _repr_html_(self) -> str:
+        from moejax.engine.output_card import output_card
+
+        return output_card(self)

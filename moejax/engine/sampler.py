@@ -94,6 +94,7 @@ def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> S
     return SamplingArrays(**{k: jnp.asarray(v) for k, v in sampling_values(params, seeds).items()})
 
 
+@jax.named_scope("sampling")
 def sample(
     logits: jax.Array,
     arrays: SamplingArrays | None,
@@ -196,6 +197,7 @@ def draw(scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
     return first_argmax(jax.vmap(one)(scores, seed, step))
 
 
+@jax.named_scope("sampling")
 def mark_seen(seen: jax.Array, tokens: jax.Array) -> jax.Array:
     """Adds each row's new token to `seen` `[B, V]`."""
     return seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)

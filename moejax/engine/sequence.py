@@ -38,6 +38,7 @@ class Sequence:
         slot: row of the per-sequence device state, -1 while it does not run.
         group: data-parallel group that it belongs to.
         mode: what its sampling needs of a step (`moejax.engine.sampler.SamplerMode`).
+        routing: int64, of each position the row of the trace that is replayed; None where none is.
         owner: whatever the engine wants to find again; the scheduler does not look at it.
     """
 
@@ -52,6 +53,7 @@ class Sequence:
     score: bool = False
     record: bool = False
     mode: Any = None
+    routing: Any = None
     owner: Any = None
     state: State = State.WAITING
     pending: int = 0

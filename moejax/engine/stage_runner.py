@@ -11,9 +11,10 @@ from moejax.engine.batch import StepKey, layout
 from moejax.engine.buckets import Buckets
 from moejax.engine.device_runner import DeviceRunner
 from moejax.engine.ledger import CompileLedger
-from moejax.engine.paged_steps import DeviceState
+from moejax.engine.paged_steps import Captured, DeviceState
 from moejax.engine.sampler import Sampled
 from moejax.engine.stage_steps import StageFunctions, StageOutput
+from moejax.routing.capture import id_dtype
 from moejax.sharding.spmd import OnMesh
 
 
@@ -95,7 +96,7 @@ class Stage(DeviceRunner):
                 how: Any = {"key": key, "limits": self.limits, "place": self.place}
                 return self.functions.step(leaves, state, buffer, given, **how)
 
-            by_group: Any = cast(Any, StageOutput)(True, False, False, False, False)
+            by_group: Any = cast(Any, StageOutput)(True, False, False, False, False, False)
             return self.place.compiled(step, shapes(), donate=1, output=True, by_group=by_group)
 
         def shapes() -> tuple[Any, ...]:
@@ -134,6 +135,16 @@ class Stage(DeviceRunner):
             zeros(key.record, 2),
             sampled if last else None,
             zeros(last and key.score, T, dtype=np.float32),
+            self._nothing_captured(S + T) if self.limits.capture else None,
+        )
+
+    def _nothing_captured(self, tokens: int) -> Any:
+        model = self.functions.config
+        shape = (tokens, sum(model.moe_layers), model.num_experts_per_tok)
+        if not shape[1]:
+            return None
+        return Captured(
+            cast(Any, np.zeros(shape, id_dtype(model.num_experts))), cast(Any, np.zeros(shape, np.float32))
         )
 
     def _absent(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:

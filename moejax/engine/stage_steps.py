@@ -6,7 +6,15 @@ from typing import NamedTuple
 import jax
 
 from moejax.engine.batch import Limits, StepKey, unpack
-from moejax.engine.paged_steps import DeviceState, decoded_tokens, finish, flat_tokens, run_layers
+from moejax.engine.paged_steps import (
+    Captured,
+    DeviceState,
+    capture,
+    decoded_tokens,
+    finish,
+    flat_tokens,
+    run_layers,
+)
 from moejax.engine.sampler import Sampled
 from moejax.engine.steps import ModelFunctions, routing_counts
 from moejax.models.decoder import Decoder
@@ -21,6 +29,7 @@ class StageOutput(NamedTuple):
         x: `[S + T, D]`, what the next stage takes, by group; None from the last one.
         counts, overflow: int32 `[l, E]`, of the stage's own layers, and `[2]`, where routing is recorded.
         sampled, prompt_logprobs: of the last stage, see `moejax.engine.paged_steps.PagedOutput`.
+        captured: of the stage's own layers; None also where none of them has experts.
     """
 
     x: jax.Array | None
@@ -28,6 +37,7 @@ class StageOutput(NamedTuple):
     overflow: jax.Array | None
     sampled: Sampled | None
     prompt_logprobs: jax.Array | None
+    captured: Captured | None
 
 
 class StageFunctions(ModelFunctions):
@@ -69,9 +79,12 @@ class StageFunctions(ModelFunctions):
         counts = overflow = None
         if key.record:
             counts, overflow = (place.total(x) for x in routing_counts(traces, self.config.num_experts))
+        captured = None
+        if limits.capture:
+            captured = place.everywhere(capture(traces, self.config.num_experts))
         if not self.is_last:
-            return state, StageOutput(x[:, 0], counts, overflow, None, None)
+            return state, StageOutput(x[:, 0], counts, overflow, None, None, captured)
         token = decoded_tokens(batch, state.last)
         state, sampled, scores = finish(model, x, batch, token, state, key)
         sampled, scores = place.everywhere((sampled, scores))
-        return state, StageOutput(None, counts, overflow, sampled, scores)
+        return state, StageOutput(None, counts, overflow, sampled, scores, captured)

@@ -155,6 +155,7 @@ def routing_counts(traces: tuple[RoutingTrace | None, ...], num_experts: int) ->
     return jnp.stack([none if trace is None else trace.counts for trace in traces]), overflow
 
 
+@jax.named_scope("sampling")
 def token_logprobs(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:
     """x `[N, D]`, targets int32 `[N]` → float32 `[N]`, in parts so that `[N, V]` never exists whole."""
     N = x.shape[0]

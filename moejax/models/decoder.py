@@ -1,6 +1,8 @@
 """The one decoder: embedding, layers of attention and experts (or a dense MLP), norm, output projection.
 
-Every family is a `ModelConfig`; there is no per-family module.
+Every family is a `ModelConfig`; there is no per-family module. Named scopes, here and below, say which layer
+and which operation of `moejax.perf.attribution` an instruction of the compiled program belongs to, for
+profiles; they change no program.
 """
 
 from collections.abc import Sequence
@@ -96,7 +98,8 @@ class DecoderLayer(nnx.Module):
         if self.moe is not None:
             return x, *self.moe(normed, valid, replay)
         assert self.mlp is not None
-        return x, self.mlp(normed), None
+        with jax.named_scope("mlp"):
+            return x, self.mlp(normed), None
 
 
 class Decoder(nnx.Module):
@@ -179,6 +182,7 @@ class Decoder(nnx.Module):
             self.embed(tokens), positions, valid=valid, cache=cache, rope_lens=rope_lens, routing=routing
         )
 
+    @jax.named_scope("embedding")
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 `[...]` → `[..., D]`, what the first layer takes."""
         assert self.embedding is not None, "only the first stage embeds tokens"
@@ -214,7 +218,8 @@ class Decoder(nnx.Module):
         replays = self._replays(routing, x.shape[:2])
         for i, layer in enumerate(self.in_order()):
             part = None if cache is None else cache.layer(i)
-            x, residual, part, trace = layer(x, residual, rope, positions, valid, part, replays[i])
+            with jax.named_scope(f"layer_{self.stage[i]}"):
+                x, residual, part, trace = layer(x, residual, rope, positions, valid, part, replays[i])
             traces.append(trace)
             parts.append(part)
         if cache is not None:
@@ -250,6 +255,7 @@ class Decoder(nnx.Module):
             return list(self.layers)
         return [self.layers[str(i)] for i in self.stage]
 
+    @jax.named_scope("lm_head")
     def logits(self, x: jax.Array) -> jax.Array:
         """`[..., D]` → float32 `[..., V]`."""
         if self.lm_head is None:

@@ -100,6 +100,7 @@ class Experts(nnx.Module):
         gate, up, down = (stack.matrix(dtype) for stack in self.stacks())
         return gate, up, down
 
+    @jax.named_scope("experts_dispatch")
     def __call__(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
         """x `[N, D]` → ExpertsOutput, by the execution that `config` names."""
         if config.execution == "capacity":
@@ -119,7 +120,10 @@ class Experts(nnx.Module):
 
         def one(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
             g, u, d, weight = expert
-            y = down.one(act(gate.one(x, g)) * up.one(x, u), d, self.split)
+            with jax.named_scope("experts_gate_up"):
+                hidden = act(gate.one(x, g)) * up.one(x, u)
+            with jax.named_scope("experts_down"):
+                y = down.one(hidden, d, self.split)
             return total + y * weight[:, None].astype(x.dtype), None
 
         stacked = (*(stack.weight for stack in stacks), table.T[: self.num_experts])
@@ -197,8 +201,10 @@ class Experts(nnx.Module):
         buffer = jnp.zeros((E * C + 1, x.shape[1]), x.dtype).at[target].set(x[token])
         buffer = buffer[: E * C].reshape(E, C, -1)
         gate, up, down = self.stacks()
-        hidden = activation(self.act)(gate.each(buffer)) * up.each(buffer)
-        out = down.each(hidden, self.split).reshape(E * C, -1)
+        with jax.named_scope("experts_gate_up"):
+            hidden = activation(self.act)(gate.each(buffer)) * up.each(buffer)
+        with jax.named_scope("experts_down"):
+            out = down.each(hidden, self.split).reshape(E * C, -1)
         out = jnp.concatenate([out, jnp.zeros((1, x.shape[1]), out.dtype)])
         picked = out[target].reshape(N, k, -1)
         summed = jnp.sum(picked * placed.weights[..., None].astype(x.dtype), axis=1)

@@ -112,11 +112,13 @@ class MoELayer(nnx.Module):
         replay = Replay(recorded.ids, recorded.weights)
         return check_replay(name, replay, tokens, self.router.top_k, self.num_experts)
 
+    @jax.named_scope("shared_expert")
     def _shared(self, x: jax.Array) -> jax.Array:
         """x `[n, D]` → `[n, D]`; where its hidden dimension is split, this device's part of the sum."""
         assert self.shared_expert is not None and self.shared_gate is not None
         return jax.nn.sigmoid(self.shared_gate(x)) * self.shared_expert(x)
 
+    @jax.named_scope("experts_dispatch")
     def _spread(self, x: jax.Array, routing: Routing) -> ExpertsOutput:
         """x `[N, D]` → the sum over the experts' devices; those along `axes.tensor` are still apart."""
         assert self.replicas is not None

@@ -62,6 +62,7 @@ class Router(nnx.Module):
         self.normalize = normalize
         self.kernels = kernels
 
+    @jax.named_scope("router")
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
         """x `[N, D]`, valid bool `[N]` (False for padding) → Routing, of `replay`'s `[N, k]` where given; its
         logits are the router's own in any case."""

@@ -51,6 +51,7 @@ class Attention(nnx.Module):
         self.config = config
         self.window = window
 
+    @jax.named_scope("qkv_projection")
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x `[B, T, D]` → q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]`, not rotated yet."""
         config = self.config
@@ -81,10 +82,13 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         scale = self.config.attention_scale
         q, k, v = self.project(x)
-        if cache is None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-            keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-            out = attention(q, keys, values, positions, window=self.window, scale=scale)
-        else:
-            out, cache = cache.update_and_attend(q, k, v, rope, positions, window=self.window, scale=scale)
-        return self.o_proj(out.reshape(B, T, -1)), cache
+        with jax.named_scope("attention"):
+            if cache is None:
+                q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+                keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+                out = attention(q, keys, values, positions, window=self.window, scale=scale)
+            else:
+                window = self.window
+                out, cache = cache.update_and_attend(q, k, v, rope, positions, window=window, scale=scale)
+        with jax.named_scope("output_projection"):
+            return self.o_proj(out.reshape(B, T, -1)), cache

@@ -36,6 +36,7 @@ class RMSNorm(nnx.Module):
         """`[..., dim]` → `[..., dim]`."""
         return self.add(x, None)[0]
 
+    @jax.named_scope("norm")
     def add(self, x: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """x and residual `[..., dim]` → (the normalised sum, the sum)."""
         if self.kernels != "xla":

@@ -75,6 +75,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     return inverse_frequencies(head_dim, rope.theta), 1.0
 
 
+@jax.named_scope("rope")
 def rope_tables(
     config: ModelConfig, positions: jax.Array, seq_lens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -105,6 +106,7 @@ def _dynamic(config: ModelConfig, seq_lens: jax.Array) -> jax.Array:
     return 1.0 / base[:, None] ** exponent[None, :]
 
 
+@jax.named_scope("rope")
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates `[B, T, heads, Dh]` by `[B, T, Dh/2]` tables, pairing dimension i with i + Dh/2."""
     half = x.shape[-1] // 2

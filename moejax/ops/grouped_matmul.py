@@ -92,14 +92,21 @@ def _swiglu(
     """
     down_q = down.weight
 
+    @jax.named_scope("experts_gate_up")
     def hidden(x: jax.Array, expert: jax.Array) -> jax.Array:
         return act(gate.times(x, expert)) * up.times(x, expert)
 
+    def whole(x: jax.Array, expert: jax.Array) -> jax.Array:
+        middle = hidden(x, expert)
+        with jax.named_scope("experts_down"):
+            return down.times(middle, expert)
+
     if not (split and isinstance(down_q, QTensor) and down_q.format.activations == "dynamic"):
-        return run(rows, lambda x, expert: down.times(hidden(x, expert), expert), rows.shape[1])
+        return run(rows, whole, rows.shape[1])
     middle = run(rows, hidden, gate.outputs)
-    codes, scale = activation_codes(middle[: rows.shape[0]], down_q, split)
-    out = run(codes.astype(rows.dtype), down.without_activations().times, rows.shape[1])
+    with jax.named_scope("experts_down"):
+        codes, scale = activation_codes(middle[: rows.shape[0]], down_q, split)
+        out = run(codes.astype(rows.dtype), down.without_activations().times, rows.shape[1])
     scale = jnp.pad(scale, ((0, out.shape[0] - scale.shape[0]), (0, 0)))
     return (out.astype(jnp.float32) * scale).astype(rows.dtype)
 
@@ -225,9 +232,11 @@ def _single_rows(
             pairs = zip(block, experts, strict=True)
             return list(barrier([stack.times(x, expert) for x, expert in pairs]))
 
-        hidden = act(jnp.concatenate(stage(block, gate))) * jnp.concatenate(stage(block, up))
-        hidden = barrier(hidden)
-        y = jnp.concatenate(stage([hidden[j : j + 1] for j in range(width)], down))
+        with jax.named_scope("experts_gate_up"):
+            hidden = act(jnp.concatenate(stage(block, gate))) * jnp.concatenate(stage(block, up))
+            hidden = barrier(hidden)
+        with jax.named_scope("experts_down"):
+            y = jnp.concatenate(stage([hidden[j : j + 1] for j in range(width)], down))
         return jax.lax.dynamic_update_slice(out, y, (first, 0))
 
     for width in together:
@@ -283,4 +292,7 @@ def grouped_swiglu_ragged(
         return jax.lax.ragged_dot(stack.rounded(x, expert, split), stack.matrix(x.dtype), counts)
 
     first, second, third = stacks
-    return product(act(product(rows, first)) * product(rows, second), third, split)
+    with jax.named_scope("experts_gate_up"):
+        hidden = act(product(rows, first)) * product(rows, second)
+    with jax.named_scope("experts_down"):
+        return product(hidden, third, split)

@@ -56,18 +56,19 @@ def kernel_attention(
     from pallas_kernels.ragged_paged_attention import ragged_paged_attention
     from pallas_kernels.rope_kv_write import rope_kv_write
 
-    q, keys, values, key_scale, value_scale = rope_kv_write(
-        q,
-        k,
-        v,
-        *rope,
-        pages.keys,
-        pages.values,
-        plan.slot_mapping,
-        k_scale=pages.key_scale,
-        v_scale=pages.value_scale,
-        implementation=implementation,
-    )
+    with jax.named_scope("kv_write"):
+        q, keys, values, key_scale, value_scale = rope_kv_write(
+            q,
+            k,
+            v,
+            *rope,
+            pages.keys,
+            pages.values,
+            plan.slot_mapping,
+            k_scale=pages.key_scale,
+            v_scale=pages.value_scale,
+            implementation=implementation,
+        )
     pages = Slab(keys, values, key_scale, value_scale, pages.codes)
     out = ragged_paged_attention(
         q,

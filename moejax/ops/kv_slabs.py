@@ -74,6 +74,7 @@ def _as_stored(slab: Slab, k: jax.Array, v: jax.Array) -> Slab:
     return Slab(to_bits(keys), to_bits(values), key_scale, value_scale, slab.codes)
 
 
+@jax.named_scope("kv_write")
 def write_rows(slabs: Slabs, k: jax.Array, v: jax.Array, plan: DecodePlan) -> Slabs:
     """Stores single tokens, k and v `[S, K, Dh]`."""
     tokens = _as_stored(slabs[0], k, v)
@@ -91,6 +92,7 @@ def write_rows(slabs: Slabs, k: jax.Array, v: jax.Array, plan: DecodePlan) -> Sl
     return _each_slab(slabs, plan.write_ends, body)
 
 
+@jax.named_scope("kv_write")
 def write_runs(slabs: Slabs, k: jax.Array, v: jax.Array, plan: ChunkPlan) -> Slabs:
     """Stores the chunks' tokens, k and v `[T, K, Dh]`, a block at a time."""
     size = slabs[0].block_size

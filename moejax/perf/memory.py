@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
-from moejax.perf.cost import DTYPE_BYTES, HeldWeights, kv_head_bytes
+from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, kv_head_bytes
 
 
 class Declared(Protocol):
@@ -101,16 +99,41 @@ def held_weights(model: ModelConfig, specs: Mapping[str, Declared]) -> HeldWeigh
         specs: dotted path → declaration of every tensor of the whole model. Vectors and norms are left out;
             scales are not.
     """
-    always, expert = 0.0, np.zeros(model.num_layers)
+    parts: dict[tuple[int | None, str], float] = {}
     for name, spec in specs.items():
-        size = math.prod(spec.shape) * _itemsize(spec.dtype)
+        size: float = math.prod(spec.shape) * _itemsize(spec.dtype)
         if len(spec.shape) < 2 and name.rpartition(".")[2] not in ("input_scale", "group_index"):
             continue
-        if "expert" in spec.axes and "experts" in name.split("."):
-            expert[int(name.split(".")[1])] += size / spec.shape[0]
-        elif not name.startswith("embedding.") or model.tie_word_embeddings:
-            always += size
-    return HeldWeights(always, expert)
+        pieces = name.split(".")
+        if pieces[0] == "embedding" and not model.tie_word_embeddings:
+            continue
+        if "expert" in spec.axes and "experts" in pieces:
+            size /= spec.shape[0]
+        layer = int(pieces[1]) if pieces[0] == "layers" else None
+        key = layer, _operation(pieces)
+        parts[key] = parts.get(key, 0.0) + size
+    return HeldWeights(model.num_layers, parts)
+
+
+_OPERATIONS = {
+    "q_proj": "qkv_projection",
+    "k_proj": "qkv_projection",
+    "v_proj": "qkv_projection",
+    "o_proj": "output_projection",
+    "router": "router",
+    "shared_expert": "shared_expert",
+    "shared_gate": "shared_expert",
+    "mlp": "mlp",
+    "lm_head": "lm_head",
+    "embedding": "lm_head",
+}
+
+
+def _operation(pieces: Sequence[str]) -> str:
+    """The operation (`moejax.perf.attribution.OPERATIONS`) that a tensor's dotted path belongs to."""
+    if "experts" in pieces:
+        return "experts_down" if "down_proj" in pieces else "experts_gate_up"
+    return next((_OPERATIONS[piece] for piece in pieces if piece in _OPERATIONS), "other")
 
 
 def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: ParallelConfig) -> int:

@@ -1,9 +1,9 @@
 """The roofline (Williams, Waterman and Patterson, 2009): the least time that bytes and FLOPs allow."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from moejax.core.hardware import Hardware
-from moejax.perf.cost import StepCost
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,23 @@ class Bound:
     limit: str
 
 
-def step_bound(cost: StepCost, hardware: Hardware | None, dtype: str) -> Bound | None:
+class Work(Protocol):
+    """FLOPs, and bytes that have to be moved for them (`moejax.perf.cost.StepCost`)."""
+
+    @property
+    def flops(self) -> float: ...
+    @property
+    def bytes(self) -> float: ...
+
+
+def bound(flops: float, bytes_: float, peak: float, bandwidth: float) -> Bound:
+    """Args in FLOPs, bytes, FLOP/s and bytes/s."""
+    memory, compute = bytes_ / bandwidth, flops / peak
+    return Bound(max(memory, compute), "memory" if memory >= compute else "compute")
+
+
+def step_bound(cost: Work, hardware: Hardware | None, dtype: str) -> Bound | None:
     """None where the device's bandwidth is not known. Compute counts where its peak is known."""
     if hardware is None or hardware.bandwidth is None:
         return None
-    memory = cost.bytes / hardware.bandwidth
-    peak = hardware.flops.get(dtype)
-    compute = cost.flops / peak if peak else 0.0
-    return Bound(max(memory, compute), "memory" if memory >= compute else "compute")
+    return bound(cost.flops, cost.bytes, hardware.flops.get(dtype, float("inf")), hardware.bandwidth)

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moejax.core import html
+
 
 @dataclass(frozen=True)
 class WeightReport:
@@ -117,6 +119,30 @@ class QuantReport:
         counts = Counter(note for stage in self.stages for note in stage.notes)
         return [note if n == 1 else f"{note} ({n} layers)" for note, n in counts.items()]
 
+    def __repr__(self) -> str:
+        return (
+            f"<QuantReport {self.method} {self.format}: {len(self.weights)} weights,"
+            f" {self.bits_per_weight:.2f} bits per weight, {self.seconds:.1f} s>"
+        )
+
+    def _repr_html_(self) -> str:
+        about = {
+            "held": f"{self.bytes / 1e6:,.2f} MB of {self.float_bytes / 1e6:,.2f},"
+            f" {self.bits_per_weight:.2f} bits per weight over all,"
+            f" {self.quantized_bits_per_weight:.2f} over the quantized",
+            "fallbacks": f"{self.fallbacks} experts saw too little calibration text"
+            if self.fallbacks
+            else None,
+            "damping": f"raised for {self.damping_raised} matrices" if self.damping_raised else None,
+            "took": f"{self.seconds:.1f} s",
+        }
+        rows = [_stage_cells(stage) for stage in self.stages]
+        stages = html.table(
+            ("", "weights", "format", "weight error %", "output error %", "s"), rows, right=(1, 3, 4, 5)
+        )
+        notes = [html.note(note) for note in self.notes]
+        return html.card(f"quantized: {self.method}, {self.format}", html.facts(about), stages, *notes)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON's own types."""
         return {
@@ -127,6 +153,20 @@ class QuantReport:
             "damping_raised": self.damping_raised,
             "notes": self.notes,
         }
+
+
+def _stage_cells(stage: StageReport) -> list[str]:
+    """A stage's row: its errors are means over its weights and their experts."""
+    formats = ", ".join(dict.fromkeys(weight.format for weight in stage.weights))
+    changed = [e for weight in stage.weights for e in weight.weight_error]
+    outputs = [e for weight in stage.weights for e in weight.output_error or ()]
+    return [
+        stage.name,
+        str(len(stage.weights)),
+        formats,
+        *(f"{100 * sum(errors) / len(errors):.2f}" if errors else "–" for errors in (changed, outputs)),
+        f"{stage.seconds:.1f}",
+    ]
 
 
 def stage_report(raw: dict[str, Any], *, resumed: bool) -> StageReport:

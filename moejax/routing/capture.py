@@ -18,12 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from moejax.core import html
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, OutputError
 from moejax.core.files import dump_json
 
 SCHEMA = 1
 CAPTURE_FILE = "routing.npz"
+_MOST_LAYERS = 24  # in a notebook
 _COLUMNS = ("ids", "weights", "step", "request", "sample", "position", "prefill")
 
 
@@ -100,6 +102,38 @@ class RoutingCapture:
             )
         if rows and not 0 <= int(self.request.min()) <= int(self.request.max()) < len(self.requests):
             raise ConfigError(f"routing trace: a row's request is none of its {len(self.requests)} requests")
+
+    def __repr__(self) -> str:
+        return (
+            f"<RoutingCapture {self.origin}: {self.num_rows:,} rows of {len(self.requests)} requests in"
+            f" {self.num_steps:,} steps, {len(self.layers)} layers, top-{self.top_k} of"
+            f" {self.num_experts} experts>"
+        )
+
+    def _repr_html_(self) -> str:
+        decoded = self.num_rows - int(self.prefill.sum())
+        about = {
+            "rows": f"{self.num_rows:,} tokens ({decoded:,} of them decoded) in {self.num_steps:,} steps",
+            "requests": f"{len(self.requests):,}",
+            "routing": f"{len(self.layers)} layers, top-{self.top_k} of {self.num_experts} experts",
+            "size": f"{self.nbytes / 1e6:,.2f} MB",
+            "model": self.meta.get("model"),
+        }
+        return html.card(f"routing trace ({self.origin})", html.facts(about), self._load_table())
+
+    def _load_table(self) -> str:
+        """A row a layer: how uneven its experts' load is."""
+        counts = self.counts().astype(np.float64)
+        rows = []
+        for layer, load in zip(self.layers[:_MOST_LAYERS], counts, strict=False):
+            if not load.sum():
+                continue
+            top = ", ".join(f"{e} ({100 * load[e] / load.sum():.0f} %)" for e in np.argsort(-load)[:3])
+            rows.append([layer, f"{load.max() / load.mean():.2f}", f"{int((load > 0).sum())}", top])
+        more = len(self.layers) - _MOST_LAYERS
+        return html.table(("layer", "max / mean", "experts visited", "busiest"), rows, right=(0, 1, 2)) + (
+            html.note(f"… {more} more layers") if more > 0 else ""
+        )
 
     @property
     def num_rows(self) -> int:
@@ -212,9 +246,10 @@ def load_capture(path: str | os.PathLike[str]) -> RoutingCapture:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-        raise ConfigError(
-            f"{file} is no routing trace of moejax ({type(error).__name__}: {error})"
-        ) from error
+        # numpy takes what is no .npz for a pickle, and advises to trust it.
+        pickled = isinstance(error, ValueError) and "pickle" in str(error)
+        reason = "no .npz file" if pickled else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{file} is no routing trace of moejax ({reason})") from error
 
 
 def hash_tokens(tokens: Iterable[int]) -> str:

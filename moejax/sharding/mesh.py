@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, DeviceError
 from moejax.core.parallel import ParallelConfig
 from moejax.sharding.axes import Axes, Names
 
@@ -97,6 +97,19 @@ def _cut(sizes: dict[str, int], name: str, first: int, rest: str) -> dict[str, i
 
 
 def virtual_devices(count: int) -> None:
-    """Makes JAX's CPU backend have `count` devices, if it has not started; all share this machine's cores."""
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    """Makes JAX's CPU backend have `count` devices; all share this machine's cores. A number that XLA_FLAGS
+    sets stays.
+
+    Raises:
+        DeviceError: JAX has started with fewer, as it has in a notebook once anything has run.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    try:
         jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        if jax.default_backend() == "cpu" and jax.device_count() < count:
+            raise DeviceError(
+                f"JAX has started with {jax.device_count()} CPU device(s) and {count} are wanted: start anew"
+                f" and do this first, or set XLA_FLAGS=--xla_force_host_platform_device_count={count} before"
+            ) from None

@@ -2,14 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.group_specs import CASES, problem, spec_groups, spec_name, spec_tags
+from pallas_kernels.group_specs import CASES, given_groups, problem, spec_groups, spec_name, spec_tags
 from pallas_kernels.models import ModelShape
 from pallas_kernels.op import Cost, Spec
 
 
-def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
-    groups, dtype = spec_groups(model, tokens, routing), jnp.bfloat16
+def make_spec(
+    model: ModelShape, phase: str, tokens: int, routing: str, ids: np.ndarray | None = None
+) -> Spec:
+    """A spec of the routing of that name (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
+    groups = spec_groups(model, tokens, routing) if ids is None else given_groups(model, ids)
+    dtype = jnp.bfloat16
     P, E, D, F = len(groups.row_assignment), model.experts, model.expert_hidden, model.hidden
     made = groups.row_assignment < groups.slot_of.size
     rows = jnp.where(made, jnp.arange(P), P).astype(jnp.int32)
@@ -36,4 +41,4 @@ def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
     )
 
 
-SPECS = tuple(_spec(*case) for case in CASES)
+SPECS = tuple(make_spec(*case) for case in CASES)

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.group_specs import Groups, spec_groups, spec_name, spec_tags
+from pallas_kernels.group_specs import Groups, given_groups, spec_groups, spec_name, spec_tags
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
 from pallas_kernels.op import Cost, Problem, Spec
 from pallas_kernels.qformats import Format, random_quantized
@@ -91,8 +92,16 @@ def _cost(groups: Groups, fmt: Format, D: int, F: int, matrices: int, rows_read:
     )
 
 
-def _down(model: ModelShape, phase: str, tokens: int, routing: str, fmt: Format) -> Spec:
-    groups = spec_groups(model, tokens, routing)
+def make_down(
+    model: ModelShape,
+    phase: str,
+    tokens: int,
+    routing: str,
+    fmt: Format,
+    ids: np.ndarray | None = None,
+) -> Spec:
+    """A spec of the routing of that name (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
+    groups = spec_groups(model, tokens, routing) if ids is None else given_groups(model, ids)
     P, E, D, F = len(groups.row_assignment), model.experts, model.expert_hidden, model.hidden
     made = groups.row_assignment < groups.slot_of.size
 
@@ -116,8 +125,16 @@ def _down(model: ModelShape, phase: str, tokens: int, routing: str, fmt: Format)
     )
 
 
-def _swiglu(model: ModelShape, phase: str, tokens: int, routing: str, fmt: Format) -> Spec:
-    groups = spec_groups(model, tokens, routing)
+def make_swiglu(
+    model: ModelShape,
+    phase: str,
+    tokens: int,
+    routing: str,
+    fmt: Format,
+    ids: np.ndarray | None = None,
+) -> Spec:
+    """A spec of the routing of that name (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
+    groups = spec_groups(model, tokens, routing) if ids is None else given_groups(model, ids)
     P, E, D, F = len(groups.row_assignment), model.experts, model.hidden, model.expert_hidden
 
     def make(key: jax.Array) -> dict[str, Any]:
@@ -142,5 +159,5 @@ def _swiglu(model: ModelShape, phase: str, tokens: int, routing: str, fmt: Forma
     )
 
 
-SPECS = tuple(_down(*case) for case in DOWN)
-SWIGLU_SPECS = tuple(_swiglu(*case) for case in SWIGLU)
+SPECS = tuple(make_down(*case) for case in DOWN)
+SWIGLU_SPECS = tuple(make_swiglu(*case) for case in SWIGLU)

@@ -76,7 +76,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe", "olmoe", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2_moe", "mixtral"))],
+)
 def test_tokens_are_those_of_the_dequantized_weights(name: str, model: Any, tmp_path: Path) -> None:
     """Every family, with prompts in chunks and a cache so small that sequences are preempted."""
     scarce = dataclasses.replace(

@@ -10,6 +10,7 @@ from moejax import LLM, ParallelConfig, SamplingParams, save_pretrained
 from moejax.core.errors import ConfigError
 from moejax.engine.rebalance import current_placement, sources
 from moejax.moe.placement import balancedness
+from moejax.routing.generate import generate
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 
 pytestmark = pytest.mark.multidevice
@@ -67,6 +68,23 @@ def test_nothing_moves_below_the_threshold(wide: LLM) -> None:
     done = wide.rebalance(even, factor=50.0)
     assert not done.applied and done.comparison.weights_moved == 0
     assert current_placement([wide.model], 4) == before
+
+
+def test_a_trace_says_what_to_balance(wide: LLM) -> None:
+    """One of another run, or made up; layer 1 is dense."""
+    shape: dict[str, Any] = {"top_k": 4, "requests": 8, "prompt_len": 16, "output_len": 1, "exponent": 1.5}
+    trace = generate("zipf", num_experts=16, layers=(0, 2), **shape)
+    want = tokens(wide)
+    done = wide.rebalance(trace, min_gain=0.0)
+    assert done.applied and done.comparison.after.max() < 1.4 < done.comparison.before.max()
+    np.testing.assert_allclose(
+        balancedness(trace.counts(), current_placement([wide.model], 4)), done.comparison.after
+    )
+    assert tokens(wide) == want
+    with pytest.raises(ConfigError, match=r"rebalance: it has 8 experts and the model has 16"):
+        wide.rebalance(generate("zipf", num_experts=8, layers=(0, 2), **shape))
+    with pytest.raises(ConfigError, match="rebalance: the trace has no rows"):
+        wide.rebalance(trace.select(np.zeros(trace.num_rows, bool)))
 
 
 def test_a_rebalanced_model_is_saved_in_the_experts_order(directory: Path, wide: LLM, tmp_path: Path) -> None:

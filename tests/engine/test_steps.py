@@ -283,7 +283,7 @@ def test_recorded_routing_is_the_models_own(windowed: LLM, windowed_oracle: Full
 # -- dtypes --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision(dtype: str, llm: LLM) -> None:
     """Weights and cache in the dtype, results in float32, scores near those of float32."""
     half = LLM(main_config(), dtype=dtype, load_format="dummy", engine=ENGINE)

@@ -144,6 +144,11 @@ class FullForward:
         traces = self._run(tokens)[1]
         return [None if t is None else np.asarray(t.ids)[0, : len(tokens)] for t in traces]
 
+    def weights(self, tokens: list[int]) -> list[np.ndarray | None]:
+        """What each layer gives these experts, float32 `[len(tokens), k]`; None for a dense layer."""
+        traces = self._run(tokens)[1]
+        return [None if t is None else np.asarray(t.weights)[0, : len(tokens)] for t in traces]
+
     def greedy(self, prompt: list[int], steps: int) -> list[int]:
         """The likeliest token, appended and computed anew `steps` times."""
         tokens = list(prompt)

@@ -115,7 +115,7 @@ MESHES = {
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("parallel, layout", MESHES.values(), ids=MESHES)
 def test_values_do_not_depend_on_the_mesh(tiny_config, parallel, layout, dtype):
     """Bit for bit what one device draws, uncompiled: scale times a normal variable, rounded."""

@@ -1,0 +1,51 @@
+"""What a notebook shows of an `LLM`."""
+
+from typing import TYPE_CHECKING
+
+import jax
+
+from moejax.core import html
+from moejax.nn.quantized import weight_size
+
+if TYPE_CHECKING:
+    from moejax.engine.llm import LLM
+
+
+def engine_card(llm: "LLM") -> str:
+    """HTML: model, devices, cache, what "auto" became and why, what was compiled."""
+    config, stats = llm.config, llm.stats()
+    held, numbers = _sizes(llm)
+    device, count = jax.devices()[0], llm.parallel_config.num_devices
+    about = {
+        "model": f"{config.family}, {config.num_layers} layers, {sum(config.moe_layers)} of them with"
+        f" {config.num_experts} experts (top-{config.num_experts_per_tok})",
+        "weights": f"{numbers:,} parameters, {held / 1e6:,.1f} MB, {8 * held / numbers:.3g} bits each",
+        "devices": f"{count} × {device.device_kind}",
+        "cache": f"{stats['num_blocks']:,} blocks of {stats['block_size']} tokens,"
+        f" {stats['cache_bytes'] / 1e6:,.1f} MB in {stats['cache_dtype']}, {stats['used_blocks']:,} in use",
+        "limits": f"{llm.max_model_len:,} tokens a sequence, {llm.engine_config.max_num_seqs} sequences at"
+        f" once, {llm.engine_config.batching} batching",
+        "compiled": f"{stats['compiles']} programs in {llm.ledger.seconds:.1f} s",
+    }
+    chosen = [[item.key, item.value, item.reason] for item in llm.resolutions]
+    table = html.table(("choice", "value", "reason"), chosen, right=()) if chosen else ""
+    return html.card(f"LLM {_name(llm)}", html.facts(about), table)
+
+
+def engine_line(llm: "LLM") -> str:
+    """One line for a terminal."""
+    held, numbers = _sizes(llm)
+    return (
+        f"<LLM {_name(llm)}: {numbers:,} parameters, {held / 1e6:,.1f} MB,"
+        f" {llm.parallel_config.num_devices} × {jax.devices()[0].device_kind}>"
+    )
+
+
+def _name(llm: "LLM") -> str:
+    return llm.model_dir.name if llm.model_dir is not None else llm.config.family
+
+
+def _sizes(llm: "LLM") -> tuple[int, int]:
+    """Bytes held, and parameters that they stand for."""
+    sizes = [weight_size(stage) for stage in llm.stages]
+    return sum(held for held, _ in sizes), sum(numbers for _, numbers in sizes)

@@ -1,0 +1,354 @@
+"""Where a step's floating-point operations and bytes go: layer by layer, operation by operation.
+
+From the configuration, the lengths and the experts that were really visited; numbers only, no JAX. The names
+of the operations are also the `jax.named_scope`s of the model, by which a profile is held against this
+account (`moejax.bench.profile`).
+
+What is counted, for a step that computes `new[r]` tokens of row r, whose cache then holds `context[r]`:
+
+    flops             products of matrices, multiply-adds times two: with weights (the experts that a token is
+                      routed to), and in attention with each key and value that a query sees
+    weight_bytes      matrices, as they are held, once a step: of the experts those that were visited
+    cache_bytes       keys and values: those of the step written, the earlier ones in sight read, once a row
+    activation_bytes  an estimate of the rest: what operations hand each other, embeddings that are looked up,
+                      norms and biases; each read and written once
+
+The first three are the least that any program must do, and bounds are made of them alone. The fourth is what
+a good program keeps in caches or fuses away, so that no bound may count it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from moejax.core.config import ModelConfig, check_choice
+from moejax.core.errors import ConfigError
+from moejax.core.hardware import Hardware
+from moejax.perf.roofline import Bound, bound
+from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, kv_head_bytes
+
+Phase = Literal["prefill", "decode", "mixed"]
+
+OPERATIONS: dict[str, str] = {
+    "inputs": "unpacking the batch, positions, masks",
+    "embedding": "tokens to vectors",
+    "rope": "rotary embedding: its tables, and turning queries and keys",
+    "norm": "RMS norms with the residual's addition",
+    "qkv_projection": "queries, keys and values",
+    "kv_write": "new keys and values into the cache",
+    "attention": "scores, softmax and sums of values over the cache",
+    "output_projection": "attention's output",
+    "router": "the router's product, softmax and top k",
+    "experts_dispatch": "tokens sorted by expert, and their outputs put together again",
+    "experts_gate_up": "the routed experts' gate and up products",
+    "experts_down": "the routed experts' down product",
+    "shared_expert": "the expert that every token visits, and its gate",
+    "mlp": "the feed-forward of a dense layer",
+    "lm_head": "logits",
+    "sampling": "logits to tokens",
+    "other": "weights that belong to none of these",
+}
+"""Name → what it is, in the order in which a step runs them."""
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """What one operation of one layer (None: outside of the layers) does; see the module."""
+
+    layer: int | None
+    operation: str
+    phase: str
+    flops: float = 0.0
+    weight_bytes: float = 0.0
+    cache_bytes: float = 0.0
+    activation_bytes: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        """The least that has to be moved: weights and cache."""
+        return self.weight_bytes + self.cache_bytes
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte; None where no byte has to be moved."""
+        return self.flops / self.bytes if self.bytes else None
+
+
+def attribute(
+    config: ModelConfig,
+    *,
+    new_tokens: Sequence[float] | np.ndarray,
+    context: Sequence[float] | np.ndarray,
+    phase: Phase,
+    hits: Sequence[float] | np.ndarray,
+    logits: float | None = None,
+    assignments: Sequence[float] | np.ndarray | None = None,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    held: HeldWeights | None = None,
+) -> list[OpCost]:
+    """One step, or what a mean one does.
+
+    Args:
+        new_tokens: `[R]`, tokens that the step computes of each row; 1 in decode.
+        context: `[R]`, tokens in the row's cache at the step's end, the new ones included; means will do.
+        phase: what the rows are, for the record.
+        hits: `[L]`, distinct experts that the step visits in each layer (0 in a dense one).
+        logits: rows whose next token is sampled; None: each row's.
+        assignments: `[L]`, (token, expert) pairs that ran, where a capacity has dropped some; None: all.
+        dtype: of weights and activations; None: the configuration's.
+        kv_dtype: of the cache; None: `dtype`.
+        held: weights as they are held (`moejax.perf.memory.held_weights`); None: all in `dtype`.
+
+    Raises:
+        ConfigError: lengths that are none, or hits for another number of layers.
+    """
+    new, seen = np.asarray(new_tokens, np.float64), np.asarray(context, np.float64)
+    visited = np.asarray(hits, np.float64)
+    check_choice("phase", phase, get_args(Phase))
+    if new.shape != seen.shape or new.ndim != 1 or not new.size or (new <= 0).any() or (seen < new).any():
+        raise ConfigError(
+            f"a step's rows need new tokens above 0 and a context that holds them, got {new} and {seen}"
+        )
+    if visited.shape != (config.num_layers,):
+        raise ConfigError(
+            f"expert hits of shape {visited.shape} for {config.num_layers} layers; give one each"
+        )
+    count = _Counter(config, dtype or config.dtype, kv_dtype or dtype or config.dtype, held, phase)
+    sampled = float(new.size if logits is None else logits)
+    tokens = float(new.sum())
+    ops = [count.embedding(tokens), count.rope(tokens)]
+    for layer in range(config.num_layers):
+        ran = tokens * config.num_experts_per_tok if assignments is None else float(assignments[layer])
+        ops += [
+            *count.attention(layer, new, seen),
+            *count.feed_forward(layer, tokens, float(visited[layer]), ran),
+        ]
+    return [*ops, *count.head(tokens, sampled)]
+
+
+class _Counter:
+    """The formulas of one model."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: str, kv_dtype: str, held: HeldWeights | None, phase: str
+    ) -> None:
+        self.config, self.held, self.phase = config, held, phase
+        self.size = DTYPE_BYTES[dtype]
+        self.kv_bytes = 2 * config.num_kv_heads * kv_head_bytes(config.head_dim, kv_dtype)
+
+    def weights(self, layer: int | None, operation: str, params: float) -> float:
+        """Bytes of an operation's matrices; of one expert where it is the experts'."""
+        if self.held is None:
+            return params * self.size
+        return self.held.parts.get((layer, operation), 0.0)
+
+    def op(
+        self, layer: int | None, operation: str, *, flops: float = 0.0, weights: float = 0.0,
+        cache: float = 0.0, elements: float = 0.0,
+    ) -> OpCost:  # fmt: skip
+        """`elements`: read or written between operations."""
+        return OpCost(layer, operation, self.phase, flops, weights, cache, elements * self.size)
+
+    def product(self, layer: int | None, operation: str, rows: float, params: float, width: float) -> OpCost:
+        """Rows times matrices of `params` numbers; each row reads and writes `width` numbers in all."""
+        weights = self.weights(layer, operation, params) if rows else 0.0
+        return self.op(layer, operation, flops=2 * rows * params, weights=weights, elements=rows * width)
+
+    def embedding(self, tokens: float) -> OpCost:
+        return self.op(None, "embedding", elements=2 * tokens * self.config.hidden_size)
+
+    def rope(self, tokens: float) -> OpCost:
+        turned = (self.config.num_heads + self.config.num_kv_heads) * self.config.head_dim
+        return self.op(None, "rope", elements=2 * tokens * turned * self.config.num_layers)
+
+    def attention(self, layer: int, new: np.ndarray, seen: np.ndarray) -> list[OpCost]:
+        config, tokens = self.config, float(new.sum())
+        D, Dh = config.hidden_size, config.head_dim
+        queries, keys = config.num_heads * Dh, config.num_kv_heads * Dh
+        window = config.sliding_windows[layer]
+        pairs = float(query_key_pairs(new, seen, window).sum())
+        earlier = seen - new if window is None else np.minimum(seen - new, window - 1)
+        return [
+            self.norm(layer, tokens, D + (queries + keys if config.qk_norm != "none" else 0)),
+            self.product(layer, "qkv_projection", tokens, D * (queries + 2 * keys), D + queries + 2 * keys),
+            self.op(layer, "kv_write", cache=tokens * self.kv_bytes, elements=2 * tokens * keys),
+            self.op(
+                layer, "attention", flops=4 * pairs * queries,
+                cache=float(earlier.sum()) * self.kv_bytes, elements=2 * tokens * queries,
+            ),
+            self.product(layer, "output_projection", tokens, queries * D, queries + D),
+        ]  # fmt: skip
+
+    def norm(self, layer: int | None, tokens: float, width: int) -> OpCost:
+        """Sum and residual read, sum and result written."""
+        return self.op(layer, "norm", elements=4 * tokens * width + width)
+
+    def feed_forward(self, layer: int, tokens: float, hits: float, assignments: float) -> list[OpCost]:
+        config = self.config
+        D, F, E = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        norm = self.norm(layer, tokens, D)
+        if not config.moe_layers[layer]:
+            hidden = config.intermediate_size
+            return [norm, self.product(layer, "mlp", tokens, 3 * D * hidden, 2 * D + 4 * hidden)]
+        found = [
+            norm,
+            self.product(layer, "router", tokens, D * E, D + 2 * E),
+            # Rows are gathered by expert, and come back weighted.
+            self.op(layer, "experts_dispatch", elements=2 * assignments * D + tokens * D + assignments * D),
+            self.experts(layer, "experts_gate_up", assignments, hits, 2 * D * F, D + 2 * F),
+            self.experts(layer, "experts_down", assignments, hits, F * D, F + D),
+        ]
+        if shared := config.shared_expert_intermediate_size:
+            # Its gate, of D numbers, is left out of the formula, but not of weights as held.
+            found.append(self.product(layer, "shared_expert", tokens, 3 * D * shared, 2 * D + 4 * shared))
+        other = 0.0 if self.held is None else self.held.parts.get((layer, "other"), 0.0)
+        return [*found, self.op(layer, "other", weights=other)] if other else found
+
+    def experts(
+        self, layer: int, operation: str, rows: float, hits: float, params: int, width: int
+    ) -> OpCost:
+        weights = hits * self.weights(layer, operation, params)
+        return self.op(layer, operation, flops=2 * rows * params, weights=weights, elements=rows * width)
+
+    def head(self, tokens: float, sampled: float) -> list[OpCost]:
+        D, V = self.config.hidden_size, self.config.vocab_size
+        found = [
+            self.norm(None, tokens, D),
+            self.product(None, "lm_head", sampled, D * V, D + V),
+            self.op(None, "sampling", elements=sampled * V),
+        ]
+        other = 0.0 if self.held is None else self.held.parts.get((None, "other"), 0.0)
+        return [*found, self.op(None, "other", weights=other)] if other else found
+
+
+def query_key_pairs(new: np.ndarray, seen: np.ndarray, window: int | None) -> np.ndarray:
+    """`[R]`: keys that a row's new queries see together, each its own and the ones before it in the window.
+
+    The last of n new tokens sees min(c, w) of c; the one before it min(c - 1, w), and so on.
+    """
+    if window is None:
+        return new * seen - new * (new - 1) / 2
+    first = seen - new
+    # Those of the new queries that see less than a whole window: their keys rise by one each.
+    short = np.clip(np.floor(window - first), 0, new)
+    return short * first + short * (short + 1) / 2 + (new - short) * window
+
+
+def by_operation(ops: Iterable[OpCost]) -> list[OpCost]:
+    """Sums over the layers, in the order of `OPERATIONS`; their layer is None."""
+    found = summed((replace(op, layer=None) for op in ops), lambda op: (op.operation, op.phase))
+    order = list(OPERATIONS)
+    return sorted(found, key=lambda op: (op.phase, order.index(op.operation)))
+
+
+def by_layer(ops: Iterable[OpCost]) -> dict[int | None, OpCost]:
+    """Sum of each layer (None: what is outside of the layers), as operation "all"."""
+    found = summed((replace(op, operation="all", phase="all") for op in ops), lambda op: op.layer)
+    return {op.layer: op for op in found}
+
+
+def total(ops: Iterable[OpCost]) -> OpCost:
+    """Sum over everything, as operation and phase "all"."""
+    zero = OpCost(None, "all", "all")
+    found = summed((replace(op, layer=None, operation="all", phase="all") for op in ops), lambda op: 0)
+    return found[0] if found else zero
+
+
+_SUMS = ("flops", "weight_bytes", "cache_bytes", "activation_bytes")
+
+
+def _place(op: OpCost) -> object:
+    return op.layer, op.operation, op.phase
+
+
+def summed(ops: Iterable[OpCost], key: Callable[[OpCost], object] = _place) -> list[OpCost]:
+    """One for each key (layer, operation and phase), with the names of its first."""
+    groups: dict[object, list[OpCost]] = {}
+    for op in ops:
+        groups.setdefault(key(op), []).append(op)
+    return [
+        replace(group[0], **{name: sum(getattr(op, name) for op in group) for name in _SUMS})
+        for group in groups.values()
+    ]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least time of some operations on one device.
+
+    Attributes:
+        each: of every operation by itself, in their order.
+        whole: if all could overlap, as one roofline: no program is faster.
+        in_turn: seconds if none overlaps another, and each is as fast as it can be.
+    """
+
+    kind: str
+    each: tuple[Bound, ...]
+    whole: Bound
+    in_turn: float
+
+
+def bounds(ops: Sequence[OpCost], hardware: Hardware, dtype: str) -> Bounds:
+    """Time bounds by the roofline, of all `ops` together and one by one. Activations do not count.
+
+    Args:
+        ops: one step's, or any number of steps' (`attribute`, or sums of it).
+        dtype: what products are computed in.
+
+    Raises:
+        ConfigError: the device's bandwidth, or its peak for that dtype, is not known.
+    """
+    peak, bandwidth = _peaks(hardware, dtype)
+    each = tuple(bound(op.flops, op.bytes, peak, bandwidth) for op in ops)
+    whole = bound(sum(op.flops for op in ops), sum(op.bytes for op in ops), peak, bandwidth)
+    return Bounds(hardware.kind, each, whole, sum(found.seconds for found in each))
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Of a device's peaks, as fractions; above 1 only where the peak is understated. None: no known peak.
+
+    `mfu` is model FLOP utilisation (PaLM, Chowdhery et al., arXiv 2204.02311, appendix B): the FLOPs that the
+    model's products need, per second, over the peak. What a program computes besides (padding, experts that
+    no token chose, what it computes again) raises its time and not its FLOPs.
+
+    `mbu` is model bandwidth utilisation (Databricks, "LLM inference performance engineering: best practices",
+    2023): bytes of weights and of cache that a step has to move, per second, over the peak bandwidth. Of the
+    experts only those that were visited count.
+    """
+
+    mfu: float | None
+    mbu: float | None
+
+
+def utilisation(ops: Iterable[OpCost], seconds: float, hardware: Hardware | None, dtype: str) -> Utilisation:
+    """What `ops` used of a device that took `seconds` for them.
+
+    Raises:
+        ValueError: no time at all.
+    """
+    if not seconds > 0:
+        raise ValueError(f"utilisation over {seconds} seconds")
+    if hardware is None:
+        return Utilisation(None, None)
+    done, peak, bandwidth = total(ops), hardware.flops.get(dtype), hardware.bandwidth
+    return Utilisation(
+        done.flops / seconds / peak if peak else None,
+        done.bytes / seconds / bandwidth if bandwidth else None,
+    )
+
+
+def _peaks(hardware: Hardware, dtype: str) -> tuple[float, float]:
+    """FLOP/s and bytes/s."""
+    peak, bandwidth = hardware.flops.get(dtype), hardware.bandwidth
+    if not peak:
+        known = ", ".join(sorted(hardware.flops)) or "none"
+        raise ConfigError(
+            f"hardware {hardware.kind!r} has no known peak for {dtype} (known: {known}; model.dtype chooses)"
+        )
+    if not bandwidth:
+        raise ConfigError(f"hardware {hardware.kind!r} has no known bandwidth on this machine")
+    return peak, bandwidth

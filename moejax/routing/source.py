@@ -1,0 +1,42 @@
+"""Finding traces that a configuration names. Numpy only."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from moejax.core.errors import ConfigError
+from moejax.routing.capture import CAPTURE_FILE
+
+
+def check_trace(key: str, path: object) -> str:
+    """The path as text, if there is something: an .npz file, or a run's folder with one. For configurations,
+    so that a wrong path is found before anything is done; what is in the file is `load_capture`'s to say.
+
+    Raises:
+        ConfigError: it is no path, or there is nothing, or the folder holds none.
+    """
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise ConfigError(f"{key} must be the path of a routing trace or of a run's folder, got {path!r}")
+    if Path(path).is_dir():
+        if not (Path(path) / CAPTURE_FILE).exists():
+            raise ConfigError(
+                f"{key}={path}: the folder holds no {CAPTURE_FILE}; run it with engine.capture_routing=true,"
+                " or make a trace with python -m experiments.routing generate.kind=zipf model=NAME"
+            )
+    elif not Path(path).exists():
+        raise ConfigError(f"{key}={path}: there is no such file or folder")
+    return str(path)
+
+
+def trace_names(paths: Iterable[str]) -> list[str]:
+    """A short name for each: the folder's or the file's own, numbered where several would have the same."""
+    found: list[str] = []
+    for path in paths:
+        place = Path(path).resolve()
+        stem = place.parent if place.name == CAPTURE_FILE else place
+        name = re.sub(r"[^\w.-]+", "_", stem.name.removesuffix(".npz")) or "trace"
+        number, first = 2, name
+        while name in found:
+            name, number = f"{first}_{number}", number + 1
+        found.append(name)
+    return found
