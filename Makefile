@@ -46,15 +46,18 @@ run: $(VENV)/.base ## Measure the shipped model: latency, throughput, quantizati
 	$(BIN)/python -m experiments.quantization experiment=quick_quantization
 
 # In three processes: the programs of all tests together are more than Linux lets one process map. Two of them run
-# beside the first, whose output is shown as it comes; theirs at the end. APART is what the third runs.
+# beside the first, whose output is shown as it comes; theirs at the end. APART is what the third runs. After it the
+# notebooks, each in a kernel of its own.
 APART := tests/kernels tests/ptq tests/quantization
 NOT_APART := $(APART:%=--ignore=%)
 define side_by_side
 @log=$$(mktemp); \
 { $(BIN)/python -m pytest -m "$(1) and multidevice" --ignore=tests/kernels; multi=$$?; \
-  $(BIN)/python -m pytest -m "$(1) and not multidevice" $(APART) && exit $$multi; } > $$log 2>&1 & beside=$$!; \
+  $(BIN)/python -m pytest -m "$(1) and not multidevice" $(APART); apart=$$?; \
+  $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 notebooks; notebooks=$$?; \
+  exit $$((multi || apart || notebooks)); } > $$log 2>&1 & beside=$$!; \
 $(BIN)/python -m pytest -m "$(1) and not multidevice" $(NOT_APART); first=$$?; \
-echo "waiting for the tests of several devices, of kernels and of quantization"; \
+echo "waiting for the tests of several devices, of kernels and of quantization, and for the notebooks"; \
 wait $$beside; second=$$?; cat $$log; rm -f $$log; exit $$((first || second))
 endef
 

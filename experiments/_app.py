@@ -7,7 +7,8 @@
 
 A user's mistake ends in one line on stderr, `error: …`, and exit code 2; nothing is written where that can be
 known beforehand. An exception that is no `MoejaxError` is a defect: it keeps its traceback, exit code 1.
-Ctrl-C is 130. In a sweep each failing job has its line and the others still run.
+Ctrl-C is 130. In a sweep each failing job has its line and the others still run; `--resume DIR` goes on with
+one that was stopped (see `experiments._sweep`).
 
 Several processes (`moejax.sharding.distributed`) run the same code; see `experiments._processes`. If one of
 them fails, all end.
@@ -33,11 +34,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments._arguments import translate
 from experiments._completion import print_bash_completion, query_line
-from experiments._compose import VERSION_BASE, build_job, check_jobs, composer, known_names, parse_flags
+from experiments._compose import (
+    VERSION_BASE,
+    PlannedSweep,
+    build_job,
+    check_jobs,
+    composer,
+    known_names,
+    parse_flags,
+)
 from experiments._errors import Known, explain, one_line
 from experiments._processes import own_folder, prefix, runs_here, taking_part
 from experiments._structured import mirror
+from experiments._sweep import expand_resume, recorded, sweeping
+from experiments._variants import check_variants
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.sharding.distributed import process_count, read_environment, report_failure
 
@@ -47,13 +59,17 @@ USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
 Main = Callable[[Any], Any]
 
 
-def run_experiment(main: Main, config_name: str, *, config_dir: Path = CONFIG_DIR) -> None:
+def run_experiment(
+    main: Main, config_name: str, *, config_dir: Path = CONFIG_DIR, positional: str | None = None
+) -> None:
     """Runs `main` on the config that the command line describes, and exits with the code if it is not 0.
+
+    `positional` is the key of the list that arguments without a key make up.
 
     `main`'s first parameter is annotated with the experiment's dataclass, which becomes the config's schema.
     `configs/<config_name>.yaml` lists `<config_name>_schema` first in its defaults.
     """
-    code = launch(main, config_name, sys.argv[1:], config_dir=config_dir)
+    code = launch(main, config_name, sys.argv[1:], config_dir=config_dir, positional=positional)
     if code:
         report_failure(code)
         sys.exit(code)
@@ -64,7 +80,14 @@ def output_dir() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(main: Main, config_name: str, argv: list[str], *, config_dir: Path = CONFIG_DIR) -> int:
+def launch(
+    main: Main,
+    config_name: str,
+    argv: list[str],
+    *,
+    config_dir: Path = CONFIG_DIR,
+    positional: str | None = None,
+) -> int:
     """`run_experiment` for a given command line; returns the exit code."""
     jobs = _Jobs(main, schema_of(main))
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -72,8 +95,10 @@ def launch(main: Main, config_name: str, argv: list[str], *, config_dir: Path = 
         place = read_environment()
         if not runs_here(place, jobs.schema):
             return 0
+        argv = translate(argv, positional)
+        argv, resumed = expand_resume(argv, config_name, jobs.schema, alone=place.index == 0)
         with own_folder(place) as overrides, _hydra_environment([sys.argv[0], *argv, *overrides]):
-            return _launch(jobs, config_name, [*argv, *overrides], config_dir)
+            return _launch(jobs, config_name, [*argv, *overrides], config_dir, resumed)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -118,11 +143,14 @@ class _ConfigFault(Exception):
         self.error = error
 
 
-def _launch(jobs: "_Jobs", config_name: str, argv: list[str], config_dir: Path) -> int:
+def _launch(
+    jobs: "_Jobs", config_name: str, argv: list[str], config_dir: Path, resumed: Path | None = None
+) -> int:
     args = parse_flags(argv)
     register_schema(config_name, jobs.schema)
     name = args.config_name or config_name
     known = functools.partial(known_names, config_dir, args, config_name)
+    plan: PlannedSweep | None = None
     if args.shell_completion:
         if "install=bash" in args.overrides:
             print_bash_completion(config_name)
@@ -130,10 +158,18 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], config_dir: Path) 
         os.environ["COMP_LINE"] = query_line(os.environ.get("COMP_LINE", ""))
     else:
         with _faults(known, reading=True), composer(config_dir, args, config_name) as app:
-            check_jobs(app, name, args, jobs.schema)
-    with _faults(known, reading=False):
+            plan = check_jobs(app, name, args, jobs.schema, resumed=resumed is not None)
+        shown = args.cfg or args.info or args.help or args.hydra_help
+        if plan is None and not shown and args.config_dir is None:  # variants know our own folder only
+            check_variants(jobs.schema, config_name, args.overrides)
+    speaks = read_environment().index == 0
+    around = sweeping(plan, config_name, argv, resumed=resumed, speaks=speaks, failed=jobs.failed)
+    with _faults(known, reading=False), around as sweep:
+        sys.argv += sweep.overrides() if sweep is not None else []
         start = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir), config_name=config_name)
         start(jobs.task)()
+    if sweep is not None and not sweep.plan.basic and sweep.finished and jobs.exit_code == USER_ERROR:
+        return 0  # a search over settings: combinations that are refused are among its answers
     return jobs.exit_code
 
 
@@ -192,11 +228,14 @@ class _Jobs:
 
     def _run(self, config: DictConfig) -> Any:
         try:
-            built = self._build(config)
-            if getattr(built, "verbose", False):
-                logging.getLogger("moejax").setLevel(logging.DEBUG)
-            with taking_part(built) as config:
-                return self.main(config)
+            with recorded() as record:
+                built = self._build(config)
+                record.start(built)
+                if getattr(built, "verbose", False):
+                    logging.getLogger("moejax").setLevel(logging.DEBUG)
+                with taking_part(built) as config:
+                    record.value = self.main(config)
+            return record.value
         except MoejaxError as error:
             report_failure(USER_ERROR)
             if os.getpid() != self.process:
@@ -217,6 +256,14 @@ class _Jobs:
             raise SystemExit(self.exit_code)
         return None
 
+    def failed(self, label: str, error: BaseException) -> None:
+        """A job of a sweep failed in another process."""
+        if isinstance(error, MoejaxError):
+            code = _fail(f"{label}{error}", USER_ERROR)
+            self.exit_code = self.exit_code or code
+        else:
+            self.exit_code = _fail(f"{label}failed with a defect:\n{str(error).rstrip()}", DEFECT)
+
     def _build(self, config: DictConfig) -> Any:
         """The dataclass; `check_jobs` has built it before, except where a sweeper chose the values."""
         try:
@@ -230,7 +277,9 @@ def _job_label() -> str:
     config = HydraConfig.get()
     if config.mode != RunMode.MULTIRUN:
         return ""
-    return f"job {config.job.num} ({' '.join(config.overrides.task)}): "
+    name = str(config.sweep.subdir)  # of a resumed sweep the folder keeps the number
+    number = name if name.isdigit() else config.job.num
+    return f"job {number} ({' '.join(config.overrides.task)}): "
 
 
 def _fail(message: str, code: int) -> int:

@@ -6,9 +6,11 @@ dataclasses are built here first.
 """
 
 import argparse
+import dataclasses
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from experiments._arguments import translate
 from experiments._errors import Known
 from experiments._launcher import check_launcher
 from experiments._structured import build
@@ -40,6 +43,7 @@ class _Flags(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         flags = [option for action in self._actions for option in action.option_strings]
+        flags.append("--resume")  # ours: `experiments._sweep` has taken it out already
         bad = message.removeprefix("unrecognized arguments: ").split()[0]
         hint = did_you_mean(bad, flags) if message.startswith("unrecognized") else ""
         raise ConfigError(f"{message}{hint}; see --help")
@@ -49,7 +53,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Hydra's command line, parsed; `overrides` are the KEY=VALUE arguments."""
     parser = get_args_parser()
     parser.__class__ = _Flags
-    args = parser.parse_args(argv)
+    args = parser.parse_args(translate(argv))
     chosen = [flag for flag in ("run", "multirun", "shell_completion", "cfg", "info") if getattr(args, flag)]
     if len(chosen) > 1:
         raise ConfigError(
@@ -79,27 +83,93 @@ def composer(config_dir: Path, args: argparse.Namespace, task_name: str) -> Iter
         GlobalHydra.instance().clear()
 
 
-def check_jobs(app: Hydra, config_name: str, args: argparse.Namespace, schema: type) -> None:
-    """Composes the run, or every job of the sweep, and builds its dataclasses unless only to be shown."""
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job of a sweep before it runs: its number, arguments, folder and dataclass."""
+
+    number: int
+    overrides: list[str]
+    folder: Path
+    config: Any
+
+
+@dataclass(frozen=True)
+class PlannedSweep:
+    """A sweep before it runs.
+
+    Attributes:
+        folder: absolute, where its jobs' folders will be.
+        root: the same as Hydra's option has it.
+        basic: Hydra's own sweeper takes all combinations; another one chooses as it goes.
+        n_trials: how many jobs such another one will choose, if it says so.
+        jobs: those that were composed: of a basic sweep all, or the first so many of a long one.
+        total: number of jobs; None where the sweeper chooses them.
+    """
+
+    folder: Path
+    root: str
+    basic: bool = True
+    n_trials: int | None = None
+    jobs: tuple[PlannedJob, ...] = ()
+    total: int | None = None
+
+
+def check_jobs(
+    app: Hydra, config_name: str, args: argparse.Namespace, schema: type, *, resumed: bool = False
+) -> PlannedSweep | None:
+    """Composes the run, or every job of the sweep, and builds its dataclasses unless only to be shown.
+
+    Returns:
+        The sweep, if it is one. All jobs of a `resumed` one are composed, however many.
+    """
     mode = RunMode.MULTIRUN if args.multirun else RunMode.RUN
     config = _compose(app, config_name, args.overrides, mode)
     if args.cfg or args.info or args.help or args.hydra_help:
-        return
+        return None
     if mode == RunMode.RUN and config.hydra.mode == RunMode.MULTIRUN:
         mode = RunMode.MULTIRUN
         config = _compose(app, config_name, args.overrides, mode)
     check_launcher(config, sweep=mode == RunMode.MULTIRUN)
     if mode == RunMode.RUN:
+        _check_sweeper(config, args.overrides)
         _try_job(schema, config)
-        return
+        return None
+    root = str(config.hydra.sweep.dir)  # composed again, it would be named after another second
+    sweep = PlannedSweep(Path(root).absolute(), root)
     if not str(config.hydra.sweeper.get("_target_", "")).endswith("BasicSweeper"):
-        return  # such a sweeper chooses the values itself, one job after the other
+        # It chooses the values itself, one job after the other; what it does not choose must fit by itself.
+        given = OverridesParser.create().parse_overrides(list(args.overrides))
+        alone = [
+            text for text, item in zip(args.overrides, given, strict=True) if not item.is_sweep_override()
+        ]
+        _try_job(schema, _compose(app, config_name, alone, RunMode.MULTIRUN))
+        return dataclasses.replace(sweep, basic=False, n_trials=config.hydra.sweeper.get("n_trials"))
     swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     parser = OverridesParser.create(config_loader=app.config_loader)
     overrides = parser.parse_overrides([*swept, *config.hydra.overrides.task])
-    fixed = list(config.hydra.overrides.hydra)
-    for job in BasicSweeper.split_arguments(overrides, None)[0][:_MOST_JOBS_CHECKED]:
-        _try_job(schema, _compose(app, config_name, [*fixed, *job], RunMode.RUN))
+    fixed = [*config.hydra.overrides.hydra, assignment("hydra.sweep.dir", root)]
+    combinations = BasicSweeper.split_arguments(overrides, None)[0]
+    jobs = []
+    for number, job in enumerate(combinations if resumed else combinations[:_MOST_JOBS_CHECKED]):
+        composed = _compose(app, config_name, [*fixed, *job], RunMode.RUN)
+        folder = _name_job(composed, number)
+        jobs.append(PlannedJob(number, list(job), folder, _build_alone(schema, composed)))
+    return dataclasses.replace(sweep, jobs=tuple(jobs), total=len(combinations))
+
+
+def _check_sweeper(config: DictConfig, overrides: list[str]) -> None:
+    """A sweeper that was asked for would do nothing in a single run, unless that was asked for too."""
+    name = config.hydra.runtime.choices.get("hydra/sweeper")
+    asked = f"hydra/sweeper={name}"
+    if asked in overrides and not any(text.startswith("hydra.mode=") for text in overrides):
+        raise ConfigError(f"{asked} chooses the jobs of a sweep: add -m")
+
+
+def assignment(key: str, value: str) -> str:
+    """`key='value'` for Hydra's parser, whatever is in the value."""
+    escaped = value.replace("\\", "\\\\") if value.endswith("\\") else value
+    quoted = escaped.replace("'", "\\'")
+    return f"{key}='{quoted}'"
 
 
 def build_job(schema: type, config: DictConfig) -> Any:
@@ -109,14 +179,46 @@ def build_job(schema: type, config: DictConfig) -> Any:
     return build(schema, plain)
 
 
-def _try_job(schema: type, config: DictConfig) -> None:
-    """`build_job` before the job has a number and a folder, which `${hydra:…}` may name: with stand-ins."""
+def compose_job(app: Hydra, config_name: str, args: argparse.Namespace, schema: type) -> Any:
+    """The dataclass of one run, for callers that run it themselves.
+
+    Raises:
+        ConfigError: the config asks for several runs.
+    """
+    config = _compose(app, config_name, args.overrides, RunMode.RUN)
+    if config.hydra.mode == RunMode.MULTIRUN:
+        told = " ".join(args.overrides)
+        raise ConfigError(f"this is a sweep of several runs: python -m experiments.{config_name} {told}")
+    return _try_job(schema, config)
+
+
+def _try_job(schema: type, config: DictConfig) -> Any:
+    """`build_job` before the run has a folder, which `${hydra:…}` may name: with a stand-in."""
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.runtime.output_dir = "."
         config.hydra.job.num, config.hydra.job.id = 0, "0"
+    return _build_alone(schema, config)
+
+
+def _name_job(config: DictConfig, number: int) -> Path:
+    """Gives a sweep's job its number and folder, as Hydra will."""
+    with read_write(config.hydra), open_dict(config.hydra):
+        config.hydra.job.num, config.hydra.job.id = number, str(number)
+    HydraConfig.instance().set_config(config)
+    try:
+        folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
+    finally:
+        HydraConfig.instance().cfg = None
+    with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+        config.hydra.runtime.output_dir = str(folder)
+    return folder
+
+
+def _build_alone(schema: type, config: DictConfig) -> Any:
+    """`build_job` outside Hydra's own run."""
     try:
         HydraConfig.instance().set_config(config)
-        build_job(schema, config)
+        return build_job(schema, config)
     finally:
         HydraConfig.instance().cfg = None
 

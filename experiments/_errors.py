@@ -56,8 +56,12 @@ def explain(error: BaseException, known: Known) -> str | None:
         return f"a config file is not valid YAML: {one_line(error)}"
     if isinstance(error, HydraException):
         return _first_line(error)
-    if isinstance(error, (ValueError, AssertionError)) and _raised_by_hydra(error):
+    if isinstance(error, (ValueError, AssertionError)) and _raised_by(error, "hydra", "omegaconf"):
         return one_line(error) or None
+    if _raised_by(error, "optuna", "sqlalchemy"):
+        text = _first_line(error)
+        nothing = text in ("Record does not exist.", "No trials are completed yet.")
+        return "no trial gave a value, so there is no best one" if nothing else f"hydra.sweeper: {text}"
     return None
 
 
@@ -66,13 +70,13 @@ def _first_line(error: BaseException) -> str:
     return one_line(text.strip().splitlines()[0])
 
 
-def _raised_by_hydra(error: BaseException) -> bool:
-    """Whether the innermost frame is Hydra's or OmegaConf's: their complaint about a flag or a value."""
+def _raised_by(error: BaseException, *packages: str) -> bool:
+    """Whether the innermost frame is of one of these: their complaint about a flag or a value."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    return module.split(".")[0] in ("hydra", "omegaconf")
+    return module.split(".")[0] in packages
 
 
 def _parse_error(error: OverrideParseException) -> str:

@@ -8,17 +8,28 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
+from moejax.bench.ab.config import AbSection
+from moejax.bench.backends.config import BackendSection
 from moejax.bench.kernels.config import KernelSelection
+from moejax.bench.objective import check_objective
+from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.quantization.config import QuantizationSection
+from moejax.bench.ramp.config import RampConfig
+from moejax.bench.routing.config import RoutingSelection, needs_model
 from moejax.bench.scaling.config import ScalingSection
+from moejax.bench.stress.config import StressSection
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.config import DTYPES, EngineConfig, check_choice
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
+from moejax.core.price import Price
 from moejax.core.quant import QuantConfig
 from moejax.engine.request import SamplingParams
+from moejax.report.run_folders import usable_runs
 from moejax.tracking.base import TrackerConfig
+from moejax.tracking.dashboard import DashboardConfig
+from moejax.tracking.telemetry import TelemetryConfig
 from moejax.train.config import TrainConfig
 
 LoadFormat = Literal["auto", "dummy"]
@@ -63,9 +74,32 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class HardwareSection:
-    """The device whose peaks bound the roofline: `auto` detects it, any other kind is taken as said."""
+    """The device whose peaks bound the roofline: `auto` detects it, any other kind is taken as said.
+
+    Attributes:
+        price_per_hour: of one device, in `currency`; with it latency and throughput report the cost of a
+            million tokens.
+    """
 
     kind: str = "auto"
+    price_per_hour: float | None = None
+    currency: str = "USD"
+
+    def __post_init__(self) -> None:
+        _ = self.price
+
+    @property
+    def price(self) -> Price | None:
+        """Raises `ConfigError` for one that makes no sense."""
+        return None if self.price_per_hour is None else Price(self.price_per_hour, self.currency)
+
+    def refuse_price(self, experiment: str) -> None:
+        """Raises `ConfigError`: `experiment` measures no throughput that a price could be held against."""
+        if self.price_per_hour is not None:
+            raise ConfigError(
+                f"hardware.price_per_hour: {experiment} measures no tokens/s to hold a price against;"
+                " latency and throughput do"
+            )
 
 
 @dataclass(frozen=True)
@@ -84,16 +118,36 @@ class InferenceSections:
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be in [0, 2^32), got {self.seed}")
 
+    @property
+    def ours_only(self) -> dict[str, bool]:
+        """Key → whether it asks for something that no other engine has (see `BackendSection.check_run`)."""
+        return {
+            "engine.capture_routing": self.engine.capture_routing,
+            "engine.replay_routing": self.engine.replay_routing is not None,
+            "parallel": not self.parallel.is_single,
+            "quant": self.quant.method != "none" or self.quant.kv_cache != "auto",
+        }
+
 
 @dataclass(frozen=True)
 class LatencyConfig(InferenceSections):
-    """`python -m experiments.latency`"""
+    """`python -m experiments.latency`
 
+    Attributes:
+        objective: the flat metric that a search over settings is after (experiment=optuna_goodput).
+    """
+
+    backend: BackendSection = field(default_factory=BackendSection)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    objective: str | None = None
+    ab: AbSection = field(default_factory=AbSection)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.backend.check_run(self.model.load_format, self.ours_only)
+        check_objective(self.objective, "latency", self.workload.slo)
         batches = self.workload.batch_size
         largest = max(batches) if isinstance(batches, (list, tuple)) else batches
         if largest > self.engine.max_num_seqs:
@@ -105,10 +159,53 @@ class LatencyConfig(InferenceSections):
 
 @dataclass(frozen=True)
 class ThroughputConfig(InferenceSections):
-    """`python -m experiments.throughput`"""
+    """`python -m experiments.throughput`
 
+    Attributes:
+        ramp: rising request rates instead of `workload.request_rate` (experiment=throughput_ramp).
+        objective: the flat metric that a search over settings is after (experiment=optuna_goodput).
+    """
+
+    backend: BackendSection = field(default_factory=BackendSection)
     workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
+    ramp: RampConfig = field(default_factory=RampConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    objective: str | None = None
+    ab: AbSection = field(default_factory=AbSection)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.backend.check_run(
+            self.model.load_format, self.ours_only | {"workload.compare": bool(self.workload.compare)}
+        )
+        check_objective(self.objective, "throughput", self.workload.slo)
+        self.ramp.check_alone(self.workload.request_rate, self.workload.trace_file)
+
+
+@dataclass(frozen=True)
+class StressConfig(InferenceSections):
+    """`python -m experiments.stress`"""
+
+    stress: StressSection = field(default_factory=StressSection)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hardware.refuse_price("stress")
+
+
+@dataclass(frozen=True)
+class ProfileConfig(InferenceSections):
+    """`python -m experiments.profile`: its workload is one case, its own."""
+
+    workload: ProfileWorkload = field(default_factory=ProfileWorkload)
+    profile: ProfileSection = field(default_factory=ProfileSection)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hardware.refuse_price("profile")
 
 
 @dataclass(frozen=True)
@@ -123,6 +220,9 @@ class ScalingConfig:
     seed: int = 0
     verbose: bool = False
 
+    def __post_init__(self) -> None:
+        self.hardware.refuse_price("scaling")
+
 
 @dataclass(frozen=True)
 class QuantizationConfig:
@@ -132,9 +232,13 @@ class QuantizationConfig:
     quantization: QuantizationSection
     engine: EngineConfig = field(default_factory=EngineConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     seed: int = 0
     verbose: bool = False
+
+    def __post_init__(self) -> None:
+        self.hardware.refuse_price("quantization")
 
 
 @dataclass(frozen=True)
@@ -155,6 +259,7 @@ class GenerateConfig(InferenceSections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.hardware.refuse_price("generate")
         prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
         if not isinstance(prompts, (list, tuple)) or not prompts:
             raise ConfigError(f"prompts must be a text or a list of texts, got {self.prompts!r}")
@@ -172,6 +277,27 @@ class TrainExperimentConfig(TrainConfig):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
     verbose: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hardware.refuse_price("train")
+
+
+@dataclass(frozen=True)
+class RoutingConfig(RoutingSelection):
+    """`python -m experiments.routing`
+
+    Attributes:
+        model: its shape, for a trace to be made or for traces to fit; None: traces are taken as they are.
+    """
+
+    model: ModelSection | None = None
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.generate.kind is not None and self.model is None:
+            raise needs_model(self.generate.kind)
 
 
 @dataclass(frozen=True)
@@ -192,14 +318,29 @@ class CompareConfig:
     """`python -m experiments.compare`
 
     Attributes:
-        runs: result.json files or run folders; ratios refer to the first.
-        metrics: names to compare; none takes the usual ones.
+        runs: run folders, result.json files or offline W&B runs; the first is the baseline.
+        metrics: names to judge by; none takes the usual ones.
+        across: `model`, `workload` or `device`, where the runs are meant to differ in it.
+        noise_floor: the relative difference of two sessions that is still noise; None takes the platform's.
+        html: whether to write report.html as well.
     """
 
-    runs: list[str]
+    runs: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
+    across: list[Literal["model", "workload", "device"]] = field(default_factory=list)
+    noise_floor: float | None = None
+    html: bool = False
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        if not self.runs:
-            raise ConfigError("runs is empty: give result.json files or run folders, 'runs=[DIR,DIR]'")
+        usable_runs(self.runs)
+        if self.noise_floor is not None and not 0 <= self.noise_floor < 1:
+            raise ConfigError(f"noise_floor must be at least 0 and below 1, got {self.noise_floor}")
+
+
+@dataclass(frozen=True)
+class DashboardExperimentConfig:
+    """`python -m experiments.dashboard`"""
+
+    dashboard: DashboardConfig = field(default_factory=DashboardConfig)
+    verbose: bool = False

@@ -103,6 +103,8 @@ def _mirror_value(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         pairs = {f.name: _mirror_value(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return mirror(type(value))(**pairs)
+    if isinstance(value, dict):
+        return {name: _mirror_value(item) for name, item in value.items()}
     return [_mirror_value(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -1,6 +1,6 @@
-"""Puts results side by side: metrics with their ratio to the first run, and the settings that differ.
+"""Puts runs side by side: which inputs differ, which metrics differ beyond noise, and which run is better.
 
-python -m experiments.compare 'runs=[outputs/latency/A,outputs/latency/B]' 'metrics=[median_tpot_ms]'
+python -m experiments.compare outputs/latency/A outputs/latency/B [wandb/offline-run-… …] [html=true]
 """
 
 from experiments._app import output_dir, run_experiment
@@ -10,8 +10,15 @@ from experiments._schema import CompareConfig
 def main(config: CompareConfig) -> None:
     from moejax.report.compare import compare_and_print
 
-    compare_and_print(config.runs, config.metrics or None, output_dir())
+    compare_and_print(
+        config.runs,
+        config.metrics or None,
+        output_dir(),
+        across=config.across,
+        floor=config.noise_floor,
+        html=config.html,
+    )
 
 
 if __name__ == "__main__":
-    run_experiment(main, "compare")
+    run_experiment(main, "compare", positional="runs")

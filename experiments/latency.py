@@ -7,24 +7,34 @@ from experiments._app import output_dir, run_experiment
 from experiments._schema import LatencyConfig
 
 
-def main(config: LatencyConfig) -> None:
+def main(config: LatencyConfig) -> float | None:
     from dataclasses import asdict
 
-    from experiments._model import open_llm
+    from experiments._model import open_backends
+    from experiments._variants import run_variants
     from moejax.bench.latency import run_latency
+    from moejax.bench.objective import objective_value
     from moejax.bench.result import print_metrics_line
 
     out = output_dir()
-    result = run_latency(
-        open_llm(config),
-        config.workload,
-        config.tracker,
-        out,
-        config=asdict(config),
-        name=config.model.name,
-        hardware_kind=config.hardware.kind,
-    )
+    if config.ab.variants:
+        run_variants(config, out)
+        return None
+    with open_backends(config, out) as (first, *beside):
+        result = run_latency(
+            first,
+            config.workload,
+            config.tracker,
+            out,
+            config=asdict(config),
+            name=config.model.name,
+            hardware_kind=config.hardware.kind,
+            beside=beside,
+            telemetry=config.telemetry,
+            price=config.hardware.price,
+        )
     print_metrics_line(result, out)
+    return objective_value(result, config.objective)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def main(config: QuantizationConfig) -> None:
         name=config.model.name,
         hardware_kind=config.hardware.kind,
         seed=config.seed,
+        telemetry=config.telemetry,
     )
     print_metrics_line(result, out)
     check_methods(result)

@@ -7,24 +7,37 @@ from experiments._app import output_dir, run_experiment
 from experiments._schema import ThroughputConfig
 
 
-def main(config: ThroughputConfig) -> None:
+def main(config: ThroughputConfig) -> float | None:
     from dataclasses import asdict
+    from functools import partial
 
-    from experiments._model import open_llm
+    from experiments._model import open_backends
+    from experiments._variants import run_variants
+    from moejax.bench.objective import objective_value
+    from moejax.bench.ramp.run import run_ramp
     from moejax.bench.result import print_metrics_line
     from moejax.bench.throughput import run_throughput
 
     out = output_dir()
-    result = run_throughput(
-        open_llm(config),
-        config.workload,
-        config.tracker,
-        out,
-        config=asdict(config),
-        name=config.model.name,
-        hardware_kind=config.hardware.kind,
-    )
+    if config.ab.variants:
+        run_variants(config, out)
+        return None
+    run = partial(run_ramp, ramp=config.ramp) if config.ramp.enabled else run_throughput
+    with open_backends(config, out) as (first, *beside):
+        result = run(
+            first,
+            config.workload,
+            config.tracker,
+            out,
+            config=asdict(config),
+            name=config.model.name,
+            hardware_kind=config.hardware.kind,
+            beside=beside,
+            telemetry=config.telemetry,
+            price=config.hardware.price,
+        )
     print_metrics_line(result, out)
+    return objective_value(result, config.objective)
 
 
 if __name__ == "__main__":

@@ -48,12 +48,14 @@ class ServedRequest:
         queue_s: seconds from arrival to the first step that held it; None if none did.
         preemptions: how often it lost its blocks.
         error: one line if it failed.
+        token_ids: what it generated, where the engine tells.
     """
 
     record: RequestRecord
     queue_s: float | None
     preemptions: int
     error: str | None = None
+    token_ids: Sequence[int] = ()
 
     @property
     def failed(self) -> bool:
@@ -198,4 +200,5 @@ def _outcome(
         error = error or "the engine had nothing left to do before this request was finished"
     scheduled = output.metrics.scheduled_time
     queue = None if scheduled is None else scheduled - output.metrics.arrival_time
-    return ServedRequest(record, queue, output.metrics.preemptions, error)
+    tokens = output.outputs[0].token_ids
+    return ServedRequest(record, queue, output.metrics.preemptions, error, tokens)

@@ -5,6 +5,7 @@ the tokens were delivered. All latencies are in milliseconds here, while `Reques
 It knows nothing of engines, files or JAX.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +81,15 @@ class Slo:
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms", "e2el_ms"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"slo.{name} must be a positive number of milliseconds, got {value!r}")
+            if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
+                raise ConfigError(
+                    f"slo.{name} must be a positive number of milliseconds, got {value!r}; null asks nothing"
+                )
+        if self.ttft_ms is not None and self.e2el_ms is not None and self.ttft_ms > self.e2el_ms:
+            raise ConfigError(
+                f"slo.ttft_ms={self.ttft_ms:g} allows the first token later than slo.e2el_ms={self.e2el_ms:g}"
+                " the last, so it asks nothing; lower it or leave it out"
+            )
 
     def __bool__(self) -> bool:
         return any(value is not None for value in (self.ttft_ms, self.tpot_ms, self.e2el_ms))

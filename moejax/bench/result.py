@@ -14,7 +14,7 @@ from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable, to_jsonable
 
 __all__ = [
-    "REQUESTS_FILE", "RESULT_FILE", "SCHEMA", "build_result", "ensure_writable", "load_requests",
+    "REQUESTS_FILE", "RESULT_FILE", "SCHEMA", "Result", "build_result", "ensure_writable", "load_requests",
     "load_result", "print_metrics_line", "write_request_rows", "write_requests", "write_result",
 ]  # fmt: skip
 
@@ -29,6 +29,26 @@ _REQUIRED: dict[str, type] = {
 }  # fmt: skip
 
 
+class Result(dict[str, Any]):
+    """The content of a result.json: a dictionary that shows itself in a notebook as its experiment's tables.
+
+    Attributes:
+        folder: the run's folder where it was read from one, else None.
+    """
+
+    folder: Path | None = None
+
+    def __repr__(self) -> str:
+        where = f" in {self.folder}" if self.folder else ""
+        cases, metrics = len(self.get("cases") or ()), len(self.get("metrics") or ())
+        return f"<{self.get('experiment')} result: {cases} cases, {metrics} metrics{where}>"
+
+    def _repr_html_(self) -> str:
+        from moejax.report.cards import result_card  # which lays out what this module only holds
+
+        return result_card(self, self.folder)
+
+
 def build_result(
     experiment: str,
     *,
@@ -39,7 +59,7 @@ def build_result(
     compile_ledger: Sequence[Any] | None = None,
     routing: Mapping[str, Any] | None = None,
     **extra: Any,
-) -> dict[str, Any]:
+) -> Result:
     """The content of result.json as JSON's own types.
 
     Args:
@@ -72,7 +92,7 @@ def build_result(
         result["compile_ledger"] = list(compile_ledger)
     if routing is not None:
         result["routing"] = routing
-    return to_jsonable({**result, **extra})
+    return Result(to_jsonable({**result, **extra}))
 
 
 def write_result(result: Mapping[str, Any], directory: str | os.PathLike[str]) -> Path:
@@ -120,7 +140,7 @@ def _read(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_result(path: str | os.PathLike[str]) -> Result:
     """Reads a result.json, or the one in a folder, and checks its shape.
 
     Raises:
@@ -145,7 +165,9 @@ def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         if not isinstance(result[key], kind) or isinstance(result[key], bool):
             actual = type(result[key]).__name__
             raise ConfigError(f"{file}: {key!r} must be of type {kind.__name__}, not {actual}")
-    return result
+    loaded = Result(result)
+    loaded.folder = file.parent
+    return loaded
 
 
 def load_requests(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ _MAXIMA = ("running", "waiting", "used_blocks")
 Columns = dict[str, NDArray[np.float64]]
 
 
-def step_metrics(steps: Sequence[StepRecord], block_size: int) -> dict[str, float | int | None]:
+def step_metrics(steps: Sequence[StepRecord], block_size: int | None) -> dict[str, float | int | None]:
     """Flat metrics of a run's steps, in the order they ran; None where nothing was measured.
 
     `mean_batch_size` is sequences per step. The other means are over the engine's busy time, each step
@@ -27,7 +27,7 @@ def step_metrics(steps: Sequence[StepRecord], block_size: int) -> dict[str, floa
     `cache_use_saturated`, the same while requests were waiting; `cache_fill`, stored tokens over the tokens
     that the used blocks have room for. `cache_use_peak`, `max_running` and `max_waiting` are the largest of
     any step. `padding_waste` is the share of computed tokens that were padding. `steps` and `preemptions`
-    are sums.
+    are sums. Of an engine whose cache is not told (`num_blocks` 0) the cache's are None.
     """
     names: tuple[str, ...] = (
         "steps", "mean_batch_size", "mean_running", "max_running", "max_waiting", "cache_use_mean",
@@ -37,9 +37,10 @@ def step_metrics(steps: Sequence[StepRecord], block_size: int) -> dict[str, floa
         return {**dict.fromkeys(names), "steps": 0, "preemptions": 0}
     c = _columns(steps)
     weights = _weights(c["seconds"])
-    use = c["used_blocks"] / c["num_blocks"]
+    told = bool(c["num_blocks"].all())
+    use = c["used_blocks"] / np.where(c["num_blocks"] > 0, c["num_blocks"], 1)
     saturated = c["waiting"] > 0
-    room = float(np.dot(c["used_blocks"] * block_size, weights))
+    room = float(np.dot(c["used_blocks"] * (block_size or 0), weights))
     computed = c["padded_tokens"].sum()
     real = c["prefill_tokens"].sum() + c["decode_tokens"].sum()
     values = (
@@ -48,10 +49,10 @@ def step_metrics(steps: Sequence[StepRecord], block_size: int) -> dict[str, floa
         float(np.dot(c["running"], weights)),
         int(c["running"].max()),
         int(c["waiting"].max()),
-        float(np.dot(use, weights)),
-        float(use.max()),
+        float(np.dot(use, weights)) if told else None,
+        float(use.max()) if told else None,
         float(np.average(use[saturated], weights=_weights(c["seconds"][saturated])))
-        if saturated.any()
+        if told and saturated.any()
         else None,
         float(np.dot(c["stored_tokens"], weights)) / room if room else None,
         float(1.0 - real / computed) if computed else 0.0,

@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from moejax.report.figure import new_figure, round_ticks, save_figure
-from moejax.report.style import COLORS, Record, case_label, rows_by_case, run_title
+from moejax.report.beside import backends_beside
+from moejax.report.figure import new_figure, round_ticks, save_figure, wide_scale
+from moejax.report.style import COLORS, Record, case_label, has_peers, rows_by_case, run_title
 
 _PERCENTILES = (("median", "p50", "#9ecae1"), ("p90", "p90", "#4292c6"), ("p99", "p99", "#084594"))
 
@@ -32,7 +33,7 @@ def latency_percentiles(result: Mapping[str, Any]) -> Figure | None:
     if not panels:
         return None
     # Side by side while that is readable; many cases go below one another.
-    stacked = len(cases) > 5
+    stacked = len(cases) > (2 if has_peers(result) else 5)
     shape = (len(panels), 1) if stacked else (1, len(panels))
     size = (
         (max(7.0, 1.0 + 0.6 * len(cases)), 1.2 + 2.4 * len(panels)) if stacked else (3.3 * len(panels), 4.0)
@@ -48,11 +49,15 @@ def latency_percentiles(result: Mapping[str, Any]) -> Figure | None:
                 labels = [f"{h:.3g}" if h is not None and h < 1000 else f"{h or 0:.0f}" for h in heights]
                 axis.bar_label(bars, labels, fontsize=7, padding=2, rotation=90 if len(cases) > 2 else 0)
         axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(len(cases)), [case_label(case) for case in cases], fontsize=8)
+        axis.set_xticks(
+            range(len(cases)), [case_label(case, named=has_peers(result)) for case in cases], fontsize=8
+        )
         margin = max(0.5, 1.0 - 0.25 * (len(cases) - 1))  # a single case is not blown up to fill the width
         axis.set_xlim(-margin, len(cases) - 1 + margin)
         axis.margins(y=0.15)
         axis.set_ylim(bottom=0)
+        if has_peers(result):
+            wide_scale(axis, [c.get(f"{s}_{key}_ms") for c in cases for s, _, _ in _PERCENTILES])
         if stacked or axis is axes[0]:
             axis.set_ylabel("milliseconds")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
@@ -92,6 +97,8 @@ def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) ->
     # From zero, so that a flat curve looks flat; one slow token must not press all the others down.
     everything = np.concatenate([m[~np.isnan(m)] for _, m in groups])
     over.set_ylim(0, max(np.nanpercentile(m, 90, axis=0).max() for _, m in groups) * 1.1)
+    if has_peers(result):
+        wide_scale(over, [value for _, matrix in groups for value in np.nanmedian(matrix, axis=0)])
     cumulative.set_xlabel("inter-token latency (ms)")
     cumulative.set_ylabel("share of tokens")
     cumulative.set_ylim(0, 1.02)
@@ -102,7 +109,7 @@ def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) ->
     figure.legend(
         *over.get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=min(4, len(groups)),
+        ncols=min(3 if has_peers(result) else 4, len(groups)),
         frameon=False,
     )
     return figure
@@ -111,19 +118,20 @@ def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) ->
 def throughput_by_batch(result: Mapping[str, Any]) -> Figure | None:
     """Output tokens/s over the batch size, a line per prompt and output length, with the line that perfect
     scaling from the smallest batch would give. None below two batch sizes."""
-    lines: dict[tuple[Any, Any], dict[int, float]] = {}
+    lines: dict[tuple[Any, Any, Any], dict[int, float]] = {}
     for case in result.get("cases", []):
         if case.get("output_throughput") is not None and case.get("batch_size"):
-            key = (case.get("prompt_len"), case.get("output_len"))
+            key = (case.get("backend", "moejax"), case.get("prompt_len"), case.get("output_len"))
             lines.setdefault(key, {})[case["batch_size"]] = case["output_throughput"]
     sizes = sorted({size for line in lines.values() for size in line})
     if len(sizes) < 2:
         return None
     figure, (axis,) = new_figure("Throughput", result, 6.4, 4.2)
-    for index, ((prompt, output), line) in enumerate(lines.items()):
+    for index, ((backend, prompt, output), line) in enumerate(lines.items()):
         color = COLORS[index % len(COLORS)]
         places = sorted(line)
-        axis.plot(places, [line[p] for p in places], "o-", color=color, label=f"P={prompt}, N={output}")
+        label = f"{backend}, P={prompt}, N={output}" if has_peers(result) else f"P={prompt}, N={output}"
+        axis.plot(places, [line[p] for p in places], "o-", color=color, label=label)
         if len(places) > 1:
             ideal = [line[places[0]] * p / places[0] for p in places]
             axis.plot(places, ideal, ":", color=color, linewidth=1, alpha=0.7)
@@ -236,12 +244,13 @@ def save_latency_plots(
     result: Mapping[str, Any], records: Iterable[Record], out_dir: str | os.PathLike[str]
 ) -> list[Path]:
     """Draws every plot that the result has data for into `out_dir` and returns the files, one per plot drawn:
-    `latency.png`, `itl.png`, `throughput.png`, `expert_load.png`."""
+    `latency.png`, `itl.png`, `throughput.png`, `expert_load.png`, and beside peers `backends.png`."""
     figures = {
         "latency": latency_percentiles(result),
         "itl": inter_token_latency(result, records),
         "throughput": throughput_by_batch(result),
         "expert_load": expert_load(result),
+        "backends": backends_beside(result),
     }
     return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]
 

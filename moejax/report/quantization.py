@@ -29,6 +29,7 @@ _ROUTING: tuple[tuple[str, str, float], ...] = (
     ("shift\n%", "load_shift", 100),
     ("error %\nrare", "expert_error_rare", 100),
     ("\npopular", "expert_error_popular", 100),
+    ("\nby load", "expert_error_weighted", 100),
     ("rank\ncorr.", "popularity_correlation", 1),
     ("quantize\ns", "quantize_seconds", 1),
     ("decode\ntok/s", "decode_tokens_per_s", 1),
@@ -42,7 +43,7 @@ of that routing: what goes away when full precision's routing is replayed
 _ROUTING_NOTE = """\
 flips: tokens whose set of experts differs; own: by a layer itself, the routing before it replayed
 shift: of the experts' load; error: of the outputs of the rarest and the most popular experts
-rank corr.: of an expert's error with its load
+by load: as a token meets it, each expert's weighted with its load; rank corr.: of error with load
 """
 _DECODE_NOTE = """\
 decode: on this {device}, × full precision's; bound: what memory bandwidth and compute allow for what is held
@@ -148,7 +149,11 @@ def print_quantization(result: Mapping[str, Any], console: Console) -> None:
         console.print(routing_table(result))
         device = result["cases"][0].get("decode_device")
         decode = _DECODE_NOTE.format(device=device.upper()) if device else ""
+        trace = (result.get("popularity") or {}).get("routing_trace")
         console.print(_ROUTING_NOTE + decode, highlight=False)
+        whose = [f"load, rare and popular: in the routing trace {trace}"] if trace else []
+        for line in (*whose, *_unmeasured(result)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in conclusions(result):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for case in result["cases"]:
@@ -158,6 +163,17 @@ def print_quantization(result: Mapping[str, Any], console: Console) -> None:
             )
     if result.get("wandb_group"):
         console.print(f"W&B: one run per method, in group {result['wandb_group']}", highlight=False)
+
+
+def _unmeasured(result: Mapping[str, Any]) -> list[str]:
+    """How much of a trace's load is on experts that the held-out text does not visit."""
+    shares = [case.get("expert_load_unmeasured") or 0.0 for case in result["cases"]]
+    if max(shares) < 0.001:
+        return []
+    return [
+        f"{100 * max(shares):.1f} % of the load is on experts that the text does not visit: no error is known"
+        " of them, and they are left out"
+    ]
 
 
 def _sound(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:

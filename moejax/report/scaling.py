@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +42,8 @@ def print_scaling(result: Mapping[str, Any], console: Console) -> None:
         if row["error"] is None:
             table.add_row(*_cells(row, measured))
     console.print(table)
+    if result.get("routing_trace"):
+        _print_routed(result, console)
     for row in result["cases"]:
         for key in ("error", "not_measured"):
             if row.get(key):
@@ -73,8 +76,80 @@ def _cells(row: Mapping[str, Any], measured: bool) -> list[str]:
     return cells
 
 
+def _print_routed(result: Mapping[str, Any], console: Console) -> None:
+    """What the trace's own steps send, beside an even routing."""
+    about = result["routing_trace"]
+    table = Table(
+        title=f"Under the routing of {about['path']} ({about['requests']} requests, {about['steps']} steps)",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        caption="KB of a device and step, all layers. even: all choices equally likely; mean, max: of ranks\n"
+        "sent: by the exchange, with room that stays empty; load: heaviest rank's assignments / mean",
+    )
+    columns = ["layout", "phase", "exchange", "load", "even\nKB", "mean\nKB", "max\nKB", "max /\nmean",
+               "sent\nKB", "if\neven"]  # fmt: skip
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < 3 else "right", no_wrap=True)
+    for row in result["cases"]:
+        for phase in ("decode", "prefill"):
+            key = f"routed_{phase}_"
+            if row.get(f"{key}load_imbalance") is None:
+                continue
+            sizes = ["bytes_even", "bytes_mean", "bytes_max", "imbalance", "wire_bytes", "wire_bytes_even"]
+            values = [row.get(key + name) for name in sizes]
+            table.add_row(
+                row["layout"], phase, row[f"{key}exchange"], f"{row[f'{key}load_imbalance']:.2f}",
+                *("–" if v is None else f"{v:.2f}" if n == "imbalance" else number(v / 1e3)
+                  for n, v in zip(sizes, values, strict=True)),
+            )  # fmt: skip
+    console.print(table)
+    for row in result["cases"]:
+        if row.get("routed_idle_groups"):
+            console.print(
+                f"{row['layout']}: {row['routed_idle_groups']} of its groups get none of the trace's"
+                f" {about['requests']} requests, which adds to its imbalance",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+
+
+def _routed_plot(result: Mapping[str, Any]) -> Figure | None:
+    """Bytes of a device under an even routing and under the trace; load of the heaviest rank."""
+    rows = [row for row in result["cases"] if row.get("routed_decode_load_imbalance") is not None]
+    sent = [row for row in rows if row.get("routed_decode_bytes_even") is not None]
+    if not rows:
+        return None
+    columns = 3 if sent else 1
+    figure, axes = new_figure("Expert parallelism under a trace", result, 4.2 * columns, 4.4, 1, columns)
+    for axis, phase, unit, scale in zip(
+        axes[1:], ("decode", "prefill"), ("KB", "MB"), (1e3, 1e6), strict=False
+    ):
+        bars = [("even routing", "bytes_even", 7), ("the trace, mean", "bytes_mean", 0),
+                ("the trace, largest rank", "bytes_max", 1)]  # fmt: skip
+        names = [row["layout"] for row in sent]
+        values = [(label, [(row.get(f"routed_{phase}_{key}") or 0) / scale for row in sent], color)
+                  for label, key, color in bars]  # fmt: skip
+        _side_by_side(axis, names, values)
+        axis.set_title(f"{phase}: {unit} of rows sent by a device in a step", fontsize=10)
+    phases = [("decode", 0), ("prefill", 1)]
+    loads = [(p, [row.get(f"routed_{p}_load_imbalance") or 0 for row in rows], c) for p, c in phases]
+    _side_by_side(axes[0], [row["layout"] for row in rows], loads)
+    axes[0].axhline(1, color="#444444", linewidth=1, linestyle="--")
+    axes[0].set_title("assignments on the heaviest rank / mean", fontsize=10)
+    return figure
+
+
+def _side_by_side(axis: Any, names: Sequence[str], bars: Sequence[tuple[str, Sequence[float], int]]) -> None:
+    width = 0.8 / len(bars)
+    for number_, (label, values, color) in enumerate(bars):
+        places = [i + (number_ - (len(bars) - 1) / 2) * width for i in range(len(names))]
+        axis.bar(places, values, width * 0.92, color=COLORS[color], label=label)
+    axis.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
+    axis.legend(fontsize=8, frameon=False)
+    axis.set_ylim(top=max(max(values) for _, values, _ in bars) * 1.35 or None)
+
+
 def save_scaling_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
-    """Bytes by axis, memory, and modelled times; a bar for each layout."""
+    """Bytes by axis, memory, and modelled times; a bar for each layout. Under a trace, a second picture."""
     rows = [row for row in result["cases"] if row["error"] is None]
     if not rows:
         return []
@@ -124,7 +199,9 @@ def save_scaling_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
         axes[2].annotate("its memory", (0, memory / 1e9), va="bottom", fontsize=8)
     _stack(axes[5], names, [("", [row["tokens_per_s_device"] for row in rows], 0)])
     axes[5].set_title("decode: modelled tokens/s per GPU", fontsize=10)
-    return [save_figure(figure, out_dir / "scaling.png")]
+    routed = _routed_plot(result)
+    extra = [] if routed is None else [save_figure(routed, out_dir / "routing.png")]
+    return [save_figure(figure, out_dir / "scaling.png"), *extra]
 
 
 def _stack(axis: Any, names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], int]]) -> None:

@@ -44,10 +44,26 @@ def run_title(result: Mapping[str, Any]) -> str:
     return " · ".join([part for part in parts if part] + ([f"commit {commit}"] if commit else []))
 
 
-def case_label(case: Mapping[str, Any], separator: str = "\n") -> str:
-    """Batch, prompt and output length of a case."""
+def case_label(case: Mapping[str, Any], separator: str = "\n", *, named: bool = False) -> str:
+    """Batch, prompt and output length of a case, behind its backend's name if `named`."""
     names = (("B", "batch_size"), ("P", "prompt_len"), ("N", "output_len"))
-    return separator.join(f"{short}={case[name]}" for short, name in names if case.get(name) is not None)
+    parts = [f"{short}={case[name]}" for short, name in names if case.get(name) is not None]
+    return separator.join([str(case.get("backend", "moejax")), *parts] if named else parts)
+
+
+def has_peers(result: Mapping[str, Any]) -> bool:
+    """Whether any case was measured on another engine than ours."""
+    return any(case.get("backend", "moejax") != "moejax" for case in result.get("cases", []))
+
+
+def mode_label(result: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """What a row of a throughput result is called in a plot: its batching mode, and beside peers its backend,
+    ours with the mode where there are several."""
+    batching, backend = str(row.get("batching", "")), row.get("backend", "moejax")
+    if not has_peers(result):
+        return batching
+    ours = [case for case in result.get("cases", []) if case.get("backend", "moejax") == "moejax"]
+    return f"moejax {batching}" if backend == "moejax" and len(ours) > 1 else str(backend)
 
 
 def request_rows(records: Iterable[Record]) -> list[Mapping[str, Any]]:
@@ -57,11 +73,11 @@ def request_rows(records: Iterable[Record]) -> list[Mapping[str, Any]]:
 
 def rows_by_case(result: Mapping[str, Any], records: Iterable[Record]) -> list[tuple[str, Sequence[Any]]]:
     """(label, rows) of each case that has rows, in the cases' order."""
-    cases = result.get("cases", [])
+    cases, named = result.get("cases", []), has_peers(result)
     groups: dict[int, list[Any]] = {}
     for row in request_rows(records):
         groups.setdefault(row["case"], []).append(row)
     return [
-        (case_label(cases[index], " ") if index < len(cases) else f"case {index}", groups[index])
+        (case_label(cases[index], " ", named=named) if index < len(cases) else f"case {index}", groups[index])
         for index in sorted(groups)
     ]

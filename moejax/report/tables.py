@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.style import run_title
+from moejax.report.style import has_peers, mode_label, run_title
 
 # Column title and key in a case's row. Short, because they must fit 80 columns.
 _LATENCY_COLUMNS: tuple[tuple[str, str], ...] = (
@@ -42,14 +42,43 @@ _THROUGHPUT_COLUMNS: tuple[tuple[str, str], ...] = (
 )
 _SHARES = ("cache_use_peak", "padding_waste")
 
+# Where other engines were measured too: fewer figures of each, and what it is to the first one.
+_LATENCY_BESIDE: tuple[tuple[str, str], ...] = (
+    ("backend", "backend"),
+    ("batch", "batch_size"),
+    ("in", "prompt_len"),
+    ("out", "output_len"),
+    ("TTFT\np50", "median_ttft_ms"),
+    ("TPOT\np50", "median_tpot_ms"),
+    ("tok/s", "output_throughput"),
+    ("% of\nroof", "roofline_percent"),
+    ("TTFT\nratio", "ttft_ratio"),
+    ("TPOT\nratio", "tpot_ratio"),
+    ("same\ntok %", "tokens_agree_percent"),
+)
+_THROUGHPUT_BESIDE: tuple[tuple[str, str], ...] = (
+    ("backend", "backend"),
+    ("batching", "batching"),
+    ("TTFT\np50", "median_ttft_ms"),
+    ("\np99", "p99_ttft_ms"),
+    ("TPOT\np50", "median_tpot_ms"),
+    ("req/s", "request_throughput"),
+    ("good\nreq/s", "request_goodput"),
+    ("tok/s", "output_throughput"),
+    ("tok/s\nratio", "output_ratio"),
+    ("same\ntok %", "tokens_agree_percent"),
+)
+_NAMES = ("backend", "batching")
+
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
 _LOG_WIDTH = 140
 
 
 def stderr_console() -> Console:
     """A console on stderr; without a terminal it is wide enough for any table here."""
-    console = Console(stderr=True)
-    return console if console.is_terminal else Console(stderr=True, width=_LOG_WIDTH)
+    # In Jupyter too: rich would show tables past stderr, where nobody can redirect them.
+    console = Console(stderr=True, force_jupyter=False)
+    return console if console.is_terminal else Console(stderr=True, force_jupyter=False, width=_LOG_WIDTH)
 
 
 def number(value: Any) -> str:
@@ -67,17 +96,37 @@ def number(value: Any) -> str:
 
 
 def latency_table(result: Mapping[str, Any]) -> Table:
-    """One line per case: TTFT, TPOT, ITL and E2E at the median and the 99th percentile, and tokens/s."""
+    """One line per case: TTFT, TPOT, ITL and E2E at the median and the 99th percentile, and tokens/s; beside
+    peers a line for each backend, with ratios."""
+    caption = "in, out: tokens per request; times in ms; tok/s: output tokens;\n"
+    if any(case.get("roofline_percent") is not None for case in result["cases"]):
+        caption += "roof: the least time per output token that memory and compute allow, over the measured"
+    beside = has_peers(result)
     table, keys = _cases_table(
         result,
-        _LATENCY_COLUMNS,
+        _LATENCY_BESIDE if beside else _LATENCY_COLUMNS,
         title=f"{result.get('experiment', '')}: {run_title(result)}",
-        caption="in, out: tokens per request; times in ms; tok/s: output tokens;\n"
-        "roof: the least time per output token that memory and compute allow, over the measured",
+        caption=caption.rstrip(";\n") + _beside_caption(result),
     )
+    before = None
     for case in result["cases"]:
-        table.add_row(*(number(case.get(key)) for key in keys))
+        shape = tuple(case.get(key) for key in ("batch_size", "prompt_len", "output_len"))
+        if beside and before not in (None, shape):
+            table.add_section()
+        before = shape
+        table.add_row(*(_figure(case.get(key), key) if beside else number(case.get(key)) for key in keys))
     return table
+
+
+def _beside_caption(result: Mapping[str, Any]) -> str:
+    """What the columns beside peers mean; nothing without peers."""
+    cases = result["cases"]
+    text = ""
+    if any(case.get("tpot_ratio") is not None or case.get("output_ratio") is not None for case in cases):
+        text += f"\nratio: over {cases[0]['backend']}'s, median of the iterations in turns"
+    if any(case.get("tokens_agree_percent") is not None for case in cases):
+        text += "\nsame tok: share of the greedy tokens that agree, up to the first that does not"
+    return text
 
 
 def _cases_table(
@@ -95,23 +144,27 @@ def _cases_table(
     )
     kept = [c for c in columns if any(case.get(c[1]) is not None for case in result["cases"])]
     for name, key in kept:
-        table.add_column(name, justify="left" if key == "batching" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if key in _NAMES else "right", no_wrap=True)
     return table, [key for _, key in kept]
 
 
 def throughput_table(result: Mapping[str, Any]) -> Table:
-    """One line per batching mode, and below two of them the first one's figures over the second's."""
-    cases = result["cases"]
+    """One line per batching mode, and below two of them the first one's figures over the second's; beside
+    peers a line for each backend, with ratios."""
+    cases, beside = result["cases"], has_peers(result)
+    caption = (
+        "times in ms; tok/s: output tokens; seqs: mean sequences in a step;\n"
+        "cache: most blocks in use; pad: padding in computed tokens"
+    )
     table, keys = _cases_table(
         result,
-        _THROUGHPUT_COLUMNS,
+        _THROUGHPUT_BESIDE if beside else _THROUGHPUT_COLUMNS,
         title=f"{result.get('experiment', '')}: {run_title(result)}\n{_traffic(cases[0])}",
-        caption="times in ms; tok/s: output tokens; seqs: mean sequences in a step;\n"
-        "cache: most blocks in use; pad: padding in computed tokens",
+        caption="times in ms; tok/s: output tokens" + _beside_caption(result) if beside else caption,
     )
     for case in cases:
         table.add_row(*(_figure(case.get(key), key) for key in keys))
-    if len(cases) == 2:
+    if len(cases) == 2 and not beside:
         table.add_section()
         ratios = [_ratio(cases[0].get(key), cases[1].get(key)) for key in keys[1:]]
         table.add_row("ratio", *ratios, style="bold")
@@ -123,8 +176,9 @@ def _traffic(case: Mapping[str, Any]) -> str:
     rate = case.get("request_rate")
     arrival = "from a trace" if rate is None else "all at once" if rate == "inf" else f"at {rate:g}/s"
     return (
-        f"{number(case['num_requests'])} requests {arrival}, at most {case['max_num_seqs']} running;"
-        f" mean {case['prompt_len']} in, {case['output_len']} out"
+        f"{number(case['num_requests'])} requests {arrival}"
+        + (f", at most {case['max_num_seqs']} running" if case["max_num_seqs"] else "")
+        + f"; mean {case['prompt_len']} in, {case['output_len']} out"
     )
 
 
@@ -163,15 +217,42 @@ def rows_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     return table
 
 
+def backends_table(result: Mapping[str, Any]) -> Table | None:
+    """What was measured beside ours: versions, dtype, threads, bytes of weights and of the process at its
+    peak. None without peers."""
+    if not has_peers(result):
+        return None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("backend", "versions", "weights as", "threads", "weights\nMB", "process\npeak MB"):
+        table.add_column(name, justify="right" if "MB" in name or name == "threads" else "left")
+    for backend in result.get("backends", []):
+        versions = ", ".join(f"{name} {version}" for name, version in backend.get("versions", {}).items())
+        sizes = [backend.get(key) for key in ("weight_bytes", "host_peak_bytes")]
+        cells = (backend.get("name"), versions, backend.get("dtype"), backend.get("threads"))
+        table.add_row(
+            *("–" if cell is None else str(cell) for cell in cells),
+            *("–" if size is None else f"{size / 1e6:,.0f}" for size in sizes),
+        )
+    return table
+
+
 def print_latency(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints `latency_table`."""
-    (console or stderr_console()).print(latency_table(result))
+    """Prints `latency_table`, and what the peers were."""
+    console = console or stderr_console()
+    console.print(latency_table(result))
+    _print_backends(result, console)
+
+
+def _print_backends(result: Mapping[str, Any], console: Console) -> None:
+    if (table := backends_table(result)) is not None:
+        console.print(table)
 
 
 def print_throughput(result: Mapping[str, Any], console: Console | None = None) -> None:
     """Prints `throughput_table`, and in red what did not end well: it is in no other figure."""
     console = console or stderr_console()
     console.print(throughput_table(result))
+    _print_backends(result, console)
     for case in result["cases"]:
         counts = (
             (case["failed"], "failed"), (case["aborted"], "aborted"), (case["failed_steps"], "failed steps")
@@ -180,7 +261,7 @@ def print_throughput(result: Mapping[str, Any], console: Console | None = None) 
         if found:
             reason = f"; first error: {case['first_error']}" if case.get("first_error") else ""
             total = f"of {number(case['completed'] + case['failed'] + case['aborted'])} requests"
-            console.print(f"{case['batching']}: {found} {total}{reason}", style="red", markup=False)
+            console.print(f"{mode_label(result, case)}: {found} {total}{reason}", style="red", markup=False)
 
 
 def print_closing(

@@ -1,8 +1,8 @@
 """The plots of a throughput result: latency distributions, and what went on in the engine over time.
 
 Each function takes a result (result.json's content), some also the rows of requests.jsonl, and returns a
-matplotlib `Figure`, or None where there is nothing to draw. A batching mode keeps its colour in all of them.
-No JAX here.
+matplotlib `Figure`, or None where there is nothing to draw. A batching mode and a backend keep their colour
+in all of them. No JAX here.
 """
 
 import os
@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
+from moejax.report.beside import backends_beside
 from moejax.report.figure import new_figure, round_ticks, save_figure
-from moejax.report.style import COLORS
+from moejax.report.style import COLORS, mode_label
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -27,6 +29,7 @@ _QUEUED, _PREFILL, _DECODE, _PADDING = "#bdbdbd", COLORS[1], COLORS[0], "#d9d9d9
 _IDLE = 0.005
 _TOKEN_BINS = 160
 _MOST_BARS = 400
+_CURVE_POINTS = 4000
 _THOUSANDS = StrMethodFormatter("{x:,g}")
 
 
@@ -63,7 +66,9 @@ def _draw_distribution(axis: Axes, values: NDArray[np.float64], name: str, color
     if not values.size:
         return
     shares = np.arange(1, values.size + 1) / values.size
-    axis.step(values, shares, where="post", color=color, linewidth=1.5, label=name)
+    # A million inter-token latencies are no other curve than some thousand of them, and the extremes stay.
+    kept = np.unique(np.linspace(0, values.size - 1, min(values.size, _CURVE_POINTS)).round().astype(int))
+    axis.step(values[kept], shares[kept], where="post", color=color, linewidth=1.5, label=name)
     points = np.percentile(values, (50, 99))
     axis.plot(points, (0.5, 0.99), "o", color=color, markersize=4.5, markeredgecolor="white")
 
@@ -91,7 +96,7 @@ def load_over_time(result: Mapping[str, Any]) -> Figure | None:
     ):
         for index, timeline in enumerate(timelines):
             times, values = _curve(timeline, timeline[column])
-            axis.plot(times, values, color=_color(index), linewidth=1.3, label=timeline["batching"])
+            axis.plot(times, values, color=_color(timeline, index), linewidth=1.3, label=timeline["label"])
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -103,7 +108,7 @@ def load_over_time(result: Mapping[str, Any]) -> Figure | None:
 def cache_over_time(result: Mapping[str, Any]) -> Figure | None:
     """The share of the cache's blocks in use over time, a curve per batching mode; crosses at the top are
     preemptions."""
-    timelines = _timelines(result)
+    timelines = [timeline for timeline in _timelines(result) if timeline["num_blocks"]]
     if not timelines:
         return None
     figure, (axis,) = new_figure("Cache use over time", result, 8.0, 3.8)
@@ -112,13 +117,18 @@ def cache_over_time(result: Mapping[str, Any]) -> Figure | None:
         use = np.asarray(timeline["used_blocks_max"]) / timeline["num_blocks"]
         top = max(top, float(use.max()))
         times, values = _curve(timeline, use)
-        axis.plot(times, values, color=_color(index), linewidth=1.3, label=timeline["batching"])
+        axis.plot(times, values, color=_color(timeline, index), linewidth=1.3, label=timeline["label"])
         places = np.asarray(timeline["time_s"])[np.asarray(timeline["preempted"]) > 0]
         if places.size:
             height = 1.03 + 0.04 * index
-            label = f"{timeline['batching']}: {sum(timeline['preempted']):.0f} preemptions"
+            label = f"{timeline['label']}: {sum(timeline['preempted']):.0f} preemptions"
             axis.plot(
-                places, np.full(places.size, height), "x", color=_color(index), markersize=5, label=label
+                places,
+                np.full(places.size, height),
+                "x",
+                color=_color(timeline, index),
+                markersize=5,
+                label=label,
             )
     axis.set_ylabel("blocks in use")
     # The whole cache where it matters; a use of a few per cent would be a line on the axis there.
@@ -154,7 +164,7 @@ def tokens_over_time(result: Mapping[str, Any]) -> Figure | None:
             axis.stairs(base + values, edges, baseline=base, fill=True, color=color, label=label)
             base = base + values
         axis.set_ylabel("tokens/s")
-        axis.set_title(timeline["batching"], fontsize=10, loc="left")
+        axis.set_title(timeline["label"], fontsize=10, loc="left")
         axis.yaxis.set_major_locator(MaxNLocator(nbins=5))
         axis.yaxis.set_major_formatter(_THOUSANDS)
     _share_time(axes, timelines)
@@ -199,26 +209,34 @@ def _draw_spans(axis: Axes, rows: Rows) -> None:
     places = np.arange(len(rows))
     done = np.array([row["ttft_ms"] is not None for row in rows])
     arrival = np.array([row["arrival_s"] for row in rows])
-    queue, first, end = (
-        arrival + np.array([row[key] or 0.0 for row in rows]) / 1e3
-        for key in ("queue_ms", "ttft_ms", "e2el_ms")
+    first, end = (
+        arrival + np.array([row[key] or 0.0 for row in rows]) / 1e3 for key in ("ttft_ms", "e2el_ms")
     )
+    # A server does not say when it took a request in: all the time to its first token is waiting.
+    waited = [row["ttft_ms"] if row["queue_ms"] is None else row["queue_ms"] for row in rows]
+    queue = arrival + np.array([value or 0.0 for value in waited]) / 1e3
     spans = (
         ("waiting", arrival, queue, _QUEUED),
         ("first step to first token", queue, first, _PREFILL),
         ("further tokens", first, end, _DECODE),
     )
     for label, left, right, color in spans:
-        axis.barh(places[done], (right - left)[done], 0.8, left[done], color=color, label=label, linewidth=0)
+        # One collection and not a rectangle a request: those take most of a second to make and draw.
+        corners = [(left, places - 0.4), (right, places - 0.4), (right, places + 0.4), (left, places + 0.4)]
+        bars = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)[done]
+        # Not snapped to pixels: of bars less than a pixel high some would vanish.
+        look: dict[str, Any] = {"facecolors": color, "linewidths": 0, "snap": False, "label": label}
+        axis.add_collection(PolyCollection(list(bars), **look))
     if not done.all():
         axis.plot(arrival[~done], places[~done], "x", color="#c00000", markersize=5, label="not completed")
+    axis.autoscale_view()
 
 
 def save_throughput_plots(
     result: Mapping[str, Any], requests: Rows, out_dir: str | os.PathLike[str]
 ) -> list[Path]:
     """Draws every plot that the result has data for into `out_dir` and returns the files: `latency.png`,
-    `load.png`, `cache.png`, `tokens.png`, `requests.png`.
+    `load.png`, `cache.png`, `tokens.png`, `requests.png`, and beside peers `backends.png`.
 
     Raises:
         OutputError: one cannot be written.
@@ -229,12 +247,13 @@ def save_throughput_plots(
         "cache": cache_over_time(result),
         "tokens": tokens_over_time(result),
         "requests": request_spans(result, requests),
+        "backends": backends_beside(result),
     }
     return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]
 
 
 def _modes(result: Mapping[str, Any]) -> list[tuple[int, str]]:
-    return [(index, case["batching"]) for index, case in enumerate(result.get("cases", []))]
+    return [(index, mode_label(result, case)) for index, case in enumerate(result.get("cases", []))]
 
 
 def _samples(requests: Rows, case: int, key: str) -> NDArray[np.float64]:
@@ -246,11 +265,15 @@ def _samples(requests: Rows, case: int, key: str) -> NDArray[np.float64]:
 
 
 def _timelines(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [timeline for timeline in result.get("timeline", []) if timeline["time_s"]]
+    return [
+        {**timeline, "label": mode_label(result, timeline)}
+        for timeline in result.get("timeline", [])
+        if timeline["time_s"]
+    ]
 
 
-def _color(index: int) -> str:
-    return COLORS[index % len(COLORS)]
+def _color(timeline: Mapping[str, Any], index: int) -> str:
+    return COLORS[timeline.get("case", index) % len(COLORS)]
 
 
 def _end(timelines: Sequence[Mapping[str, Any]]) -> float:

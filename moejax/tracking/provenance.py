@@ -17,19 +17,23 @@ from typing import Any
 
 from moejax.core.errors import CheckpointError
 from moejax.core.files import canonical_json, to_jsonable
+from moejax.tracking.machine import cpu_settings, gpu_settings, jax_settings, machine_state
 
 DISTRIBUTIONS: tuple[str, ...] = (
     "moejax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "tokenizers",
-    "safetensors", "hydra-core", "wandb", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
-    "jax-cuda13-pjrt", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "jax-triton", "triton",
+    "safetensors", "ml-dtypes", "hydra-core", "wandb", "jax-cuda12-plugin", "jax-cuda12-pjrt",
+    "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas-cu12",
+    "nvidia-cublas", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "jax-triton", "triton",
 )  # fmt: skip
 """Recorded where installed."""
 
 _ENVIRONMENT = (
-    "XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED",
-    "TF_GPU_ALLOCATOR",
+    "XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC", "PJRT_NPROC", "PYTHONHASHSEED", "PYTHONOPTIMIZE",
+    "MALLOC_ARENA_MAX", "LD_PRELOAD", "TF_GPU_ALLOCATOR",
 )  # fmt: skip
-_ENVIRONMENT_PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_", "NCCL_", "MOEJAX_")
+_ENVIRONMENT_PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_", "NCCL_", "MOEJAX_", "GOMP_", "KMP_")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -140,7 +144,8 @@ def environment() -> dict[str, str]:
 
 
 def cpu_info() -> dict[str, Any]:
-    """`model`, `cores` (logical), `usable_cores` (this process's share), `memory_bytes`, `machine`, `os`."""
+    """`model`, `cores` (logical), `usable_cores` (this process's share), `memory_bytes`, `machine`, `os`,
+    `nice` (this process's priority), and `machine.cpu_settings`."""
     model = platform.processor() or None
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
@@ -161,11 +166,14 @@ def cpu_info() -> dict[str, Any]:
         "memory_bytes": memory,
         "machine": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
+        "nice": os.nice(0) if hasattr(os, "nice") else None,
+        **cpu_settings(),
     }
 
 
 def device_info() -> dict[str, Any]:
-    """`platform`, `kind`, `count`, `process_count` and `platform_version` of JAX's default devices.
+    """`platform`, `kind`, `count`, `process_count` and `platform_version` of JAX's default devices, and
+    `machine.gpu_settings` where they are GPUs.
 
     It starts JAX's backend if nothing has yet.
     """
@@ -181,6 +189,8 @@ def device_info() -> dict[str, Any]:
             process_count=jax.process_count(),
             platform_version=str(devices[0].client.platform_version),
         )
+        if devices[0].platform == "gpu":
+            info.update(gpu_settings())
     except (ImportError, RuntimeError, AttributeError):
         pass
     return info
@@ -233,6 +243,8 @@ def collect(
             "env": environment(),
             "device": device_info(),
             "cpu": cpu_info(),
+            "jax": jax_settings(),
+            "state": machine_state(),
             "seeds": dict(seeds or {}),
             "checkpoint_hash": checkpoint_hash,
             "workload_hash": None if workload is None else content_hash(workload),

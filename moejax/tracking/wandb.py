@@ -55,8 +55,8 @@ class WandbTracker:
             use_dot_wandb=False,
         )
         if self._online:
-            _require_login(config.timeout_s)
-        with _tracking_errors("W&B run cannot be started", f" ({_OFFLINE_INSTEAD})"):
+            require_login(config.timeout_s)
+        with tracking_errors("W&B run cannot be started", f" ({_OFFLINE_INSTEAD})"):
             self._run = wandb.init(
                 mode="online" if self._online else "offline",
                 project=config.project,
@@ -93,15 +93,15 @@ class WandbTracker:
             self._run.summary.update({f"{name}_rows_total": len(rows), f"{name}_rows_kept": MAX_TABLE_ROWS})
         data = [[to_jsonable(cell) for cell in row] for row in rows[:MAX_TABLE_ROWS]]
         # Columns of None and numbers mixed are usual here (no TPOT for one token), so types are not checked.
-        with _tracking_errors(f"W&B table {name!r} cannot be logged"):
+        with tracking_errors(f"W&B table {name!r} cannot be logged"):
             self._run.log({name: wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)})
 
     def image(self, name: str, path: Path) -> None:
-        with _tracking_errors(f"W&B image {path} cannot be logged"):
+        with tracking_errors(f"W&B image {path} cannot be logged"):
             self._run.log({name: wandb.Image(str(path))})
 
     def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
-        with _tracking_errors(f"W&B artifact {name!r} cannot be logged"):
+        with tracking_errors(f"W&B artifact {name!r} cannot be logged"):
             artifact = wandb.Artifact(name, type=kind)
             for path in paths:
                 if Path(path).is_dir():
@@ -115,7 +115,7 @@ class WandbTracker:
         if self._finished:
             return
         self._finished = True
-        with _tracking_errors(
+        with tracking_errors(
             "W&B upload is incomplete", f"; the run is on disk, send it with: {self._sync()}"
         ):
             self._run.finish(exit_code=exit_code)
@@ -138,7 +138,7 @@ def _command() -> str:
 
 
 @contextmanager
-def _tracking_errors(what: str, remedy: str = "") -> Iterator[None]:
+def tracking_errors(what: str, remedy: str = "") -> Iterator[None]:
     """Turns wandb's errors, and those of the network and disk below it, into one line of ours."""
     try:
         yield
@@ -146,26 +146,34 @@ def _tracking_errors(what: str, remedy: str = "") -> Iterator[None]:
         raise TrackingError(f"{what}: {_one_line(error)}{remedy}") from error
 
 
-def _require_login(timeout_s: float) -> None:
-    """Checks that there is a key and that the server takes it, without a prompt."""
+def require_login(timeout_s: float, remedy: str = _OFFLINE_INSTEAD) -> None:
+    """Checks that there is a key and that the server takes it, without a prompt.
+
+    Raises:
+        TrackingError: one line that ends in `remedy`.
+    """
     mode = os.environ.get("WANDB_MODE", "online")
     if mode not in ("online", "run", "shared"):
-        raise TrackingError(f"tracker=wandb is online but WANDB_MODE={mode}; unset it, {_OFFLINE_INSTEAD}")
+        raise TrackingError(f"this needs W&B online but WANDB_MODE={mode}; unset it, {remedy}")
     wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
     url = str(wandb.setup().settings.base_url)
     key = wandb.setup().settings.api_key or os.environ.get("WANDB_API_KEY") or _netrc_key(url)
     # Asked before wandb does: its service goes on trying a dead server and holds up the interpreter's exit.
     if key and (reason := _unreachable(url, timeout_s)):
-        raise TrackingError(f"W&B at {url}: {reason}; mend that, {_OFFLINE_INSTEAD}")
+        raise TrackingError(f"W&B at {url}: {reason}; mend that, {remedy}")
     try:
         known = wandb.login(prompt=False, verify=True)
     except (wandb.errors.Error, TimeoutError, OSError) as error:
         reason = _unreachable(url, timeout_s) or f"the server refused the login ({_one_line(error)})"
-        raise TrackingError(f"W&B at {url}: {reason}; mend that, {_OFFLINE_INSTEAD}") from error
+        raise TrackingError(f"W&B at {url}: {reason}; mend that, {remedy}") from error
     if not known:
-        raise TrackingError(
-            f"W&B at {url}: no API key; set WANDB_API_KEY or run `wandb login`, {_OFFLINE_INSTEAD}"
-        )
+        raise TrackingError(f"W&B at {url}: no API key; set WANDB_API_KEY or run `wandb login`, {remedy}")
+
+
+def default_entity() -> str | None:
+    """The login's own entity, where the server names one. Raises `TrackingError`."""
+    with tracking_errors("W&B cannot be asked for the login's entity"):
+        return wandb.Api().default_entity
 
 
 def _netrc_key(url: str) -> str | None:

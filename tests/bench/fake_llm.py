@@ -18,11 +18,13 @@ from flax import nnx
 
 from moejax.core.config import EngineConfig
 from moejax.core.errors import RequestError
+from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import EngineStats, StepRecord
 from moejax.nn.param import ParamSpec, declare
+from tests.perf.models import small_model
 
 
 class VirtualClock:
@@ -77,7 +79,9 @@ class FakeLLM:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.config = SimpleNamespace(vocab_size=100)
+        self.config = small_model(vocab_size=100)
+        self.kv_cache_dtype = "float32"
+        self.parallel_config = ParallelConfig()
         spec = ParamSpec((4, 8), ("embed", "mlp"), np.dtype(np.float32))
         self.stages = [nnx.Dict(kernel=declare(spec))]
         self.runner = SimpleNamespace(cache_bytes=4096)

@@ -87,6 +87,13 @@ def test_one_time_per_token_is_required():
 def test_bad_objective_is_a_configuration_error():
     with pytest.raises(ConfigError, match=r"slo\.ttft_ms must be a positive number"):
         Slo(ttft_ms=-1)
+    for value in (float("nan"), float("inf"), True, 0):
+        with pytest.raises(ConfigError, match=r"slo\.tpot_ms must be a positive number"):
+            Slo(tpot_ms=value)
+    with pytest.raises(
+        ConfigError, match=r"slo\.ttft_ms=200 allows the first token later than .*e2el_ms=100"
+    ):
+        Slo(ttft_ms=200, e2el_ms=100)
 
 
 def test_case_row_has_the_workload_first_and_needs_all_of_it():

@@ -132,3 +132,19 @@ def test_pairs_and_shares_are_written_into_rows():
     assert rows[2]["rtn"] == "rtn" and 0.4 < rows[2]["loss_vs_rtn"] < 0.6
     assert "loss_vs_rtn" not in rows[3] and "loss_vs_rtn" not in rows[1] and "rtn" not in rows[4]
     assert [r.get("pareto") for r in rows] == [None, False, True, False, None]
+
+
+def test_a_traces_loads_take_the_place_of_the_texts() -> None:
+    """Groups, shares and weights by the trace; errors are measured where the text visits."""
+    wrong, norm = np.array([[1.0, 4.0, 9.0, 0.0]]), np.array([[100.0, 100.0, 100.0, 0.0]])
+    counts, loads = np.array([[5, 5, 5, 0]]), np.array([[10, 60, 10, 20]])
+    plain = popularity_errors(wrong, norm, counts, 3)
+    assert plain.weighted == pytest.approx(np.sqrt((0.01 + 0.04 + 0.09) / 3)) and plain.unmeasured == 0
+    found = popularity_errors(wrong, norm, counts, 3, loads)
+    np.testing.assert_allclose(found.share, loads / 100)
+    np.testing.assert_allclose(found.error[0, :3], [0.1, 0.2, 0.3])
+    np.testing.assert_allclose(found.bins, [0.1, 0.3, 0.2])  # rarest first, and the second is the popular one
+    np.testing.assert_allclose(found.bin_share, [0.4, 0.4, 2.4])
+    assert found.weighted == pytest.approx(np.sqrt((0.1 * 0.01 + 0.6 * 0.04 + 0.1 * 0.09) / 0.8))
+    assert found.unmeasured == pytest.approx(0.2)
+    assert np.isnan(popularity_errors(wrong, norm, counts * 0, 3).weighted)

@@ -18,9 +18,12 @@ from moejax.bench.quantization.rows import FULL
 from moejax.bench.quantization.run import check_methods, run_quantization
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import CalibrationConfig, QuantConfig
 from moejax.nn.param import iter_params
+from moejax.routing.generate import generate
 from moejax.tracking.base import TrackerConfig
+from moejax.tracking.dashboard import sections
 from tests.decoding import random_model
 from tests.numerics import tolerance
 
@@ -55,30 +58,70 @@ def open_model(config: ModelConfig, quant: QuantConfig | None) -> Any:
         report = SimpleNamespace(seconds=0.5, fallbacks=1, damping_raised=0, to_dict=dict)
     return SimpleNamespace(
         model=model, config=config, model_dir=None, tokenizer=Letters(), max_model_len=64,
-        kv_cache_dtype="float32", quant_report=report,
+        kv_cache_dtype="float32", quant_report=report, parallel_config=ParallelConfig(),
+    )  # fmt: skip
+
+
+CONFIG = ModelConfig(
+    family="qwen3_moe", vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=48,
+    moe_layers=(True, True), sliding_windows=(None, None), max_position_embeddings=64,
+    initializer_range=0.3,
+)  # fmt: skip
+
+
+def run(out: Path, methods: list[str], **options: Any) -> dict[str, Any]:
+    text = out / "text.txt"
+    text.write_text("".join(chr(c) for c in np.random.default_rng(0).integers(32, 120, 300)))
+    section = QuantizationSection(
+        methods=methods, presets=PRESETS, text=str(text), seq_len=20, batch_size=8, resamples=200,
+        speed=SpeedSection(iterations=0), **options,
+    )  # fmt: skip
+    return run_quantization(
+        lambda quant: open_model(CONFIG, quant), section, TrackerConfig(kind="none"), out / "run",
+        config={"quantization": dataclasses.asdict(section)}, name="small",
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     out = tmp_path_factory.mktemp("quantization")
-    text = out / "text.txt"
-    text.write_text("".join(chr(c) for c in np.random.default_rng(0).integers(32, 120, 300)))
-    config = ModelConfig(
-        family="qwen3_moe", vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
-        head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=48,
-        moe_layers=(True, True), sliding_windows=(None, None), max_position_embeddings=64,
-        initializer_range=0.3,
-    )  # fmt: skip
-    section = QuantizationSection(
-        methods=list(PRESETS), presets=PRESETS, text=str(text), seq_len=20, batch_size=8, resamples=200,
-        speed=SpeedSection(iterations=0),
-    )  # fmt: skip
-    result = run_quantization(
-        lambda quant: open_model(config, quant), section, TrackerConfig(kind="none"), out / "run",
-        config={"quantization": dataclasses.asdict(section)}, name="small",
-    )  # fmt: skip
-    return result, out / "run"
+    return run(out, list(PRESETS)), out / "run"
+
+
+def test_experts_popularity_can_be_a_traces(
+    done: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape: dict[str, Any] = {"num_experts": 8, "top_k": 2, "requests": 4, "prompt_len": 50, "output_len": 1}
+    trace = generate("zipf", layers=2, exponent=1.5, **shape)
+    path = trace.save(tmp_path / "routing.npz")
+    result = run(tmp_path, ["mild"], routing_trace=str(path))
+    plain = {row["name"]: row for row in done[0]["cases"]}["mild"]
+    row = result["cases"][1]
+    assert row["perplexity"] == plain["perplexity"]  # only the weighting differs
+    details = json.loads((tmp_path / "run" / "quantization.json").read_text())["mild"]
+    share = trace.counts() / trace.counts().sum(1, keepdims=True)
+    np.testing.assert_allclose(details["expert_share"], share)
+    error = np.array(details["expert_error"], float)
+    seen = np.isfinite(error)
+    squares = np.where(seen, share * error**2, 0).sum(1) / np.where(seen, share, 0).sum(1)
+    assert row["expert_error_weighted"] == pytest.approx(np.sqrt(squares.mean()), rel=1e-9)
+    assert row["expert_error_weighted"] != plain["expert_error_weighted"] > 0
+    assert f"in the routing trace {path}" in capsys.readouterr().err
+
+    other = generate("zipf", layers=3, **shape).save(tmp_path / "other.npz")
+    with pytest.raises(
+        ConfigError, match=r"quantization\.routing_trace=.*it has 3 MoE layers and the model has 2"
+    ):
+        run(tmp_path, ["mild"], routing_trace=str(other))
+    with pytest.raises(ConfigError, match=r"quantization\.routing_trace=gone: there is no such file"):
+        run(tmp_path, ["mild"], routing_trace="gone")
+
+
+def test_a_dashboard_finds_its_figures(done: Any) -> None:
+    """A method's row is the summary of its W&B run."""
+    (section,) = [section for section in sections() if section.name == "Quantization"]
+    assert {name for panel in section.panels for name in panel.metrics} <= done[0]["cases"][1].keys()
 
 
 def test_every_method_has_a_row_and_its_reason(done: Any) -> None:

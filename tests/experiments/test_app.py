@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,8 +25,11 @@ from experiments._completion import query_line
 from experiments._compose import build_job, composer, parse_flags
 from experiments._schema import (
     GenerateConfig,
+    KernelsConfig,
     LatencyConfig,
     QuantizationConfig,
+    ScalingConfig,
+    StressConfig,
     ThroughputConfig,
     TrainExperimentConfig,
 )
@@ -42,6 +46,9 @@ SCHEMAS: dict[str, type] = {
     "generate": GenerateConfig,
     "train": TrainExperimentConfig,
     "quantization": QuantizationConfig,
+    "scaling": ScalingConfig,
+    "kernels": KernelsConfig,
+    "stress": StressConfig,
 }
 REPOSITORY = CONFIG_DIR.parent
 
@@ -66,7 +73,7 @@ def compose(name: str, *overrides: str) -> Any:
     register_schema(name, SCHEMAS[name])
     args = parse_flags(list(overrides))
     with composer(CONFIG_DIR, args, name) as app:
-        config = app.compose_config(name, list(overrides), run_mode=RunMode.RUN, with_log_configuration=False)
+        config = app.compose_config(name, args.overrides, run_mode=RunMode.RUN, with_log_configuration=False)
         return build_job(SCHEMAS[name], config)
 
 
@@ -152,7 +159,7 @@ def test_preset_says_what_it_costs_and_its_command_composes(name: str) -> None:
     assert "# Cost: " in header and "# Gives: " in header
     command = re.search(r"^# python -m experiments\.(\w+) (.*?)(?:  .*)?$", header, re.MULTILINE)
     assert command is not None and f"experiment={name}" in command[2]
-    assert compose(command[1], *command[2].split())
+    assert compose(command[1], *shlex.split(command[2].rstrip(" \\")))
 
 
 def test_peers_preset_has_the_three_cases() -> None:

@@ -118,7 +118,7 @@ def test_submitit_local(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="hydra-submitit-launcher is not installed (make test installs it)")
     done = sweep(tmp_path, "hydra/launcher=submitit_local", "seed=1,13")
     assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1] == "error: seed 13 brings bad luck"
+    assert "error: job 1 (tracker=none seed=13): seed 13 brings bad luck" in done.stderr.splitlines()
     assert "Traceback" not in done.stderr
     (result,) = tmp_path.glob("multirun/latency/*/0/result.json")
     assert json.loads(result.read_text())["seed"] == 1

@@ -1,17 +1,16 @@
 """Tables, plots, progress and comparison: what is shown is what the result says."""
 
 import io
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from moejax.bench.metrics import RequestRecord, case_row, compute_metrics
-from moejax.bench.result import build_result, load_requests, write_requests, write_result
-from moejax.core.errors import ConfigError
+from moejax.bench.result import build_result, load_requests, write_requests
 from moejax.engine.request import RequestMetrics
 from moejax.report import plots, tables
-from moejax.report.compare import MISSING, compare_results, comparison_tables, run_names
 from moejax.report.progress import progress
 
 PROVENANCE = {
@@ -146,44 +145,27 @@ def test_progress_prints_nothing_without_a_terminal():
     assert console.file.getvalue() == ""
 
 
+def test_progress_shows_a_line_in_a_cell(monkeypatch):
+    class Line:
+        shown: ClassVar[list[str]] = []
+
+        def display(self, data, raw):
+            self.shown.append(data["text/plain"])
+
+        update = display
+
+    clock = iter([0.0, 5.0, 5.5, 9.0])
+    monkeypatch.setattr("moejax.report.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("moejax.report.progress._cell_line", Line)
+    with progress("measuring", total=4) as task:
+        task.advance()  # at 5 s
+        task.advance()  # half a second later: not shown
+        task.describe("almost")
+    assert Line.shown == ["measuring", "measuring 25 %, 5 s", "almost 50 %, 9 s", ""]
+
+
 def test_progress_shows_a_bar_on_a_terminal():
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     with progress("[working]", total=3, console=console) as task:
         task.advance(3)
     assert "[working]" in console.file.getvalue() and "3/3" in console.file.getvalue()
-
-
-def test_comparison_has_ratios_to_the_first_and_what_differs(tmp_path):
-    slow, _ = build(step=0.02)
-    fast, _ = build(step=0.01, config={"model": {"name": "tiny"}, "seed": 0, "engine": {"moe": "dense"}})
-    paths = [write_result(slow, tmp_path / "a" / "0"), write_result(fast, tmp_path / "a" / "1").parent]
-    found = compare_results(paths)
-    assert found.names == ("0", "1")
-    row = next(row for row in found.metrics if row.name == "median_tpot_ms")
-    assert row.ratios == (1.0, pytest.approx(0.5)) and row.lower_is_better
-    assert found.config == {"engine.moe": (MISSING, "dense")} and found.provenance == {}
-    text = text_of(*comparison_tables(found), width=120)
-    assert "0.50x" in text and "engine.moe" in text and "request_goodput" not in text
-
-
-def test_comparison_refuses_unknown_metrics_and_no_runs(tmp_path):
-    path = write_result(build()[0], tmp_path)
-    with pytest.raises(ConfigError, match="unknown metric 'mean_tftt_ms'; did you mean 'mean_ttft_ms'"):
-        compare_results([path], ["mean_tftt_ms"])
-    with pytest.raises(ConfigError, match="at least one"):
-        compare_results([])
-
-
-def test_metric_missing_from_one_run_has_no_ratio(tmp_path):
-    one, _ = build()
-    two, _ = build()
-    del two["metrics"]["median_ttft_ms"]
-    paths = [write_result(two, tmp_path / "two"), write_result(one, tmp_path / "one")]
-    row = compare_results(paths, ["median_ttft_ms"]).metrics[0]
-    assert row.values[0] is None and row.ratios == (None, None)
-    assert "–" in text_of(*comparison_tables(compare_results(paths, ["median_ttft_ms"])))
-
-
-def test_run_names_are_short_and_distinct(tmp_path):
-    assert run_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ("x/run", "y/run")
-    assert run_names([tmp_path / "x", tmp_path / "x"]) == ("x", "x (2)")

@@ -15,7 +15,7 @@ from moejax.bench.timeline import bin_steps, step_metrics
 from moejax.engine.request import RequestMetrics
 from moejax.engine.stats import StepRecord
 from moejax.report import tables, throughput_plots
-from moejax.report.compare import compare_results
+from moejax.report.compare import compare
 from moejax.report.tables import _figure as cell_figure
 
 PROVENANCE = {
@@ -188,10 +188,10 @@ def test_preemptions_are_marked_where_they_were() -> None:
 def test_many_requests_are_thinned_out_evenly() -> None:
     result, rows = build(modes=("continuous",), requests=1000, failed=1)
     axis = drawn(throughput_plots.request_spans(result, rows)).axes[0]
-    waiting, first, further = (list(container) for container in axis.containers)
+    waiting, first, further = ([path.get_extents() for path in bars.get_paths()] for bars in axis.collections)
     assert len(waiting) == len(first) == len(further) == 399  # and the cross of the failed one
-    assert waiting[0].get_width() == pytest.approx(0.05)
-    ends = [bar.get_x() + bar.get_width() for bar in further]
+    assert waiting[0].width == pytest.approx(0.05)
+    ends = [bar.x1 for bar in further]
     assert ends == sorted(ends) and ends[-1] == pytest.approx(rows[-1]["e2el_ms"] / 1e3)
 
 
@@ -202,7 +202,7 @@ def test_throughput_results_compare(tmp_path: Path) -> None:
     paths = [
         write_result(build(scale=scale)[0], tmp_path / name) for scale, name in ((1.0, "fast"), (2.0, "slow"))
     ]
-    rows = {row.name: row for row in compare_results(paths).metrics}
+    rows = {row.name: row for row in compare(paths).metrics}
     assert rows["output_throughput"].ratios[1] == pytest.approx(0.5)
     assert rows["output_throughput"].lower_is_better is False
     for name in ("padding_waste", "preemptions", "failed", "p99_ttft_ms"):

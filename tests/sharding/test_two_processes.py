@@ -35,5 +35,7 @@ def test_two_processes_give_what_one_gives(parallel: dict[str, Any], tmp_path: P
     assert (first.pop("index"), second.pop("index"), alone.pop("index")) == (0, 1, 0)
     assert first == second
     assert first["tokens"] == alone["tokens"] and first["counts"] == alone["counts"] > 0
+    # The experts of every token that was computed, also where another process computed them.
+    assert len(first["routing"]) > 100 and first["routing"] == alone["routing"]
     # The same program on the same number of devices; Gloo adds in another order than XLA's own collectives.
     assert first["scores"] == pytest.approx(alone["scores"], rel=1e-5)

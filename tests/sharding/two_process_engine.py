@@ -3,6 +3,7 @@
 two_process_engine.py DIRECTORY '{"ep": 8, "attention": "data"}'
 """
 
+import dataclasses
 import json
 import sys
 
@@ -14,9 +15,11 @@ def main() -> None:
     info = initialize_from_environment()
     from moejax import LLM, ParallelConfig, SamplingParams
     from tests.engine.mesh_models import ENGINE, prompts
+    from tests.engine.traces import experts
 
     directory, parallel = sys.argv[1], ParallelConfig(**json.loads(sys.argv[2]))
-    llm = LLM(directory, engine=ENGINE, parallel=parallel)
+    engine = dataclasses.replace(ENGINE, capture_routing=True)
+    llm = LLM(directory, engine=engine, parallel=parallel)
     greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     drawn = SamplingParams(max_tokens=6, temperature=0.8, seed=3, n=2, ignore_eos=True, logprobs=2)
     asked = prompts(6)
@@ -28,6 +31,7 @@ def main() -> None:
                 "index": info.index,
                 "tokens": [[sample.token_ids for sample in out.outputs] for out in outs],
                 "counts": sum(int(c.sum()) for c in llm.routing_counts.values()),
+                "routing": sorted((*place, ids) for place, ids in experts(llm.routing_capture()).items()),
                 "scores": [float(s.sum()) for s in scores],
             }
         )

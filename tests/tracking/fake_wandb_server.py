@@ -26,6 +26,7 @@ class FakeWandb:
         config: the run's configuration, name → value. run: name, project, group, job type, tags, …
         history: rows in order. summary: name → value. exit_code: None until the run ended.
         files: uploaded path → content. artifacts: committed artifacts' type names, in any order.
+        views: saved workspaces, as they were sent.
         denied: answer 401 to everything, as a server does to a wrong key.
         stalled: answer 503 to the file stream, as an overloaded server does.
     """
@@ -41,6 +42,7 @@ class FakeWandb:
         self.artifacts: list[str] = []
         self.unknown: list[str] = []
         self.operations: list[str] = []
+        self.views: list[dict[str, Any]] = []
         self._pending: dict[str, str] = {}
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), self._handler())
@@ -111,6 +113,11 @@ class FakeWandb:
             "historyLineCount": 0,
         }
         return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+
+    def _on_UpsertView2(self, variables: dict[str, Any]) -> dict[str, Any]:
+        self.views.append(variables)
+        view = {"id": f"view-{len(self.views)}", "name": variables["name"]}
+        return {"upsertView": {"view": view, "inserted": True}}
 
     def _on_CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
         files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in variables["files"]]

@@ -28,6 +28,7 @@ from moejax.bench.kernels.device_timing import (
     one_line,
     tree_bytes,
 )
+from moejax.bench.kernels.routed import select_routed
 from moejax.bench.kernels.select import Selected, select
 from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.core.errors import DeviceError
@@ -36,7 +37,8 @@ from moejax.core.hardware import get_hardware
 from moejax.report.kernel_tables import print_bench
 from moejax.report.progress import progress
 from moejax.report.tables import print_closing, stderr_console
-from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.base import TrackerConfig, make_tracker
+from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect
 from pallas_kernels.op import Cost, Op, Spec
 from pallas_kernels.qformats import GROUPS
@@ -55,15 +57,16 @@ def run_bench(
 
     Raises:
         DeviceError: JAX has no CUDA device.
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a trace that no grouped product's experts fit.
     """
-    selected = select(config)
+    routed = config.bench.routing is not None
+    selected = select_routed(config) if routed else select(config)
     require_gpu("bench")
     ensure_writable(out_dir)
     device = jax.devices()[0]
     folder = ensure_writable(Path(config.bench.results_dir) / device_key())
     provenance = collect(whole_config)
-    info = RunInfo("kernels", "bench", out_dir, config={**whole_config, "provenance": provenance})
+    info = run_info("kernels", out_dir, whole_config, provenance, variant="bench")
     with make_tracker(tracker_config, info) as tracker:
         ceilings = measure_ceilings()
         rows: list[dict[str, Any]] = []
@@ -85,7 +88,8 @@ def run_bench(
         )
         files = [write_result(result, out_dir)]
         day = datetime.date.today().isoformat()
-        files.append(atomic_write_text(folder / f"kernels-{day}.json", dump_json(result, indent=1) + "\n"))
+        table = f"kernels-{'routing-' if routed else ''}{day}.json"
+        files.append(atomic_write_text(folder / table, dump_json(result, indent=1) + "\n"))
         tracker.summary(result["metrics"])
         columns = list(dict.fromkeys(key for row in rows for key in row))
         tracker.table("kernel_table", columns, [[row.get(key) for key in columns] for row in rows])

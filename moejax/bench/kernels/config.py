@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from moejax.core.config import check_choice, check_positive
 from moejax.core.errors import ConfigError
+from moejax.routing.source import check_trace
 
 Mode = Literal["static", "bench", "tune"]
 TARGETS = ("sm_80", "sm_90")
@@ -19,11 +20,20 @@ class BenchSection:
         repeats: timed samples per implementation, taken in turn; the median counts.
         baselines: time other libraries' implementations beside ours, where they can be imported.
         results_dir: a folder `<device>/` in it gets the table as JSON.
+        routing: a routing trace or a run's folder with one: the grouped products are timed with the group
+            sizes of its real steps in place of made-up ones; None: the operations' own specs.
+        routing_model: whose experts' widths those are: a shipped model's name, a Hugging Face directory, or
+            one of the kernels' own (`pallas_kernels.models`); None: those of the latter that have the trace's
+            numbers of experts.
+        routing_steps: of each phase, from the most even to the most skewed.
     """
 
     repeats: int = 15
     baselines: bool = True
     results_dir: str = "results"
+    routing: str | None = None
+    routing_model: str | None = None
+    routing_steps: int = 3
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,14 @@ class KernelSelection:
         check_positive("workers", self.workers)
         check_positive("bench.repeats", self.bench.repeats)
         check_positive("tune.max_configs", self.tune.max_configs)
+        check_positive("bench.routing_steps", self.bench.routing_steps)
+        if self.bench.routing is not None:
+            if self.mode != "bench":
+                raise ConfigError(f"bench.routing is for mode=bench, and this is mode={self.mode}")
+            check_trace("bench.routing", self.bench.routing)
+            return  # its specs are known once the trace is read
+        if self.bench.routing_model is not None:
+            raise ConfigError("bench.routing_model names the widths for bench.routing, which is not set")
         if self.update_baseline and (self.implementations or self.specs or set(self.targets) != set(TARGETS)):
             raise ConfigError(
                 "update_baseline=true writes whole operations: leave out implementations, specs and targets"

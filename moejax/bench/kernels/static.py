@@ -22,7 +22,8 @@ from moejax.engine.setup import cache_root
 from moejax.report.kernel_tables import print_static
 from moejax.report.progress import progress
 from moejax.report.tables import print_closing, stderr_console
-from moejax.tracking.base import CompositeTracker, RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
+from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect
 from pallas_kernels.static import Row, failures, report_op
 from pallas_kernels.static.compiler import Compiler
@@ -49,7 +50,7 @@ def run_static(
     if config.update_baseline:
         ensure_writable(Path(config.baseline_dir))
     provenance = collect(whole_config)
-    info = RunInfo("kernels", "static", out_dir, config={**whole_config, "provenance": provenance})
+    info = run_info("kernels", out_dir, whole_config, provenance, variant="static")
     with make_tracker(tracker_config, info) as tracker:
         rows, about = compile_all(selected, config)
         grown = compare_with_baseline(rows, about, Path(config.baseline_dir))
@@ -57,7 +58,7 @@ def run_static(
         wrong = failures(rows)
         result = build_result(
             "kernels",
-            metrics=_metrics(rows, wrong, grown),
+            metrics=static_metrics(rows, wrong, grown),
             cases=cases,
             config=whole_config,
             provenance=provenance,
@@ -171,7 +172,7 @@ def write_baseline(rows: Iterable[Row], about: Mapping[str, str], folder: Path) 
         atomic_write_text(folder / f"{op}.json", "{" + head + '"rows": [\n' + lines + "\n]}\n")
 
 
-def _metrics(rows: Sequence[Row], wrong: Sequence[str], grown: Sequence[str]) -> dict[str, Any]:
+def static_metrics(rows: Sequence[Row], wrong: Sequence[str], grown: Sequence[str]) -> dict[str, Any]:
     """Extremes, by target."""
     metrics: dict[str, Any] = {"kernels": len(rows), "failures": len(wrong), "grown": len(grown)}
     for target in dict.fromkeys(row.target for row in rows):

@@ -27,7 +27,8 @@ from moejax.core.errors import ConfigError
 from moejax.report.kernel_tables import print_tuned
 from moejax.report.progress import progress
 from moejax.report.tables import print_closing, stderr_console
-from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.base import TrackerConfig, make_tracker
+from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect
 from pallas_kernels.op import Implementation, Op, Spec
 from pallas_kernels.static import Row, failures, report_op
@@ -59,7 +60,7 @@ def run_tune(
     data = Path(config.tune.data_dir) if config.tune.data_dir else DATA
     ensure_writable(out_dir)
     provenance = collect(whole_config)
-    info = RunInfo("kernels", "tune", out_dir, config={**whole_config, "provenance": provenance})
+    info = run_info("kernels", out_dir, whole_config, provenance, variant="tune")
     rows: list[dict[str, Any]] = []
     try:
         compiler = Compiler(config.workers, cache_folder(config.cache_dir))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from moejax.core.config import check_number, check_positive
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.quant import CalibrationConfig, QuantConfig
+from moejax.routing.source import check_trace
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class QuantizationSection:
         resamples: bootstrap resamples of the windows.
         confidence: of every interval.
         popularity_bins: groups of a layer's experts by popularity, with as nearly the same number of each.
+        routing_trace: a routing trace or a run's folder with one: experts' popularity, by which their errors
+            are grouped and weighted, is its load; None: that of the held-out text.
         speed: of the decode measurement.
     """
 
@@ -64,6 +67,7 @@ class QuantizationSection:
     resamples: int = 2000
     confidence: float = 0.95
     popularity_bins: int = 4
+    routing_trace: str | None = None
     speed: SpeedSection = field(default_factory=SpeedSection)
 
     def quant(self, method: str) -> QuantConfig:
@@ -94,6 +98,8 @@ class QuantizationSection:
             number = getattr(self, name)
             if number is not None and number < least:
                 raise ConfigError(f"quantization.{name} must be at least {least}, got {number}")
+        if self.routing_trace is not None:
+            check_trace("quantization.routing_trace", self.routing_trace)
         check_number("quantization.confidence", self.confidence)
         if self.confidence >= 1:
             raise ConfigError(f"quantization.confidence must be below 1, got {self.confidence}")

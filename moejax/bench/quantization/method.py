@@ -27,7 +27,8 @@ _COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/comp
 
 @dataclass
 class Bench:
-    """What every method is measured with; `base_nats` `[W]` are the full-precision model's losses."""
+    """What every method is measured with; `base_nats` `[W]` are the full-precision model's losses, `loads`
+    `[L, E]` a routing trace's, where one says how popular experts are."""
 
     open_model: Callable[[QuantConfig | None], LLM]
     full: LLM
@@ -39,6 +40,7 @@ class Bench:
     speed: SpeedMeter | None
     hardware: Hardware | None
     section: QuantizationSection
+    loads: np.ndarray | None = None
 
 
 @dataclass
@@ -118,7 +120,7 @@ def measure_method(bench: Bench, name: str, quant: QuantConfig, advance: Callabl
     sums = bench.evaluator(llm.model, quant.kv_cache, advance)
     row["evaluate_seconds"] = time.perf_counter() - began
     popularity = popularity_errors(
-        sums.squared_error, sums.squared_norm, sums.counts[0], bench.section.popularity_bins
+        sums.squared_error, sums.squared_norm, sums.counts[0], bench.section.popularity_bins, bench.loads
     )
     row |= split_fields(bench.boot, sums)
     row |= routing_fields(sums, llm.config.moe_layers, popularity if report is not None else None)

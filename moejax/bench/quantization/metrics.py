@@ -93,11 +93,14 @@ class PopularityErrors:
     Attributes:
         error: `[L, E]`, relative L2 error of each expert's output over the tokens routed to it; NaN without
             any, and for dense layers.
-        share: `[L, E]` of the layer's assignments.
+        share: `[L, E]` of the layer's assignments, in the text or in the loads given.
         bins: `[Q]`, root mean square of `error` over the experts of each popularity group, rarest first.
         bin_share: `[Q]`, mean share of those experts times E: 1 is an even load.
         correlation: Spearman's, of share and error within layers (both as ranks of their layer); None where
             it is not defined.
+        weighted: root mean square of `error` over assignments: Σ share error² in a layer, in the mean over
+            layers with experts. What a token meets, where the plain mean is what an expert has. NaN without.
+        unmeasured: mean over those layers of the share on experts whose error the text did not measure.
     """
 
     error: Floats
@@ -105,17 +108,27 @@ class PopularityErrors:
     bins: Floats
     bin_share: Floats
     correlation: float | None
+    weighted: float = float("nan")
+    unmeasured: float = 0.0
 
 
 def popularity_errors(
-    squared_error: ArrayLike, squared_norm: ArrayLike, counts: ArrayLike, num_bins: int
+    squared_error: ArrayLike,
+    squared_norm: ArrayLike,
+    counts: ArrayLike,
+    num_bins: int,
+    loads: ArrayLike | None = None,
 ) -> PopularityErrors:
     """From sums `[L, E]` over each expert's tokens: the squared error of its outputs, their squared norm, and
-    the number of tokens. The experts of each layer are cut into `num_bins` groups by popularity."""
+    the number of tokens. The experts of each layer are cut into `num_bins` groups by popularity.
+
+    Args:
+        loads: `[L, E]`, popularity in place of `counts`, as a routing trace has it.
+    """
     wrong, norm, counts = (np.asarray(a, np.float64) for a in (squared_error, squared_norm, counts))
     seen = (counts > 0) & (norm > 0)
     error = np.sqrt(np.divide(wrong, norm, out=np.full_like(wrong, np.nan), where=seen))
-    share = _shares(counts)
+    share = _shares(counts if loads is None else np.asarray(loads, np.float64))
     groups: list[list[tuple[float, float]]] = [[] for _ in range(min(num_bins, counts.shape[1]))]
     ranks: tuple[list[float], list[float]] = ([], [])
     for layer in range(counts.shape[0]):
@@ -128,6 +141,7 @@ def popularity_errors(
                 found.extend(place / len(order))
     nothing = (float("nan"), float("nan"))
     table = [np.array(group or [nothing]) for group in groups]
+    weighted, unmeasured = _weighted(error, share, seen)
     varied = len(ranks[0]) > 2 and all(np.ptp(r) > 0 for r in ranks)
     return PopularityErrors(
         error,
@@ -135,7 +149,20 @@ def popularity_errors(
         np.array([np.sqrt(np.mean(np.square(part[:, 0]))) for part in table]),
         np.array([np.mean(part[:, 1]) for part in table]),
         float(np.corrcoef(*ranks)[0, 1]) if varied else None,
+        weighted,
+        unmeasured,
     )
+
+
+def _weighted(error: Floats, share: Floats, seen: NDArray[np.bool_]) -> tuple[float, float]:
+    """`PopularityErrors.weighted` and `unmeasured`."""
+    known = np.where(seen, share, 0.0).sum(1)
+    squares = (np.where(seen, share, 0.0) * np.nan_to_num(error) ** 2).sum(1)
+    measured, loaded = known > 0, share.sum(1) > 0
+    if not measured.any():
+        return float("nan"), 0.0
+    each = squares[measured] / known[measured]
+    return float(np.sqrt(each.mean())), float((share.sum(1) - known)[loaded].mean())
 
 
 def pareto(costs: Sequence[float], losses: Sequence[float]) -> list[int]:

@@ -92,6 +92,8 @@ def routing_fields(
     if popularity is not None:
         row["expert_error_rare"], row["expert_error_popular"] = map(float, popularity.bins[[0, -1]])
         row["popularity_correlation"] = popularity.correlation
+        row["expert_error_weighted"] = popularity.weighted
+        row["expert_load_unmeasured"] = popularity.unmeasured
     return row
 
 

@@ -25,6 +25,7 @@ from moejax.bench.quantization.sizes import model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
 from moejax.bench.quantization.text import Windows, read_windows
 from moejax.bench.result import build_result, ensure_writable, write_result
+from moejax.bench.telemetry import open_telemetry
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.files import atomic_write_text, dump_json, to_jsonable
 from moejax.core.hardware import get_hardware
@@ -33,8 +34,12 @@ from moejax.engine.llm import LLM
 from moejax.report.progress import Task, progress
 from moejax.report.quantization import print_quantization, save_quantization_plots
 from moejax.report.tables import print_closing, stderr_console
-from moejax.tracking.base import CompositeTracker, RunInfo, TrackerConfig, make_tracker
+from moejax.routing.analysis import loads_of
+from moejax.routing.capture import load_capture
+from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
+from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect
+from moejax.tracking.telemetry import Telemetry, TelemetryConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +63,7 @@ class _Run:
     rows: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     nats: dict[str, np.ndarray] = field(default_factory=dict)
+    telemetry: Telemetry = field(default_factory=lambda: Telemetry(TelemetryConfig(enabled=False)))
 
     @property
     def group(self) -> str:
@@ -66,9 +72,9 @@ class _Run:
     def tracker(
         self, method: str, job_type: str, folder: Path, config: Mapping[str, Any]
     ) -> CompositeTracker:
-        info = RunInfo(
-            "quantization", f"{self.name}-{method}", folder, group=self.group, job_type=job_type,
-            tags=(self.name, method), config={**config, "provenance": self.provenance},
+        info = run_info(
+            "quantization", folder, config, self.provenance, model=self.name, variant=method,
+            group=self.group, job_type=job_type, tags=(method,),
         )  # fmt: skip
         return make_tracker(self.tracking, info)
 
@@ -81,7 +87,7 @@ class _Run:
         windows = self.bench.windows
         return build_result(
             "quantization",
-            metrics=_metrics(rows),
+            metrics=_metrics(rows) | self._machine(),
             cases=rows,
             config=self.config,
             provenance=self.provenance,
@@ -96,8 +102,15 @@ class _Run:
                 "confidence": self.section.confidence,
             },
             hardware=dataclasses.asdict(self.hardware) if self.hardware else None,
+            popularity={"routing_trace": self.section.routing_trace},
             wandb_group=self.group if self.tracking.kind != "none" else None,
+            telemetry=self.telemetry.report(),
         )
+
+    def _machine(self) -> dict[str, float | None]:
+        """Of the time in which methods were measured; nothing here is per token."""
+        found = self.telemetry.summary()
+        return {name: value for name, value in found.items() if "per_output_token" not in name}
 
     def write(self) -> list[Path]:
         """The result so far."""
@@ -118,6 +131,7 @@ def run_quantization(
     name: str,
     hardware_kind: str = "auto",
     seed: int = 0,
+    telemetry: TelemetryConfig | None = None,
 ) -> dict[str, Any]:
     """Runs the experiment and writes its results into `out_dir`; `cases` has the full-precision model and a
     row per method. `check_methods` raises for the methods that failed.
@@ -128,9 +142,10 @@ def run_quantization(
         name: the model's short name.
         hardware_kind: what the decode bound is of, see `moejax.core.hardware.get_hardware`.
         seed: of windows and resamples.
+        telemetry: sampling of memory, CPU, power and energy while methods are measured; None: none.
 
     Raises:
-        ConfigError: no text or no tokenizer; raised before any method runs.
+        ConfigError: no text, no tokenizer, a trace that does not fit; raised before any method runs.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     ensure_writable(out_dir)
@@ -148,6 +163,7 @@ def run_quantization(
             f"quantization.seq_len={section.seq_len} and one token more exceed the limit of"
             f" {full.max_model_len} tokens; shorten the windows"
         )
+    loads = _trace_loads(section.routing_trace, full)
     provenance = collect(
         config, seeds={"seed": seed}, checkpoint=full.model_dir, workload=windows.fingerprint
     )
@@ -157,8 +173,9 @@ def run_quantization(
     with progress(FULL, total=total) as task:
         run = _prepare(
             open_model, full, windows, evaluator, section, tracker_config, out_dir, config=config,
-            provenance=provenance, name=name, hardware=hardware, seed=seed,
+            provenance=provenance, name=name, hardware=hardware, seed=seed, loads=loads,
         )  # fmt: skip
+        run.telemetry = open_telemetry(telemetry, full.parallel_config.num_devices)
         task.advance(2)
         for method in section.methods:
             task.describe(method)
@@ -203,6 +220,7 @@ def _prepare(
     name: str,
     hardware: Any,
     seed: int,
+    loads: np.ndarray | None,
 ) -> _Run:
     """The full-precision model's row, and what the methods need of it."""
     tokens = windows.scored.sum(axis=1)
@@ -215,12 +233,29 @@ def _prepare(
         speed = SpeedMeter(full, prompts, section.speed)
     bench = Bench(
         open_model, full, model_sizes(full.model), windows, evaluator, boot, evaluator.baseline(), speed,
-        hardware, section,
+        hardware, section, loads,
     )  # fmt: skip
     run = _Run(section, tracking, out_dir, config, provenance, name, hardware, bench)
     run.nats[FULL] = bench.base_nats
     run.rows.append(full_row(bench))
     return run
+
+
+def _trace_loads(path: str | None, full: LLM) -> np.ndarray | None:
+    """`[L, E]` of the trace; None without one.
+
+    Raises:
+        ConfigError: it is no trace, does not fit the model, or has no rows.
+    """
+    if path is None:
+        return None
+    capture = load_capture(path)
+    capture.check_fits(full.config, f"quantization.routing_trace={path}")
+    if not capture.num_rows:
+        raise ConfigError(
+            f"quantization.routing_trace={path}: the trace has no rows; capture some steps first"
+        )
+    return loads_of(capture, full.config.num_layers)
 
 
 def _one_method(run: _Run, method: str, task: Task) -> None:
@@ -238,7 +273,8 @@ def _one_method(run: _Run, method: str, task: Task) -> None:
         method, "method", folder, {**run.config, "method": dataclasses.asdict(quant)}
     ) as tracker:
         try:
-            found = measure_method(run.bench, method, quant, advance)
+            with run.telemetry.part(method):
+                found = measure_method(run.bench, method, quant, advance)
         except Exception as error:
             defect = not isinstance(error, MoejaxError)
             if defect:

@@ -7,6 +7,7 @@ from typing import Literal
 from moejax.core.config import check_choice, check_positive
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.parallel import PRESETS
+from moejax.routing.source import check_trace
 
 Measure = Literal["auto", "on", "off"]
 
@@ -24,6 +25,8 @@ class ScalingSection:
             most 1 GB of float32 weights.
         devices: virtual devices there; a layout of more is measured as the part of it that fits.
         steps: decode steps that are timed of each layout; the median counts.
+        routing: a routing trace or a run's folder with one: what its steps send, and how they load the
+            experts' devices, beside an even routing; None: none.
     """
 
     layouts: list[str] = field(default_factory=lambda: list(PRESETS))
@@ -34,6 +37,7 @@ class ScalingSection:
     measure: Measure = "auto"
     devices: int = 8
     steps: int = 24
+    routing: str | None = None
 
     def __post_init__(self) -> None:
         value: Sequence[str] | str = self.layouts
@@ -46,3 +50,5 @@ class ScalingSection:
         for name in ("batch_size", "context_len", "prompt_len", "num_prompts", "devices", "steps"):
             check_positive(f"scaling.{name}", getattr(self, name))
         check_choice("scaling.measure", self.measure, ("auto", "on", "off"))
+        if self.routing is not None:
+            check_trace("scaling.routing", self.routing)

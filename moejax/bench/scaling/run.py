@@ -4,6 +4,7 @@ model → per layout: memory, bytes by axis, modelled steps; a decode step run o
 plots, result.json, tracker. A layout that does not fit the model is a row with the reason.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,18 +15,21 @@ import jax
 from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.scaling.measured import measure_layout
-from moejax.bench.scaling.modelled import layout_row
+from moejax.bench.scaling.modelled import exchange_of, layout_row
+from moejax.bench.scaling.routed import PHASES, routed_row
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import KNOWN
-from moejax.core.parallel import PRESETS
+from moejax.core.parallel import PRESETS, ParallelConfig
 from moejax.engine.setup import find_model
 from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params
 from moejax.report.progress import progress
 from moejax.report.scaling import print_scaling, save_scaling_plots
 from moejax.report.tables import print_closing, stderr_console
-from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+from moejax.routing.capture import RoutingCapture, load_capture
+from moejax.tracking.base import TrackerConfig, make_tracker
+from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect
 
 MEASURED_BYTES = 1e9
@@ -65,17 +69,21 @@ def run_scaling(
         raise ConfigError(f"hardware.kind={kind}: scaling models a GPU with known rates: {known}")
     _, model = find_model(source, load_format)
     model = model.replace(dtype=dtype)
+    capture = None if section.routing is None else _open_trace(section.routing, model)
     measure = _measures(model, section)
     provenance = collect(config, seeds={"engine": seed})
-    info = RunInfo("scaling", name, out_dir, config={**config, "provenance": provenance})
+    info = run_info("scaling", out_dir, config, provenance, model=name)
     rows: list[dict[str, Any]] = []
     with make_tracker(tracker_config, info) as tracker:
         with progress("layouts", total=len(section.layouts)) as task:
             for layout in section.layouts:
                 task.describe(layout)
-                rows.append(
-                    _row(source, model, layout, KNOWN[kind], section, measure, load_format, block_size, seed)
+                row = _row(
+                    source, model, layout, KNOWN[kind], section, measure, load_format, block_size, seed
                 )
+                if capture is not None and row["error"] is None:
+                    row |= _routed(capture, model, PRESETS[layout])
+                rows.append(row)
                 task.advance()
         result = build_result(
             "scaling",
@@ -84,6 +92,7 @@ def run_scaling(
             config=config,
             provenance=provenance,
             hardware=asdict(KNOWN[kind]),
+            routing_trace=None if capture is None else _about(capture, section.routing),
         )
         files = [write_result(result, out_dir)]
         plots = save_scaling_plots(result, out_dir)
@@ -122,6 +131,34 @@ def _row(
         except ConfigError as error:
             row["not_measured"] = str(error)
     return row
+
+
+def _open_trace(path: str, model: ModelConfig) -> RoutingCapture:
+    """Raises ConfigError: it is no trace, has no rows, or does not fit the model."""
+    capture = load_capture(path)
+    capture.check_fits(model, f"scaling.routing={path}")
+    if not capture.num_rows:
+        raise ConfigError(f"scaling.routing={path}: the trace has no rows; capture some steps first")
+    return capture
+
+
+def _routed(capture: RoutingCapture, model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    """The trace on a layout, by the exchange that the layout would choose for the trace's own steps."""
+    methods = {}
+    for phase in PHASES:
+        part = capture.phase(phase)
+        tokens = math.ceil(part.num_rows / max(part.num_steps, 1) / parallel.data_groups)
+        methods[phase] = exchange_of(model, parallel, max(tokens, 1))[0].method
+    found = routed_row(capture, model, parallel, methods)
+    return found | {f"routed_{phase}_exchange": method for phase, method in methods.items() if found}
+
+
+def _about(capture: RoutingCapture, path: str | None) -> dict[str, Any]:
+    """For the record: which trace, and how large its steps are."""
+    return {
+        "path": path, "origin": capture.origin, "requests": len(capture.requests),
+        "steps": capture.num_steps, "rows": capture.num_rows, "prefill_rows": int(capture.prefill.sum()),
+    }  # fmt: skip
 
 
 def _measures(model: ModelConfig, section: ScalingSection) -> bool:

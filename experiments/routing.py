@@ -1,0 +1,35 @@
+"""Routing traces: loads, skew, co-activation, locality and working sets of experts; and traces made up.
+
+python -m experiments.routing trace=PATH_OR_RUN_FOLDER
+python -m experiments.routing model=tiny generate.kind=zipf generate.exponent=1.2
+"""
+
+from experiments._app import output_dir, run_experiment
+from experiments._schema import RoutingConfig
+
+
+def main(config: RoutingConfig) -> None:
+    from dataclasses import asdict
+
+    from moejax.bench.result import print_metrics_line
+    from moejax.bench.routing.run import run_routing
+    from moejax.engine.setup import find_model
+
+    out, section = output_dir(), config.model
+    model = None
+    if section is not None:
+        source = section.path if section.path is not None else section.hf_config or {}
+        model = find_model(source, section.load_format)[1]
+    result = run_routing(
+        config,
+        config.tracker,
+        out,
+        config=asdict(config),
+        model=model,
+        name=None if section is None else section.name,
+    )
+    print_metrics_line(result, out)
+
+
+if __name__ == "__main__":
+    run_experiment(main, "routing")

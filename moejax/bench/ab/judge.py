@@ -1,0 +1,141 @@
+"""From rounds to verdicts: each member's ratio to the baseline, pair by pair."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moejax.bench.ab.members import Member, token_agreement
+from moejax.bench.statistics import Interval, paired_ratio, sign_effect, signed_rank_test
+from moejax.bench.verdict import NO_FLOOR, Floor, Trial, Verdict, decide
+from moejax.report.metric_names import JUDGED, latency_name, percentile_of
+
+Values = NDArray[np.float64]
+
+_WHY = "the control's noise"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What an A/B run comes to.
+
+    Attributes:
+        control: the baseline's second engine against the first: a family of its own. Its intervals are what
+            counts as noise for the others.
+        verdicts: the other variants over all cases, or in the only one.
+        case_verdicts: the same in each of several cases; a family of its own.
+    """
+
+    control: tuple[Verdict, ...]
+    verdicts: tuple[Verdict, ...]
+    case_verdicts: tuple[Verdict, ...]
+
+    def half_width(self) -> float:
+        """How far the widest interval over all cases reaches from its estimate, relative to it; 0 without
+        any."""
+        found = [verdict.trial.ratio for verdict in self.verdicts if verdict.trial.ratio is not None]
+        return max((_half_width(ratio) for ratio in found), default=0.0)
+
+
+def _half_width(ratio: Interval) -> float:
+    return max(ratio.high - ratio.estimate, ratio.estimate - ratio.low) / ratio.estimate
+
+
+def judged_metrics(
+    members: Sequence[Member], cases: Sequence[dict[str, Any]], chosen: Sequence[str]
+) -> list[str]:
+    """The metrics that every pass of every member has: those asked for, or the usual ones. A fixed batch's
+    rate says what its end-to-end latency has said, and is left out."""
+    rates = any("request_rate" in case for case in cases)
+    names = chosen or [name for name in JUDGED if latency_name(name) or rates]
+    passes = [metrics for member in members for metrics in member.rounds.values()]
+    return [name for name in names if all((metrics.get(name) or 0) > 0 for metrics in passes)]
+
+
+def too_few_values(name: str, cases: Sequence[dict[str, Any]]) -> bool:
+    """Whether a pass has fewer values than a percentile needs to be more than their largest."""
+    parts = latency_name(name)
+    rank = percentile_of(parts.statistic) if parts else None
+    if parts is None or rank is None or rank <= 50:
+        return False
+    each = [(case["batch_size"], case["output_len"] - 1 if parts.latency == "itl" else 1) for case in cases]
+    return min(requests * values for requests, values in each) < round(100 / (100 - rank))
+
+
+def judge(
+    baseline: Member,
+    control: Member,
+    others: Sequence[Member],
+    metrics: Sequence[str],
+    cases: Sequence[str],
+) -> Judged:
+    """Verdicts on what has been measured so far. `cases` are the cases' labels."""
+    rounds = 1 + max(round_ for round_, _ in baseline.rounds)
+    table = {
+        (member.name, metric): _values(member, metric, rounds, len(cases))
+        for member in (baseline, control, *others)
+        for metric in metrics
+    }
+
+    def trial(member: Member, metric: str, case: int | None, floor: Floor = NO_FLOOR) -> Trial:
+        mine, theirs = table[baseline.name, metric], table[member.name, metric]
+        # Over all cases: their geometric mean in each round.
+        one, two = (
+            np.exp(np.log(values).mean(axis=1)) if case is None else values[:, case]
+            for values in (mine, theirs)
+        )
+        label = cases[case] if case is not None and len(cases) > 1 else None
+        return Trial(
+            metric=metric,
+            case=label,
+            run=member.name,
+            baseline=baseline.name,
+            value=float(np.median(two)),
+            base=float(np.median(one)),
+            ratio=paired_ratio(two, one),
+            effect=sign_effect(two, one),
+            p_value=signed_rank_test(two, one),
+            samples=(rounds, rounds),
+            paired=True,
+            floor=floor,
+            blocked=_blocked(baseline, member, metric),
+        )
+
+    places: list[int | None] = [None] if len(cases) == 1 else [None, *range(len(cases))]
+    controls = {(m, c): trial(control, m, c) for c in places for m in metrics}
+    floors = {key: _floor(found) for key, found in controls.items()}
+    overall = [trial(member, m, None, floors[m, None]) for member in others for m in metrics]
+    each = [trial(b, m, c, floors[m, c]) for b in others for c in places if c is not None for m in metrics]
+    return Judged(
+        control=tuple(decide([controls[m, None] for m in metrics], unit="rounds")),
+        verdicts=tuple(decide(overall, unit="rounds")),
+        case_verdicts=tuple(decide(each, unit="rounds")),
+    )
+
+
+def _values(member: Member, metric: str, rounds: int, cases: int) -> Values:
+    """[rounds, cases]"""
+    return np.array([[member.rounds[r, c][metric] for c in range(cases)] for r in range(rounds)], np.float64)
+
+
+def _floor(control: Trial) -> Floor:
+    """All that lies between the control's interval and 1 is noise."""
+    assert control.ratio is not None
+    return Floor(min(1.0, control.ratio.low), max(1.0, control.ratio.high), _WHY)
+
+
+def _blocked(baseline: Member, member: Member, metric: str) -> str | None:
+    """Why a metric of a member says nothing: it is of whole requests, and theirs have other lengths."""
+    parts = latency_name(metric)
+    if (parts is not None and parts.latency != "e2el") or metric in (
+        "output_throughput",
+        "total_token_throughput",
+    ):
+        return None
+    same = all(
+        token_agreement(member.tokens[case], tokens)["equal_lengths"]
+        for case, tokens in baseline.tokens.items()
+    )
+    return None if same else "the outputs' lengths differ"

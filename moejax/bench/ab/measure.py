@@ -1,0 +1,215 @@
+"""The measured passes of an A/B run: a plan of cases, and for each a way to run it once on a backend.
+
+A case is run on all members before the next case comes, so that a pair's two passes are moments apart. The
+order within it is drawn at random, and the next round takes it backwards: a drift of the machine and the
+effect of who ran before then fall on all alike.
+"""
+
+import dataclasses
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moejax.bench.ab.members import Member
+from moejax.bench.backends.base import Backend
+from moejax.bench.backends.moejax import engine_of
+from moejax.bench.driver import drive
+from moejax.bench.metrics import RequestRecord, Slo, compute_metrics, record_row
+from moejax.bench.throughput.measure import warm_up
+from moejax.bench.throughput.modes import Mode, check_lengths
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests, traffic_hash
+from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases, workload_hash
+from moejax.core.errors import ConfigError, RequestError
+from moejax.engine.request import RequestOutput
+from moejax.report.progress import Task, progress
+from moejax.sharding.distributed import agree
+
+Encode = Callable[[str], Sequence[int]] | None
+
+
+class Load(ABC):
+    """What every member is given: cases, the same for all.
+
+    Attributes:
+        slo: objectives for goodput; seed: the workload's.
+    """
+
+    slo: Slo
+    seed: int
+
+    @property
+    @abstractmethod
+    def hash(self) -> str:
+        """Names the workload: equal hashes, comparable results."""
+
+    @property
+    @abstractmethod
+    def cases(self) -> list[dict[str, Any]]:
+        """Each case's fields in its row."""
+
+    @abstractmethod
+    def warm_up(self, backend: Backend, case: int) -> None:
+        """Runs a case until all is compiled."""
+
+    @abstractmethod
+    def run(self, backend: Backend, case: int) -> tuple[list[RequestRecord], float, list[dict[str, Any]]]:
+        """Runs a case once: records, seconds, and rows of requests.jsonl."""
+
+    @abstractmethod
+    def tokens(self, backend: Backend, case: int) -> list[list[int]]:
+        """Output token ids of a pass that is not timed."""
+
+
+class BatchLoad(Load):
+    """Fixed batches, as `experiments.latency` has them."""
+
+    def __init__(self, workload: WorkloadConfig, backends: Sequence[Backend], encode: Encode) -> None:
+        """Raises `ConfigError` for a case longer than a backend's model allows."""
+        self.workload, self.slo, self.seed = workload, workload.slo, workload.seed
+        vocab_size = min(backend.vocab_size for backend in backends)
+        self.plan: list[tuple[LatencyCase, list[list[int]]]] = []
+        for case in latency_cases(workload):
+            for backend in backends:
+                limit = backend.max_model_len
+                if limit is not None and case.total_len > limit:
+                    raise ConfigError(
+                        f"case {case.name}: {case.prompt_len} + {case.output_len} tokens exceed the limit of"
+                        f" {limit}; shorten workload.prompt_len or workload.output_len"
+                    )
+                backend.check(workload.sampling(case.output_len))
+            self.plan.append((case, case_prompts(workload, case, vocab_size, encode=encode)))
+
+    @property
+    def hash(self) -> str:
+        return workload_hash(self.workload)
+
+    @property
+    def cases(self) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(case) for case, _ in self.plan]
+
+    def _generate(self, backend: Backend, index: int) -> list[RequestOutput]:
+        case, prompts = self.plan[index]
+        params = [self.workload.sampling(case.output_len, i) for i in range(case.batch_size)]
+        return backend.generate(prompts, params)
+
+    def warm_up(self, backend: Backend, case: int) -> None:
+        if case == 0 and engine_of(backend) is None:
+            cases = [item for item, _ in self.plan]
+            backend.prepare(
+                max_num_seqs=max(item.batch_size for item in cases),
+                max_total_len=max(item.total_len for item in cases),
+                params=[self.workload.sampling(cases[0].output_len)],
+            )
+        # At least once: a variant that compiles while it is measured would be measured for that.
+        for _ in range(max(1, self.workload.warmup)):
+            self._generate(backend, case)
+
+    def run(self, backend: Backend, case: int) -> tuple[list[RequestRecord], float, list[dict[str, Any]]]:
+        outputs = self._generate(backend, case)
+        records = [RequestRecord.from_output(output, case=case) for output in outputs]
+        start = min(record.metrics.arrival_time for record in records)
+        seconds = max(record.metrics.token_times[-1] for record in records) - start
+        return records, seconds, [record_row(record, start) for record in records]
+
+    def tokens(self, backend: Backend, case: int) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in self._generate(backend, case)]
+
+
+class TrafficLoad(Load):
+    """Requests that arrive over time, as `experiments.throughput` has them: one case."""
+
+    def __init__(self, workload: ThroughputWorkload, backends: Sequence[Backend], encode: Encode) -> None:
+        """Raises `ConfigError` for a request that does not fit a backend's model or cache."""
+        self.workload, self.slo, self.seed = workload, workload.slo, workload.seed
+        vocab_size = min(backend.vocab_size for backend in backends)
+        self.plan: list[PlannedRequest] = list(plan_requests(workload, vocab_size, encode=encode))
+        check_lengths(backends, workload, self.plan)
+        self.rate = None if workload.trace_file else workload.request_rate
+
+    @property
+    def hash(self) -> str:
+        return traffic_hash(self.workload)
+
+    @property
+    def cases(self) -> list[dict[str, Any]]:
+        def mean(values: list[int]) -> int:
+            return round(sum(values) / len(values))
+
+        return [
+            {
+                "request_rate": "inf" if self.rate == float("inf") else self.rate,
+                "num_requests": len(self.plan),
+                "batch_size": len(self.plan),
+                "prompt_len": mean([len(asked.prompt_token_ids) for asked in self.plan]),
+                "output_len": mean([asked.output_len for asked in self.plan]),
+            }
+        ]
+
+    def warm_up(self, backend: Backend, case: int) -> None:
+        warm_up(Mode(backend, self.plan, self.rate), self.workload)
+
+    def run(self, backend: Backend, case: int) -> tuple[list[RequestRecord], float, list[dict[str, Any]]]:
+        backend.reset_stats()
+        gc.collect()
+        found = drive(backend, self.plan, self.workload.sampling, case=case, agree=agree)
+        if not any(record.completed for record in found.records):
+            reason = next((item.error for item in found.served if item.error), "no reason given")
+            raise RequestError(f"none of {len(self.plan)} requests was completed; first: {reason}")
+        return found.records, found.duration_s, [item.row(found.start, self.slo) for item in found.served]
+
+    def tokens(self, backend: Backend, case: int) -> list[list[int]]:
+        outputs = [
+            backend.submit(asked.prompt_token_ids, self.workload.sampling(asked.output_len, index))
+            for index, asked in enumerate(self.plan)
+        ]
+        while backend.step():
+            pass
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def warm_up_all(members: Sequence[Member], load: Load) -> None:
+    """Compiles and warms up every member, and keeps the tokens that each gives for the same requests. From
+    here on a compilation is a defect."""
+    count = len(load.cases)
+    with progress("compiling and warming up", total=len(members) * count) as task:
+        for member in members:
+            task.describe(f"compiling and warming up ({member.name})")
+            for case in range(count):
+                load.warm_up(member.variant.backend, case)
+                member.tokens[case] = load.tokens(member.variant.backend, case)
+                task.advance()
+            if (llm := engine_of(member.variant.backend)) is not None:
+                llm.ledger.warmed_up = True
+
+
+def orders(members: int, rng: np.random.Generator) -> Callable[[int], list[int]]:
+    """round → the members' order: drawn at random in even rounds, the last one backwards in odd ones. The
+    rounds must be asked for one after the other."""
+    last: list[int] = []
+
+    def order(round_: int) -> list[int]:
+        nonlocal last
+        last = list(reversed(last)) if round_ % 2 else [int(i) for i in rng.permutation(members)]
+        return last
+
+    return order
+
+
+def run_rounds(
+    members: Sequence[Member], load: Load, rounds: range, order: Callable[[int], list[int]], task: Task
+) -> None:
+    """Measures all members in every round; fills them."""
+    for round_ in rounds:
+        gc.collect()  # now, and not on one member's behalf in another's time
+        turns = order(round_)
+        for case in range(len(load.cases)):
+            for position, index in enumerate(turns):
+                member = members[index]
+                records, seconds, rows = load.run(member.variant.backend, case)
+                member.rounds[round_, case] = compute_metrics(records, seconds, load.slo)
+                extra = {"variant": member.name, "iteration": round_, "position": position}
+                member.rows += [{**row, "case": case, **extra} for row in rows]
+        task.advance()

@@ -1,0 +1,120 @@
+"""What `experiments.latency` and `.throughput` need of an engine, ours or a peer. No JAX here."""
+
+import abc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moejax.core.errors import MoejaxError, RequestError
+from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.stats import StepRecord
+
+
+class BackendError(MoejaxError, RuntimeError):
+    """A backend cannot be had, or has failed. The text names the backend and says what to do."""
+
+
+class Backend(abc.ABC):
+    """An engine with a model, behind the members that a measurement uses.
+
+    All instants are `time.perf_counter()` seconds of this process. Each output token has its own: a backend
+    that cannot know them says in `describe` how they were come by.
+
+    Attributes:
+        name: what the result's rows call it.
+        vocab_size: token ids are below it.
+        max_model_len: most tokens of prompt and output together; None where it is not known.
+        max_num_seqs: most sequences that it runs at a time; None where it is not known.
+        batching: how requests that arrive over time share its steps.
+        encode: text → token ids by the model's tokenizer; None without one.
+        checkpoint: the model's folder, whose content provenance names; None where there is none.
+        seed: of its own random streams; None if it has none.
+        on_step: told of every step while requests that arrive over time are served, where there are steps.
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int | None
+    max_num_seqs: int | None
+    batching: str
+    encode: Callable[[str], Sequence[int]] | None
+    checkpoint: Path | None
+    seed: int | None
+    on_step: Callable[[StepRecord], None] | None
+
+    @property
+    def itl_known(self) -> bool:
+        """Whether every token's instant was seen; else latencies between tokens are left out."""
+        return True
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Facts for the result and its provenance: versions, weights, dtype, threads; as JSON's own types."""
+
+    @abc.abstractmethod
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Completes the prompts together and returns once all have ended.
+
+        Raises:
+            BackendError: it died or fell silent.
+            RequestError: it cannot do what `params` asks.
+        """
+
+    @abc.abstractmethod
+    def submit(
+        self,
+        prompt: list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+    ) -> RequestOutput:
+        """Queues a request and returns its output, which `step` fills."""
+
+    @abc.abstractmethod
+    def step(self) -> bool:
+        """Moves on what was submitted; False if there was nothing to do."""
+
+    @abc.abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Ends a submitted request with what it has."""
+
+    def check(self, params: SamplingParams) -> None:  # noqa: B027 (doing nothing is right for an engine that can all)
+        """Raises `RequestError` for sampling parameters that it does not have."""
+
+    def prepare(  # noqa: B027 (nothing to prepare)
+        self, *, max_num_seqs: int, max_total_len: int, params: Sequence[SamplingParams]
+    ) -> None:
+        """Told before the first request of at most how many at once, of how many tokens and of what kind."""
+
+    def stats(self) -> dict[str, Any]:
+        """`block_size`, tokens to a cache block (None without blocks), and `failed_steps` since the last
+        `reset_stats`."""
+        return {"block_size": None, "failed_steps": 0}
+
+    def reset_stats(self) -> None:  # noqa: B027 (nothing is counted)
+        """Starts the counts of `stats` afresh."""
+
+    def memory(self) -> dict[str, int | float | None]:
+        """Of `weight_bytes`, `kv_cache_bytes`, `bits_per_weight`, `host_peak_bytes`, `device_peak_bytes` what
+        is known; nothing is estimated."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 (nothing is held)
+        """Ends whatever it runs outside this process. May be called twice."""
+
+
+# What every peer leaves to moejax: the workloads here ask for none of it.
+_OURS_ONLY = {
+    "n": 1, "logprobs": None, "repetition_penalty": 1.0, "stop": (), "stop_token_ids": (),
+    "include_stop_str_in_output": False,
+}  # fmt: skip
+
+
+def check_plain_sampling(name: str, params: SamplingParams) -> None:
+    """Raises `RequestError` where `params` asks more of a peer than temperature, top_k, top_p, min_p, a seed,
+    a length and whether to stop at the end of sequence."""
+    for field, usual in _OURS_ONLY.items():
+        if getattr(params, field) != usual:
+            raise RequestError(
+                f"backend {name} has no {field}={getattr(params, field)!r}; backend=moejax does"
+            )

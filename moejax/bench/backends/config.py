@@ -1,0 +1,209 @@
+"""Which engines an experiment measures: the configuration's `backend` section. No JAX here."""
+
+import importlib.util
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from moejax.core.config import check_choice, check_number, check_positive
+from moejax.core.errors import ConfigError, unknown
+
+Kind = Literal["moejax", "hf_transformers", "llama_cpp", "openai_endpoint"]
+Prompts = Literal["token_ids", "text"]
+Device = Literal["auto", "cpu", "cuda"]
+
+# Package that each needs in its interpreter, and the extra that brings it.
+_NEEDS = {"hf_transformers": ("transformers", "hf"), "llama_cpp": ("llama_cpp", "llama_cpp")}
+_OPENAI = ("openai", "openai")
+_LOCAL = ("hf_transformers", "llama_cpp")
+# Fields that only some kinds have.
+_ONLY: dict[str, tuple[str, ...]] = {
+    "python": _LOCAL, "path": _LOCAL, "threads": _LOCAL, "device": _LOCAL, "dtype": ("hf_transformers",),
+    "url": ("openai_endpoint",), "model": ("openai_endpoint",), "api_key_env": ("openai_endpoint",),
+    "prompts": ("openai_endpoint",), "options": (*_LOCAL, "openai_endpoint"),
+}  # fmt: skip
+# What a backend beside the first takes from the section itself where it has none of its own.
+_SHARED = ("python", "threads")
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """One engine.
+
+    Attributes:
+        kind: `moejax`; `hf_transformers` and `llama_cpp`, in a process of their own; `openai_endpoint`, a
+            server that speaks OpenAI's completions.
+        python: interpreter that has the peer's packages; None: this one.
+        path: its weights. hf_transformers: a Hugging Face directory, None for the model's own. llama_cpp: a
+            GGUF file.
+        threads: of the peer on the CPU; None: one for each core that this process may use.
+        device: `auto` takes the GPU where the peer's packages can.
+        dtype: hf_transformers: `auto` is float32 on the CPU and the checkpoint's own elsewhere.
+        options: hf_transformers: further arguments of `from_pretrained`; llama_cpp: fields of
+            `llama_context_params`; openai_endpoint: further fields of the request's body.
+        url: openai_endpoint: its base, such as http://localhost:8000/v1.
+        model: openai_endpoint: the model's name there; None where it serves only one.
+        api_key_env: openai_endpoint: the environment variable that holds the key; None: without a key.
+        prompts: openai_endpoint: what is sent; `text` needs the model's tokenizer.
+        timeout_s: longest silence, in seconds, after which a peer counts as hung.
+    """
+
+    kind: Kind = "moejax"
+    python: str | None = None
+    path: str | None = None
+    threads: int | None = None
+    device: Device = "auto"
+    dtype: str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)
+    url: str | None = None
+    model: str | None = None
+    api_key_env: str | None = None
+    prompts: Prompts = "token_ids"
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_choice("backend.kind", self.kind, get_args(Kind))
+        check_choice("backend.device", self.device, get_args(Device))
+        check_choice("backend.prompts", self.prompts, get_args(Prompts))
+        check_choice("backend.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_number("backend.timeout_s", self.timeout_s)
+        if self.threads is not None:
+            check_positive("backend.threads", self.threads)
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"backend.options must be a section of key: value, got {self.options!r}")
+
+    def check(self, where: str = "backend") -> None:
+        """What can be known before anything runs: values that belong to another kind, missing files,
+        packages, interpreters.
+
+        Args:
+            where: the section's name in messages.
+
+        Raises:
+            ConfigError: the first that is wrong.
+        """
+        for name, kinds in _ONLY.items():
+            if self.kind not in kinds and getattr(self, name) != getattr(BackendOptions(), name):
+                raise ConfigError(f"{where}.{name} is for {' and '.join(kinds)}, and this is {self.kind}")
+        if self.kind in _NEEDS:
+            self._check_worker(where)
+        if self.kind == "openai_endpoint":
+            self._check_endpoint(where)
+
+    def _check_worker(self, where: str) -> None:
+        if self.python is not None and shutil.which(self.python) is None:
+            raise ConfigError(f"{where}.python: there is no program {self.python!r}")
+        if self.python is None:
+            package, extra = _NEEDS[self.kind]
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(missing_package(self.kind, package, extra, where))
+        if self.kind == "llama_cpp":
+            if self.path is None:
+                raise ConfigError(f"{where}.path is missing: llama.cpp reads a GGUF file; {_MAKE_GGUF}")
+            if not Path(self.path).is_file():
+                raise ConfigError(f"{where}.path: there is no file {self.path!r}; {_MAKE_GGUF}")
+        elif self.path is not None and not (Path(self.path) / "config.json").is_file():
+            raise ConfigError(f"{where}.path: {self.path!r} is no Hugging Face directory (no config.json)")
+
+    def _check_endpoint(self, where: str) -> None:
+        package, extra = _OPENAI
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"openai_endpoint needs the package {package}: pip install 'moejax[{extra}]'")
+        if self.url is None:
+            raise ConfigError(f"{where}.url is missing: the server's base, such as http://localhost:8000/v1")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError(f"{where}.url must be http://HOST:PORT/v1 or https://…, got {self.url!r}")
+
+
+@dataclass(frozen=True)
+class BackendSection(BackendOptions):
+    """The backend that is measured, and further ones beside it.
+
+    Attributes:
+        beside: names of `peers` that get the same requests, in turns with the first.
+        peers: their options by name, an entry for each kind and whatever is added; `python` and `threads`
+            that an entry leaves out are those of the section itself.
+    """
+
+    beside: tuple[str, ...] = ()
+    peers: dict[str, BackendOptions] = field(
+        default_factory=lambda: {kind: BackendOptions(kind=kind) for kind in get_args(Kind)}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.beside, str):
+            raise ConfigError(f"backend.beside must be a list: backend.beside=[{self.beside}]")
+        object.__setattr__(self, "beside", tuple(self.beside))
+        for name in self.beside:
+            if name not in self.peers:
+                raise ConfigError(f"backend.beside: {unknown('backend', str(name), self.peers)}")
+        names = [name for name, _ in self.chosen()]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"backend.beside: {name} is measured already; every name once")
+        # Options that everyone shares may stand beside a first backend that has none of them.
+        used = {self.peers[name].kind for name in self.beside}
+        shared = {name for name in _SHARED if used & set(_ONLY[name])}
+        blank: dict[str, Any] = {} if self.kind in _LOCAL else dict.fromkeys(shared)
+        replace(self.own(), **blank).check()
+        for name, options in self.chosen()[1:]:
+            options.check(f"backend.peers.{name}")
+
+    def check_run(self, load_format: str, ours_only: Mapping[str, bool]) -> None:
+        """What the rest of the configuration must not ask of peers.
+
+        Args:
+            load_format: of the model.
+            ours_only: key → whether it is set; what only our engine has.
+
+        Raises:
+            ConfigError: random weights, which no peer can read; or a key of ours without our engine.
+        """
+        chosen = self.chosen()
+        readers = [name for name, options in chosen if options.kind in _LOCAL]
+        if readers and load_format == "dummy":
+            raise ConfigError(
+                f"backend {readers[0]} reads weights, and model.load_format=dummy makes random ones that only"
+                " moejax has: model=checkpoint model.path=DIR"
+            )
+        wanted = [key for key, is_set in ours_only.items() if is_set]
+        if wanted and not any(options.kind == "moejax" for _, options in chosen):
+            raise ConfigError(
+                f"{wanted[0]} is moejax's own, and {self.kind} knows nothing of it; leave it out"
+            )
+
+    def own(self) -> BackendOptions:
+        """The first backend's options alone."""
+        return BackendOptions(**{name: getattr(self, name) for name in BackendOptions.__dataclass_fields__})
+
+    def chosen(self) -> list[tuple[str, BackendOptions]]:
+        """(name, options) of all that are measured, the first one first."""
+        found: list[tuple[str, BackendOptions]] = [(self.kind, self.own())]
+        for name in self.beside:
+            options = self.peers[name]
+            if options.kind in _LOCAL:
+                taken: dict[str, Any] = {
+                    key: getattr(self, key) for key in _SHARED if getattr(options, key) is None
+                }
+                options = replace(options, **taken)
+            found.append((name, options))
+        return found
+
+
+_MAKE_GGUF = (
+    "llama.cpp's convert_hf_to_gguf.py makes one: python convert_hf_to_gguf.py MODEL_DIR --outtype f32"
+    " --outfile model.gguf"
+)
+
+
+def missing_package(kind: str, package: str, extra: str, where: str = "backend") -> str:
+    """The line for a package that the interpreter of a peer lacks."""
+    return (
+        f"{kind} needs the package {package}, which this Python does not have: pip install 'moejax[{extra}]',"
+        f" or {where}.python=PYTHON of an environment that has it"
+    )

@@ -1,0 +1,108 @@
+"""Our own engine as a backend: `LLM` and nothing in between."""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moejax.bench.backends.base import Backend
+from moejax.bench.timing import peak_memory, weight_metrics
+from moejax.core.config import Batching
+from moejax.engine.llm import LLM
+from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.stats import StepRecord
+
+
+class MoejaxBackend(Backend):
+    """`LLM` under the names of `Backend`. `llm` is open to measurements that only ours allows: recorded
+    routing, compile ledger, roofline."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.name = "moejax"
+        self.vocab_size: int = llm.config.vocab_size
+        self.max_model_len: int | None = llm.max_model_len
+        self.encode = llm.tokenizer.encode if llm.tokenizer else None
+        self.checkpoint = llm.model_dir
+        self.seed: int | None = llm.seed
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, record_routing: bool = False
+    ) -> list[RequestOutput]:
+        return self.llm.generate(prompts, params, record_routing=record_routing)
+
+    def submit(
+        self,
+        prompt: list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+    ) -> RequestOutput:
+        return self.llm.submit(prompt, sampling_params, arrival_time=arrival_time)
+
+    def step(self) -> bool:
+        return self.llm.step()
+
+    def abort(self, request_id: str) -> None:
+        self.llm.abort(request_id)
+
+    # -- what it is ------------------------------------------------------------------------------------
+
+    @property
+    def batching(self) -> str:  # type: ignore[override]
+        return self.llm.engine_config.batching
+
+    @property
+    def max_num_seqs(self) -> int | None:  # type: ignore[override]
+        return self.llm.engine_config.max_num_seqs
+
+    @property
+    def on_step(self) -> Callable[[StepRecord], None] | None:
+        return self.llm.on_step
+
+    @on_step.setter
+    def on_step(self, observer: Callable[[StepRecord], None] | None) -> None:
+        self.llm.on_step = observer
+
+    def variant(self, batching: Batching) -> "MoejaxBackend":
+        """The same weights behind an engine of another batching mode."""
+        return MoejaxBackend(self.llm.variant(dataclasses.replace(self.llm.engine_config, batching=batching)))
+
+    def describe(self) -> dict[str, Any]:
+        try:
+            version = importlib.metadata.version("moejax")
+        except importlib.metadata.PackageNotFoundError:
+            version = None
+        return {
+            "name": self.name,
+            "kind": "moejax",
+            "versions": {"moejax": version, "jax": importlib.metadata.version("jax")},
+            "dtype": getattr(self.llm.config, "dtype", None),
+            "weights": str(self.llm.model_dir) if self.llm.model_dir else None,
+            "batching": self.batching,
+        }
+
+    def prepare(self, *, max_num_seqs: int, max_total_len: int, params: Sequence[SamplingParams]) -> None:
+        self.llm.warmup(max_total_len=max_total_len, sampling_params=params)
+
+    def stats(self) -> dict[str, Any]:
+        return self.llm.stats()
+
+    def reset_stats(self) -> None:
+        self.llm.reset_stats()
+
+    def memory(self) -> dict[str, int | float | None]:
+        cache = {"kv_cache_bytes": self.llm.runner.cache_bytes}
+        return {**peak_memory(), **weight_metrics(self.llm.stages), **cache}
+
+
+def as_backend(engine: LLM | Backend) -> Backend:
+    """An `LLM` as a backend; backends pass through."""
+    return engine if isinstance(engine, Backend) else MoejaxBackend(engine)
+
+
+def engine_of(backend: Backend) -> LLM | None:
+    """The `LLM` within our own backend, None for a peer."""
+    return backend.llm if isinstance(backend, MoejaxBackend) else None

@@ -1,0 +1,85 @@
+"""Opens backends by name. Each is imported only when it is asked for."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moejax.bench.backends.base import Backend
+from moejax.bench.backends.config import BackendOptions, BackendSection
+from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.core.errors import ConfigError
+from moejax.engine.llm import LLM
+from moejax.engine.setup import find_model
+from moejax.engine.tokenizer import Tokenizer
+from moejax.sharding.distributed import process_count
+
+
+@contextlib.contextmanager
+def open_backends(
+    section: BackendSection,
+    open_llm: Callable[[], LLM],
+    *,
+    model: Any,
+    load_format: str,
+    max_num_seqs: int,
+    log_dir: Path,
+) -> Iterator[list[Backend]]:
+    """The section's backends, the first one first; all are closed at the end, whatever happens.
+
+    Peers open before our own engine: what they lack comes to light before weights are read and steps
+    compiled.
+
+    Args:
+        open_llm: opens our engine; called only where it is measured.
+        model, load_format: as for `LLM`: whose prompts, tokenizer and weights.
+        max_num_seqs: how many requests a peer may run at a time.
+        log_dir: where the stderr of peers' processes is kept.
+
+    Raises:
+        ConfigError, BackendError: one cannot be had. What `open_llm` raises.
+    """
+    chosen = section.chosen()
+    peers = [name for name, options in chosen if options.kind != "moejax"]
+    if peers and process_count() > 1:
+        raise ConfigError(f"backend {peers[0]} runs on one machine beside one process; start a single one")
+    opened: dict[str, Backend] = {}
+    with contextlib.ExitStack() as stack:
+        for name, options in sorted(chosen, key=lambda item: item[1].kind == "moejax"):
+            if options.kind == "moejax":
+                opened[name] = MoejaxBackend(open_llm())
+            else:
+                opened[name] = _open_peer(name, options, model, load_format, max_num_seqs, log_dir)
+            stack.callback(opened[name].close)
+        yield [opened[name] for name, _ in chosen]
+
+
+def _open_peer(
+    name: str, options: BackendOptions, model: Any, load_format: str, max_num_seqs: int, log_dir: Path
+) -> Backend:
+    directory, config = find_model(model, load_format)
+    tokenizer = Tokenizer.load(directory) if directory is not None else None
+    encode = tokenizer.encode if tokenizer else None
+    weights = directory if load_format != "dummy" else None
+    if options.kind == "openai_endpoint":
+        from moejax.bench.backends.openai_endpoint import OpenAIEndpoint
+
+        return OpenAIEndpoint(
+            name,
+            options,
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
+            encode=encode,
+            decode=tokenizer.decode if tokenizer else None,
+            checkpoint=weights,
+        )
+    limits: dict[str, Any] = {
+        "model_dir": weights, "encode": encode, "max_num_seqs": max_num_seqs, "log_dir": log_dir
+    }  # fmt: skip
+    if options.kind == "llama_cpp":
+        from moejax.bench.backends.llama_cpp import open_llama_cpp
+
+        return open_llama_cpp(name, options, **limits)
+    from moejax.bench.backends.hf_transformers import open_hf_transformers
+
+    return open_hf_transformers(name, options, **limits)

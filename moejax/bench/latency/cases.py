@@ -1,0 +1,82 @@
+"""The plan of a latency experiment, and what is measured of each of its parts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moejax.bench.backends.base import Backend
+from moejax.bench.metrics import RequestRecord
+from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases
+from moejax.core.errors import ConfigError
+from moejax.routing.capture import RoutingCapture
+
+
+@dataclass
+class CaseData:
+    """One case on one backend, which is one row of the result.
+
+    Attributes:
+        prompts: token ids; the same for all backends.
+        records: requests of all iterations, `batch_size` after `batch_size`.
+        durations: seconds of each iteration.
+        tokens: output token ids of the first iteration's requests.
+        counts, decode_hits, prefill_hits, overflow: recorded routing (ours only): assignments [L, E] by
+            phase, mean experts hit in a decode and in a prefill step [L], dropped and rerouted assignments.
+        trace: of the recording pass, where the engine captures routing.
+        accounts: FLOPs and bytes of its phases (`moejax.bench.roofline.account`), made with its row.
+    """
+
+    case: LatencyCase
+    backend: Backend
+    prompts: list[list[int]]
+    records: list[RequestRecord] = field(default_factory=list)
+    durations: list[float] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    counts: dict[str, np.ndarray] = field(default_factory=dict)
+    decode_hits: np.ndarray | None = None
+    prefill_hits: np.ndarray | None = None
+    overflow: dict[str, int] = field(default_factory=dict)
+    trace: RoutingCapture | None = None
+    accounts: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def iterations(self) -> list[tuple[list[RequestRecord], float]]:
+        """Of each iteration its requests and its seconds."""
+        size = self.case.batch_size
+        return [
+            (self.records[i * size : (i + 1) * size], seconds) for i, seconds in enumerate(self.durations)
+        ]
+
+
+def plan_cases(
+    backends: Sequence[Backend],
+    workload: WorkloadConfig,
+    encode: Callable[[str], Sequence[int]] | None,
+) -> list[CaseData]:
+    """Every case on every backend, case by case.
+
+    Raises:
+        ConfigError: a case longer than a backend's model allows, or token ids that one does not have.
+        RequestError: a backend cannot sample as the workload asks.
+    """
+    vocab_size = min(backend.vocab_size for backend in backends)
+    data = []
+    for case in latency_cases(workload):
+        for backend in backends:
+            _check(backend, workload, case)
+        prompts = case_prompts(workload, case, vocab_size, encode=encode)
+        data += [CaseData(case, backend, prompts) for backend in backends]
+    return data
+
+
+def _check(backend: Backend, workload: WorkloadConfig, case: LatencyCase) -> None:
+    limit = backend.max_model_len
+    if limit is not None and case.total_len > limit:
+        whose = "" if backend.name == "moejax" else f" of {backend.name}"
+        raise ConfigError(
+            f"case {case.name}: {case.prompt_len} + {case.output_len} tokens exceed the limit{whose} of "
+            f"{limit}; shorten workload.prompt_len or workload.output_len"
+        )
+    backend.check(workload.sampling(case.output_len))

@@ -1,0 +1,97 @@
+"""Warm-up, the recording pass and the timed iterations of a latency experiment."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from moejax.bench.backends.moejax import MoejaxBackend, engine_of
+from moejax.bench.captured import start_capture, take_capture
+from moejax.bench.latency.cases import CaseData
+from moejax.bench.metrics import RequestRecord
+from moejax.bench.telemetry import Meter
+from moejax.bench.workload import WorkloadConfig
+from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.report.progress import Task, progress
+
+
+def measure(data: Sequence[CaseData], workload: WorkloadConfig, meter: Meter | None = None) -> None:
+    """Fills `data`: warm-up, routing pass, then the timed iterations."""
+    ours = [index for index, item in enumerate(data) if engine_of(item.backend) is not None]
+    total = len(data) * (workload.warmup + workload.iterations) + len(ours)
+    with progress("compiling and warming up", total=total) as task:
+        _warm_up(data, workload, task)
+        task.describe("recording routing")
+        for index in ours:
+            _record(data[index], workload, index)
+            task.advance()
+        _mark_warm(data, warm=workload.warmup > 0)
+        task.describe("measuring")
+        for iteration in range(workload.iterations):
+            for index in _turns(data, iteration):
+                with meter.part(index) if meter is not None else contextlib.nullcontext():
+                    _time(data[index], workload, index)
+                task.advance()
+
+
+def _warm_up(data: Sequence[CaseData], workload: WorkloadConfig, task: Task) -> None:
+    """Peers are told the largest batch first, since some size their cache by it; ours compiles as it runs."""
+    peers = {id(item.backend): item.backend for item in data if engine_of(item.backend) is None}
+    for backend in peers.values():
+        task.describe(f"warming up {backend.name}")
+        cases = [item.case for item in data if item.backend is backend]
+        backend.prepare(
+            max_num_seqs=max(case.batch_size for case in cases),
+            max_total_len=max(case.total_len for case in cases),
+            params=[workload.sampling(cases[0].output_len)],
+        )
+    task.describe("compiling and warming up")
+    for item in data:
+        for _ in range(workload.warmup):
+            item.backend.generate(item.prompts, _params(item, workload))
+            task.advance()
+
+
+def _record(item: CaseData, workload: WorkloadConfig, index: int) -> None:
+    """One pass of our own engine that counts what the experts are given; not timed."""
+    backend = item.backend
+    assert isinstance(backend, MoejaxBackend)
+    llm = backend.llm
+    llm.routing.reset()
+    start_capture(llm)
+    backend.generate(item.prompts, _params(item, workload), record_routing=True)
+    item.counts = {phase: counts.copy() for phase, counts in llm.routing_counts.items()}
+    item.overflow = dict(llm.routing.overflow)
+    item.trace = take_capture(llm, index)
+    for phase in ("decode", "prefill"):
+        if steps := llm.routing.steps[phase]:
+            setattr(item, f"{phase}_hits", llm.routing.hits[phase] / steps)
+
+
+def _mark_warm(data: Sequence[CaseData], *, warm: bool) -> None:
+    for item in data:
+        if (llm := engine_of(item.backend)) is not None:
+            llm.ledger.warmed_up = warm
+
+
+def _turns(data: Sequence[CaseData], iteration: int) -> Iterator[int]:
+    """Places in `data`: case by case, and within a case every other iteration from the last backend to the
+    first, so that none always runs behind the same neighbour."""
+    cases: dict[str, list[int]] = {}
+    for index, item in enumerate(data):
+        cases.setdefault(item.case.name, []).append(index)
+    for places in cases.values():
+        yield from places if iteration % 2 == 0 else reversed(places)
+
+
+def _time(item: CaseData, workload: WorkloadConfig, index: int) -> None:
+    """One timed pass."""
+    start_capture(engine_of(item.backend))  # else the trace of all passes would pile up
+    outputs: list[RequestOutput] = item.backend.generate(item.prompts, _params(item, workload))
+    start = min(output.metrics.arrival_time for output in outputs)
+    end = max(output.metrics.token_times[-1] for output in outputs)
+    item.durations.append(end - start)
+    item.records += [RequestRecord.from_output(output, case=index) for output in outputs]
+    item.tokens = item.tokens or [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _params(item: CaseData, workload: WorkloadConfig) -> list[SamplingParams]:
+    return [workload.sampling(item.case.output_len, i) for i in range(item.case.batch_size)]

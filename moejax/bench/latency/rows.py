@@ -1,0 +1,81 @@
+"""A latency result's rows: a case's metrics on a backend, with what bounds them where that is known."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from moejax.bench.accounts import latency_account
+from moejax.bench.backends.beside import against_first, agreement, blank_unknown
+from moejax.bench.backends.moejax import engine_of
+from moejax.bench.latency.cases import CaseData
+from moejax.bench.metrics import case_row
+from moejax.bench.workload import WorkloadConfig
+from moejax.core.hardware import Hardware
+from moejax.engine.llm import LLM
+from moejax.nn.param import specs
+from moejax.perf.cost import decode_step_cost
+from moejax.perf.memory import held_weights
+from moejax.perf.roofline import step_bound
+
+
+def case_rows(
+    data: Sequence[CaseData], workload: WorkloadConfig, hardware: Hardware | None
+) -> list[dict[str, Any]]:
+    """A row for each of `data`, in its order."""
+    rows = [_row(item, workload, hardware, index) for index, item in enumerate(data)]
+    for case in {item.case: None for item in data}:
+        same = [index for index, item in enumerate(data) if item.case == case]
+        _set_beside([data[index] for index in same], [rows[index] for index in same], workload)
+    return rows
+
+
+def _set_beside(data: Sequence[CaseData], rows: Sequence[dict[str, Any]], workload: WorkloadConfig) -> None:
+    """Adds to a case's rows of further backends what they are to the first one, and whether their tokens are
+    ours (or the first's, where ours was not measured)."""
+    first = data[0]
+    reference = next((item for item in data if engine_of(item.backend) is not None), first)
+    for item, row in zip(data, rows, strict=True):
+        if item is not first:
+            row |= against_first(item.iterations, first.iterations)
+        if item is not reference and workload.temperature == 0:
+            row["tokens_agree_percent"] = agreement(item.tokens, reference.tokens)
+
+
+def _row(item: CaseData, workload: WorkloadConfig, hardware: Hardware | None, index: int) -> dict[str, Any]:
+    fields = {
+        "case": index,
+        "backend": item.backend.name,
+        "batch_size": item.case.batch_size,
+        "prompt_len": item.case.prompt_len,
+        "output_len": item.case.output_len,
+    }
+    row = case_row(fields, item.records, sum(item.durations), workload.slo)
+    row = blank_unknown(row, itl_known=item.backend.itl_known)
+    llm = engine_of(item.backend)
+    if llm is not None and item.decode_hits is not None:
+        row |= _bounds(llm, item, hardware, row.get("median_tpot_ms"))
+        hits = {"decode": item.decode_hits, "prefill": item.prefill_hits}
+        used, item.accounts = latency_account(
+            llm, item.case, hits, item.records, row.get("median_tpot_ms"), hardware
+        )
+        row |= used
+    return row
+
+
+def _bounds(
+    llm: LLM, item: CaseData, hardware: Hardware | None, median_tpot_ms: float | None
+) -> dict[str, Any]:
+    """Of a decode step: experts hit, bytes moved, and the least time that the device allows."""
+    assert item.decode_hits is not None
+    found: dict[str, Any] = {"mean_experts_hit": float(item.decode_hits[list(llm.config.moe_layers)].mean())}
+    context = item.case.prompt_len + item.case.output_len / 2
+    declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
+    held = held_weights(llm.config, declared)
+    batch, kv = item.case.batch_size, llm.kv_cache_dtype
+    cost = decode_step_cost(llm.config, batch, context, item.decode_hits, kv_dtype=kv, held=held)
+    found["decode_step_mbytes"] = cost.bytes / 1e6
+    bound = step_bound(cost, hardware, llm.config.dtype)
+    if bound is not None and median_tpot_ms:
+        found["roofline_tpot_ms"] = bound.seconds * 1e3
+        found["roofline_limit"] = bound.limit
+        found["roofline_percent"] = 100 * bound.seconds * 1e3 / median_tpot_ms
+    return found

@@ -1,0 +1,206 @@
+"""Which operation of the model each HLO instruction belongs to, by the named scopes in its metadata."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from moejax.perf.attribution import OPERATIONS
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+_CALLED = re.compile(r"\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_LAYER = re.compile(r"layer_(\d+)$")
+
+# GPU kernels do several things at once, or are called below one scope for all: theirs is the kernel's name.
+_KERNELS = {
+    "rms_norm": "norm",
+    "rope_kv_write": "kv_write",
+    "ragged_paged_attention": "attention",
+    "flash_attention": "attention",
+    "topk_router": "router",
+    "moe_permute": "experts_dispatch",
+    "moe_combine": "experts_dispatch",
+    "grouped_swiglu": "experts_gate_up",
+    "grouped_matmul": "experts_down",
+}
+
+
+class Place(NamedTuple):
+    """Where an instruction belongs.
+
+    Attributes:
+        operation: of `moejax.perf.attribution.OPERATIONS`; None: not known.
+        layer: None outside of the layers, or not known.
+        inferred: it has no scope of its own: it is its caller's, or that of what uses it.
+    """
+
+    operation: str | None
+    layer: int | None
+    inferred: bool = False
+
+
+NOWHERE = Place(None, None)
+
+
+@dataclass
+class Instruction:
+    """A line of HLO."""
+
+    name: str
+    opcode: str
+    computation: str
+    op_name: str
+    called: tuple[str, ...]
+    operands: tuple[str, ...]
+
+
+@dataclass
+class Program:
+    """A compiled program's instructions.
+
+    Attributes:
+        key: what it was compiled for.
+        prefill: it computes parts of prompts.
+        instructions: by name, all computations'.
+        places: by name.
+        callers: by name, the instructions (a loop, a conditional) that it runs within, inner ones included.
+    """
+
+    key: str
+    prefill: bool
+    instructions: Mapping[str, Instruction] = field(repr=False)
+    places: Mapping[str, Place] = field(repr=False)
+    callers: Mapping[str, frozenset[str]] = field(repr=False)
+
+
+def read_program(key: str, prefill: bool, text: str) -> Program:
+    """A program from its optimised HLO, as `jax.stages.Compiled.as_text` gives it."""
+    instructions = {line.name: line for line in _lines(text)}
+    by_computation: dict[str, list[Instruction]] = {}
+    calls: dict[str, list[str]] = {}
+    for line in instructions.values():
+        by_computation.setdefault(line.computation, []).append(line)
+        for target in line.called:
+            calls.setdefault(target, []).append(line.name)
+    callers = _callers(instructions, calls)
+    places = _places(instructions, by_computation, calls)
+    return Program(key, prefill, instructions, places, callers)
+
+
+def match(names: Iterable[str], programs: Sequence[Program]) -> Program | None:
+    """The program that has these instructions: the most of them, of several the smallest. None: none has nine
+    in ten, which allows for a few that the runtime names otherwise."""
+    wanted = set(names)
+
+    def missing(program: Program) -> int:
+        return len(wanted - program.instructions.keys())
+
+    best = min(programs, key=lambda program: (missing(program), len(program.instructions)), default=None)
+    return best if best is not None and 10 * missing(best) <= len(wanted) else None
+
+
+def place_of(op_name: str) -> Place:
+    """What a name stack says: `jit(step)/layer_3/attention/kv_write/while` is layer 3's "kv_write"."""
+    operation = layer = None
+    for part in op_name.split("/"):
+        found = _LAYER.match(part)
+        if found:
+            layer = int(found[1])
+        elif part in OPERATIONS:
+            operation = part
+        else:
+            operation = next(
+                (name for kernel, name in _KERNELS.items() if part.startswith(kernel)), operation
+            )
+    return Place(operation, layer)
+
+
+def _lines(text: str) -> Iterable[Instruction]:
+    computation = ""
+    for line in text.splitlines():
+        if not line[:1].isspace():
+            opened = _COMPUTATION.match(line)
+            computation = opened[2] if opened else ""
+            continue
+        begin = _INSTRUCTION.match(line)
+        if not computation or begin is None:
+            continue
+        rest = line[begin.end() :]
+        opcode = _OPCODE.search(rest) if not rest.startswith("(") else _OPCODE.search(rest, rest.index(") "))
+        if opcode is None:
+            continue
+        after = rest[opcode.end() :]
+        called = _CALLED.findall(after)
+        for branches in _BRANCHES.findall(after):
+            called += [name.strip().lstrip("%") for name in branches.split(",")]
+        named = _OP_NAME.search(after)
+        operands = _OPERAND.findall(after.split(")", 1)[0])
+        yield Instruction(
+            begin[1], opcode[1], computation, named[1] if named else "", tuple(called), tuple(operands)
+        )
+
+
+def _callers(
+    instructions: Mapping[str, Instruction], calls: Mapping[str, Sequence[str]]
+) -> dict[str, frozenset[str]]:
+    known: dict[str, frozenset[str]] = {}
+
+    def of(computation: str) -> frozenset[str]:
+        if computation not in known:
+            known[computation] = frozenset()  # HLO has no recursion
+            direct = calls.get(computation, ())
+            known[computation] = frozenset(direct).union(*(of(instructions[n].computation) for n in direct))
+        return known[computation]
+
+    return {name: of(line.computation) for name, line in instructions.items()}
+
+
+def _places(
+    instructions: Mapping[str, Instruction],
+    by_computation: Mapping[str, Sequence[Instruction]],
+    calls: Mapping[str, Sequence[str]],
+) -> dict[str, Place]:
+    """Scopes where there are some, then what lies near."""
+    places = {name: _own_place(line, by_computation) for name, line in instructions.items()}
+    users: dict[str, list[str]] = {}
+    for line in instructions.values():
+        for operand in line.operands:
+            users.setdefault(operand, []).append(line.name)
+    # Copies, broadcasts and the like that XLA has added: those who use them first, then what they are made
+    # of. In rounds, since these may have no scope either.
+    for near in (users, {name: line.operands for name, line in instructions.items()}):
+        for _ in range(4):
+            for name, place in list(places.items()):
+                if place.operation is None and instructions[name].opcode != "parameter":
+                    found = [places[n] for n in near.get(name, ()) if n in places and places[n].operation]
+                    if found:
+                        places[name] = found[0]._replace(inferred=True)
+    # What is still without a place in a loop's body or condition is the loop's.
+    for name, line in instructions.items():
+        computation = line.computation
+        while places[name].operation is None and computation in calls:
+            caller = instructions[calls[computation][0]]
+            if places[caller.name].operation is not None:
+                places[name] = places[caller.name]._replace(inferred=True)
+            computation = caller.computation
+    return places
+
+
+def _own_place(line: Instruction, by_computation: Mapping[str, Sequence[Instruction]]) -> Place:
+    """By its own metadata. A fusion is its product's, since that takes the time; else its root's, whose
+    metadata it has; else that of most of its parts."""
+    if line.opcode not in ("fusion", "call", "custom-call"):
+        return place_of(line.op_name)
+    inside = [part for name in line.called for part in by_computation.get(name, ())]
+    products = [part for part in inside if part.opcode in ("dot", "convolution")]
+    own = place_of((products[-1] if products else line).op_name)
+    if own.operation is not None or not inside:
+        return own
+    votes = Counter(place for part in inside if (place := place_of(part.op_name)).operation is not None)
+    return votes.most_common(1)[0][0] if votes else NOWHERE

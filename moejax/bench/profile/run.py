@@ -1,0 +1,259 @@
+"""The profile experiment: where a step's time goes, held against the least that each operation needs.
+
+capture:   warm-up, expert hits, generations without and with `jax.profiler` (out_dir/trace)
+attribute: every nanosecond of the traced steps to an operation, the host or the launching
+report:    profile.json, result.json, plots, tracker, table
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.bench.accounts import EngineAccount
+from moejax.bench.profile.attribute import HOST, LAUNCH, UNKNOWN, PhaseTimes, attribute_trace
+from moejax.bench.profile.capture import Captured, capture, check
+from moejax.bench.profile.config import ProfileSection, ProfileWorkload
+from moejax.bench.profile.trace import TraceError, read_trace
+from moejax.bench.result import build_result, ensure_writable, write_result
+from moejax.bench.roofline import account
+from moejax.bench.workload import workload_hash
+from moejax.core.errors import ConfigError
+from moejax.core.files import atomic_write_text, dump_json
+from moejax.core.hardware import Hardware, get_hardware
+from moejax.core.resolve import as_dict
+from moejax.engine.llm import LLM
+from moejax.perf.attribution import OpCost, bounds
+from moejax.report.roofline import print_profile, save_profile_plots
+from moejax.report.tables import print_closing, stderr_console
+from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
+from moejax.tracking.naming import run_info
+from moejax.tracking.provenance import collect
+from moejax.tracking.publish import publish
+
+PROFILE_FILE = "profile.json"
+REST = (LAUNCH, HOST, UNKNOWN)
+
+
+def run_profile(
+    llm: LLM,
+    workload: ProfileWorkload,
+    section: ProfileSection,
+    tracker_config: TrackerConfig,
+    out_dir: Path,
+    *,
+    config: Mapping[str, Any],
+    name: str,
+    hardware_kind: str = "auto",
+) -> dict[str, Any]:
+    """Runs the experiment and writes its results into `out_dir`.
+
+    Call `moejax.bench.profile.capture.name_compiled_programs` before `llm` is made.
+
+    Args:
+        config: the whole resolved configuration, for the record.
+        name: the model's short name.
+        hardware_kind: the device whose peaks bound the operations, see `get_hardware`.
+
+    Returns:
+        The content of `result.json`.
+
+    Raises:
+        ConfigError: an unknown device or one without known peaks, too long a workload, several devices;
+            before anything runs.
+        TraceError: the profiler gave nothing to read.
+        OutputError, TrackingError: the results cannot be written or tracked.
+    """
+    ensure_writable(out_dir)
+    check(llm, workload)
+    hardware = _hardware(hardware_kind, llm.config.dtype)
+    provenance = collect(
+        config,
+        seeds={"engine": llm.seed, "workload": workload.seed},
+        checkpoint=llm.model_dir,
+        workload=workload_hash(workload.as_latency()),
+    )
+    info = run_info("profile", out_dir, config, provenance, model=name)
+    with make_tracker(tracker_config, info) as tracker:
+        captured = capture(llm, workload, out_dir / "trace")
+        times = attribute_trace(read_trace(captured.file), captured.programs)
+        phases = [
+            _phase(phase, found, captured, ops, hardware, llm, section)
+            for phase, ops in attribution(llm, workload, captured.hits).items()
+            if (found := times[phase]).units
+        ]
+        result = build_result(
+            "profile",
+            metrics=_metrics(phases, captured, llm),
+            cases=[_row(phase, workload) for phase in phases],
+            config=config,
+            provenance=provenance,
+            compile_ledger=llm.ledger.rows(),
+            resolved=as_dict(llm.resolutions),
+            hardware=dataclasses.asdict(hardware),
+            roofline=[{k: v for k, v in phase.items() if k != "instructions"} for phase in phases],
+        )
+        detail = {"schema": 1, "trace": str(captured.file.relative_to(out_dir)), "phases": phases}
+        files = [
+            write_result(result, out_dir),
+            atomic_write_text(out_dir / PROFILE_FILE, dump_json(detail, indent=2) + "\n"),
+        ]
+        _report(result, files, tracker, out_dir)
+    console = stderr_console()
+    print_profile(result, console)
+    print_closing(console, out_dir, tracker.hints(), llm.ledger.rows())
+    return result
+
+
+def attribution(
+    llm: LLM, workload: ProfileWorkload, hits: Mapping[str, np.ndarray]
+) -> dict[str, list[OpCost]]:
+    """Of the prompts' steps together, and of a mean decode step."""
+    found = EngineAccount(llm)
+    return {
+        "prefill": found.prefill(workload.case, hits["prefill"]),
+        "decode": found.decode(workload.case, hits["decode"]),
+    }
+
+
+def _hardware(kind: str, dtype: str) -> Hardware:
+    """Raises ConfigError: a device that is not known, or without a peak for that dtype."""
+    device = jax.devices()[0].device_kind
+    hardware = get_hardware(kind, device)
+    if hardware is None:
+        raise ConfigError(
+            f"hardware.kind=auto does not know the device {device!r}, and without its peaks nothing bounds"
+            " the operations; name the kind that it is most like, such as hardware=h100"
+        )
+    bounds([], hardware, dtype)  # raises where a peak is not known
+    return hardware
+
+
+def _phase(
+    phase: str,
+    times: PhaseTimes,
+    captured: Captured,
+    ops: Sequence[OpCost],
+    hardware: Hardware,
+    llm: LLM,
+    section: ProfileSection,
+) -> dict[str, Any]:
+    """One phase's account: of a mean decode step, or of all steps that one batch's prompts take."""
+    dtype = llm.config.dtype
+    prefilled = statistics.median(captured.prefill_seconds)
+    plain = prefilled if phase == "prefill" else _decode_seconds(captured.plain)
+    to_ms = 1 / times.units / 1e6
+    measured = {name: spent * to_ms for name, spent in times.by_operation().items()}
+    found = account(
+        ops, hardware, dtype, seconds=plain, kinds=section.compare,
+        measured_ms={name: spent for name, spent in measured.items() if name not in REST},
+    )  # fmt: skip
+    found["operations"] += _unforeseen(measured, found["operations"])
+    wall = times.wall * to_ms
+    for row in found["operations"]:
+        row["share"] = row["measured_ms"] / wall
+    ranked = sorted(times.instructions.items(), key=lambda item: -item[1])[: section.top]
+    lines = {(p.key, name): line for p in captured.programs for name, line in p.instructions.items()}
+    return found | {
+        "units": times.units,
+        "measured_units": times.measured,
+        "steps_per_unit": times.steps / times.units,
+        "measured_ms": wall,
+        "plain_ms": plain * 1e3,
+        **{f"{name}_ms": measured.get(name, 0.0) for name in REST},
+        "inferred_ms": times.inferred * to_ms,
+        "layers_ms": {str(layer): spent * to_ms for layer, spent in times.by_layer().items()},
+        "instructions": [
+            {
+                "instruction": key[1],
+                "opcode": lines[key].opcode if key in lines else None,
+                "op_name": lines[key].op_name if key in lines else None,
+                **times.places[key]._asdict(),
+                "executions": times.executions[key] / times.units,
+                "ms": spent * to_ms,
+            }
+            for key, spent in ranked
+        ],
+    }
+
+
+def _unforeseen(measured: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for operations that took time and are in no account, such as unpacking the inputs."""
+    known = {row["operation"] for row in rows}
+    return [
+        {
+            "operation": name, "flops": 0.0, "weight_bytes": 0.0, "cache_bytes": 0.0, "activation_bytes": 0.0,
+            "intensity": None, "bound_ms": 0.0, "limit": None, "measured_ms": spent, "excess_ms": spent,
+        }
+        for name, spent in measured.items()
+        if name not in known and name not in REST
+    ]  # fmt: skip
+
+
+def _decode_seconds(records: Sequence[Any]) -> float:
+    """Median time of the steps that only decode."""
+    found = [record.seconds for record in records if not record.prefill_tokens]
+    if not found:
+        raise TraceError("no decode step was measured; raise workload.output_len")
+    return statistics.median(found)
+
+
+def _row(phase: Mapping[str, Any], workload: ProfileWorkload) -> dict[str, Any]:
+    """A phase's row in `cases`."""
+    kept = ("phase", "units", "measured_units", "measured_ms", "plain_ms", "bound_ms", "in_turn_ms", "limit")
+    shares = {f"{name}_percent": 100 * phase[f"{name}_ms"] / phase["measured_ms"] for name in REST}
+    return {
+        "batch_size": workload.batch_size,
+        "prompt_len": workload.prompt_len,
+        "output_len": workload.output_len,
+        **{name: phase[name] for name in kept},
+        "mfu_percent": _percent(phase["mfu"]),
+        "mbu_percent": _percent(phase["mbu"]),
+        "roofline_percent": 100 * phase["bound_ms"] / phase["plain_ms"],
+        **shares,
+    }
+
+
+def _percent(part: float | None) -> float | None:
+    return None if part is None else 100 * part
+
+
+def _metrics(phases: Sequence[Mapping[str, Any]], captured: Captured, llm: LLM) -> dict[str, Any]:
+    """Decode's figures by their plain names, prefill's after `prefill_`."""
+    metrics: dict[str, Any] = {}
+    for phase in phases:
+        prefix = "prefill_" if phase["phase"] == "prefill" else ""
+        metrics |= {
+            f"{prefix}step_ms": phase["plain_ms"],
+            f"{prefix}profiled_step_ms": phase["measured_ms"],
+            f"{prefix}bound_ms": phase["bound_ms"],
+            f"{prefix}mfu_percent": _percent(phase["mfu"]),
+            f"{prefix}mbu_percent": _percent(phase["mbu"]),
+            f"{prefix}roofline_percent": 100 * phase["bound_ms"] / phase["plain_ms"],
+        }
+        for name in REST:
+            metrics[f"{prefix}{name}_percent"] = 100 * phase[f"{name}_ms"] / phase["measured_ms"]
+    metrics["profiler_slowdown"] = _decode_seconds(captured.traced) / _decode_seconds(captured.plain)
+    metrics["compile_seconds"] = llm.ledger.seconds
+    metrics["recompiles_after_warmup"] = len(llm.ledger.recompiles)
+    return metrics
+
+
+def _report(
+    result: Mapping[str, Any], files: Sequence[Path], tracker: CompositeTracker, out_dir: Path
+) -> None:
+    """Plots, and everything to the tracker."""
+    plots = save_profile_plots(result, out_dir)
+    columns = ["phase", "operation", "measured_ms", "bound_ms", "excess_ms", "share", "limit", "flops",
+               "weight_bytes", "cache_bytes", "activation_bytes"]  # fmt: skip
+    rows = [
+        [phase["phase"], *(row.get(name) for name in columns[1:])]
+        for phase in result["roofline"]
+        for row in phase["operations"]
+    ]
+    publish(tracker, result, plots=plots, files=files)
+    tracker.table("operations", columns, rows)

@@ -1,0 +1,1 @@
+"""The routing experiment: traces analysed side by side, and traces made up."""

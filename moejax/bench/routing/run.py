@@ -1,0 +1,147 @@
+"""The routing experiment: traces side by side, and one made up for a model's shape.
+
+traces → loads, skew, bursts, co-activation, locality, working sets, placement, differences → tables, plots,
+result.json, tracker. A made-up trace is written as `routing.npz`, which the engine replays and every
+other experiment with a trace's key takes.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.bench.result import build_result, ensure_writable, write_result
+from moejax.bench.routing.config import RoutingSelection, needs_model
+from moejax.bench.routing.placement import placement_row
+from moejax.bench.routing.rows import differences, layer_rows, trace_row, working_sets
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.report.progress import progress
+from moejax.report.routing import save_routing_plots
+from moejax.report.routing_tables import print_routing
+from moejax.report.tables import print_closing, stderr_console
+from moejax.routing.capture import CAPTURE_FILE, RoutingCapture, load_capture
+from moejax.routing.generate import generate
+from moejax.routing.source import trace_names
+from moejax.tracking.base import TrackerConfig, make_tracker
+from moejax.tracking.naming import run_info
+from moejax.tracking.provenance import collect
+from moejax.tracking.publish import publish
+
+_METRICS = (
+    "rows", "steps", "max_over_mean", "max_over_mean_worst", "entropy", "gini", "top_share",
+    "zipf_exponent", "burstiness", "reuse", "reuse_by_chance", "next_layer_bits", "prefill_hits",
+    "decode_hits", "unused_experts", "decode_bytes_per_step", "contiguous_imbalance",
+    "planned_imbalance", "replicated_imbalance", "replicated_holdout_imbalance",
+)  # fmt: skip
+
+
+def run_routing(
+    selection: RoutingSelection,
+    tracker_config: TrackerConfig,
+    out_dir: Path,
+    *,
+    config: Mapping[str, Any],
+    model: ModelConfig | None = None,
+    name: str | None = None,
+) -> dict[str, Any]:
+    """Runs the experiment and writes its results into `out_dir`; `cases` has a row for each trace, `layers`
+    one for each of its layers. The flat metrics are the first trace's; `<figure>_<trace>` are the others'.
+
+    Args:
+        config: the whole resolved configuration, for the record.
+        model: whose shape is generated, which all traces have to fit, and whose experts' bytes are counted.
+        name: the model's short name.
+
+    Raises:
+        ConfigError: a trace that is none or does not fit the model, or a generator's parameters.
+    """
+    captures = open_traces(selection, model, name)
+    placed = {label: placement_row(capture, selection.placement) for label, capture in captures.items()}
+    ensure_writable(out_dir)
+    made = captures.get("generated") if selection.generate.kind is not None else None
+    files = [] if made is None else [made.save(out_dir / CAPTURE_FILE)]
+    provenance = collect(config, seeds={"generate": selection.seed})
+    info = run_info("routing", out_dir, config, provenance, variant="+".join(captures))
+    cases: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []
+    details: dict[str, Any] = {}
+    with make_tracker(tracker_config, info) as tracker:
+        with progress("traces", total=len(captures) + 1) as task:
+            for label, capture in captures.items():
+                task.describe(label)
+                own = layer_rows(capture)
+                cases.append({"trace": label, **trace_row(capture, own, model), **placed[label]})
+                layers += [{"trace": label, **row} for row in own]
+                details[label] = working_sets(capture, model)
+                task.advance()
+            result = build_result(
+                "routing",
+                metrics=_metrics(cases),
+                cases=cases,
+                config=config,
+                provenance=provenance,
+                routing={"counts": next(iter(captures.values())).counts()},
+                layers=layers,
+                differences=differences(captures),
+                working_sets=details,
+                loads={label: capture.counts() for label, capture in captures.items()},
+            )
+            task.describe("plots")
+            files.append(write_result(result, out_dir))
+            plots = save_routing_plots(captures, result, out_dir, model)
+        publish(tracker, result, plots=plots, files=files)
+    console = stderr_console()
+    print_routing(result, console)
+    print_closing(console, out_dir, tracker.hints())
+    return result
+
+
+def open_traces(
+    selection: RoutingSelection, model: ModelConfig | None, name: str | None = None
+) -> dict[str, RoutingCapture]:
+    """Every trace by its short name, the made-up one last, as "generated".
+
+    Raises:
+        ConfigError: see `run_routing`.
+    """
+    captures: dict[str, RoutingCapture] = {}
+    for label, path in zip(trace_names(selection.paths), selection.paths, strict=True):
+        capture = load_capture(path)
+        if not capture.num_rows:
+            raise ConfigError(f"trace={path}: the trace is empty; capture some steps first")
+        if model is not None:
+            capture.check_fits(model, f"trace={path}")
+        captures["generated_trace" if label == "generated" else label] = capture
+    if selection.generate.kind is not None:
+        captures["generated"] = _generate(selection, model, name)
+    return captures
+
+
+def _generate(selection: RoutingSelection, model: ModelConfig | None, name: str | None) -> RoutingCapture:
+    wanted = selection.generate
+    if model is None:
+        raise needs_model(str(wanted.kind))
+    layers = [i for i, sparse in enumerate(model.moe_layers) if sparse]
+    if not layers:
+        raise ConfigError("generate: the model has no layers with experts, so there is nothing to route")
+    made = generate(
+        str(wanted.kind),
+        num_experts=model.num_experts,
+        top_k=model.num_experts_per_tok,
+        layers=layers,
+        requests=wanted.requests,
+        prompt_len=wanted.prompt_len,
+        output_len=wanted.output_len,
+        seed=selection.seed,
+        **wanted.params,
+    )
+    return dataclasses.replace(made, meta={**made.meta, "model": name})
+
+
+def _metrics(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    metrics: dict[str, Any] = {"traces": len(cases)}
+    for number, case in enumerate(cases):
+        end = f"_{case['trace']}" if number else ""
+        metrics |= {f"{name}{end}": case[name] for name in _METRICS if case.get(name) is not None}
+    return metrics

@@ -1,0 +1,183 @@
+"""`run_stress`: warm-up, rounds of all phases with the checks between, the result."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.bench.result import build_result, ensure_writable, write_result
+from moejax.bench.stress.checks import Prober, Snapshot, idle_faults, leak_faults, snapshot
+from moejax.bench.stress.config import StressSection
+from moejax.bench.stress.phases import RUN, Counts, Load, greedy
+from moejax.bench.timing import peak_memory, weight_metrics
+from moejax.core.errors import ConfigError, MoejaxError
+from moejax.core.hardware import get_hardware
+from moejax.core.resolve import as_dict
+from moejax.engine.llm import LLM
+from moejax.report.progress import progress
+from moejax.report.stress import print_stress, save_stress_plots
+from moejax.report.tables import print_closing, stderr_console
+from moejax.tracking.base import TrackerConfig, make_tracker
+from moejax.tracking.naming import run_info
+from moejax.tracking.provenance import collect
+from moejax.tracking.publish import publish
+
+logger = logging.getLogger(__name__)
+
+_COUNTS = ("requests", "done", "aborted", "left", "failed", "unfinished", "tokens")
+
+
+class StressError(MoejaxError, RuntimeError):
+    """A check of a stress run did not hold."""
+
+
+@dataclass
+class PhaseLog:
+    """A phase over all rounds."""
+
+    name: str
+    counts: Counts = field(default_factory=Counts)
+    seconds: float = 0.0
+    preemptions: int = 0
+    max_running: int = 0
+    max_waiting: int = 0
+    cache_use_peak: float = 0.0
+    drift: list[float] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def row(self, case: int) -> dict[str, Any]:
+        counts = {name: getattr(self.counts, name) for name in _COUNTS}
+        faults = list(dict.fromkeys([*self.faults, *self.counts.errors]))
+        return {
+            "case": case,
+            "phase": self.name,
+            **counts,
+            "seconds": self.seconds,
+            "output_throughput": self.counts.tokens / self.seconds if self.seconds else None,
+            "preemptions": self.preemptions,
+            "max_running": self.max_running,
+            "max_waiting": self.max_waiting,
+            "cache_use_peak": self.cache_use_peak,
+            "tpot_ratio": max(self.drift),
+            "passed": not faults,
+            "faults": faults,
+        }
+
+
+def run_stress(
+    llm: LLM,
+    section: StressSection,
+    tracker_config: TrackerConfig,
+    out_dir: Path,
+    *,
+    config: Mapping[str, Any],
+    name: str,
+    hardware_kind: str = "auto",
+) -> dict[str, Any]:
+    """Runs the experiment and writes its results into `out_dir`.
+
+    Returns:
+        The content of `result.json`: `cases` has a row per phase, `rounds` the snapshots, `faults` what does
+        not belong to a phase. `check_stress` raises where something did not hold.
+
+    Raises:
+        ConfigError: the engine is too short for the probes; checked before anything runs.
+        OutputError, TrackingError: the results cannot be written or tracked.
+    """
+    ensure_writable(out_dir)
+    if section.probe_tokens + 1 > llm.max_model_len:
+        raise ConfigError(
+            f"stress.probe_tokens {section.probe_tokens} leave no room for a prompt within "
+            f"engine.max_model_len {llm.max_model_len}"
+        )
+    hardware = get_hardware(hardware_kind, jax.devices()[0].device_kind)
+    seeds = {"engine": llm.seed, "stress": section.seed}
+    provenance = collect(config, seeds=seeds, checkpoint=llm.model_dir)
+    for resolution in llm.resolutions:
+        logger.info("%s", resolution)
+    info = run_info("stress", out_dir, config, provenance, model=name)
+    with make_tracker(tracker_config, info) as tracker:
+        with progress("compiling and warming up"):
+            llm.warmup(max_total_len=llm.max_model_len, sampling_params=[greedy(1)])
+            prober = Prober(llm, section)
+        logs = [PhaseLog(phase) for phase in section.phases]
+        snapshots = _rounds(prober, logs)
+        grown, faults = leak_faults(snapshots, section)
+        if recompiles := len(llm.ledger.recompiles):
+            faults.append(f"{recompiles} steps were compiled after the warm-up")
+        rows = [log.row(case) for case, log in enumerate(logs)]
+        metrics = {key: sum(row[key] for row in rows) for key in (*_COUNTS, "preemptions")}
+        metrics |= grown | peak_memory() | weight_metrics(llm.stages)
+        metrics |= {
+            "failed_checks": sum(not row["passed"] for row in rows) + len(faults),
+            "probe_tpot_ms": prober.before.tpot_ms,
+            "max_drift": max(row["tpot_ratio"] for row in rows),
+            "compile_seconds": llm.ledger.seconds,
+            "recompiles_after_warmup": recompiles,
+        }
+        result = build_result(
+            "stress",
+            metrics=metrics,
+            cases=rows,
+            config=config,
+            provenance=provenance,
+            compile_ledger=llm.ledger.rows(),
+            resolved=as_dict(llm.resolutions),
+            hardware=dataclasses.asdict(hardware) if hardware else None,
+            rounds=[dataclasses.asdict(item) for item in snapshots],
+            probes={log.name: log.drift for log in logs},
+            faults=faults,
+        )
+        files = [write_result(result, out_dir)]
+        publish(tracker, result, plots=save_stress_plots(result, out_dir), files=files)
+    console = stderr_console()
+    print_stress(result, console)
+    print_closing(console, out_dir, tracker.hints(), result["compile_ledger"])
+    return result
+
+
+def check_stress(result: Mapping[str, Any]) -> None:
+    """Raises `StressError` with the first fault where there is any."""
+    found = [f"{row['phase']}: {fault}" for row in result["cases"] for fault in row["faults"]]
+    found += result["faults"]
+    if found:
+        more = f" (and {len(found) - 1} more in result.json)" if len(found) > 1 else ""
+        raise StressError(f"stress: {found[0]}{more}")
+
+
+def _rounds(prober: Prober, logs: Sequence[PhaseLog]) -> list[Snapshot]:
+    section, snapshots = prober.section, []
+    with progress("stress", total=section.rounds * len(logs)) as task:
+        for number in range(section.rounds):
+            for place, log in enumerate(logs):
+                task.describe(f"round {number + 1}: {log.name}")
+                _phase(prober, log, np.random.default_rng([section.seed, number, place]))
+                task.advance()
+            snapshots.append(snapshot(prober.llm))
+    return snapshots
+
+
+def _phase(prober: Prober, log: PhaseLog, rng: np.random.Generator) -> None:
+    """A phase, and the checks after it."""
+    llm = prober.llm
+    llm.reset_stats()
+    start = time.perf_counter()
+    RUN[log.name](Load(llm, prober.section, rng, log.counts))
+    log.seconds += time.perf_counter() - start
+    stats = llm.stats()
+    log.preemptions += stats["preemptions"]
+    log.max_running = max(log.max_running, stats["max_running"])
+    log.max_waiting = max(log.max_waiting, stats["max_waiting"])
+    log.cache_use_peak = max(log.cache_use_peak, stats["max_used_blocks"] / stats["num_blocks"])
+    log.faults += idle_faults(llm)
+    if log.counts.unfinished:
+        log.faults.append(f"{log.counts.unfinished} requests did not end")
+    after, faults = prober.check()
+    log.drift.append(prober.drift(after))
+    log.faults += faults

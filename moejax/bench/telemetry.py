@@ -1,0 +1,72 @@
+"""Telemetry of the devices that a measurement uses, the cost of what they made, and both in the result."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from moejax.core.files import to_jsonable
+from moejax.core.price import Price
+from moejax.tracking.telemetry import Telemetry, TelemetryConfig
+
+# What a case's row gets of its telemetry; all of it is in `result["telemetry"]["cases"]`.
+_IN_ROWS = ("energy_per_output_token_j", "mean_gpu_power_w", "gpu_slowdown_percent")
+
+
+def open_telemetry(config: TelemetryConfig | None, num_devices: int) -> Telemetry:
+    """Of this process and machine, and of the first `num_devices` devices that JAX counts, which is how
+    meshes are laid out. None switches it off."""
+    used = jax.devices()[:num_devices]
+    mine = [device for device in used if device.process_index == jax.process_index()]
+    gpus = [device.local_hardware_id for device in mine if device.platform == "gpu"]
+    incomplete = None
+    if jax.process_count() > 1:
+        incomplete = f"{jax.process_count()} processes took part, and each reads its own devices only"
+    return Telemetry(config or TelemetryConfig(enabled=False), gpus=gpus, incomplete=incomplete)
+
+
+class Meter:
+    """What is read beside a measurement, case by case, and put into its result.
+
+    Args:
+        config: of the sampling; None: none.
+        price: of a device; None: no cost.
+        num_devices: that the measurement uses. Virtual CPU devices are one machine, and paid for once.
+    """
+
+    def __init__(
+        self, config: TelemetryConfig | None = None, price: Price | None = None, num_devices: int = 1
+    ) -> None:
+        self.telemetry = open_telemetry(config, num_devices)
+        self._price = price
+        self._devices = 1 if jax.devices()[0].platform == "cpu" else num_devices
+
+    def part(self, case: int) -> AbstractContextManager[None]:
+        """Around what is measured of a case, and nothing else."""
+        return self.telemetry.part(case)
+
+    def add_to(self, result: dict[str, Any], cases: Sequence[int] | None = None) -> None:
+        """Telemetry and cost into the flat metrics, the cases' rows and `result["telemetry"]`.
+
+        Args:
+            result: as built, before it is written.
+            cases: those that its flat metrics are of; None: all.
+        """
+        rows = result["cases"]
+        chosen = range(len(rows)) if cases is None else cases
+        metrics = result["metrics"]
+        tokens = metrics.get("total_output_tokens")
+        metrics |= self.telemetry.summary(*chosen, output_tokens=tokens) | self._cost(metrics)
+        table = []
+        for index, row in enumerate(rows):
+            found = self.telemetry.summary(index, output_tokens=row.get("total_output_tokens"))
+            table.append({"case": index, **found})
+            row |= {name: found[name] for name in _IN_ROWS if found.get(name) is not None} | self._cost(row)
+        result["telemetry"] = to_jsonable({**self.telemetry.report(), "cases": table})
+
+    def _cost(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+        if self._price is None:
+            return {}
+        rates = (metrics.get("output_throughput"), metrics.get("total_token_throughput"))
+        return self._price.metrics(self._devices, *rates)

@@ -1,0 +1,101 @@
+"""What a throughput experiment measures: a batching mode of a backend under planned traffic."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moejax.bench.backends.base import Backend
+from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.bench.driver import ServedRequest, TrafficRun
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
+from moejax.core.errors import ConfigError
+from moejax.routing.capture import RoutingCapture
+
+
+@dataclass
+class Mode:
+    """One row of the result.
+
+    Attributes:
+        backend: the engine, in its own batching mode.
+        plan: its traffic, in order of arrival.
+        request_rate: mean arrivals per second, inf for all at once; None for a trace.
+        runs: what was measured, one for each iteration.
+        failed_steps: of all iterations.
+        trace: of the first iteration, where the engine captures routing.
+    """
+
+    backend: Backend
+    plan: Sequence[PlannedRequest]
+    request_rate: float | None
+    runs: list[TrafficRun] = field(default_factory=list)
+    failed_steps: int = 0
+    trace: RoutingCapture | None = None
+
+    @property
+    def batching(self) -> str:
+        return self.backend.batching
+
+    @property
+    def label(self) -> str:
+        """For messages: the batching mode of our engine, a peer's name."""
+        return self.batching if isinstance(self.backend, MoejaxBackend) else self.backend.name
+
+    @property
+    def served(self) -> list[ServedRequest]:
+        return [item for run in self.runs for item in run.served]
+
+
+def plan_modes(
+    backends: Sequence[Backend], workload: ThroughputWorkload, plan: Sequence[PlannedRequest]
+) -> list[Mode]:
+    """A mode for each backend; our own is followed by `workload.compare`'s other modes of it, which share its
+    weights and have a cache and a scheduler of their own.
+
+    Raises:
+        ConfigError: `workload.compare` without our engine.
+    """
+    rate = None if workload.trace_file else workload.request_rate
+    chosen: list[Backend] = []
+    for backend in backends:
+        chosen.append(backend)
+        if isinstance(backend, MoejaxBackend):
+            others = [mode for mode in dict.fromkeys(workload.compare) if mode != backend.batching]
+            chosen += [backend.variant(mode) for mode in others]
+    if workload.compare and not any(isinstance(backend, MoejaxBackend) for backend in backends):
+        raise ConfigError(
+            f"workload.compare is of moejax's batching modes; backend={backends[0].name} has one of its own"
+        )
+    return [Mode(backend, plan, rate) for backend in chosen]
+
+
+def check_lengths(
+    backends: Sequence[Backend], workload: ThroughputWorkload, plan: Sequence[PlannedRequest]
+) -> None:
+    """Every request fits the models, and alone also our cache: there is no use in waiting for more of it.
+
+    Raises:
+        ConfigError: the longest does not.
+        RequestError: a backend cannot sample as the workload asks.
+    """
+    longest = max(plan, key=lambda asked: asked.total_len)
+    prompt, output = len(longest.prompt_token_ids), longest.output_len
+    text = f"the longest request has {prompt} + {output} tokens"
+    remedy = "shorten workload.prompt_len or workload.output_len"
+    for backend in backends:
+        backend.check(workload.sampling(output))
+        limit = backend.max_model_len
+        ours = isinstance(backend, MoejaxBackend)
+        if limit is not None and longest.total_len > limit:
+            whose = "engine.max_model_len" if ours else backend.name
+            raise ConfigError(f"{text}, over the limit of {limit} ({whose}); {remedy}")
+        if not ours:
+            continue
+        stats = backend.stats()
+        # The last token is never fed back, so its keys and values are not stored.
+        blocks = math.ceil((longest.total_len - 1) / stats["block_size"])
+        if blocks > stats["num_blocks"]:
+            raise ConfigError(
+                f"{text}: {blocks} blocks of {stats['block_size']}, and the cache has {stats['num_blocks']}; "
+                f"raise engine.num_blocks or {remedy}"
+            )

@@ -1,0 +1,126 @@
+"""A throughput result's rows: a mode's latencies, rates, queue and cache; and one mode over another."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moejax.bench.accounts import traffic_utilisation
+from moejax.bench.backends.beside import against_first, agreement, blank_unknown
+from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.bench.metrics import RequestRecord, case_row, compute_metrics, summarize
+from moejax.bench.statistics import paired_ratio
+from moejax.bench.throughput.modes import Mode
+from moejax.bench.timeline import step_metrics
+from moejax.bench.traffic import ThroughputWorkload
+from moejax.core.hardware import Hardware
+
+# Rates are medians over the iterations; a pooled rate would let one slow iteration pull it down.
+_RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
+
+
+def mode_rows(
+    modes: Sequence[Mode], workload: ThroughputWorkload, hardware: Hardware | None = None
+) -> list[dict[str, Any]]:
+    """A row for each mode, in their order; utilisation is of `hardware`, one device, where it is known."""
+    rows = [_row(mode, workload, index, hardware) for index, mode in enumerate(modes)]
+    ours = next((mode for mode in modes if isinstance(mode.backend, MoejaxBackend)), modes[0])
+    for mode, row in zip(modes, rows, strict=True):
+        if mode.backend.name == modes[0].backend.name:
+            continue
+        row |= against_first(_iterations(mode), _iterations(modes[0]))
+    for mode, row in zip(modes, rows, strict=True):
+        if mode.backend.name != ours.backend.name and workload.temperature == 0:
+            row["tokens_agree_percent"] = agreement(
+                *([item.token_ids for item in one.runs[0].served] for one in (mode, ours))
+            )
+    return rows
+
+
+def _iterations(mode: Mode) -> list[tuple[list[RequestRecord], float]]:
+    return [(run.records, run.duration_s) for run in mode.runs]
+
+
+def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardware | None) -> dict[str, Any]:
+    """A mode's row in `cases`. Records and steps of all iterations are pooled, rates are medians over them;
+    `duration_s` is their sum."""
+    limit, plan = mode.backend.max_num_seqs, mode.plan
+    fields = {
+        "case": index,
+        "backend": mode.backend.name,
+        "batching": mode.batching,
+        "request_rate": "inf" if mode.request_rate == math.inf else mode.request_rate,
+        "num_requests": len(plan),
+        "max_num_seqs": limit,
+        "batch_size": limit or len(plan),
+        "prompt_len": round(statistics.mean(len(asked.prompt_token_ids) for asked in plan)),
+        "output_len": round(statistics.mean(asked.output_len for asked in plan)),
+    }
+    served = mode.served
+    duration = sum(run.duration_s for run in mode.runs)
+    row = case_row(fields, [item.record for item in served], duration, workload.slo)
+    rates = iteration_rates(mode, workload)
+    row |= {name: _median([run[name] for run in rates]) for name in _RATES}
+    row |= summarize([item.queue_s * 1e3 for item in served if item.queue_s is not None], "queue")
+    row |= step_metrics([step for run in mode.runs for step in run.steps], mode.backend.stats()["block_size"])
+    row = blank_unknown(row, itl_known=mode.backend.itl_known)
+    if isinstance(mode.backend, MoejaxBackend):
+        steps = [step for run in mode.runs for step in run.steps]
+        records = [item.record for item in served]
+        traced = mode.trace, mode.runs[0].steps
+        row |= traffic_utilisation(mode.backend.llm, records, steps, hardware, *traced)
+    else:
+        row["preemptions"] = None  # not told
+    row["failed"] = sum(item.failed for item in served)
+    row["aborted"] = sum(item.aborted for item in served)
+    row["failed_steps"] = mode.failed_steps
+    row["first_error"] = next((item.error for item in served if item.error), None)
+    return row
+
+
+def iteration_rates(mode: Mode, workload: ThroughputWorkload) -> list[dict[str, Any]]:
+    """Each iteration's rates and duration."""
+    found = [compute_metrics(run.records, run.duration_s, workload.slo) for run in mode.runs]
+    return [{name: metrics[name] for name in ("duration_s", *_RATES)} for metrics in found]
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def speedup(modes: Sequence[Mode], rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Continuous over static, where both were measured: output tokens/s, as the median of the iterations'
+    ratios with its bootstrap interval, and the 99th percentile of the time to the first token."""
+    by_name = {mode.batching: mode for mode in modes if isinstance(mode.backend, MoejaxBackend)}
+    if not {"continuous", "static"} <= by_name.keys():
+        return {}
+    rates = {
+        name: [
+            sum(record.output_len for record in run.records if record.completed) / run.duration_s
+            for run in by_name[name].runs
+        ]
+        for name in ("continuous", "static")
+    }
+    ratio = paired_ratio(rates["continuous"], rates["static"])
+    ttft = {row["batching"]: row["p99_ttft_ms"] for row in rows if row["backend"] == "moejax"}
+    return {
+        "speedup_over_static": ratio.estimate,
+        "speedup_over_static_low": ratio.low,
+        "speedup_over_static_high": ratio.high,
+        "p99_ttft_ratio": ttft["continuous"] / ttft["static"],
+    }
+
+
+def request_rows(mode: Mode, workload: ThroughputWorkload) -> list[dict[str, Any]]:
+    """Rows of requests.jsonl; `arrival_s` counts from its iteration's start."""
+    return [
+        {
+            **item.row(run.start, workload.slo),
+            "backend": mode.backend.name,
+            "batching": mode.batching,
+            "iteration": iteration,
+        }
+        for iteration, run in enumerate(mode.runs)
+        for item in run.served
+    ]

@@ -1,0 +1,199 @@
+"""An A/B result's tables and plots. No JAX here."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moejax.bench.statistics import Interval
+from moejax.bench.verdict import ALPHA, Floor, Trial, Verdict
+from moejax.report.compare.samples import CASE_FIELDS, case_name
+from moejax.report.compare.tables import plain_table, verdicts_table
+from moejax.report.compare_plots import forest
+from moejax.report.figure import new_figure, save_figure
+from moejax.report.metric_names import short_name
+from moejax.report.style import COLORS, run_title
+from moejax.report.tables import number, print_closing, stderr_console
+
+_COLUMNS = (
+    ("TTFT\np50", "median_ttft_ms"),
+    ("TPOT\np50", "median_tpot_ms"),
+    ("ITL\np99", "p99_itl_ms"),
+    ("E2E\np50", "median_e2el_ms"),
+    ("tok/s", "output_throughput"),
+    ("good\nreq/s", "request_goodput"),
+)
+
+
+def verdict_of(row: Mapping[str, Any]) -> Verdict:
+    """A verdict from its row in a result, see `Verdict.row`."""
+    ratio = None
+    if row["ratio"] is not None:
+        ratio = Interval(
+            row["ratio"], row["ratio_low"], row["ratio_high"], row["confidence"], min(row["samples"])
+        )
+    trial = Trial(
+        metric=row["metric"],
+        case=row["case"],
+        run=row["run"],
+        baseline=row["baseline"],
+        value=row["value"],
+        base=row["baseline_value"],
+        ratio=ratio,
+        effect=row["effect"],
+        p_value=row["p_value"],
+        samples=tuple(row["samples"]),
+        paired=True,
+        floor=Floor(row["noise_low"], row["noise_high"], ""),
+    )
+    return Verdict(trial, row["outcome"], row["p_adjusted"], row["text"])
+
+
+def ab_tables(result: Mapping[str, Any]) -> list[Table]:
+    """The variants' figures, and each one's verdicts against the baseline: over all cases, and by case."""
+    tables = [cases_table(result)]
+    verdicts, each = ([verdict_of(row) for row in result[key]] for key in ("verdicts", "case_verdicts"))
+    control = [verdict_of(row) for row in result["control"]]
+    names = list(dict.fromkeys(verdict.trial.run for verdict in verdicts))
+    base = control[0].trial.baseline if control else ""
+    for name in names:
+        mine = [verdict for verdict in verdicts if verdict.trial.run == name]
+        caption = _explained(len(verdicts)) if name == names[0] else None
+        where = ", all cases" if each else ""
+        tables.append(verdicts_table(mine, f"{name} against {base}{where}", caption))
+        cases = [verdict for verdict in each if verdict.trial.run == name]
+        if cases:
+            note = f"p adjusted over {len(each)} tests"
+            tables.append(verdicts_table(cases, f"{name} against {base}, case by case", note))
+    if control:
+        title = f"control: a second engine of {base} against the first; its interval is what noise is here"
+        tables.append(verdicts_table(control, title))
+    return tables
+
+
+def _explained(tests: int) -> str:
+    return (
+        "values: medians over rounds; ratio: median of the rounds' ratios with its 95 % bootstrap interval;"
+        " effect: share of rounds above less share below; p: signed-rank test, adjusted (Holm) over"
+        f" {tests} tests; a winner needs p ≤ {ALPHA:g} and an interval beyond 1 and beyond the control's"
+    )
+
+
+def cases_table(result: Mapping[str, Any]) -> Table:
+    """A line a variant and case: medians over rounds, and how far its tokens are the baseline's."""
+    rows = result["cases"]
+    table = plain_table(
+        f"{result['experiment']}: {run_title(result)}",
+        "medians over rounds, times in ms; same: requests with the baseline's tokens throughout",
+    )
+    table.add_column("variant", overflow="fold")
+    table.add_column("case", no_wrap=True)
+    columns = [column for column in _COLUMNS if any(row.get(column[1]) is not None for row in rows)]
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("same\ntokens", justify="right", no_wrap=True)
+    table.add_column("rounds", justify="right", no_wrap=True)
+    for row in rows:
+        same = Text(
+            f"{100 * row['equal_requests']:.0f}%", style="" if row["equal_requests"] == 1 else "yellow"
+        )
+        figures = [number(row.get(key)) for _, key in columns]
+        table.add_row(row["variant"], _case(row), *figures, same, number(row["rounds"]))
+    return table
+
+
+def _case(row: Mapping[str, Any]) -> str:
+    names = ("request_rate",) if "request_rate" in row else CASE_FIELDS[-3:]
+    return case_name({name: row[name] for name in names if row.get(name) is not None})
+
+
+def print_ab(
+    result: Mapping[str, Any], out_dir: Path, hints: Sequence[str], console: Console | None = None
+) -> None:
+    """The outcome, and what a run ends with."""
+    console = console or stderr_console()
+    print_outcome(result, console)
+    print_closing(console, out_dir, hints, result.get("compile_ledger", ()))
+
+
+def print_outcome(result: Mapping[str, Any], console: Console) -> None:
+    """The tables and the verdicts in words."""
+    for table in ab_tables(result):
+        console.print(table)
+    for line in ab_lines(result):
+        console.print(line, markup=False, highlight=False)
+
+
+def ab_lines(result: Mapping[str, Any]) -> list[str]:
+    """The outcome in words."""
+    verdicts = [verdict_of(row) for row in result["verdicts"]]
+    lines = [verdict.sentence() for verdict in verdicts if verdict.decided]
+    others: dict[tuple[str, str], list[str]] = {}
+    for verdict in verdicts:
+        if not verdict.decided:
+            key = (verdict.trial.run, verdict.text)
+            others.setdefault(key, []).append(short_name(verdict.trial.metric))
+    base = verdicts[0].trial.baseline if verdicts else ""
+    lines += [f"{run} against {base}: {text}: {', '.join(m)}" for (run, text), m in others.items()]
+    control = [verdict_of(row) for row in result["control"]]
+    for verdict in control:
+        trial = verdict.trial
+        if verdict.decided and trial.ratio is not None:
+            lines.append(
+                f"careful: two engines of {trial.baseline} differ in {short_name(trial.metric)} by"
+                f" {trial.ratio.estimate:.3f}x; smaller differences mean nothing here"
+            )
+    return lines
+
+
+def ratios_plot(result: Mapping[str, Any]) -> Figure | None:
+    """Every variant's ratios to the baseline with their intervals; the band is the control's interval."""
+    rows = [*result["verdicts"], *result["case_verdicts"]]
+    verdicts = [verdict_of(row) for row in rows]
+    base = verdicts[0].trial.baseline if verdicts else ""
+    return forest(verdicts[:40], result, f"Ratio to {base}, measured in turns")
+
+
+def rounds_plot(result: Mapping[str, Any]) -> Figure | None:
+    """Each judged metric's ratio to the baseline round by round, in the mean over cases: a drift, a warm-up
+    that was too short or two modes of the machine show here."""
+    metrics = list(dict.fromkeys(row["metric"] for row in result["verdicts"]))[:4]
+    if not metrics:
+        return None
+    base = result["verdicts"][0]["baseline"]
+    names = [variant["name"] for variant in result["variants"] if variant["name"] != base]
+    height = 0.9 + 1.7 * len(metrics)
+    figure, axes = new_figure(f"Ratio to {base}, round by round", result, 8.4, height, len(metrics), 1)
+    for axis, metric in zip(axes, metrics, strict=True):
+        bottom = _series(result, base, metric)
+        for index, name in enumerate(names):
+            ratios = _series(result, name, metric) / bottom
+            axis.plot(ratios, "o-", color=COLORS[index], markersize=3, linewidth=0.9, label=name)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_ylabel(short_name(metric), fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[-1].set_xlabel("round")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _series(result: Mapping[str, Any], name: str, metric: str) -> np.ndarray:
+    """A variant's metric in each round: the geometric mean over cases."""
+    by_round: dict[int, list[float]] = {}
+    for row in result["iterations"]:
+        if row["variant"] == name:
+            by_round.setdefault(row["iteration"], []).append(row[metric])
+    return np.exp([np.log(by_round[round_]).mean() for round_ in sorted(by_round)])
+
+
+def save_ab_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str]) -> list[Path]:
+    """`ratios.png` and `rounds.png` in `out_dir`; returns the files drawn."""
+    figures = {"ratios": ratios_plot(result), "rounds": rounds_plot(result)}
+    return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]

@@ -1,0 +1,272 @@
+"""`report.html`: runs side by side as one file that needs nothing else, for those without a W&B server.
+
+No script, style, font or picture is fetched; the page forbids itself to. All that comes from a run is
+escaped. No JAX here.
+"""
+
+import base64
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.figure import Figure
+
+from moejax.core.errors import ConfigError
+from moejax.core.files import atomic_write_text, ensure_writable
+from moejax.report import html_figures
+from moejax.report.compare import RunComparison, compare
+from moejax.report.compare.inputs import flatten
+from moejax.report.compare.runs import Run, load_runs
+from moejax.report.compare.samples import Cases
+from moejax.report.compare_plots import ratio_forest
+from moejax.report.metric_names import lower_is_better, short_name
+from moejax.report.roofline import roofline_figure
+from moejax.report.style import run_title
+from moejax.report.tables import number
+
+TEMPLATE = Path(__file__).resolve().parents[1] / "assets" / "report.html.j2"
+MOST_BYTES = 5_000_000
+"""What a report of two usual runs stays below."""
+
+_MOST_CASES, _MOST_COLUMNS, _MOST_RUNS = 100, 20, 24
+_MOST_ROOFLINES = 4
+_LONGEST = 400
+_FIRST = (
+    "output_throughput", "request_throughput", "request_goodput", "median_ttft_ms", "p99_ttft_ms",
+    "median_tpot_ms", "p99_tpot_ms", "median_itl_ms", "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms",
+    "energy_per_output_token_j", "cost_per_million_output_tokens", "mfu_percent", "mbu_percent",
+)  # fmt: skip
+# In a case's table, in front: what it is, then what is looked at first.
+_CASE_FIRST = (
+    "case", "name", "variant", "backend", "batching", "request_rate", "batch_size", "prompt_len",
+    "output_len", *_FIRST, "roofline_percent",
+)  # fmt: skip
+
+Cell = tuple[str, str]
+"""A shown value, and the number that a table sorts by ("" for none)."""
+
+
+def write_report(
+    paths: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    comparison: RunComparison | None = None,
+) -> Path:
+    """Writes the report of one run or of several of one experiment; the first is the baseline.
+
+    Args:
+        paths: run folders, result.json files or offline W&B runs.
+        out: the file, or a folder for `report.html`.
+        comparison: of these runs, where it has been made already.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: no path, one that is no run, or different experiments.
+        OutputError: the file cannot be written.
+    """
+    if not paths:
+        raise ConfigError("a report needs at least one run folder")
+    if len(paths) > _MOST_RUNS:
+        raise ConfigError(f"a report shows at most {_MOST_RUNS} runs, got {len(paths)}; choose some of them")
+    target = Path(out)
+    if target.suffix not in (".html", ".htm"):
+        target = target / "report.html"
+    ensure_writable(target.parent)
+    if comparison is None and len(paths) > 1:
+        comparison = compare(paths)
+    runs = list(comparison.runs) if comparison is not None else load_runs(paths)
+    return atomic_write_text(target, render_report(runs, comparison))
+
+
+def render_report(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
+    """The page of `write_report` as text."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(**_page(runs, comparison))
+
+
+def _page(runs: Sequence[Run], comparison: RunComparison | None) -> dict[str, Any]:
+    """What the template lays out, as plain values."""
+    first = runs[0]
+    several = len(runs) > 1
+    figures = _figures(runs, comparison)
+    verdicts = [*comparison.verdicts, *comparison.case_verdicts] if comparison is not None else []
+    contents = [("runs", "Runs")]
+    contents += [("outcome", "Outcome"), ("differences", "Inputs that differ")] if several else []
+    contents += [("metrics", "Metrics"), *([("figures", "Figures")] if figures else [])]
+    contents += [("cases", "Cases"), ("provenance", "Provenance")]
+    return {
+        "title": f"{first.experiment}: {f'{len(runs)} runs compared' if several else first.name}",
+        "subtitle": " · ".join(dict.fromkeys(filter(None, (run_title(run.result) for run in runs)))),
+        "contents": contents,
+        "runs": [_run(run, index) for index, run in enumerate(runs)],
+        "lines": "\n".join(comparison.lines()) if comparison is not None else "",
+        "notes": list(comparison.notes) if comparison is not None else [],
+        "verdicts": [_verdict(verdict) for verdict in verdicts],
+        "differences": _differences(comparison),
+        "metrics": _metrics(runs),
+        "figures": figures,
+        "cases": [_case_table(run, index) for index, run in enumerate(runs) if run.result.get("cases")],
+    }
+
+
+def _run(run: Run, index: int) -> dict[str, Any]:
+    provenance = run.result.get("provenance") or {}
+    known = {key: value for key, value in provenance.items() if key != "config"}
+    facts = [(f"config.{key}", value) for key, value in flatten(run.result.get("config") or {}).items()]
+    facts += list(flatten(known).items())
+    return {
+        "label": run.label,
+        "name": run.name,
+        "path": str(run.path),
+        "color": html_figures.color(index),
+        "title": run_title(run.result),
+        "time": provenance.get("time_utc"),
+        "command": _cut(" ".join(str(word) for word in provenance.get("argv") or ())),
+        "cases": len(run.result.get("cases") or ()),
+        "missing": "; ".join(run.missing),
+        "facts": [(key, _cut(value)) for key, value in facts],
+    }
+
+
+def _verdict(verdict: Any) -> dict[str, Any]:
+    trial, ratio = verdict.trial, verdict.trial.ratio
+    return {
+        "metric": short_name(trial.metric),
+        "case": trial.case or "all",
+        "run": f"{trial.run} against {trial.baseline}",
+        "value": number(trial.value),
+        "value_raw": _raw(trial.value),
+        "base": number(trial.base),
+        "base_raw": _raw(trial.base),
+        "ratio": f"{ratio.estimate:.3f}" if ratio else "–",
+        "ratio_raw": _raw(ratio.estimate if ratio else None),
+        "interval": f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio else "–",
+        "p": number(verdict.p_adjusted),
+        "p_raw": _raw(verdict.p_adjusted),
+        "text": verdict.text,
+        "tone": {"better": "good", "worse": "bad"}.get(verdict.outcome, "soft"),
+    }
+
+
+def _differences(comparison: RunComparison | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": difference.kind,
+            "key": difference.key,
+            "cells": [(_cut(value), value != difference.values[0]) for value in difference.values],
+        }
+        for difference in (comparison.differences if comparison is not None else ())
+    ]
+
+
+def _metrics(runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
+    """Every flat metric of any run: the usual ones, and the rest (all of them where none is usual)."""
+    found = dict.fromkeys(
+        name for run in runs for name, value in run.result["metrics"].items() if _is_number(value)
+    )
+    usual = [name for name in _FIRST if name in found] or list(found)
+    rows = []
+    for name in [*usual, *(name for name in found if name not in usual)]:
+        values = [run.result["metrics"].get(name) for run in runs]
+        base = values[0]
+        ratios = [v / base if _is_number(v) and _is_number(base) and base else None for v in values[1:]]
+        rows.append(
+            {
+                "name": name,
+                "cells": [_cell(value) for value in values],
+                "ratios": [(f"{ratio:.3f}" if ratio is not None else "–", _raw(ratio)) for ratio in ratios],
+                "better": {True: "less", False: "more", None: ""}[lower_is_better(name)],
+            }
+        )
+    return [rows[: len(usual)], rows[len(usual) :]]
+
+
+def _case_table(run: Run, index: int) -> dict[str, Any]:
+    """A run's cases, its most telling columns in front; what is left out is said."""
+    rows = list(run.result["cases"])
+    keys = dict.fromkeys(
+        key
+        for row in rows
+        for key, value in row.items()
+        if value is not None and not isinstance(value, (list, tuple, Mapping))
+    )
+    ordered = [key for key in _CASE_FIRST if key in keys] + [key for key in keys if key not in _CASE_FIRST]
+    columns = ordered[:_MOST_COLUMNS]
+    left = [
+        f"{len(ordered) - len(columns)} more columns" if len(ordered) > len(columns) else "",
+        f"{len(rows) - _MOST_CASES} more cases" if len(rows) > _MOST_CASES else "",
+    ]
+    said = " and ".join(filter(None, left))
+    return {
+        "name": f"{run.label}: {run.name}",
+        "color": html_figures.color(index),
+        "columns": columns,
+        "rows": [[_cell(row.get(key)) for key in columns] for row in rows[:_MOST_CASES]],
+        "left_out": f"In result.json: {said}." if said else "",
+    }
+
+
+def _rooflines(runs: Sequence[Run]) -> list[tuple[str, Figure, str]]:
+    """One for each of the first runs whose device's peaks are known."""
+    found = []
+    for run in runs[:_MOST_ROOFLINES]:
+        try:
+            figure = roofline_figure(run.result)
+        except ConfigError:  # no account, or no peaks: the page is no worse for it
+            continue
+        text = (
+            f"{run.label}: operations by phase against what memory and compute allow; stars are whole phases."
+        )
+        found.append((f"Roofline of {run.label}", figure, text))
+    return found
+
+
+def _figures(runs: Sequence[Run], comparison: RunComparison | None) -> list[dict[str, str]]:
+    cases = comparison.cases if comparison is not None else [Cases(run) for run in runs]
+    drawn = (
+        ("Ratios", ratio_forest(comparison) if comparison is not None else None,
+         "Each judged metric over the baseline's, with its interval; the band is what counts as noise."),
+        ("Trade-off", html_figures.trade_off(runs),
+         "Each point is a case of a run; the dashed line joins the points that none beats in both."),
+        ("Distributions", html_figures.distributions(cases),
+         "Share of requests (of tokens, for inter-token latency) that took no longer; points at the median"
+         " and the 99th percentile; all iterations pooled."),
+        ("Expert load", html_figures.expert_loads(runs),
+         "Tokens per expert over the even share, one colour scale for all; blank layers have no experts."),
+        ("Share of the roofline", html_figures.roof(runs),
+         "The least time per output token that memory and compute allow, over the measured."),
+        ("Telemetry", html_figures.telemetry(runs),
+         "Sampled while something was measured; the time between measured parts is left out of the means."),
+    )  # fmt: skip
+    return [
+        {
+            "title": title,
+            "caption": caption,
+            "width": str(round(96 * figure.get_size_inches()[0])),
+            "data": base64.b64encode(html_figures.svg(figure)).decode("ascii"),
+        }
+        for title, figure, caption in (*drawn, *_rooflines(runs))
+        if figure is not None
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> Cell:
+    return (number(value), _raw(value)) if _is_number(value) or value is None else (_cut(value), "")
+
+
+def _raw(value: Any) -> str:
+    return repr(float(value)) if _is_number(value) else ""
+
+
+def _cut(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text) - _LONGEST} more characters)"

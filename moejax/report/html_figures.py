@@ -1,0 +1,275 @@
+"""The pictures of `report.html`: runs laid over each other, as SVG. A run keeps its colour in all of them.
+
+No JAX here, and no pyplot.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from moejax.report.compare.runs import Run
+from moejax.report.compare.samples import Cases, case_name, latency_values
+from moejax.report.figure import new_figure, round_ticks
+from moejax.report.metric_names import lower_is_better, short_name
+from moejax.report.style import COLORS
+
+_MARKERS = "osD^vP*X"
+_MOST_CASES = 4
+_CDF_POINTS = 201
+_LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "inter-token"), ("e2el", "E2E"))
+# Latency, then rate: the first pair that every run's cases have is drawn.
+_TRADE_OFFS = (
+    ("median_tpot_ms", "output_throughput"), ("median_ttft_ms", "output_throughput"),
+    ("median_e2el_ms", "request_throughput"), ("bits_per_weight", "perplexity"),
+)  # fmt: skip
+
+
+def svg(figure: Figure) -> bytes:
+    """The figure as SVG with letters as outlines, so that it looks the same everywhere; the same figure gives
+    the same bytes."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "moejax"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def trade_off(runs: Sequence[Run]) -> Figure | None:
+    """Each case of each run as a point, latency across and throughput up (or size and perplexity), and the
+    Pareto frontier of all of them: the points that none beats in both."""
+    for x, y in _TRADE_OFFS:
+        points = [
+            (index, place, float(row[x]), float(row[y]), case_name(Cases(run).fields(place)))
+            for index, run in enumerate(runs)
+            for place, row in enumerate(run.result.get("cases") or ())
+            if _positive(row.get(x)) and _positive(row.get(y))
+        ]
+        if len(points) > 1 and {point[0] for point in points} == set(range(len(runs))):
+            return _draw_trade_off(runs, points, x, y)
+    return None
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _draw_trade_off(
+    runs: Sequence[Run], points: Sequence[tuple[int, int, float, float, str]], x: str, y: str
+) -> Figure:
+    figure, (axis,) = new_figure(f"{short_name(y)} against {short_name(x)}", {}, 8.0, 5.0)
+    for index, run in enumerate(runs):
+        mine = [point for point in points if point[0] == index]
+        axis.plot(
+            [p[2] for p in mine], [p[3] for p in mine], _MARKERS[index % len(_MARKERS)], color=color(index),
+            markersize=8, markeredgecolor="white", label=f"{run.label}: {run.name}",
+        )  # fmt: skip
+        for point in mine if len(points) <= 24 else ():
+            axis.annotate(
+                point[4], point[2:4], xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7,
+                color="#555555",
+            )  # fmt: skip
+    front = pareto([(p[2], p[3]) for p in points], more_y=lower_is_better(y) is not True)
+    if len(front) > 1:
+        axis.step(*zip(*front, strict=True), where="post", color="#888888", linewidth=1, linestyle="--",
+                  label="Pareto frontier", zorder=0)  # fmt: skip
+    for draw, values, set_scale in (
+        (axis.xaxis, [p[2] for p in points], axis.set_xscale),
+        (axis.yaxis, [p[3] for p in points], axis.set_yscale),
+    ):
+        if max(values) / min(values) > 10:
+            set_scale("log")
+            round_ticks(draw, 0.8 * min(values), 1.25 * max(values))
+    axis.margins(0.12)
+    axis.set_xlabel(short_name(x))
+    axis.set_ylabel(short_name(y))
+    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+    figure.legend(loc="outside lower center", ncols=min(3, len(runs) + 1), frameon=False, fontsize=9)
+    return figure
+
+
+def pareto(points: Sequence[tuple[float, float]], *, more_y: bool = True) -> list[tuple[float, float]]:
+    """The points with no other that has less x and better y, by rising x."""
+    sign = 1.0 if more_y else -1.0
+    best, front = -np.inf, []
+    for x, y in sorted(points, key=lambda p: (p[0], -sign * p[1])):
+        if sign * y > best:
+            best = sign * y
+            front.append((x, y))
+    return front
+
+
+def distributions(cases: Sequence[Cases]) -> Figure | None:
+    """Cumulative distributions of TTFT, TPOT, inter-token latency and E2E: a column each, a row per case that
+    all runs have (at most four, evenly chosen), a curve per run. Points are medians and 99th percentiles."""
+    shared = _shared_cases(cases)
+    places = _evenly(shared, _MOST_CASES)
+    columns = [pair for pair in _LATENCIES if any(latency_values(c, pair[0]).size for c in cases)]
+    if not places or not columns:
+        return None
+    figure, axes = new_figure(
+        "Cumulative distributions", {}, 1.0 + 2.9 * len(columns), 1.2 + 2.2 * len(places), len(places),
+        len(columns),
+    )  # fmt: skip
+    for row, (text, indices) in enumerate(places):
+        for column, (name, title) in enumerate(columns):
+            axis = axes[row * len(columns) + column]
+            _draw_cdf(axis, [latency_values(c, name, i) for c, i in zip(cases, indices, strict=True)], cases)
+            axis.set_title(f"{title} · {text}" if len(places) > 1 else title, fontsize=9)
+            if row == len(places) - 1:
+                axis.set_xlabel("milliseconds", fontsize=9)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(cases)), frameon=False)
+    return figure
+
+
+def _draw_cdf(axis: Axes, samples: Sequence[np.ndarray], cases: Sequence[Cases]) -> None:
+    for index, (values, case) in enumerate(zip(samples, cases, strict=True)):
+        if not values.size:
+            continue
+        label = f"{case.run.label}: {case.run.name}"
+        axis.step(*_curve(values), where="post", color=color(index), linewidth=1.5, label=label)
+        axis.plot(
+            np.quantile(values, (0.5, 0.99)), (0.5, 0.99), "o", color=color(index), markersize=4,
+            markeredgecolor="white",
+        )  # fmt: skip
+    axis.set_ylim(0, 1.02)
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axis.tick_params(labelsize=8)
+    known = np.concatenate([values for values in samples if values.size] or [np.empty(0)])
+    if known.size and known.min() > 0 and known.max() / known.min() > 30:
+        axis.set_xscale("log")
+        round_ticks(axis.xaxis, known.min() / 1.2, known.max() * 1.2)
+    else:
+        axis.set_xlim(left=0)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+
+
+def _curve(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Milliseconds and the share that took no longer: each sample, or of many their quantiles: a million
+    inter-token latencies would be megabytes of path."""
+    if values.size <= _CDF_POINTS:
+        return np.sort(values), np.arange(1, values.size + 1) / values.size
+    shares = np.linspace(0.0, 1.0, _CDF_POINTS)
+    return np.quantile(values, shares), shares
+
+
+def _shared_cases(cases: Sequence[Cases]) -> list[tuple[str, tuple[int, ...]]]:
+    """Label and each run's place of the cases that all runs have; where no names agree, the runs' first."""
+    named = [{case_name(c.fields(i)): i for i in range(len(c.rows))} for c in cases]
+    common = [text for text in named[0] if all(text in other for other in named)]
+    if not common and all(named):
+        return [("first case", tuple(0 for _ in cases))]
+    return [(text, tuple(places[text] for places in named)) for text in common]
+
+
+def _evenly(items: Sequence[Any], count: int) -> list[Any]:
+    if len(items) <= count:
+        return list(items)
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, count).round().astype(int))]
+
+
+def expert_loads(runs: Sequence[Run]) -> Figure | None:
+    """Heat maps of the experts' load, layers x experts, of all runs that recorded it, on one colour scale: 1
+    is an even share."""
+    maps = []
+    for run in runs:
+        counts = np.asarray((run.result.get("routing") or {}).get("counts") or [], dtype=np.float64)
+        if counts.ndim == 2 and counts.sum() > 0:
+            totals = counts.sum(axis=1, keepdims=True)
+            share = np.full_like(counts, np.nan)
+            maps.append((run, np.divide(counts * counts.shape[1], totals, out=share, where=totals > 0)))
+    if not maps:
+        return None
+    layers = max(load.shape[0] for _, load in maps)
+    height = 1.0 + len(maps) * min(5.0, max(1.6, 0.9 + 0.16 * layers))
+    figure, axes = new_figure("Expert load", {}, 9.0, height, len(maps), 1)
+    top = max(2.0, *(float(np.nanmax(load)) for _, load in maps))
+    image = None
+    for axis, (run, load) in zip(axes, maps, strict=True):
+        axis.grid(visible=False)
+        image = axis.imshow(load, aspect="auto", cmap="viridis", vmin=0.0, vmax=top, interpolation="nearest")
+        busiest = np.nanmean(np.nanmax(load, axis=1))
+        axis.set_title(f"{run.label}: {run.name} · busiest expert {busiest:.2f}x the even share", fontsize=9)
+        axis.set_ylabel("layer")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes[-1].set_xlabel("expert")
+    if image is not None:
+        figure.colorbar(image, ax=axes, label="load / even share")
+    return figure
+
+
+def roof(runs: Sequence[Run]) -> Figure | None:
+    """Measured time per output token over its bound, case by case: the share of the roof that each run
+    reaches."""
+    rows: list[tuple[int, str, float]] = []
+    for index, run in enumerate(runs):
+        cases = Cases(run)
+        for place, row in enumerate(cases.rows):
+            if _positive(row.get("roofline_percent")):
+                rows.append((index, case_name(cases.fields(place)), float(row["roofline_percent"])))
+    if not rows:
+        return None
+    names = list(dict.fromkeys(name for _, name, _ in rows))
+    figure, (axis,) = new_figure("Share of the roofline reached in decoding", {}, 8.0, 1.6 + 0.32 * len(rows))
+    height = 0.8 / len(runs)
+    for index, run in enumerate(runs):
+        mine = {name: value for i, name, value in rows if i == index}
+        places = [names.index(name) + (index - (len(runs) - 1) / 2) * height for name in mine]
+        bars = axis.barh(
+            places, list(mine.values()), 0.92 * height, color=color(index), label=f"{run.label}: {run.name}"
+        )
+        axis.bar_label(bars, [f"{value:.0f} %" for value in mine.values()], fontsize=7, padding=2)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+    axis.set_xlabel("% of the least time that memory and compute allow")
+    axis.margins(x=0.1)
+    figure.legend(loc="outside lower center", ncols=min(3, len(runs)), frameon=False)
+    return figure
+
+
+_SERIES = (
+    ("cpu_percent", "CPU of this process (% of a core)", 1.0),
+    ("host_rss_bytes", "resident memory (GB)", 1e-9),
+    ("gpu0_power_w", "GPU 0 power (W)", 1.0), ("gpu0_sm_clock_mhz", "GPU 0 clock (MHz)", 1.0),
+    ("cpu_power_w", "CPU power (W)", 1.0),
+)  # fmt: skip
+
+
+def telemetry(runs: Sequence[Run]) -> Figure | None:
+    """CPU, memory and power over the measured time, a curve per run."""
+    series: list[Mapping[str, Any]] = [
+        (run.result.get("telemetry") or {}).get("series") or {} for run in runs
+    ]
+    panels = [s for s in _SERIES if any(len(one.get(s[0]) or ()) > 2 for one in series)]
+    if not panels:
+        return None
+    figure, axes = new_figure(
+        "Machine over the measured time", {}, 8.0, 1.0 + 1.7 * len(panels), len(panels), 1
+    )
+    for axis, (name, title, scale) in zip(axes, panels, strict=True):
+        for index, (run, one) in enumerate(zip(runs, series, strict=True)):
+            if len(one.get(name) or ()) > 2:
+                values = [np.nan if v is None else v * scale for v in one[name]]
+                axis.plot(
+                    one["time_s"], values, color=color(index), linewidth=1.3, label=f"{run.label}: {run.name}"
+                )
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.margins(y=0.15)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("seconds since the first measured part")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(runs)), frameon=False)
+    return figure

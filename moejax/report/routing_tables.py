@@ -1,0 +1,123 @@
+"""Tables of `experiments.routing`. No JAX here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moejax.report.style import run_title
+from moejax.report.tables import number
+
+# Title, key in a row, what the figure is multiplied with.
+_Columns = Sequence[tuple[str, str, float]]
+_SKEW: _Columns = (
+    ("max /\nmean", "max_over_mean", 1),
+    ("entropy\n%", "entropy", 100),
+    ("Gini", "gini", 1),
+    ("Zipf\nexp.", "zipf_exponent", 1),
+    ("bursts\n×", "burstiness", 1),
+    ("reuse\n%", "reuse", 100),
+    ("chance\n%", "reuse_by_chance", 100),
+    ("next\nbits", "next_layer_bits", 1),
+    ("hits\nprefill", "prefill_hits", 1),
+    ("\ndecode", "decode_hits", 1),
+)
+_SIZE: _Columns = (("tokens", "rows", 1), ("steps", "steps", 1))
+_MOST_LAYERS = 48
+_NOTE = """\
+max/mean, entropy (of even), Gini: of the experts' loads; Zipf: the likeliest exponent
+bursts: how much loads change over time, × chance; reuse: visits that the sequence's next token repeats
+next bits: what a token's first expert tells of its next layer's; hits: distinct experts that a step visits
+"""
+
+
+def print_routing(result: Mapping[str, Any], console: Console) -> None:
+    """Each trace as a whole, each of its layers, what traces differ in, placement."""
+    cases, layers = result["cases"], result["layers"]
+    names = [case["trace"] for case in cases]
+    shape = "; ".join(
+        f"{c['trace']}: {c['moe_layers']} layers, top-{c['experts_per_token']} of {c['experts']}"
+        for c in cases
+    )
+    title = f"routing: {run_title(result)}\n{shape}"
+    console.print(_table(title, "trace", names, cases, (*_SIZE, *_SKEW)))
+    for name in names:
+        rows = [row for row in layers if row["trace"] == name]
+        shown = rows[:_MOST_LAYERS]
+        console.print(_table(f"{name}, by layer", "layer", [str(r["layer"]) for r in shown], shown, _SKEW))
+        if len(rows) > len(shown):
+            console.print(f"{len(rows) - len(shown)} more layers are in result.json", highlight=False)
+    console.print(_NOTE, highlight=False)
+    for line in conclusions(result):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def conclusions(result: Mapping[str, Any]) -> list[str]:
+    """A line each: weights read, placements, differences."""
+    lines = []
+    for case in result["cases"]:
+        if case.get("decode_bytes_per_step"):
+            size = case["decode_bytes_per_step"]
+            unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
+            lines.append(
+                f"{case['trace']}: a decode step reads {number(size / scale)} {unit} of experts"
+                f" ({100 * case['decode_hits'] / case['experts']:.0f} % of them)"
+            )
+    lines += [_placement(case) for case in result["cases"] if case.get("contiguous_imbalance")]
+    for row in result["differences"]:
+        lines.append(_difference(row))
+    return lines
+
+
+def _placement(case: Mapping[str, Any]) -> str:
+    """Load of the heaviest device over the mean: as it is, planned, planned with replicas."""
+    line = (
+        f"{case['trace']}, on {case['devices']} devices: the heaviest has"
+        f" {case['contiguous_imbalance']:.2f} × the mean load; placed by it {case['planned_imbalance']:.2f},"
+        f" with {case['redundant']} redundant experts {case['replicated_imbalance']:.2f}"
+    )
+    if case.get("replicated_holdout_imbalance"):
+        was, plan, both = (
+            case[f"{name}_holdout_imbalance"] for name in ("contiguous", "planned", "replicated")
+        )
+        line += f" (second half of the steps, planned on the first: {was:.2f}, {plan:.2f}, {both:.2f})"
+    return line
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    pair = f"{row['second']} against {row['first']}"
+    if row["reason"]:
+        return f"{pair}: {row['reason']}, not compared token by token"
+    line = f"{pair}: loads {row['load_divergence_bits']:.3f} bits apart (Jensen-Shannon; 0 same, 1 disjoint)"
+    if not row["matched_rows"]:
+        return f"{line}; no token in common"
+    return (
+        f"{line}; of {row['matched_rows']:,} tokens that both have, {100 * row['flips']:.1f} % visit other"
+        f" experts ({100 * row['overlap']:.1f} % of the experts are the same)"
+    )
+
+
+def _table(
+    title: str, first: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], columns: _Columns
+) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column(first, overflow="fold", max_width=24)
+    kept = [c for c in columns if any(row.get(c[1]) is not None for row in rows)]
+    for name, _, _ in kept:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, row in zip(names, rows, strict=True):
+        table.add_row(name, *(_cell(row.get(key), scale) for _, key, scale in kept))
+    return table
+
+
+def _cell(value: Any, scale: float) -> str:
+    if value is None or (isinstance(value, float) and not np.isfinite(value)):
+        return "–"
+    if isinstance(value, int) and scale == 1:
+        return f"{value:,}"
+    return f"{value * scale:,.{1 if abs(value * scale) >= 10 else 2}f}"

@@ -1,0 +1,116 @@
+"""The table and plot of a stress run. No JAX here."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moejax.report.figure import new_figure, save_figure
+from moejax.report.style import COLORS, run_title
+from moejax.report.tables import number, stderr_console
+
+_COLUMNS = (
+    ("phase", "phase"),
+    ("requests", "requests"),
+    ("done", "done"),
+    ("aborted", "aborted"),
+    ("left", "left"),
+    ("failed", "failed"),
+    ("tokens", "tokens"),
+    ("tok/s", "output_throughput"),
+    ("preempted", "preemptions"),
+    ("cache\n%", "cache_use_peak"),
+    ("TPOT\nratio", "tpot_ratio"),
+)
+
+
+def stress_table(result: Mapping[str, Any]) -> Table:
+    """A line per phase, all rounds together."""
+    table = Table(
+        title=f"stress: {run_title(result)}",
+        caption="cache: most blocks in use; TPOT ratio: of the probes, most after the phase over before all",
+        title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+    for heading, key in _COLUMNS:
+        table.add_column(heading, justify="left" if key == "phase" else "right", no_wrap=True)
+    table.add_column("")
+    for row in result["cases"]:
+        cells = [_cell(row.get(key), key) for _, key in _COLUMNS]
+        table.add_row(*cells, "ok" if row["passed"] else "[red]FAILED[/red]")
+    return table
+
+
+def print_stress(result: Mapping[str, Any], console: Console | None = None) -> None:
+    """The table, growth a round, and every fault in red."""
+    console = console or stderr_console()
+    console.print(stress_table(result))
+    metrics = result["metrics"]
+    console.print(
+        f"growth a round: {metrics['rss_mb_per_round']:+.2f} MB resident, "
+        f"{metrics['live_mb_per_round']:+.3f} MB and {metrics['live_arrays_per_round']:+.2f} JAX arrays, "
+        f"{metrics['programs_per_round']:+.2f} compiled steps",
+        highlight=False,
+    )
+    for row in result["cases"]:
+        if row["phase"] == "memory" and not row["preemptions"]:
+            console.print(
+                "memory: no sequence was preempted, the cache is not scarce: lower engine.num_blocks",
+                style="yellow", highlight=False,
+            )  # fmt: skip
+        for fault in row["faults"]:
+            console.print(f"{row['phase']}: {fault}", style="red", markup=False, highlight=False)
+    for fault in result["faults"]:
+        console.print(fault, style="red", markup=False, highlight=False)
+
+
+def stress_figure(result: Mapping[str, Any]) -> Figure | None:
+    """Over the rounds: resident memory and JAX's arrays, and the probes' drift after each phase."""
+    rounds, probes = result.get("rounds") or [], result.get("probes") or {}
+    if not rounds:
+        return None
+    figure, (held, speed) = new_figure("Stress", result, 9.0, 4.0, 1, 2)
+    places = range(1, len(rounds) + 1)
+    for key, label, color in (
+        ("rss_bytes", "resident memory", COLORS[0]), ("live_bytes", "JAX arrays", COLORS[1])
+    ):  # fmt: skip
+        held.plot(places, [item[key] / 1e6 for item in rounds], "o-", color=color, label=label)
+    held.set_title("held when idle, MB", fontsize=10)
+    for index, (phase, times) in enumerate(probes.items()):
+        color = COLORS[index % len(COLORS)]
+        speed.plot(range(1, len(times) + 1), times, "o-", color=color, label=f"after {phase}", markersize=4)
+    band = (result["config"].get("stress") or {}).get("tpot_band")
+    speed.axhline(1.0, color="black", linewidth=1)
+    if band:
+        speed.axhline(band, color="black", linestyle="--", linewidth=1, label="allowed")
+    speed.set_title("TPOT of the probes over before", fontsize=10)
+    for axis in (held, speed):
+        axis.set_xlabel("round")
+        axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def save_stress_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str]) -> list[Path]:
+    """`stress.png` in `out_dir`.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    figure = stress_figure(result)
+    return [] if figure is None else [save_figure(figure, Path(out_dir) / "stress.png")]
+
+
+def _cell(value: Any, key: str) -> str:
+    if key == "cache_use_peak" and value is not None:
+        return f"{100 * value:.0f}"
+    if key == "tpot_ratio" and value is not None:
+        return f"{value:.2f}"
+    return f"{value:,.0f}" if isinstance(value, float) else number(value)

@@ -1,0 +1,372 @@
+"""A sweep's jobs side by side: rows, a table, and plots chosen by what was swept.
+
+Two axes of numbers give heat maps, one gives lines, names give bars. `sweep_figure` and `sweep_rows` take
+what `sweep.json` holds, or a sweep's folder by `load_sweep`. No JAX here.
+"""
+
+import dataclasses
+import math
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moejax.bench.result import load_result
+from moejax.bench.sweep import job_rows, read_sweep, swept_keys
+from moejax.core.errors import ConfigError
+from moejax.report.figure import new_figure, round_ticks, save_figure
+from moejax.report.metric_names import lower_is_better
+from moejax.report.style import COLORS
+from moejax.report.tables import number, stderr_console
+
+Row = dict[str, Any]
+
+PLOT_FILE = "sweep.png"
+
+# What a case is of, apart from what was swept; in the order in which they make good axes.
+_CASE_AXES = ("prompt_len", "batch_size", "output_len", "request_rate", "batching", "backend")
+_SHORT = {"prompt_len": "in", "output_len": "out", "batch_size": "batch", "request_rate": "rate"}
+# Heading and key of each experiment's columns; the first ones that occur are also plotted.
+_METRICS: dict[str, tuple[tuple[str, str], ...]] = {
+    "latency": (
+        ("TTFT p50, ms", "median_ttft_ms"),
+        ("TPOT p50, ms", "median_tpot_ms"),
+        ("tok/s", "output_throughput"),
+        ("% of roof", "roofline_percent"),
+    ),
+    "throughput": (
+        ("TTFT p50, ms", "median_ttft_ms"),
+        ("TTFT p99, ms", "p99_ttft_ms"),
+        ("TPOT p50, ms", "median_tpot_ms"),
+        ("good req/s", "request_goodput"),
+        ("req/s", "request_throughput"),
+        ("tok/s", "output_throughput"),
+    ),
+}
+_MOST_METRICS, _PLOTTED, _MOST_PANELS = 6, 3, 4
+
+
+def load_sweep(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """`sweep.json`'s content with the rows of the jobs as they are now, also of one that still runs or was
+    killed.
+
+    Raises:
+        ConfigError: the folder is none of a sweep.
+    """
+    return dataclasses.asdict(dataclasses.replace(read_sweep(folder), jobs=job_rows(Path(folder))))
+
+
+def sweep_rows(sweep: Mapping[str, Any]) -> list[Row]:
+    """A row per case of each finished job: `job`, the swept keys (by their last part where that is unique),
+    and the case's own fields and metrics. A job without cases is one row with its flat metrics."""
+    jobs = [job for job in sweep["jobs"] if job["state"] == "finished"]
+    names = _short_names(swept_keys(sweep["jobs"]))
+    rows = []
+    for job in jobs:
+        swept = {short: job["overrides"].get(key) for key, short in names.items()}
+        for case in job.get("cases") or [job.get("metrics") or {}]:
+            rows.append({"job": job["job"], **swept, **case})
+    return rows
+
+
+def axes_of(sweep: Mapping[str, Any], rows: Sequence[Row], *, every: bool = False) -> list[str]:
+    """The keys that tell the rows apart: swept ones first, then the cases' own. Of two that always vary
+    together only the first, but with `every` each that was swept."""
+    swept = list(_short_names(swept_keys(sweep["jobs"])).values())
+    found: dict[tuple[int, ...], str] = {}
+    for name in dict.fromkeys([*swept, *_CASE_AXES]):
+        column = tuple(str(row.get(name)) for row in rows)
+        if len(set(column)) > 1:
+            found.setdefault(tuple(_codes(column)), name)
+    kept = list(found.values())
+    if every:
+        varied = [name for name in swept if len({str(row.get(name)) for row in rows}) > 1]
+        return [*varied, *(name for name in kept if name not in varied)]
+    return kept
+
+
+def metrics_of(sweep: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """(heading, key) of the metrics to show: the experiment's usual ones, else the first that vary."""
+    usual = _METRICS.get(sweep["experiment"])
+    if usual is None:
+        axes = {"job", "case", *axes_of(sweep, rows)}
+        keys = dict.fromkeys(key for row in rows for key in row if key not in axes)
+        usual = tuple((key, key) for key in keys if _varies(rows, key))[:_MOST_METRICS]
+    return [item for item in usual if any(_is_number(row.get(item[1])) for row in rows)]
+
+
+def sweep_table(sweep: Mapping[str, Any]) -> Table:
+    """A line per case of each finished job; the best of each metric is bold."""
+    rows = sweep_rows(sweep)
+    axes, metrics = axes_of(sweep, rows, every=True), metrics_of(sweep, rows)
+    table = Table(
+        title=f"sweep: {sweep['experiment']}, {len(sweep['jobs'])} jobs", title_justify="left",
+        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
+    )  # fmt: skip
+    for name in ("job", *(_SHORT.get(axis, axis) for axis in axes)):
+        table.add_column(name, justify="right")
+    for heading, _ in metrics:
+        table.add_column(heading.replace(", ms", "\nms"), justify="right", no_wrap=True)
+    best = {key: _best(rows, key) for _, key in metrics}
+    for row in rows:
+        cells = [_axis_value(row.get(axis)) for axis in axes]
+        for _, key in metrics:
+            text = number(row.get(key))
+            cells.append(f"[bold]{text}[/bold]" if row is best[key] else text)
+        table.add_row(str(row["job"]), *cells)
+    return table
+
+
+def sweep_figure(sweep: Mapping[str, Any], result: Mapping[str, Any] | None = None) -> Figure | None:
+    """The plot that fits what was swept, or None below two rows. `result`, one of the jobs', gives the
+    title's model, device and commit."""
+    rows = sweep_rows(sweep)
+    axes, metrics = axes_of(sweep, rows), metrics_of(sweep, rows)[:_PLOTTED]
+    if len(rows) < 2 or not axes or not metrics:
+        return None
+    numeric = [axis for axis in axes if all(_is_number(row.get(axis)) for row in rows)]
+    title = f"Sweep of {sweep['experiment']}"
+    if len(numeric) >= 2:
+        return _heat_maps(title, rows, axes, _best_axes(numeric), metrics, result or {})
+    if numeric:
+        return _lines(title, rows, [a for a in axes if a != numeric[0]], numeric[0], metrics, result or {})
+    return _bars(title, rows, axes, metrics, result or {})
+
+
+def report_sweep(
+    sweep: Mapping[str, Any], folder: Path, *, objective: bool = False, console: Console | None = None
+) -> list[Path]:
+    """Prints the table, the jobs that did not finish and, of a search, the best one's command; draws the
+    plot. Returns the files.
+
+    Raises:
+        OutputError: the plot cannot be written.
+    """
+    console = console or stderr_console()
+    if sweep_rows(sweep):
+        console.print(sweep_table(sweep))
+    for job in sweep["jobs"]:
+        if job["state"] != "finished":
+            keys = swept_keys(sweep["jobs"]) or list(job["overrides"])
+            told = " ".join(f"{key}={job['overrides'].get(key)}" for key in keys)
+            reason = f": {job['error']}" if job["error"] else ""
+            console.print(f"job {job['job']} ({told}) {job['state']}{reason}", style="yellow", markup=False)
+    if objective:
+        for line in best_lines(sweep):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    figure = sweep_figure(sweep, _title_source(sweep, folder))
+    return [save_figure(figure, folder / PLOT_FILE)] if figure is not None else []
+
+
+def best_lines(sweep: Mapping[str, Any]) -> list[str]:
+    """What a search for the largest or smallest value has found, and the command that runs it again."""
+    jobs = [job for job in sweep["jobs"] if job["state"] == "finished" and job["value"] is not None]
+    if not jobs:
+        return ["no job gave a value"]
+    least = any("direction=minimize" in text for text in sweep["argv"])
+    best = (min if least else max)(jobs, key=lambda job: job["value"])
+    name = best.get("objective") or "value"
+    swept = [key for key in swept_keys(sweep["jobs"]) if key in best["overrides"]]
+    told = {key: f"{key}={_plain(value)}" for key, value in best["overrides"].items()}
+    fixed = [text for key, text in told.items() if key not in swept]
+    settings = [told[key] for key in swept]
+    words = " ".join(shlex.quote(word) for word in [*fixed, "hydra.mode=RUN", *settings])
+    return [
+        f"best {name}: {number(best['value'])} (job {best['job']}: {' '.join(settings)})",
+        f"run it again: python -m experiments.{sweep['experiment']} {words}",
+    ]
+
+
+# --- plots --------------------------------------------------------------------------------------------------
+
+
+def _heat_maps(
+    title: str,
+    rows: Sequence[Row],
+    axes: Sequence[str],
+    pair: tuple[str, str],
+    metrics: Sequence[tuple[str, str]],
+    result: Mapping[str, Any],
+) -> Figure:
+    """A row of panels per metric, a column per value of what else varies."""
+    down, across = pair
+    others = [axis for axis in axes if axis not in pair]
+    facets = list(dict.fromkeys(tuple(row.get(axis) for axis in others) for row in rows))[:_MOST_PANELS]
+    ys, xs = _values(rows, down), _values(rows, across)
+    width = 1.6 + len(facets) * max(2.2, 0.62 * len(xs) + 1.0)
+    height = 1.0 + len(metrics) * max(1.7, 0.36 * len(ys) + 0.9)
+    figure, panels = new_figure(title, result, max(6.0, width), height, len(metrics), len(facets))
+    for line, (heading, key) in enumerate(metrics):
+        grids = [
+            _grid([row for row in rows if tuple(row.get(a) for a in others) == facet], pair, ys, xs, key)
+            for facet in facets
+        ]
+        known = np.concatenate([grid[np.isfinite(grid)] for grid in grids])
+        low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+        norm = LogNorm(low, high) if 0 < low and high > 10 * low else None
+        scale: dict[str, Any] = {"norm": norm} if norm else {"vmin": min(low, 0.0), "vmax": high or 1.0}
+        for column, (facet, grid) in enumerate(zip(facets, grids, strict=True)):
+            axis = panels[line * len(facets) + column]
+            image = axis.imshow(grid, aspect="auto", cmap="viridis", origin="lower", **scale)
+            _write_cells(axis, grid, image)
+            axis.grid(visible=False)
+            axis.set_xticks(range(len(xs)), [_axis_value(x) for x in xs], fontsize=8)
+            axis.set_yticks(range(len(ys)), [_axis_value(y) for y in ys], fontsize=8)
+            names = ", ".join(f"{a} {_axis_value(v)}" for a, v in zip(others, facet, strict=True))
+            axis.set_title(f"{heading}{f' ({names})' if names else ''}", fontsize=9)
+            if line == len(metrics) - 1:
+                axis.set_xlabel(across)
+            if column == 0:
+                axis.set_ylabel(down)
+    return figure
+
+
+def _grid(
+    rows: Sequence[Row], pair: tuple[str, str], ys: Sequence[Any], xs: Sequence[Any], key: str
+) -> np.ndarray:
+    """Means [len(ys), len(xs)], NaN where there is no row."""
+    grid = np.full((len(ys), len(xs)), np.nan)
+    for i, y in enumerate(ys):
+        for j, x in enumerate(xs):
+            found = [row.get(key) for row in rows if row.get(pair[0]) == y and row.get(pair[1]) == x]
+            numbers: list[Any] = [value for value in found if _is_number(value)]
+            if numbers:
+                grid[i, j] = np.mean(numbers)
+    return grid
+
+
+def _write_cells(axis: Axes, grid: np.ndarray, image: Any) -> None:
+    for (i, j), value in np.ndenumerate(grid):
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+            text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+            axis.text(j, i, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
+
+
+def _lines(
+    title: str,
+    rows: Sequence[Row],
+    others: Sequence[str],
+    across: str,
+    metrics: Sequence[tuple[str, str]],
+    result: Mapping[str, Any],
+) -> Figure:
+    """A panel per metric over the one axis of numbers, a line per combination of the names."""
+    figure, panels = new_figure(title, result, max(6.0, 3.4 * len(metrics)), 3.8, 1, len(metrics))
+    series = list(dict.fromkeys(tuple(row.get(axis) for axis in others) for row in rows))
+    xs = _values(rows, across)
+    for axis, (heading, key) in zip(panels, metrics, strict=True):
+        for index, which in enumerate(series):
+            mine = [row for row in rows if tuple(row.get(a) for a in others) == which]
+            points = sorted((row[across], row[key]) for row in mine if _is_number(row.get(key)))
+            label = ", ".join(_axis_value(value) for value in which)
+            if points:
+                x, y = zip(*points, strict=True)
+                axis.plot(x, y, "o-", color=COLORS[index % len(COLORS)], label=label, markersize=4)
+        axis.set_title(heading, fontsize=10)
+        axis.set_xlabel(across)
+        axis.set_ylim(bottom=0)
+        if xs[0] > 0 and xs[-1] > 10 * xs[0]:
+            axis.set_xscale("log")
+            round_ticks(axis.xaxis, xs[0] / 1.05, xs[-1] * 1.05)
+    if others:
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(series)), frameon=False)
+    return figure
+
+
+def _bars(
+    title: str,
+    rows: Sequence[Row],
+    axes: Sequence[str],
+    metrics: Sequence[tuple[str, str]],
+    result: Mapping[str, Any],
+) -> Figure:
+    """A panel per metric, a bar per row."""
+    labels = [", ".join(_axis_value(row.get(axis)) for axis in axes) for row in rows]
+    height = 1.6 + 0.28 * len(rows)
+    figure, panels = new_figure(title, result, max(6.0, 3.4 * len(metrics)), height, 1, len(metrics))
+    for axis, (heading, key) in zip(panels, metrics, strict=True):
+        values = [row[key] if _is_number(row.get(key)) else 0.0 for row in rows]
+        bars = axis.barh(range(len(rows)), values, color=COLORS[0])
+        axis.bar_label(bars, [number(row.get(key)) for row in rows], fontsize=7, padding=2)
+        axis.set_yticks(range(len(rows)), labels if axis is panels[0] else [""] * len(rows), fontsize=8)
+        axis.invert_yaxis()
+        axis.margins(x=0.2)
+        axis.set_title(heading, fontsize=10)
+        axis.grid(visible=False)
+    return figure
+
+
+# --- parts --------------------------------------------------------------------------------------------------
+
+
+def _best_axes(numeric: Sequence[str]) -> tuple[str, str]:
+    """(down, across): prompt length against batch size where both vary, else the first two."""
+    preferred = [axis for axis in _CASE_AXES if axis in numeric]
+    order = [*preferred, *(axis for axis in numeric if axis not in preferred)]
+    return order[0], order[1]
+
+
+def _short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Each dotted key by its last part, or whole where two would share it."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)}
+
+
+def _codes(column: Sequence[str]) -> list[int]:
+    """Values as numbers in order of appearance: equal for columns that vary together."""
+    places: dict[str, int] = {}
+    return [places.setdefault(value, len(places)) for value in column]
+
+
+def _values(rows: Sequence[Row], axis: str) -> list[Any]:
+    return sorted({row[axis] for row in rows if _is_number(row.get(axis))})
+
+
+def _best(rows: Sequence[Row], key: str) -> Row | None:
+    """The row with the best value, where better has a direction and the rows differ."""
+    known = [row for row in rows if _is_number(row.get(key))]
+    lower = lower_is_better(key)
+    if lower is None or not _varies(known, key):
+        return None
+    return (min if lower else max)(known, key=lambda row: row[key])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _varies(rows: Sequence[Row], key: str) -> bool:
+    return len({row.get(key) for row in rows if _is_number(row.get(key))}) > 1
+
+
+def _axis_value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+def _plain(value: Any) -> str:
+    """As it is written on the command line."""
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:g}"
+    return str(value).lower() if str(value) in ("True", "False") else str(value)
+
+
+def _title_source(sweep: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    for job in sweep["jobs"]:
+        if job["state"] == "finished":
+            try:
+                return load_result(folder / job["job"])
+            except ConfigError:
+                continue
+    return {}

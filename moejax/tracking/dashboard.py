@@ -1,0 +1,215 @@
+"""What a W&B workspace of our runs shows: sections of panels, as plain values. `workspace.py` makes W&B's own
+form of it; here is no wandb, and every name is one that `publish` gives (a test compares them).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moejax.core.config import check_number
+from moejax.core.errors import ConfigError
+
+Kind = Literal["scatter", "bar", "line", "cdf", "image", "table", "run_comparer", "importance", "parallel"]
+
+
+@dataclass(frozen=True)
+class DashboardConfig:
+    """`experiments.dashboard`: which workspace is written, and where.
+
+    Attributes:
+        project, entity: W&B's; entity None takes the login's own.
+        name: the workspace's, as the project's list of views shows it. Each call makes a new view.
+        group: only runs of this group (`tracker.group`, a sweep's); None: all.
+        dry_run: writes the specification into the output folder and asks no server.
+        out: a file for the specification, beside what the server gets; with dry_run instead of the folder.
+        timeout_s: most seconds until the server has answered.
+    """
+
+    project: str = "moejax"
+    entity: str | None = None
+    name: str = "moejax"
+    group: str | None = None
+    dry_run: bool = False
+    out: str | None = None
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for key in ("project", "name"):
+            value = getattr(self, key)
+            if not isinstance(value, str) or not value.strip():
+                raise ConfigError(f"dashboard.{key} must not be empty, got {value!r}")
+        for key in ("entity", "group", "out"):
+            if getattr(self, key) == "":
+                raise ConfigError(f"dashboard.{key} must be a word or null, got ''")
+        for key in ("project", "entity"):
+            value = getattr(self, key)
+            if value and set(value) & set("/\\#?%:"):
+                raise ConfigError(f"dashboard.{key} must be a name without / \\ # ? % :, got {value!r}")
+        check_number("dashboard.timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel.
+
+    Attributes:
+        kind: what it is; see `workspace.py` for what W&B makes of it.
+        title: what stands over it.
+        x: a summary metric (scatter), a name of the history (line); of no other kind.
+        y: names; for `cdf`, `image` and `table` those of tables and pictures. For `parallel` a name with
+            `config.` before it is a setting.
+    """
+
+    kind: Kind
+    title: str
+    y: tuple[str, ...] = ()
+    x: str | None = None
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of logged things that it shows."""
+        names = (*self.y, *([self.x] if self.x else []))
+        return tuple(name for name in names if not name.startswith("config."))
+
+
+@dataclass(frozen=True)
+class Section:
+    """Panels of one size, `columns` to a row; W&B lets the reader fold it."""
+
+    name: str
+    panels: tuple[Panel, ...]
+    is_open: bool = True
+    columns: int = 3
+
+
+def _bars(*names: str) -> tuple[Panel, ...]:
+    return tuple(Panel("bar", name, (name,)) for name in names)
+
+
+def _lines(x: str, *names: str) -> tuple[Panel, ...]:
+    return tuple(Panel("line", name, (name,), x=x) for name in names)
+
+
+def sections() -> tuple[Section, ...]:
+    """The workspace from top to bottom. A panel whose metrics no run has stays empty; sections that only some
+    experiments fill are closed."""
+    return (
+        Section("Throughput against latency", _trade_offs(), columns=2),
+        Section("Medians", _medians()),
+        Section("Distributions", _distributions(), columns=2),
+        Section("Experts", _experts()),
+        Section("What differs, and what matters", _differences(), columns=2),
+        Section("Cases of a run", _by_case(), False),
+        Section("Rate ramp", _ramp(), False),
+        Section("Engine over time", _engine(), False),
+        Section("Machine, power and cost", _machine(), False),
+        Section("Quantization", _quantization(), False),
+        Section("Pictures", _pictures(), False),
+    )
+
+
+def _trade_offs() -> tuple[Panel, ...]:
+    # Runs lie from short latencies to long ones, so the best throughput so far is the Pareto frontier.
+    return (
+        Panel("scatter", "Output tokens/s against TPOT", ("output_throughput",), x="median_tpot_ms"),
+        Panel("scatter", "Output tokens/s against p99 TTFT", ("output_throughput",), x="p99_ttft_ms"),
+        Panel("scatter", "Goodput against p99 TTFT", ("request_goodput",), x="p99_ttft_ms"),
+        Panel("scatter", "Requests/s against E2E", ("request_throughput",), x="median_e2el_ms"),
+    )  # fmt: skip
+
+
+def _medians() -> tuple[Panel, ...]:
+    return _bars(
+        "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms", "p99_ttft_ms", "p99_tpot_ms",
+        "output_throughput", "request_throughput", "weight_bytes",
+    )  # fmt: skip
+
+
+def _distributions() -> tuple[Panel, ...]:
+    return (
+        Panel("cdf", "Time to the first token", ("ttft_cdf",)),
+        Panel("cdf", "Time per output token", ("tpot_cdf",)),
+        Panel("cdf", "Inter-token latency", ("itl_cdf",)),
+        Panel("cdf", "End to end", ("e2el_cdf",)),
+    )
+
+
+def _experts() -> tuple[Panel, ...]:
+    load = Panel("image", "Load of layers x experts", ("expert_load",))
+    return (load, *_bars("expert_load_max", "expert_load_entropy"))
+
+
+def _differences() -> tuple[Panel, ...]:
+    settings = ("config.engine.max_num_seqs", "config.engine.block_size", "config.quant.method")
+    figures = ("median_ttft_ms", "median_tpot_ms", "output_throughput")
+    return (
+        Panel("run_comparer", "Runs side by side"),
+        Panel("parallel", "Settings to figures", (*settings, *figures)),
+        Panel("importance", "What output throughput depends on", ("output_throughput",)),
+        Panel("importance", "What time per output token depends on", ("median_tpot_ms",)),
+    )
+
+
+def _by_case() -> tuple[Panel, ...]:
+    return (
+        *_lines("case/batch_size", "case/output_throughput", "case/median_ttft_ms", "case/median_tpot_ms"),
+        *_lines("case/index", "case/roofline_percent", "case/mean_experts_hit"),
+        Panel("table", "Cases", ("cases",)),
+    )
+
+
+def _ramp() -> tuple[Panel, ...]:
+    """A point per rate: what one user gets against what a device gives, and where it stops following."""
+    user = Panel(
+        "line", "tokens/s of a device against a user's", ("case/tokens_per_s_per_device",),
+        x="case/tokens_per_s_per_user",
+    )  # fmt: skip
+    return (user, *_lines("case/request_rate", "case/p99_ttft_ms", "case/request_goodput"))
+
+
+def _engine() -> tuple[Panel, ...]:
+    names = ("timeline/running_max", "timeline/waiting_max", "timeline/used_blocks_max")
+    return _lines("timeline/time_s", *names)
+
+
+def _pictures() -> tuple[Panel, ...]:
+    return (
+        Panel("image", "Latency", ("latency",)),
+        Panel("image", "Inter-token latency by token", ("itl",)),
+        Panel("image", "Load over time", ("load",)),
+    )
+
+
+def _machine() -> tuple[Panel, ...]:
+    return (
+        *_bars("energy_per_output_token_j", "cost_per_million_output_tokens", "mean_cpu_percent"),
+        *_bars("mean_host_rss_bytes", "host_peak_bytes", "device_peak_bytes"),
+        *_lines("telemetry/time_s", "telemetry/cpu_percent", "telemetry/host_rss_bytes"),
+        *_lines("telemetry/time_s", "telemetry/gpu0_power_w", "telemetry/gpu0_sm_clock_mhz"),
+    )
+
+
+def _quantization() -> tuple[Panel, ...]:
+    return (
+        Panel("scatter", "Perplexity lost against size", ("perplexity_loss_percent",), x="bits_per_weight"),
+        Panel("scatter", "Routing changed against size", ("router_flips",), x="bits_per_weight"),
+        *_bars("perplexity", "kl"),
+    )  # fmt: skip
+
+
+PINNED = (
+    "summary:median_ttft_ms", "summary:median_tpot_ms", "summary:output_throughput",
+    "summary:request_goodput", "summary:energy_per_output_token_j", "config:model.path",
+)  # fmt: skip
+"""Columns of the list of runs, beside the names."""
+
+
+def logged_names() -> Iterator[str]:
+    """Every name that any panel shows."""
+    seen: set[str] = set()
+    for section in sections():
+        for panel in section.panels:
+            for name in panel.metrics:
+                if name not in seen:
+                    seen.add(name)
+                    yield name

@@ -1,0 +1,157 @@
+"""The machine's settings that explain a number, and what it was doing when a run began.
+
+Each function returns what it could read; a setting that cannot be had is None. Together they take about a
+tenth of a second, nearly all of it a look at what other processes do. No names of hosts or users are read.
+"""
+
+import hashlib
+import hmac
+import importlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+# Instruction sets that XLA's and Eigen's code paths depend on, in /proc/cpuinfo's words.
+_ISA = (
+    "avx2", "fma", "avx512f", "avx512vl", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16",
+    "amx_int8", "asimd", "sve", "bf16", "i8mm",
+)  # fmt: skip
+_THREADS = 0.1  # seconds over which other processes' use of the CPU is looked at
+
+# JAX's switches that change numbers or how they are computed. Those that only change messages are left out.
+JAX_SETTINGS: tuple[str, ...] = (
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
+    "jax_disable_jit", "jax_disable_most_optimizations", "jax_debug_nans", "jax_debug_infs",
+    "jax_enable_checks", "jax_numpy_dtype_promotion", "jax_use_shardy_partitioner", "jax_enable_pgle",
+    "jax_cpu_enable_async_dispatch", "jax_cpu_collectives_implementation", "jax_num_cpu_devices",
+    "jax_compiler_enable_remat_pass", "jax_optimization_level", "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_level", "jax_pallas_use_mosaic_gpu", "jax_allow_f16_reductions",
+    "jax_ragged_dot_use_ragged_dot_instruction", "jax_ragged_dot_use_gpu_pallas_triton_lowering",
+    "jax_enable_compilation_cache", "jax_log_compiles", "jax_explain_cache_misses",
+)  # fmt: skip
+
+
+def cpu_settings(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
+    """How the CPU is run: `governor` of the first core, `boost` (whether the clock may rise above the base),
+    `smt`, `quota_cores` (a container's share; None: unlimited), `hugepages`, `isa` (instruction sets) and
+    `machine_key`, a keyed hash that tells machines of one kind apart and nothing else."""
+    top = Path(root)
+    cpu, kernel = top / "sys/devices/system/cpu", top / "sys/kernel/mm"
+    no_turbo = _text(cpu / "intel_pstate/no_turbo")
+    boost = _text(cpu / "cpufreq/boost") or {"0": "1", "1": "0"}.get(no_turbo or "")
+    pages = re.search(r"\[(\w+)\]", _text(kernel / "transparent_hugepage/enabled") or "")
+    smt = _text(cpu / "smt/active")
+    return {
+        "governor": _text(cpu / "cpu0/cpufreq/scaling_governor"),
+        "boost": None if boost is None else boost == "1",
+        "smt": None if smt is None else smt == "1",
+        "quota_cores": _quota(top / "sys/fs/cgroup"),
+        "hugepages": pages[1] if pages else None,
+        "isa": _instruction_sets(top / "proc/cpuinfo"),
+        "machine_key": _machine(top / "etc/machine-id"),
+    }
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip() or None
+    except OSError:
+        return None
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Cores that the control group may use, by version 2's file or version 1's pair."""
+    words = (_text(cgroup / "cpu.max") or "").split()
+    if not words:
+        words = [_text(cgroup / f"cpu/cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+    try:
+        quota, period = int(words[0]), int(words[1])
+    except (ValueError, IndexError):
+        return None  # "max", or no such file
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _instruction_sets(cpuinfo: Path) -> str | None:
+    for line in (_text(cpuinfo) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            flags = set(value.split())
+            return " ".join(flag for flag in _ISA if flag in flags)
+    return None
+
+
+def _machine(path: Path) -> str | None:
+    """The machine's id keyed with our name, as machine-id(5) asks: the id itself must not be given away."""
+    found = _text(path)
+    if found is None:
+        return None
+    return hmac.new(found.encode(), b"moejax", hashlib.sha256).hexdigest()[:12]
+
+
+def machine_state() -> dict[str, Any]:
+    """What the machine does while this process waits: `busy_percent` of all cores together, `steal_percent`
+    (taken by other virtual machines), `load_1min` and `memory_available_bytes`."""
+    state: dict[str, Any] = dict.fromkeys(
+        ("busy_percent", "steal_percent", "load_1min", "memory_available_bytes")
+    )
+    try:
+        times = psutil.cpu_times_percent(interval=_THREADS)
+        state["busy_percent"] = round(max(0.0, 100.0 - times.idle - getattr(times, "iowait", 0.0)), 1)
+        state["steal_percent"] = getattr(times, "steal", None)
+        state["load_1min"] = round(psutil.getloadavg()[0], 2)
+        state["memory_available_bytes"] = psutil.virtual_memory().available
+    except (psutil.Error, OSError, NotImplementedError):
+        pass
+    return state
+
+
+def jax_settings() -> dict[str, Any]:
+    """JAX's switches of `JAX_SETTINGS` that this version has."""
+    try:
+        config = importlib.import_module("jax").config
+    except ImportError:
+        return {}
+    found = {}
+    for name in JAX_SETTINGS:
+        # Some switches have no attribute.
+        value = getattr(config, name, getattr(config, "values", {}).get(name))
+        found[name] = value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return found
+
+
+def gpu_settings(driver_file: str | os.PathLike[str] = "/proc/driver/nvidia/version") -> dict[str, Any]:
+    """`driver` of NVIDIA's GPUs, and where nvidia-ml-py is installed the first GPU's `power_limit_w`,
+    `max_sm_clock_mhz`, `persistence`, `ecc` and `mig`. Empty on a machine without."""
+    text = _text(Path(driver_file))
+    if text is None:
+        return {}
+    version = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text)
+    found: dict[str, Any] = {"driver": version[1] if version else None}
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # not installed, or NVML's own errors
+        return found
+    try:
+        gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+        asked: dict[str, Callable[[], Any]] = {
+            "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+            "max_sm_clock_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+            "persistence": lambda: bool(nvml.nvmlDeviceGetPersistenceMode(gpu)),
+            "ecc": lambda: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]),
+            "mig": lambda: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]),
+        }
+        for name, get in asked.items():
+            try:
+                found[name] = get()
+            except Exception:  # a GPU without the setting
+                found[name] = None
+    except Exception:  # no GPU that NVML sees
+        pass
+    finally:
+        nvml.nvmlShutdown()
+    return found

@@ -1,0 +1,229 @@
+"""A finished result to a tracker, the same way for every experiment, so that a workspace can compare runs:
+
+    summary             the flat metrics, under their own names
+    case/NAME           history over the workload's cases, `case/index` apart
+    timeline/NAME       history over time, of the first case or mode that has one; telemetry/NAME likewise
+    cases, …_cdf, …     tables of bounded size
+    plots               pictures, by file name
+
+Nothing here is called while something is measured. No JAX here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moejax.report.metric_names import lower_is_better
+from moejax.tracking.base import Scalar, Tracker
+
+CDF_METRICS = ("ttft", "tpot", "itl", "e2el")
+_CDF_ROWS = 1_000  # of one metric's table, all cases together
+_CURVE_POINTS = 240
+_LOAD_ROWS = 10_000
+# Of the cases' figures these have their best in the summary; with all of them it could not be read.
+_SUMMARIZED = (
+    "median_", "p99_", "output_throughput", "request_", "roofline_percent", "mfu", "mbu", "energy_per",
+    "cost_", "tokens_per_s", "perplexity",
+)  # fmt: skip
+# A table's cells are numbers and words; lists and sections stay in result.json.
+_PLAIN = (int, float, str, bool)
+
+
+def publish(
+    tracker: Tracker,
+    result: Mapping[str, Any],
+    *,
+    requests: Iterable[Mapping[str, Any]] = (),
+    plots: Sequence[Path] = (),
+    files: Sequence[Path] = (),
+    timeline: Mapping[str, Any] | None = None,
+) -> None:
+    """Says all of a result to `tracker`.
+
+    Args:
+        result: the content of result.json.
+        requests: rows of requests.jsonl, for the distributions.
+        timeline: columns over `time_s` instead of the result's first timeline, which is finer.
+        plots, files: written ones; pictures are shown, files kept as the artifact `EXPERIMENT-result`.
+    """
+    cases = result.get("cases", [])
+    names = dict.fromkeys(key for row in cases for key, value in row.items() if _is_number(value))
+    tracker.define_metric("case/index")
+    for name in names:
+        best = {True: "min", False: "max", None: "none"}[lower_is_better(name)]
+        if not name.startswith(_SUMMARIZED):
+            best = "none"
+        tracker.define_metric(f"case/{name}", step_metric="case/index", summary=best)
+    step = 0
+    for step, row in enumerate(cases, start=1):
+        values = {f"case/{name}": row[name] for name in names if _is_number(row.get(name))}
+        tracker.log({"case/index": step - 1, **values}, step=step - 1)
+    over_time = _columns(timeline) if timeline is not None else _timeline(result)
+    for prefix, curves in (("timeline", over_time), ("telemetry", _telemetry(result))):
+        step = _log_curves(tracker, prefix, curves, step)
+    summary: dict[str, Scalar] = {k: v for k, v in result["metrics"].items() if v is not None}
+    tracker.summary({**expert_load_metrics(result), **summary})
+    for table, (columns, rows) in tables(result, requests).items():
+        tracker.table(table, columns, rows)
+    for plot in plots:
+        tracker.image(plot.stem, plot)
+    if files:
+        tracker.artifact(f"{result['experiment']}-result", "result", list(files))
+
+
+Table = tuple[list[str], list[list[Any]]]
+
+
+def tables(result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]] = ()) -> dict[str, Table]:
+    """Name → (columns, rows) of all tables that the result has something for."""
+    found: dict[str, Table] = {}
+    for name in ("cases", "iterations", "differences"):
+        if result.get(name):
+            found[name] = _rows_table(result[name])
+    found.update(cdf_tables(result, requests))
+    load = expert_load_table(result)
+    if load[1]:
+        found["expert_load_table"] = load
+    devices = (result.get("telemetry") or {}).get("devices")
+    if devices:
+        found["telemetry_devices"] = _rows_table(devices)
+    return found
+
+
+def cdf_tables(result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
+    """`ttft_cdf`, `tpot_cdf`, `itl_cdf`, `e2el_cdf`: milliseconds, share of the requests (of the tokens, for
+    `itl`) that took no longer, and case; quantiles at even distances, at most 1,000 rows a table."""
+    rows = list(requests)
+    labels = [case_name(case, index) for index, case in enumerate(result.get("cases", []))]
+    found: dict[str, Table] = {}
+    for metric in CDF_METRICS:
+        samples = samples_by_case(rows, f"{metric}_ms")
+        samples = {case: values for case, values in samples.items() if values.size}
+        if not samples:
+            continue
+        points = max(11, min(101, _CDF_ROWS // len(samples)))
+        shares = np.linspace(0.0, 1.0, points)
+        lines = []
+        for case in sorted(samples)[: _CDF_ROWS // points]:
+            label = labels[case] if case < len(labels) else f"case {case}"
+            quantiles = np.quantile(samples[case], shares)
+            lines += [
+                [float(f"{quantile:.6g}"), round(float(share), 4), label]
+                for quantile, share in zip(quantiles, shares, strict=True)
+            ]
+        found[f"{metric}_cdf"] = (["milliseconds", "share", "case"], lines)
+    return found
+
+
+def samples_by_case(rows: Iterable[Mapping[str, Any]], key: str) -> dict[int, NDArray[np.float64]]:
+    """Case → every value of `key`, a number or a list of them, in milliseconds."""
+    found: dict[int, list[Any]] = {}
+    for row in rows:
+        value = row.get(key)
+        if value is not None:
+            found.setdefault(row["case"], []).append(value)
+    return {
+        case: np.concatenate([np.atleast_1d(np.asarray(value, dtype=np.float64)) for value in values])
+        for case, values in found.items()
+    }
+
+
+def case_name(case: Mapping[str, Any], index: int) -> str:
+    """A case in a few words: backend and batching mode where there are several, then lengths."""
+    words = [str(case[key]) for key in ("backend", "batching", "name") if case.get(key)]
+    rate = case.get("request_rate")
+    words += [f"rate={rate}"] if rate is not None else []
+    words += [
+        f"{letter}={case[key]}"
+        for letter, key in (("B", "batch_size"), ("P", "prompt_len"), ("N", "output_len"))
+        if case.get(key) is not None
+    ]
+    return " ".join(words) or f"case {index}"
+
+
+def expert_load_table(result: Mapping[str, Any]) -> Table:
+    """Layer, expert, tokens, and the load relative to an even share; empty where nothing was recorded or the
+    model has more experts than a table takes rows."""
+    columns = ["layer", "expert", "tokens", "load"]
+    counts = _counts(result)
+    if counts is None or counts.size > _LOAD_ROWS:
+        return columns, []
+    totals = counts.sum(axis=1)
+    return columns, [
+        [layer, expert, int(tokens), float(f"{tokens * counts.shape[1] / totals[layer]:.4g}")]
+        for layer, row in enumerate(counts)
+        if totals[layer] > 0
+        for expert, tokens in enumerate(row)
+    ]
+
+
+def expert_load_metrics(result: Mapping[str, Any]) -> dict[str, Scalar]:
+    """`expert_load_max` (the busiest expert's load over an even share, mean over the layers) and
+    `expert_load_entropy` (of the shares, 1 is even, mean over the layers); nothing without a recorded
+    pass."""
+    counts = _counts(result)
+    if counts is None:
+        return {}
+    counts = counts[counts.sum(axis=1) > 0]
+    if not len(counts) or counts.shape[1] < 2:
+        return {}
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
+    entropy = -(shares * logs).sum(axis=1) / np.log(counts.shape[1])
+    return {
+        "expert_load_max": float((shares.max(axis=1) * counts.shape[1]).mean()),
+        "expert_load_entropy": float(entropy.mean()),
+    }
+
+
+def _counts(result: Mapping[str, Any]) -> NDArray[np.float64] | None:
+    counts = np.asarray((result.get("routing") or {}).get("counts") or [], dtype=np.float64)
+    return counts if counts.ndim == 2 and counts.sum() > 0 else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    plain = [k for k in columns if all(row.get(k) is None or isinstance(row[k], _PLAIN) for row in rows)]
+    return plain, [[row.get(key) for key in plain] for row in rows]
+
+
+def _timeline(result: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
+    """The first timeline's columns of numbers."""
+    timelines = [line for line in result.get("timeline") or [] if line.get("time_s")]
+    if not timelines:
+        return {}
+    return _columns(timelines[0])
+
+
+def _columns(curves: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
+    """Those of `curves` that have a value for each instant."""
+    count = len(curves["time_s"])
+    return {k: v for k, v in curves.items() if isinstance(v, Sequence) and len(v) == count and count}
+
+
+def _telemetry(result: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
+    series = (result.get("telemetry") or {}).get("series") or {}
+    return series if len(series.get("time_s", ())) > 1 else {}
+
+
+def _log_curves(tracker: Tracker, prefix: str, curves: Mapping[str, Sequence[Any]], step: int) -> int:
+    """Curves over `time_s` as rows of the history, thinned evenly to at most 240; returns the next step."""
+    if not curves:
+        return step
+    for name in curves:
+        if name != "time_s":
+            tracker.define_metric(f"{prefix}/{name}", step_metric=f"{prefix}/time_s", summary="mean")
+    count = len(curves["time_s"])
+    places = np.unique(np.linspace(0, count - 1, min(count, _CURVE_POINTS)).round().astype(int))
+    for place in places:
+        row = {f"{prefix}/{k}": v[place] for k, v in curves.items() if _is_number(v[place])}
+        tracker.log(row, step=step)
+        step += 1
+    return step

@@ -1,0 +1,291 @@
+"""Memory, CPU, power and energy beside a measurement, sampled by a thread of its own.
+
+    telemetry = Telemetry(TelemetryConfig())
+    for case in cases:
+        with telemetry.part(case):      # only what is measured; what lies between two parts is not counted
+            ...
+    telemetry.summary(output_tokens=n)  # flat metrics of all parts; summary(case, …) of some
+    telemetry.report()                  # for result["telemetry"], with the time series
+
+`with telemetry:` is a part without a name. Each part begins and ends with a sample, taken outside of what
+runs in it. A figure that no device reports is None, with its reason in `report()["notes"]`. No JAX here.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from moejax.core.errors import ConfigError
+from moejax.tracking.probes import GpuProbe, HostProbe, Probe, RaplProbe, Reading, Sample, open_gpus
+from moejax.tracking.telemetry_totals import (
+    Point,
+    Totals,
+    device_row,
+    halve,
+    merged,
+    summarize,
+    window_point,
+)
+
+logger = logging.getLogger(__name__)
+
+_LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.02, 3600.0
+# A sample that hangs (a lost GPU can do that to NVML) must not hold up the run's end.
+_JOIN_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """Sampling of memory, CPU, power and energy while something is measured.
+
+    Attributes:
+        enabled: whether to sample at all.
+        interval_s: seconds between samples; one takes some tenths of a millisecond, on a GPU a few of them.
+        max_points: the most points in the time series that the result keeps; the figures are of all samples.
+    """
+
+    enabled: bool = True
+    interval_s: float = 0.5
+    max_points: int = 240
+
+    def __post_init__(self) -> None:
+        interval = self.interval_s
+        if isinstance(interval, bool) or not _LEAST_INTERVAL_S <= interval <= _MOST_INTERVAL_S:
+            raise ConfigError(
+                f"telemetry.interval_s must be {_LEAST_INTERVAL_S:g} to {_MOST_INTERVAL_S:g} seconds,"
+                f" got {interval!r}; telemetry.enabled=false switches sampling off"
+            )
+        if isinstance(self.max_points, bool) or self.max_points < 2:
+            raise ConfigError(f"telemetry.max_points must be at least 2, got {self.max_points!r}")
+
+
+class Telemetry:
+    """Samples in the background while a part is open. Parts follow one another; they do not nest.
+
+    Args:
+        config: what and how often.
+        gpus: CUDA's numbers of the GPUs that the measurement uses (JAX's `local_hardware_id`); empty on CPU.
+        incomplete: why energy cannot be whole (other processes' devices), or None.
+        probes: instead of those that `config` and `gpus` ask for.
+    """
+
+    def __init__(
+        self,
+        config: TelemetryConfig | None = None,
+        *,
+        gpus: Sequence[int] = (),
+        incomplete: str | None = None,
+        probes: Sequence[Probe] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config or TelemetryConfig()
+        self.notes: list[str] = []
+        self._incomplete = incomplete
+        self._clock = clock
+        self._on_gpu = bool(gpus)
+        self._probes: list[Probe] = []
+        if self.config.enabled:
+            self._probes = self._open(gpus) if probes is None else list(probes)
+        self._totals = Totals()
+        self._parts: dict[Hashable, Totals] = {}
+        self._window = Totals()
+        self._points: list[Point] = []
+        self._stride_s = self.config.interval_s
+        self._origin: float | None = None
+        self._last: tuple[float, Sample] | None = None
+        self._last_end: float | None = None
+        self._open_part: Hashable = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def gpu_names(self) -> tuple[str, ...]:
+        return next((probe.names for probe in self._probes if isinstance(probe, GpuProbe)), ())
+
+    def _open(self, gpus: Sequence[int]) -> list[Probe]:
+        probes: list[Probe] = [HostProbe()]
+        rapl = RaplProbe()
+        if rapl:
+            probes.append(rapl)
+        elif not gpus:
+            self.notes += rapl.notes
+        if gpus:
+            found, reason = open_gpus(gpus)
+            if found is not None:
+                probes.append(found)
+            else:
+                self.notes.append(str(reason))
+                logger.warning("%s", reason)
+        return probes
+
+    def __enter__(self) -> "Telemetry":
+        self._begin(None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    @contextmanager
+    def part(self, key: Hashable = None) -> Iterator[None]:
+        """Measures what runs in the block, for the whole and for `key`; a key may come again."""
+        self._begin(key)
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self, key: Hashable) -> None:
+        if self._thread is not None:
+            raise RuntimeError("a part of this telemetry is open already")
+        if not self._probes:
+            return
+        self._open_part = key
+        self._stop.clear()
+        # A daemon: a run that is broken off must not wait for it.
+        self._thread = threading.Thread(target=self._loop, name="moejax-telemetry", daemon=True)
+        self._last = (self._clock(), self._read())
+        self._origin = self._last[0] if self._origin is None else self._origin
+        self._thread.start()
+
+    def _end(self) -> None:
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            self._probes = []
+            self._note(f"a sample took over {_JOIN_SECONDS:g} s; sampling was given up")
+        else:
+            self._sample()
+        self._thread = None
+        self._last = None
+
+    def _loop(self) -> None:
+        try:
+            while not self._stop.wait(self.config.interval_s):
+                self._sample()
+        except Exception as error:  # a measurement must not fail over what is beside it
+            logger.exception("telemetry")
+            self._note(f"sampling stopped: {type(error).__name__}: {error}")
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        logger.warning("telemetry: %s", text)
+
+    def _read(self) -> Sample:
+        found = [probe.read() for probe in self._probes]
+        gauges = {name: value for sample in found for name, value in sample.gauges.items()}
+        return Sample(gauges, {name: value for sample in found for name, value in sample.counters.items()})
+
+    def _sample(self) -> None:
+        assert self._last is not None
+        (before, first), now, second = self._last, self._clock(), self._read()
+        part = self._parts.setdefault(self._open_part, Totals())
+        for totals in (self._totals, part, self._window):
+            totals.add(now - before, first, second)
+        self._last, self._last_end = (now, second), now
+        if self._window.seconds >= 0.99 * self._stride_s:
+            self._emit(now)
+
+    def _emit(self, now: float) -> None:
+        """Ends the open window as a point; once there are too many, every two neighbours become one."""
+        assert self._origin is not None
+        self._points.append((now - self._origin, window_point(self._window)))
+        self._window = Totals()
+        if len(self._points) >= 2 * self.config.max_points:
+            self._points = halve(self._points)
+            self._stride_s *= 2
+
+    def seconds_per_sample(self, repeats: int = 100) -> float:
+        """What one sample takes, all probes together; nothing of it is kept."""
+        last, totals = self._read(), Totals()
+        start = self._clock()
+        for _ in range(repeats):
+            found = self._read()
+            totals.add(self.config.interval_s, last, found)
+        return (self._clock() - start) / repeats
+
+    def summary(self, *keys: Hashable, output_tokens: int | None = None) -> Reading:
+        """Flat metrics of the parts named `keys`, or without any of all; empty if telemetry is switched off.
+
+        `mean_cpu_percent` is this process's, 100 a core; `mean_other_cpu_percent` is what all else on the
+        machine took meanwhile. `energy_j` is of the devices in use: of the GPUs, or on CPU of the CPU
+        packages, whoever used them; `energy_per_output_token_j` divides it by `output_tokens`.
+        """
+        if not self.config.enabled:
+            return {}
+        totals = merged([self._parts[key] for key in keys if key in self._parts]) if keys else self._totals
+        return summarize(totals, len(self.gpu_names), self._energy(totals), output_tokens)
+
+    def _energy(self, totals: Totals) -> float | None:
+        """Joules of the devices in use, None where not all of them or not all of the time could be read."""
+        if self._incomplete is not None:
+            return None
+        if not self._on_gpu:
+            return totals.whole(totals.counted, totals.counted_s, "cpu_energy_j")
+        return totals.gpu_energy(len(self.gpu_names))
+
+    def series(self) -> dict[str, list[float | None]]:
+        """`time_s` (from the first part's begin, at the point's end) and a column for each figure: at most
+        `max_points` points, each the mean over its stretch of measured time."""
+        points = list(self._points)
+        if (
+            self._origin is not None
+            and self._last_end is not None
+            and (not points or self._window.seconds > 0.5 * self._stride_s)
+        ):
+            points.append((self._last_end - self._origin, window_point(self._window)))
+        while len(points) > self.config.max_points:
+            points = halve(points)
+        names = list(dict.fromkeys(name for _, values in points for name in values))
+        columns: dict[str, list[float | None]] = {"time_s": [round(t, 3) for t, _ in points]}
+        for name in names:
+            column = [_short(values.get(name)) for _, values in points]
+            if any(value is not None for value in column):
+                columns[name] = column
+        return columns if points else {"time_s": []}
+
+    def report(self) -> dict[str, Any]:
+        """What `result["telemetry"]` keeps: how it was sampled, a row per GPU, the series, and why a figure
+        is
+        missing."""
+        if not self.config.enabled:
+            return {"enabled": False}
+        totals = self._totals
+        energy = self._energy(totals)
+        return {
+            "enabled": True,
+            "interval_s": self.config.interval_s,
+            "seconds": totals.seconds,
+            "samples": totals.samples,
+            "energy_source": self._source(totals) if energy is not None else None,
+            "devices": [device_row(totals, index, name) for index, name in enumerate(self.gpu_names)],
+            "notes": self._reasons(energy),
+            "series": self.series(),
+        }
+
+    def _source(self, totals: Totals) -> str:
+        if not self._on_gpu:
+            return "rapl"
+        return "nvml_power" if totals.by_power else "nvml_counter"
+
+    def _reasons(self, energy: float | None) -> list[str]:
+        reasons = [*self.notes, *(note for probe in self._probes for note in probe.notes)]
+        if energy is None:
+            if self._incomplete is not None:
+                reasons.append(f"no energy: {self._incomplete}")
+            elif not self._totals.samples:
+                reasons.append("no energy: nothing was measured")
+            elif not any("energy" in reason or "GPU telemetry" in reason for reason in reasons):
+                device = "GPU" if self._on_gpu else "CPU"
+                reasons.append(f"no energy: no {device} in use reported it all of the time")
+        return list(dict.fromkeys(reasons))
+
+
+def _short(value: float | None) -> float | None:
+    """Five digits: a thousand points of them stay small in a result."""
+    return None if value is None else float(f"{value:.5g}")

@@ -1,0 +1,114 @@
+"""The real workers on a small random model: the same greedy tokens as ours, and instants in order.
+
+transformers: `make test-oracle`. llama.cpp: with MOEJAX_PEERS_PYTHON=PYTHON, an interpreter that has
+llama-cpp-python, gguf and safetensors; it is then used for both.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moejax
+from moejax.bench.backends.base import Backend, BackendError
+from moejax.bench.backends.config import BackendOptions
+from moejax.bench.backends.hf_transformers import open_hf_transformers
+from moejax.bench.backends.llama_cpp import open_llama_cpp
+from moejax.bench.driver import drive
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
+from moejax.engine.request import SamplingParams
+from tests.engine.tiny import main_config, write_model
+
+PYTHON = os.environ.get("MOEJAX_PEERS_PYTHON")
+PROMPTS = [[5, 9, 200, 31, 7], [17], [250, 3, 3]]
+LENGTHS = (6, 12, 9)
+
+
+def greedy(length: int) -> SamplingParams:
+    return SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), main_config(), tokenizer=False)
+
+
+def expected(directory: Path) -> list[list[int]]:
+    llm = moejax.LLM(directory, dtype="float32", engine=moejax.EngineConfig(compile_cache=False))
+    outputs = llm.generate(PROMPTS, [greedy(length) for length in LENGTHS])
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def check(backend: Backend, tokens: list[list[int]]) -> None:
+    """Prompts of different lengths in one batch; then as traffic that does not fit into one batch."""
+    params = [greedy(length) for length in LENGTHS]
+    backend.prepare(max_num_seqs=3, max_total_len=32, params=params)
+    for output, ids in zip(backend.generate(PROMPTS, params), tokens, strict=True):
+        assert output.outputs[0].token_ids == ids
+        instants = [output.metrics.arrival_time, *output.metrics.token_times]
+        assert instants == sorted(instants) and len(instants) == len(ids) + 1
+    backend.prepare(max_num_seqs=2, max_total_len=32, params=params)
+    asked = [PlannedRequest(0.0, prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+    run = drive(backend, asked, ThroughputWorkload().sampling)
+    assert [list(item.token_ids) for item in run.served] == tokens
+    assert max(step.running for step in run.steps) == 2
+    # Sampling: a seed gives the same tokens again, another seed others.
+    warm = [SamplingParams(max_tokens=12, temperature=1.0, top_k=50, top_p=0.9, seed=s, ignore_eos=True)
+            for s in (1, 1, 2)]  # fmt: skip
+    backend.prepare(max_num_seqs=3, max_total_len=32, params=warm)
+    one, again, other = (output.outputs[0].token_ids for output in backend.generate([[5, 9]] * 3, warm))
+    assert one == again != other
+    memory = backend.memory()
+    assert memory["weight_bytes"] and memory["host_peak_bytes"] and memory["bits_per_weight"] == 32
+
+
+@pytest.mark.oracle
+def test_hf_transformers(directory: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"model_dir": directory, "encode": None, "max_num_seqs": 2, "log_dir": tmp_path}
+    options = BackendOptions(kind="hf_transformers", python=PYTHON or sys.executable, threads=1)
+    backend = open_hf_transformers("hf_transformers", options, **fields)
+    try:
+        assert backend.vocab_size == 320 and backend.batching == "static"
+        assert backend.describe()["dtype"] == "float32" and backend.describe()["threads"] == 1
+        check(backend, expected(directory))
+    finally:
+        backend.close()
+    bad = BackendOptions(
+        kind="hf_transformers", python=PYTHON or sys.executable, options={"attn_implementation": "nonsense"}
+    )
+    with pytest.raises(BackendError, match=r"backend hf_transformers: cannot load .*nonsense"):
+        open_hf_transformers("hf_transformers", bad, **fields)
+
+
+@pytest.mark.oracle
+@pytest.mark.skipif(PYTHON is None, reason="no MOEJAX_PEERS_PYTHON with llama-cpp-python, gguf, safetensors")
+def test_llama_cpp(directory: Path, tmp_path: Path) -> None:
+    assert PYTHON is not None
+    path = tmp_path / "model.gguf"
+    subprocess.run([PYTHON, Path(__file__).with_name("write_gguf.py"), directory, path], check=True)
+    backend = open_llama_cpp(
+        "llama_cpp",
+        BackendOptions(kind="llama_cpp", python=PYTHON, path=str(path), threads=1,
+                       options={"type_k": 0, "type_v": 0}),
+        model_dir=directory, encode=None, max_num_seqs=2, log_dir=tmp_path,
+    )  # fmt: skip
+    try:
+        assert backend.batching == "continuous" and backend.describe()["kv_cache_dtype"] == "float32"
+        check(backend, expected(directory))
+    finally:
+        backend.close()
+
+
+def test_a_file_that_is_no_gguf_or_no_weights(tmp_path: Path) -> None:
+    """Needs neither package: a folder without weights is found before a process starts."""
+    (tmp_path / "config.json").write_text("{}")
+    options = BackendOptions(kind="hf_transformers")
+    with pytest.raises(
+        BackendError, match=r"reads weights, and .* has none: model=checkpoint model.path=DIR"
+    ):
+        open_hf_transformers(
+            "hf_transformers", options, model_dir=tmp_path, encode=None, max_num_seqs=1, log_dir=tmp_path
+        )

@@ -1,0 +1,92 @@
+"""What a measurement's meter puts into its result, and the benchmarks of what measuring costs."""
+
+import json
+from typing import Any
+
+import pytest
+
+from moejax.bench import result_speed, tracking_cost
+from moejax.bench.telemetry import Meter
+from moejax.core.price import Price
+from moejax.tracking.telemetry import TelemetryConfig
+from tests.tracking.fake_nvml import FakeGpu, on_gpus
+
+
+def result(*tokens: int) -> dict[str, Any]:
+    """Cases of one second each."""
+    rows = [
+        {
+            "case": i,
+            "total_output_tokens": n,
+            "output_throughput": float(n),
+            "total_token_throughput": 2.0 * n,
+        }
+        for i, n in enumerate(tokens)
+    ]
+    return {"cases": rows, "metrics": {k: v for k, v in rows[0].items() if k != "case"}}
+
+
+def test_rows_have_their_own_energy_and_cost_and_the_flat_metrics_those_of_their_cases() -> None:
+    meter = Meter(price=Price(3.6))
+    meter.telemetry, _, clock = on_gpus(FakeGpu(watts=100))
+    for case, seconds in ((0, 1.0), (1, 3.0), (0, 1.0)):
+        with meter.part(case):
+            clock.now += seconds
+        clock.now += 50.0
+    found = result(50, 100)
+    meter.add_to(found, [0])
+    first, second = found["cases"]
+    assert first["energy_per_output_token_j"] == pytest.approx(200 / 50, abs=1e-3)
+    assert second["energy_per_output_token_j"] == pytest.approx(300 / 100, abs=1e-3)
+    # 3.6 an hour are 1e-3 a second.
+    assert second["cost_per_million_output_tokens"] == pytest.approx(10.0)
+    assert second["cost_per_million_tokens"] == pytest.approx(5.0)
+    metrics = found["metrics"]
+    assert metrics["energy_j"] == pytest.approx(200, abs=0.01)
+    assert metrics["cost_per_million_output_tokens"] == pytest.approx(20.0)
+    assert [row["case"] for row in found["telemetry"]["cases"]] == [0, 1]
+    assert found["telemetry"]["cases"][1]["energy_j"] == pytest.approx(300, abs=0.01)
+    json.dumps(found, allow_nan=False)
+
+
+def test_without_telemetry_and_price_nothing_is_added_but_that_it_was_off() -> None:
+    meter, found = Meter(), result(5)
+    with meter.part(0):
+        pass
+    before = json.dumps(found)
+    meter.add_to(found)
+    assert found.pop("telemetry") == {"enabled": False, "cases": [{"case": 0}]}
+    assert json.dumps(found) == before
+
+
+def test_on_a_cpu_unknown_energy_is_none_and_virtual_devices_are_one_machine() -> None:
+    meter = Meter(TelemetryConfig(interval_s=0.5), Price(1.0), num_devices=8)
+    meter.telemetry._probes = meter.telemetry._probes[:1]  # a machine that lets us read RAPL has energy
+    with meter.part(0):
+        pass
+    found = result(5)
+    meter.add_to(found)
+    assert found["metrics"]["energy_per_output_token_j"] is None
+    assert "energy_per_output_token_j" not in found["cases"][0]
+    assert found["metrics"]["cost_per_million_output_tokens"] == pytest.approx(1e6 / 3600 / 5)
+
+
+def test_a_large_result_is_timed_part_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    found = result_speed.main(["--requests", "40", "--tokens", "8", "--repeats", "1"])
+    assert {"load", "draw", "report", "together", "requests_mb"} <= found.keys()
+    assert all(value > 0 for value in found.values())
+    assert "together" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--requests", "0"], ["--tokens", "1"]])
+def test_a_result_of_nothing_is_refused(argv, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        result_speed.main(argv)
+    assert done.value.code == 2 and "must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tracking_cost_runs_and_its_work_is_a_hundredth_of_a_step() -> None:
+    (row,) = tracking_cost.measure("tiny", [1], 40, 2, TelemetryConfig(), tracker="none")
+    assert row.pairs == 2 and row.low <= row.ratio <= row.high
+    assert 0 < row.added_percent < 100 and row.sample_us > 0

@@ -1,0 +1,87 @@
+"""What the documentation says is there: links, presets, experiments, and commands that compose."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from experiments import _cells
+from moejax import notebook
+from moejax.core.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PRESETS = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
+EXPERIMENT_PAGES = sorted((ROOT / "docs" / "experiments").glob("*.md"))
+# Commands over runs, files and servers that only a reader has, and flags of the command line.
+OF_THE_READERS = re.compile(
+    r"DATE_TIME|FILE|TRACE|A B|outputs/|routing=|=ME|hydra\.|url=|venv/bin|hf_transformers|"
+    r"experiments\.\w+ -m | --"
+)
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's names of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every line in a fenced block that starts an experiment."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [
+                (page.name, re.sub(r"\s+# .*$", "", line.strip()))
+                for line in lines
+                if re.match(r"\s*(\.venv/bin/)?python -m experiments\.", line)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"\w+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        place = (page.parent / file).resolve() if file else page
+        if not place.exists() or (anchor and anchor not in anchors(place)):
+            wrong.append(target)
+    assert wrong == []
+
+
+def test_presets_that_are_named_exist_and_all_are_named() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"\bexperiment=(\w+)", text)) - {"NAME"}
+    assert named - PRESETS == set()
+    assert PRESETS - named - set(re.findall(r"`(\w+)`", text)) == set()
+
+
+def test_every_experiment_is_in_the_index() -> None:
+    index = "\n".join(page.read_text() for page in [ROOT / "docs" / "experiments.md", *EXPERIMENT_PAGES])
+    assert [name for name in _cells.names() if f"python -m experiments.{name}" not in index] == []
+
+
+def test_every_page_has_its_parts() -> None:
+    index = (ROOT / "docs" / "experiments.md").read_text()
+    for page in EXPERIMENT_PAGES:
+        text = page.read_text()
+        assert f"(experiments/{page.name})" in index
+        assert re.search(r"^\*\*.+[?.]\*\*$", text, re.MULTILINE | re.DOTALL), f"{page.name} asks no question"
+        assert "python -m experiments." in text
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), [pair for pair in commands() if not OF_THE_READERS.search(pair[1])]
+)
+def test_commands_compose(page: str, command: str) -> None:
+    _, _, module, *overrides = shlex.split(command)
+    try:
+        notebook.load_config(overrides, module.removeprefix("experiments."))
+    except ConfigError as error:
+        if "this is a sweep" not in str(error):
+            raise
