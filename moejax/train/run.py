@@ -10,8 +10,9 @@ from moejax.bench.result import build_result, write_result
 from moejax.core.files import to_jsonable
 from moejax.report.plots import expert_load, save_figure, training_curve
 from moejax.report.tables import metrics_table, stderr_console
-from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.base import TrackerConfig, make_tracker
 from moejax.tracking.jsonl import load_metrics
+from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect, hash_directory
 from moejax.train.config import TrainConfig
 from moejax.train.evaluate import load_shares
@@ -31,7 +32,8 @@ def run(config: TrainConfig, tracking: TrackerConfig, output_dir: Path, *, comma
     target = Path(config.export_dir) if config.export_dir else output_dir / "model"
     check_export_dir(target)
     resolved = to_jsonable(dataclasses.asdict(config))
-    info = RunInfo("train", output_dir.name, output_dir, config=resolved)
+    provenance = collect(resolved, seeds={"seed": config.seed})
+    info = run_info("train", output_dir, resolved, provenance, variant=output_dir.name)
     began = time.perf_counter()
     with make_tracker(tracking, info) as tracker:
         define_metrics(tracker)

@@ -61,7 +61,7 @@ def test_long_requests_without_a_queue_are_no_saturation() -> None:
 
 
 def test_a_backlog_that_is_being_worked_off_is_saturation() -> None:
-    """Nothing runs in the first half; in the second as many end as come, but a queue is left all the while."""
+    """Nothing runs in the first half; then as many end as come, but a queue is left all the while."""
     items = [served(i / 10, max(5.0, i / 10) + 4.0, max(5.0, i / 10) + 0.1 * (i % 50)) for i in range(100)]
     verdict = judge(TrafficRun(0.0, tuple(items), ()), 0.9)
     assert verdict.waiting > 30 and verdict.saturated
