@@ -197,14 +197,15 @@ def device_info() -> dict[str, Any]:
 
 
 def _command(argv: Sequence[str]) -> list[str]:
-    """The command with its program relative to the working directory, so that machines' results agree."""
+    """The command with its program relative to the working directory, or to the folder that the package lies
+    in, so that machines' results agree."""
     if not argv:
         return []
-    try:
-        program = Path(argv[0]).relative_to(Path.cwd()).as_posix()
-    except ValueError:
-        program = argv[0]
-    return [program, *argv[1:]]
+    program = Path(argv[0])
+    for folder in (Path.cwd(), _PACKAGE.parent):
+        if program.is_relative_to(folder):
+            return [program.relative_to(folder).as_posix(), *argv[1:]]
+    return list(argv)
 
 
 def collect(

@@ -84,10 +84,12 @@ WORKLOAD = WorkloadConfig(batch_size=[1, 2], prompt_len=4, output_len=5)
 QUIET = TrackerConfig(kind="none")
 
 
-def run(tmp_path: Path, backends: dict[str, Clocked], workload=WORKLOAD, **section) -> dict[str, Any]:
+def run(
+    tmp_path: Path, backends: dict[str, Clocked], workload=WORKLOAD, config: Any = None, **section: Any
+) -> dict[str, Any]:
     variants = [Variant(name, [f"x={name}"], backend, {}) for name, backend in backends.items()]
     section.setdefault("rounds", 10)
-    return run_ab(variants, workload, AbSection(**section), QUIET, tmp_path, config={}, name="m")
+    return run_ab(variants, workload, AbSection(**section), QUIET, tmp_path, config=config or {}, name="m")
 
 
 def by_metric(rows) -> dict[str, dict[str, Any]]:
@@ -208,7 +210,8 @@ def test_a_target_goes_on_until_intervals_are_narrow_or_the_limit(tmp_path):
 
 def test_two_results_compare_variant_by_variant(tmp_path):
     for name, factor in (("one", 1.0), ("two", 2.0)):
-        run(tmp_path / name, {"a": Clocked(factor, 0.01), "b": Clocked(factor * 1.5, 0.01, 1)})
+        backends = {"a": Clocked(factor, 0.01), "b": Clocked(factor * 1.5, 0.01, 1)}
+        run(tmp_path / name, backends, config={"seed": int(factor)})
     found = compare([tmp_path / "one", tmp_path / "two"], floor=0.0)
     labels = [verdict.trial.case for verdict in found.verdicts if verdict.trial.metric == "median_tpot_ms"]
     assert labels[0] == "a B=1 P=4 N=5" and len(labels) == 6

@@ -99,6 +99,9 @@ def test_collect_is_json_and_complete(tmp_path, monkeypatch):
     text = json.dumps(found, allow_nan=False)
     assert "secret" not in text
     assert found["argv"] == ["run.py", "a=b"]
+    here = str(provenance._PACKAGE.parent / "experiments" / "latency.py")  # run from another folder
+    assert provenance.collect({}, argv=[here, "a=b"])["argv"] == ["experiments/latency.py", "a=b"]
+    assert provenance.collect({}, argv=["/elsewhere/run.py"])["argv"] == ["/elsewhere/run.py"]
     assert found["config"] == {"seed": 1} and found["config_hash"] == provenance.config_hash({"seed": 1})
     assert found["versions"]["jax"] and found["versions"]["python"] == sys.version.split()[0]
     assert found["env"]["JAX_TEST_SETTING"] == "1" and "XLA_FLAGS" in found["env"]
