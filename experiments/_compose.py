@@ -138,16 +138,18 @@ def check_jobs(
     sweep = PlannedSweep(Path(root).absolute(), root)
     if not str(config.hydra.sweeper.get("_target_", "")).endswith("BasicSweeper"):
         # It chooses the values itself, one job after the other; what it does not choose must fit by itself.
-        given = OverridesParser.create().parse_overrides(list(args.overrides))
+        parsed = OverridesParser.create().parse_overrides(list(args.overrides))
         alone = [
-            text for text, item in zip(args.overrides, given, strict=True) if not item.is_sweep_override()
+            text for text, item in zip(args.overrides, parsed, strict=True) if not item.is_sweep_override()
         ]
         _try_job(schema, _compose(app, config_name, alone, RunMode.MULTIRUN))
         return dataclasses.replace(sweep, basic=False, n_trials=config.hydra.sweeper.get("n_trials"))
     swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     parser = OverridesParser.create(config_loader=app.config_loader)
-    overrides = parser.parse_overrides([*swept, *config.hydra.overrides.task])
-    fixed = [*config.hydra.overrides.hydra, assignment("hydra.sweep.dir", root)]
+    # As they were written: what `${hydra:…}` names differs from job to job.
+    given = typing.cast(dict[str, list[str]], OmegaConf.to_container(config.hydra.overrides, resolve=False))
+    overrides = parser.parse_overrides([*swept, *given["task"]])
+    fixed = [*given["hydra"], assignment("hydra.sweep.dir", root)]
     combinations = BasicSweeper.split_arguments(overrides, None)[0]
     jobs = []
     for number, job in enumerate(combinations if resumed else combinations[:_MOST_JOBS_CHECKED]):

@@ -115,6 +115,11 @@ def _composition(error: ConfigCompositionException, cause: BaseException | None,
     key = re.match(r"Could not override '([^']*)'", text)
     if key:
         return _unknown_key(key[1].split("@")[0], known)
+    if match := re.match(r"In 'experiment/(.*?)': Could not override '([^']*)'", text):
+        return (
+            f"experiment={match[1]} sets the group {match[2]!r}, which this experiment does not have;"
+            f" configs/experiment/{match[1]}.yaml begins with the command that it is for"
+        )
     key = re.search(r"config group '([^']*)' does not exist", text)
     if key:
         return _unknown_key(key[1], known)

@@ -102,6 +102,14 @@ class HardwareSection:
             )
 
 
+def refuse_capture(engine: EngineConfig, experiment: str) -> None:
+    """Raises `ConfigError`: `experiment` writes no trace, and would only pile one up."""
+    if engine.capture_routing:
+        raise ConfigError(
+            f"engine.capture_routing: {experiment} writes no routing.npz; latency and throughput do"
+        )
+
+
 @dataclass(frozen=True)
 class InferenceSections:
     """What every experiment that runs the engine has."""
@@ -181,6 +189,8 @@ class ThroughputConfig(InferenceSections):
         )
         check_objective(self.objective, "throughput", self.workload.slo)
         self.ramp.check_alone(self.workload.request_rate, self.workload.trace_file)
+        if self.ramp.enabled:
+            refuse_capture(self.engine, "a ramp")
 
 
 @dataclass(frozen=True)
@@ -193,6 +203,7 @@ class StressConfig(InferenceSections):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.hardware.refuse_price("stress")
+        refuse_capture(self.engine, "stress")
 
 
 @dataclass(frozen=True)
@@ -239,6 +250,7 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         self.hardware.refuse_price("quantization")
+        refuse_capture(self.engine, "quantization")
 
 
 @dataclass(frozen=True)
@@ -260,6 +272,7 @@ class GenerateConfig(InferenceSections):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.hardware.refuse_price("generate")
+        refuse_capture(self.engine, "generate")
         prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
         if not isinstance(prompts, (list, tuple)) or not prompts:
             raise ConfigError(f"prompts must be a text or a list of texts, got {self.prompts!r}")

@@ -32,6 +32,7 @@ from moejax.bench.sweep import (
     JobRecord,
     SweepRecord,
     changed_keys,
+    claim_sweep,
     is_finished,
     job_folders,
     job_key,
@@ -81,7 +82,7 @@ def expand_resume(
             f"python -m experiments.{record.experiment} --resume {found.resume}"
         )
     if alone and record.alive:
-        raise ConfigError(f"the sweep in {found.resume!r} is still running (process {record.pid})")
+        raise ConfigError(f"the sweep in {found.resume!r} is still running ({record.process})")
     replaced = {_key(text) for text in given}
     kept = [text for text in record.argv if _key(text) not in replaced or text.startswith("-")]
     flags = [] if set(_MULTIRUN) & {*kept, *given} else ["-m"]
@@ -163,7 +164,7 @@ class Sweep:
         notes = self._look_back() if self.resumed else self._look_around()
         if not self.speaks:
             return
-        write_sweep(self.folder, self.record)
+        (write_sweep if self.resumed else claim_sweep)(self.folder, self.record)
         count = "" if self.record.expected is None else f" of {self.record.expected} jobs"
         done = f", {len(self.done) or self._told()} of them done" if self.resumed else ""
         self._say(f"sweep{count}{done}; if it is stopped, go on with: {self._command()}", *notes)
@@ -208,7 +209,7 @@ class Sweep:
         ]
 
     def _check_same(self, job: PlannedJob, folder: Path, record: JobRecord) -> None:
-        key, config = job_key(job.config, folder)
+        key, config = job_key(job.config, job.folder)  # as the configuration names it
         if key == record.key:
             return
         # Other code may have brought or dropped keys; those say nothing.
@@ -223,16 +224,7 @@ class Sweep:
         )
 
     def _look_around(self) -> list[str]:
-        """Of a new sweep: that its folder is free; a line about one of the same command that was killed."""
-        try:
-            read_sweep(self.folder)
-        except ConfigError:
-            pass
-        else:
-            raise ConfigError(
-                f"{self.plan.root!r} holds a sweep already: go on with --resume {self.plan.root}, or choose "
-                "another hydra.sweep.dir"
-            )
+        """Of a new sweep: a line about one of the same command that was killed."""
         for folder in sorted(self.folder.parent.glob("*/"), reverse=True) if self.speaks else ():
             try:
                 other = read_sweep(folder)

@@ -22,6 +22,9 @@ OTHER_DEVICES = ("a100_80gb", "h100", "h200")
 """Devices whose bounds a result gives beside those of its own."""
 
 
+_SUMMED_AT = 1 << 15
+
+
 class EngineAccount:
     """Attribution of what `llm` runs."""
 
@@ -59,10 +62,12 @@ class EngineAccount:
 
     def captured(self, capture: RoutingCapture) -> list[OpCost]:
         """All steps of a routing trace, by layer, operation and phase."""
-        sums: list[OpCost] = []
+        waiting: list[OpCost] = []
         for _, ops in captured_steps(self.llm.config, capture, **self._how):
-            sums = summed([*sums, *ops])  # step by step: a long run has millions of them
-        return sums
+            waiting += ops
+            if len(waiting) > _SUMMED_AT:  # a long run has millions of them
+                waiting = summed(waiting)
+        return summed(waiting)
 
 
 def latency_account(

@@ -14,12 +14,12 @@ _ANYWHERE = (
     "host_peak_bytes",
 )
 _OF: dict[str, tuple[str, ...]] = {
-    "latency": ("median_tpot_ms", "weight_bytes", "kv_cache_bytes", "mfu_percent", "mbu_percent"),
+    "latency": ("median_tpot_ms", "weight_bytes", "kv_cache_bytes"),
     "throughput": (
         *(f"{statistic}_queue_ms" for statistic in STATISTICS),
         "mean_batch_size", "cache_use_mean", "cache_use_peak", "padding_waste", "preemptions",
         "speedup_over_static", "p99_ttft_ratio", "knee_rate", "max_goodput", "max_output_throughput",
-        "weight_bytes", "kv_cache_bytes",
+        "weight_bytes", "kv_cache_bytes", "mfu_percent", "mbu_percent",
     ),
 }  # fmt: skip
 

@@ -12,14 +12,17 @@ import math
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from moejax.bench.result import RESULT_FILE, load_result
 from moejax.core.errors import ConfigError
-from moejax.core.files import atomic_write_text, dump_json
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 
 SWEEP_FILE = "sweep.json"
 JOB_FILE = "job.json"
@@ -27,6 +30,7 @@ SCHEMA = 1
 
 # Neither changes what is measured: a sweep may be resumed with another tracker.
 _NOT_PART_OF_A_JOB = ("tracker", "verbose")
+_CLOCK_S = 10.0  # by which the times of two clocks may differ
 
 
 @dataclass(frozen=True)
@@ -139,21 +143,56 @@ class SweepRecord:
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs; one on another machine is taken to."""
+        """Whether its process runs; one on another machine is taken to. Another process may have its number
+        by now: one that began later."""
         if self.state != "running" or self.host != socket.gethostname():
             return self.state == "running"
         try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
+            return psutil.Process(self.pid).create_time() <= self.started + _CLOCK_S
+        except psutil.NoSuchProcess:
             return False
-        except PermissionError:
+        except psutil.AccessDenied:
             return True
-        return True
+
+    @property
+    def process(self) -> str:
+        """What runs it, for a message, with what to do where it cannot be asked."""
+        if self.host == socket.gethostname():
+            return f"process {self.pid}"
+        remedy = f'if it was killed there, set "state" to "incomplete" in {SWEEP_FILE}'
+        return f"process {self.pid} on {self.host}; {remedy}"
 
 
-def write_sweep(folder: Path, record: SweepRecord) -> Path:
+def write_sweep(folder: Path, record: SweepRecord, name: str = SWEEP_FILE) -> Path:
     """Raises `OutputError` if it cannot be written."""
-    return atomic_write_text(folder / SWEEP_FILE, dump_json(asdict(record), indent=1) + "\n")
+    return atomic_write_text(folder / name, dump_json(asdict(record), indent=1) + "\n")
+
+
+def claim_sweep(folder: Path, record: SweepRecord) -> Path:
+    """`write_sweep` into a folder without a sweep: of two that begin at once, one gets it.
+
+    Raises:
+        ConfigError: the folder holds a sweep.
+        OutputError: the record cannot be written.
+    """
+    path = folder / SWEEP_FILE
+    taken = ConfigError(
+        f"{str(folder)!r} holds a sweep already: go on with --resume {folder}, or choose another "
+        "hydra.sweep.dir"
+    )
+    if path.exists():
+        raise taken
+    ensure_writable(folder)
+    own = write_sweep(folder, record, f".{SWEEP_FILE}.{uuid.uuid4().hex}")
+    try:
+        os.link(own, path)  # unlike a renaming it fails where there is one
+    except FileExistsError:
+        raise taken from None
+    except OSError:  # a file system without links
+        return write_sweep(folder, record)
+    finally:
+        own.unlink(missing_ok=True)
+    return path
 
 
 def read_sweep(folder: str | os.PathLike[str]) -> SweepRecord:

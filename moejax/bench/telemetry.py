@@ -57,10 +57,18 @@ class Meter:
         chosen = range(len(rows)) if cases is None else cases
         metrics = result["metrics"]
         tokens = metrics.get("total_output_tokens")
-        metrics |= self.telemetry.summary(*chosen, output_tokens=tokens) | self._cost(metrics)
+        elsewhere = _elsewhere(result.get("backends") or ())
+        flat = _without_devices(
+            self.telemetry.summary(*chosen, output_tokens=tokens),
+            any(rows[index].get("backend") in elsewhere for index in chosen),
+        )
+        metrics |= flat | self._cost(metrics)
         table = []
         for index, row in enumerate(rows):
-            found = self.telemetry.summary(index, output_tokens=row.get("total_output_tokens"))
+            found = _without_devices(
+                self.telemetry.summary(index, output_tokens=row.get("total_output_tokens")),
+                row.get("backend") in elsewhere,
+            )
             table.append({"case": index, **found})
             row |= {name: found[name] for name in _IN_ROWS if found.get(name) is not None} | self._cost(row)
         result["telemetry"] = to_jsonable({**self.telemetry.report(), "cases": table})
@@ -70,3 +78,20 @@ class Meter:
             return {}
         rates = (metrics.get("output_throughput"), metrics.get("total_token_throughput"))
         return self._price.metrics(self._devices, *rates)
+
+
+def _elsewhere(backends: Sequence[Mapping[str, Any]]) -> set[Any]:
+    """Names of those whose work is not on the devices that are read: a server, and a peer on the GPU while
+    JAX has the CPU or the other way round."""
+    on_cpu = jax.devices()[0].platform == "cpu"
+    return {
+        backend.get("name")
+        for backend in backends
+        if backend.get("kind") == "openai_endpoint"
+        or (backend.get("kind") != "moejax" and (backend.get("device") == "cpu") != on_cpu)
+    }
+
+
+def _without_devices(found: Mapping[str, Any], elsewhere: bool) -> dict[str, Any]:
+    """Energy and the GPUs' figures are None for work that was done elsewhere."""
+    return {k: None if elsewhere and ("energy" in k or "gpu" in k) else v for k, v in found.items()}

@@ -57,7 +57,7 @@ class _Block(NamedTuple):
 class RoutingRecorder:
     """Takes the routing of steps in the order in which they ran.
 
-    It grows by L · k · (1 or 2 + 4) + 20 bytes a token until `reset`.
+    It grows by L · k · (1 or 2 + 4) + 20 bytes a token until `reset`, and keeps each request's prompt.
 
     Args:
         model: whose layers are recorded.
@@ -180,6 +180,12 @@ class RoutingRecorder:
             np.empty(shape, np.float32),
             np.empty((rows, len(_INDEX)), np.int32),
         )
+
+
+def check_capture(capture: bool, model: ModelConfig) -> None:
+    """Raises `ConfigError` where routing is to be captured and there is none."""
+    if capture and not any(model.moe_layers):
+        raise ConfigError("engine.capture_routing: the model has no MoE layer, and so no routing to capture")
 
 
 def recorder(runner: Records) -> RoutingRecorder:

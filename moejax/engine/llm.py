@@ -356,9 +356,8 @@ class LLM:
     def replay_routing(self, trace: RoutingCapture | None) -> None:
         """Forces a trace on all requests from now on, bit for bit; None: the routers choose again.
 
-        `RoutingReplay.assign` says which of the trace's requests each one takes, and what it raises where
-        there is none. From replaying to not, or back, a new engine starts: with statistics, observer, capture
-        and compiled steps anew.
+        `RoutingReplay.assign` says which recorded request each one takes, and what it raises. From replaying
+        to not, or back, a new engine starts: with statistics, observer, capture and compiled steps anew.
 
         Raises:
             ConfigError: the trace is not this model's, or requests are running.
@@ -368,6 +367,7 @@ class LLM:
             if not self.engine.scheduler.idle:
                 raise ConfigError("replay_routing: requests are running; wait for them, or abort them")
             if (replay is None) != (self.builder.replay is None):
+                self.runner.reset()  # else the old cache would take the new one's memory
                 self._start(self.engine_config, replay)
             self.builder.replay = self.runner.builder.replay = replay
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 
 from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig
-from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
+from moejax.engine.capturing import check_capture
 from moejax.engine.ledger import enable_compile_cache
 from moejax.engine.paged_steps import PagedFunctions
 from moejax.engine.pipeline_runner import most_microbatches
@@ -97,8 +97,7 @@ def open_model(
     if product.value == "pallas_triton":
         moe = dataclasses.replace(moe, grouped_matmul=product.value)
     longest_sequence(engine, config)
-    if engine.capture_routing and not any(config.moe_layers):
-        raise ConfigError("engine.capture_routing: the model has no MoE layer, and so no routing to capture")
+    check_capture(engine.capture_routing, config)
     replay = open_replay(engine.replay_routing, config)
     most_microbatches(parallel, engine)
     places = make_places(parallel, config, moe)

@@ -6,6 +6,7 @@ difference how either run was batched, chunked or preempted.
 """
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -53,6 +54,7 @@ class RoutingReplay:
         for index, request in enumerate(trace.requests):
             self._by_prompt.setdefault(request.prompt_hash, []).append(index)
         self._taken: Counter[str] = Counter()
+        self._lock = threading.Lock()  # requests are made outside of the engine's
 
     def assign(self, requests: Sequence[LiveRequest], kind: str = "prompt") -> None:
         """Gives each request its recorded one: the n-th with a prompt takes the n-th recorded with it, then
@@ -70,7 +72,18 @@ class RoutingReplay:
             RequestError: a prompt is not in the trace; a request must need more than was recorded of it. Then
                 no request is given anything.
         """
-        taken = Counter(self._taken)
+        with self._lock:
+            found = self._find(requests, kind)
+        for request, tables in zip(requests, found, strict=True):
+            for sequence, table in zip(request.sequences, tables, strict=True):
+                sequence.routing = table
+                if not sequence.score:
+                    # The token sampled at the last recorded position is the last that it can have.
+                    sequence.max_length = min(sequence.max_length, len(table) + 1)
+
+    def _find(self, requests: Sequence[LiveRequest], kind: str) -> list[list[np.ndarray]]:
+        """Each request's `_tables`; counts what is given out, unless it raises."""
+        taken: Counter[str] = Counter()
         found = []
         for i, request in enumerate(requests):
             prompt = request.output.prompt_token_ids
@@ -85,16 +98,11 @@ class RoutingReplay:
                     f" has this prompt of {len(prompt)} tokens; run the workload that was recorded, or replay"
                     " a generated trace"
                 )
-            index = recorded[taken[key] % len(recorded)]
+            index = recorded[(self._taken[key] + taken[key]) % len(recorded)]
             taken[key] += 1
             found.append(self._tables(request, index, f"{kind} {i}"))
-        self._taken = taken
-        for request, tables in zip(requests, found, strict=True):
-            for sequence, table in zip(request.sequences, tables, strict=True):
-                sequence.routing = table
-                if not sequence.score:
-                    # The token sampled at the last recorded position is the last that it can have.
-                    sequence.max_length = min(sequence.max_length, len(table) + 1)
+        self._taken.update(taken)
+        return found
 
     def fill(self, views: Mapping[str, np.ndarray], plan: StepPlan, rows: int) -> None:
         """Writes the rows of a plan into `replay_ids` and `replay_weights`, int32 `[S + T, L, k]`.

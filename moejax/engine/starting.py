@@ -8,6 +8,7 @@ import numpy as np
 import moejax
 from moejax.core.config import EngineConfig
 from moejax.core.parallel import ParallelConfig
+from moejax.engine.capturing import check_capture
 from moejax.engine.device_runner import DeviceRunner
 from moejax.engine.ledger import CompileLedger
 from moejax.engine.opening import OpenModel
@@ -25,7 +26,12 @@ def make_runner(
     kv_dtype: str,
     replay: RoutingReplay | None,
 ) -> DeviceRunner | PipelineRunner:
-    """For one stage, or for several; see their arguments."""
+    """For one stage, or for several; see their arguments.
+
+    Raises:
+        ConfigError: routing is to be captured, and the model has none.
+    """
+    check_capture(config.capture_routing, opened.config)  # a variant has not been through `open_model`
     how: Any = {
         "config": config, "num_blocks": num_blocks, "max_model_len": max_model_len, "ledger": ledger,
         "kernels": opened.kernels, "kv_dtype": kv_dtype, "replay": replay,

@@ -97,15 +97,15 @@ def captured_steps(
             phase = "prefill"
         request, position = capture.request[rows], capture.position[rows]
         sequence = np.stack([request, capture.sample[rows]], axis=1)
-        _, index, new = np.unique(sequence, axis=0, return_inverse=True, return_counts=True)
+        rows_of, index, new = np.unique(sequence, axis=0, return_inverse=True, return_counts=True)
         context = np.zeros(len(new))
         np.maximum.at(context, index.reshape(-1), position + 1)
         hits, ran = np.zeros(config.num_layers), np.zeros(config.num_layers)
         counts = count_experts(capture.ids[rows], capture.num_experts)
         hits[list(capture.layers)] = np.count_nonzero(counts, axis=1)
         ran[list(capture.layers)] = counts.sum(axis=1)
-        # A part of a prompt that is not its last gives no token.
-        sampled = int(np.count_nonzero(~prefill | (position >= ends[request] - 1)))
+        # A part of a prompt that is not its last gives no token; what is computed again gives one in all.
+        sampled = int(np.count_nonzero(context >= ends[rows_of[:, 0]]))
         ops = attribute(
             config, new_tokens=new, context=context, phase=phase, hits=hits, logits=sampled,
             assignments=ran, dtype=dtype, kv_dtype=kv_dtype, held=held,

@@ -101,9 +101,8 @@ def cases_table(result: Mapping[str, Any]) -> Table:
     table.add_column("same\ntokens", justify="right", no_wrap=True)
     table.add_column("rounds", justify="right", no_wrap=True)
     for row in rows:
-        same = Text(
-            f"{100 * row['equal_requests']:.0f}%", style="" if row["equal_requests"] == 1 else "yellow"
-        )
+        equal = row["equal_requests"]
+        same = Text("–" if equal is None else f"{100 * equal:.0f}%", style="" if equal == 1 else "yellow")
         figures = [number(row.get(key)) for _, key in columns]
         table.add_row(row["variant"], _case(row), *figures, same, number(row["rounds"]))
     return table
@@ -142,6 +141,9 @@ def ab_lines(result: Mapping[str, Any]) -> list[str]:
             others.setdefault(key, []).append(short_name(verdict.trial.metric))
     base = verdicts[0].trial.baseline if verdicts else ""
     lines += [f"{run} against {base}: {text}: {', '.join(m)}" for (run, text), m in others.items()]
+    if left := result.get("not_judged"):
+        why = "a pass without them, or with too few values for the percentile"
+        lines.append(f"not judged: {', '.join(map(short_name, left))}: {why}")
     control = [verdict_of(row) for row in result["control"]]
     for verdict in control:
         trial = verdict.trial

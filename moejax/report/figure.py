@@ -35,7 +35,8 @@ def new_figure(
     figure = Plot(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     subtitle = run_title(result)
-    figure.suptitle(title + (f"\n{subtitle}" if subtitle else ""), fontsize=11)
+    # A model's name may have dollar signs, which are no formula.
+    figure.suptitle(title + (f"\n{subtitle}" if subtitle else ""), fontsize=11, parse_math=False)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", color="#dddddd", linewidth=0.7)

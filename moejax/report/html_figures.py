@@ -198,7 +198,7 @@ def expert_loads(runs: Sequence[Run]) -> Figure | None:
     for axis, (run, load) in zip(axes, maps, strict=True):
         axis.grid(visible=False)
         image = axis.imshow(load, aspect="auto", cmap="viridis", vmin=0.0, vmax=top, interpolation="nearest")
-        busiest = np.nanmean(np.nanmax(load, axis=1))
+        busiest = np.mean(np.nanmax(load[~np.isnan(load).all(axis=1)], axis=1))  # of the layers with experts
         axis.set_title(f"{run.label}: {run.name} · busiest expert {busiest:.2f}x the even share", fontsize=9)
         axis.set_ylabel("layer")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))

@@ -18,6 +18,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moejax.bench.result import load_result
@@ -118,7 +119,7 @@ def sweep_table(sweep: Mapping[str, Any]) -> Table:
         table.add_column(heading.replace(", ms", "\nms"), justify="right", no_wrap=True)
     best = {key: _best(rows, key) for _, key in metrics}
     for row in rows:
-        cells = [_axis_value(row.get(axis)) for axis in axes]
+        cells = [escape(_axis_value(row.get(axis))) for axis in axes]
         for _, key in metrics:
             text = number(row.get(key))
             cells.append(f"[bold]{text}[/bold]" if row is best[key] else text)

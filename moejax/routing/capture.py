@@ -26,6 +26,7 @@ from moejax.core.files import dump_json
 SCHEMA = 1
 CAPTURE_FILE = "routing.npz"
 _MOST_LAYERS = 24  # in a notebook
+_COUNTED_ROWS = 1 << 14
 _COLUMNS = ("ids", "weights", "step", "request", "sample", "position", "prefill")
 
 
@@ -95,9 +96,10 @@ class RoutingCapture:
                 raise ConfigError(
                     f"routing trace: {name} has shape {getattr(self, name).shape} for {rows} rows of ids"
                 )
-        if rows and int(self.ids.max()) > self.num_experts:
+        ends = (int(self.ids.min()), int(self.ids.max())) if self.ids.size else ()
+        if wrong := [expert for expert in ends if not 0 <= expert <= self.num_experts]:
             raise ConfigError(
-                f"routing trace: it names expert {int(self.ids.max())} and says that there are"
+                f"routing trace: it names expert {wrong[0]} and says that there are"
                 f" {self.num_experts} (0 to {self.num_experts - 1}; {self.num_experts} for none)"
             )
         if rows and not 0 <= int(self.request.min()) <= int(self.request.max()) < len(self.requests):
@@ -229,7 +231,8 @@ def load_capture(path: str | os.PathLike[str]) -> RoutingCapture:
         if not file.exists():
             raise ConfigError(f"{path} holds no {CAPTURE_FILE}; run it with engine.capture_routing=true")
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        # Opened here, since numpy leaves a file that is cut off open.
+        with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())
             if header["schema"] != SCHEMA:
                 raise ConfigError(f"{file} has schema {header['schema']}; this moejax reads {SCHEMA}")
@@ -245,7 +248,7 @@ def load_capture(path: str | os.PathLike[str]) -> RoutingCapture:
         raise ConfigError(f"there is no routing trace {file}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         # numpy takes what is no .npz for a pickle, and advises to trust it.
         pickled = isinstance(error, ValueError) and "pickle" in str(error)
         reason = "no .npz file" if pickled else f"{type(error).__name__}: {error}"
@@ -265,8 +268,11 @@ def id_dtype(num_experts: int) -> type[np.unsignedinteger[Any]]:
 def count_experts(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """int64 `[L, E]` of ids `[R, L, k]`; the mark for none is not counted."""
     layers = ids.shape[1]
-    flat = ids.astype(np.int64) + np.arange(layers)[None, :, None] * (num_experts + 1)
-    counts = np.bincount(flat.reshape(-1), minlength=layers * (num_experts + 1))
+    first = np.arange(layers)[None, :, None] * (num_experts + 1)
+    counts = np.zeros(layers * (num_experts + 1), np.int64)
+    for row in range(0, len(ids), _COUNTED_ROWS):  # whole traces are large, and int64 is eight times as much
+        flat = ids[row : row + _COUNTED_ROWS].astype(np.int64) + first
+        counts += np.bincount(flat.reshape(-1), minlength=len(counts))
     return counts.reshape(layers, num_experts + 1)[:, :num_experts]
 
 

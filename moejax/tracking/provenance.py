@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ _ENVIRONMENT = (
     "MALLOC_ARENA_MAX", "LD_PRELOAD", "TF_GPU_ALLOCATOR",
 )  # fmt: skip
 _ENVIRONMENT_PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_", "NCCL_", "MOEJAX_", "GOMP_", "KMP_")
+# Of those prefixes: keys (`backend.api_key_env` may name any variable), and a machine's name.
+_NEVER = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS)S?$|^JAX_COORDINATOR", re.IGNORECASE)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -135,11 +138,11 @@ def versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables that change what is compiled or where it runs."""
+    """The environment variables that change what is compiled or where it runs; none that may hold a key."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
+        if (name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)) and not _NEVER.search(name)
     }
 
 

@@ -145,9 +145,13 @@ class Telemetry:
             return
         self._open_part = key
         self._stop.clear()
+        try:
+            self._last = (self._clock(), self._read())
+        except Exception as error:
+            self._give_up(error)
+            return
         # A daemon: a run that is broken off must not wait for it.
         self._thread = threading.Thread(target=self._loop, name="moejax-telemetry", daemon=True)
-        self._last = (self._clock(), self._read())
         self._origin = self._last[0] if self._origin is None else self._origin
         self._thread.start()
 
@@ -160,7 +164,10 @@ class Telemetry:
             self._probes = []
             self._note(f"a sample took over {_JOIN_SECONDS:g} s; sampling was given up")
         else:
-            self._sample()
+            try:
+                self._sample()
+            except Exception as error:
+                self._give_up(error)
         self._thread = None
         self._last = None
 
@@ -168,9 +175,13 @@ class Telemetry:
         try:
             while not self._stop.wait(self.config.interval_s):
                 self._sample()
-        except Exception as error:  # a measurement must not fail over what is beside it
-            logger.exception("telemetry")
-            self._note(f"sampling stopped: {type(error).__name__}: {error}")
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """A measurement must not fail over what is beside it."""
+        logger.error("telemetry", exc_info=error)
+        self._note(f"sampling stopped: {type(error).__name__}: {error}")
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

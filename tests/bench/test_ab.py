@@ -23,6 +23,7 @@ from moejax.bench.traffic import Lengths, ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.request import CompletionOutput, RequestMetrics, RequestOutput
+from moejax.report.ab import ab_lines
 from moejax.report.compare import compare
 from moejax.tracking.base import TrackerConfig
 from tests.bench.fake_llm import FakeLLM, VirtualClock
@@ -178,6 +179,27 @@ def test_tokens_that_differ_are_told_and_lengths_that_differ_are_not_compared(tm
     found = by_metric(row for row in result["verdicts"] if row["run"] == "c")
     assert found["median_e2el_ms"]["text"] == "not comparable: the outputs' lengths differ"
     assert found["median_tpot_ms"]["outcome"] == "better"
+
+
+def test_a_server_that_only_counts_its_tokens_is_not_said_to_agree(tmp_path):
+    class Counting(Clocked):
+        itl_known = False
+
+        def generate(self, prompts, params):
+            outputs = super().generate(prompts, params)
+            for output in outputs:
+                output.outputs[0].token_ids = []
+            return outputs
+
+    result = run(tmp_path, {"a": Clocked(), "b": Counting(0.5)}, metrics=["mean_itl_ms", "median_tpot_ms",
+                                                                          "median_e2el_ms"])  # fmt: skip
+    rows = [row for row in result["cases"] if row["variant"] == "b"]
+    for name in ("equal_requests", "equal_lengths", "first_difference", "mean_itl_ms"):
+        assert {row[name] for row in rows} == {None}
+    found = by_metric(result["verdicts"])
+    assert found["median_e2el_ms"]["text"] == "not comparable: the outputs' tokens are not known"
+    assert found["median_tpot_ms"]["outcome"] == "better" and "mean_itl_ms" not in found
+    assert result["not_judged"] == ["mean_itl_ms"] and "not judged: ITL mean (ms)" in ab_lines(result)[-1]
 
 
 def test_a_difference_within_the_controls_is_noise(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moejax.bench import accounts
 from moejax.bench.accounts import EngineAccount, latency_account, traffic_accounts, traffic_utilisation
 from moejax.bench.metrics import RequestRecord
 from moejax.bench.roofline import account, utilisation_percent
@@ -17,6 +18,7 @@ from moejax.engine.request import RequestMetrics
 from moejax.engine.stats import StepRecord
 from moejax.models.decoder import Decoder
 from moejax.perf.attribution import OpCost, attribute, total
+from moejax.perf.steps import captured_steps
 from tests.perf.models import small_model
 from tests.perf.test_steps import capture
 
@@ -95,8 +97,10 @@ def test_traffic() -> None:
     assert traffic_utilisation(llm, records, [], DEVICE) == {"mfu_percent": None, "mbu_percent": None}
 
 
-def test_a_captured_run_by_kinds_of_steps() -> None:
+@pytest.mark.parametrize("most", [1, 1 << 15])
+def test_a_captured_run_by_kinds_of_steps(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind's time is that of its own steps, and its sums those of its own in the trace."""
+    monkeypatch.setattr(accounts, "_SUMMED_AT", most)
     records = [
         StepRecord(0.0, seconds, prefill, decode, 4, 2, 2, 0, 1, 8, 1, 0)
         for seconds, prefill, decode in [(0.5, 3, 0), (0.25, 2, 1), (0.125, 0, 2)]
@@ -105,8 +109,8 @@ def test_a_captured_run_by_kinds_of_steps() -> None:
     assert {phase: row["seconds"] for phase, row in found.items()} == {
         "prefill": 0.5, "mixed": 0.25, "decode": 0.125,
     }  # fmt: skip
-    whole = total(EngineAccount(engine()).captured(capture()))
-    assert sum(row["flops"] for row in found.values()) == whole.flops
+    steps = [op for _, ops in captured_steps(CONFIG, capture()) for op in ops]
+    assert sum(row["flops"] for row in found.values()) == total(steps).flops
     assert found["decode"]["mfu"] == pytest.approx(found["decode"]["flops"] / 0.125 / 1e9)
 
 

@@ -191,6 +191,7 @@ def test_saturated_from_the_start(clock: VirtualClock, tmp_path: Path) -> None:
         ({"start": 1, "refine": -1}, "ramp.refine"),
         ({"start": 1, "followed": 1.5}, r"ramp.followed is a share in \(0, 1\]"),
         ({"start": 1, "max_steps": 30}, "the ramp's last step has .* requests"),
+        ({"start": 1, "max_steps": 2000}, "the ramp's last step has .* requests"),
     ],
 )
 def test_bad_config(fields: dict[str, Any], text: str) -> None:

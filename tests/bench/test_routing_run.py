@@ -10,6 +10,7 @@ import pytest
 
 from moejax.bench.routing.config import GenerateSection, PlacementSection, RoutingSelection
 from moejax.bench.routing.placement import placement_row
+from moejax.bench.routing.rows import layer_rows, trace_row
 from moejax.bench.routing.run import run_routing
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
@@ -150,6 +151,12 @@ def test_wrong_sections_are_refused(tmp_path: Path) -> None:
         GenerateSection(kind="zipf", requests=0)
     with pytest.raises(ConfigError, match=r"placement\.redundant must be an integer of at least 0"):
         PlacementSection(redundant=-1)
+
+
+def test_a_trace_in_which_no_expert_ran(captured: RoutingCapture) -> None:
+    nothing = dataclasses.replace(captured, ids=np.full_like(captured.ids, captured.num_experts))
+    row = trace_row(nothing, layer_rows(nothing), None)
+    assert row["max_over_mean_worst"] is None and row["max_over_mean"] is None and row["decode_hits"] == 0
 
 
 def test_names_tell_traces_apart() -> None:

@@ -117,6 +117,17 @@ def test_requests_that_do_not_end_or_fail_are_counted(llm: LLM, monkeypatch: pyt
     assert idle_faults(llm) == []
 
 
+def test_an_abort_must_end_a_request_and_nothing_else_may(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "abort", lambda request_id: None)
+    counts = RUN["abort"](Load(llm, SMALL, np.random.default_rng(0)))
+    assert counts.aborted == 0 and counts.failed > 0 and set(counts.errors) == {"an aborted request ran on"}
+    monkeypatch.undo()
+    load = Load(llm, SMALL, np.random.default_rng(0))
+    load.submit(4, 4)
+    llm.abort(load.live[0][0].request_id)
+    assert load.finish().errors == ["a request ended as aborted by nobody"]
+
+
 def test_other_tokens_and_a_slower_engine_are_drift(
     llm: LLM, prober: Prober, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +205,7 @@ def test_a_leak_fails_the_run(llm: LLM, tmp_path: Path, monkeypatch: pytest.Monk
         ({"rounds": 2}, "at least 3"),
         ({"abort_share": 2.0}, "share"),
         ({"tpot_band": 0.5}, "at least 1"),
+        ({"tpot_band": float("nan")}, "at least 1"),
         ({"requests": 0}, "stress.requests"),
     ],
 )

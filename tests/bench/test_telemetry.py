@@ -49,6 +49,29 @@ def test_rows_have_their_own_energy_and_cost_and_the_flat_metrics_those_of_their
     json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("about", "known"),
+    [
+        ({"kind": "moejax"}, True),
+        ({"kind": "hf_transformers", "device": "cpu"}, True),
+        ({"kind": "hf_transformers", "device": "cuda:0"}, False),  # JAX has the CPU here
+        ({"kind": "openai_endpoint"}, False),
+    ],
+)
+def test_a_peer_elsewhere_has_none_of_this_machines_energy(about: dict[str, Any], known: bool) -> None:
+    meter = Meter()
+    meter.telemetry, _, clock = on_gpus(FakeGpu(watts=100))
+    with meter.part(0):
+        clock.now += 1.0
+    found = result(50) | {"backends": [{"name": "it", **about}]}
+    found["cases"][0]["backend"] = "it"
+    meter.add_to(found, [0])
+    assert (found["metrics"]["energy_per_output_token_j"] is not None) is known
+    assert (found["metrics"]["mean_gpu_power_w"] is not None) is known
+    assert ("energy_per_output_token_j" in found["cases"][0]) is known
+    assert (found["telemetry"]["cases"][0]["energy_j"] is not None) is known
+
+
 def test_without_telemetry_and_price_nothing_is_added_but_that_it_was_off() -> None:
     meter, found = Meter(), result(5)
     with meter.part(0):

@@ -230,6 +230,8 @@ def test_errors(variant: Any) -> None:
     dense = small_config(moe_layers=(False,))
     with pytest.raises(ConfigError, match=r"engine\.capture_routing: the model has no MoE layer"):
         LLM(dense, load_format="dummy", engine=capturing_config(TIGHT))
+    with pytest.raises(ConfigError, match=r"engine\.capture_routing: the model has no MoE layer"):
+        LLM(dense, load_format="dummy", engine=TIGHT).variant(capturing_config(TIGHT))
     with pytest.raises(ConfigError, match=r"engine\.capture_routing must be True or False, got 'yes'"):
         EngineConfig(capture_routing="yes")  # type: ignore[arg-type]
 

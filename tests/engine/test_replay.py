@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 
 from moejax import LLM, EngineConfig, ModelConfig, ParallelConfig, SamplingParams
 from moejax.core.errors import ConfigError, RequestError, StepError
+from moejax.engine.replaying import RoutingReplay
 from moejax.routing.capture import RoutingCapture
 from tests.engine.mesh_models import prompts as mesh_prompts
 from tests.engine.paged import SCARCE, TIGHT, greedy, prompt, tight
@@ -149,6 +153,26 @@ def test_equal_prompts_take_their_recordings_in_turn(recording: LLM, replaying: 
         assert by_place(captured(llm)) == by_place(trace)
 
 
+def test_threads_are_given_different_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are made outside of the engine's lock."""
+    one = made(np.tile([[[0, 1]]], (8, 1, 1)), np.full((8, 1, 2), 0.5), 8, (0,))
+    requests = tuple(dataclasses.replace(one.requests[0], request_id=str(i)) for i in range(8))
+    request = np.arange(8, dtype=np.int32)
+    replay = RoutingReplay(dataclasses.replace(one, request=request, requests=requests), small_config())
+    given = []
+
+    def tables(request: Any, index: int, name: str) -> list[np.ndarray]:
+        time.sleep(0.01)  # long enough for the others to come
+        given.append(index)
+        return []
+
+    monkeypatch.setattr(replay, "_tables", tables)
+    asked: Any = SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1]), sequences=[])
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: replay.assign([asked]), range(8)))
+    assert sorted(given) == list(range(8))
+
+
 @pytest.mark.parametrize("name", ["chunked", pytest.param("preempting", marks=pytest.mark.slow)])
 def test_samples_replay_their_own_and_a_recomputed_one_its_roots_prompt(
     name: str, recording: LLM, replaying: Any
@@ -264,7 +288,10 @@ def test_replaying_starts_and_stops(bare_llm: LLM, recorded: Any) -> None:
     changed = dataclasses.replace(trace, ids=((trace.ids + 1) % 8).astype(np.uint8))
     llm = bare_llm.variant(TIGHT)
     assert values(llm.generate(ASKED, PARAMS)) == came_out
+    before = llm.runner
+    assert before.cache_bytes > 0
     llm.replay_routing(changed)
+    assert llm.runner is not before and before.cache_bytes == 0  # it made room for the new one
     assert values(llm.generate(ASKED, PARAMS)) != came_out
     llm.submit(ASKED[0], PARAMS)
     with pytest.raises(ConfigError, match="requests are running"):

@@ -266,6 +266,7 @@ MISTAKES = [
     (["workload=bursty"], ["unknown key 'workload.num_requests'", "workload/bursty"]),
     (["experiment=foo"], ["unknown option 'foo'", "quick"]),
     (["experiment=train_smoke"], ["unknown key 'steps'", "experiment/train_smoke"]),
+    (["experiment=stress"], ["unknown key 'stress'", "experiment/stress"]),
     (["hydra/launcher=joblib"], ["moejax[sweep]"]),
     (["+model=tiny"], ["leave out the '+'"]),
     (["+seed=3"], ["leave out the '+'"]),

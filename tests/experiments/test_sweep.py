@@ -11,12 +11,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from experiments._app import CONFIG_DIR, launch, output_dir
+from experiments._cells import compose
 from experiments._schema import LatencyConfig
-from moejax.bench.sweep import job_key, read_job, read_sweep, write_job, write_sweep
-from moejax.core.errors import CheckpointError
+from moejax.bench.sweep import (
+    SweepRecord,
+    claim_sweep,
+    job_key,
+    read_job,
+    read_sweep,
+    write_job,
+    write_sweep,
+)
+from moejax.core.errors import CheckpointError, ConfigError
 from tests.sharding.processes import started, wait_all
 
 SCRIPT = str(Path(__file__).with_name("swept_experiment.py"))
@@ -178,6 +188,36 @@ def test_a_kill_is_told_at_the_next_start_of_the_same_command(capsys: pytest.Cap
         assert (f"{line} --resume sweeps/a" in capsys.readouterr().err) == told
 
 
+def test_a_number_that_another_process_has_by_now_is_no_sweep() -> None:
+    sweep = Sweeper()
+    sweep("-m", "seed=1", "hydra.sweep.dir=here")
+    record = dataclasses.replace(read_sweep("here"), state="running", pid=os.getpid())
+    assert record.alive
+    began = psutil.Process().create_time()
+    write_sweep(Path("here"), dataclasses.replace(record, started=began - 3600))
+    assert not read_sweep("here").alive and sweep("--resume", "here") == 0
+
+
+def test_a_job_that_names_its_own_folder_is_not_repeated() -> None:
+    sweep = Sweeper()
+    own = "quant.calibration.work_dir='${hydra:runtime.output_dir}/work'"
+    assert sweep("-m", "seed=1", own, "hydra.sweep.dir=here") == 0
+    sweep.take()
+    assert sweep("--resume", "here") == 0 and sweep.take() == []
+
+
+def test_of_two_sweeps_that_begin_at_once_one_gets_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = SweepRecord("latency", [])
+    claim_sweep(tmp_path, record)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", lambda path: False)  # it came after we looked
+        with pytest.raises(ConfigError, match="holds a sweep already"):
+            claim_sweep(tmp_path, record)
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+
+
 def test_a_job_without_its_result_is_done_again() -> None:
     sweep = Sweeper()
     sweep(*SWEEP)
@@ -237,10 +277,15 @@ def test_other_code_is_told_and_recorded(capsys: pytest.CaptureFixture[str]) -> 
         ),
         (["--resume", "other"], "another experiment: python -m experiments.throughput --resume other"),
         (["--resume", "alive"], "the sweep in 'alive' is still running (process "),
+        (
+            ["--resume", "away"],
+            ' on elsewhere; if it was killed there, set "state" to "incomplete" in sweep.json',
+        ),
         (["--resume", "broken"], "broken/sweep.json is not a sweep's record"),
         (["resume=here"], "a sweep is resumed with --resume here"),
         (["--resum", "here"], "did you mean '--resume'?"),
         (list(SWEEP), "'here' holds a sweep already: go on with --resume here"),
+        (["-m", "seed=1", "hydra.sweep.dir=broken"], "'broken' holds a sweep already"),
     ],
 )
 def test_mistakes(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,6 +294,7 @@ def test_mistakes(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
     record = read_sweep("here")
     write_sweep(Path("other"), dataclasses.replace(record, experiment="throughput"))
     write_sweep(Path("alive"), dataclasses.replace(record, state="running", pid=os.getpid()))
+    write_sweep(Path("away"), dataclasses.replace(record, state="running", host="elsewhere"))
     Path("broken").mkdir()
     Path("broken/sweep.json").write_text("{")
     capsys.readouterr()
@@ -271,6 +317,12 @@ def test_the_key_is_of_what_is_measured() -> None:
         len({key(base), key({**base, "x": 1.5}), key({**base, "rate": None}), key({**base, "where": "/c"})})
         == 4
     )
+
+
+def test_a_preset_of_another_experiment_is_named() -> None:
+    text = "experiment=throughput_ramp sets the group 'workload', which this experiment does not have"
+    with pytest.raises(ConfigError, match=text):
+        compose(["experiment=throughput_ramp"], "stress")
 
 
 # --- the whole way ------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Prompts in steps, and routing traces step by step."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -91,6 +93,16 @@ def test_a_part_of_a_prompt_samples_nothing() -> None:
     part = capture().select(np.array([0, 1]))
     ((_, ops),) = captured_steps(CONFIG, part)
     assert [op.weight_bytes for op in ops if op.operation == "lm_head"] == [0]
+
+
+def test_what_is_computed_again_samples_one_token() -> None:
+    """A preempted request's prompt and its two outputs, all as prefill, in two steps."""
+    first, again = capture().select(np.array([0, 1])), capture().select(np.array([2, 3, 6]))
+    for part, logits in ((first, 0), (again, 1)):
+        rows = dataclasses.replace(part, step=np.zeros_like(part.step), prefill=np.ones_like(part.prefill))
+        ((_, ops),) = captured_steps(CONFIG, rows)
+        (head,) = (op for op in ops if op.operation == "lm_head")
+        assert head.flops == 2 * logits * CONFIG.hidden_size * CONFIG.vocab_size
 
 
 def test_another_models_trace() -> None:

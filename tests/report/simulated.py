@@ -55,6 +55,7 @@ def latency_run(
     config: dict[str, Any] = CONFIG,
     provenance: dict[str, Any] = PROVENANCE,
     requests: bool = True,
+    iterations_rows: list[dict[str, Any]] | None = None,
     **extra: Any,
 ) -> Path:
     """Writes a latency run whose times are `factor` times a common truth; `between` and `within` are the
@@ -89,6 +90,7 @@ def latency_run(
     metrics = {f"median_{n}_ms": float(np.median([row[f"{n}_ms"] for row in rows])) for n in names}
     metrics |= {"weight_bytes": 1000, "compile_seconds": 2.5}
     metrics |= extra.pop("metrics", {})
+    extra |= {"iterations": iterations_rows} if iterations_rows else {}
     result = build_result(
         "latency", metrics=metrics, cases=case_rows, config=config, provenance=provenance, **extra
     )

@@ -19,6 +19,7 @@ from moejax.report.sweep import (
     report_sweep,
     sweep_figure,
     sweep_rows,
+    sweep_table,
 )
 
 
@@ -73,6 +74,15 @@ def test_a_third_axis_is_panels_and_an_axis_that_follows_another_is_left_out() -
     figure = sweep_figure(sweep)
     assert figure is not None
     assert sum(len(axis.get_images()) for axis in figure.axes) == 3 * 2
+
+
+def test_values_in_brackets_are_no_markup() -> None:
+    jobs = [job(i, {"stress.phases": f"[{name}]"}, [case(1, 16)]) for i, name in enumerate(("abort", "/x"))]
+    jobs[1]["cases"][0]["output_throughput"] = 5.0
+    console = Console(file=io.StringIO(), width=100)
+    console.print(sweep_table({"experiment": "latency", "argv": [], "jobs": jobs}))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[abort]" in text and "[/x]" in text
 
 
 def test_one_axis_is_lines_and_names_are_bars() -> None:

@@ -40,7 +40,11 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     patch.setenv("WANDB_DATA_DIR", str(staging))
     patch.setenv("WANDB_CACHE_DIR", str(staging))
     try:
-        folders = {name: latency_run(root / name, seed=i, factor=1 + i) for i, name in enumerate("ab")}
+        configs = {"a": CONFIG, "b": changed(CONFIG, engine__overlap=False)}
+        folders = {
+            name: latency_run(root / name, seed=i, factor=1 + i, config=config)
+            for i, (name, config) in enumerate(configs.items())
+        }
         found = {f"{name}_run": folder for name, folder in folders.items()}
         found |= {name: track(folder, root) for name, folder in folders.items()}
         found["bare"] = track(folders["a"], root, artifact=False)

@@ -87,7 +87,8 @@ def test_collect_is_json_and_complete(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
     monkeypatch.setenv("JAX_TEST_SETTING", "1")
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    for name in ("WANDB_API_KEY", "MOEJAX_SERVER_KEY", "MOEJAX_TOKEN", "JAX_COORDINATOR_ADDRESS"):
+        monkeypatch.setenv(name, "secret")
     monkeypatch.chdir(tmp_path)
     found = provenance.collect(
         {"seed": 1},

@@ -260,13 +260,16 @@ def test_a_long_series_stays_short_and_keeps_its_mean() -> None:
     assert middle == sorted(middle)
 
 
-def test_a_probe_that_breaks_stops_sampling_and_not_the_measurement(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("broken", [[2], range(2, 100), range(1, 100)])
+def test_a_probe_that_breaks_stops_sampling_and_not_the_measurement(
+    broken, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(HostProbe):
         calls = 0
 
         def read(self) -> Sample:
             self.calls += 1
-            if self.calls == 2:
+            if self.calls in broken:
                 raise RuntimeError("boom")
             return super().read()
 

@@ -134,8 +134,10 @@ def _blocked(baseline: Member, member: Member, metric: str) -> str | None:
         "total_token_throughput",
     ):
         return None
-    same = all(
+    same = [
         token_agreement(member.tokens[case], tokens)["equal_lengths"]
         for case, tokens in baseline.tokens.items()
-    )
-    return None if same else "the outputs' lengths differ"
+    ]
+    if all(same):
+        return None
+    return "the outputs' lengths differ" if False in same else "the outputs' tokens are not known"

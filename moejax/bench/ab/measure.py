@@ -15,6 +15,7 @@ import numpy as np
 
 from moejax.bench.ab.members import Member
 from moejax.bench.backends.base import Backend
+from moejax.bench.backends.beside import blank_unknown
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.driver import drive
 from moejax.bench.metrics import RequestRecord, Slo, compute_metrics, record_row
@@ -209,7 +210,9 @@ def run_rounds(
             for position, index in enumerate(turns):
                 member = members[index]
                 records, seconds, rows = load.run(member.variant.backend, case)
-                member.rounds[round_, case] = compute_metrics(records, seconds, load.slo)
+                found = dict(compute_metrics(records, seconds, load.slo))
+                known = member.variant.backend.itl_known
+                member.rounds[round_, case] = blank_unknown(found, itl_known=known)
                 extra = {"variant": member.name, "iteration": round_, "position": position}
                 member.rows += [{**row, "case": case, **extra} for row in rows]
         task.advance()

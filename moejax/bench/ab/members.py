@@ -52,7 +52,10 @@ class Member:
 
 def token_agreement(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
     """How far two runs of the same requests agree: `equal_requests`, the share with the same tokens
-    throughout, `equal_lengths`, and `first_difference`, the earliest place at which any part (None: none)."""
+    throughout, `equal_lengths`, and `first_difference`, the earliest place at which any part (None: none).
+    All None where a side's tokens are not known: a server may only count them."""
+    if any(not len(tokens) for tokens in (*mine, *theirs)):
+        return dict.fromkeys(("equal_requests", "equal_lengths", "first_difference"))
     places = [_first_difference(a, b) for a, b in zip(mine, theirs, strict=True)]
     parted = [place for place in places if place is not None]
     return {

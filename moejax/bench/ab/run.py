@@ -72,6 +72,8 @@ def run_ab(
         judged = _measure(members, load, ab)
         rows = _rows(members, load)
         result = _build(experiment, members, load, judged, rows, config, provenance, hardware_kind)
+        said = {verdict.trial.metric for verdict in judged.verdicts}
+        result["not_judged"] = [name for name in ab.metrics if name not in said]
         requests = [
             {**row, "case": _place(index, row["case"], load)}
             for index, m in enumerate(members)

@@ -47,7 +47,7 @@ def count_tokens(chunks: Sequence[Chunk]) -> Counted:
     are not.
 
     Raises:
-        RequestError: the server sends neither ids nor usage, or tokens without any chunk.
+        RequestError: the server sends neither ids nor usage, or tokens without any chunk, or no token.
     """
     if any(chunk.ids for chunk in chunks):
         pairs = [(chunk.time, token) for chunk in chunks for token in chunk.ids or ()]
@@ -59,6 +59,8 @@ def count_tokens(chunks: Sequence[Chunk]) -> Counted:
             " know stream_options.include_usage"
         )
     total = said[-1].usage or 0
+    if not total:
+        raise RequestError("the server ended the request without any token, so that it has no latencies")
     spoke = [chunk for chunk in chunks if chunk.spoke]
     if all(chunk.usage is not None for chunk in spoke) and spoke:
         times: list[float] = []

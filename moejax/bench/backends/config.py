@@ -1,6 +1,7 @@
 """Which engines an experiment measures: the configuration's `backend` section. No JAX here."""
 
 import importlib.util
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 # Package that each needs in its interpreter, and the extra that brings it.
 _NEEDS = {"hf_transformers": ("transformers", "hf"), "llama_cpp": ("llama_cpp", "llama_cpp")}
 _OPENAI = ("openai", "openai")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LOCAL = ("hf_transformers", "llama_cpp")
 # Fields that only some kinds have.
 _ONLY: dict[str, tuple[str, ...]] = {
@@ -117,6 +119,17 @@ class BackendOptions:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(f"{where}.url must be http://HOST:PORT/v1 or https://…, got {self.url!r}")
+        # What stands in a configuration is recorded with every result.
+        if parts.username is not None or parts.password is not None or parts.query:
+            raise ConfigError(
+                f"{where}.url must hold no name, password or query, since results keep it; export the key and"
+                f" give its variable's name as {where}.api_key_env"
+            )
+        if self.api_key_env is not None and not _VARIABLE.fullmatch(self.api_key_env):
+            raise ConfigError(
+                f"{where}.api_key_env must be the name of an environment variable, such as OPENAI_API_KEY,"
+                " and never the key itself"
+            )
 
 
 @dataclass(frozen=True)

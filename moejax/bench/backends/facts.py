@@ -28,7 +28,7 @@ def without_our_process(metrics: dict[str, Any], first: Backend) -> None:
     elsewhere. Its memory is what it says itself."""
     if isinstance(first, MoejaxBackend):
         return
-    for name in ("mean_cpu_percent", "mean_other_cpu_percent"):
+    for name in ("mean_cpu_percent", "mean_other_cpu_percent", "mean_host_rss_bytes", "max_host_rss_bytes"):
         if name in metrics:
             metrics[name] = None
     metrics["host_peak_bytes"] = first.memory().get("host_peak_bytes")

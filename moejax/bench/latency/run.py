@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from moejax.bench.backends.base import Backend
+from moejax.bench.backends.beside import blank_unknown
 from moejax.bench.backends.facts import backends_provenance, encoder, without_our_process
 from moejax.bench.backends.moejax import as_backend, engine_of
 from moejax.bench.captured import write_capture
@@ -107,7 +108,10 @@ def _build(
     """The result; its flat metrics are the first backend's, over all cases."""
     first = [item for item in data if item.backend is backends[0]]
     duration = sum(sum(item.durations) for item in first)
-    metrics = compute_metrics([record for item in first for record in item.records], duration, workload.slo)
+    metrics: dict[str, Any] = blank_unknown(
+        dict(compute_metrics([record for item in first for record in item.records], duration, workload.slo)),
+        itl_known=backends[0].itl_known,
+    )
     metrics |= backends[0].memory()
     extra: dict[str, Any] = {}
     if (llm := engine_of(backends[0])) is not None:

@@ -54,7 +54,11 @@ class RampConfig:
                 raise ConfigError(f"ramp.rates must be a list of requests per second, got {self.rates!r}")
             if any(not 0 < rate < math.inf for rate in rates) or sorted(set(rates)) != rates:
                 raise ConfigError(f"ramp.rates must be above 0 and rise, got {self.rates!r}")
-        if self.enabled and (last := self.num_requests(self.steps()[-1])) > _MOST_REQUESTS:
+        try:
+            last: float = self.num_requests(self.steps()[-1]) if self.enabled else 0
+        except OverflowError:
+            last = math.inf
+        if last > _MOST_REQUESTS:
             raise ConfigError(
                 f"the ramp's last step has {last:,} requests, over {_MOST_REQUESTS:,}: lower ramp.max_steps, "
                 "ramp.factor or ramp.duration_s"

@@ -153,9 +153,10 @@ def _climb(
 def _row(
     mode: Mode, workload: ThroughputWorkload, ramp: RampConfig, index: int, hardware: Hardware | None
 ) -> dict[str, Any]:
-    """A step's row; of several passes the one that followed least decides."""
+    """A step's row; of several passes a saturated one decides, then the one that followed least."""
     (row,) = mode_rows([mode], workload, hardware)
-    verdict = min((judge(run, ramp.followed) for run in mode.runs), key=lambda found: found.followed)
+    verdicts = [judge(run, ramp.followed) for run in mode.runs]
+    verdict = min(verdicts, key=lambda found: (not found.saturated, found.followed))
     engine = engine_of(mode.backend)
     devices = engine.parallel_config.num_devices if engine is not None else 1
     throughput = row["output_throughput"]

@@ -63,8 +63,8 @@ class PlacementSection:
     """Devices that the experts are dealt out to, to see how unevenly the traces load them.
 
     Attributes:
-        devices: None takes the largest of 8, 4 and 2 that divides the experts, and leaves placement out where
-            none does; 1 leaves it out.
+        devices: None takes the largest of 8, 4 and 2 that gives each as many experts, and more than one, and
+            leaves placement out where none does; 1 leaves it out.
         redundant: physical experts beyond the model's own in the plan with replicas; None takes one a device.
         nodes: machines that the devices are on.
     """

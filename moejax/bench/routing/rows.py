@@ -68,7 +68,8 @@ def trace_row(
     for name in layers[0]:
         if name != "layer":
             row[name] = _mean([line[name] for line in layers])
-    row["max_over_mean_worst"] = float(np.nanmax([line["max_over_mean"] for line in layers]))
+    loaded = [line["max_over_mean"] for line in layers if np.isfinite(line["max_over_mean"])]
+    row["max_over_mean_worst"] = max(loaded, default=None)
     if model is not None:
         size = expert_bytes(model)
         row["expert_bytes"] = size

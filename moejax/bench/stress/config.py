@@ -21,7 +21,7 @@ class StressSection:
         abort_share: of the abort phase's requests.
         probes, probe_tokens: prompts that are completed greedily before, between and after the phases, and
             the tokens of each.
-        tpot_band: by what factor the probes' time per output token may have grown at the end.
+        tpot_band: by what factor the probes' time per output token may have grown after any phase.
         rss_mb_per_round, live_mb_per_round: how much the process and JAX's arrays may grow a round.
         seed: of prompts, lengths and moments.
     """
@@ -54,7 +54,7 @@ class StressSection:
             )
         if not 0 <= self.abort_share <= 1:
             raise ConfigError(f"stress.abort_share is a share in [0, 1], got {self.abort_share:g}")
-        if self.tpot_band < 1:
+        if not self.tpot_band >= 1:
             raise ConfigError(f"stress.tpot_band is a factor of at least 1, got {self.tpot_band:g}")
         for name in ("rss_mb_per_round", "live_mb_per_round"):
             check_number(f"stress.{name}", getattr(self, name))

@@ -34,8 +34,8 @@ class Counts:
         self.failed += 1
         self.errors.append(error)
 
-    def take(self, output: RequestOutput, asked: int) -> None:
-        """Counts a request that ought to have ended."""
+    def take(self, output: RequestOutput, asked: int, ended: bool) -> None:
+        """Counts a request that ought to have ended; `ended`: it was aborted while it ran."""
         self.requests += 1
         self.tokens += len(output.outputs[0].token_ids)
         reason = output.outputs[0].finish_reason
@@ -43,7 +43,9 @@ class Counts:
             self.fault(output.error)
         elif not output.finished:
             self.unfinished += 1
-        elif reason == "abort":
+        elif (reason == "abort") != ended:
+            self.fault("an aborted request ran on" if ended else "a request ended as aborted by nobody")
+        elif ended:
             self.aborted += 1
         elif len(output.outputs[0].token_ids) != asked:
             self.fault(f"{len(output.outputs[0].token_ids)} tokens where {asked} were asked for")
@@ -60,6 +62,7 @@ class Load:
     rng: np.random.Generator
     counts: Counts = field(default_factory=Counts)
     live: list[tuple[RequestOutput, int]] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)
 
     def prompt(self, length: int) -> list[int]:
         return self.rng.integers(0, self.llm.config.vocab_size, size=max(1, length)).tolist()
@@ -88,6 +91,12 @@ class Load:
                 return
         self.counts.errors.append(f"the engine was not done after {most} steps")
         for output, _ in self.live:
+            self.end(output)
+
+    def end(self, output: RequestOutput) -> None:
+        """Aborts a request, unless it is done."""
+        if not output.finished:
+            self.ended.add(output.request_id)
             self.llm.abort(output.request_id)
 
     def unended(self) -> int:
@@ -96,7 +105,7 @@ class Load:
     def finish(self) -> Counts:
         self.run()
         for output, asked in self.live:
-            self.counts.take(output, asked)
+            self.counts.take(output, asked, output.request_id in self.ended)
         self.live.clear()
         return self.counts
 
@@ -137,7 +146,7 @@ def abort(load: Load) -> Counts:
 
     def end_some(step: int) -> bool:
         while moments and moments[0][0] <= step:
-            load.llm.abort(moments.pop(0)[1].request_id)
+            load.end(moments.pop(0)[1])
         return False
 
     load.run(end_some)

@@ -19,6 +19,7 @@ from moejax.report.compare.inputs import (
     MISSING,
     UNKNOWN,
     Difference,
+    between,
     conditions,
     incomparable,
     input_differences,
@@ -80,9 +81,13 @@ def compare(
     each: list[Trial] = []
     notes = [f"{run.label}: {line}" for run in runs for line in run.missing]
     notes += [line for run in runs for line in conditions(run)]
-    for other in cases[1:]:
+    for index, other in enumerate(cases[1:], start=1):
         why = [text for kind, text in reasons[other.run.label].items() if kind not in across]
-        first, second, left = trials(cases[0], other, chosen, noise, why[0] if why else None)
+        same_slo = not any(d.key.startswith("workload.slo") for d in between(apart, 0, index))
+        first, second, left = trials(
+            cases[0], other, chosen, noise, why[0] if why else None,
+            same_work="workload" not in across, same_slo=same_slo,
+        )  # fmt: skip
         overall, each, notes = overall + first, each + second, notes + left
     same = {run.label for i, run in enumerate(runs) if i and not _inputs(apart, i)}
     overall, each = _seen_noise(overall, same), _seen_noise(each, same)
@@ -102,7 +107,7 @@ def compare(
 
 
 def _inputs(differences: Sequence[Difference], index: int) -> bool:
-    return any(d.values[index] != d.values[0] for d in differences if d.kind != "tracking")
+    return any(d.kind != "tracking" for d in between(differences, 0, index))
 
 
 def _seen_noise(found: Sequence[Trial], same: set[str]) -> list[Trial]:

@@ -36,6 +36,11 @@ _SECTIONS = {
 _MEASURING = ("iterations", "warmup", "slo", "compare")
 
 
+# What a peer says of itself that its speed depends on.
+_PEER_INPUTS = (
+    "versions", "dtype", "kv_cache_dtype", "device", "threads", "attention", "experts", "weights_sha256"
+)  # fmt: skip
+
 _BUSY = 15.0  # per cent of the cores, by others, from which a timing is suspect
 
 
@@ -164,7 +169,20 @@ def _programs(runs: Sequence[Run]) -> list[Difference]:
 def _backends(runs: Sequence[Run]) -> list[Difference]:
     names = [list(dict.fromkeys(str(c["backend"]) for c in _cases(run) if c.get("backend"))) for run in runs]
     flats = [{"backend of cases": ", ".join(found)} if found else {} for found in names]
-    return _compare("", flats, UNKNOWN, _always("backend"))
+    found = _compare("", flats, UNKNOWN, _always("backend"))
+    # Peers live in environments of their own, of which `versions` says nothing.
+    peers = [_peers(run.result["provenance"].get("backends") or ()) for run in runs]
+    return found + _compare("backends.", peers, UNKNOWN, _always("backend"))
+
+
+def _peers(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        f"{backend.get('name')}.{key}": value
+        for backend in described
+        if backend.get("kind") != "moejax"
+        for key, value in flatten(backend).items()
+        if key.partition(".")[0] in _PEER_INPUTS
+    }
 
 
 def _cases(run: Run) -> Sequence[Mapping[str, Any]]:

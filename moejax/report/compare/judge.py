@@ -16,6 +16,7 @@ the machine: on two quiet but virtual cores four runs of latency's `experiment=q
 Give some runs of the same command to measure one's own, or set `noise_floor`."""
 
 _WHY = "session noise"
+_OF_WHOLE_REQUESTS = ("request_throughput", "request_goodput")
 
 
 def noise_floor(platform: str | None, given: float | None) -> Floor:
@@ -25,9 +26,21 @@ def noise_floor(platform: str | None, given: float | None) -> Floor:
 
 
 def trials(
-    base: Cases, other: Cases, metrics: Sequence[str], floor: Floor, blocked: str | None
+    base: Cases,
+    other: Cases,
+    metrics: Sequence[str],
+    floor: Floor,
+    blocked: str | None,
+    *,
+    same_work: bool = True,
+    same_slo: bool = True,
 ) -> tuple[list[Trial], list[Trial], list[str]]:
     """Of one run against the baseline.
+
+    Args:
+        blocked: why no metric can be compared, if so.
+        same_work: whether metrics of whole requests need outputs of the same lengths.
+        same_slo: whether both count the same requests as good.
 
     Returns:
         Trials over all cases (the geometric mean of the cases, iteration by iteration) or of the only one;
@@ -44,10 +57,14 @@ def trials(
     averaged = several and not modes_differ(base)
     each: list[Trial] = []
     found: dict[str, list[tuple[Values, Values]]] = {metric: [] for metric in metrics}
+    stops: dict[str, str | None] = dict.fromkeys(metrics, blocked)
     for one, two, name in pairs:
+        unequal = _other_lengths(base.lengths(one), other.lengths(two)) if same_work else None
         for metric in metrics:
             (mine, why), (theirs, why_too) = base.samples(one, metric), other.samples(two, metric)
-            trial = _trial(metric, name if several else None, base, other, (mine, theirs), floor, blocked)
+            stop = blocked or _stop(metric, unequal, same_slo)
+            stops[metric] = stops[metric] or stop
+            trial = _trial(metric, name if several else None, base, other, (mine, theirs), floor, stop)
             if trial is not None:
                 found[metric].append((mine, theirs))
                 each.append(trial)
@@ -63,9 +80,21 @@ def trials(
     for metric, samples in found.items():
         if len(samples) == len(pairs):
             joined = (_average([mine for mine, _ in samples]), _average([theirs for _, theirs in samples]))
-            trial = _trial(metric, None, base, other, joined, floor, blocked)
+            trial = _trial(metric, None, base, other, joined, floor, stops[metric])
             overall += [trial] if trial is not None else []
     return overall, each, notes
+
+
+def _stop(metric: str, unequal: str | None, same_slo: bool) -> str | None:
+    """Why a metric says nothing although the workload is the same."""
+    if metric == "request_goodput" and not same_slo:
+        return "the objectives differ (workload.slo)"
+    return unequal if metric in _OF_WHOLE_REQUESTS or metric.endswith("_e2el_ms") else None
+
+
+def _other_lengths(mine: set[tuple[int, ...]], theirs: set[tuple[int, ...]]) -> str | None:
+    """Shorter outputs, or requests that failed, are less work and not more speed."""
+    return "the outputs' lengths differ" if mine and theirs and mine != theirs else None
 
 
 def _average(samples: Sequence[Values]) -> Values:

@@ -33,7 +33,12 @@ class Cases:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.rows: list[Mapping[str, Any]] = list(run.result.get("cases") or [])
-        self._iterations = _by_iteration(self.rows, run.requests or ())
+        # Where a case's row has no inter-token latency, those of its requests are made up (`itl_known`).
+        self._made_up = {i for i, row in enumerate(self.rows) if row.get("mean_itl_ms", 0.0) is None}
+        rows = run.requests or ()
+        if self._made_up:
+            rows = [{**r, "itl_ms": ()} if r.get("case", 0) in self._made_up else r for r in rows]
+        self._iterations = _by_iteration(self.rows, rows)
         self._rates: dict[int, list[Mapping[str, Any]]] = {}
         for row in run.result.get("iterations") or ():
             self._rates.setdefault(int(row.get("case", 0)), []).append(row)
@@ -49,6 +54,12 @@ class Cases:
         """A case's finished requests, all iterations."""
         return [row for rows in self._iterations.get(index, []) for row in rows]
 
+    def lengths(self, index: int) -> set[tuple[int, ...]]:
+        """The output lengths that the finished requests of an iteration had, of all iterations; one where the
+        work was the same every time, none without requests."""
+        groups = self._iterations.get(index, [])
+        return {tuple(sorted(int(row["output_len"]) for row in rows)) for rows in groups}
+
     def iterations(self, index: int) -> int:
         """How often a case was measured."""
         return max(len(self._iterations.get(index, ())), len(self._rates.get(index, ())))
@@ -60,6 +71,8 @@ class Cases:
         parts = latency_name(metric)
         if parts is None:
             return np.empty(0), "measured once a run"
+        if parts.latency == "itl" and index in self._made_up:
+            return np.empty(0), "the tokens' instants are not known"
         rank = percentile_of(parts.statistic)
         groups = [_latencies(rows, parts.latency) for rows in self._iterations.get(index, [])]
         groups = [group for group in groups if group.size]

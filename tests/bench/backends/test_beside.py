@@ -14,6 +14,7 @@ from moejax.bench.backends.beside import against_first, agreement, blank_unknown
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.latency import run_latency
 from moejax.bench.metrics import RequestRecord
+from moejax.bench.objective import known_objectives
 from moejax.bench.result import load_requests, load_result
 from moejax.bench.throughput import run_throughput
 from moejax.bench.traffic import ThroughputWorkload
@@ -23,6 +24,7 @@ from moejax.engine.request import RequestMetrics
 from moejax.report.beside import backends_beside
 from moejax.report.tables import backends_table, latency_table, throughput_table
 from moejax.tracking.base import TrackerConfig
+from moejax.tracking.telemetry import TelemetryConfig
 from tests.bench.backends.peers import open_fake
 from tests.bench.fake_llm import FakeLLM
 
@@ -134,10 +136,22 @@ def test_latency_of_two_backends_in_one_table_and_plot(
     assert [text.get_text() for text in legend.get_texts()] == ["moejax", "fake"]
 
 
+def test_an_objective_that_is_allowed_has_a_value(llm: moejax.LLM, tmp_path: Path) -> None:
+    """Else a search over settings ends after its first whole run."""
+    workload = WorkloadConfig(batch_size=1, prompt_len=4, output_len=3, iterations=1)
+    result = run_latency(llm, workload, NO_TRACKER, tmp_path, config=CONFIG, name="tiny")
+    unless_asked_for = {"cost_per_million_output_tokens", "energy_per_output_token_j"}
+    assert set(known_objectives("latency")) - unless_asked_for <= result["metrics"].keys()
+
+
 def test_a_peer_alone_needs_no_engine_of_ours(peer: Backend, tmp_path: Path) -> None:
     workload = WorkloadConfig(batch_size=2, prompt_len=4, output_len=3, iterations=1)
-    result = run_latency(peer, workload, NO_TRACKER, tmp_path, config=CONFIG, name="tiny")
+    result = run_latency(
+        peer, workload, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", telemetry=TelemetryConfig()
+    )
     assert result["metrics"]["completed"] == 2 and result["metrics"]["weight_bytes"] == 1234
+    for name in ("max_host_rss_bytes", "mean_host_rss_bytes", "mean_cpu_percent"):  # they are of this process
+        assert result["metrics"][name] is None
     assert result["metrics"]["host_peak_bytes"] == result["backends"][0]["host_peak_bytes"]
     for name in ("compile_ledger", "routing"):
         assert name not in result

@@ -53,6 +53,11 @@ MISTAKES = [
     (["backend=openai_endpoint"], ["backend.url is missing", "http://localhost:8000/v1"]),
     (["backend=openai_endpoint", "backend.url=localhost:8000"], ["backend.url must be http://HOST:PORT/v1"]),
     (["backend=openai_endpoint", "backend.url=http://x/v1", "backend.path=x"], ["backend.path is for hf_"]),
+    (["backend=openai_endpoint", "backend.url=http://me:pass@x/v1"], ["backend.url must hold no name"]),
+    (
+        ["backend=openai_endpoint", "backend.url=http://x/v1", "backend.api_key_env=sk-123"],
+        ["backend.api_key_env must be the name", "never the key itself"],
+    ),
     (["backend=hf_transformers", LLAMA, "model.load_format=dummy"], ["reads weights", "only moejax has"]),
     (["backend=hf_transformers", LLAMA, "engine.capture_routing=true"], ["capture_routing is moejax's own"]),
     (["backend=hf_transformers", LLAMA, "quant=int8"], ["quant is moejax's own"]),

@@ -82,6 +82,8 @@ def test_what_cannot_be_counted_is_an_error() -> None:
         count_tokens([Chunk(1.0, "a", None, None)])
     with pytest.raises(RequestError, match="counts 4 tokens and sent none"):
         count_tokens([Chunk(1.0, "", None, 4, spoke=False)])
+    with pytest.raises(RequestError, match="without any token"):
+        count_tokens([Chunk(1.0, "", None, None, spoke=False), Chunk(1.5, "", None, 0, spoke=False)])
 
 
 # --- requests -----------------------------------------------------------------------------------------------
