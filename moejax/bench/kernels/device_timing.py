@@ -106,7 +106,8 @@ class Measured(NamedTuple):
 def measure(chains: Mapping[str, Chain], repeats: int, clock: Clock = time.perf_counter) -> Measured:
     """Samples the chains in turn, every other round backwards, after a warm-up of each.
 
-    A chain that raises while it runs (out of memory, for one) is left out from then on and has no time.
+    A chain that raises while it runs (out of memory, for one) is left out from then on and has no time. Nor
+    has one whose calls, in the median, take no longer together than one alone: noise is no time of 0.
     """
     samples: dict[str, list[float]] = {name: [] for name in chains}
     failed: dict[str, str] = {}
@@ -119,6 +120,9 @@ def measure(chains: Mapping[str, Chain], repeats: int, clock: Clock = time.perf_
                 with _noted(name, failed):
                     samples[name].append(chains[name].sample(clock))
     timed = {n: Timed(tuple(samples[n]), chain.calls) for n, chain in chains.items() if n not in failed}
+    for name in [name for name, figures in timed.items() if not figures.median_us]:
+        calls = timed.pop(name).calls
+        failed[name] = f"lost in noise: {calls} calls took no longer than one; raise bench.repeats"
     return Measured(timed, failed)
 
 
