@@ -40,8 +40,10 @@ class EngineAccount:
         """A mean decode step of a batch; hits `[L]`, of a mean step."""
         # Decode step j of output_len - 1 sees prompt_len + j tokens.
         context = case.prompt_len + case.output_len / 2
-        rows = {"new_tokens": [1] * case.batch_size, "context": [context] * case.batch_size}
-        return attribute(self.llm.config, **rows, phase="decode", hits=hits, **self._how)  # type: ignore[arg-type]
+        ones, seen = [1] * case.batch_size, [context] * case.batch_size
+        return attribute(
+            self.llm.config, new_tokens=ones, context=seen, phase="decode", hits=hits, **self._how
+        )
 
     def prefill(self, case: LatencyCase, hits: np.ndarray) -> list[OpCost]:
         """All steps of a batch's prompts together; hits `[L]`, of a mean step."""

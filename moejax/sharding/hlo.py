@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from moejax.perf.comm import wire_bytes
 from moejax.sharding.hlo_groups import Grid, HloError, numbers
+from moejax.sharding.hlo_syntax import BRANCHES, CALLED, COMPUTATION, INSTRUCTION, OP_NAME, OPCODE
 
 KINDS = (
     "all-reduce",
@@ -27,13 +28,7 @@ KINDS = (
 
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
-_CALLED = re.compile(r"\b(to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 
 
 class Shape(NamedTuple):
@@ -155,7 +150,7 @@ class _Program:
         current: dict[str, _Instruction] | None = None
         for line in text.splitlines():
             if current is None or not line[:1].isspace():
-                opened = _COMPUTATION.match(line)
+                opened = COMPUTATION.match(line)
                 current = self.computations.setdefault(opened[2], {}) if opened else None
                 if opened and opened[1]:
                     self.entry = opened[2]
@@ -178,7 +173,7 @@ class _Program:
             if _kind(line.opcode):
                 yield self._collective(line, scope, executions, branches)
                 continue
-            called = dict(_CALLED.findall(line.rest))
+            called = dict(CALLED.findall(line.rest))
             if line.opcode == "while":
                 trips = _TRIPS.search(line.rest)
                 times = int(trips[1]) if trips and executions is not None else None
@@ -228,12 +223,12 @@ class _Program:
 
 
 def _parse_line(line: str) -> _Instruction | None:
-    begin = _INSTRUCTION.match(line)
+    begin = INSTRUCTION.match(line)
     if begin is None:
         return None
     text = re.sub(r"/\*.*?\*/", "", line[begin.end() :]) if "/*" in line else line[begin.end() :]
     end = _closing(text, 0) + 1 if text.startswith("(") else 0
-    opcode = _OPCODE.search(text, end)
+    opcode = OPCODE.search(text, end)
     if opcode is None:
         return None
     return _Instruction(begin[1], text[: opcode.start()], opcode[1], text[opcode.end() - 1 :])
@@ -290,12 +285,12 @@ def _shapes(text: str) -> list[Shape]:
 
 
 def _branches(rest: str, called: dict[str, str]) -> list[str]:
-    listed = _BRANCHES.search(rest)
+    listed = BRANCHES.search(rest)
     if listed:
         return [name.strip().removeprefix("%") for name in listed[1].split(",")]
     return [called["false_computation"], called["true_computation"]]
 
 
 def _op_name(text: str) -> str:
-    found = _OP_NAME.search(text)
+    found = OP_NAME.search(text)
     return found[1] if found else ""

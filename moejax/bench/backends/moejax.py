@@ -50,6 +50,7 @@ class MoejaxBackend(Backend):
 
     # -- what it is ------------------------------------------------------------------------------------
 
+    # Read from the engine, which has the truth; mypy would have attributes overridden by attributes only.
     @property
     def batching(self) -> str:  # type: ignore[override]
         return self.llm.engine_config.batching

@@ -7,13 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moejax.perf.attribution import OPERATIONS
+from moejax.sharding.hlo_syntax import BRANCHES, CALLED, COMPUTATION, INSTRUCTION, OP_NAME, OPCODE
 
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
-_CALLED = re.compile(r"\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _LAYER = re.compile(r"layer_(\d+)$")
 
@@ -125,21 +120,21 @@ def _lines(text: str) -> Iterable[Instruction]:
     computation = ""
     for line in text.splitlines():
         if not line[:1].isspace():
-            opened = _COMPUTATION.match(line)
+            opened = COMPUTATION.match(line)
             computation = opened[2] if opened else ""
             continue
-        begin = _INSTRUCTION.match(line)
+        begin = INSTRUCTION.match(line)
         if not computation or begin is None:
             continue
         rest = line[begin.end() :]
-        opcode = _OPCODE.search(rest) if not rest.startswith("(") else _OPCODE.search(rest, rest.index(") "))
+        opcode = OPCODE.search(rest) if not rest.startswith("(") else OPCODE.search(rest, rest.index(") "))
         if opcode is None:
             continue
         after = rest[opcode.end() :]
-        called = _CALLED.findall(after)
-        for branches in _BRANCHES.findall(after):
+        called = [name for _, name in CALLED.findall(after)]
+        for branches in BRANCHES.findall(after):
             called += [name.strip().lstrip("%") for name in branches.split(",")]
-        named = _OP_NAME.search(after)
+        named = OP_NAME.search(after)
         operands = _OPERAND.findall(after.split(")", 1)[0])
         yield Instruction(
             begin[1], opcode[1], computation, named[1] if named else "", tuple(called), tuple(operands)

@@ -93,6 +93,10 @@ class Load:
         for output, _ in self.live:
             self.end(output)
 
+    def run_down_to(self, left: int) -> None:
+        """Steps until at most so many requests have not ended."""
+        self.run(lambda step: self.unended() <= left)
+
     def end(self, output: RequestOutput) -> None:
         """Aborts a request, unless it is done."""
         if not output.finished:
@@ -129,8 +133,7 @@ def burst(load: Load) -> Counts:
         for _ in range(min(size, load.section.requests - sent)):
             load.submit(load.length(0.02, 0.3), load.length(0.01, 0.1))
             sent += 1
-        half = load.unended() // 2
-        load.run(lambda step, half=half: load.unended() <= half)  # type: ignore[misc]
+        load.run_down_to(load.unended() // 2)
     return load.finish()
 
 

@@ -119,17 +119,7 @@ def _build(
     hardware: Hardware | None,
 ) -> dict[str, Any]:
     """The result; its flat metrics are the first mode's."""
-    kept = (
-        "case",
-        "backend",
-        "batching",
-        "batch_size",
-        "prompt_len",
-        "output_len",
-        "request_rate",
-        "first_error",
-    )
-    metrics = {key: value for key, value in rows[0].items() if key not in kept}
+    metrics = {key: value for key, value in rows[0].items() if key not in _NO_METRICS}
     metrics |= speedup(modes, rows) | modes[0].backend.memory()
     extra: dict[str, Any] = {}
     engines = [llm for mode in modes if (llm := engine_of(mode.backend)) is not None]

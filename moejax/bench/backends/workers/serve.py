@@ -12,6 +12,7 @@ Out:  one answer each to load, prepare, generate, memory and ping: {"event": "do
       after each step of submitted requests; "error" with a message when something failed.
 """
 
+import abc
 import json
 import os
 import resource
@@ -55,17 +56,18 @@ class Step:
         self.prefill, self.decode, self.padded = prefill, decode, padded
 
 
-class Engine:
+class Engine(abc.ABC):
     """Base of a worker's engine: the queue, and when a request ends. A subclass has `load`, `prepare`,
-    `memory` and `forward`, which takes the step's requests in and returns a `Step`."""
+    `memory` and `forward`."""
 
     def __init__(self):
         self.waiting: deque = deque()
         self.running: list = []
         self.eos: frozenset = frozenset()
 
+    @abc.abstractmethod
     def forward(self):
-        raise NotImplementedError
+        """Takes the step's requests in and returns a `Step`."""
 
     def busy(self):
         return bool(self.waiting or self.running)
@@ -73,7 +75,7 @@ class Engine:
     def add(self, requests):
         self.waiting.extend(requests)
 
-    def drop(self, request):
+    def drop(self, request):  # noqa: B027 (nothing is held)
         """A running request has ended; frees what it held."""
 
     def abort(self, ids):
