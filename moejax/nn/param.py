@@ -28,7 +28,7 @@ class ParamSpec:
 
     Attributes:
         shape: its dimensions.
-        axes: one logical axis name per dimension (see `moejax.core.types`).
+        axes: one logical axis name per dimension (docs/architecture.md, Axes).
         dtype: its storage dtype.
         init: initialiser of a fresh model; `normal` has standard deviation `scale`.
         scale: standard deviation of `normal`.

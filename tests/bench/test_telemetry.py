@@ -1,11 +1,10 @@
-"""What a measurement's meter puts into its result, and the benchmarks of what measuring costs."""
+"""What a measurement's meter puts into its result."""
 
 import json
 from typing import Any
 
 import pytest
 
-from moejax.bench import result_speed, tracking_cost
 from moejax.bench.telemetry import Meter
 from moejax.core.price import Price
 from moejax.tracking.telemetry import TelemetryConfig
@@ -92,24 +91,3 @@ def test_on_a_cpu_unknown_energy_is_none_and_virtual_devices_are_one_machine() -
     assert found["metrics"]["energy_per_output_token_j"] is None
     assert "energy_per_output_token_j" not in found["cases"][0]
     assert found["metrics"]["cost_per_million_output_tokens"] == pytest.approx(1e6 / 3600 / 5)
-
-
-def test_a_large_result_is_timed_part_by_part(capsys: pytest.CaptureFixture[str]) -> None:
-    found = result_speed.main(["--requests", "40", "--tokens", "8", "--repeats", "1"])
-    assert {"load", "draw", "report", "together", "requests_mb"} <= found.keys()
-    assert all(value > 0 for value in found.values())
-    assert "together" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("argv", [["--requests", "0"], ["--tokens", "1"]])
-def test_a_result_of_nothing_is_refused(argv, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        result_speed.main(argv)
-    assert done.value.code == 2 and "must be at least 1" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_tracking_cost_runs_and_its_work_is_a_hundredth_of_a_step() -> None:
-    (row,) = tracking_cost.measure("tiny", [1], 40, 2, TelemetryConfig(), tracker="none")
-    assert row.pairs == 2 and row.low <= row.ratio <= row.high
-    assert 0 < row.added_percent < 100 and row.sample_us > 0
