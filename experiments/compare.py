@@ -3,8 +3,8 @@
 python -m experiments.compare outputs/latency/A outputs/latency/B [wandb/offline-run-… …] [html=true]
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import CompareConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import CompareConfig
 
 
 def main(config: CompareConfig) -> None:

@@ -4,8 +4,8 @@ python -m experiments.dashboard dashboard.entity=ME dashboard.project=moejax
 python -m experiments.dashboard dashboard.dry_run=true      # its specification as a file, without a server
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import DashboardExperimentConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import DashboardExperimentConfig
 
 
 def main(config: DashboardExperimentConfig) -> None:

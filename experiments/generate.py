@@ -3,12 +3,12 @@
 python -m experiments.generate 'prompts=["The function returns"]' sampling.max_tokens=64 stream=true
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import GenerateConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import GenerateConfig
 
 
 def main(config: GenerateConfig) -> None:
-    from experiments._model import open_llm
+    from experiments.launch.model import open_llm
     from moejax.engine.console import generate_to_console
 
     generate_to_console(

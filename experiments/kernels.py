@@ -3,15 +3,15 @@
 python -m experiments.kernels mode=static ops=[grouped_swiglu]
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import KernelsConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import KernelsConfig
 
 
 def main(config: KernelsConfig) -> None:
     import importlib
     from dataclasses import asdict
 
-    from moejax.bench.result import print_metrics_line
+    from moejax.results.result import print_metrics_line
 
     out = output_dir()
     module = importlib.import_module(f"moejax.bench.kernels.{config.mode}")

@@ -3,18 +3,18 @@
 python -m experiments.latency workload.batch_size=[1,8] workload.prompt_len=128 workload.output_len=64
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import LatencyConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import LatencyConfig
 
 
 def main(config: LatencyConfig) -> float | None:
     from dataclasses import asdict
 
-    from experiments._model import open_backends
-    from experiments._variants import run_variants
+    from experiments.launch.model import open_backends
+    from experiments.launch.variants import run_variants
     from moejax.bench.latency import run_latency
     from moejax.bench.objective import objective_value
-    from moejax.bench.result import print_metrics_line
+    from moejax.results.result import print_metrics_line
 
     out = output_dir()
     if config.ab.variants:

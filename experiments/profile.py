@@ -3,17 +3,17 @@
 python -m experiments.profile workload.batch_size=8 workload.prompt_len=128
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import ProfileConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import ProfileConfig
 
 
 def main(config: ProfileConfig) -> None:
     from dataclasses import asdict
 
-    from experiments._model import open_llm
+    from experiments.launch.model import open_llm
     from moejax.bench.profile.capture import name_compiled_programs
     from moejax.bench.profile.run import run_profile
-    from moejax.bench.result import print_metrics_line
+    from moejax.results.result import print_metrics_line
 
     out = output_dir()
     name_compiled_programs()  # before anything is compiled

@@ -3,17 +3,17 @@
 python -m experiments.quantization 'quantization.methods=[int8,int4_rtn_g64,int4_gptq_g64]'
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import QuantizationConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import QuantizationConfig
 
 
 def main(config: QuantizationConfig) -> None:
     import functools
     from dataclasses import asdict
 
-    from experiments._model import open_quantized
+    from experiments.launch.model import open_quantized
     from moejax.bench.quantization.run import check_methods, run_quantization
-    from moejax.bench.result import print_metrics_line
+    from moejax.results.result import print_metrics_line
 
     out = output_dir()
     result = run_quantization(

@@ -4,16 +4,16 @@ python -m experiments.routing trace=PATH_OR_RUN_FOLDER
 python -m experiments.routing model=tiny generate.kind=zipf generate.exponent=1.2
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import RoutingConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import RoutingConfig
 
 
 def main(config: RoutingConfig) -> None:
     from dataclasses import asdict
 
-    from moejax.bench.result import print_metrics_line
     from moejax.bench.routing.run import run_routing
-    from moejax.engine.setup import find_model
+    from moejax.engine.opening.setup import find_model
+    from moejax.results.result import print_metrics_line
 
     out, section = output_dir(), config.model
     model = None

@@ -3,14 +3,14 @@
 python -m experiments.scaling model=qwen3_30b_a3b scaling.batch_size=128
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import ScalingConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import ScalingConfig
 
 
 def main(config: ScalingConfig) -> None:
     from dataclasses import asdict
 
-    from moejax.bench.result import print_metrics_line
+    from moejax.results.result import print_metrics_line
     from moejax.sharding.mesh import virtual_devices
 
     virtual_devices(config.scaling.devices)  # before anything starts JAX's backend

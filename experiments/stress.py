@@ -3,16 +3,16 @@
 python -m experiments.stress stress.rounds=10 stress.phases=[abort,memory]
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import StressConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import StressConfig
 
 
 def main(config: StressConfig) -> None:
     from dataclasses import asdict
 
-    from experiments._model import open_llm
-    from moejax.bench.result import print_metrics_line
+    from experiments.launch.model import open_llm
     from moejax.bench.stress.run import check_stress, run_stress
+    from moejax.results.result import print_metrics_line
 
     out = output_dir()
     result = run_stress(

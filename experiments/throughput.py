@@ -3,20 +3,20 @@
 python -m experiments.throughput workload.request_rate=8 workload.output_len=64 workload.compare=[static]
 """
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import ThroughputConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import ThroughputConfig
 
 
 def main(config: ThroughputConfig) -> float | None:
     from dataclasses import asdict
     from functools import partial
 
-    from experiments._model import open_backends
-    from experiments._variants import run_variants
+    from experiments.launch.model import open_backends
+    from experiments.launch.variants import run_variants
     from moejax.bench.objective import objective_value
     from moejax.bench.ramp.run import run_ramp
-    from moejax.bench.result import print_metrics_line
     from moejax.bench.throughput import run_throughput
+    from moejax.results.result import print_metrics_line
 
     out = output_dir()
     if config.ab.variants:

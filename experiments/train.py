@@ -10,8 +10,8 @@ import shlex
 
 from hydra.core.hydra_config import HydraConfig
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import TrainExperimentConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import TrainExperimentConfig
 from moejax.train.run import run
 
 

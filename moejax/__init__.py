@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     from moejax.core.parallel import ParallelConfig
     from moejax.core.quant import QuantConfig
     from moejax.engine.llm import LLM
-    from moejax.engine.request import RequestOutput, SamplingParams
+    from moejax.engine.requests.api import RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "moejax.engine.llm",
-    "SamplingParams": "moejax.engine.request",
-    "RequestOutput": "moejax.engine.request",
+    "SamplingParams": "moejax.engine.requests.api",
+    "RequestOutput": "moejax.engine.requests.api",
     "load_pretrained": "moejax.checkpoint.hf",
     "save_pretrained": "moejax.checkpoint.hf",
     "ModelConfig": "moejax.core.config",

@@ -19,9 +19,9 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from moejax.bench.result import RESULT_FILE, Result, load_result
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.files import ensure_writable
+from moejax.results.result import RESULT_FILE, Result, load_result
 
 __all__ = ["Picture", "View", "load_config", "load_result", "plot", "run", "show"]
 
@@ -43,7 +43,7 @@ def load_config(overrides: str | Sequence[str] = (), experiment: str = "latency"
     Raises:
         ConfigError: in the command line's words, with the nearest valid name.
     """
-    from experiments import _cells
+    from experiments.launch import notebook as _cells
 
     given = [overrides] if isinstance(overrides, str) else overrides
     if not isinstance(given, (list, tuple)) or not all(isinstance(item, str) for item in given):
@@ -73,7 +73,7 @@ def run(
         ConfigError: the config is no experiment's, the folder is taken, or what the experiment itself raises.
         OutputError: the folder cannot be written.
     """
-    from experiments import _cells
+    from experiments.launch import notebook as _cells
 
     name = _cells.experiment_of(config, experiment)
     if not any(f.name == "tracker" for f in dataclasses.fields(config)):

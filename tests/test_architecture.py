@@ -67,7 +67,7 @@ def test_importing_moejax_is_light():
 @pytest.mark.parametrize(
     "module",
     [
-        "moejax.core.config", "moejax.core.errors", "moejax.core.files", "moejax.engine.request",
+        "moejax.core.config", "moejax.core.errors", "moejax.core.files", "moejax.engine.requests.api",
         "moejax.models.hf_config",
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import _cells
+from experiments.launch import notebook as _cells
 from moejax import notebook
 from moejax.core.errors import ConfigError
 

@@ -14,12 +14,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from experiments import _cells
+from experiments.launch import notebook as _cells
 from moejax import notebook
-from moejax.bench.result import Result, load_result
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, OutputError
 from moejax.models.decoder import Decoder
+from moejax.results.result import Result, load_result
 
 TRACE = [
     "model=tiny",
@@ -41,7 +41,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_config_is_the_command_lines() -> None:
-    from experiments._schema import LatencyConfig
+    from experiments.launch.schema import LatencyConfig
 
     config = notebook.load_config(["experiment=quick", "workload.prompt_len=32", "engine.batching=static"])
     assert type(config) is LatencyConfig
@@ -206,7 +206,7 @@ def test_a_cell_shows_the_users_line_and_the_message() -> None:
     lines = caught.value._render_traceback_()
     assert 'notebook.load_config("workload.batchsize=1")' in lines[0]
     assert lines[-1].startswith("ConfigError: unknown key 'workload.batchsize'")
-    assert not [line for line in lines if "Traceback" in line or "_cells.py" in line]
+    assert not [line for line in lines if "Traceback" in line or "launch/notebook.py" in line]
 
 
 def test_scaling_after_jax_has_started_is_an_error() -> None:

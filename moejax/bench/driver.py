@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moejax.bench.metrics import RequestRecord, Slo, record_row
 from moejax.bench.traffic import PlannedRequest
 from moejax.core.errors import RequestError
-from moejax.engine.request import RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
+from moejax.results.metrics import RequestRecord, Slo, record_row
 
 # Seconds of the driver's clock between looks at what has finished, which are for the progress bar only.
 _LOOK_EVERY = 0.2

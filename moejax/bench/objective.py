@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moejax.bench.metrics import LATENCIES, STATISTICS, Slo
 from moejax.core.errors import ConfigError, did_you_mean
+from moejax.results.metrics import LATENCIES, STATISTICS, Slo
 
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
 _ANYWHERE = (

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from moejax.bench.statistics import Interval, bootstrap_interval, paired_ratio
 from moejax.nn.quantized import weight_size
+from moejax.results.statistics import Interval, bootstrap_interval, paired_ratio
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from moejax.bench.metrics import Slo
 from moejax.bench.trace import TraceRow, load_trace
 from moejax.bench.workload import check_not_negative, load_prompts, prompt_ids, request_sampling
 from moejax.core.config import Batching, check_choice, check_number, check_positive
 from moejax.core.errors import ConfigError
 from moejax.core.files import canonical_json
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
+from moejax.results.metrics import Slo
 
 LengthKind = Literal["uniform", "normal", "lognormal"]
 

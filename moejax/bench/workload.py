@@ -14,10 +14,10 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from moejax.bench.metrics import Slo
 from moejax.core.config import check_choice, check_positive
 from moejax.core.errors import ConfigError
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
+from moejax.results.metrics import Slo
 
 Pairing = Literal["product", "zip"]
 Prompt = str | list[int]

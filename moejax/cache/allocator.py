@@ -8,7 +8,7 @@ written by none until the writer has a copy of its own (`append`).
     used      | 0 1 2 3 5 6          refcount = number of tables that hold the block
 
 The lowest free block is handed out first, so that blocks in use stay near the front of the pool: a step reads
-the pool only up to the highest block in use (`moejax.cache.slabs`).
+the pool only up to the highest block in use (`moejax.cache.segments`).
 """
 
 import heapq

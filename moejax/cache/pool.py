@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.cache.slabs import SlabLayout
+from moejax.cache.segments import SlabLayout
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
-from moejax.ops.kv_slabs import Slab, Slabs
+from moejax.ops.kv_segments import Slab, Slabs
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
 from moejax.perf.cost import kv_head_bytes
 from moejax.quantization.kv import bits_dtype, is_quantized

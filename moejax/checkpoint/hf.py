@@ -181,7 +181,7 @@ def load_pretrained(
         shardings: declarations → sharding of every parameter (`moejax.sharding.rules.shardings`). Each
             process then reads only the slices that its devices hold. None: all on the default device.
         expert_of: for a model with replicas of experts, which one each slot holds.
-        store: takes each value as soon as it is on its devices (`moejax.engine.quantizing`).
+        store: takes each value as soon as it is on its devices (`moejax.engine.opening.quantize`).
         dequantize: makes floating-point weights of quantized ones.
 
     Raises:

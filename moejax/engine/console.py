@@ -7,8 +7,8 @@ from pathlib import Path
 
 from moejax.core.files import atomic_write_text
 from moejax.engine.llm import LLM
-from moejax.engine.output import StreamChunk
-from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.engine.requests.output import StreamChunk
 
 
 def generate_to_console(

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.cache.contiguous import ContiguousCache, empty_cache
-from moejax.engine.ledger import CompileLedger
-from moejax.engine.request import Logprob, SamplingParams
-from moejax.engine.routing import RoutingRecord
-from moejax.engine.sampler import (
+from moejax.engine.requests.api import Logprob, SamplingParams
+from moejax.engine.routing.expert_counts import RoutingRecord
+from moejax.engine.step.functions import ModelFunctions, StepOutput, StepState, shapes_of
+from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.sampler import (
     Sampled,
     SamplerMode,
     SamplingArrays,
@@ -24,7 +25,6 @@ from moejax.engine.sampler import (
     sampler_mode,
     sampling_arrays,
 )
-from moejax.engine.steps import ModelFunctions, StepOutput, StepState, shapes_of
 from moejax.models.decoder import Decoder
 
 

@@ -17,11 +17,11 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moejax.engine.live import LiveRequest
-from moejax.engine.plan import Plan
-from moejax.engine.runner import Runner, StepResult
-from moejax.engine.sequence import Sequence, State
+from moejax.engine.requests.state import LiveRequest
+from moejax.engine.scheduling.plan import Plan
+from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.stats import EngineStats, StepRecord
+from moejax.engine.step.runner import Runner, StepResult
 
 
 class Blocks(Protocol):
@@ -36,7 +36,7 @@ class Blocks(Protocol):
 
 
 class Scheduling(Protocol):
-    """What the loop needs of `moejax.engine.scheduler.Scheduler`, or of several behind one."""
+    """What the loop needs of `moejax.engine.scheduling.scheduler.Scheduler`, or of several behind one."""
 
     @property
     def allocator(self) -> Blocks: ...

@@ -12,21 +12,10 @@ from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
-from moejax.engine.building import RequestBuilder
-from moejax.engine.capturing import recorder
 from moejax.engine.core import Engine
-from moejax.engine.inputs import Prompt, PromptReader, as_list, conversations
-from moejax.engine.ledger import CompileLedger
-from moejax.engine.live import LiveRequest
 from moejax.engine.llm_card import engine_card, engine_line
-from moejax.engine.opening import open_model
-from moejax.engine.output import StreamChunk
-from moejax.engine.rebalance import Rebalanced, rebalance, track_load, tracked
-from moejax.engine.replaying import RoutingReplay, open_replay
-from moejax.engine.request import RequestOutput, SamplingParams
-from moejax.engine.routing import RoutingRecord
-from moejax.engine.sampler import common_mode
-from moejax.engine.setup import (
+from moejax.engine.opening.resolve import open_model
+from moejax.engine.opening.setup import (
     cache_blocks,
     cache_dtype,
     eos_token_ids,
@@ -34,9 +23,20 @@ from moejax.engine.setup import (
     longest_sequence,
     make_scheduler,
 )
-from moejax.engine.starting import make_runner
+from moejax.engine.opening.start import make_runner
+from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.engine.requests.builder import RequestBuilder
+from moejax.engine.requests.inputs import Prompt, PromptReader, as_list, conversations
+from moejax.engine.requests.output import StreamChunk
+from moejax.engine.requests.state import LiveRequest
+from moejax.engine.requests.tokenizer import ChatMessage
+from moejax.engine.routing.expert_counts import RoutingRecord
+from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
+from moejax.engine.routing.recorder import recorder
+from moejax.engine.routing.replay import RoutingReplay, open_replay
 from moejax.engine.stats import StepRecord
-from moejax.engine.tokenizer import ChatMessage
+from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.sampler import common_mode
 from moejax.engine.waiting import run_to_end, stream
 from moejax.models.decoder import Decoder
 from moejax.moe.load_window import LoadWindow

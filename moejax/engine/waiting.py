@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from moejax.core.errors import StepError
 from moejax.engine.core import Engine
-from moejax.engine.live import LiveRequest
-from moejax.engine.output import StreamChunk
+from moejax.engine.requests.output import StreamChunk
+from moejax.engine.requests.state import LiveRequest
 
 
 def run_to_end(engine: Engine, requests: Sequence[LiveRequest]) -> None:

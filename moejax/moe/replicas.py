@@ -1,8 +1,8 @@
 """Replicas of hot experts: which physical expert serves an assignment.
 
 A layer with R redundant experts has P = E + R physical ones, dealt out to devices in order. Which of its
-experts each of them is can change while the engine runs (`moejax.moe.placement`, `moejax.engine.rebalance`):
-the tables are arrays that a step reads, not constants.
+experts each of them is can change while the engine runs (`moejax.moe.placement`,
+`moejax.engine.routing.rebalance`): the tables are arrays that a step reads, not constants.
 """
 
 import jax

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from moejax.ops.kv_slabs import Slab
+from moejax.ops.kv_segments import Slab
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,6 @@
 """Attention over a paged key/value cache, in plain XLA: a flat batch of decodes and prompt chunks.
 
-A layer's cache is slabs (`moejax.cache.slabs`) of blocks: keys `[n, K, Dh, bs]`, values `[n, K, bs, Dh]`.
+A layer's cache is slabs (`moejax.cache.segments`) of blocks: keys `[n, K, Dh, bs]`, values `[n, K, bs, Dh]`.
 Keys lie transposed because both products then run along the last axis. In a quantized cache these are codes,
 with a scale for each token and head: a scale goes onto the score of its key, or onto the weight of its value,
 and codes are widened a few blocks at a time, so that the cache never exists in floating point.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.ops.kv_slabs import Slabs, load_blocks, slab_starts, write_rows, write_runs
+from moejax.ops.kv_segments import Slabs, load_blocks, slab_starts, write_rows, write_runs
 from moejax.quantization.kv import from_bits
 
 # Keys that one turn of a chunk's loop attends to, at least one block.

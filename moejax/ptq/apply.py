@@ -27,14 +27,14 @@ from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params, specs
 from moejax.nn.quantized import PARTS, quantized_weights, replace_weights
 from moejax.ptq.batches import HiddenStates
+from moejax.ptq.collect_statistics import Gatherer
 from moejax.ptq.fold import canonical, store
-from moejax.ptq.gather import Gatherer
 from moejax.ptq.layerwise import StageWork, expert_counts, scaling_method
 from moejax.ptq.methods import Rounded, quantize, weight_report
+from moejax.ptq.observers import advance
 from moejax.ptq.report import QuantReport, StageReport, stage_report
 from moejax.ptq.sites import Stage, stages_of
 from moejax.ptq.store import WorkDir, hash_arrays, hash_value
-from moejax.ptq.taps import advance
 from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import QTensor
 from moejax.quantization.rules import Chosen, resolve_rules

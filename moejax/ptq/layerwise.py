@@ -15,8 +15,8 @@ import numpy as np
 
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig
+from moejax.ptq.collect_statistics import Gatherer
 from moejax.ptq.fold import Folds, canonical, experts_site, tie
-from moejax.ptq.gather import Gatherer
 from moejax.ptq.methods import Rounded, joined, quantize
 from moejax.ptq.sites import EXPERTS_HIDDEN, EXPERTS_IN, Site, Stage, statistics_of
 from moejax.quantization.awq import best_scales, scale_errors

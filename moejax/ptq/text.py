@@ -16,7 +16,7 @@ from moejax.text.corpus import HELD_OUT_FRACTION, build_corpus
 
 
 class Encoder(Protocol):
-    """A tokenizer: `moejax.engine.tokenizer.Tokenizer`, or one of the `tokenizers` library."""
+    """A tokenizer: `moejax.engine.requests.tokenizer.Tokenizer`, or one of the `tokenizers` library."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Any: ...
 

@@ -1,7 +1,7 @@
 """Statistics of what weights read: the pure part of calibration.
 
 `Statistics` sums over tokens, so that batches and processes can be added up in any order; leading axes
-(experts) are optional. Nothing here knows of models; `moejax.ptq.taps` fills them in.
+(experts) are optional. Nothing here knows of models; `moejax.ptq.observers` fills them in.
 
 An expert that fewer than `min_tokens` tokens visit is COLD: its own statistics say little, and a Hessian of
 fewer tokens than inputs is singular. It falls back to

@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moejax.bench.statistics import Interval
-from moejax.bench.verdict import ALPHA, Floor, Trial, Verdict
-from moejax.report.compare.samples import CASE_FIELDS, case_name
 from moejax.report.compare.tables import plain_table, verdicts_table
 from moejax.report.compare_plots import forest
 from moejax.report.figure import new_figure, save_figure
-from moejax.report.metric_names import short_name
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import number, print_closing, stderr_console
+from moejax.results.compare.samples import CASE_FIELDS, case_name
+from moejax.results.metric_names import short_name
+from moejax.results.statistics import Interval
+from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
 
 _COLUMNS = (
     ("TTFT\np50", "median_ttft_ms"),

@@ -13,12 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from moejax.bench.verdict import Verdict
-from moejax.report.compare.comparison import RunComparison
-from moejax.report.compare.samples import Cases, case_name, latency_values, match_cases
 from moejax.report.figure import new_figure, round_ticks, save_figure
-from moejax.report.metric_names import LATENCIES, lower_is_better, short_name
 from moejax.report.style import COLORS, commit_name, device_name, model_name
+from moejax.results.compare.comparison import RunComparison
+from moejax.results.compare.samples import Cases, case_name, latency_values, match_cases
+from moejax.results.metric_names import LATENCIES, lower_is_better, short_name
+from moejax.results.verdict import Verdict
 
 _MOST_ROWS = 40
 _MOST_RUNS = 8

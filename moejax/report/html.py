@@ -17,14 +17,14 @@ from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, ensure_writable
 from moejax.report import html_figures
 from moejax.report.compare import RunComparison, compare
-from moejax.report.compare.inputs import flatten
-from moejax.report.compare.runs import Run, load_runs
-from moejax.report.compare.samples import Cases
 from moejax.report.compare_plots import ratio_forest
-from moejax.report.metric_names import lower_is_better, short_name
 from moejax.report.roofline import roofline_figure
 from moejax.report.style import run_title
 from moejax.report.tables import number
+from moejax.results.compare.inputs import flatten
+from moejax.results.compare.runs import Run, load_runs
+from moejax.results.compare.samples import Cases
+from moejax.results.metric_names import lower_is_better, short_name
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "assets" / "report.html.j2"
 MOST_BYTES = 5_000_000

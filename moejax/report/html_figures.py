@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from moejax.report.compare.runs import Run
-from moejax.report.compare.samples import Cases, case_name, latency_values
 from moejax.report.figure import new_figure, round_ticks
-from moejax.report.metric_names import lower_is_better, short_name
 from moejax.report.style import COLORS
+from moejax.results.compare.runs import Run
+from moejax.results.compare.samples import Cases, case_name, latency_values
+from moejax.results.metric_names import lower_is_better, short_name
 
 _MARKERS = "osD^vP*X"
 _MOST_CASES = 4

@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from moejax.report.beside import backends_beside
 from moejax.report.figure import new_figure, round_ticks, save_figure, wide_scale
+from moejax.report.plot_peers import backends_beside
 from moejax.report.style import COLORS, Record, case_label, has_peers, rows_by_case, run_title
 
 _PERCENTILES = (("median", "p50", "#9ecae1"), ("p90", "p90", "#4292c6"), ("p99", "p99", "#084594"))

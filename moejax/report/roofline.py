@@ -1,6 +1,6 @@
 """Table and plots of `result["roofline"]`: operations against the device's roof, measured against bound.
 
-Any result that has the account (`moejax.bench.roofline.account`) will do; a profile's has measured times too.
+Any result that has the account (`bench.common.roofline.account`) will do; a profile's has measured times too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

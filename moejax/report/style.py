@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moejax.bench.metrics import RequestRecord, record_row
+from moejax.results.metrics import RequestRecord, record_row
 
 # Okabe and Ito's colours: told apart by every kind of colour vision, and in this order also in grey.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")

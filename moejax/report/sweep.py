@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moejax.bench.result import load_result
-from moejax.bench.sweep import job_rows, read_sweep, swept_keys
 from moejax.core.errors import ConfigError
 from moejax.report.figure import new_figure, round_ticks, save_figure
-from moejax.report.metric_names import lower_is_better
 from moejax.report.style import COLORS
 from moejax.report.tables import number, stderr_console
+from moejax.results.metric_names import lower_is_better
+from moejax.results.result import load_result
+from moejax.results.sweep import job_rows, read_sweep, swept_keys
 
 Row = dict[str, Any]
 

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from moejax.report.beside import backends_beside
 from moejax.report.figure import new_figure, round_ticks, save_figure
+from moejax.report.plot_peers import backends_beside
 from moejax.report.style import COLORS, mode_label
 
 Rows = Sequence[Mapping[str, Any]]

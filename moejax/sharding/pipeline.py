@@ -1,6 +1,6 @@
 """Pipeline parallelism: which stage has which layers, how long stages wait, and how activations move on.
 
-Each stage is a program of its own on a mesh of its own (`moejax.engine.pipeline_runner`). What runs between
+Each stage is a program of its own on a mesh of its own (`moejax.engine.pipeline.runner`). What runs between
 two stages is one program with one collective, a collective-permute along axis "pp" of a joint mesh of both:
 each device of a stage sends what it has to the one in its place in the next, so its pairs are (d, d + devices
 of a stage). With G data groups, S rows and T chunk tokens of a group's microbatch (padding included), D =
@@ -197,7 +197,7 @@ def measured_bubble(times: Sequence[StageTime]) -> float:
 
 How = Literal["permute", "put"]
 Programs = Callable[[str, Any, Callable[[], Any], Callable[[], tuple[Any, ...]]], Callable[..., Any]]
-"""Finds or compiles a program: `moejax.engine.ledger.CompileLedger.get`."""
+"""Finds or compiles a program: `moejax.engine.step.ledger.CompileLedger.get`."""
 
 
 class TransferKey(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moejax.report.metric_names import lower_is_better
+from moejax.results.metric_names import lower_is_better
 from moejax.tracking.base import Scalar, Tracker
 
 CDF_METRICS = ("ttft", "tpot", "itl", "e2el")

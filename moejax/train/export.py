@@ -17,7 +17,7 @@ from moejax.core.config import EngineConfig, MoeConfig
 from moejax.core.errors import OutputError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
 from moejax.report.progress import progress
 from moejax.train.card import CardFacts, model_card
 from moejax.train.config import TrainConfig

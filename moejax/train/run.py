@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from moejax.bench.result import build_result, write_result
 from moejax.core.files import to_jsonable
 from moejax.report.plots import expert_load, save_figure, training_curve
 from moejax.report.tables import metrics_table, stderr_console
+from moejax.results.result import build_result, write_result
 from moejax.tracking.base import TrackerConfig, make_tracker
 from moejax.tracking.jsonl import load_metrics
 from moejax.tracking.naming import run_info

@@ -20,9 +20,9 @@ from moejax.core.config import EngineConfig
 from moejax.core.errors import RequestError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
-from moejax.engine.ledger import CompileLedger
-from moejax.engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import EngineStats, StepRecord
+from moejax.engine.step.ledger import CompileLedger
 from moejax.nn.param import ParamSpec, declare
 from tests.perf.models import small_model
 

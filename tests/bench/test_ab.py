@@ -15,14 +15,14 @@ from moejax.bench.ab import run as ab_run
 from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import orders
-from moejax.bench.ab.members import CONTROL, Member, Variant, token_agreement
 from moejax.bench.ab.run import run_ab
+from moejax.bench.ab.variants import CONTROL, Member, Variant, token_agreement
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.traffic import Lengths, ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError
-from moejax.engine.request import CompletionOutput, RequestMetrics, RequestOutput
+from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
 from moejax.report.ab import ab_lines
 from moejax.report.compare import compare
 from moejax.tracking.base import TrackerConfig

@@ -10,12 +10,12 @@ import pytest
 from moejax.bench.profile.capture import check, name_compiled_programs
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.profile.run import PROFILE_FILE, run_profile
-from moejax.bench.result import load_result
 from moejax.core import hardware
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
 from moejax.perf.attribution import OPERATIONS
+from moejax.results.result import load_result
 from moejax.tracking.base import TrackerConfig
 
 WORKLOAD = ProfileWorkload(batch_size=2, prompt_len=12, output_len=6, iterations=3, warmup=1)

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from moejax.bench.driver import ServedRequest, TrafficRun
-from moejax.bench.metrics import RequestRecord, Slo
 from moejax.bench.ramp.config import RampConfig
 from moejax.bench.ramp.rule import best_goodput, judge, knee, pareto_front, user_rates
 from moejax.bench.ramp.run import run_ramp
-from moejax.bench.result import load_requests, load_result
 from moejax.bench.throughput import measure
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
-from moejax.engine.request import RequestMetrics
+from moejax.engine.requests.api import RequestMetrics
 from moejax.report.ramp import pareto_figure, ramp_figure, ramp_lines, ramp_table
+from moejax.results.metrics import RequestRecord, Slo
+from moejax.results.result import load_requests, load_result
 from moejax.tracking.base import TrackerConfig
 from tests.bench.fake_llm import FakeLLM, VirtualClock
 

@@ -14,7 +14,7 @@ from moejax.bench.scaling.run import run_scaling
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
-from moejax.moe.exchange_account import account_exchange
+from moejax.moe.exchange_cost import account_exchange
 from moejax.perf.comm import step_comm
 from moejax.report.scaling import print_scaling
 from moejax.routing.capture import RoutingCapture

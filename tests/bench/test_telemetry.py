@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moejax.bench.telemetry import Meter
+from moejax.bench.common.telemetry import Meter
 from moejax.core.price import Price
 from moejax.tracking.telemetry import TelemetryConfig
 from tests.tracking.fake_nvml import FakeGpu, on_gpus

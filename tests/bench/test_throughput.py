@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moejax.bench.common.timeline import bin_steps, step_metrics
 from moejax.bench.driver import TrafficRun, drive
-from moejax.bench.metrics import Slo, compute_metrics
-from moejax.bench.result import load_requests, load_result
 from moejax.bench.throughput import measure, run_throughput
-from moejax.bench.timeline import bin_steps, step_metrics
 from moejax.bench.traffic import Lengths, PlannedRequest, ThroughputWorkload
 from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.stats import StepRecord
+from moejax.results.metrics import Slo, compute_metrics
+from moejax.results.result import load_requests, load_result
 from moejax.tracking.base import TrackerConfig
 from tests.bench.fake_llm import FakeLLM, VirtualClock
 

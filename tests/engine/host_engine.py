@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from moejax.cache.allocator import BlockAllocator
-from moejax.engine.fake_runner import FakeRunner
-from moejax.engine.plan import StepPlan
-from moejax.engine.policy import Policy
-from moejax.engine.request import SamplingParams
-from moejax.engine.scheduler import Scheduler
-from moejax.engine.sequence import Sequence, State
-from moejax.engine.static_scheduler import StaticScheduler
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.scheduling.policy import Policy
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.static import StaticScheduler
+from moejax.engine.step.fake_runner import FakeRunner
 
 VOCAB_SIZE = 1000
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])

@@ -7,9 +7,9 @@ import numpy as np
 
 from moejax.core.config import EngineConfig
 from moejax.engine.contiguous import ContiguousEngine, Row
-from moejax.engine.ledger import CompileLedger
 from moejax.engine.llm import LLM
-from moejax.engine.request import Logprob, RequestOutput, SamplingParams
+from moejax.engine.requests.api import Logprob, RequestOutput, SamplingParams
+from moejax.engine.step.ledger import CompileLedger
 from moejax.models.decoder import Decoder
 from tests.engine.tiny import VOCAB
 

@@ -1,6 +1,6 @@
 """An abort in any state gives everything back, and the neighbours do not notice."""
 
-from moejax.engine.sequence import State
+from moejax.engine.scheduling.sequence import State
 from tests.engine.host_engine import LOOPS, Ask, Group, HostEngine, Limits
 
 

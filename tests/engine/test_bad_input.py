@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError, DeviceError, MoejaxError, RequestError
-from moejax.engine import opening
-from moejax.engine.inputs import as_list
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
+from moejax.engine.opening import resolve as opening
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.requests.inputs import as_list
 from moejax.models.registry import config_to_hf
 from tests.engine.conftest import ENGINE
 from tests.engine.tiny import PROPERTY, small_config

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.cache.slabs import SlabLayout
+from moejax.cache.segments import SlabLayout
 from moejax.core.config import EngineConfig
-from moejax.engine.batch import Batch, BatchBuilder, Limits, StepKey, layout, unpack
-from moejax.engine.buckets import Buckets
-from moejax.engine.plan import Chunk, StepPlan
-from moejax.engine.request import SamplingParams
-from moejax.engine.sampler import SamplerMode, sampler_mode
-from moejax.engine.sequence import Sequence
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.plan import Chunk, StepPlan
+from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.step.batch import Batch, BatchBuilder, Limits, StepKey, layout, unpack
+from moejax.engine.step.buckets import Buckets
+from moejax.engine.step.sampler import SamplerMode, sampler_mode
 from moejax.ops.paged_attention import tile_rows
 from tests.engine.tiny import PROPERTY, VOCAB
 

@@ -11,8 +11,8 @@ import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams
 from moejax.core.errors import ConfigError, StepError
-from moejax.engine import capturing
-from moejax.engine.request import RequestOutput
+from moejax.engine.requests.api import RequestOutput
+from moejax.engine.routing import recorder as capturing
 from moejax.routing.capture import RoutingCapture, hash_tokens
 from tests.engine.mesh_models import BASE
 from tests.engine.mesh_models import ENGINE as MESH_ENGINE

@@ -10,8 +10,8 @@ from tokenizers.processors import TemplateProcessing
 
 from moejax.core.errors import CheckpointError, RequestError
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
-from moejax.engine.tokenizer import Tokenizer
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.requests.tokenizer import Tokenizer
 from tests.engine.tiny import CHATML, SPECIALS, byte_level_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]

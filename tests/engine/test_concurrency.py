@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moejax.engine.llm import LLM
-from moejax.engine.output import StreamChunk
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.requests.output import StreamChunk
 from tests.engine.paged import SCARCE, assert_clean, greedy, prompt
 from tests.engine.tiny import FullForward
 

@@ -5,7 +5,7 @@ from flax import nnx
 
 from moejax import notebook
 from moejax.engine.llm import LLM
-from moejax.engine.request import CompletionOutput, RequestMetrics, RequestOutput
+from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
 from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params
 

@@ -9,10 +9,10 @@ import pytest
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.config import EngineConfig
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
-from moejax.engine.scheduler import Scheduler
-from moejax.engine.sequence import Sequence
-from moejax.ops.kv_slabs import Slab
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence
+from moejax.ops.kv_segments import Slab
 from moejax.ops.paged_attention import DecodePlan, decode_attention
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import FullForward

@@ -8,8 +8,8 @@ import pytest
 
 from moejax.core.errors import RequestError, StepError
 from moejax.engine.llm import LLM
-from moejax.engine.plan import StepPlan
-from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.engine.scheduling.plan import StepPlan
 from tests.engine.paged import SCARCE, assert_clean, greedy, prompt
 from tests.engine.tiny import FullForward
 

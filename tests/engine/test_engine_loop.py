@@ -14,7 +14,7 @@ from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError, StepError
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
 from moejax.engine.stats import StepRecord
 from tests.engine.paged import SCARCE, assert_clean, greedy, prompt, tight, tokens
 from tests.engine.tiny import FullForward, small_config

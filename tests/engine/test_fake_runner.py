@@ -3,10 +3,10 @@ damaged."""
 
 import pytest
 
-from moejax.engine.fake_runner import FakeRunner
-from moejax.engine.plan import Chunk, StepPlan
-from moejax.engine.request import SamplingParams
-from moejax.engine.sequence import Sequence
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.plan import Chunk, StepPlan
+from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.step.fake_runner import FakeRunner
 from tests.engine.host_engine import Ask, HostEngine, Limits, alone
 
 

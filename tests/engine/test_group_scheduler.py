@@ -7,14 +7,14 @@ import pytest
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
 from moejax.engine.core import Engine
-from moejax.engine.fake_runner import FakeRunner
-from moejax.engine.group_scheduler import GroupScheduler
-from moejax.engine.live import LiveRequest
-from moejax.engine.output import SampleBuilder
-from moejax.engine.request import RequestMetrics, RequestOutput, SamplingParams
-from moejax.engine.scheduler import Scheduler
-from moejax.engine.sequence import Sequence, State
-from moejax.engine.static_scheduler import StaticScheduler
+from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.requests.output import SampleBuilder
+from moejax.engine.requests.state import LiveRequest
+from moejax.engine.scheduling.groups import GroupScheduler
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.static import StaticScheduler
+from moejax.engine.step.fake_runner import FakeRunner
 
 BLOCKS, SIZE, SLOTS, BUDGET = 12, 4, 3, 8
 

@@ -8,7 +8,7 @@ import pytest
 from moejax.core.config import EngineConfig, MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
 

@@ -19,9 +19,9 @@ from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.contiguous import ContiguousEngine
-from moejax.engine.ledger import CompileLedger
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.step.ledger import CompileLedger
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 from tests.engine.paged import REDUCTIONS, SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import main_config, small_config

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moejax.engine.ledger import CompileLedger, enable_compile_cache
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
-from moejax.engine.setup import default_cache_dir
+from moejax.engine.opening.setup import default_cache_dir
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.step.ledger import CompileLedger, enable_compile_cache
 
 
 class Key(NamedTuple):

@@ -14,7 +14,7 @@ from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import EngineConfig
 from moejax.core.errors import CheckpointError
 from moejax.engine.llm import LLM
-from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.models.registry import config_to_hf
 from tests.engine.conftest import ENGINE
 from tests.engine.tiny import FullForward, small_config, write_tokenizer

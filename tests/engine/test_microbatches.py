@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from moejax import SamplingParams
-from moejax.engine.microbatches import split_plan
-from moejax.engine.plan import Chunk, GroupPlan, Plan, StepPlan
-from moejax.engine.sequence import Sequence
+from moejax.engine.pipeline.microbatches import split_plan
+from moejax.engine.scheduling.plan import Chunk, GroupPlan, Plan, StepPlan
+from moejax.engine.scheduling.sequence import Sequence
 
 
 def sequence(length: int, order: int) -> Sequence:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
-from moejax.engine.output import SampleBuilder, StreamChunk
-from moejax.engine.request import SamplingParams
-from moejax.engine.tokenizer import Tokenizer
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.requests.output import SampleBuilder, StreamChunk
+from moejax.engine.requests.tokenizer import Tokenizer
 from tests.engine.tiny import (
     PROPERTY,
     SPECIALS,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from moejax.core.config import EngineConfig
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
-from moejax.engine.sampler import SamplerMode
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.step.sampler import SamplerMode
 from tests.engine.paged import (
     GREEDY,
     REDUCTIONS,

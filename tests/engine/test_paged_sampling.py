@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from moejax.engine.llm import LLM
-from moejax.engine.output import SampleBuilder
-from moejax.engine.request import SamplingParams
-from moejax.engine.sampler import SamplerMode
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.requests.output import SampleBuilder
+from moejax.engine.step.sampler import SamplerMode
 from tests.engine.paged import REDUCTIONS, SCARCE, OneByOne, assert_clean, greedy, prompt, tight, tokens
 from tests.engine.tiny import VOCAB, FullForward, log_softmax
 from tests.numerics import assert_close, tolerance

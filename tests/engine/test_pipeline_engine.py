@@ -11,9 +11,9 @@ import pytest
 
 from moejax import LLM, EngineConfig, ModelConfig, MoeConfig, ParallelConfig, SamplingParams
 from moejax.core.errors import CompileError, ConfigError
-from moejax.engine.pipeline_runner import Microbatch, PipelineRunner
-from moejax.engine.plan import StepPlan
-from moejax.engine.sampler import SamplerMode
+from moejax.engine.pipeline.runner import Microbatch, PipelineRunner
+from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.step.sampler import SamplerMode
 from moejax.sharding.pipeline import Transfer, bubble_fraction
 from tests.engine.mesh_models import BASE, checkpoint, prompts
 

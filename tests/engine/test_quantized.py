@@ -13,7 +13,7 @@ import pytest
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams, save_pretrained
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig, QuantRule
-from moejax.engine.quantizing import check_split
+from moejax.engine.opening.quantize import check_split
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, initialize, iter_params, specs
 from moejax.nn.quantized import quantized_weights, weight_size
@@ -128,7 +128,7 @@ def test_what_is_resolved_and_reported(model: Any) -> None:
 
 def test_no_two_float_weights_are_alive(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are quantized as they come: while one is stored, no earlier one is there in floating point."""
-    from moejax.engine import rounding
+    from moejax.engine.opening import rounding
 
     earlier: list[Any] = []
     plain = rounding.Rounding._store

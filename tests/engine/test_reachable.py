@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.config import EngineConfig
-from moejax.engine.batch import BatchBuilder, Limits
-from moejax.engine.buckets import Buckets
-from moejax.engine.fake_runner import FakeRunner
-from moejax.engine.request import SamplingParams
-from moejax.engine.sampler import SamplerMode
-from moejax.engine.scheduler import Scheduler
-from moejax.engine.sequence import Sequence
-from moejax.engine.static_scheduler import StaticScheduler
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.scheduling.static import StaticScheduler
+from moejax.engine.step.batch import BatchBuilder, Limits
+from moejax.engine.step.buckets import Buckets
+from moejax.engine.step.fake_runner import FakeRunner
+from moejax.engine.step.sampler import SamplerMode
 from tests.engine.tiny import PROPERTY
 
 

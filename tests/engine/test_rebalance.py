@@ -8,7 +8,7 @@ import pytest
 
 from moejax import LLM, ParallelConfig, SamplingParams, save_pretrained
 from moejax.core.errors import ConfigError
-from moejax.engine.rebalance import current_placement, sources
+from moejax.engine.routing.rebalance import current_placement, sources
 from moejax.moe.placement import balancedness
 from moejax.routing.generate import generate
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts

@@ -14,7 +14,7 @@ import pytest
 
 from moejax import LLM, EngineConfig, ModelConfig, ParallelConfig, SamplingParams
 from moejax.core.errors import ConfigError, RequestError, StepError
-from moejax.engine.replaying import RoutingReplay
+from moejax.engine.routing.replay import RoutingReplay
 from moejax.routing.capture import RoutingCapture
 from tests.engine.mesh_models import prompts as mesh_prompts
 from tests.engine.paged import SCARCE, TIGHT, greedy, prompt, tight

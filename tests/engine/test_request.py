@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.core.errors import RequestError
-from moejax.engine.request import RequestMetrics, SamplingParams
+from moejax.engine.requests.api import RequestMetrics, SamplingParams
 from tests.engine.tiny import PROPERTY
 
 INF, NAN = float("inf"), float("nan")

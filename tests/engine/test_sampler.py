@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from moejax.engine.request import SamplingParams
-from moejax.engine.sampler import (
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.step.sampler import (
     Sampled,
     SamplerMode,
     SamplingArrays,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
-from moejax.engine.request import SamplingParams
-from moejax.engine.scheduler import Scheduler
-from moejax.engine.sequence import Sequence, State
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence, State
 from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, alone, chunks_of, decodes_of, run
 
 # -- admission ----------------------------------------------------------------------------------------------

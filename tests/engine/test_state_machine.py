@@ -19,10 +19,10 @@ from hypothesis.stateful import (
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
-from moejax.engine.plan import StepPlan
-from moejax.engine.scheduler import Scheduler
-from moejax.engine.sequence import Sequence, State
-from moejax.engine.static_scheduler import StaticScheduler
+from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.static import StaticScheduler
 from tests.engine.host_engine import Ask, HostEngine, Limits, ShortestFirst
 
 EVENTS = (

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.core.errors import RequestError
-from moejax.engine.sequence import State
+from moejax.engine.scheduling.sequence import State
 from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, chunks_of, decodes_of, run
 
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.core.config import ModelConfig, MoeConfig
-from moejax.engine import steps
 from moejax.engine.contiguous import ContiguousEngine, Row, batch_bucket, slot_bucket, token_bucket
-from moejax.engine.ledger import CompileLedger
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
-from moejax.engine.sampler import SamplerMode, sample, sampling_arrays
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.step import functions as steps
+from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.sampler import SamplerMode, sample, sampling_arrays
 from moejax.models.decoder import Decoder
 from tests.engine.conftest import ENGINE
 from tests.engine.tiny import (

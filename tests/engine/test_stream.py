@@ -8,8 +8,8 @@ import pytest
 
 from moejax.core.errors import RequestError
 from moejax.engine.llm import LLM
-from moejax.engine.output import StreamChunk
-from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.engine.requests.output import StreamChunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, seed=3, n=3)

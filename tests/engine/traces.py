@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.engine.request import RequestOutput
+from moejax.engine.requests.api import RequestOutput
 from moejax.routing.capture import CapturedRequest, RoutingCapture
 
 Place = tuple[int, int, int]

@@ -8,8 +8,8 @@ import json
 import os
 import signal
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import LatencyConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import LatencyConfig
 
 
 def main(config: LatencyConfig) -> None:

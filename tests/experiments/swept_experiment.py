@@ -9,13 +9,13 @@ import os
 import time
 from pathlib import Path
 
-from experiments._app import output_dir, run_experiment
-from experiments._schema import LatencyConfig
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import LatencyConfig
 
 
 def main(config: LatencyConfig) -> float:
-    from moejax.bench.result import build_result, write_result
     from moejax.core.errors import ConfigError
+    from moejax.results.result import build_result, write_result
 
     runs = Path(os.environ["RUNS"])
     with open(runs, "a") as file:

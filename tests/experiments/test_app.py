@@ -20,10 +20,10 @@ from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from experiments._app import CONFIG_DIR, launch, output_dir, register_schema
-from experiments._completion import query_line
-from experiments._compose import build_job, composer, parse_flags
-from experiments._schema import (
+from experiments.launch.app import CONFIG_DIR, launch, output_dir, register_schema
+from experiments.launch.completion import query_line
+from experiments.launch.compose import build_job, composer, parse_flags
+from experiments.launch.schema import (
     GenerateConfig,
     KernelsConfig,
     LatencyConfig,
@@ -33,7 +33,7 @@ from experiments._schema import (
     ThroughputConfig,
     TrainExperimentConfig,
 )
-from experiments._structured import build, mirror
+from experiments.launch.structured import build, mirror
 from moejax.bench.traffic import Lengths
 from moejax.bench.workload import LatencyCase, latency_cases
 from moejax.core.config import EngineConfig
@@ -482,8 +482,8 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     """As a program from another folder: the schema of `__main__`, exit codes, completion's query."""
     script = tmp_path / "scratch.py"
     script.write_text(
-        "from experiments._app import run_experiment\n"
-        "from experiments._schema import LatencyConfig\n"
+        "from experiments.launch.app import run_experiment\n"
+        "from experiments.launch.schema import LatencyConfig\n"
         "def main(config: LatencyConfig) -> None:\n"
         "    print(config.seed)\n"
         "if __name__ == '__main__':\n"

@@ -10,10 +10,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments import compare as compare_experiment
 from experiments import latency as latency_experiment
-from experiments._app import launch
-from experiments._arguments import items, translate
+from experiments.launch.app import launch
+from experiments.launch.arguments import items, translate
 from moejax.core.errors import ConfigError
-from tests.report.simulated import latency_run
+from tests.results.simulated import latency_run
 
 
 @pytest.fixture(autouse=True)

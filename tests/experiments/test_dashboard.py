@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments._app import launch
 from experiments.dashboard import main
+from experiments.launch.app import launch
 
 
 @pytest.mark.parametrize(

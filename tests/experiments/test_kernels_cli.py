@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments._app import CONFIG_DIR, launch
 from experiments.kernels import main
+from experiments.launch.app import CONFIG_DIR, launch
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import _launcher
-from experiments._app import CONFIG_DIR, launch
-from experiments._processes import runs_here
-from experiments._schema import CompareConfig, LatencyConfig
+from experiments.launch import launcher as _launcher
+from experiments.launch.app import CONFIG_DIR, launch
+from experiments.launch.processes import runs_here
+from experiments.launch.schema import CompareConfig, LatencyConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.sharding.distributed import Place
 from tests.experiments import fake_slurm

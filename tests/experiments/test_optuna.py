@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments._app import launch
-from experiments._schema import ThroughputConfig
-from moejax.bench.metrics import Slo
+from experiments.launch.app import launch
+from experiments.launch.schema import ThroughputConfig
 from moejax.bench.objective import check_objective, known_objectives, objective_value
-from moejax.bench.sweep import read_sweep
 from moejax.core.errors import ConfigError
+from moejax.results.metrics import Slo
+from moejax.results.sweep import read_sweep
 from tests.experiments.test_sweep import SCRIPT, environment, kill_in_job_of_seed, run, seeds
 
 SEARCH = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments._app import CONFIG_DIR, launch
+from experiments.launch.app import CONFIG_DIR, launch
 from experiments.quantization import main
 
 PRESETS = sorted(path.stem for path in (CONFIG_DIR / "quant").glob("*.yaml") if path.stem != "none")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments._app import launch
+from experiments.launch.app import launch
 from experiments.routing import main
 from moejax.routing.capture import load_capture
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments._schema import (
+from experiments.launch.schema import (
     GenerateConfig,
     HardwareSection,
     LatencyConfig,

@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from experiments._app import CONFIG_DIR, launch, output_dir
-from experiments._cells import compose
-from experiments._schema import LatencyConfig
-from moejax.bench.sweep import (
+from experiments.launch.app import CONFIG_DIR, launch, output_dir
+from experiments.launch.notebook import compose
+from experiments.launch.schema import LatencyConfig
+from moejax.core.errors import CheckpointError, ConfigError
+from moejax.results.sweep import (
     SweepRecord,
     claim_sweep,
     job_key,
@@ -26,7 +27,6 @@ from moejax.bench.sweep import (
     write_job,
     write_sweep,
 )
-from moejax.core.errors import CheckpointError, ConfigError
 from tests.sharding.processes import started, wait_all
 
 SCRIPT = str(Path(__file__).with_name("swept_experiment.py"))

@@ -7,7 +7,7 @@ import pytest
 
 from moejax.core.config import EngineConfig
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
 from tests.engine.paged import greedy, prompt, tokens
 from tests.engine.tiny import small_config
 from tests.numerics import relative_l2, tolerance

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.ops.kv_slabs import Slab, Slabs
+from moejax.ops.kv_segments import Slab, Slabs
 from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
 from moejax.quantization.kv import dequantize_kv, quantize_kv, to_bits
 

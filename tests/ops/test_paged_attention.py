@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moejax.ops import paged_attention as module
 from moejax.ops.attention import attention
-from moejax.ops.kv_slabs import Slab, Slabs, copy_blocks, write_rows, write_runs
+from moejax.ops.kv_segments import Slab, Slabs, copy_blocks, write_rows, write_runs
 from moejax.ops.paged_attention import KEYS_PER_TURN, AttentionPlan, paged_attention, tile_rows
 from tests.engine.tiny import PROPERTY
 from tests.numerics import assert_close, tolerance

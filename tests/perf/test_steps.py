@@ -7,9 +7,9 @@ import pytest
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import ConfigError
-from moejax.engine.request import SamplingParams
-from moejax.engine.scheduler import Scheduler
-from moejax.engine.sequence import Sequence
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence
 from moejax.perf.attribution import attribute, total
 from moejax.perf.steps import captured_steps, prefill, prefill_steps
 from moejax.routing.capture import CapturedRequest, RoutingCapture

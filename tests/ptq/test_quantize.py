@@ -12,7 +12,7 @@ from moejax.core.quant import CalibrationConfig, QuantConfig, QuantRule
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from moejax.nn.quantized import quantized_weights
-from moejax.ptq import gather
+from moejax.ptq import collect_statistics as gather
 from moejax.ptq.apply import quantize_model
 from moejax.ptq.fold import fold
 from moejax.ptq.methods import quantize as round_one
@@ -24,7 +24,7 @@ from moejax.quantization.rtn import round_to_nearest
 from moejax.quantization.rules import Chosen
 from tests.numerics import assert_close, relative_l2, tolerance
 from tests.ptq.models import BASE, FAMILIES, build, in_float, logits, quant, tokens
-from tests.ptq.test_taps import gathered
+from tests.ptq.test_observers import gathered
 
 
 def quantized(family, method, fmt, *, layout="edf", config=None, **how):

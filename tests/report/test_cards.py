@@ -6,8 +6,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from moejax.bench.result import Result
 from moejax.report.cards import HtmlConsole, result_card, table_html
+from moejax.results.result import Result
 
 
 def latency_result(**changes: Any) -> Result:

@@ -13,10 +13,10 @@ import pytest
 from moejax.core.errors import ConfigError, OutputError
 from moejax.report import html_figures
 from moejax.report.compare import compare
-from moejax.report.compare.runs import load_runs
-from moejax.report.compare.samples import Cases
 from moejax.report.html import MOST_BYTES, write_report
-from tests.report.simulated import CONFIG, PROVENANCE, changed, latency_run
+from moejax.results.compare.runs import load_runs
+from moejax.results.compare.samples import Cases
+from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run
 
 COUNTS = np.random.default_rng(0).integers(0, 50, (4, 16)).tolist()
 SERIES = {"time_s": [0.5, 1.0, 1.5], "cpu_percent": [90.0, 95.0, None], "host_rss_bytes": [1e9, 1e9, 2e9]}

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moejax.bench.metrics import RequestRecord, case_row, compute_metrics
-from moejax.bench.result import build_result, load_requests, write_requests
-from moejax.engine.request import RequestMetrics
+from moejax.engine.requests.api import RequestMetrics
 from moejax.report import plots, tables
 from moejax.report.progress import progress
+from moejax.results.metrics import RequestRecord, case_row, compute_metrics
+from moejax.results.result import build_result, load_requests, write_requests
 
 PROVENANCE = {
     "time_utc": "2026-01-01T00:00:00+00:00",

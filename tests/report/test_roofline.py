@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moejax.bench.roofline import account
+from moejax.bench.common.roofline import account
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import Hardware
 from moejax.perf.attribution import OpCost

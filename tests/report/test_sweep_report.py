@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moejax.bench.sweep import JobRecord, SweepRecord, write_job, write_sweep
 from moejax.core.errors import ConfigError
 from moejax.report.sweep import (
     axes_of,
@@ -21,6 +20,7 @@ from moejax.report.sweep import (
     sweep_rows,
     sweep_table,
 )
+from moejax.results.sweep import JobRecord, SweepRecord, write_job, write_sweep
 
 
 def job(number: int, overrides: dict[str, Any], cases: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:

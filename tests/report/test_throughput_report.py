@@ -9,14 +9,14 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from moejax.bench.metrics import RequestRecord, Slo, case_row
-from moejax.bench.result import build_result, write_result
-from moejax.bench.timeline import bin_steps, step_metrics
-from moejax.engine.request import RequestMetrics
+from moejax.bench.common.timeline import bin_steps, step_metrics
+from moejax.engine.requests.api import RequestMetrics
 from moejax.engine.stats import StepRecord
 from moejax.report import tables, throughput_plots
 from moejax.report.compare import compare
 from moejax.report.tables import _figure as cell_figure
+from moejax.results.metrics import RequestRecord, Slo, case_row
+from moejax.results.result import build_result, write_result
 
 PROVENANCE = {
     "git": {"commit": "0123456789" * 4, "dirty": True},

@@ -13,16 +13,16 @@ import pytest
 
 from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
 from moejax.core.parallel import PRESETS, ParallelConfig
-from moejax.engine.batch import StepKey
-from moejax.engine.device_runner import DeviceRunner
-from moejax.engine.ledger import CompileLedger
-from moejax.engine.paged_steps import PagedFunctions
-from moejax.engine.pipeline_runner import PipelineRunner
-from moejax.engine.placing import build_stages, make_places
-from moejax.engine.sampler import SamplerMode
-from moejax.engine.stage_steps import StageFunctions
+from moejax.engine.opening.weights import build_stages, make_places
+from moejax.engine.pipeline.runner import PipelineRunner
+from moejax.engine.pipeline.stage_steps import StageFunctions
+from moejax.engine.step.batch import StepKey
+from moejax.engine.step.device_runner import DeviceRunner
+from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.program import PagedFunctions
+from moejax.engine.step.sampler import SamplerMode
 from moejax.models.decoder import Decoder
-from moejax.moe.exchange_account import account_exchange
+from moejax.moe.exchange_cost import account_exchange
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.param import specs
 from moejax.perf.comm import Exchange, compare, step_comm
@@ -170,7 +170,7 @@ def test_bytes_between_stages() -> None:
 def test_bytes_of_a_step_with_everything(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt chunks, log-probabilities, recorded routing, sampling that is not greedy, and scores, of whose
     logits there is room for six rows at a time."""
-    monkeypatch.setattr("moejax.engine.steps.MAX_LOGIT_ELEMENTS", 6 * MODEL.vocab_size)
+    monkeypatch.setattr("moejax.engine.step.functions.MAX_LOGIT_ELEMENTS", 6 * MODEL.vocab_size)
     mode = SamplerMode(greedy=False, filters=True, penalty=True, logprobs=3)
     check(MODEL, LAYOUTS[layout], StepKey(8, 16, BLOCKS, 1, mode, True, True), scored=(3, 6))
 

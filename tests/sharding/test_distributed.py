@@ -13,7 +13,7 @@ import pytest
 from moejax.bench.driver import drive
 from moejax.bench.traffic import PlannedRequest
 from moejax.core.errors import ConfigError
-from moejax.engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from moejax.sharding.distributed import Place, agree, broadcast, process_count, read_environment
 from tests.sharding.processes import environment, free_port, run_processes, started, wait_all
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from moejax.bench.latency import run_latency
-from moejax.bench.metrics import Slo
 from moejax.bench.ramp.rule import user_rates
 from moejax.bench.throughput import run_throughput
 from moejax.bench.traffic import ThroughputWorkload
@@ -18,6 +17,7 @@ from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.price import Price
 from moejax.engine.llm import LLM
+from moejax.results.metrics import Slo
 from moejax.tracking import workspace
 from moejax.tracking.base import CompositeTracker, TrackerConfig
 from moejax.tracking.dashboard import DashboardConfig, logged_names, sections

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moejax.bench.result import load_result
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
+from moejax.results.result import load_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from moejax.checkpoint.hf import load_pretrained, resolve_model_dir
-from moejax.engine.tokenizer import Tokenizer
+from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.nn.param import num_params
 from moejax.train.config import TrainConfig
 from moejax.train.data import encode, prepare_text

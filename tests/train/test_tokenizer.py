@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from moejax.core.errors import ConfigError
-from moejax.engine.tokenizer import Tokenizer as EngineTokenizer
+from moejax.engine.requests.tokenizer import Tokenizer as EngineTokenizer
 from moejax.train.tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
 from .small import VOCAB, small_text

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from moejax.core.config import check_positive
 from moejax.core.errors import ConfigError, unknown
-from moejax.report.metric_names import RATES, latency_name
+from moejax.results.metric_names import RATES, latency_name
 
 BASE = "base"
 """Name of the configuration without any overrides, which is the baseline where only one variant is given."""

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moejax.bench.ab.members import Member, token_agreement
-from moejax.bench.statistics import Interval, paired_ratio, sign_effect, signed_rank_test
-from moejax.bench.verdict import NO_FLOOR, Floor, Trial, Verdict, decide
-from moejax.report.metric_names import JUDGED, latency_name, percentile_of
+from moejax.bench.ab.variants import Member, token_agreement
+from moejax.results.metric_names import JUDGED, latency_name, percentile_of
+from moejax.results.statistics import Interval, paired_ratio, sign_effect, signed_rank_test
+from moejax.results.verdict import NO_FLOOR, Floor, Trial, Verdict, decide
 
 Values = NDArray[np.float64]
 

@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from moejax.bench.ab.members import Member
+from moejax.bench.ab.variants import Member
 from moejax.bench.backends.base import Backend
-from moejax.bench.backends.beside import blank_unknown
 from moejax.bench.backends.moejax import engine_of
+from moejax.bench.backends.peer_ratios import blank_unknown
 from moejax.bench.driver import drive
-from moejax.bench.metrics import RequestRecord, Slo, compute_metrics, record_row
 from moejax.bench.throughput.measure import warm_up
 from moejax.bench.throughput.modes import Mode, check_lengths
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests, traffic_hash
 from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases, workload_hash
 from moejax.core.errors import ConfigError, RequestError
-from moejax.engine.request import RequestOutput
+from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
+from moejax.results.metrics import RequestRecord, Slo, compute_metrics, record_row
 from moejax.sharding.distributed import agree
 
 Encode = Callable[[str], Sequence[int]] | None

@@ -11,20 +11,20 @@ import numpy as np
 from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import Judged, judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
-from moejax.bench.ab.members import CONTROL, Member, Variant, token_agreement
+from moejax.bench.ab.variants import CONTROL, Member, Variant, token_agreement
 from moejax.bench.backends.base import Backend
-from moejax.bench.backends.facts import backends_provenance, encoder
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
-from moejax.bench.metrics import Metrics
-from moejax.bench.result import build_result, ensure_writable, write_request_rows, write_result
+from moejax.bench.backends.provenance import backends_provenance, encoder
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import get_hardware
 from moejax.core.resolve import as_dict
 from moejax.report.ab import print_ab, save_ab_plots
-from moejax.report.compare.samples import case_name
 from moejax.report.progress import progress
+from moejax.results.compare.samples import case_name
+from moejax.results.metrics import Metrics
+from moejax.results.result import build_result, ensure_writable, write_request_rows, write_result
 from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info
 
@@ -52,7 +52,7 @@ def run_ab(
 
     Returns:
         The content of `result.json`: a row in `cases` for each variant and case, `verdicts`,
-        `case_verdicts` and `control` as `moejax.bench.verdict.Verdict.row` has them.
+        `case_verdicts` and `control` as `moejax.results.verdict.Verdict.row` has them.
 
     Raises:
         ConfigError: a case longer than a variant allows, or nothing to judge by; before anything is measured.

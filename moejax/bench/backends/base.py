@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.core.errors import MoejaxError, RequestError
-from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
 
 

@@ -9,7 +9,7 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.timing import peak_memory, weight_metrics
 from moejax.core.config import Batching
 from moejax.engine.llm import LLM
-from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
 
 

@@ -21,7 +21,7 @@ from moejax.bench.backends.base import Backend, BackendError, check_plain_sampli
 from moejax.bench.backends.chunks import Chunk, Counting, count_tokens
 from moejax.bench.backends.config import BackendOptions
 from moejax.core.errors import ConfigError, RequestError, unknown
-from moejax.engine.request import (
+from moejax.engine.requests.api import (
     CompletionOutput,
     FinishReason,
     RequestMetrics,

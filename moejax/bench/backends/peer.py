@@ -9,7 +9,7 @@ from typing import Any
 from moejax.bench.backends.base import Backend, BackendError, check_plain_sampling
 from moejax.bench.backends.config import BackendOptions, missing_package
 from moejax.bench.backends.process import Worker, WorkerFault, interpreter
-from moejax.engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
 
 WORKERS = Path(__file__).parent / "workers"

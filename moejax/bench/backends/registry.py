@@ -10,8 +10,8 @@ from moejax.bench.backends.config import BackendOptions, BackendSection
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
-from moejax.engine.setup import find_model
-from moejax.engine.tokenizer import Tokenizer
+from moejax.engine.opening.setup import find_model
+from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.sharding.distributed import process_count
 
 

@@ -30,13 +30,13 @@ from moejax.bench.kernels.device_timing import (
 )
 from moejax.bench.kernels.routed import select_routed
 from moejax.bench.kernels.select import Selected, select
-from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.core.errors import DeviceError
 from moejax.core.files import atomic_write_text, dump_json
 from moejax.core.hardware import get_hardware
 from moejax.report.kernel_tables import print_bench
 from moejax.report.progress import progress
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import build_result, ensure_writable, write_result
 from moejax.tracking.base import TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect

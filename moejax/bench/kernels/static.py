@@ -14,14 +14,14 @@ import jax
 
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.select import Selected, select
-from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.files import atomic_write_text, dump_json
 from moejax.core.hardware import KNOWN
-from moejax.engine.setup import cache_root
+from moejax.engine.opening.setup import cache_root
 from moejax.report.kernel_tables import print_static
 from moejax.report.progress import progress
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import build_result, ensure_writable, write_result
 from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect

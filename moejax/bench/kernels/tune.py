@@ -22,11 +22,11 @@ from moejax.bench.kernels.device_timing import Chain, measure, one_line
 from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_products
 from moejax.bench.kernels.select import select
 from moejax.bench.kernels.static import cache_folder
-from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.core.errors import ConfigError
 from moejax.report.kernel_tables import print_tuned
 from moejax.report.progress import progress
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import build_result, ensure_writable, write_result
 from moejax.tracking.base import TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect

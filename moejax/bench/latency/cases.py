@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.backends.base import Backend
-from moejax.bench.metrics import RequestRecord
 from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases
 from moejax.core.errors import ConfigError
+from moejax.results.metrics import RequestRecord
 from moejax.routing.capture import RoutingCapture
 
 
@@ -25,7 +25,7 @@ class CaseData:
         counts, decode_hits, prefill_hits, overflow: recorded routing (ours only): assignments [L, E] by
             phase, mean experts hit in a decode and in a prefill step [L], dropped and rerouted assignments.
         trace: of the recording pass, where the engine captures routing.
-        accounts: FLOPs and bytes of its phases (`moejax.bench.roofline.account`), made with its row.
+        accounts: FLOPs and bytes of its phases (`moejax.bench.common.roofline.account`), made with its row.
     """
 
     case: LatencyCase

@@ -4,13 +4,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
-from moejax.bench.captured import start_capture, take_capture
+from moejax.bench.common.telemetry import Meter
+from moejax.bench.common.trace_io import start_capture, take_capture
 from moejax.bench.latency.cases import CaseData
-from moejax.bench.metrics import RequestRecord
-from moejax.bench.telemetry import Meter
 from moejax.bench.workload import WorkloadConfig
-from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.report.progress import Task, progress
+from moejax.results.metrics import RequestRecord
 
 
 def measure(data: Sequence[CaseData], workload: WorkloadConfig, meter: Meter | None = None) -> None:

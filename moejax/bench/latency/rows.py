@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from moejax.bench.accounts import latency_account
-from moejax.bench.backends.beside import against_first, agreement, blank_unknown
 from moejax.bench.backends.moejax import engine_of
+from moejax.bench.backends.peer_ratios import against_first, agreement, blank_unknown
+from moejax.bench.common.step_cost import latency_account
 from moejax.bench.latency.cases import CaseData
-from moejax.bench.metrics import case_row
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
@@ -15,6 +14,7 @@ from moejax.nn.param import specs
 from moejax.perf.cost import decode_step_cost
 from moejax.perf.memory import held_weights
 from moejax.perf.roofline import step_bound
+from moejax.results.metrics import case_row
 
 
 def case_rows(

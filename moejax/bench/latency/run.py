@@ -9,16 +9,14 @@ from typing import Any
 import jax
 
 from moejax.bench.backends.base import Backend
-from moejax.bench.backends.beside import blank_unknown
-from moejax.bench.backends.facts import backends_provenance, encoder, without_our_process
 from moejax.bench.backends.moejax import as_backend, engine_of
-from moejax.bench.captured import write_capture
+from moejax.bench.backends.peer_ratios import blank_unknown
+from moejax.bench.backends.provenance import backends_provenance, encoder, without_our_process
+from moejax.bench.common.telemetry import Meter
+from moejax.bench.common.trace_io import write_capture
 from moejax.bench.latency.cases import CaseData, plan_cases
 from moejax.bench.latency.measure import measure
 from moejax.bench.latency.rows import case_rows
-from moejax.bench.metrics import compute_metrics, record_row
-from moejax.bench.result import build_result, ensure_writable, write_requests, write_result
-from moejax.bench.telemetry import Meter
 from moejax.bench.workload import WorkloadConfig, workload_hash
 from moejax.core.hardware import Hardware, get_hardware, together
 from moejax.core.price import Price
@@ -26,6 +24,8 @@ from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.report.plots import save_latency_plots
 from moejax.report.tables import print_closing, print_latency, stderr_console
+from moejax.results.metrics import compute_metrics, record_row
+from moejax.results.result import build_result, ensure_writable, write_requests, write_result
 from moejax.tracking.base import TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info
 from moejax.tracking.publish import publish

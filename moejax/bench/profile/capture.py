@@ -16,7 +16,7 @@ from moejax.bench.workload import case_prompts
 from moejax.core.errors import ConfigError
 from moejax.core.files import ensure_writable
 from moejax.engine.llm import LLM
-from moejax.engine.request import RequestOutput
+from moejax.engine.requests.api import RequestOutput
 from moejax.engine.stats import StepRecord
 from moejax.report.progress import progress
 

@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.bench.accounts import EngineAccount
+from moejax.bench.common.roofline import account
+from moejax.bench.common.step_cost import EngineAccount
 from moejax.bench.profile.attribute import HOST, LAUNCH, UNKNOWN, PhaseTimes, attribute_trace
 from moejax.bench.profile.capture import Captured, capture, check
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.profile.trace import TraceError, read_trace
-from moejax.bench.result import build_result, ensure_writable, write_result
-from moejax.bench.roofline import account
 from moejax.bench.workload import workload_hash
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, dump_json
@@ -30,6 +29,7 @@ from moejax.engine.llm import LLM
 from moejax.perf.attribution import OpCost, bounds
 from moejax.report.roofline import print_profile, save_profile_plots
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import build_result, ensure_writable, write_result
 from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect

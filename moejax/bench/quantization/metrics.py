@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-from moejax.bench.statistics import Interval
+from moejax.results.statistics import Interval
 
 Floats = NDArray[np.float64]
 

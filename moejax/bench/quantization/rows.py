@@ -12,7 +12,7 @@ from moejax.bench.quantization.metrics import (
     pareto,
     total_variation,
 )
-from moejax.bench.statistics import Interval
+from moejax.results.statistics import Interval
 
 FULL = "full precision"
 """The name of the row that all others are compared with."""

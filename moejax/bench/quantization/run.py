@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from moejax.bench.common.telemetry import open_telemetry
 from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.method import Bench, MethodResult, full_row, measure_method, speed_fields
@@ -24,8 +25,6 @@ from moejax.bench.quantization.rows import FULL, against_rtn, compare_methods, m
 from moejax.bench.quantization.sizes import model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
 from moejax.bench.quantization.text import Windows, read_windows
-from moejax.bench.result import build_result, ensure_writable, write_result
-from moejax.bench.telemetry import open_telemetry
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.files import atomic_write_text, dump_json, to_jsonable
 from moejax.core.hardware import get_hardware
@@ -34,6 +33,7 @@ from moejax.engine.llm import LLM
 from moejax.report.progress import Task, progress
 from moejax.report.quantization import print_quantization, save_quantization_plots
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import build_result, ensure_writable, write_result
 from moejax.routing.analysis import loads_of
 from moejax.routing.capture import load_capture
 from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker

@@ -11,14 +11,14 @@ import numpy as np
 
 from moejax.bench.quantization.config import SpeedSection
 from moejax.bench.quantization.rows import spread
-from moejax.bench.statistics import paired_ratio
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
 from moejax.nn.param import specs
 from moejax.perf.cost import decode_step_cost
 from moejax.perf.memory import held_weights
 from moejax.perf.roofline import step_bound
+from moejax.results.statistics import paired_ratio
 
 
 class SpeedMeter:

@@ -11,7 +11,7 @@ from moejax.core.errors import ConfigError
 
 
 class Encoder(Protocol):
-    """A tokenizer (`moejax.engine.tokenizer.Tokenizer`)."""
+    """A tokenizer (`moejax.engine.requests.tokenizer.Tokenizer`)."""
 
     def encode(self, text: str) -> list[int]: ...
 

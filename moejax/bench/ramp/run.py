@@ -9,12 +9,11 @@ from typing import Any
 import jax
 
 from moejax.bench.backends.base import Backend
-from moejax.bench.backends.facts import backends_provenance, encoder, without_our_process
 from moejax.bench.backends.moejax import as_backend, engine_of
+from moejax.bench.backends.provenance import backends_provenance, encoder, without_our_process
+from moejax.bench.common.telemetry import Meter
 from moejax.bench.ramp.config import RampConfig
 from moejax.bench.ramp.rule import best_goodput, judge, knee, pareto_front, user_rates
-from moejax.bench.result import build_result, ensure_writable, write_request_rows, write_result
-from moejax.bench.telemetry import Meter
 from moejax.bench.throughput.measure import run_pass, warm_up
 from moejax.bench.throughput.modes import Mode, check_lengths, plan_modes
 from moejax.bench.throughput.rows import mode_rows, request_rows
@@ -26,6 +25,7 @@ from moejax.engine.llm import LLM
 from moejax.report.progress import progress
 from moejax.report.ramp import print_ramp, save_ramp_plots
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import build_result, ensure_writable, write_request_rows, write_result
 from moejax.sharding.distributed import agree
 from moejax.tracking.base import TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.bench.routing.config import RoutingSelection, needs_model
 from moejax.bench.routing.placement import placement_row
 from moejax.bench.routing.rows import differences, layer_rows, trace_row, working_sets
@@ -20,6 +19,7 @@ from moejax.report.progress import progress
 from moejax.report.routing import save_routing_plots
 from moejax.report.routing_tables import print_routing
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import build_result, ensure_writable, write_result
 from moejax.routing.capture import CAPTURE_FILE, RoutingCapture, load_capture
 from moejax.routing.generate import generate
 from moejax.routing.source import trace_names

@@ -10,13 +10,13 @@ from moejax.bench.scaling.config import ScalingSection
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
-from moejax.engine.batch import StepKey
-from moejax.engine.device_runner import DeviceRunner
 from moejax.engine.llm import LLM
-from moejax.engine.request import SamplingParams
-from moejax.engine.sampler import SamplerMode
+from moejax.engine.requests.api import SamplingParams
 from moejax.engine.stats import StepRecord
-from moejax.moe.exchange_account import account_exchange
+from moejax.engine.step.batch import StepKey
+from moejax.engine.step.device_runner import DeviceRunner
+from moejax.engine.step.sampler import SamplerMode
+from moejax.moe.exchange_cost import account_exchange
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.perf.comm import Exchange, compare, step_comm
 from moejax.sharding.hlo import bytes_on_wire, collectives, taken

@@ -8,7 +8,7 @@ from moejax.core.config import ModelConfig
 from moejax.core.hardware import Hardware
 from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.models.decoder import Decoder
-from moejax.moe.exchange_account import account_exchange
+from moejax.moe.exchange_cost import account_exchange
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.param import specs
 from moejax.perf.comm import Exchange

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moejax.core.config import ModelConfig
 from moejax.core.parallel import ParallelConfig
-from moejax.moe.exchange_account import exchange_hops
+from moejax.moe.exchange_cost import exchange_hops
 from moejax.moe.exchange_size import HopSize, mean_rows, room_ladder
 from moejax.perf.comm import Exchange, exchange_terms, wire_bytes
 from moejax.perf.cost import DTYPE_BYTES

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.scaling.measured import measure_layout
 from moejax.bench.scaling.modelled import exchange_of, layout_row
@@ -21,12 +20,13 @@ from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import KNOWN
 from moejax.core.parallel import PRESETS, ParallelConfig
-from moejax.engine.setup import find_model
+from moejax.engine.opening.setup import find_model
 from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params
 from moejax.report.progress import progress
 from moejax.report.scaling import print_scaling, save_scaling_plots
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import build_result, ensure_writable, write_result
 from moejax.routing.capture import RoutingCapture, load_capture
 from moejax.tracking.base import TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info

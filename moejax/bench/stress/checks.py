@@ -14,8 +14,8 @@ import psutil
 from moejax.bench.stress.config import StressSection
 from moejax.bench.stress.phases import greedy
 from moejax.core.config import EngineConfig
-from moejax.engine.live import LiveRequest
 from moejax.engine.llm import LLM
+from moejax.engine.requests.state import LiveRequest
 
 # A probe that is slow is asked again so often, with a pause: a busy machine passes, a slower engine stays.
 _RETRIES, _PAUSE_S = 4, 0.5

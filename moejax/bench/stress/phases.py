@@ -10,7 +10,7 @@ import numpy as np
 from moejax.bench.stress.config import StressSection
 from moejax.core.errors import RequestError, StepError
 from moejax.engine.llm import LLM
-from moejax.engine.request import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
 
 # Turns of the engine without an end after which a phase gives up on it, for each token that it asked for.
 _MOST_STEPS_PER_TOKEN = 20

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.bench.result import build_result, ensure_writable, write_result
 from moejax.bench.stress.checks import Prober, Snapshot, idle_faults, leak_faults, snapshot
 from moejax.bench.stress.config import StressSection
 from moejax.bench.stress.phases import RUN, Counts, Load, greedy
@@ -23,6 +22,7 @@ from moejax.engine.llm import LLM
 from moejax.report.progress import progress
 from moejax.report.stress import print_stress, save_stress_plots
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import build_result, ensure_writable, write_result
 from moejax.tracking.base import TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect

@@ -6,9 +6,9 @@ import gc
 from collections.abc import Sequence
 
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
-from moejax.bench.captured import start_capture, take_capture
+from moejax.bench.common.telemetry import Meter
+from moejax.bench.common.trace_io import start_capture, take_capture
 from moejax.bench.driver import drive
-from moejax.bench.telemetry import Meter
 from moejax.bench.throughput.modes import Mode
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.errors import RequestError

@@ -5,15 +5,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moejax.bench.accounts import traffic_utilisation
-from moejax.bench.backends.beside import against_first, agreement, blank_unknown
 from moejax.bench.backends.moejax import MoejaxBackend
-from moejax.bench.metrics import RequestRecord, case_row, compute_metrics, summarize
-from moejax.bench.statistics import paired_ratio
+from moejax.bench.backends.peer_ratios import against_first, agreement, blank_unknown
+from moejax.bench.common.step_cost import traffic_utilisation
+from moejax.bench.common.timeline import step_metrics
 from moejax.bench.throughput.modes import Mode
-from moejax.bench.timeline import step_metrics
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.hardware import Hardware
+from moejax.results.metrics import RequestRecord, case_row, compute_metrics, summarize
+from moejax.results.statistics import paired_ratio
 
 # Rates are medians over the iterations; a pooled rate would let one slow iteration pull it down.
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")

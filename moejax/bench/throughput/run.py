@@ -8,17 +8,16 @@ from typing import Any
 
 import jax
 
-from moejax.bench.accounts import traffic_accounts
 from moejax.bench.backends.base import Backend
-from moejax.bench.backends.facts import backends_provenance, encoder, without_our_process
 from moejax.bench.backends.moejax import as_backend, engine_of
-from moejax.bench.captured import write_capture
-from moejax.bench.result import build_result, ensure_writable, write_request_rows, write_result
-from moejax.bench.telemetry import Meter
+from moejax.bench.backends.provenance import backends_provenance, encoder, without_our_process
+from moejax.bench.common.step_cost import traffic_accounts
+from moejax.bench.common.telemetry import Meter
+from moejax.bench.common.timeline import bin_steps
+from moejax.bench.common.trace_io import write_capture
 from moejax.bench.throughput.measure import measure
 from moejax.bench.throughput.modes import Mode, check_lengths, plan_modes
 from moejax.bench.throughput.rows import iteration_rates, mode_rows, request_rows, speedup
-from moejax.bench.timeline import bin_steps
 from moejax.bench.traffic import ThroughputWorkload, plan_requests, traffic_hash
 from moejax.core.hardware import Hardware, get_hardware
 from moejax.core.price import Price
@@ -26,6 +25,7 @@ from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.report.tables import print_closing, print_throughput, stderr_console
 from moejax.report.throughput_plots import save_throughput_plots
+from moejax.results.result import build_result, ensure_writable, write_request_rows, write_result
 from moejax.tracking.base import TrackerConfig, make_tracker
 from moejax.tracking.naming import run_info
 from moejax.tracking.publish import publish

@@ -11,11 +11,11 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moejax.bench.verdict import Floor, Trial, Verdict, decide, exact_verdict
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.files import atomic_write_text, dump_json
-from moejax.report.compare.comparison import MetricRow, RunComparison, exact_trial, metric_row
-from moejax.report.compare.inputs import (
+from moejax.report.compare.tables import comparison_tables, print_comparison
+from moejax.results.compare.comparison import MetricRow, RunComparison, exact_trial, metric_row
+from moejax.results.compare.inputs import (
     MISSING,
     UNKNOWN,
     Difference,
@@ -24,12 +24,12 @@ from moejax.report.compare.inputs import (
     incomparable,
     input_differences,
 )
-from moejax.report.compare.judge import NOISE_FLOOR, noise_floor, trials
-from moejax.report.compare.runs import Run, load_runs
-from moejax.report.compare.samples import Cases, latency_values
-from moejax.report.compare.tables import comparison_tables, print_comparison
-from moejax.report.metric_names import EXACT, JUDGED, RATES, latency_name
-from moejax.report.run_folders import check_run, run_names, usable_runs
+from moejax.results.compare.judge import NOISE_FLOOR, noise_floor, trials
+from moejax.results.compare.runs import Run, load_runs
+from moejax.results.compare.samples import Cases, latency_values
+from moejax.results.metric_names import EXACT, JUDGED, RATES, latency_name
+from moejax.results.run_folders import check_run, run_names, usable_runs
+from moejax.results.verdict import Floor, Trial, Verdict, decide, exact_verdict
 
 __all__ = [
     "ACROSS", "MISSING", "NOISE_FLOOR", "UNKNOWN", "Cases", "Difference", "MetricRow", "Run", "RunComparison",

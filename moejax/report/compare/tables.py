@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moejax.bench.statistics import Interval
-from moejax.bench.verdict import ALPHA, Verdict
-from moejax.report.compare.comparison import RunComparison
-from moejax.report.compare.inputs import MISSING, UNKNOWN, Difference
-from moejax.report.compare.runs import Run
-from moejax.report.metric_names import short_name
 from moejax.report.style import commit_name, device_name, model_name
 from moejax.report.tables import number, stderr_console
+from moejax.results.compare.comparison import RunComparison
+from moejax.results.compare.inputs import MISSING, UNKNOWN, Difference
+from moejax.results.compare.runs import Run
+from moejax.results.metric_names import short_name
+from moejax.results.statistics import Interval
+from moejax.results.verdict import ALPHA, Verdict
 
 _MOST_INPUTS = 40  # keys in the table; comparison.json has them all
 _MOST_CASES = 24  # verdicts by case of one run

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from experiments._app import launch
-from experiments._schema import LatencyConfig
+from experiments.launch.app import launch
+from experiments.launch.schema import LatencyConfig
 from moejax.bench.backends import config as module
 from moejax.bench.backends.config import BackendOptions, BackendSection
 from moejax.core.errors import ConfigError

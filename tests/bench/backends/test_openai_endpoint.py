@@ -14,7 +14,7 @@ from moejax.bench.backends.openai_endpoint import OpenAIEndpoint
 from moejax.bench.driver import drive
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
 from moejax.core.errors import ConfigError, RequestError
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
 from tests.bench.backends.fake_server import FakeServer, serving
 from tests.bench.backends.peers import tokens
 

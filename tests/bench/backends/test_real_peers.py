@@ -19,7 +19,7 @@ from moejax.bench.backends.hf_transformers import open_hf_transformers
 from moejax.bench.backends.llama_cpp import open_llama_cpp
 from moejax.bench.driver import drive
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
 from tests.engine.tiny import main_config, write_model
 
 PYTHON = os.environ.get("MOEJAX_PEERS_PYTHON")

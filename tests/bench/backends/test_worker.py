@@ -17,7 +17,7 @@ from moejax.bench.backends.process import Worker
 from moejax.bench.driver import drive
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
 from moejax.core.errors import RequestError
-from moejax.engine.request import SamplingParams
+from moejax.engine.requests.api import SamplingParams
 from tests.bench.backends.peers import open_fake, tokens
 
 PROMPTS = [[1, 2, 3], [50, 60], [7]]

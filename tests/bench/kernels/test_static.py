@@ -14,7 +14,7 @@ from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.select import select
 from moejax.bench.kernels.static import KernelGateError, compare_with_baseline, run_static, write_baseline
 from moejax.core.errors import ConfigError
-from moejax.engine.setup import cache_root, default_cache_dir
+from moejax.engine.opening.setup import cache_root, default_cache_dir
 from moejax.report.kernel_tables import static_table
 from moejax.tracking.base import TrackerConfig
 from pallas_kernels.registry import OPS, load_op

@@ -1,0 +1,139 @@
+"""The experiments from a notebook's cell: the command line's config without its process.
+
+`moejax.notebook` is what a cell calls; this is its part that needs Hydra, whose own state is left as found.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.launch.app import CONFIG_DIR, Main, register_schema, schema_of
+from experiments.launch.arguments import translate
+from experiments.launch.compose import compose_job, composer, known_names, parse_flags
+from experiments.launch.errors import explain
+from moejax.core.errors import ConfigError, MoejaxError, unknown
+from moejax.tracking.base import TrackerConfig
+
+_OVERRIDES = "_overrides"  # attribute of a composed config; `dataclasses.replace` leaves it out
+
+
+def names() -> list[str]:
+    """The experiments: `python -m experiments.NAME`."""
+    return sorted(
+        file.stem
+        for file in Path(__file__).parents[1].glob("[!_]*.py")
+        if (CONFIG_DIR / file.name).with_suffix(".yaml").exists()
+    )
+
+
+def main_of(experiment: str) -> Main:
+    """An experiment's `main`, which takes its dataclass and writes into Hydra's output folder.
+
+    Raises:
+        ConfigError: there is no such experiment.
+    """
+    if experiment not in names():
+        raise ConfigError(unknown("experiment", str(experiment), names()))
+    return importlib.import_module(f"experiments.{experiment}").main
+
+
+def compose(overrides: Sequence[str], experiment: str) -> Any:
+    """The dataclass that `python -m experiments.<experiment> <overrides>` would run.
+
+    Raises:
+        ConfigError: what the command line would say, in the same words.
+    """
+    main = main_of(experiment)
+    schema = schema_of(main)
+    flags = [item for item in overrides if item.startswith("-")]
+    if flags:
+        raise ConfigError(f"overrides are KEY=VALUE; {flags[0]!r} is a flag of the command line")
+    args = parse_flags(translate(overrides))
+    with _hydra_left_alone():
+        register_schema(experiment, schema)
+        try:
+            with composer(CONFIG_DIR, args, experiment) as app:
+                config = compose_job(app, experiment, args, schema)
+        except MoejaxError:
+            raise
+        except Exception as error:
+            line = explain(error, known_names(CONFIG_DIR, args, experiment))
+            if line is None:
+                raise
+            raise ConfigError(line) from (error if isinstance(error, OmegaConfBaseException) else None)
+    object.__setattr__(config, _OVERRIDES, tuple(overrides))
+    return config
+
+
+def overrides_of(config: object) -> tuple[str, ...] | None:
+    """Those that `compose` made it with; None of a config that was made, or changed, in any other way."""
+    return getattr(config, _OVERRIDES, None)
+
+
+def untracked(config: Any, experiment: str) -> Any:
+    """The same without a tracker."""
+    overrides = overrides_of(config)
+    if overrides is None:
+        return dataclasses.replace(config, tracker=TrackerConfig(kind="none"))
+    kept = [item for item in overrides if item.lstrip("+~").partition("=")[0].partition(".")[0] != "tracker"]
+    return compose([*kept, "tracker=none"], experiment)
+
+
+def experiment_of(config: object, asked: str | None = None) -> str:
+    """The experiment whose dataclass `config` is; `asked`, if it is that one's.
+
+    Raises:
+        ConfigError: of none, of several and none is asked for, or of another one.
+    """
+    if asked is not None and schema_of(main_of(asked)) is type(config):
+        return asked
+    found = [name for name in names() if schema_of(main_of(name)) is type(config)]
+    kind = type(config).__name__
+    if asked is not None and found:
+        raise ConfigError(f"{kind} is the config of {' and '.join(found)}, not of {asked}")
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError(f"{kind} is no experiment's config; make one with load_config")
+    raise ConfigError(f"{kind} is the config of {' and '.join(found)}; say experiment=NAME")
+
+
+def call_main(config: Any, experiment: str, out_dir: Path) -> None:
+    """Runs the experiment's `main` with `out_dir` as its output folder.
+
+    Raises:
+        ConfigError: it wants the overrides that made the config, which are not known.
+    """
+    main, overrides = main_of(experiment), overrides_of(config)
+    if overrides is None and getattr(getattr(config, "ab", None), "variants", None):
+        raise ConfigError(
+            "ab.variants are composed from load_config's overrides: give all there, and run its config"
+            " as it is"
+        )
+    with _hydra_left_alone():
+        node = OmegaConf.create({"hydra": OmegaConf.structured(HydraConf)})
+        node.hydra.runtime.output_dir = str(out_dir)
+        node.hydra.job.config_name = node.hydra.job.name = experiment
+        node.hydra.overrides.task = list(overrides or ())
+        HydraConfig.instance().set_config(node)
+        main(config)
+
+
+@contextmanager
+def _hydra_left_alone() -> Iterator[None]:
+    """A notebook may use Hydra for something of its own."""
+    instances = GlobalHydra.instance(), HydraConfig.instance()
+    before = instances[0].hydra, instances[1].cfg
+    try:
+        yield
+    finally:
+        instances[0].hydra, instances[1].cfg = before

@@ -1,0 +1,359 @@
+"""The configuration of each experiment, as the experiment's `main` receives it.
+
+Sections that the library knows are the library's own dataclasses; here are only the ones that exist for the
+command line. `experiments.launch.structured.mirror` makes OmegaConf's schema from these.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, Literal, get_args
+
+from moejax.bench.ab.config import AbSection
+from moejax.bench.backends.config import BackendSection
+from moejax.bench.kernels.config import KernelSelection
+from moejax.bench.objective import check_objective
+from moejax.bench.profile.config import ProfileSection, ProfileWorkload
+from moejax.bench.quantization.config import QuantizationSection
+from moejax.bench.ramp.config import RampConfig
+from moejax.bench.routing.config import RoutingSelection, needs_model
+from moejax.bench.scaling.config import ScalingSection
+from moejax.bench.stress.config import StressSection
+from moejax.bench.traffic import ThroughputWorkload
+from moejax.bench.workload import WorkloadConfig
+from moejax.core.config import DTYPES, EngineConfig, check_choice
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
+from moejax.core.price import Price
+from moejax.core.quant import QuantConfig
+from moejax.engine.requests.api import SamplingParams
+from moejax.results.run_folders import usable_runs
+from moejax.tracking.base import TrackerConfig
+from moejax.tracking.dashboard import DashboardConfig
+from moejax.tracking.telemetry import TelemetryConfig
+from moejax.train.config import TrainConfig
+
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Which model.
+
+    Attributes:
+        path: a shipped model's name or a Hugging Face directory.
+        dtype: computation and weight type; `auto` lets the engine choose for the device.
+        load_format: `dummy` fills the weights at random from the model's config.json alone.
+        hf_config: the content of a config.json, for a shape without a checkpoint; excludes `path`.
+    """
+
+    path: str | None
+    dtype: str = "auto"
+    load_format: LoadFormat = "auto"
+    hf_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("model.dtype", self.dtype, ("auto", *DTYPES))
+        check_choice("model.load_format", self.load_format, get_args(LoadFormat))
+        if (self.path is None) == (self.hf_config is None):
+            fault = "both are set" if self.path is not None else "neither is set"
+            raise ConfigError(
+                f"set either model.path or model.hf_config ({fault}); for a Hugging Face directory write"
+                " model=checkpoint model.path=DIR"
+            )
+        if self.hf_config is not None and self.load_format != "dummy":
+            raise ConfigError(
+                "model.hf_config describes a shape without weights: it needs model.load_format=dummy"
+            )
+
+    @property
+    def name(self) -> str:
+        """A short name for tables and run names."""
+        source = self.path if self.path is not None else (self.hf_config or {}).get("_name_or_path", "custom")
+        return PurePath(str(source)).name
+
+
+@dataclass(frozen=True)
+class HardwareSection:
+    """The device whose peaks bound the roofline: `auto` detects it, any other kind is taken as said.
+
+    Attributes:
+        price_per_hour: of one device, in `currency`; with it latency and throughput report the cost of a
+            million tokens.
+    """
+
+    kind: str = "auto"
+    price_per_hour: float | None = None
+    currency: str = "USD"
+
+    def __post_init__(self) -> None:
+        _ = self.price
+
+    @property
+    def price(self) -> Price | None:
+        """Raises `ConfigError` for one that makes no sense."""
+        return None if self.price_per_hour is None else Price(self.price_per_hour, self.currency)
+
+    def refuse_price(self, experiment: str) -> None:
+        """Raises `ConfigError`: `experiment` measures no throughput that a price could be held against."""
+        if self.price_per_hour is not None:
+            raise ConfigError(
+                f"hardware.price_per_hour: {experiment} measures no tokens/s to hold a price against;"
+                " latency and throughput do"
+            )
+
+
+def refuse_capture(engine: EngineConfig, experiment: str) -> None:
+    """Raises `ConfigError`: `experiment` writes no trace, and would only pile one up."""
+    if engine.capture_routing:
+        raise ConfigError(
+            f"engine.capture_routing: {experiment} writes no routing.npz; latency and throughput do"
+        )
+
+
+@dataclass(frozen=True)
+class InferenceSections:
+    """What every experiment that runs the engine has."""
+
+    model: ModelSection
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
+    seed: int = 0
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed must be in [0, 2^32), got {self.seed}")
+
+    @property
+    def ours_only(self) -> dict[str, bool]:
+        """Key → whether it asks for something that no other engine has (see `BackendSection.check_run`)."""
+        return {
+            "engine.capture_routing": self.engine.capture_routing,
+            "engine.replay_routing": self.engine.replay_routing is not None,
+            "parallel": not self.parallel.is_single,
+            "quant": self.quant.method != "none" or self.quant.kv_cache != "auto",
+        }
+
+
+@dataclass(frozen=True)
+class LatencyConfig(InferenceSections):
+    """`python -m experiments.latency`
+
+    Attributes:
+        objective: the flat metric that a search over settings is after (experiment=optuna_goodput).
+    """
+
+    backend: BackendSection = field(default_factory=BackendSection)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    objective: str | None = None
+    ab: AbSection = field(default_factory=AbSection)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.backend.check_run(self.model.load_format, self.ours_only)
+        check_objective(self.objective, "latency", self.workload.slo)
+        batches = self.workload.batch_size
+        largest = max(batches) if isinstance(batches, (list, tuple)) else batches
+        if largest > self.engine.max_num_seqs:
+            raise ConfigError(
+                f"workload.batch_size {largest} exceeds engine.max_num_seqs {self.engine.max_num_seqs};"
+                f" raise the limit with engine.max_num_seqs={largest}"
+            )
+
+
+@dataclass(frozen=True)
+class ThroughputConfig(InferenceSections):
+    """`python -m experiments.throughput`
+
+    Attributes:
+        ramp: rising request rates instead of `workload.request_rate` (experiment=throughput_ramp).
+        objective: the flat metric that a search over settings is after (experiment=optuna_goodput).
+    """
+
+    backend: BackendSection = field(default_factory=BackendSection)
+    workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
+    ramp: RampConfig = field(default_factory=RampConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    objective: str | None = None
+    ab: AbSection = field(default_factory=AbSection)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.backend.check_run(
+            self.model.load_format, self.ours_only | {"workload.compare": bool(self.workload.compare)}
+        )
+        check_objective(self.objective, "throughput", self.workload.slo)
+        self.ramp.check_alone(self.workload.request_rate, self.workload.trace_file)
+        if self.ramp.enabled:
+            refuse_capture(self.engine, "a ramp")
+
+
+@dataclass(frozen=True)
+class StressConfig(InferenceSections):
+    """`python -m experiments.stress`"""
+
+    stress: StressSection = field(default_factory=StressSection)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hardware.refuse_price("stress")
+        refuse_capture(self.engine, "stress")
+
+
+@dataclass(frozen=True)
+class ProfileConfig(InferenceSections):
+    """`python -m experiments.profile`: its workload is one case, its own."""
+
+    workload: ProfileWorkload = field(default_factory=ProfileWorkload)
+    profile: ProfileSection = field(default_factory=ProfileSection)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hardware.refuse_price("profile")
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """`python -m experiments.scaling`: its layouts are its own, so that it has no `parallel` section."""
+
+    model: ModelSection
+    scaling: ScalingSection = field(default_factory=ScalingSection)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    seed: int = 0
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        self.hardware.refuse_price("scaling")
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """`python -m experiments.quantization`: its methods are its own, so that it has no `quant` section."""
+
+    model: ModelSection
+    quantization: QuantizationSection
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    seed: int = 0
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        self.hardware.refuse_price("quantization")
+        refuse_capture(self.engine, "quantization")
+
+
+@dataclass(frozen=True)
+class GenerateConfig(InferenceSections):
+    """`python -m experiments.generate`: text in, text out.
+
+    Attributes:
+        prompts: one text or a list of them.
+        sampling: as in `moejax.SamplingParams`.
+        stream: print tokens as they come (one prompt only).
+        chat: put each prompt into the model's chat template as the user's turn.
+    """
+
+    prompts: str | list[str] = field(default_factory=lambda: ["The function returns"])
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stream: bool = False
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hardware.refuse_price("generate")
+        refuse_capture(self.engine, "generate")
+        prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
+        if not isinstance(prompts, (list, tuple)) or not prompts:
+            raise ConfigError(f"prompts must be a text or a list of texts, got {self.prompts!r}")
+        # A bare number or true on the command line arrives as such; as a prompt it is its text.
+        texts = [item if isinstance(item, str) else _plain_text(item) for item in prompts]
+        object.__setattr__(self, "prompts", texts)
+        if self.stream and (len(texts) > 1 or self.sampling.n > 1):
+            raise ConfigError("stream=true prints one text as it comes: give one prompt and sampling.n=1")
+
+
+@dataclass(frozen=True)
+class TrainExperimentConfig(TrainConfig):
+    """`python -m experiments.train`: the library's `TrainConfig` and where its figures go."""
+
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hardware.refuse_price("train")
+
+
+@dataclass(frozen=True)
+class RoutingConfig(RoutingSelection):
+    """`python -m experiments.routing`
+
+    Attributes:
+        model: its shape, for a trace to be made or for traces to fit; None: traces are taken as they are.
+    """
+
+    model: ModelSection | None = None
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.generate.kind is not None and self.model is None:
+            raise needs_model(self.generate.kind)
+
+
+@dataclass(frozen=True)
+class KernelsConfig(KernelSelection):
+    """`python -m experiments.kernels`"""
+
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+def _plain_text(item: object) -> str:
+    if isinstance(item, (bool, int, float)):
+        return str(item).lower() if isinstance(item, bool) else str(item)
+    raise ConfigError(f"prompts must be texts, got {item!r}")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """`python -m experiments.compare`
+
+    Attributes:
+        runs: run folders, result.json files or offline W&B runs; the first is the baseline.
+        metrics: names to judge by; none takes the usual ones.
+        across: `model`, `workload` or `device`, where the runs are meant to differ in it.
+        noise_floor: the relative difference of two sessions that is still noise; None takes the platform's.
+        html: whether to write report.html as well.
+    """
+
+    runs: list[str] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
+    across: list[Literal["model", "workload", "device"]] = field(default_factory=list)
+    noise_floor: float | None = None
+    html: bool = False
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        usable_runs(self.runs)
+        if self.noise_floor is not None and not 0 <= self.noise_floor < 1:
+            raise ConfigError(f"noise_floor must be at least 0 and below 1, got {self.noise_floor}")
+
+
+@dataclass(frozen=True)
+class DashboardExperimentConfig:
+    """`python -m experiments.dashboard`"""
+
+    dashboard: DashboardConfig = field(default_factory=DashboardConfig)
+    verbose: bool = False

@@ -1,0 +1,134 @@
+"""`experiment=ab`: the variants' configurations, composed as the command line would with their overrides."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from experiments.launch.errors import one_line
+from experiments.launch.schema import LatencyConfig, ThroughputConfig
+from moejax.core.errors import ConfigError, MoejaxError
+
+Config = LatencyConfig | ThroughputConfig
+
+# What all variants share: the requests, the objectives, where results go.
+_SHARED = ("workload", "ab", "tracker", "telemetry", "hardware", "seed", "objective", "verbose")
+
+
+def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """name → configuration of every variant of `config`, the baseline first; empty without variants.
+
+    Args:
+        overrides: the command line that gave `config`.
+
+    Raises:
+        ConfigError: an override that the command line would refuse, in its words; one of something that all
+            variants share; or a variant that is the same as another.
+    """
+    from experiments.launch.notebook import compose
+
+    section = getattr(config, "ab", None)
+    if section is None or not section.variants:
+        return {}
+    found: dict[str, Any] = {}
+    for name, own in section.all_variants.items():
+        keys = {_key(item) for item in own}
+        kept = [item for item in overrides if _key(item) not in keys]
+        try:
+            found[name] = compose([*kept, *own], experiment)
+        except MoejaxError as error:
+            raise ConfigError(f"ab.variants.{name}: {one_line(error)}") from error
+        _check(name, config, found[name])
+    names = list(found)
+    for index, name in enumerate(names):
+        same = [other for other in names[:index] if found[other] == found[name]]
+        if same:
+            raise ConfigError(
+                f"ab.variants.{name} is the same configuration as {same[0]}; a control of the baseline is"
+                " measured anyway"
+            )
+    return found
+
+
+def check_variants(schema: type, experiment: str, overrides: Sequence[str]) -> None:
+    """Composes the variants that a command line asks for, to find a mistake before there is a folder.
+
+    Raises what `compose_variants` does; does nothing for experiments without variants.
+    """
+    from experiments.launch.notebook import compose
+
+    if schema in (LatencyConfig, ThroughputConfig):
+        compose_variants(compose(overrides, experiment), experiment, overrides)
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _check(name: str, config: Any, variant: Any) -> None:
+    for section in _SHARED:
+        if getattr(config, section, None) != getattr(variant, section, None):
+            raise ConfigError(
+                f"ab.variants.{name} changes {section!r}, which all variants share: set it for all of them"
+            )
+    if variant.backend.beside:
+        raise ConfigError(f"ab.variants.{name}: backend.beside has no place in an A/B run; make it a variant")
+
+
+def run_variants(config: Config, out: Path) -> None:
+    """Opens every variant and measures them in turns.
+
+    Raises what opening a model and `moejax.bench.ab.run.run_ab` raise.
+    """
+    from moejax.bench.ab.run import run_ab
+    from moejax.bench.ab.variants import Variant
+    from moejax.results.result import print_metrics_line
+
+    hydra = HydraConfig.get()
+    configs = compose_variants(config, str(hydra.job.config_name), list(hydra.overrides.task))
+    with ExitStack() as stack:
+        variants: list[Variant] = []
+        for name, own in configs.items():
+            backend, shares = _open(own, out, configs, variants, stack.enter_context)
+            overrides = config.ab.all_variants[name]
+            variants.append(Variant(name, overrides, backend, asdict(own), shares))
+        result = run_ab(
+            variants,
+            config.workload,
+            config.ab,
+            config.tracker,
+            out,
+            config=asdict(config),
+            name=config.model.name,
+            hardware_kind=config.hardware.kind,
+        )
+    print_metrics_line(result, out)
+
+
+def _open(
+    config: Config, out: Path, configs: dict[str, Any], opened: Sequence[Any], enter: Callable[[Any], Any]
+) -> tuple[Any, str | None]:
+    """A variant's backend, and the variant whose weights it shares. Weights are shared where all but the
+    engine's own settings is the same, so that their place in memory is no difference either."""
+    from experiments.launch.model import open_backends
+    from moejax.bench.backends.moejax import MoejaxBackend
+
+    for other in opened:
+        theirs = configs[other.name]
+        if not isinstance(other.backend, MoejaxBackend) or other.shares is not None:
+            continue
+        if dataclasses.replace(config, engine=theirs.engine) == theirs and _same_weights(config, theirs):
+            return MoejaxBackend(other.backend.llm.variant(config.engine)), other.name
+    return enter(open_backends(config, out))[0], None
+
+
+# Of the engine's settings, what is settled as the weights are laid out.
+_WITH_WEIGHTS = ("moe", "kernels", "platform", "compile_cache", "capture_routing", "replay_routing")
+
+
+def _same_weights(one: Config, other: Config) -> bool:
+    return all(getattr(one.engine, name, None) == getattr(other.engine, name, None) for name in _WITH_WEIGHTS)

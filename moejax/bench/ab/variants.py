@@ -1,0 +1,72 @@
+"""What takes turns in an A/B run, and what is measured of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moejax.bench.backends.base import Backend
+from moejax.results.metrics import Metrics
+
+CONTROL = "control"
+"""Name of the baseline's second engine, against which the first one is measured like any variant."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One configuration, opened.
+
+    Attributes:
+        name: as in `ab.variants`, or `control`.
+        overrides: what it adds to the command line.
+        backend: its engine.
+        config: its whole configuration.
+        shares: the variant whose weights it uses; None has its own.
+    """
+
+    name: str
+    overrides: Sequence[str]
+    backend: Backend
+    config: Mapping[str, Any]
+    shares: str | None = None
+
+
+@dataclass
+class Member:
+    """A variant with what was measured of it.
+
+    Attributes:
+        rows: rows of requests.jsonl without their place in the result's cases.
+        rounds: (round, case) → flat metrics of that pass.
+        tokens: case → output token ids of the first round's requests.
+    """
+
+    variant: Variant
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    rounds: dict[tuple[int, int], Metrics] = field(default_factory=dict)
+    tokens: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.variant.name
+
+
+def token_agreement(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """How far two runs of the same requests agree: `equal_requests`, the share with the same tokens
+    throughout, `equal_lengths`, and `first_difference`, the earliest place at which any part (None: none).
+    All None where a side's tokens are not known: a server may only count them."""
+    if any(not len(tokens) for tokens in (*mine, *theirs)):
+        return dict.fromkeys(("equal_requests", "equal_lengths", "first_difference"))
+    places = [_first_difference(a, b) for a, b in zip(mine, theirs, strict=True)]
+    parted = [place for place in places if place is not None]
+    return {
+        "equal_requests": 1.0 - len(parted) / len(places) if places else 1.0,
+        "equal_lengths": all(len(a) == len(b) for a, b in zip(mine, theirs, strict=True)),
+        "first_difference": min(parted, default=None),
+    }
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    if list(one) == list(other):
+        return None
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

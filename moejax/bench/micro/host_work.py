@@ -1,0 +1,157 @@
+"""What the host does in a step, timed without a model: schedule, build the batch, postprocess.
+
+    python -m moejax.bench.micro.host_work      # a table on stderr, one line of JSON on stdout
+
+In the plain loop the device waits for the host; in the overlapped loop host work is hidden only as long as it
+takes less than a step. So it has limits of its own, apart from any model's speed. The fake runner stands in
+for the device; its time is not counted.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence as Row
+from dataclasses import asdict, dataclass
+
+from moejax.cache.allocator import BlockAllocator
+from moejax.core.config import EngineConfig
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.step.batch import BatchBuilder, Limits
+from moejax.engine.step.buckets import Buckets
+from moejax.engine.step.fake_runner import FakeRunner
+from moejax.engine.step.sampler import SamplerMode
+from moejax.report.tables import rows_table, stderr_console
+
+PROMPT_LEN = 48
+BLOCK_SIZE = 32
+SLOTS = 256
+"""Sequences that run at a time while a queue is worked off."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Medians over decoding steps of `sequences` running sequences, in microseconds a step."""
+
+    sequences: int
+    schedule_us: float
+    postprocess_us: float
+    build_us: float
+
+
+@dataclass(frozen=True)
+class QueueWork:
+    """Queueing, scheduling and postprocessing of all of a queue, in microseconds a request.
+
+    What a request costs must not depend on how many wait behind it.
+    """
+
+    requests: int
+    us_per_request: float
+
+
+class _Host:
+    """Allocator, scheduler, batch builder and fake runner, large enough that nothing is preempted."""
+
+    def __init__(self, sequences: int, max_len: int) -> None:
+        config = EngineConfig(
+            max_num_seqs=sequences,
+            max_num_batched_tokens=max(2048, sequences * PROMPT_LEN),
+            block_size=BLOCK_SIZE,
+        )
+        per_sequence = -(-max_len // BLOCK_SIZE)
+        # Admissions keep a hundredth of the pool free.
+        num_blocks = (sequences + 1) * per_sequence * 102 // 100 + 1
+        buckets = Buckets.of(config, num_blocks)
+        self.max_len = max_len
+        self.scheduler = Scheduler(
+            BlockAllocator(num_blocks, BLOCK_SIZE), sequences, config.max_num_batched_tokens
+        )
+        self.builder = BatchBuilder(buckets, Limits(sequences, BLOCK_SIZE, per_sequence, buckets.slabs.ends))
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
+
+    def sequence(self, order: int) -> Sequence:
+        """A greedy request that runs to its full length."""
+        prompt, params = list(range(PROMPT_LEN)), SamplingParams(temperature=0.0)
+        return Sequence(prompt, PROMPT_LEN, params, self.max_len, order, seed=order, mode=SamplerMode())
+
+    def compute(self, plan: StepPlan) -> list[int]:
+        return self.runner.collect(self.runner.launch(plan)).tokens
+
+
+def measure_steps(sequences: int, steps: int = 200) -> StepWork:
+    """Times `steps` steps in which every one of `sequences` decodes."""
+    host = _Host(sequences, PROMPT_LEN + steps + 1)
+    scheduler, builder = host.scheduler, host.builder
+    for order in range(sequences):
+        scheduler.add(host.sequence(order))
+    prompts = scheduler.schedule()
+    assert prompts is not None and len(prompts.chunks) == sequences
+    scheduler.postprocess(prompts, host.compute(prompts))
+    schedule, build, postprocess = [], [], []
+    for _ in range(steps):
+        times = [time.perf_counter()]
+        plan = scheduler.schedule()
+        times.append(time.perf_counter())
+        assert plan is not None and len(plan.decodes) == sequences
+        builder.build(plan)
+        times.append(time.perf_counter())
+        tokens = host.compute(plan)
+        times.append(time.perf_counter())
+        scheduler.postprocess(plan, tokens)
+        times.append(time.perf_counter())
+        schedule.append(times[1] - times[0])
+        build.append(times[2] - times[1])
+        postprocess.append(times[4] - times[3])
+    return StepWork(sequences, _us(schedule), _us(postprocess), _us(build))
+
+
+def measure_queue(requests: int, output_len: int = 2) -> QueueWork:
+    """Times working off a queue of `requests` at once, `SLOTS` of them at a time."""
+    host = _Host(min(SLOTS, requests), PROMPT_LEN + output_len)
+    scheduler = host.scheduler
+    queue = [host.sequence(order) for order in range(requests)]
+    start = time.perf_counter()
+    for sequence in queue:
+        scheduler.add(sequence)
+    seconds = time.perf_counter() - start
+    while not scheduler.idle:
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        seconds += time.perf_counter() - start
+        assert plan is not None
+        tokens = host.compute(plan)
+        start = time.perf_counter()
+        scheduler.postprocess(plan, tokens)
+        seconds += time.perf_counter() - start
+    return QueueWork(requests, seconds / requests * 1e6)
+
+
+def _us(seconds: Row[float]) -> float:
+    return statistics.median(seconds) * 1e6
+
+
+def main(argv: Row[str] | None = None) -> None:
+    """Command line; see the module's header."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moejax.bench.micro.host_work", description="Times the host's work per engine step."
+    )
+    parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256], help="running sequences")
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[1_000, 10_000], help="lengths of the queue"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="steps timed for each")
+    options = parser.parse_args(argv)
+    steps = [measure_steps(sequences, options.steps) for sequences in options.sequences]
+    queue = [measure_queue(requests) for requests in options.requests]
+    console = stderr_console()
+    console.print(rows_table([asdict(row) for row in steps], "host work per decoding step (medians)"))
+    console.print(rows_table([asdict(row) for row in queue], "scheduling a queue"))
+    print(json.dumps({"steps": [asdict(row) for row in steps], "queue": [asdict(row) for row in queue]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,357 @@
+"""Runs plans on a pipeline of stages: each step in microbatches, each stage a program on devices of its own.
+
+A tick takes every microbatch that is under way through one more stage, the foremost first, and then moves
+what the stages gave to the next ones. Here steps 1 and 2, of two microbatches each, over two stages:
+
+    tick       1     2     3     4     5
+    stage 0   1.0   1.1   2.0   2.1
+    stage 1         1.0   1.1   2.0   2.1
+
+A launch only ticks until its last microbatch has left the first stage; the next launch, or the wait for a
+result, brings the rest through. So in the overlapped loop one step follows the other without a pause, given
+as many microbatches as stages: a row decodes in the microbatch in which it decoded before, and what that one
+sampled is there when the first stage needs it. Where it is not (fewer microbatches, or rows dealt out anew),
+the pipeline ticks on with nothing new until it is.
+
+All programs are started from one thread in one order, and each device runs its own in that order. So programs
+over two stages' devices (`moejax.sharding.pipeline.Transfer`, which says what moves) cannot wait for each
+other in a circle; and a microbatch finds in a stage's pages what all before it wrote, among it the earlier
+part of its prompt.
+
+The newest token of a row may be on the device alone. The last stage, which samples, keeps these by slot; the
+first, which embeds them, is given the last stage's array whenever it is about to decode one that it has not
+got.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from moejax.core.config import EngineConfig
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
+from moejax.engine.pipeline.microbatches import Part, split_plan
+from moejax.engine.pipeline.stage import Stage, StageLedger
+from moejax.engine.pipeline.stage_steps import StageFunctions, StageOutput
+from moejax.engine.routing.replay import RoutingReplay
+from moejax.engine.scheduling.plan import Plan
+from moejax.engine.scheduling.sequence import Sequence as Sample
+from moejax.engine.step.batch import StepKey
+from moejax.engine.step.bucket_runner import BucketRunner, Rows
+from moejax.engine.step.buckets import Buckets
+from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.program import PagedOutput
+from moejax.engine.step.runner import StepResult
+from moejax.sharding.pipeline import How, StageTime, Transfer, measured_bubble
+from moejax.sharding.spmd import OnMesh
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """A part of a step under way.
+
+    Attributes:
+        number: counted over all steps.
+        step, place: of which step, and which of its microbatches.
+        needs: the last microbatch whose sampled tokens it decodes, -1 for none.
+        copies: each group's blocks to copy in each stage before it; empty for most.
+        stage: the one that it runs in next.
+        given: what that stage takes.
+        outputs: what the stages before have given.
+    """
+
+    number: int
+    step: int
+    place: int
+    key: StepKey
+    buffer: np.ndarray
+    needs: int = -1
+    copies: list[list[tuple[int, int]]] = field(default_factory=list)
+    stage: int = 0
+    given: jax.Array | None = None
+    outputs: list[StageOutput] = field(default_factory=list)
+
+
+def most_microbatches(parallel: ParallelConfig, config: EngineConfig) -> int:
+    """The most that a step is cut into: what was asked for, or one for each stage.
+
+    Raises:
+        ConfigError: more are asked for than there can be rows.
+    """
+    asked, rows = parallel.microbatches, config.max_num_seqs
+    if asked is None:
+        return min(parallel.pp, rows)
+    if asked > rows:
+        raise ConfigError(
+            f"parallel.microbatches={asked} exceeds engine.max_num_seqs={rows}: each microbatch has at least "
+            "one row"
+        )
+    return asked
+
+
+class LaunchedPipeline(NamedTuple):
+    """A step under way: its microbatches with what they hold, and its numbers of rows and chunk tokens."""
+
+    microbatches: list[tuple[Microbatch, Part, Rows]]
+    rows: int
+    chunk_tokens: int
+
+
+class PipelineRunner(BucketRunner):
+    """Implements `moejax.engine.step.runner.Runner`.
+
+    Args:
+        stages: each stage's functions and devices, in order; at least two.
+        config, num_blocks, max_model_len, ledger, kernels: as for `DeviceRunner`; each stage has as many
+            blocks.
+        microbatches: the most that a step is cut into.
+        transfer: how arrays move between stages, see `Transfer`.
+        kv_dtype: of the cache; None: the model's.
+        replay: the routing that steps are told; None: routers choose.
+
+    With `measure_bubble` each stage's program is waited for, and `stage_times` grows; `bubble()` is what they
+    come to. Run the workload once before: a program's first run takes longer.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[StageFunctions, OnMesh]],
+        config: EngineConfig,
+        num_blocks: int,
+        max_model_len: int,
+        ledger: CompileLedger,
+        kernels: str = "xla",
+        microbatches: int = 1,
+        transfer: How = "permute",
+        kv_dtype: str | None = None,
+        replay: RoutingReplay | None = None,
+    ) -> None:
+        limits = (num_blocks, max_model_len)
+        whole = stages[0][0].whole
+        super().__init__(whole, config, *limits, ledger, kernels, stages[0][1].groups, replay)
+        self.microbatches = microbatches
+        own: dict[str, Any] = {"kv_dtype": kv_dtype, "replay": replay}
+        self.stages = [
+            Stage(cast(Any, functions), config, *limits, StageLedger(ledger, i), kernels, place, **own)
+            for i, (functions, place) in enumerate(stages)
+        ]
+        places = [place for _, place in stages]
+        self._onward = [
+            Transfer(source, target, ledger.get, how=transfer, name=f"transfer {i} to {i + 1}")
+            for i, (source, target) in enumerate(pairwise(places))
+        ]
+        back = f"transfer {len(places) - 1} to 0"
+        self._back = Transfer(places[-1], places[0], ledger.get, how=transfer, name=back)
+        # The process that has each stage's outputs; one that has part in all stages needs no other's.
+        self._owners = [min(d.process_index for d in place.mesh.devices.flat) for place in places]
+        holders = [{d.process_index for d in place.mesh.devices.flat} for place in places]
+        self._apart = any(mine != holders[0] for mine in holders)
+        self.measure_bubble = False
+        self.stage_times: list[StageTime] = []
+        self._numbers = self._steps = 0
+        self.reset()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the stages' caches hold now."""
+        return sum(stage.cache_bytes for stage in self.stages)
+
+    def reset(self) -> None:
+        for stage in self.stages:
+            stage.reset()
+        self._under_way: list[Microbatch] = []
+        self._sampled_by: dict[tuple[int, int], int] = {}  # group and slot → microbatch
+        # The last microbatches that the last stage has run, and whose tokens the first stage has been given.
+        self._through = self._returned = self._numbers - 1
+
+    def launch(self, plan: Plan) -> LaunchedPipeline:
+        """Builds the microbatches and starts them.
+
+        Raises:
+            CompileError: a program is not compiled, and may not be any more (`engine.strict_compile`).
+        """
+        parts = split_plan(plan, self.microbatches, self._sampled_in, self.buckets.tokens[0])
+        keys = [self.builder.key(part.plan) for part in parts]
+        # One program for those with chunks, one for those without.
+        common = {key.tokens > 0: [k for k in keys if (k.tokens > 0) == (key.tokens > 0)] for key in keys}
+        made = []
+        for place, (part, key) in enumerate(zip(parts, keys, strict=True)):
+            key, buffer = self.builder.build(part.plan, self.builder.common(common[key.tokens > 0]))
+            microbatch = self._microbatch(key, buffer, place)
+            microbatch.needs = self._needs(part.plan)
+            copies = [group.copies for group in part.plan.groups]
+            microbatch.copies = copies if any(copies) else []
+            made.append((microbatch, part, Rows.of(part.plan, key)))
+        self._steps += 1
+        for microbatch, part, _ in made:
+            for group, mine in enumerate(part.plan.groups):
+                for _, sequence in mine.sampling_rows():
+                    self._sampled_by[group, sequence.slot] = microbatch.number
+            self._start(microbatch)
+        return LaunchedPipeline(made, len(plan.sequences), plan.chunk_tokens)
+
+    def collect(self, handle: LaunchedPipeline) -> StepResult:
+        """Reads a step's result; this is where the host waits for the devices."""
+        self._finish(handle.microbatches[-1][0])
+        tokens = [0] * handle.rows
+        logprobs: list[Any] | None = None
+        scores: np.ndarray | None = None
+        padded = 0
+        # A step that computes any part of a prompt counts as prefill, in all its microbatches.
+        phase = "prefill" if handle.chunk_tokens else "decode"
+        if self.capture is not None:
+            self.capture.next_step()
+        for microbatch, part, rows in handle.microbatches:
+            output = self._output(microbatch)
+            result = self._result(microbatch.key, rows, output)
+            self._take_routing(microbatch.key, rows, output)
+            padded += result.padded_tokens
+            for row, token in zip(part.rows, result.tokens, strict=True):
+                tokens[row] = token
+            if result.logprobs is not None:
+                logprobs = logprobs or [None] * handle.rows
+                for row, found in zip(part.rows, result.logprobs, strict=True):
+                    logprobs[row] = found
+            if result.prompt_logprobs is not None:
+                scores = np.zeros(handle.chunk_tokens, np.float32) if scores is None else scores
+                first = 0
+                for start, count in part.spans:
+                    scores[start : start + count] = result.prompt_logprobs[first : first + count]
+                    first += count
+            if output.counts is not None:
+                self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
+        return StepResult(tokens, logprobs, scores, padded)
+
+    def bubble(self) -> float:
+        """Part of the devices' time for which they would have waited, of the measured steps each by itself.
+
+        Raises:
+            ConfigError: nothing was measured.
+        """
+        return measured_bubble(self.stage_times)
+
+    # -- ticks -------------------------------------------------------------------------------------------
+
+    def _start(self, microbatch: Microbatch) -> None:
+        """Takes it through the first stage, as soon as the tokens that it decodes are there."""
+        while self._through < microbatch.needs:
+            self._tick()
+        if self._returned < microbatch.needs:
+            self._bring_back()
+        self._tick(microbatch)
+
+    def _finish(self, microbatch: Microbatch) -> None:
+        """Ticks until it has left the last stage."""
+        while self._through < microbatch.number:
+            self._tick()
+
+    def _tick(self, new: Microbatch | None = None) -> None:
+        if new is not None:
+            self._under_way.append(new)
+        for microbatch in self._under_way:
+            self._run_stage(microbatch)
+        if self._under_way[0].stage == len(self.stages) - 1:
+            self._through = self._under_way.pop(0).number
+        for microbatch in self._under_way:
+            output = microbatch.outputs[-1]
+            assert output.x is not None
+            microbatch.given = self._onward[microbatch.stage](output.x)
+            microbatch.outputs[-1] = output._replace(x=None)
+            microbatch.stage += 1
+
+    def _run_stage(self, microbatch: Microbatch) -> None:
+        stage = self.stages[microbatch.stage]
+        if microbatch.copies:
+            stage.copy(microbatch.copies, self.buckets)
+        if self.measure_bubble:
+            stage.prepare(microbatch.key)
+            jax.block_until_ready(microbatch.given)
+        start = time.perf_counter()
+        output = stage.run(microbatch.key, microbatch.buffer, microbatch.given)
+        if self.measure_bubble:
+            jax.block_until_ready(output)
+            name = (microbatch.step, microbatch.place, microbatch.stage)
+            self.stage_times.append(StageTime(*name, start, time.perf_counter()))
+        microbatch.given = None
+        microbatch.outputs.append(output)
+
+    def _bring_back(self) -> None:
+        """The newest tokens of all slots, from the last stage to the first."""
+        self.stages[0].last = self._back(self.stages[-1].last)
+        self._returned = self._through
+
+    # -- parts -------------------------------------------------------------------------------------------
+
+    def _microbatch(self, key: StepKey, buffer: np.ndarray, place: int) -> Microbatch:
+        made = Microbatch(self._numbers, self._steps, place, key, buffer)
+        self._numbers += 1
+        return made
+
+    def _sampled_in(self, sequence: Sample) -> int:
+        """The microbatch that sampled what it decodes next."""
+        return self._sampled_by.get((sequence.group, sequence.slot), -1)
+
+    def _needs(self, plan: Plan) -> int:
+        """The last microbatch that sampled what a row decodes and the host has not read."""
+        needs = -1
+        for group, part in enumerate(plan.groups):
+            for sequence, position in zip(part.decodes, part.positions, strict=True):
+                if position >= len(sequence.tokens):
+                    needs = max(needs, self._sampled_by[group, sequence.slot])
+        return needs
+
+    def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
+        """A rehearsal, with everything that can happen to a microbatch."""
+        microbatch = self._microbatch(key, buffer, 0)
+        self._steps += 1
+        self._start(microbatch)
+        self._finish(microbatch)
+        self._bring_back()
+        return self._output(microbatch)
+
+    def _output(self, microbatch: Microbatch) -> PagedOutput:
+        """What the stages gave, put together in the order of their layers.
+
+        Where the stages are in several processes, these tell each other.
+        """
+        outputs = microbatch.outputs
+        if self._apart:
+            every = multihost_utils.process_allgather(jax.tree.map(np.asarray, outputs))
+            outputs = [
+                jax.tree.map(lambda x, owner=owner: np.asarray(x)[owner], output)
+                for output, owner in zip(every, self._owners, strict=True)
+            ]
+        last = outputs[-1]
+        assert last.sampled is not None
+        counts: Any = None
+        overflow: Any = None
+        if last.counts is not None:
+            counts = np.concatenate([np.asarray(output.counts) for output in outputs])
+            overflow = np.sum([np.asarray(output.overflow) for output in outputs], axis=0)
+        captured: Any = None
+        if found := [output.captured for output in outputs if output.captured is not None]:
+            captured = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *found)
+        return PagedOutput(last.sampled, counts, overflow, last.prompt_logprobs, captured)
+
+    def _copier(self, slabs: int) -> Any:
+        return [stage._copier(slabs) for stage in self.stages if stage.here]
+
+    def _thinned(self, max_total_len: int) -> Buckets:
+        """Those of a whole step, and those of one microbatch of a full step."""
+        whole = self._all_buckets(self.buckets.slabs.num_blocks)
+        found = whole.thinned(self.config, max_total_len)
+        rows = whole.rows_for(-(-self.config.max_num_seqs // self.microbatches))
+        last = whole.tokens_for(min(whole.tokens[-1], whole.rows[-1] * max_total_len))
+        tokens = whole.tokens_for(-(-last // self.microbatches))
+        return Buckets(
+            tuple(sorted({*found.rows, rows})),
+            tuple(sorted({*found.tokens, tokens})),
+            found.slabs,
+            found.slab_counts,
+        )

@@ -1,0 +1,153 @@
+"""One pipeline stage on its devices: weights, pages, programs. `moejax.engine.pipeline.runner` drives it."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.engine.pipeline.stage_steps import StageFunctions, StageOutput
+from moejax.engine.step.batch import StepKey, layout
+from moejax.engine.step.buckets import Buckets
+from moejax.engine.step.device_runner import DeviceRunner
+from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.program import Captured, DeviceState
+from moejax.engine.step.sampler import Sampled
+from moejax.routing.capture import id_dtype
+from moejax.sharding.spmd import OnMesh
+
+
+class StageLedger(CompileLedger):
+    """Puts a stage's programs into the ledger of all, under names of its own."""
+
+    def __init__(self, whole: CompileLedger, stage: int) -> None:
+        super().__init__(whole.strict)
+        self._whole, self._stage = whole, stage
+
+    def get(self, function: str, *how: Any) -> Any:
+        return self._whole.get(f"stage {self._stage} {function}", *how)
+
+
+class Stage(DeviceRunner):
+    """Takes the place of the whole model in a `DeviceRunner`, and microbatches from the stage before.
+
+    Where a stage's devices are another process's, nothing happens, and its arrays have no part here.
+    """
+
+    functions: StageFunctions  # type: ignore[assignment]
+    place: OnMesh
+
+    @property
+    def here(self) -> bool:
+        """Whether this process has a part in it."""
+        return self.place.here
+
+    def reset(self) -> None:
+        self.pool.reset()
+        self._seen = None
+        shape = (self.limits.slots + 1,)
+        self.last = self.place.zeros(shape, jnp.int32) if self.here else self._absent(shape, jnp.int32)
+
+    @property
+    def last(self) -> jax.Array:
+        """int32, each slot's newest token: the last stage's own, the first stage's copy of it."""
+        return self._last
+
+    @last.setter
+    def last(self, last: jax.Array) -> None:
+        self._last = last
+
+    def run(self, key: StepKey, buffer: np.ndarray, given: jax.Array | None) -> StageOutput:
+        """Starts the stage's step on a microbatch; `given` is what the stage before gave, if there is one."""
+        if not self.here:
+            return self._nothing(key)
+        step = self.program(key)
+        pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
+        state = DeviceState(pages, cast(Any, None), None)
+        if self.functions.is_last:
+            state = DeviceState(pages, self.last, self._seen_of(key))
+        given = self.last if self.functions.is_first else given
+        state, output = step(self.functions.leaves, state, self.place.put(buffer), given)
+        self.pool.put(state.pages)
+        if self.functions.is_last:
+            self.last = state.last
+            if key.mode.penalty:
+                self._seen = state.seen
+        return output
+
+    def copy(self, copies: Sequence[Sequence[tuple[int, int]]], buckets: Buckets) -> None:
+        """Copies each group's blocks of this stage's pages."""
+        if self.here:
+            self.buckets = buckets
+            self._copy(copies)
+
+    def prepare(self, key: StepKey) -> None:
+        """Compiles the step if it is new, and makes the slabs that it needs."""
+        if self.here:
+            self.program(key)
+            self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
+
+    def program(self, key: StepKey) -> Any:
+        """The compiled step of a bucket."""
+
+        def build() -> jax.stages.Wrapped:
+            def step(leaves: Any, state: DeviceState, buffer: jax.Array, given: jax.Array) -> Any:
+                how: Any = {"key": key, "limits": self.limits, "place": self.place}
+                return self.functions.step(leaves, state, buffer, given, **how)
+
+            by_group: Any = cast(Any, StageOutput)(True, False, False, False, False, False)
+            return self.place.compiled(step, shapes(), donate=1, output=True, by_group=by_group)
+
+        def shapes() -> tuple[Any, ...]:
+            slots, model = self.limits.slots + 1, self.functions.config
+            struct = self.place.struct
+            pages = self.pool.shapes(self.limits.slab_ends.index(key.blocks) + 1)
+            last = struct((slots,), jnp.int32)
+            state: Any = DeviceState(pages, cast(Any, None), None)
+            if self.functions.is_last:
+                seen = struct((slots, model.vocab_size), jnp.bool_) if key.mode.penalty else None
+                state = DeviceState(pages, last, cast(Any, seen))
+            x = struct((key.rows + key.tokens, model.hidden_size), jnp.dtype(model.dtype))
+            buffer = struct((layout(key, self.limits)[1],), jnp.int32)
+            return self._leaves(), state, buffer, last if self.functions.is_first else x
+
+        return self.ledger.get("step", key, build, shapes)
+
+    def _nothing(self, key: StepKey) -> StageOutput:
+        """What stands for the output of a stage that is not here: its shapes, and zeros for the host."""
+        model, S, T = self.functions.config, self.groups * key.rows, self.groups * key.tokens
+
+        def zeros(wanted: bool, *shape: int, dtype: Any = np.int32) -> Any:
+            return np.zeros(shape, dtype) if wanted else None
+
+        last, n = self.functions.is_last, key.mode.logprobs
+        sampled = Sampled(
+            zeros(True, S),
+            zeros(n >= 0, S, dtype=np.float32),
+            zeros(n >= 0, S),
+            zeros(n >= 0, S, n),
+            zeros(n >= 0, S, n, dtype=np.float32),
+        )
+        return StageOutput(
+            None if last else self._absent((key.rows + key.tokens, model.hidden_size), model.dtype),
+            zeros(key.record, model.num_layers, model.num_experts),
+            zeros(key.record, 2),
+            sampled if last else None,
+            zeros(last and key.score, T, dtype=np.float32),
+            self._nothing_captured(S + T) if self.limits.capture else None,
+        )
+
+    def _nothing_captured(self, tokens: int) -> Any:
+        model = self.functions.config
+        shape = (tokens, sum(model.moe_layers), model.num_experts_per_tok)
+        if not shape[1]:
+            return None
+        return Captured(
+            cast(Any, np.zeros(shape, id_dtype(model.num_experts))), cast(Any, np.zeros(shape, np.float32))
+        )
+
+    def _absent(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """An array by group that has no part in this process."""
+        struct = self.place.struct(shape, jnp.dtype(dtype))
+        return jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, [], dtype=struct.dtype)

@@ -1,0 +1,178 @@
+"""Applies an expert placement to a running engine: moves weights, rewrites the replica tables.
+
+Steps already launched keep the arrays that they were given, weights and tables together; the next one takes
+the new ones. Shapes and shardings stay, so nothing is compiled again, and every expert computes as before, so
+that outputs do not change (but for the order in which devices' parts are added up).
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
+from moejax.engine.opening.resolve import OpenModel
+from moejax.engine.step.bucket_runner import BucketRunner
+from moejax.models.decoder import Decoder
+from moejax.moe.layer import MoELayer
+from moejax.moe.load_window import LoadWindow
+from moejax.moe.placement import Comparison, Placement, compare, devices_over, plan_placement
+from moejax.moe.replicas import ReplicaTable, tables
+from moejax.routing.analysis import loads_of
+from moejax.routing.capture import RoutingCapture
+
+
+@dataclass(frozen=True)
+class Rebalanced:
+    """What a change of placement did.
+
+    Attributes:
+        comparison: balance on the loads before and after, weights and bytes moved.
+        seconds: that it took, moving included.
+        applied: whether weights were moved; not where nothing is gained.
+    """
+
+    comparison: Comparison
+    seconds: float
+    applied: bool
+
+
+def track_load(runner: BucketRunner, config: ModelConfig, window_steps: int) -> LoadWindow:
+    """Has every step record its routing, and sums the latest ones."""
+    window = LoadWindow(config.num_layers, config.num_experts, window_steps=window_steps)
+    runner.routing.window = window
+    runner.builder.record_all = True
+    return window
+
+
+def tracked(runner: BucketRunner) -> np.ndarray:
+    """`[L, E]` assignments that `track_load` has counted.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    window = runner.routing.window
+    if window is None or not window.sum().any():
+        raise ConfigError("rebalance: no load has been counted; call track_load and run some requests first")
+    return window.sum()
+
+
+def expert_layers(stages: Sequence[Decoder]) -> list[tuple[MoELayer, ReplicaTable]]:
+    """The layers with experts, which are on several devices.
+
+    Raises:
+        ConfigError: they are on one.
+    """
+    found = []
+    for layer in (layer for stage in stages for layer in stage.in_order()):
+        if layer.moe is not None and layer.moe.replicas is not None:
+            found.append((layer.moe, layer.moe.replicas))
+    if not found:
+        raise ConfigError("rebalance: experts are on one device (parallel.ep=1); there is nothing to balance")
+    return found
+
+
+def current_placement(stages: Sequence[Decoder], devices: int) -> Placement:
+    """What is on the devices now, of the layers with experts."""
+    layers = expert_layers(stages)
+    held = np.stack([replicas.expert_of() for _, replicas in layers])
+    return Placement(held, layers[0][1].num_experts, devices)
+
+
+def bytes_per_expert(stages: Sequence[Decoder]) -> int:
+    """Of one expert of one layer."""
+    moe, replicas = expert_layers(stages)[0]
+    return sum(array[...].nbytes for array in moe.experts.arrays()) // replicas.num_physical
+
+
+def rebalance(
+    opened: OpenModel,
+    parallel: ParallelConfig,
+    loads: np.ndarray | RoutingCapture,
+    min_gain: float,
+    factor: float,
+) -> Rebalanced:
+    """Plans a placement for `loads` `[L, E]` (all layers), or for a trace's, and applies it; see
+    `LLM.rebalance`.
+
+    Raises:
+        ConfigError: the experts are on one device, or the trace does not fit the model or has no rows.
+    """
+    start = time.perf_counter()
+    old = current_placement(opened.stages, parallel.ep)
+    if isinstance(loads, RoutingCapture):
+        loads.check_fits(opened.config, "rebalance")
+        if not loads.num_rows:
+            raise ConfigError("rebalance: the trace has no rows; capture some steps first")
+        loads = loads_of(loads, opened.config.num_layers)
+    sparse = np.asarray(loads)[np.asarray(opened.config.moe_layers)]
+    if not devices_over(sparse, old, factor).over.size:
+        return Rebalanced(compare(old, old, sparse), time.perf_counter() - start, applied=False)
+    new = plan_placement(
+        sparse,
+        devices=parallel.ep,
+        nodes=parallel.expert_nodes,
+        redundant=parallel.redundant_experts,
+        keep=old,
+        min_gain=min_gain,
+    )
+    done = apply_placement(opened.stages, new, sparse)
+    for functions, stage in zip(opened.functions, opened.stages, strict=True):
+        functions.leaves[:] = type(functions)(stage).leaves
+    return dataclasses.replace(done, seconds=time.perf_counter() - start)
+
+
+def apply_placement(stages: Sequence[Decoder], new: Placement, loads: np.ndarray) -> Rebalanced:
+    """Moves the experts' weights to where `new` has them.
+
+    Args:
+        new: of the layers with experts, in order.
+        loads: `[L, E]` of these layers, which the comparison is about.
+
+    Raises:
+        ConfigError: `new` is of other layers, experts, slots or devices.
+    """
+    start = time.perf_counter()
+    old = current_placement(stages, new.devices)
+    if new.physical_to_logical.shape != old.physical_to_logical.shape:
+        was, now = (list(p.physical_to_logical.shape) for p in (old, new))
+        raise ConfigError(f"rebalance: the placement is of [layers, slots] {now}, the model has {was}")
+    comparison = compare(old, new, loads, bytes_per_expert=bytes_per_expert(stages))
+    moved = []
+    for number, (moe, replicas) in enumerate(expert_layers(stages)):
+        was, now = old.physical_to_logical[number], new.physical_to_logical[number]
+        if np.array_equal(was, now):
+            continue
+        source = sources(was, now, new.slots_per_device)
+        for array in moe.experts.arrays():
+            array.set_value(_taker(array[...].sharding)(array[...], source))
+            moved.append(array[...])
+        for table, value in zip(
+            (replicas.physical, replicas.count), tables(now, new.num_experts), strict=True
+        ):
+            table.set_value(jax.device_put(value, table[...].sharding))
+    jax.block_until_ready(moved)
+    return Rebalanced(comparison, time.perf_counter() - start, bool(moved))
+
+
+def sources(was: np.ndarray, now: np.ndarray, slots_per_device: int) -> np.ndarray:
+    """int32 `[P]`: the slot that each new slot's expert is taken from, on its own device if it is there."""
+    found = np.zeros(len(now), np.int32)
+    for slot, expert in enumerate(now):
+        holders = np.flatnonzero(was == expert)
+        near = holders[holders // slots_per_device == slot // slots_per_device]
+        # Far ones are spread over the replicas, so that not all read from one device.
+        found[slot] = near[0] if len(near) else holders[slot % len(holders)]
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _taker(sharding: jax.sharding.Sharding) -> jax.stages.Wrapped:
+    return jax.jit(lambda w, source: jnp.take(w, source, axis=0), out_shardings=sharding)

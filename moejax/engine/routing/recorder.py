@@ -1,0 +1,201 @@
+"""Keeps which experts every computed token visited, until somebody asks for the trace. No JAX here.
+
+Rows lie in blocks of fixed size: nothing is copied as the trace grows. Steps are read `LAG` steps after they
+were run, when their arrays have come from the device beside the work that followed.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.engine.scheduling.plan import Plan, StepPlan
+from moejax.engine.scheduling.sequence import Sequence
+from moejax.routing.capture import CapturedRequest, RoutingCapture, hash_tokens, id_dtype
+
+LAG = 4
+BLOCK_ROWS = 4096
+_INDEX = ("step", "request", "sample", "position", "prefill")
+_STEP, _POSITION, _PREFILL = 0, 3, 4
+
+
+class Records(Protocol):
+    """A runner that may capture."""
+
+    capture: "RoutingRecorder | None"
+
+
+class _Pending(NamedTuple):
+    """A step, or a part of one, to be read: see `RoutingRecorder.add`."""
+
+    step: int
+    plan: Plan
+    rows: int
+    ids: Any
+    weights: Any
+
+
+class _Decoding(NamedTuple):
+    """Rows that decode: their columns of `_INDEX`, and their prompts' lengths."""
+
+    sequences: list[Sequence]
+    columns: np.ndarray
+    prompt_len: np.ndarray
+
+
+class _Block(NamedTuple):
+    """Columns of `BLOCK_ROWS` rows: ids and weights `[rows, L, k]`, and int32 `[rows, 5]`, `_INDEX`."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    columns: np.ndarray
+
+
+class RoutingRecorder:
+    """Takes the routing of steps in the order in which they ran.
+
+    It grows by L · k · (1 or 2 + 4) + 20 bytes a token until `reset`, and keeps each request's prompt.
+
+    Args:
+        model: whose layers are recorded.
+        meta: of the trace.
+    """
+
+    def __init__(self, model: ModelConfig, meta: Mapping[str, Any] | None = None) -> None:
+        self._layers = tuple(i for i, sparse in enumerate(model.moe_layers) if sparse)
+        self._experts, self._top_k = model.num_experts, model.num_experts_per_tok
+        self.meta = dict(meta or {})
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything; steps count from 0 again."""
+        self._steps = 0
+        self._pending: deque[_Pending] = deque()
+        self._place: dict[str, int] = {}
+        self._requests: list[tuple[str, list[int]]] = []
+        self._decoding = _Decoding([], np.zeros((0, len(_INDEX)), np.int32), np.zeros(0, np.int32))
+        self._blocks: list[_Block] = []
+        self._filled = BLOCK_ROWS  # of the last block
+
+    def next_step(self) -> None:
+        """What is added from now on was computed in one step."""
+        self._steps += 1
+
+    def add(self, plan: Plan, rows: int, ids: Any, weights: Any) -> None:
+        """What a step, or a microbatch of it, computed.
+
+        Args:
+            plan: what it was asked for.
+            rows: S, places of decoding rows in each data-parallel group's part, before its chunk tokens.
+            ids, weights: `[groups · (S + T), L, k]`, on a device or not. What is not an array yet
+                (`numpy.asarray` makes it one) should be on its way.
+        """
+        self._pending.append(_Pending(self._steps - 1, plan, rows, ids, weights))
+        if len(self._pending) > LAG:
+            self._read(self._pending.popleft())
+
+    def trace(self) -> RoutingCapture:
+        """All of it, as copies."""
+        while self._pending:
+            self._read(self._pending.popleft())
+        used = [_Block(*(column[: self._filled] for column in block)) for block in self._blocks[-1:]]
+        ids, weights, index = map(np.concatenate, zip(self._block(0), *self._blocks[:-1], *used, strict=True))
+        columns = dict(zip(_INDEX, np.ascontiguousarray(index.T), strict=True))
+        columns["prefill"] = columns["prefill"].astype(np.bool_)
+        requests = (
+            CapturedRequest(request_id, hash_tokens(prompt), len(prompt))
+            for request_id, prompt in self._requests
+        )
+        return RoutingCapture(
+            ids,
+            weights,
+            **columns,
+            requests=tuple(requests),
+            layers=self._layers,
+            num_experts=self._experts,
+            meta=dict(self.meta),
+        )
+
+    def _read(self, pending: _Pending) -> None:
+        step, plan, rows, *arrays = pending
+        ids, weights = (np.asarray(x) for x in arrays)
+        each = len(ids) // len(plan.groups)
+        for group, part in enumerate(plan.groups):
+            first = group * each
+            if active := len(part.decodes) - part.idle:
+                index = self._decoded(part, active)
+                index[:, _STEP] = step
+                self._write(ids[first : first + active], weights[first : first + active], index)
+            first += rows
+            for chunk in part.chunks:
+                index = np.empty((chunk.count, len(_INDEX)), np.int32)
+                index[:] = step, *self._whose(chunk.sequence), 0, True
+                index[:, _POSITION] = range(chunk.start, chunk.start + chunk.count)
+                self._write(ids[first : first + chunk.count], weights[first : first + chunk.count], index)
+                first += chunk.count
+
+    def _decoded(self, part: StepPlan, active: int) -> np.ndarray:
+        """int32 `[active, 5]`, the decoding rows' columns but for the step. Mostly the rows are of the
+        same requests as in the step before."""
+        sequences = part.decodes[:active]
+        if sequences != self._decoding.sequences:
+            index = np.asarray([(0, *self._whose(s), 0, 0) for s in sequences], np.int32)
+            self._decoding = _Decoding(sequences, index, np.asarray([s.prompt_len for s in sequences]))
+        _, index, prompt_len = self._decoding
+        index[:, _POSITION] = part.positions[:active]
+        index[:, _PREFILL] = index[:, _POSITION] < prompt_len
+        return index
+
+    def _whose(self, sequence: Sequence) -> tuple[int, int]:
+        """A sequence's request in the trace's table, and which of its samples it is."""
+        live, sample = sequence.owner
+        output = live.output
+        index = self._place.get(output.request_id)
+        if index is None:
+            index = self._place[output.request_id] = len(self._requests)
+            self._requests.append((output.request_id, output.prompt_token_ids))
+        return index, sample
+
+    def _write(self, ids: np.ndarray, weights: np.ndarray, index: np.ndarray) -> None:
+        """Rows of one step."""
+        while len(ids):
+            if self._filled == BLOCK_ROWS:
+                self._blocks.append(self._block(BLOCK_ROWS))
+                self._filled = 0
+            block, start = self._blocks[-1], self._filled
+            take = min(len(ids), BLOCK_ROWS - start)
+            self._filled = end = start + take
+            block.ids[start:end], block.weights[start:end] = ids[:take], weights[:take]
+            block.columns[start:end] = index[:take]
+            ids, weights, index = ids[take:], weights[take:], index[take:]
+
+    def _block(self, rows: int) -> _Block:
+        """Empty columns."""
+        shape = (rows, len(self._layers), self._top_k)
+        return _Block(
+            np.empty(shape, id_dtype(self._experts)),
+            np.empty(shape, np.float32),
+            np.empty((rows, len(_INDEX)), np.int32),
+        )
+
+
+def check_capture(capture: bool, model: ModelConfig) -> None:
+    """Raises `ConfigError` where routing is to be captured and there is none."""
+    if capture and not any(model.moe_layers):
+        raise ConfigError("engine.capture_routing: the model has no MoE layer, and so no routing to capture")
+
+
+def recorder(runner: Records) -> RoutingRecorder:
+    """What a runner captures into.
+
+    Raises:
+        ConfigError: it captures nothing.
+    """
+    if runner.capture is None:
+        raise ConfigError(
+            "no routing is captured; set engine.capture_routing=true (EngineConfig(capture_routing=True))"
+        )
+    return runner.capture

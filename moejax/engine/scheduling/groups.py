@@ -1,0 +1,120 @@
+"""Schedulers of data-parallel groups behind the interface of one. No JAX here.
+
+Each group has its own blocks, slots and queue, and a step runs all of them together. A request stays in the
+group that it was dealt to, the one with the fewest tokens still to compute.
+"""
+
+from collections.abc import Sequence as Row
+
+from moejax.cache.allocator import BlockAllocator
+from moejax.engine.scheduling.plan import GroupPlan, StepPlan
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence, State
+
+
+class GroupedBlocks:
+    """What is asked of an allocator, summed over the groups'."""
+
+    def __init__(self, groups: list[BlockAllocator]) -> None:
+        self._groups = groups
+        self.block_size = groups[0].block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(a.num_blocks for a in self._groups)
+
+    @property
+    def num_used(self) -> int:
+        return sum(a.num_used for a in self._groups)
+
+    @property
+    def num_free(self) -> int:
+        return sum(a.num_free for a in self._groups)
+
+
+class GroupScheduler:
+    """Implements what `moejax.engine.core.Engine` needs of a `Scheduler`, over one for each group."""
+
+    def __init__(self, groups: list[Scheduler]) -> None:
+        self.groups = groups
+        self.allocator = GroupedBlocks([group.allocator for group in groups])
+        self._load = [0] * len(groups)  # tokens of unfinished sequences
+        self._counted: dict[int, int] = {}
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [s for group in self.groups for s in group.running]
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(group.num_waiting for group in self.groups)
+
+    @property
+    def idle(self) -> bool:
+        return all(group.idle for group in self.groups)
+
+    def waiting(self) -> list[Sequence]:
+        return [s for group in self.groups for s in group.waiting()]
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Raises `RequestError` for what could never run in any group."""
+        self.groups[0].check_fits(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence (with its forks) in the group with the least to do.
+
+        Raises:
+            RequestError: it could never run.
+        """
+        self.check_fits(sequence)
+        group = min(range(len(self.groups)), key=lambda g: (self._load[g], g))
+        for each in (sequence, *sequence.forks):
+            each.group = group
+            self._counted[id(each)] = each.max_length
+            self._load[group] += each.max_length
+        self.groups[group].add(sequence)
+
+    def schedule(self) -> GroupPlan | None:
+        """All groups' next step; None if none has anything to compute now."""
+        plans = [group.schedule() for group in self.groups]
+        if all(plan is None for plan in plans):
+            return None
+        return GroupPlan([plan or StepPlan() for plan in plans])
+
+    def postprocess(self, plan: GroupPlan, tokens: Row[int]) -> list[tuple[int, Sequence]]:
+        """See `Scheduler.postprocess`; rows are those of the whole plan."""
+        taken, first = [], 0
+        for group, part in zip(self.groups, plan.groups, strict=True):
+            rows = part.sequences
+            found = group.postprocess(part, tokens[first : first + len(rows)])
+            taken += [(first + row, sequence) for row, sequence in found]
+            first += len(rows)
+            for sequence in rows:
+                self._forget_ended(sequence)
+        return taken
+
+    def finish(self, sequence: Sequence) -> None:
+        """See `Scheduler.finish`."""
+        forks = list(sequence.forks)
+        self.groups[sequence.group].finish(sequence)
+        for each in (sequence, *forks):
+            self._forget_ended(each)
+
+    def stored_tokens(self) -> int:
+        return sum(group.stored_tokens() for group in self.groups)
+
+    def forget_device_state(self) -> None:
+        for group in self.groups:
+            group.forget_device_state()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` with what is wrong in any group."""
+        for number, group in enumerate(self.groups):
+            group.check_integrity()
+            strange = [s for s in group.running if s.group != number]
+            if strange:
+                raise AssertionError(f"{strange[0]!r} of group {strange[0].group} runs in group {number}")
+
+    def _forget_ended(self, sequence: Sequence) -> None:
+        if sequence.state is State.FINISHED:
+            self._load[sequence.group] -= self._counted.pop(id(sequence), 0)

@@ -1,0 +1,137 @@
+"""What one step computes: made by the scheduler, read by runners and batch builders. No JAX.
+
+decodes     d0 d1 …              one row each
+chunks      c0 f f  c1  c2 f …   a row for each chunk's sequence, then one for each fork that starts with it
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moejax.engine.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Chunk:
+    """`count` tokens of a sequence from position `start`; `last` if they complete what it has."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    last: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes. Rows: the decodes, then each chunk's sequence followed by its new forks.
+
+    Attributes:
+        decodes: sequences that compute one token, and `positions` where.
+        chunks: prompts, or parts of them, to compute.
+        forks: of each chunk, the samples that start with it (only on a last chunk).
+        copies: (source, destination) blocks to copy, in this order, before anything is written.
+        preempted: sequences that lost their blocks for this plan.
+        idle: the last so many decodes are rows of static batching that have ended: computed as padding.
+        min_tokens: chunk tokens that static batching computes, padding included; 0 in continuous batching.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    forks: list[list[Sequence]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: int = 0
+    idle: int = 0
+    min_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute, padding not counted."""
+        return len(self.decodes) - self.idle + self.chunk_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The rows in order."""
+        rows = list(self.decodes)
+        for chunk, forks in zip(self.chunks, self.forks, strict=True):
+            rows.append(chunk.sequence)
+            rows.extend(forks)
+        return rows
+
+    def sampling_rows(self) -> Iterator[tuple[int, Sequence]]:
+        """Rows that sample a token, with their sequences."""
+        yield from enumerate(self.decodes)
+        row = len(self.decodes)
+        for chunk, forks in zip(self.chunks, self.forks, strict=True):
+            for sequence in (chunk.sequence, *forks):
+                if chunk.last and not sequence.score:
+                    yield row, sequence
+                row += 1
+
+    @property
+    def groups(self) -> "list[StepPlan]":
+        """The plan of each data-parallel group: itself, where there is one."""
+        return [self]
+
+
+class Plan(Protocol):
+    """What the loop and runners read of a step's plan, `StepPlan` or `GroupPlan`."""
+
+    @property
+    def groups(self) -> list[StepPlan]: ...
+    @property
+    def decodes(self) -> list[Sequence]: ...
+    @property
+    def chunks(self) -> list[Chunk]: ...
+    @property
+    def sequences(self) -> list[Sequence]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def chunk_tokens(self) -> int: ...
+    @property
+    def preempted(self) -> int: ...
+    @property
+    def idle(self) -> int: ...
+
+
+class GroupPlan:
+    """One step of several data-parallel groups, each with its own plan, empty where it has nothing to do.
+
+    It reads like one `StepPlan` whose rows and chunks are the groups', one group's after another's.
+    """
+
+    def __init__(self, groups: list[StepPlan]) -> None:
+        self.groups = groups
+
+    @property
+    def decodes(self) -> list[Sequence]:
+        return [s for plan in self.groups for s in plan.decodes]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [chunk for plan in self.groups for chunk in plan.chunks]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [s for plan in self.groups for s in plan.sequences]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(plan.num_tokens for plan in self.groups)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return sum(plan.chunk_tokens for plan in self.groups)
+
+    @property
+    def preempted(self) -> int:
+        return sum(plan.preempted for plan in self.groups)
+
+    @property
+    def idle(self) -> int:
+        return sum(plan.idle for plan in self.groups)

@@ -1,0 +1,356 @@
+"""Which tokens the next step computes. Host code on plain values: no JAX, no text, no clock.
+
+    add → waiting ──admit──→ running ──finish/abort──→ finished
+              ↑                 │
+              └────preempt──────┘   (blocks given up; all is computed again on re-admission)
+
+`schedule` claims blocks and advances `Sequence.computed` as if the step had run; `postprocess` brings the
+sampled tokens back. Between the two a second `schedule` may come (the overlapped loop): a token that was
+sampled but not read is `pending`, and its sequence goes on with the value that the device holds.
+"""
+
+import heapq
+from bisect import insort
+from collections.abc import Sequence as Row
+from typing import Any
+
+from moejax.cache.allocator import BlockAllocator, OutOfBlocks
+from moejax.core.errors import RequestError
+from moejax.engine.scheduling.plan import Chunk, StepPlan
+from moejax.engine.scheduling.policy import FirstComeFirstServed, Policy
+from moejax.engine.scheduling.sequence import Sequence, State
+
+
+class Scheduler:
+    """Continuous batching: each step takes one token of every running sequence and fills the rest of
+    `max_num_batched_tokens` with parts of prompts (Orca, OSDI 2022; Sarathi-Serve, arXiv 2403.02310).
+
+    Args:
+        allocator: the cache's blocks.
+        max_num_seqs: sequences that run at a time; each holds a slot in [0, max_num_seqs).
+        max_num_batched_tokens: tokens a step computes.
+        policy: who goes first; first come first served by default.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: Policy | None = None,
+    ) -> None:
+        self.allocator = allocator
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.policy = policy or FirstComeFirstServed()
+        self.running: list[Sequence] = []  # by rising policy key
+        self._waiting: list[tuple[Any, int, Sequence]] = []  # a heap; holds finished ones until they surface
+        self._num_waiting = 0
+        self._free_slots = list(range(max_num_seqs))
+        # Kept free at an admission while others run, so that their next blocks do not preempt it at once.
+        self.watermark = max(1, allocator.num_blocks // 100)
+        self._unreported = 0  # preemptions by plans that came to nothing
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples queued."""
+        return self._num_waiting
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self._num_waiting
+
+    def waiting(self) -> list[Sequence]:
+        """The queue in the policy's order."""
+        return [s for _, _, s in sorted(self._waiting, key=lambda e: e[:2]) if s.state is State.WAITING]
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Raises `RequestError` for what could never run, however empty the engine is."""
+        allocator, need = self.allocator, self._least_blocks(sequence)
+        if need > allocator.num_blocks:
+            raise RequestError(
+                f"{sequence.max_length} tokens ({sequence.prompt_len} of them the prompt) need {need} cache "
+                f"blocks of {allocator.block_size}, and the cache has {allocator.num_blocks}; raise "
+                "engine.num_blocks or lower max_tokens"
+            )
+        if sequence.samples > self.max_num_seqs:
+            raise RequestError(
+                f"n={sequence.samples} exceeds engine.max_num_seqs {self.max_num_seqs}; raise it or lower n"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence (with its forks).
+
+        Raises:
+            RequestError: it could never run.
+        """
+        self.check_fits(sequence)
+        for fork in sequence.forks:
+            fork.state = State.PROMISED
+        self._enqueue(sequence)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step's plan; None if there is nothing to compute now."""
+        before = self._unreported
+        plan = StepPlan(preempted=before)
+        self._unreported = 0
+        budget = self._decode(plan, self.max_num_batched_tokens)
+        for sequence in self.running:
+            if budget <= 0:
+                break
+            if not decodes_next(sequence):
+                budget -= self._chunk(plan, sequence, budget)
+        # After a preemption memory is short: nobody new comes in.
+        while budget > 0 and plan.preempted == before and (first := self._admissible()):
+            self._admit(first)
+            budget -= self._chunk(plan, first, budget)
+        self._fork(plan)
+        if plan.decodes or plan.chunks:
+            return plan
+        self._unreported = plan.preempted
+        return None
+
+    def postprocess(self, plan: StepPlan, tokens: Row[int]) -> list[tuple[int, Sequence]]:
+        """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
+
+        Sequences that reach `max_length` or a stop token end and give up what they own. A sequence that has
+        ended since the plan was made gets nothing.
+
+        Returns:
+            The rows whose token was taken, with their sequences.
+        """
+        taken = []
+        for row, sequence in plan.sampling_rows():
+            if sequence.state is State.FINISHED:
+                continue
+            token = tokens[row]
+            sequence.pending -= 1
+            sequence.tokens.append(token)
+            taken.append((row, sequence))
+            if len(sequence.tokens) >= sequence.max_length or token in sequence.stop_ids:
+                self.finish(sequence)
+        for chunk in plan.chunks:
+            if chunk.last and chunk.sequence.score:
+                self.finish(chunk.sequence)
+        return taken
+
+    def stored_tokens(self) -> int:
+        """Tokens whose keys and values the blocks hold or are about to; a shared one counts once."""
+        allocator = self.allocator
+        empty = 0.0
+        for s in self._holders():
+            if s.blocks:
+                # Sequences that share a last block leave the same places of it empty.
+                empty += (len(s.blocks) * allocator.block_size - s.computed) / allocator.refcount(
+                    s.blocks[-1]
+                )
+        return round(allocator.num_used * allocator.block_size - empty)
+
+    def forget_device_state(self) -> None:
+        """After a failed step: tokens that were not read are lost, and what runs is computed anew."""
+        for sequence in [*self.running, *self.waiting()]:
+            sequence.pending = 0
+        for sequence in list(self.running):
+            self.preempt(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence, whatever its state, together with forks that have not started.
+
+        A fork that has not started can only end with its root.
+        """
+        if sequence.state is State.FINISHED:
+            return
+        if sequence.state is State.PROMISED:
+            raise AssertionError(f"{sequence!r} has not started; finish its root")
+        if sequence.state is State.RUNNING:
+            self._end(sequence)
+        else:
+            self._num_waiting -= sequence.samples
+        sequence.state = State.FINISHED
+        for fork in sequence.forks:
+            fork.state = State.FINISHED
+        sequence.forks = []
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's blocks and slot and queues it again, to be computed anew."""
+        self._leave(sequence)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        self._enqueue(sequence)
+
+    def check_integrity(self) -> None:
+        """Checks the whole state; see `BlockAllocator.check_integrity`.
+
+        Raises:
+            AssertionError: what is wrong.
+        """
+        holders = self._holders()
+        self.allocator.check_integrity(s.blocks for s in holders)
+        slots = sorted(s.slot for s in holders) + list(self._free_slots)
+        reserved = sum(len(s.forks) for s in self.running)
+        if len(set(slots)) != len(slots) or set(slots) != set(range(self.max_num_seqs)):
+            raise AssertionError(f"slots {slots} are not each of 0..{self.max_num_seqs - 1} once")
+        if reserved > len(self._free_slots):
+            raise AssertionError(f"{reserved} slots promised to forks, {len(self._free_slots)} free")
+        keys = [self.policy.key(s) for s in self.running]
+        if keys != sorted(keys):
+            raise AssertionError("running sequences are out of order")
+        for s in self.running:
+            if s.state is not State.RUNNING or not 0 <= s.computed <= s.length:
+                raise AssertionError(f"{s!r} should be running")
+            if len(s.blocks) * self.allocator.block_size < s.computed:
+                raise AssertionError(f"{s!r} has computed past its {len(s.blocks)} blocks")
+        queued = [s for _, _, s in self._waiting if s.state is State.WAITING]
+        if any(s.blocks or s.slot != -1 or s.computed for s in queued):
+            raise AssertionError("a waiting sequence owns blocks or a slot")
+        if len(set(map(id, queued))) != len(queued) or self._num_waiting != sum(s.samples for s in queued):
+            raise AssertionError(f"{self._num_waiting} samples counted as waiting, {len(queued)} queued")
+
+    def _holders(self) -> list[Sequence]:
+        """Sequences that own blocks and a slot."""
+        return self.running
+
+    def _least_blocks(self, sequence: Sequence) -> int:
+        """Blocks without which it cannot end; forks can come and go one at a time."""
+        return self._whole(sequence)
+
+    def _whole(self, sequence: Sequence) -> int:
+        """Blocks of one sample at its full length. The last token that it samples is never stored."""
+        return self.allocator.blocks_for(sequence.max_length - (not sequence.score))
+
+    # -- parts of a step ---------------------------------------------------------------------------------
+
+    def _decode(self, plan: StepPlan, budget: int) -> int:
+        """One token of every sequence that decodes, oldest first; returns what is left of the budget."""
+        index, running = 0, self.running
+        decodes, positions, append = plan.decodes, plan.positions, self.allocator.append
+        while index < len(running) and budget > 0:
+            sequence = running[index]
+            index += 1
+            if not decodes_next(sequence):
+                continue
+            position = sequence.computed
+            try:
+                copy = append(sequence.blocks, position)
+            except OutOfBlocks:
+                # Those behind it in the order have not been scheduled yet, so one of them can go.
+                if not self._make_room(plan, sequence):
+                    continue
+                copy = append(sequence.blocks, position)
+            if copy is not None:
+                plan.copies.append(copy)
+            decodes.append(sequence)
+            positions.append(position)
+            sequence.computed = position + 1
+            sequence.pending += 1
+            budget -= 1
+        return budget
+
+    def _make_room(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Preempts from the order's end until `sequence` can append; False if it had to go itself."""
+        allocator, index = self.allocator, sequence.computed // self.allocator.block_size
+        while True:
+            victim = self.running[-1]
+            self.preempt(victim)
+            plan.preempted += 1
+            if victim is sequence:
+                return False
+            # If it was the other owner of a shared block, no block is free, but none is needed any more.
+            mine = index < len(sequence.blocks) and allocator.refcount(sequence.blocks[index]) == 1
+            if mine or allocator.num_free:
+                return True
+
+    def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+        """As much of a prompt as the budget allows; returns its tokens. Its blocks are there already."""
+        todo = sequence.length - sequence.computed
+        if todo <= 0 or is_complete(sequence):
+            return 0
+        count = min(todo, budget)
+        chunk = Chunk(sequence, sequence.computed, count, count == todo)
+        sequence.computed += count
+        if chunk.last and not sequence.score:
+            sequence.pending += 1
+        plan.chunks.append(chunk)
+        return count
+
+    def _fork(self, plan: StepPlan) -> None:
+        """Starts the forks of prompts that this plan completes: they share all blocks and sample now."""
+        for chunk in plan.chunks:
+            parent = chunk.sequence
+            forks = parent.forks if chunk.last else []
+            plan.forks.append(forks)
+            if not forks:
+                continue
+            parent.forks = []
+            for fork in forks:
+                fork.blocks = self.allocator.fork(parent.blocks)
+                fork.computed, fork.pending = parent.computed, parent.pending
+                self._run(fork)
+
+    def _admissible(self) -> Sequence | None:
+        """The first of the queue if there is room for it now."""
+        while self._waiting and self._waiting[0][2].state is not State.WAITING:
+            heapq.heappop(self._waiting)
+        if not self._waiting:
+            return None
+        sequence = self._waiting[0][2]
+        # A token still on the device is needed to compute the sequence again.
+        if sequence.pending or sequence.samples > self._open_slots:
+            return None
+        need, free = self.allocator.blocks_for(sequence.length), self.allocator.num_free
+        if need > free:
+            return None
+        reserve = self.watermark + len(sequence.forks) if self.running else 0
+        if need + reserve <= free:
+            return sequence
+        # No reserve is needed where all have room to end without anyone's going.
+        most = sum(self._whole(s) * s.samples for s in (*self.running, sequence))
+        return sequence if most <= self.allocator.num_blocks else None
+
+    @property
+    def _open_slots(self) -> int:
+        """Slots neither taken nor promised to forks."""
+        return len(self._free_slots) - sum(len(s.forks) for s in self.running if s.forks)
+
+    def _admit(self, sequence: Sequence) -> None:
+        """From the head of the queue to running, with blocks for all the tokens it has."""
+        heapq.heappop(self._waiting)
+        self._num_waiting -= sequence.samples
+        self.allocator.grow(sequence.blocks, sequence.length)
+        self._run(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.state = State.RUNNING
+        insort(self.running, sequence, key=self.policy.key)
+
+    def _end(self, sequence: Sequence) -> None:
+        """A running sequence finishes."""
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.allocator.release(sequence.blocks)
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = -1
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        heapq.heappush(self._waiting, (self.policy.key(sequence), sequence.order, sequence))
+        self._num_waiting += sequence.samples
+
+
+def is_complete(sequence: Sequence) -> bool:
+    """Whether its last token is sampled, though perhaps not read yet."""
+    return not sequence.score and len(sequence.tokens) + sequence.pending >= sequence.max_length
+
+
+def decodes_next(sequence: Sequence) -> bool:
+    """Whether one token is all it needs to sample the next. A prompt's last token alone counts too."""
+    length = len(sequence.tokens) + sequence.pending
+    if length - sequence.computed != 1 or sequence.computed == 0:
+        return False
+    return length < sequence.max_length and not sequence.forks and not sequence.score

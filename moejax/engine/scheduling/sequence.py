@@ -1,0 +1,84 @@
+"""One sample of one request as the scheduler sees it: tokens, progress, blocks. No JAX here."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from moejax.engine.requests.api import SamplingParams
+
+
+class State(Enum):
+    """waiting: queued, owns nothing. promised: a fork whose root has not computed the prompt yet. running:
+    owns a slot and blocks. finished: owns nothing, never again."""
+
+    WAITING = "waiting"
+    PROMISED = "promised"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """State of one sample. The scheduler alone changes it.
+
+        tokens      p p p p p o o o          prompt and outputs known on the host
+        pending                   1          sampled on the device, not read yet (overlapped loop)
+        computed    |---------|              keys and values stored, or scheduled to be
+        blocks      [ 0 ][ 7 ][ 3 ]          the cache blocks of positions 0, 1, …
+
+    Attributes:
+        order: rank by arrival; ties in a policy are broken by it.
+        max_length: tokens at which it ends, prompt included.
+        stop_ids: tokens that end it.
+        seed: of its own random stream.
+        forks: samples of the same prompt that share its blocks once the prompt is computed.
+        score: whether the prompt's log-probabilities are wanted, and no token sampled.
+        record: whether its steps should record expert counts.
+        slot: row of the per-sequence device state, -1 while it does not run.
+        group: data-parallel group that it belongs to.
+        mode: what its sampling needs of a step (`moejax.engine.step.sampler.SamplerMode`).
+        routing: int64, of each position the row of the trace that is replayed; None where none is.
+        owner: whatever the engine wants to find again; the scheduler does not look at it.
+    """
+
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    max_length: int
+    order: int
+    seed: int = 0
+    stop_ids: Collection[int] = frozenset()
+    forks: list["Sequence"] = field(default_factory=list)
+    score: bool = False
+    record: bool = False
+    mode: Any = None
+    routing: Any = None
+    owner: Any = None
+    state: State = State.WAITING
+    pending: int = 0
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    slot: int = -1
+    group: int = 0
+    preemptions: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens it has, on host or device."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def generated(self) -> int:
+        """Output tokens it has, on host or device."""
+        return len(self.tokens) + self.pending - self.prompt_len
+
+    @property
+    def samples(self) -> int:
+        """Slots it needs to run: one for itself, one for each fork still to come."""
+        return 1 + len(self.forks)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.order} {self.state.value} {self.computed}/{self.length} of {self.max_length}>"
+        )

@@ -1,0 +1,141 @@
+"""What `ops.paged_attention` must be told of a step: blocks by owner for decodes, tiles and runs for chunks.
+
+One of the two plans a batch can carry, see `batch.Limits.plan`; the other is `attention_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from moejax.cache.segments import SlabLayout
+from moejax.engine.scheduling.plan import StepPlan
+from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
+
+if TYPE_CHECKING:
+    from moejax.engine.step.batch import Limits, StepKey
+
+BLANK = {"owner": -1}
+"""Values other than 0 of a plan that attends to nothing."""
+
+_DECODE = ("position", "owner", "logical", "write_row", "write_block", "write_offset", "write_ends")
+_TILES = ("tile_start", "tile_row", "tile_position", "tile_count")
+_RUNS = ("run_start", "run_block", "run_offset", "run_count")
+_CHUNK = (*_TILES, "num_tiles", "table", *_RUNS, "run_ends")
+
+
+def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
+    """Fields of the buffer; `position` is the batch's own."""
+    S, T, N, R = key.rows, key.tokens, key.blocks, key.owners
+    Z = limits.slab_ends.index(N) + 1
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(("write_row", "write_block", "write_offset"), (S,))
+    found |= {"write_ends": (Z,), "owner": (N, R), "logical": (N,)}
+    if T:
+        tiles, runs = max_tiles(S, T), max_runs(S, T, limits.block_size)
+        found |= dict.fromkeys(_TILES, (tiles,)) | dict.fromkeys(_RUNS, (runs,))
+        found |= {"run_ends": (Z,), "num_tiles": (1,), "table": (S, min(limits.table_width, N))}
+    return found
+
+
+def max_tiles(rows: int, tokens: int) -> int:
+    """Most tiles that T tokens of at most S sequences fall into: each may leave one part empty."""
+    return tokens // tile_rows(tokens) + min(rows, tokens)
+
+
+def max_runs(rows: int, tokens: int, block_size: int) -> int:
+    """Most blocks that T tokens of at most S sequences touch: each may start and end within one."""
+    return min(tokens, tokens // block_size + 2 * min(rows, tokens))
+
+
+def unpack(take: Callable[[str], jax.Array], key: StepKey) -> AttentionPlan:
+    """The plan's arrays, inside a trace."""
+    decode = DecodePlan(*(take(name) for name in _DECODE))
+    return AttentionPlan(decode, ChunkPlan(*(take(name) for name in _CHUNK)) if key.tokens else None)
+
+
+def fill(
+    views: dict[str, np.ndarray],
+    plan: StepPlan,
+    key: StepKey,
+    limits: Limits,
+    slabs: SlabLayout,
+    held: np.ndarray,
+    counts: list[int],
+) -> None:
+    """Writes the plan's fields.
+
+    Args:
+        held: int64, all blocks of the decoding rows, one row's after another's; counts: how many each has.
+    """
+    if plan.decodes:
+        _decodes(views, plan, limits.block_size, slabs, held, counts, key.owners)
+    else:
+        views["owner"][...] = -1
+    if plan.chunk_tokens:
+        _chunks(views, plan, tile_rows(key.tokens), limits.block_size, slabs)
+
+
+def _decodes(
+    views: dict[str, np.ndarray],
+    plan: StepPlan,
+    size: int,
+    slabs: SlabLayout,
+    held: np.ndarray,
+    counts: list[int],
+    owners: int,
+) -> None:
+    """Where each row writes, and who owns each block that is read."""
+    D = len(plan.decodes)
+    positions = np.asarray(plan.positions)
+    starts = np.fromiter(accumulate(counts, initial=0), np.int64, D + 1)
+    W = D - plan.idle  # rows that have ended are computed as padding and store nothing
+    slab, local = slabs.locate(held[starts[:W] + positions[:W] // size])
+    order = np.argsort(slab, kind="stable")
+    views["write_row"][:W] = order
+    views["write_block"][:W] = local[order]
+    views["write_offset"][:W] = (positions[:W] % size)[order]
+    views["write_ends"][:] = np.searchsorted(slab[order], np.arange(len(views["write_ends"])), side="right")
+    row_of = np.repeat(np.arange(D), counts)
+    owner, logical = views["owner"], views["logical"]
+    owner[...] = -1
+    logical[held] = np.arange(len(held)) - starts[row_of]
+    if owners == 1:
+        owner[held, 0] = row_of
+        return
+    by_block = np.argsort(held, kind="stable")
+    sorted_blocks = held[by_block]
+    rank = np.arange(len(held)) - np.searchsorted(sorted_blocks, sorted_blocks, side="left")
+    owner[sorted_blocks, rank] = row_of[by_block]
+
+
+def _chunks(views: dict[str, np.ndarray], plan: StepPlan, tile: int, size: int, slabs: SlabLayout) -> None:
+    """Tiles (parts of one chunk to attend) and runs (parts of one block to write)."""
+    table = views["table"]
+    tiles: list[tuple[int, int, int, int]] = []
+    runs: list[tuple[int, int, int, int]] = []
+    start, row = 0, len(plan.decodes)
+    for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+        sequence, first, end = chunk.sequence, chunk.start, chunk.start + chunk.count
+        table[row, : len(sequence.blocks)] = sequence.blocks
+        tiles += [
+            (start + i, row, first + i, min(tile, chunk.count - i)) for i in range(0, chunk.count, tile)
+        ]
+        position = first
+        while position < end:
+            count = min(size - position % size, end - position)
+            runs.append((sequence.blocks[position // size], start + position - first, position % size, count))
+            position += count
+        start, row = start + chunk.count, row + 1 + len(forks)
+    views["num_tiles"][0] = len(tiles)
+    for name, column in zip(_TILES, np.asarray(tiles, np.int32).T, strict=True):
+        views[name][: len(tiles)] = column
+    block, *columns = np.asarray(runs, np.int64).T
+    slab, local = slabs.locate(block)
+    order = np.argsort(slab, kind="stable")
+    for name, column in zip(_RUNS, (columns[0], local, columns[1], columns[2]), strict=True):
+        views[name][: len(runs)] = column[order]
+    views["run_ends"][:] = np.searchsorted(slab[order], np.arange(len(views["run_ends"])), side="right")

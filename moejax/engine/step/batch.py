@@ -1,0 +1,385 @@
+"""From a plan to the arrays of one step: built on the host as one buffer, taken apart on the device.
+
+One int32 buffer a step is one transfer; fields that are not integers travel as their bits. The flat batch has
+a place for every row's decoded token and then the chunks:
+
+    flat index   0 1 … S-1 | S … S+T-1
+                 decodes   | chunk tokens of all sequences, one after another
+"""
+
+import functools
+import math
+from collections.abc import Sequence as Items
+from itertools import chain
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.routing.replay import RoutingReplay
+from moejax.engine.scheduling.plan import Plan, StepPlan
+from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.step import attention_kernels as kernel_plan
+from moejax.engine.step import attention_xla as slab_plan
+from moejax.engine.step.buckets import Buckets
+from moejax.engine.step.sampler import SamplerMode, SamplingArrays, common_mode, sampling_values
+from moejax.moe.router import Replay
+from moejax.ops.kernel_attention import KernelPlan
+from moejax.ops.paged_attention import AttentionPlan
+
+
+class StepKey(NamedTuple):
+    """Shape bucket and options of a compiled step.
+
+    Attributes:
+        rows, tokens: S and T above; tokens = 0 computes no chunk.
+        blocks: cache blocks read, a number of whole slabs.
+        owners: sequences that may share a block.
+        mode: what the sampler must do.
+        record: whether expert counts are returned.
+        score: whether the chunks' log-probabilities are returned.
+    """
+
+    rows: int
+    tokens: int
+    blocks: int
+    owners: int
+    mode: SamplerMode
+    record: bool
+    score: bool
+
+
+class Batch(NamedTuple):
+    """One step's arrays on the device; S rows, T chunk tokens.
+
+    Attributes:
+        slot: int32 `[S]`, place of each row in the per-sequence state; the one past the last for padding.
+        token: int32 `[S]`, what a row decodes; -1: what its slot sampled last.
+        position: int32 `[S]`, where; -1 for a row that does not decode.
+        logit: int32 `[S]`, flat index that a row samples from.
+        step: int32 `[S]`, tokens that it has generated before.
+        sample: int32 `[S]`, 1 for a row that samples.
+        rope_len: int32 `[S + T]`, sequence length that each token's rotary base is for.
+        chunk_token, chunk_position: int32 `[T]`; position -1 for padding.
+        attention: which blocks to write and read.
+        sampling: the rows' parameters, None for a greedy step without penalties.
+        chunk_row: int32 `[T]`, row of each chunk token; with `fresh` `[S]` (1: a row has seen nothing before
+            this step) and `seen_as` `[S]` (the row that has seen what it has, a fork's parent); only with
+            penalties.
+        target: int32 `[T]`, next prompt token of each chunk token; only with scores.
+        replay: `[S + T, L, k]`, what each token's routers are to choose; only where a trace is replayed.
+    """
+
+    slot: jax.Array
+    token: jax.Array
+    position: jax.Array
+    logit: jax.Array
+    step: jax.Array
+    sample: jax.Array
+    rope_len: jax.Array
+    chunk_token: jax.Array | None
+    chunk_position: jax.Array | None
+    attention: AttentionPlan | KernelPlan
+    sampling: SamplingArrays | None
+    chunk_row: jax.Array | None
+    fresh: jax.Array | None
+    seen_as: jax.Array | None
+    target: jax.Array | None
+    replay: Replay | None
+
+
+class Limits(NamedTuple):
+    """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the slabs, and the
+    implementation of the GPU kernels ("xla" for none; with kernels there is one slab, and block tables
+    instead of lists of blocks). `capture`: steps return each token's routing. `replay`: (MoE layers, experts
+    per token) where they are told it."""
+
+    slots: int
+    block_size: int
+    table_width: int
+    slab_ends: tuple[int, ...]
+    kernels: str = "xla"
+    capture: bool = False
+    replay: tuple[int, int] | None = None
+
+    @property
+    def plan(self) -> ModuleType:
+        """The module that knows what attention must be told."""
+        return slab_plan if self.kernels == "xla" else kernel_plan
+
+
+@functools.lru_cache(maxsize=4096)
+def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+    """Field → (offset, shape) in the buffer, and the buffer's length."""
+    S, T = key.rows, key.tokens
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("slot", "token", "position", "logit", "step", "sample"), (S,)
+    )
+    shapes |= {"rope_len": (S + T,)}
+    if T:
+        shapes |= dict.fromkeys(("chunk_token", "chunk_position"), (T,))
+    shapes |= limits.plan.shapes(key, limits)
+    if not key.mode.greedy or key.mode.penalty:
+        shapes |= dict.fromkeys(SamplingArrays._fields, (S,))
+    if key.mode.penalty:
+        shapes |= {"fresh": (S,), "seen_as": (S,)}
+        if T:
+            shapes["chunk_row"] = (T,)
+    if key.score:
+        shapes["target"] = (T,)
+    if limits.replay is not None:
+        shapes |= dict.fromkeys(("replay_ids", "replay_weights"), (S + T, *limits.replay))
+    fields, offset = {}, 0
+    for name, shape in shapes.items():
+        fields[name] = (offset, shape)
+        offset += math.prod(shape)
+    return fields, offset
+
+
+@jax.named_scope("inputs")
+def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
+    """The step's arrays, inside a trace."""
+    fields, _ = layout(key, limits)
+
+    def take(name: str) -> jax.Array:
+        offset, shape = fields[name]
+        return jax.lax.slice(buffer, (offset,), (offset + math.prod(shape),)).reshape(shape)
+
+    def maybe(name: str) -> jax.Array | None:
+        return take(name) if name in fields else None
+
+    sampling = None
+    if "seed" in fields:
+        sampling = SamplingArrays(
+            *(
+                jax.lax.bitcast_convert_type(take(name), _SAMPLING_DTYPES[name])
+                for name in SamplingArrays._fields
+            )
+        )
+    replay = None
+    if limits.replay is not None:
+        weights = jax.lax.bitcast_convert_type(take("replay_weights"), jnp.float32)
+        replay = Replay(take("replay_ids"), weights)
+    return Batch(
+        slot=take("slot"),
+        token=take("token"),
+        position=take("position"),
+        logit=take("logit"),
+        step=take("step"),
+        sample=take("sample"),
+        rope_len=take("rope_len"),
+        chunk_token=maybe("chunk_token"),
+        chunk_position=maybe("chunk_position"),
+        attention=limits.plan.unpack(take, key),
+        sampling=sampling,
+        chunk_row=maybe("chunk_row"),
+        fresh=maybe("fresh"),
+        seen_as=maybe("seen_as"),
+        target=maybe("target"),
+        replay=replay,
+    )
+
+
+_SAMPLING_DTYPES = {
+    "temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32,
+    "repetition_penalty": jnp.float32, "seed": jnp.uint32,
+}  # fmt: skip
+
+
+class BatchBuilder:
+    """Builds the buffer of each plan. Keeps nothing between steps.
+
+    Args:
+        buckets: what shapes are padded to.
+        limits: see `Limits`.
+        replay: the trace that is replayed, where `limits` say so.
+
+    `warm_modes` are the sampler modes that warm-up has compiled. A batch runs in the first of them that does
+    all it needs, in its own least mode where there is none. With `record_all` every step records its routing.
+    """
+
+    def __init__(self, buckets: Buckets, limits: Limits, replay: RoutingReplay | None = None) -> None:
+        self.buckets = buckets
+        self.limits = limits
+        self.replay = replay
+        self.warm_modes: list[SamplerMode] = []
+        self.record_all = False
+
+    def key(self, plan: Plan) -> StepKey:
+        """The least bucket that holds a plan."""
+        return self.common([self._key(group, _held(group)[0]) for group in plan.groups])
+
+    def build(self, plan: Plan, key: StepKey | None = None) -> tuple[StepKey, np.ndarray]:
+        """The bucket and the int32 buffer of a plan; data-parallel groups have one after another, and share
+        their bucket.
+
+        Args:
+            key: a bucket that holds the plan; None: the least.
+        """
+        plans = plan.groups
+        held = [_held(plan) for plan in plans]
+        if key is None:
+            key = self.common(
+                [self._key(plan, blocks) for plan, (blocks, _) in zip(plans, held, strict=True)]
+            )
+        length = layout(key, self.limits)[1]
+        buffer = np.zeros(len(plans) * length, np.int32)
+        for i, (plan, (blocks, counts)) in enumerate(zip(plans, held, strict=True)):
+            self._fill(buffer[i * length : (i + 1) * length], plan, key, blocks, counts)
+        return key, buffer
+
+    def _key(self, plan: StepPlan, held: np.ndarray) -> StepKey:
+        rows, D = plan.sequences, len(plan.decodes)
+        highest = int(held.max()) if D else 0
+        highest = max([highest, *(max(chunk.sequence.blocks) for chunk in plan.chunks)])
+        # Kernels read through block tables, which do not care who else has a block.
+        shared = int(np.bincount(held).max()) if D and self.limits.kernels == "xla" else 1
+        slabs = self.buckets.slabs_for(highest + 1)
+        tokens = plan.chunk_tokens
+        wanted = max(tokens, plan.min_tokens) if tokens else 0
+        return StepKey(
+            rows=self.buckets.rows_for(len(rows)),
+            tokens=self.buckets.tokens_for(wanted),
+            blocks=self.buckets.slabs.ends[slabs - 1],
+            owners=1 << (shared - 1).bit_length(),
+            mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
+            record=self.record_all or any(s.record for s in rows),
+            score=any(chunk.sequence.score for chunk in plan.chunks),
+        )
+
+    def common(self, keys: Items[StepKey]) -> StepKey:
+        """The least bucket that holds all of these."""
+        if len(keys) == 1:
+            return keys[0]
+        return StepKey(
+            rows=max(key.rows for key in keys),
+            tokens=max(key.tokens for key in keys),
+            blocks=max(key.blocks for key in keys),
+            owners=max(key.owners for key in keys),
+            mode=self._compiled(common_mode({key.mode for key in keys})),
+            record=any(key.record for key in keys),
+            score=any(key.score for key in keys),
+        )
+
+    def _fill(
+        self, buffer: np.ndarray, plan: StepPlan, key: StepKey, held: np.ndarray, counts: list[int]
+    ) -> None:
+        """Writes a plan into its part of the buffer, all zero before."""
+        rows = plan.sequences
+        fields, _ = layout(key, self.limits)
+        views = {
+            name: buffer[offset : offset + math.prod(shape)].reshape(shape)
+            for name, (offset, shape) in fields.items()
+        }
+        self._rows(views, plan, rows)
+        if key.tokens:
+            self._chunks(views, plan, key)
+        self.limits.plan.fill(views, plan, key, self.limits, self.buckets.slabs, held, counts)
+        if "seed" in views:
+            _fill_sampling(views, rows)
+        if key.mode.penalty:
+            _fill_penalty(views, plan)
+        if self.replay is not None:
+            self.replay.fill(views, plan, key.rows)
+
+    def empty(self, key: StepKey) -> np.ndarray:
+        """A buffer that computes nothing and writes nothing, to rehearse a step."""
+        fields, length = layout(key, self.limits)
+        buffer = np.zeros(length, np.int32)
+        blank = {"slot": self.limits.slots, "position": -1, "chunk_position": -1, **self.limits.plan.BLANK}
+        for name, value in blank.items():
+            if name in fields:
+                offset, shape = fields[name]
+                buffer[offset : offset + math.prod(shape)] = value
+        return buffer
+
+    def _mode(self, sampling: Items[Sequence], rows: Items[Sequence]) -> SamplerMode:
+        """The least mode that serves every sequence that samples, or a compiled one that does."""
+        modes: set[SamplerMode] = {s.mode for s in sampling}
+        least = common_mode(modes)
+        # A part of a prompt samples nothing, but its tokens have been seen.
+        if any(s.mode.penalty for s in rows):
+            least = least._replace(penalty=True)
+        return self._compiled(least)
+
+    def _compiled(self, least: SamplerMode) -> SamplerMode:
+        return next((mode for mode in self.warm_modes if common_mode({mode, least}) == mode), least)
+
+    def _rows(self, views: dict[str, np.ndarray], plan: StepPlan, rows: list[Sequence]) -> None:
+        D, n, S = len(plan.decodes), len(rows), len(views["slot"])
+        views["slot"][:n] = [s.slot for s in rows]
+        views["slot"][n:] = self.limits.slots
+        views["token"][:D] = [
+            s.tokens[p] if p < len(s.tokens) else -1
+            for s, p in zip(plan.decodes, plan.positions, strict=True)
+        ]
+        views["position"][:D] = plan.positions
+        views["position"][D:] = -1
+        views["rope_len"][:D] = [
+            max(s.prompt_len, p + 1) for s, p in zip(plan.decodes, plan.positions, strict=True)
+        ]
+        # What a row has generated before: its pending token is the one that this step samples.
+        views["step"][:n] = [s.generated - 1 for s in rows]
+        views["logit"][:D] = range(D)
+        views["sample"][:D] = 1
+        row, end = D, S
+        for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+            end += chunk.count
+            after = row + 1 + len(forks)
+            views["logit"][row:after] = end - 1
+            views["sample"][row:after] = chunk.last and not chunk.sequence.score
+            row = after
+
+    def _chunks(self, views: dict[str, np.ndarray], plan: StepPlan, key: StepKey) -> None:
+        """The chunks' tokens and positions."""
+        S, rope = key.rows, views["rope_len"]
+        views["chunk_position"][:] = -1
+        if "chunk_row" in views:
+            views["chunk_row"][:] = S  # nobody has seen the tokens of padding
+        start, row = 0, len(plan.decodes)
+        for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+            sequence, first, end = chunk.sequence, chunk.start, chunk.start + chunk.count
+            views["chunk_token"][start : start + chunk.count] = sequence.tokens[first:end]
+            positions = np.arange(first, end)
+            views["chunk_position"][start : start + chunk.count] = positions
+            rope[S + start : S + start + chunk.count] = np.maximum(positions + 1, sequence.prompt_len)
+            if key.score:
+                targets = sequence.tokens[first + 1 : end + 1]
+                views["target"][start : start + len(targets)] = targets
+            if "chunk_row" in views:
+                views["chunk_row"][start : start + chunk.count] = row
+            start, row = start + chunk.count, row + 1 + len(forks)
+        # Static batching's padding is computed like a token, though it has no place in the cache.
+        views["chunk_position"][start : plan.min_tokens] = 0
+
+
+def _held(plan: StepPlan) -> tuple[np.ndarray, list[int]]:
+    """int64, all blocks of the decoding rows, one row's after another's; and how many each has."""
+    counts = [len(s.blocks) for s in plan.decodes]
+    blocks = chain.from_iterable([s.blocks for s in plan.decodes])
+    return np.fromiter(blocks, np.int64, sum(counts)), counts
+
+
+def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:
+    """The rows' parameters; padding rows are greedy."""
+    padding = len(views["slot"]) - len(rows)
+    params = [s.params for s in rows] + [_GREEDY] * padding
+    values = sampling_values(params, [s.seed for s in rows] + [0] * padding)
+    for name, value in values.items():
+        views[name][:] = value.view(np.int32)
+
+
+def _fill_penalty(views: dict[str, np.ndarray], plan: StepPlan) -> None:
+    """What each row has seen: its slot's set, its parent's, or nothing yet."""
+    views["seen_as"][:] = np.arange(len(views["seen_as"]))
+    row = len(plan.decodes)
+    for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+        views["fresh"][row] = chunk.start == 0
+        views["seen_as"][row + 1 : row + 1 + len(forks)] = row
+        row += 1 + len(forks)
+
+
+_GREEDY = SamplingParams(temperature=0.0)

@@ -1,0 +1,179 @@
+"""What runners on devices have in common: batches padded to buckets, warm-up, results read by the host."""
+
+import dataclasses
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.engine.routing.expert_counts import RoutingRecord
+from moejax.engine.routing.recorder import RoutingRecorder
+from moejax.engine.routing.replay import RoutingReplay
+from moejax.engine.scheduling.plan import Plan
+from moejax.engine.step.batch import BatchBuilder, Limits, StepKey
+from moejax.engine.step.buckets import Buckets
+from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.program import PagedOutput
+from moejax.engine.step.runner import StepResult
+from moejax.engine.step.sampler import SamplerMode, read_logprobs
+
+
+class Rows(NamedTuple):
+    """What a batch holds, as the host must know it to read the result.
+
+    Attributes:
+        wanted: how many likeliest tokens each row wants to know; None where nobody does.
+        rows, chunk_tokens: of each data-parallel group, padding not counted.
+        plan: what was asked for; its sequences have gone on since.
+    """
+
+    wanted: list[int | None] | None
+    rows: list[int]
+    chunk_tokens: list[int]
+    plan: Plan
+
+    @classmethod
+    def of(cls, plan: Plan, key: StepKey) -> "Rows":
+        return cls(
+            [s.params.logprobs for s in plan.sequences] if key.mode.logprobs >= 0 else None,
+            [len(part.sequences) for part in plan.groups],
+            [part.chunk_tokens for part in plan.groups],
+            plan,
+        )
+
+
+class BucketRunner(ABC):
+    """A base: how a step runs and blocks are copied is the subclass's.
+
+    Args:
+        model: of the whole model.
+        config: buckets, slots, tokens in a block.
+        num_blocks, max_model_len: of the cache, of one sequence.
+        ledger: where steps are compiled.
+        kernels: implementation of the GPU kernels, "xla" for none.
+        groups: data-parallel groups; slots, blocks and buckets are each one's.
+        replay: the routing that steps are told; None: routers choose.
+
+    `capture` takes each computed token's routing where `config.capture_routing` asks for it, else it is None.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        num_blocks: int,
+        max_model_len: int,
+        ledger: CompileLedger,
+        kernels: str,
+        groups: int,
+        replay: RoutingReplay | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.config = config
+        self.groups = groups
+        self._one_slab = kernels != "xla"
+        self.buckets = self._all_buckets(num_blocks)
+        self.limits = Limits(
+            slots=config.max_num_seqs,
+            block_size=config.block_size,
+            table_width=-(-max_model_len // config.block_size),
+            slab_ends=self.buckets.slabs.ends,
+            kernels=kernels,
+            capture=config.capture_routing,
+            replay=None if replay is None else replay.shape,
+        )
+        self.builder = BatchBuilder(self.buckets, self.limits, replay)
+        self.capture = RoutingRecorder(model) if config.capture_routing else None
+        self._far = jax.default_backend() != "cpu"  # there a host's copy costs more than it saves
+        self.routing = RoutingRecord(model.num_layers, model.num_experts)
+
+    @abstractmethod
+    def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
+        """Starts a step on a built batch."""
+
+    @abstractmethod
+    def _copier(self, slabs: int) -> Any:
+        """The compiled program that copies blocks within the first `slabs` slabs."""
+
+    def _result(self, key: StepKey, batch: Rows, output: PagedOutput) -> StepResult:
+        """Reads what a batch gave; this is where the host waits for the device."""
+        sampled = jax.tree.map(lambda x: _of_groups(x, batch.rows), output.sampled)
+        logprobs = None if batch.wanted is None else read_logprobs(sampled, batch.wanted)
+        scores = None
+        if output.prompt_logprobs is not None:
+            scores = _of_groups(output.prompt_logprobs, batch.chunk_tokens)
+        return StepResult(sampled.tokens.tolist(), logprobs, scores, self.groups * (key.rows + key.tokens))
+
+    def _take_routing(self, key: StepKey, batch: Rows, output: PagedOutput) -> None:
+        """Has a batch's captured routing read, in a while."""
+        if self.capture is None or output.captured is None:
+            return
+        for array in output.captured if self._far else ():
+            if isinstance(array, jax.Array):  # put together by the host where there are stages
+                array.copy_to_host_async()
+        self.capture.add(batch.plan, key.rows, *output.captured)
+
+    def warmup(
+        self,
+        max_total_len: int,
+        modes: Sequence[SamplerMode],
+        *,
+        samples: int = 1,
+        score: bool = False,
+        record: bool = False,
+    ) -> None:
+        """Compiles ahead of time every step that such a workload can need, and rehearses each once on an
+        empty batch: the first run of a program costs tens of milliseconds more than the next.
+
+        From then on batches are padded to the few buckets compiled here, see `Buckets.thinned`.
+
+        Args:
+            max_total_len: of its longest request, prompt and output. A preempted one comes back as a prompt.
+            modes: sampler modes that the batches run in.
+            samples: the largest n of a request.
+            score, record: compile the steps that score prompts, or record routing, as well. Where every step
+                records (`BatchBuilder.record_all`) there are no others.
+        """
+        self.builder.warm_modes = list(dict.fromkeys(modes))
+        self.buckets = self.builder.buckets = self._thinned(max_total_len)
+        samples = min(samples, self.limits.slots)  # more than that run one group after another
+        owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
+        reachable = list(self.buckets.reachable(max_total_len, self.limits.block_size, samples))
+        modes, records = self.builder.warm_modes, (False, True) if record else (False,)
+        if self.builder.record_all:
+            records = (True,)
+        options = itertools.product(reachable, owners, modes, records, (False, True) if score else (False,))
+        for (rows, tokens, slabs), sharing, mode, recorded, scored in options:
+            if tokens or not scored:
+                blocks = self.limits.slab_ends[slabs - 1]
+                key = StepKey(rows, tokens, blocks, sharing, mode, recorded, scored)
+                buffer = np.tile(self.builder.empty(key), self.groups)
+                jax.block_until_ready(self._run(key, buffer))
+        if samples > 1:
+            for slabs in sorted({slabs for _, _, slabs in reachable}):
+                self._copier(slabs)
+
+    def _thinned(self, max_total_len: int) -> Buckets:
+        """The buckets that a warm-up compiles."""
+        whole = self._all_buckets(self.buckets.slabs.num_blocks)
+        return whole.thinned(self.config, max_total_len)
+
+    def _all_buckets(self, num_blocks: int) -> Buckets:
+        """Kernels read through block tables, whatever the pool's size: it is one slab."""
+        config = self.config
+        if self._one_slab:
+            config = dataclasses.replace(config, block_buckets=[num_blocks])
+        return Buckets.of(config, num_blocks)
+
+
+def _of_groups(x: jax.Array, counts: Sequence[int]) -> np.ndarray:
+    """The first `counts[g]` rows of each group g's equal share of the rows."""
+    rows = np.asarray(x)
+    each = len(rows) // len(counts)
+    if len(counts) == 1:
+        return rows[: counts[0]]
+    return np.concatenate([rows[g * each : g * each + count] for g, count in enumerate(counts)])

@@ -1,0 +1,192 @@
+"""Runs plans on the device: builds the batch, finds its bucket's compiled step, owns the device state."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.cache.pool import BlockPool, Pages
+from moejax.core.config import EngineConfig
+from moejax.engine.routing.replay import RoutingReplay
+from moejax.engine.scheduling.plan import Plan
+from moejax.engine.step.batch import StepKey, layout
+from moejax.engine.step.bucket_runner import BucketRunner, Rows
+from moejax.engine.step.functions import shapes_of
+from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.program import DeviceState, PagedFunctions, PagedOutput
+from moejax.engine.step.runner import StepResult
+from moejax.ops.kv_segments import copy_blocks
+from moejax.sharding.spmd import OneDevice, OnMesh
+
+
+class CopyKey(NamedTuple):
+    """Shape bucket of the program that copies shared blocks: cache blocks in reach."""
+
+    blocks: int
+
+
+class Launched(NamedTuple):
+    """A step under way, and the device's promise."""
+
+    key: StepKey
+    batch: Rows
+    output: PagedOutput
+
+
+class DeviceRunner(BucketRunner):
+    """Implements `moejax.engine.step.runner.Runner`.
+
+    Args:
+        functions: the model's leaves and step.
+        config: buckets, slots, tokens in a block.
+        num_blocks, max_model_len: of the cache, of one sequence.
+        ledger: where steps are compiled.
+        kernels: implementation of the GPU kernels, "xla" for none.
+        place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
+        kv_dtype: of the cache; None: the model's.
+        replay: the routing that steps are told; None: routers choose.
+    """
+
+    def __init__(
+        self,
+        functions: PagedFunctions,
+        config: EngineConfig,
+        num_blocks: int,
+        max_model_len: int,
+        ledger: CompileLedger,
+        kernels: str = "xla",
+        place: OneDevice | None = None,
+        kv_dtype: str | None = None,
+        replay: RoutingReplay | None = None,
+    ) -> None:
+        self.place = place or OneDevice()
+        self.functions = functions
+        model = functions.config
+        limits = (num_blocks, max_model_len)
+        super().__init__(model, config, *limits, ledger, kernels, self.place.groups, replay)
+        self.pool = BlockPool(
+            model,
+            self.buckets.slabs,
+            config.block_size,
+            jnp.dtype(kv_dtype or model.dtype),
+            transposed_keys=not self._one_slab,
+            place=self.place,
+        )
+        self.reset()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the cache holds now, see `BlockPool.nbytes`."""
+        return self.pool.nbytes
+
+    def reset(self) -> None:
+        self.pool.reset()
+        self._last = self.place.zeros((self.limits.slots + 1,), jnp.int32)
+        self._seen: jax.Array | None = None
+
+    def launch(self, plan: Plan) -> Launched:
+        """Builds the batch and starts the step.
+
+        Raises:
+            CompileError: the step is not compiled, and may not be any more (`engine.strict_compile`).
+        """
+        if any(part.copies for part in plan.groups):
+            self._copy([part.copies for part in plan.groups])
+        key, buffer = self.builder.build(plan)
+        return Launched(key, Rows.of(plan, key), self._run(key, buffer))
+
+    def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
+        step = self.program(key)
+        pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
+        given = DeviceState(pages, self._last, self._seen_of(key))
+        state, output = self.place.settled(step(self.functions.leaves, given, self.place.put(buffer)))
+        self.pool.put(state.pages)
+        self._last = state.last
+        if key.mode.penalty:
+            self._seen = state.seen
+        return output
+
+    def collect(self, handle: Launched) -> StepResult:
+        """Reads a step's result; this is where the host waits for the device."""
+        key, output = handle.key, handle.output
+        result = self._result(key, handle.batch, output)
+        if output.counts is not None:
+            phase = "prefill" if key.tokens else "decode"
+            self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
+        if self.capture is not None:
+            self.capture.next_step()
+            self._take_routing(key, handle.batch, output)
+        return result
+
+    def _seen_of(self, key: StepKey) -> jax.Array | None:
+        if not key.mode.penalty:
+            return None
+        if self._seen is None:
+            shape = (self.limits.slots + 1, self.functions.config.vocab_size)
+            self._seen = self.place.zeros(shape, jnp.bool_)
+        return self._seen
+
+    def program(self, key: StepKey) -> Any:
+        """The compiled step of a bucket."""
+
+        def build() -> jax.stages.Wrapped:
+            def step(leaves: Any, state: DeviceState, buffer: jax.Array) -> Any:
+                how: Any = {"key": key, "limits": self.limits, "place": self.place}
+                return self.functions.step(leaves, state, buffer, **how)
+
+            return self.place.compiled(step, shapes(), donate=1, output=True)
+
+        def shapes() -> tuple[Any, ...]:
+            slots, vocab = self.limits.slots + 1, self.functions.config.vocab_size
+            struct = self.place.struct
+            seen = struct((slots, vocab), jnp.bool_) if key.mode.penalty else None
+            state: Any = DeviceState(
+                self.pool.shapes(self.limits.slab_ends.index(key.blocks) + 1),
+                struct((slots,), jnp.int32),
+                cast(Any, seen),
+            )
+            buffer = struct((layout(key, self.limits)[1],), jnp.int32)
+            return self._leaves(), state, buffer
+
+        return self.ledger.get("step", key, build, shapes)
+
+    def _leaves(self) -> Any:
+        """The weights' shapes, on a mesh with where they are."""
+        leaves = self.functions.leaves
+        if isinstance(self.place, OnMesh):
+            return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
+        return shapes_of(leaves)
+
+    def _copier(self, slabs: int) -> Any:
+        """The compiled program that copies blocks within the first `slabs` slabs."""
+        most = self.limits.slots
+
+        def build() -> jax.stages.Wrapped:
+            def copy(pages: Pages, pairs: jax.Array) -> Pages:
+                # A group's sources, destinations and, in the last place, how many of them there are.
+                source, destination, count = pairs[:most], pairs[most : 2 * most], pairs[2 * most]
+                layers = range(len(pages[0]))
+                done = [
+                    copy_blocks(tuple(slab[i] for slab in pages), source, destination, count) for i in layers
+                ]
+                return tuple(tuple(layer[z] for layer in done) for z in range(len(pages)))
+
+            return self.place.compiled(copy, shapes(), donate=0, output=False)
+
+        def shapes() -> tuple[Any, ...]:
+            return self.pool.shapes(slabs), self.place.struct((2 * most + 1,), jnp.int32)
+
+        return self.ledger.get("copy", CopyKey(self.limits.slab_ends[slabs - 1]), build, shapes)
+
+    def _copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Copies each group's blocks before the step that writes into the copies. At most one a slot."""
+        most = self.limits.slots
+        pairs = np.zeros((len(copies), 2 * most + 1), np.int32)
+        for row, mine in zip(pairs, copies, strict=True):
+            row[: 2 * most].reshape(2, most)[:, : len(mine)] = np.asarray(mine, np.int32).reshape(-1, 2).T
+            row[2 * most] = len(mine)
+        slabs = self.buckets.slabs_for(int(pairs[:, : 2 * most].max()) + 1)
+        copier = self._copier(slabs)
+        self.pool.put(copier(self.pool.take(slabs), self.place.put(pairs.reshape(-1))))

@@ -1,0 +1,98 @@
+"""A runner without a model: checks what it is asked to do and samples by hashing. For tests and for timing
+the host's work. No JAX here.
+
+Its cache holds, for each position, a hash of all tokens up to there, as a real cache's keys depend on all
+tokens up to theirs. A token is sampled from all positions up to its own, read through the block table: a
+wrong block, a missed copy, a lost write or one into another's block, however far back, gives another token
+than the same request alone would get.
+"""
+
+from moejax.engine.scheduling.plan import Plan, StepPlan
+from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.step.runner import StepResult
+
+
+class FakeRunner:
+    """Deterministic tokens in [0, vocab_size) from a sequence's tokens, seed and length.
+
+    Args:
+        num_blocks, block_size: of the cache.
+        vocab_size: tokens are drawn from [0, vocab_size).
+        fail_at: launches (counted from 0) that raise `RuntimeError`, to test what the engine does then.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, vocab_size: int = 1000, fail_at: frozenset[int] = frozenset()
+    ) -> None:
+        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self.fail_at = fail_at
+        self.launches = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self._groups: list[FakeDevice] = []
+
+    def launch(self, plan: Plan) -> StepResult:
+        number, self.launches = self.launches, self.launches + 1
+        if number in self.fail_at:
+            raise RuntimeError(f"step {number} fails on purpose")
+        while len(self._groups) < len(plan.groups):
+            self._groups.append(FakeDevice(self.num_blocks, self.block_size, self.vocab_size))
+        tokens: list[int] = []
+        for device, part in zip(self._groups, plan.groups, strict=True):
+            tokens += device.step(part)
+        return StepResult(tokens, padded_tokens=plan.num_tokens)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
+
+
+class FakeDevice:
+    """The cache of one data-parallel group."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self._cache: dict[int, list[int | None]] = {}
+        self._last: dict[int, int] = {}
+
+    def step(self, plan: StepPlan) -> list[int]:
+        """A token for each row; 0 for those that sample nothing."""
+        for source, destination in plan.copies:
+            self._cache[destination] = list(self._block(source))
+        tokens = [0] * len(plan.sequences)
+        for sequence, position in zip(plan.decodes, plan.positions, strict=True):
+            self._store(sequence, position)
+        for chunk in plan.chunks:
+            for position in range(chunk.start, chunk.start + chunk.count):
+                self._store(chunk.sequence, position)
+        for row, sequence in plan.sampling_rows():
+            step = sequence.generated - 1
+            tokens[row] = hash((self._attend(sequence), sequence.seed, step)) % self.vocab_size
+        for row, sequence in plan.sampling_rows():
+            self._last[sequence.slot] = tokens[row]
+        return tokens
+
+    def _block(self, block: int) -> list[int | None]:
+        if not 0 <= block < self.num_blocks:
+            raise AssertionError(f"block {block} does not exist")
+        return self._cache.setdefault(block, [None] * self.block_size)
+
+    def _store(self, sequence: Sequence, position: int) -> None:
+        """Writes a position's hash."""
+        known = position < len(sequence.tokens)
+        token = sequence.tokens[position] if known else self._last[sequence.slot]
+        before: int | None = 0
+        if position:
+            index, offset = divmod(position - 1, self.block_size)
+            before = self._block(sequence.blocks[index])[offset]
+            if before is None:
+                raise AssertionError(f"{sequence!r} reads position {position - 1}, which was never written")
+        index, offset = divmod(position, self.block_size)
+        self._block(sequence.blocks[index])[offset] = hash((before, token))
+
+    def _attend(self, sequence: Sequence) -> int:
+        """A hash of what all its positions hold, once this step's are written."""
+        held = [value for block in sequence.blocks for value in self._block(block)][: sequence.computed]
+        if None in held:
+            raise AssertionError(f"{sequence!r} reads position {held.index(None)}, which was never written")
+        return hash(tuple(held))

@@ -1,0 +1,181 @@
+"""The compiled step over the paged cache: a pure function of (weight leaves, device state, one buffer)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.cache.pool import PagedCache, Pages
+from moejax.engine.step.batch import Batch, Limits, StepKey, unpack
+from moejax.engine.step.functions import ModelFunctions, routing_counts, token_logprobs
+from moejax.engine.step.sampler import Sampled, sample
+from moejax.models.decoder import Decoder
+from moejax.moe.layer import RoutingTrace
+from moejax.moe.router import Replay
+from moejax.routing.capture import id_dtype
+from moejax.sharding.spmd import OneDevice
+
+
+class DeviceState(NamedTuple):
+    """What a step hands the next, all donated.
+
+    Attributes:
+        pages: the slabs that the step reads and writes.
+        last: int32 `[slots + 1]`, the token that each slot sampled last; the last place is scratch.
+        seen: bool `[slots + 1, V]`, tokens of each slot's prompt and output; None in a step without
+            repetition penalties.
+    """
+
+    pages: Pages
+    last: jax.Array
+    seen: jax.Array | None
+
+
+class PagedOutput(NamedTuple):
+    """What the host reads after a step: sampled rows `[S]`; counts int32 `[L, E]` and overflow int32 `[2]`
+    where routing is recorded; prompt_logprobs float32 `[T]` where chunks are scored; captured, of the S + T
+    tokens, where it is."""
+
+    sampled: Sampled
+    counts: jax.Array | None
+    overflow: jax.Array | None
+    prompt_logprobs: jax.Array | None
+    captured: "Captured | None" = None
+
+
+class Captured(NamedTuple):
+    """Each token's choice in the layers with experts: ids uint8 or uint16 and weights float32 `[N, L, k]`."""
+
+    ids: jax.Array
+    weights: jax.Array
+
+
+class PagedFunctions(ModelFunctions):
+    """A model split into weight leaves and the step."""
+
+    def step(
+        self,
+        leaves: Sequence[jax.Array],
+        state: DeviceState,
+        buffer: jax.Array,
+        *,
+        key: StepKey,
+        limits: Limits,
+        place: OneDevice,
+    ) -> tuple[DeviceState, PagedOutput]:
+        """One token of each decoding row and all chunk tokens, in one pass of the model.
+
+        On a mesh (`place`) this is a device's part: its group's state and buffer. The output is all groups'.
+        """
+        batch = unpack(buffer, key, limits)
+        model = self.merge(leaves)
+        token = decoded_tokens(batch, state.last)
+        x = model.embed(flat_tokens(batch, token)[:, None])
+        x, pages, traces = run_layers(model, x, batch, state.pages, limits)
+        counts = overflow = None
+        if key.record:
+            counts, overflow = (place.total(x) for x in routing_counts(traces, self.config.num_experts))
+        state, sampled, scores = finish(model, x, batch, token, state._replace(pages=pages), key)
+        captured = capture(traces, self.config.num_experts) if limits.capture else None
+        sampled, scores, captured = place.everywhere((sampled, scores, captured))
+        return state, PagedOutput(sampled, counts, overflow, scores, captured)
+
+
+@jax.named_scope("inputs")
+def decoded_tokens(batch: Batch, last: jax.Array) -> jax.Array:
+    """int32 `[S]`: what each row decodes, known to the host or sampled last by its slot."""
+    return jnp.where(batch.token >= 0, batch.token, last[batch.slot])
+
+
+@jax.named_scope("inputs")
+def flat_tokens(batch: Batch, token: jax.Array) -> jax.Array:
+    """int32 `[S + T]`: the rows' tokens, then the chunks'."""
+    return token if batch.chunk_token is None else jnp.concatenate([token, batch.chunk_token])
+
+
+def run_layers(
+    model: Decoder, x: jax.Array, batch: Batch, pages: Pages, limits: Limits
+) -> tuple[jax.Array, Pages, tuple[RoutingTrace | None, ...]]:
+    """The model's layers (of a pipeline stage: its own) over the flat batch: x `[S + T, 1, D]` → (the same,
+    pages, traces)."""
+    positions = batch.position
+    if batch.chunk_position is not None:
+        positions = jnp.concatenate([positions, batch.chunk_position])
+    x, cache, traces = model.run(
+        x,
+        jnp.maximum(positions, 0)[:, None],
+        valid=(positions >= 0)[:, None],
+        cache=PagedCache(pages, batch.attention, limits.kernels),
+        rope_lens=batch.rope_len,
+        routing=None if batch.replay is None else replayed(model, batch.replay),
+    )
+    return x, cache.pages, traces
+
+
+def capture(traces: Sequence[RoutingTrace | None], num_experts: int) -> Captured | None:
+    """What these layers chose; None where none has experts."""
+    found = [trace for trace in traces if trace is not None]
+    if not found:
+        return None
+    ids = jnp.stack([trace.ids[:, 0] for trace in found], axis=1)
+    return Captured(ids.astype(id_dtype(num_experts)), jnp.stack([t.weights[:, 0] for t in found], axis=1))
+
+
+def replayed(model: Decoder, whole: Replay) -> list[Replay | None]:
+    """`[S + T, L, k]` of the whole model → `[S + T, 1, k]` for each layer here, None for a dense one."""
+    assert whole.weights is not None
+    found: list[Replay | None] = []
+    for layer in model.stage:
+        place = sum(model.config.moe_layers[:layer])
+        sparse = model.config.moe_layers[layer]
+        parts = (whole.ids[:, place, None], whole.weights[:, place, None]) if sparse else None
+        found.append(None if parts is None else Replay(*parts))
+    return found
+
+
+def finish(
+    model: Decoder, x: jax.Array, batch: Batch, token: jax.Array, state: DeviceState, key: StepKey
+) -> tuple[DeviceState, Sampled, jax.Array | None]:
+    """Samples the rows and scores the chunks: final `[S + T, 1, D]`, decoded tokens `[S]` → (state, sampled
+    rows, log-probabilities of the chunks' next tokens where they are asked for)."""
+    x = x[:, 0]
+    rows, seen = None, state.seen
+    if key.mode.penalty:
+        assert state.seen is not None
+        rows = _seen_rows(batch, token, state.seen)
+        seen = state.seen.at[batch.slot].set(rows)
+    sampled = sample(model.logits(x[batch.logit]), batch.sampling, batch.step, rows, key.mode)
+    scores = None
+    if key.score:
+        assert batch.target is not None
+        scores = token_logprobs(model, x[key.rows :], batch.target)
+    return state._replace(last=_remember(state.last, batch, sampled.tokens), seen=seen), sampled, scores
+
+
+@jax.named_scope("sampling")
+def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:
+    """bool `[S, V]`: what each row has seen, this step's tokens included."""
+    assert batch.fresh is not None and batch.seen_as is not None
+    rows = seen[batch.slot] & (batch.fresh == 0)[:, None]
+    S = rows.shape[0]
+    # A row that does not decode marks past the end, which drops it.
+    place = jnp.where(batch.position >= 0, jnp.arange(S, dtype=jnp.int32), S)
+    rows = rows.at[place, token].set(True, mode="drop")
+    if batch.chunk_row is not None:
+        assert batch.chunk_position is not None and batch.chunk_token is not None
+        place = jnp.where(batch.chunk_position >= 0, batch.chunk_row, S)
+        rows = rows.at[place, batch.chunk_token].set(True, mode="drop")
+    return rows[batch.seen_as]
+
+
+@jax.named_scope("sampling")
+def _remember(last: jax.Array, batch: Batch, tokens: jax.Array) -> jax.Array:
+    """`last` with the tokens of the rows that sampled.
+
+    By comparison, not by scatter, which XLA:CPU runs element by element.
+    """
+    slots = jnp.arange(last.shape[0], dtype=jnp.int32)[:, None]
+    hit = (batch.slot[None, :] == slots) & (batch.sample != 0)[None, :]
+    new = jnp.max(jnp.where(hit, tokens[None, :], -1), axis=1)
+    return jnp.where(new >= 0, new, last)

@@ -1,0 +1,48 @@
+"""What computes a step. The scheduler knows only this protocol: the device runner, the fake one of the tests
+and later one that only knows costs stand behind it. No JAX here."""
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from moejax.engine.requests.api import Logprob
+from moejax.engine.scheduling.plan import Plan
+
+
+class StepResult(NamedTuple):
+    """What a step gave.
+
+    Attributes:
+        tokens: one a row of the plan; of rows that sample nothing it is to be ignored.
+        logprobs: one a row, None for rows that did not ask; None if no row did.
+        prompt_logprobs: float32, for every token of the plan's chunks in order, log p(next prompt token);
+            None if no chunk is to be scored.
+        padded_tokens: tokens that were computed, padding included.
+    """
+
+    tokens: list[int]
+    logprobs: list[Logprob | None] | None = None
+    prompt_logprobs: np.ndarray | None = None
+    padded_tokens: int = 0
+
+
+class Runner(Protocol):
+    """Runs plans in the order in which they are launched.
+
+    `launch` must take what it needs from the plan's sequences before it returns, since the scheduler goes on
+    changing them; it need not wait for the result, `collect` does. Between two of them the newest token of
+    a sequence may exist only here: a row whose `computed` position lies past `Sequence.tokens` continues
+    from the token that its slot sampled last.
+    """
+
+    def launch(self, plan: Plan) -> Any:
+        """Starts a step and returns a handle for `collect`."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Waits for a launched step."""
+        ...
+
+    def reset(self) -> None:
+        """After a failed step: forgets all sequences' state. They will be computed anew."""
+        ...

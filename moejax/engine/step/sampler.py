@@ -1,0 +1,225 @@
+"""From logits to tokens on the device. Every row has its own parameters and random stream.
+
+Order of operations, as in vLLM: repetition penalty, temperature, min-p, top-k, top-p, then a draw by the
+Gumbel-max trick. A row's random key depends on its seed and the number of its tokens alone, so neighbours
+in the batch do not change what it draws.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.engine.requests.api import Logprob, SamplingParams
+
+
+class SamplerMode(NamedTuple):
+    """What a batch needs of the sampler: part of a step's compile key, so that greedy decoding pays for
+    nothing else. `logprobs` is the number of likeliest tokens to report, -1 for no log-probabilities."""
+
+    greedy: bool = True
+    filters: bool = False
+    penalty: bool = False
+    logprobs: int = -1
+
+
+class SamplingArrays(NamedTuple):
+    """Per-row parameters, each `[B]`: see `moejax.engine.requests.api.SamplingParams`."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    seed: jax.Array
+
+
+class Sampled(NamedTuple):
+    """tokens int32 `[B]`; where asked for, the chosen token's log-probability and rank `[B]` and the
+    likeliest tokens' ids and log-probabilities `[B, n]` (else None)."""
+
+    tokens: jax.Array
+    logprob: jax.Array | None
+    rank: jax.Array | None
+    top_ids: jax.Array | None
+    top_logprobs: jax.Array | None
+
+
+def sampler_mode(params: Sequence[SamplingParams], vocab_size: int) -> SamplerMode:
+    """The least mode that serves all of `params`."""
+    wanted = [p.logprobs for p in params if p.logprobs is not None]
+    return SamplerMode(
+        greedy=all(p.greedy for p in params),
+        filters=any(not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params),
+        penalty=any(p.repetition_penalty != 1.0 for p in params),
+        logprobs=min(max(wanted), vocab_size) if wanted else -1,
+    )
+
+
+def common_mode(modes: Iterable[SamplerMode]) -> SamplerMode:
+    """The least mode that does what all of `modes` do."""
+    found = set(modes)
+    if len(found) == 1:
+        return found.pop()
+    return SamplerMode(
+        greedy=all(m.greedy for m in found),
+        filters=any(m.filters for m in found),
+        penalty=any(m.penalty for m in found),
+        logprobs=max((m.logprobs for m in found), default=-1),
+    )
+
+
+def sampling_values(params: Sequence[SamplingParams], seeds: Sequence[int]) -> dict[str, np.ndarray]:
+    """Per-row parameters by name; what float32 or int32 cannot hold becomes the nearest that it can."""
+    int32, f32 = np.iinfo(np.int32), np.finfo(np.float32)
+    tiny = float(f32.tiny)
+
+    def floats(values: list[float], least: float = 0.0) -> np.ndarray:
+        return np.clip(np.array(values, np.float64), least, f32.max).astype(np.float32)
+
+    return {
+        "temperature": floats([p.temperature for p in params]),
+        "top_k": np.array([min(p.top_k, int32.max) for p in params], np.int32),
+        "top_p": floats([p.top_p for p in params], tiny),
+        "min_p": floats([p.min_p for p in params]),
+        "repetition_penalty": floats([p.repetition_penalty for p in params], tiny),
+        "seed": np.array([s % 2**32 for s in seeds], np.uint32),
+    }
+
+
+def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingArrays:
+    """`sampling_values` on the device."""
+    return SamplingArrays(**{k: jnp.asarray(v) for k, v in sampling_values(params, seeds).items()})
+
+
+@jax.named_scope("sampling")
+def sample(
+    logits: jax.Array,
+    arrays: SamplingArrays | None,
+    step: jax.Array,
+    seen: jax.Array | None,
+    mode: SamplerMode,
+) -> Sampled:
+    """Chooses one token a row.
+
+    Args:
+        logits: float32 `[B, V]`.
+        arrays: the rows' parameters; None is enough where the mode is greedy without penalty.
+        step: int32 `[B]`, tokens that the row has generated so far.
+        seen: bool `[B, V]`, tokens of prompt and output; needed only under `mode.penalty`.
+    """
+    scores = logits
+    if mode.penalty:
+        assert seen is not None and arrays is not None
+        scores = penalize(scores, seen, arrays.repetition_penalty)
+    tokens = first_argmax(scores)
+    if not mode.greedy:
+        assert arrays is not None
+        hot = arrays.temperature > 0
+        # Relative to the likeliest token, so that no temperature is too small to divide by.
+        scaled = scores - jnp.max(scores, axis=-1, keepdims=True)
+        scaled = scaled / jnp.where(hot, arrays.temperature, 1.0)[:, None]
+        if mode.filters:
+            scaled = filter_scores(scaled, arrays)
+        tokens = jnp.where(hot, draw(scaled, arrays.seed, step), tokens)
+    if mode.logprobs < 0:
+        return Sampled(tokens, None, None, None, None)
+    return _with_logprobs(logits, tokens, mode.logprobs)
+
+
+def first_argmax(scores: jax.Array) -> jax.Array:
+    """int32 `[B]`: the first index of each row's maximum.
+
+    Equals `jnp.argmax`, which XLA:CPU computes element by element: four times slower (docs/log.md).
+    """
+    V = scores.shape[-1]
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    index = jnp.where(scores >= best, jnp.arange(V, dtype=jnp.int32)[None, :], V)
+    return jnp.minimum(jnp.min(index, axis=-1), V - 1)
+
+
+def _with_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> Sampled:
+    """Log-probabilities under the model's own distribution."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)
+    # Ranked by logits: two that differ may round to one log-probability.
+    rank = 1 + jnp.sum(logits > jnp.take_along_axis(logits, tokens[:, None], axis=1), axis=1, dtype=jnp.int32)
+    if count:
+        ids = jax.lax.top_k(logits, count)[1]
+        top = jnp.take_along_axis(logprobs, ids, axis=1)
+    else:
+        top, ids = jnp.zeros((tokens.shape[0], 0)), jnp.zeros((tokens.shape[0], 0), jnp.int32)
+    return Sampled(tokens, chosen[:, 0], rank, ids, top)
+
+
+def penalize(scores: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Divides positive and multiplies negative scores of seen tokens by the penalty (arXiv 1909.05858)."""
+    factor = penalty[:, None]
+    penalized = jnp.where(scores > 0, scores / factor, scores * factor)
+    limits = jnp.finfo(scores.dtype)
+    return jnp.where(seen, jnp.clip(penalized, limits.min, limits.max), scores)
+
+
+def filter_scores(scores: jax.Array, arrays: SamplingArrays) -> jax.Array:
+    """Scores `[B, V]` with the tokens that min-p, top-k and top-p exclude at -inf.
+
+    At least the likeliest token always stays. Ties with the last token kept by top-k are kept too.
+    """
+    V = scores.shape[-1]
+    log_min = jnp.log(jnp.maximum(arrays.min_p, jnp.finfo(jnp.float32).tiny))
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    keep = (scores >= best + log_min[:, None]) | (arrays.min_p <= 0)[:, None]
+    scores = jnp.where(keep, scores, -jnp.inf)
+
+    ordered = -jnp.sort(-scores, axis=-1)
+    k = jnp.where(arrays.top_k > 0, jnp.minimum(arrays.top_k, V), V)
+    kth = jnp.take_along_axis(ordered, (k - 1)[:, None], axis=1)
+    scores = jnp.where(scores >= kth, scores, -jnp.inf)
+    ordered = jnp.where(ordered >= kth, ordered, -jnp.inf)
+
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # A token stays while the likelier ones together have not reached top_p.
+    inside = before < arrays.top_p[:, None]
+    least = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(scores >= jnp.where((arrays.top_p < 1.0)[:, None], least, -jnp.inf), scores, -jnp.inf)
+
+
+def draw(scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
+    """One sample a row from softmax(scores), by row keys (seed, step). int32 `[B]`."""
+
+    def one(row: jax.Array, row_seed: jax.Array, row_step: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row_seed), row_step)
+        return row + jax.random.gumbel(key, row.shape, row.dtype)
+
+    return first_argmax(jax.vmap(one)(scores, seed, step))
+
+
+@jax.named_scope("sampling")
+def mark_seen(seen: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Adds each row's new token to `seen` `[B, V]`."""
+    return seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
+
+
+def initial_seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -> np.ndarray:
+    """bool `[rows, V]`: the tokens of each prompt."""
+    seen = np.zeros((rows, vocab_size), np.bool_)
+    for row, prompt in enumerate(prompts):
+        seen[row, np.asarray(prompt, np.int64)] = True
+    return seen
+
+
+def read_logprobs(sampled: Sampled, wanted: Sequence[int | None]) -> list[Logprob | None]:
+    """The log-probabilities of the first rows, on the host: `wanted[i]` likeliest tokens, None for none."""
+    chosen, rank = np.asarray(sampled.logprob), np.asarray(sampled.rank)
+    ids, top = np.asarray(sampled.top_ids), np.asarray(sampled.top_logprobs)
+    found: list[Logprob | None] = []
+    for i, count in enumerate(wanted):
+        if count is None:
+            found.append(None)
+            continue
+        likeliest = dict(zip(ids[i, :count].tolist(), top[i, :count].tolist(), strict=True))
+        found.append(Logprob(float(chosen[i]), int(rank[i]), likeliest))
+    return found

@@ -1,0 +1,145 @@
+"""Statistics of one stage: of all that is to be calibrated there, the experts' a bounded number at a time."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moejax.core.quant import CalibrationConfig
+from moejax.ptq.batches import HiddenStates
+from moejax.ptq.observers import Stats, collect, collect_unrouted
+from moejax.ptq.sites import EXPERTS_HIDDEN, EXPERTS_IN, Stage, statistics_of
+from moejax.quantization.calibration import SAMPLE_TOKENS, Covered, Statistics, cold_experts, cover
+from moejax.quantization.rules import Chosen
+
+GRAM_BYTES = 2 << 30
+"""Bound on the Gram matrices of experts that are held at a time (GPTQ holds a few copies of them); those of a
+single expert are held in any case."""
+
+Batched = Callable[[float], None]
+"""Called with the share of the calibration set that a pass has seen."""
+
+
+class Gatherer:
+    """Runs the calibration set through a stage of the float model.
+
+    Attributes:
+        plain: statistics over all tokens, by site.
+        chunk: experts whose statistics are held at a time; 0 where none are calibrated.
+        visits: tokens that each expert has seen, as far as it was looked at; -1 before.
+        cold: experts that fell back.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        chosen: Mapping[str, Chosen],
+        calibration: CalibrationConfig,
+        hidden: HiddenStates,
+        batched: Batched = lambda share: None,
+    ) -> None:
+        self._graph, self._state = nnx.split(stage.module)
+        self._calibration, self._hidden, self._batched = calibration, hidden, batched
+        self._widths = {name: _width(stage, name) for name in _needed(stage, chosen)}
+        self._taps = tuple(
+            (site.name, site.tap)
+            for site in stage.sites
+            if site.name in self._widths and site.name != EXPERTS_HIDDEN
+        )
+        self._min_tokens = calibration.min_tokens
+        if any(c.format.activations == "static" for c in chosen.values()):
+            # One scale serves every token to come: an expert without any cannot do without a fallback.
+            self._min_tokens = max(self._min_tokens, 1)
+        per_expert = [self._widths[name] for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in self._widths]
+        E = int(stage.params()["moe.experts.down_proj"].shape[0]) if per_expert else 0
+        self.num_experts = E
+        self.chunk = chunk_of(E, 4 * sum(width**2 for width in per_expert)) if E else 0
+        self.visits, self.cold = np.full(E, -1, np.int64), np.zeros(E, bool)
+        self._held: tuple[int, dict[str, Covered]] | None = None
+        self.plain: Stats = {}
+
+    @property
+    def chunks(self) -> range:
+        """First expert of each chunk."""
+        return range(0, self.num_experts, self.chunk or 1)
+
+    def run(self) -> None:
+        """Collects the plain statistics, and those of the first chunk of experts on the way."""
+        stats = {name: Statistics.zeros((), self._widths[name]) for name, _ in self._taps}
+        stats |= self._empty_experts()
+        stats = self._collect(stats, 0, self._taps)
+        self.plain = {name: stats[name] for name, _ in self._taps}
+        if self.num_experts:
+            self._held = 0, self._covered(0, stats)
+
+    def experts(self, first: int) -> dict[str, Covered]:
+        """Statistics of experts first .. first + chunk - 1 after the fallback, by name."""
+        if self._held is None or self._held[0] != first:
+            self._held = None  # before the next ones take memory
+            self._held = first, self._covered(first, self._collect(self._empty_experts(), first, ()))
+        return self._held[1]
+
+    def _empty_experts(self) -> Stats:
+        names = [name for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in self._widths]
+        return {name: Statistics.zeros((self.chunk,), self._widths[name]) for name in names}
+
+    def _collect(self, stats: Stats, first: int, taps: Any) -> Stats:
+        for batch in self._hidden.batches():
+            start = jnp.int32(first)
+            stats = collect(self._graph, self._state, stats, batch.x, batch.valid, start, taps=taps)
+            self._batched(batch.rows.stop / len(self._hidden.values))
+        return stats
+
+    def _covered(self, first: int, stats: Stats) -> dict[str, Covered]:
+        own = {name: stats[name] for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in stats}
+        count = next(iter(own.values())).count
+        cold = cold_experts(count, self._min_tokens)
+        part = slice(first, first + self.chunk)
+        self.visits[part], self.cold[part] = np.asarray(count), np.asarray(cold)
+        other = self._fallback(first, np.flatnonzero(np.asarray(cold))) if bool(cold.any()) else own
+        how = self._calibration.fallback
+        return {name: cover(own[name], other[name], cold, how) for name in own}
+
+    def _fallback(self, first: int, experts: np.ndarray) -> Stats:
+        """What the cold experts make of all tokens, or of a sample of them."""
+        stats, stride = self._empty_experts(), 1
+        if self._calibration.fallback == "all":
+            stride = max(1, -(-self._hidden.num_tokens // SAMPLE_TOKENS))
+        numbers = np.zeros(self.chunk, np.int32)
+        numbers[: len(experts)] = experts
+        which = jnp.asarray(numbers), jnp.int32(len(experts)), jnp.int32(first)
+        for batch in self._hidden.batches():
+            stats = collect_unrouted(
+                self._graph, self._state, stats, batch.x, batch.valid, *which, stride=stride
+            )
+        return stats
+
+
+def chunk_of(num_experts: int, bytes_each: int, bound: int | None = None) -> int:
+    """The most experts, a divisor of their number, whose Gram matrices stay below the bound; at least 1."""
+    bound = GRAM_BYTES if bound is None else bound
+    fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and n * bytes_each <= bound]
+    return max(fitting, default=1)
+
+
+def _needed(stage: Stage, chosen: Mapping[str, Chosen]) -> list[str]:
+    """Names of the statistics that the stage's calibrated weights need."""
+    found: dict[str, None] = {}
+    for site in stage.sites:
+        for reader in site.readers:
+            if reader in chosen and chosen[reader].calibrated:
+                # The experts' common input has common scales, from the statistics of all tokens.
+                found |= {site.name: None, statistics_of(reader, site): None}
+    return list(found)
+
+
+def _width(stage: Stage, name: str) -> int:
+    """Channels of the activation behind some statistics."""
+    params = stage.params()
+    for site in stage.sites:
+        for reader in site.readers:
+            if reader in params and name in (site.name, statistics_of(reader, site)):
+                return int(params[reader].get_metadata("spec").canonical_shape[-2])
+    raise AssertionError(name)

@@ -1,0 +1,189 @@
+"""What a comparison of runs comes to."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moejax.results.compare.inputs import KINDS, UNKNOWN, Difference, between
+from moejax.results.compare.runs import Run
+from moejax.results.compare.samples import Cases
+from moejax.results.metric_names import lower_is_better, short_name
+from moejax.results.statistics import Interval
+from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
+
+SCHEMA = 2
+"""Version of comparison.json."""
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """One flat metric of every run. `ratios[i]` is value i over the first; None where it is not defined."""
+
+    name: str
+    values: tuple[float | None, ...]
+    ratios: tuple[float | None, ...]
+
+    @property
+    def lower_is_better(self) -> bool | None:
+        return lower_is_better(self.name)
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Runs side by side; the first is the baseline.
+
+    Attributes:
+        runs: in the order given; their labels are A, B, C, …
+        cases: each run's cases and samples.
+        differences: inputs in which any two runs differ.
+        blocked: label → kind → why that run cannot be compared with the baseline.
+        verdicts: of each judged metric, over all cases or of the only one; a family of tests.
+        case_verdicts: the same in each of several cases; a family of its own.
+        exact: of metrics that are counted or computed.
+        metrics: flat metrics with their ratio to the baseline, without any verdict.
+        notes: what is to be known besides, a line each.
+        floor: what counts as noise between two processes.
+    """
+
+    runs: tuple[Run, ...]
+    cases: tuple[Cases, ...]
+    differences: tuple[Difference, ...]
+    blocked: Mapping[str, Mapping[str, str]]
+    verdicts: tuple[Verdict, ...]
+    case_verdicts: tuple[Verdict, ...]
+    exact: tuple[Verdict, ...]
+    metrics: tuple[MetricRow, ...]
+    notes: tuple[str, ...]
+    floor: Floor
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The runs' names, the shortest ends of their paths that tell them apart."""
+        return tuple(run.name for run in self.runs)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(run.label for run in self.runs)
+
+    @property
+    def experiment(self) -> str:
+        return self.runs[0].experiment
+
+    def differences_from_baseline(self, index: int) -> list[Difference]:
+        """Inputs in which run `index` differs from the first."""
+        return between(self.differences, 0, index)
+
+    def identical_inputs(self, index: int) -> bool:
+        """Whether run `index` had the first one's inputs, as far as is recorded. Where the results go (the
+        tracker, the log) is no input."""
+        return all(difference.kind == "tracking" for difference in self.differences_from_baseline(index))
+
+    def lines(self) -> list[str]:
+        """The outcome in words: for each run the inputs that differ by kind, and who wins in what."""
+        lines = []
+        for index, run in enumerate(self.runs[1:], start=1):
+            lines.append(f"{run.label} against {self.runs[0].label}: {self._inputs_line(index)}")
+            mine = [verdict for verdict in self.verdicts if verdict.trial.run == run.label]
+            lines += [f"  {verdict.sentence()}" for verdict in mine if verdict.decided]
+            reasons = dict.fromkeys(verdict.text for verdict in mine if not verdict.decided)
+            for text in reasons:
+                lines.append(f"  {text}: {_named([v for v in mine if v.text == text], len(mine))}")
+            if not mine:
+                without = [r.label for r in (self.runs[0], run) if not r.requests]
+                lines.append(
+                    f"  no verdict: {' and '.join(without) or 'they'} have nothing measured repeatedly"
+                )
+        return lines
+
+    def _inputs_line(self, index: int) -> str:
+        apart = [d for d in self.differences_from_baseline(index) if d.kind != "tracking"]
+        if not apart:
+            unsaid = any(UNKNOWN in (d.values[0], d.values[index]) for d in self.differences)
+            unsaid = unsaid or bool(self.runs[index].unknown or self.runs[0].unknown)
+            return "inputs are identical" + (" as far as recorded" if unsaid else "")
+        counts = {kind: sum(d.kind == kind for d in apart) for kind in KINDS}
+        return "inputs differ: " + ", ".join(f"{kind} ({n})" for kind, n in counts.items() if n)
+
+    def to_dict(self) -> dict[str, Any]:
+        """comparison.json's content."""
+        return {
+            "schema": SCHEMA,
+            "experiment": self.experiment,
+            "alpha": ALPHA,
+            "runs": [
+                {
+                    "label": run.label,
+                    "name": run.name,
+                    "path": str(run.path),
+                    "source": run.source,
+                    "time_utc": run.result["provenance"].get("time_utc"),
+                    "missing": list(run.missing),
+                    "identical_inputs": self.identical_inputs(index),
+                    "not_comparable": dict(self.blocked.get(run.label, {})),
+                }
+                for index, run in enumerate(self.runs)
+            ],
+            "differences": [
+                {"kind": d.kind, "key": d.key, "values": list(d.values)} for d in self.differences
+            ],
+            "noise_floor": {"low": self.floor.low, "high": self.floor.high},
+            "verdicts": [verdict.row() for verdict in self.verdicts],
+            "case_verdicts": [verdict.row() for verdict in self.case_verdicts],
+            "exact": [_exact_row(verdict) for verdict in self.exact],
+            "metrics": {
+                row.name: {"values": list(row.values), "ratios": list(row.ratios)} for row in self.metrics
+            },
+            "notes": list(self.notes),
+            "summary": self.lines(),
+        }
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: the tables of the terminal and the outcome in words."""
+        from moejax.core import html
+        from moejax.report.cards import table_html
+        from moejax.report.compare.tables import comparison_tables
+
+        parts = [html.note(line, strong=True) for line in self.lines()]
+        parts += [table_html(table) for table in comparison_tables(self)]
+        parts += [html.note(line, color="#b58900") for line in self.notes]
+        return html.card(f"compare: {self.experiment}", *parts)
+
+
+def _named(verdicts: Sequence[Verdict], total: int) -> str:
+    """The verdicts' metrics, or "all" of them."""
+    if len(verdicts) == total and total > 1:
+        return "all metrics"
+    names = dict.fromkeys(short_name(verdict.trial.metric) for verdict in verdicts)
+    return ", ".join(names)
+
+
+def _exact_row(verdict: Verdict) -> dict[str, Any]:
+    trial = verdict.trial
+    return {
+        "metric": trial.metric,
+        "run": trial.run,
+        "value": trial.value,
+        "baseline_value": trial.base,
+        "outcome": verdict.outcome,
+        "text": verdict.text,
+    }
+
+
+def metric_row(name: str, runs: Sequence[Run]) -> MetricRow:
+    """A flat metric of all runs."""
+    values = tuple(run.result["metrics"].get(name) for run in runs)
+    base = values[0]
+    return MetricRow(name, values, tuple(None if v is None or not base else v / base for v in values))
+
+
+def exact_trial(name: str, run: Run, base: Run) -> Trial:
+    """A counted metric of a run and the baseline."""
+    values = (run.result["metrics"].get(name), base.result["metrics"].get(name))
+    ratio = None
+    if values[0] and values[1]:
+        factor = values[0] / values[1]
+        ratio = Interval(factor, factor, factor, 1.0, 1)
+    return Trial(name, None, run.label, base.label, *values, ratio=ratio)

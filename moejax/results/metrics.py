@@ -1,0 +1,219 @@
+"""Latency and throughput of a set of requests, under the names of vLLM's serving benchmark.
+
+Tokens are counted, never chunks: a request's `token_times` holds one instant per output token, however
+the tokens were delivered. All latencies are in milliseconds here, while `RequestMetrics` is in seconds.
+It knows nothing of engines, files or JAX.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moejax.core.config import check_positive
+from moejax.core.errors import ConfigError
+from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOutput
+
+LATENCIES: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
+STATISTICS: tuple[str, ...] = ("mean", "median", "std", "p90", "p95", "p99")
+
+_BROKEN_OFF = ("abort", "error")
+
+Metrics = dict[str, float | int | None]
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One measured request.
+
+    Attributes:
+        request_id: the engine's name for it.
+        case: index of its row in the result's `cases`.
+        prompt_len: tokens in the prompt.
+        output_len: tokens generated; `metrics.token_times` holds one instant for each.
+        metrics: its arrival and token instants, in seconds.
+        finish_reason: why it ended; an aborted or failed request counts in no latency or rate.
+    """
+
+    request_id: str
+    case: int
+    prompt_len: int
+    output_len: int
+    metrics: RequestMetrics
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if self.completed and len(self.metrics.token_times) != self.output_len:
+            raise ValueError(
+                f"request {self.request_id}: {len(self.metrics.token_times)} token times for "
+                f"{self.output_len} output tokens; there must be one per token"
+            )
+
+    @classmethod
+    def from_output(cls, output: RequestOutput, case: int = 0) -> "RequestRecord":
+        """The record of a finished request's first sample. A token that a stop string cut off was still
+        generated and is counted."""
+        return cls(
+            request_id=output.request_id,
+            case=case,
+            prompt_len=len(output.prompt_token_ids),
+            output_len=len(output.metrics.token_times),
+            metrics=output.metrics,
+            finish_reason=output.outputs[0].finish_reason,
+        )
+
+    @property
+    def completed(self) -> bool:
+        """Whether it ended by itself with at least one token."""
+        return self.finish_reason not in _BROKEN_OFF and self.output_len > 0
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Service-level objectives in milliseconds; None asks nothing. Goodput counts the requests within all."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2el_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "tpot_ms", "e2el_ms"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
+                raise ConfigError(
+                    f"slo.{name} must be a positive number of milliseconds, got {value!r}; null asks nothing"
+                )
+        if self.ttft_ms is not None and self.e2el_ms is not None and self.ttft_ms > self.e2el_ms:
+            raise ConfigError(
+                f"slo.ttft_ms={self.ttft_ms:g} allows the first token later than slo.e2el_ms={self.e2el_ms:g}"
+                " the last, so it asks nothing; lower it or leave it out"
+            )
+
+    def __bool__(self) -> bool:
+        return any(value is not None for value in (self.ttft_ms, self.tpot_ms, self.e2el_ms))
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether a completed request kept to every objective. One token has no TPOT to break."""
+        times = record.metrics
+        pairs = ((self.ttft_ms, times.ttft), (self.tpot_ms, times.tpot), (self.e2el_ms, times.e2e))
+        return all(limit is None or seconds * 1e3 <= limit for limit, seconds in pairs)
+
+
+def latency_samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
+    """Milliseconds per latency name: one per completed request, and for `itl` one per token after the first.
+
+    `tpot` leaves out requests with a single output token, as vLLM does: they have no time per further token.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in LATENCIES}
+    for record in records:
+        if not record.completed:
+            continue
+        times = record.metrics
+        samples["ttft"].append(times.ttft * 1e3)
+        samples["e2el"].append(times.e2e * 1e3)
+        samples["itl"].extend(step * 1e3 for step in times.itl)
+        if record.output_len > 1:
+            samples["tpot"].append(times.tpot * 1e3)
+    return samples
+
+
+def summarize(samples: Sequence[float], name: str) -> Metrics:
+    """`{"mean_<name>_ms": …, "median_…", "std_…", "p90_…", "p95_…", "p99_…"}` of milliseconds.
+
+    The standard deviation is the population's and percentiles interpolate linearly, as in vLLM; without
+    samples all are None.
+    """
+    if not samples:
+        return {f"{statistic}_{name}_ms": None for statistic in STATISTICS}
+    array = np.asarray(samples, dtype=np.float64)
+    values = (array.mean(), *np.percentile(array, 50, keepdims=True), array.std())
+    values += tuple(np.percentile(array, (90, 95, 99)))
+    return {f"{statistic}_{name}_ms": float(v) for statistic, v in zip(STATISTICS, values, strict=True)}
+
+
+def benchmark_duration(records: Iterable[RequestRecord]) -> float:
+    """Seconds from the first arrival to the last token of the completed requests; 0 if there are none.
+
+    Only for records of one uninterrupted run: with pauses between repeats, sum the repeats' durations.
+    """
+    completed = [record.metrics for record in records if record.completed]
+    if not completed:
+        return 0.0
+    return max(m.token_times[-1] for m in completed) - min(m.arrival_time for m in completed)
+
+
+def compute_metrics(
+    records: Iterable[RequestRecord], duration_s: float | None = None, slo: Slo | None = None
+) -> Metrics:
+    """The flat metrics of a run.
+
+    Args:
+        records: the measured requests, warm-up excluded.
+        duration_s: seconds in which they were served; None takes `benchmark_duration(records)`.
+        slo: objectives for `request_goodput`, which is None without any.
+
+    Returns:
+        `{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and `request_goodput`
+        in requests/s; `output_throughput` and `total_token_throughput` in tokens/s; `completed`,
+        `total_input_tokens`, `total_output_tokens`, `duration_s`. A value that is not defined is None.
+    """
+    records = list(records)
+    done = [record for record in records if record.completed]
+    duration = benchmark_duration(done) if duration_s is None else float(duration_s)
+    inputs = sum(record.prompt_len for record in done)
+    outputs = sum(record.output_len for record in done)
+
+    def rate(count: int) -> float | None:
+        return count / duration if duration > 0 else None
+
+    metrics: Metrics = {}
+    for name, samples in latency_samples(done).items():
+        metrics.update(summarize(samples, name))
+    metrics.update(
+        request_throughput=rate(len(done)),
+        output_throughput=rate(outputs),
+        total_token_throughput=rate(inputs + outputs),
+        request_goodput=rate(sum(slo.met_by(record) for record in done)) if slo else None,
+        completed=len(done),
+        total_input_tokens=inputs,
+        total_output_tokens=outputs,
+        duration_s=duration,
+    )
+    return metrics
+
+
+def case_row(
+    fields: Mapping[str, Any],
+    records: Iterable[RequestRecord],
+    duration_s: float | None = None,
+    slo: Slo | None = None,
+) -> dict[str, Any]:
+    """One row of a result's `cases`: the workload's `batch_size`, `prompt_len`, `output_len` (and any other
+    fields), then the metrics of that case's records.
+
+    Raises:
+        ConfigError: one of the three is missing or is not a positive integer.
+    """
+    for name in ("batch_size", "prompt_len", "output_len"):
+        check_positive(f"workload.{name}", fields.get(name))
+    return {**fields, **compute_metrics(records, duration_s, slo)}
+
+
+def record_row(record: RequestRecord, origin: float = 0.0) -> dict[str, Any]:
+    """One row of `requests.jsonl`. `arrival_s` is in seconds after `origin`, an instant of
+    the same clock."""
+    times, done = record.metrics, record.completed
+    return {
+        "request_id": record.request_id,
+        "case": record.case,
+        "prompt_len": record.prompt_len,
+        "output_len": record.output_len,
+        "finish_reason": record.finish_reason,
+        "arrival_s": times.arrival_time - origin,
+        "ttft_ms": times.ttft * 1e3 if done else None,
+        "tpot_ms": times.tpot * 1e3 if done and record.output_len > 1 else None,
+        "e2el_ms": times.e2e * 1e3 if done else None,
+        "itl_ms": [step * 1e3 for step in times.itl] if done else [],
+    }

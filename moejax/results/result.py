@@ -1,0 +1,190 @@
+"""A run's `result.json` and `requests.jsonl`: building, writing and reading back.
+
+Both are written whole or not at all. No JAX here.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moejax.core.errors import ConfigError
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable, to_jsonable
+from moejax.results.metrics import RequestRecord, record_row
+
+__all__ = [
+    "REQUESTS_FILE", "RESULT_FILE", "SCHEMA", "Result", "build_result", "ensure_writable", "load_requests",
+    "load_result", "print_metrics_line", "write_request_rows", "write_requests", "write_result",
+]  # fmt: skip
+
+SCHEMA = 1
+"""Version of result.json. It grows when a key's meaning changes, not when a key is added."""
+
+RESULT_FILE = "result.json"
+REQUESTS_FILE = "requests.jsonl"
+
+_REQUIRED: dict[str, type] = {
+    "schema": int, "experiment": str, "metrics": dict, "cases": list, "config": dict, "provenance": dict,
+}  # fmt: skip
+
+
+class Result(dict[str, Any]):
+    """The content of a result.json: a dictionary that shows itself in a notebook as its experiment's tables.
+
+    Attributes:
+        folder: the run's folder where it was read from one, else None.
+    """
+
+    folder: Path | None = None
+
+    def __repr__(self) -> str:
+        where = f" in {self.folder}" if self.folder else ""
+        cases, metrics = len(self.get("cases") or ()), len(self.get("metrics") or ())
+        return f"<{self.get('experiment')} result: {cases} cases, {metrics} metrics{where}>"
+
+    def _repr_html_(self) -> str:
+        from moejax.report.cards import result_card  # which lays out what this module only holds
+
+        return result_card(self, self.folder)
+
+
+def build_result(
+    experiment: str,
+    *,
+    metrics: Mapping[str, Any],
+    config: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    cases: Sequence[Mapping[str, Any]] = (),
+    compile_ledger: Sequence[Any] | None = None,
+    routing: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> Result:
+    """The content of result.json as JSON's own types.
+
+    Args:
+        experiment: its name, such as "latency".
+        metrics: flat name → number or None; names as in `moejax.results.metrics`.
+        config: the resolved configuration.
+        provenance: from `moejax.tracking.provenance.collect`.
+        cases: one row per workload case.
+        compile_ledger: one row per compilation (what, why, seconds).
+        routing: `counts` [layers, experts], tokens routed to each expert, and whatever else was traced.
+        extra: further top-level keys.
+
+    Raises:
+        ValueError: `metrics` is not flat, or an extra key is one of the above.
+    """
+    for name, value in metrics.items():
+        if isinstance(value, (Mapping, list, tuple)):
+            raise ValueError(f"metrics must be flat; {name!r} holds a {type(value).__name__}")
+    if "schema" in extra:
+        raise ValueError("the schema's version is not the caller's to set")
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "experiment": experiment,
+        "metrics": metrics,
+        "cases": list(cases),
+        "config": config,
+        "provenance": provenance,
+    }
+    if compile_ledger is not None:
+        result["compile_ledger"] = list(compile_ledger)
+    if routing is not None:
+        result["routing"] = routing
+    return Result(to_jsonable({**result, **extra}))
+
+
+def write_result(result: Mapping[str, Any], directory: str | os.PathLike[str]) -> Path:
+    """Writes `directory/result.json` atomically and returns its path.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    return atomic_write_text(Path(directory) / RESULT_FILE, dump_json(result, indent=2) + "\n")
+
+
+def write_requests(records: Iterable[RequestRecord], directory: str | os.PathLike[str]) -> Path:
+    """Writes `directory/requests.jsonl`, one row per request, and returns its path. Arrivals are counted
+    from the first one.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    records = list(records)
+    origin = min((record.metrics.arrival_time for record in records), default=0.0)
+    return write_request_rows((record_row(record, origin) for record in records), directory)
+
+
+def write_request_rows(rows: Iterable[Mapping[str, Any]], directory: str | os.PathLike[str]) -> Path:
+    """Writes `directory/requests.jsonl` from finished rows and returns its path.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    lines = [dump_json(row) + "\n" for row in rows]
+    return atomic_write_text(Path(directory) / REQUESTS_FILE, "".join(lines))
+
+
+def print_metrics_line(result: Mapping[str, Any], out_dir: Path) -> None:
+    """One JSON line on stdout for programs: where the result is, and its flat metrics."""
+    print(json.dumps({"result": str(out_dir / RESULT_FILE), **result["metrics"]}))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"no result at {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def load_result(path: str | os.PathLike[str]) -> Result:
+    """Reads a result.json, or the one in a folder, and checks its shape.
+
+    Raises:
+        ConfigError: there is none, it is not JSON, a key is missing or of the wrong type, or its schema is
+            another version's.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / RESULT_FILE
+    try:
+        result = json.loads(_read(file))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(result, dict):
+        raise ConfigError(f"{file} holds a {type(result).__name__} where a result is an object")
+    schema = result.get("schema")
+    if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
+        raise ConfigError(f"{file} has schema {schema}; this moejax reads schema {SCHEMA}")
+    for key, kind in _REQUIRED.items():
+        if key not in result:
+            raise ConfigError(f"{file} is not a moejax result: it has no {key!r}")
+        if not isinstance(result[key], kind) or isinstance(result[key], bool):
+            actual = type(result[key]).__name__
+            raise ConfigError(f"{file}: {key!r} must be of type {kind.__name__}, not {actual}")
+    loaded = Result(result)
+    loaded.folder = file.parent
+    return loaded
+
+
+def load_requests(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Reads the rows of a requests.jsonl, or of the one in a folder.
+
+    Raises:
+        ConfigError: there is none, or a line is not JSON (named by its number).
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / REQUESTS_FILE
+    rows = []
+    for number, line in enumerate(_read(file).split("\n"), start=1):
+        if not line:
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{file}, line {number} is not JSON: {error}") from error
+    return rows

@@ -1,0 +1,298 @@
+"""What a sweep leaves beside its jobs' results, so that it can be resumed and reported: `sweep.json` in its
+folder, and a `job.json` in each job's.
+
+A job is finished once its `job.json` says so, which is written after everything else, and its result can be
+read; whatever a kill leaves is therefore done again. Files are whole or not there. No JAX, no Hydra here.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moejax.core.errors import ConfigError
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable
+from moejax.results.result import RESULT_FILE, load_result
+
+SWEEP_FILE = "sweep.json"
+JOB_FILE = "job.json"
+SCHEMA = 1
+
+# Neither changes what is measured: a sweep may be resumed with another tracker.
+_NOT_PART_OF_A_JOB = ("tracker", "verbose")
+_CLOCK_S = 10.0  # by which the times of two clocks may differ
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job of a sweep.
+
+    Attributes:
+        key: hash of its configuration, see `job_key`; `config` is what was hashed.
+        overrides: its KEY=VALUE arguments.
+        state: "running", "finished" or "failed"; "running" without a process is what a kill leaves.
+        git: the code it ran with, see `moejax.tracking.provenance.git_state`.
+        has_result: it wrote a result.json.
+        value: what the experiment returned, a sweep's objective.
+        error: one line if it failed.
+        seconds: how long it took.
+    """
+
+    key: str
+    config: dict[str, Any]
+    overrides: list[str]
+    state: str = "running"
+    git: dict[str, Any] = field(default_factory=dict)
+    has_result: bool = False
+    value: float | None = None
+    error: str | None = None
+    seconds: float | None = None
+
+    def ended(self, state: str, **fields: Any) -> "JobRecord":
+        return dataclasses.replace(self, state=state, **fields)
+
+
+def job_key(config: Any, folder: Path) -> tuple[str, dict[str, Any]]:
+    """A job's configuration (a dataclass) as plain values, and sixteen hex digits that stand for it.
+
+    What names the job's own folder counts as the same in every folder; where figures are tracked does not
+    count at all.
+    """
+    plain = {
+        item.name: _plain(getattr(config, item.name), str(folder))
+        for item in dataclasses.fields(config)
+        if item.name not in _NOT_PART_OF_A_JOB
+    }
+    text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16], plain
+
+
+def changed_keys(old: Any, new: Any, key: str = "", *, common: bool = False) -> Iterator[str]:
+    """`KEY was X, is Y` for every leaf in which two configurations differ; with `common` only of keys that
+    both have."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            if common and (name not in old or name not in new):
+                continue
+            nested = f"{key}.{name}" if key else name
+            yield from changed_keys(old.get(name), new.get(name), nested, common=common)
+    elif old != new:
+        yield f"{key} was {_shown(old)}, is {_shown(new)}"
+
+
+def write_job(folder: Path, record: JobRecord) -> None:
+    """Raises `OutputError` if it cannot be written."""
+    atomic_write_text(folder / JOB_FILE, dump_json(asdict(record), indent=1) + "\n")
+
+
+def read_job(folder: Path) -> JobRecord | None:
+    """The record, or None where there is none that can be read."""
+    try:
+        content = json.loads((folder / JOB_FILE).read_text(encoding="utf-8"))
+        return JobRecord(**content)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def is_finished(folder: Path, record: JobRecord | None) -> bool:
+    """Whether a job needs not be done again: it ended well, and its result is still there and whole."""
+    if record is None or record.state != "finished":
+        return False
+    if not record.has_result:
+        return True
+    try:
+        return bool(json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """A sweep: what started it and how far it got.
+
+    Attributes:
+        experiment: the name after `python -m experiments.`.
+        argv: its command line, without `--resume`.
+        state: "running", "complete" or "incomplete" (a job failed, or it was interrupted). A kill leaves
+            "running", with a process that is no more.
+        host, pid: the process that runs it.
+        started: seconds since 1970.
+        expected: number of jobs; None where a sweeper chooses them one after the other.
+        jobs: a row per job, see `job_rows`.
+    """
+
+    experiment: str
+    argv: list[str]
+    state: str = "running"
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    started: float = field(default_factory=time.time)
+    expected: int | None = None
+    jobs: list[dict[str, Any]] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs; one on another machine is taken to. Another process may have its number
+        by now: one that began later."""
+        if self.state != "running" or self.host != socket.gethostname():
+            return self.state == "running"
+        try:
+            return psutil.Process(self.pid).create_time() <= self.started + _CLOCK_S
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.AccessDenied:
+            return True
+
+    @property
+    def process(self) -> str:
+        """What runs it, for a message, with what to do where it cannot be asked."""
+        if self.host == socket.gethostname():
+            return f"process {self.pid}"
+        remedy = f'if it was killed there, set "state" to "incomplete" in {SWEEP_FILE}'
+        return f"process {self.pid} on {self.host}; {remedy}"
+
+
+def write_sweep(folder: Path, record: SweepRecord, name: str = SWEEP_FILE) -> Path:
+    """Raises `OutputError` if it cannot be written."""
+    return atomic_write_text(folder / name, dump_json(asdict(record), indent=1) + "\n")
+
+
+def claim_sweep(folder: Path, record: SweepRecord) -> Path:
+    """`write_sweep` into a folder without a sweep: of two that begin at once, one gets it.
+
+    Raises:
+        ConfigError: the folder holds a sweep.
+        OutputError: the record cannot be written.
+    """
+    path = folder / SWEEP_FILE
+    taken = ConfigError(
+        f"{str(folder)!r} holds a sweep already: go on with --resume {folder}, or choose another "
+        "hydra.sweep.dir"
+    )
+    if path.exists():
+        raise taken
+    ensure_writable(folder)
+    own = write_sweep(folder, record, f".{SWEEP_FILE}.{uuid.uuid4().hex}")
+    try:
+        os.link(own, path)  # unlike a renaming it fails where there is one
+    except FileExistsError:
+        raise taken from None
+    except OSError:  # a file system without links
+        return write_sweep(folder, record)
+    finally:
+        own.unlink(missing_ok=True)
+    return path
+
+
+def read_sweep(folder: str | os.PathLike[str]) -> SweepRecord:
+    """A sweep's record.
+
+    Raises:
+        ConfigError: the folder is none of a sweep, or its record cannot be read.
+    """
+    path = Path(folder) / SWEEP_FILE
+    if not Path(folder).is_dir():
+        raise ConfigError(f"there is no folder {str(folder)!r}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("schema") != SCHEMA:
+            raise ConfigError(f"{path} has schema {content.get('schema')}; this moejax reads {SCHEMA}")
+        return SweepRecord(**content)
+    except FileNotFoundError as error:
+        where = Path(folder).parent
+        hint = f"; did you mean {str(where)!r}?" if (where / SWEEP_FILE).is_file() else ""
+        raise ConfigError(f"{str(folder)!r} is not a sweep's folder: it has no {SWEEP_FILE}{hint}") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not a sweep's record: {error}") from error
+
+
+def job_folders(folder: Path) -> list[Path]:
+    """Folders below a sweep's that hold a job, in the order of their numbers."""
+
+    def order(path: Path) -> tuple[float, str]:
+        name = str(path.relative_to(folder))
+        return (float(name), "") if name.isdigit() else (math.inf, name)
+
+    return sorted((path.parent for path in folder.glob(f"**/{JOB_FILE}")), key=order)
+
+
+def job_rows(folder: Path) -> list[dict[str, Any]]:
+    """A row per job that has been started: `job` (its folder's name), `state`, its overrides, `value`,
+    `error`, `seconds`, `commit`, and under `metrics` and `cases` what its result has."""
+    rows = []
+    for place in job_folders(folder):
+        record = read_job(place)
+        if record is None:
+            continue
+        row: dict[str, Any] = {
+            "job": str(place.relative_to(folder)),
+            "state": "finished" if is_finished(place, record) else _unfinished(record.state),
+            "overrides": dict(_split(text) for text in record.overrides),
+            "value": record.value,
+            "objective": record.config.get("objective"),
+            "error": record.error,
+            "seconds": record.seconds,
+            "commit": record.git.get("commit"),
+            "dirty": record.git.get("dirty"),
+        }
+        if row["state"] == "finished":
+            try:
+                result: Mapping[str, Any] = load_result(place)
+            except ConfigError:
+                result = {}
+            row |= {name: result.get(name) for name in ("experiment", "metrics", "cases")}
+        rows.append(row)
+    return rows
+
+
+def swept_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The overrides in which the jobs differ, in the order in which they were given."""
+    keys = dict.fromkeys(key for row in rows for key in row["overrides"])
+    return [key for key in keys if len({str(row["overrides"].get(key)) for row in rows}) > 1]
+
+
+def _unfinished(state: str) -> str:
+    return "unfinished" if state in ("running", "finished") else state
+
+
+def _split(override: str) -> tuple[str, Any]:
+    """`KEY=VALUE` with the value as a number where it is one."""
+    key, _, text = override.partition("=")
+    for kind in (int, float):
+        try:
+            return key.lstrip("+"), kind(text)
+        except ValueError:
+            continue
+    return key.lstrip("+"), text
+
+
+def _plain(value: Any, folder: str) -> Any:
+    """Values of strict JSON in which equal configurations are equal; infinities keep their name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name), folder) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, folder) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, folder) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, (str, os.PathLike)):
+        return str(value).replace(folder, ".")
+    return value if value is None or isinstance(value, (bool, int, float)) else repr(value)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,205 @@
+"""Whether one of two is better, or nobody can say: the rule that comparisons and A/B runs share.
+
+A winner is called where all of these hold, and otherwise the reason is given:
+
+1. the two can be compared (same model, workload, device, or a difference that was asked for);
+2. there are samples enough for the test to come out at all;
+3. the rank test's p-value, adjusted after Holm over all that is asked at once, is at most alpha;
+4. the ratio's bootstrap interval leaves out 1;
+5. it also leaves out what counts as noise (`Floor`), such as the difference of two runs of the same command.
+
+The test guards against a false call at few samples, where bootstrap intervals are too narrow; the interval
+says how large the difference is. No JAX here.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moejax.results.metric_names import better_word, lower_is_better, short_name
+from moejax.results.statistics import Interval, fewest_samples, holm, least_p
+
+ALPHA = 0.05
+"""Chance of even one false call in a family of tests where nothing differs."""
+
+Outcome = Literal["better", "worse", "no winner", "too few", "not comparable", "differs", "same"]
+"""`differs` and `same` are of metrics that are counted rather than timed."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Ratios between `low` and `high` count as noise; `why` completes "inside …"."""
+
+    low: float
+    high: float
+    why: str
+
+    @classmethod
+    def symmetric(cls, relative: float, why: str) -> "Floor":
+        """From 1 / (1 + relative) to 1 + relative."""
+        return cls(1.0 / (1.0 + relative), 1.0 + relative, why)
+
+    def holds(self, ratio: Interval) -> bool:
+        """Whether any of the interval lies inside."""
+        return ratio.low <= self.high and ratio.high >= self.low
+
+    def widened(self, other: "Floor") -> "Floor":
+        """What either takes for noise."""
+        if self.low <= other.low and self.high >= other.high:
+            return self
+        return Floor(min(self.low, other.low), max(self.high, other.high), other.why)
+
+
+NO_FLOOR = Floor(1.0, 1.0, "the noise")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One metric of one run against the baseline, measured but not judged.
+
+    Attributes:
+        metric: its name; case: what it was measured on, None for all cases together.
+        run, baseline: the two's labels.
+        value, base: each one's median over its samples.
+        ratio: value over base with its interval; None where it is not defined.
+        effect: in [-1, 1], see `cliffs_delta` and `sign_effect`; positive where `run` has more.
+        p_value: of the rank test.
+        samples: iterations (or pairs) of run and baseline.
+        paired: whether sample i of both was measured at the same time.
+        floor: what counts as noise.
+        blocked: why the two cannot be compared, if so.
+    """
+
+    metric: str
+    case: str | None
+    run: str
+    baseline: str
+    value: float | None
+    base: float | None
+    ratio: Interval | None = None
+    effect: float | None = None
+    p_value: float | None = None
+    samples: tuple[int, int] = (0, 0)
+    paired: bool = False
+    floor: Floor = NO_FLOOR
+    blocked: str | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A trial and what it came to.
+
+    Attributes:
+        p_adjusted: the p-value after Holm.
+        text: the reason in words: "faster 1.32x [1.28, 1.37]", "no winner: inside the noise".
+    """
+
+    trial: Trial
+    outcome: Outcome
+    p_adjusted: float | None
+    text: str
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is a winner."""
+        return self.outcome in ("better", "worse")
+
+    def sentence(self) -> str:
+        """One line for people: `TPOT p50 (ms): B is faster than A by 1.32x [1.28, 1.37]`."""
+        trial = self.trial
+        where = f" [{trial.case}]" if trial.case else ""
+        head = f"{short_name(trial.metric)}{where}: "
+        if not self.decided or trial.ratio is None:
+            return f"{head}{trial.run} against {trial.baseline}: {self.text}"
+        word, _, amount = self.text.partition(" ")
+        return f"{head}{trial.run} is {word} than {trial.baseline} by {amount}"
+
+    def row(self) -> dict[str, Any]:
+        """As comparison.json has it."""
+        trial = self.trial
+        return {
+            "metric": trial.metric,
+            "case": trial.case,
+            "run": trial.run,
+            "baseline": trial.baseline,
+            "value": trial.value,
+            "baseline_value": trial.base,
+            "ratio": trial.ratio.estimate if trial.ratio else None,
+            "ratio_low": trial.ratio.low if trial.ratio else None,
+            "ratio_high": trial.ratio.high if trial.ratio else None,
+            "confidence": trial.ratio.confidence if trial.ratio else None,
+            "effect": trial.effect,
+            "p_value": trial.p_value,
+            "p_adjusted": self.p_adjusted,
+            "samples": list(trial.samples),
+            "noise_low": trial.floor.low,
+            "noise_high": trial.floor.high,
+            "outcome": self.outcome,
+            "text": self.text,
+        }
+
+
+def decide(trials: Sequence[Trial], *, unit: str = "iterations", alpha: float = ALPHA) -> list[Verdict]:
+    """Verdicts of one family of trials: all that is asked of the same data at once. Holm's adjustment is over
+    those that can be tested."""
+    tested = [i for i, trial in enumerate(trials) if trial.blocked is None and trial.p_value is not None]
+    adjusted = dict(zip(tested, holm([trials[i].p_value or 0.0 for i in tested]), strict=True))
+    return [
+        _verdict(trial, adjusted.get(index), len(tested), unit, alpha) for index, trial in enumerate(trials)
+    ]
+
+
+def _verdict(trial: Trial, p_adjusted: float | None, family: int, unit: str, alpha: float) -> Verdict:
+    def no(outcome: Outcome, text: str) -> Verdict:
+        return Verdict(trial, outcome, p_adjusted, text)
+
+    if trial.blocked is not None:
+        return no("not comparable", f"not comparable: {trial.blocked}")
+    ratio = trial.ratio
+    if p_adjusted is None or ratio is None:
+        return no("too few", "no samples")
+    own, others = trial.samples
+    if least_p(own, paired=trial.paired, other=others) * family > alpha:
+        needed = fewest_samples(family, paired=trial.paired, alpha=alpha)
+        have = f"{own}" if own == others else f"{own} and {others}"
+        return no("too few", f"too few {unit}: {have}, needs {needed}")
+    if p_adjusted > alpha or not ratio.excludes(1.0):
+        return no("no winner", "no winner: inside the noise")
+    if trial.floor.holds(ratio):
+        return no("no winner", f"no winner: inside {trial.floor.why}")
+    lower = lower_is_better(trial.metric)
+    if lower is None:
+        return no("differs", f"differs {_times(ratio)}")
+    better = (ratio.estimate < 1.0) == lower
+    word = better_word(trial.metric, better=better)
+    return Verdict(trial, "better" if better else "worse", p_adjusted, f"{word} {_times(ratio)}")
+
+
+def _times(ratio: Interval) -> str:
+    """The ratio as a factor above 1, whichever way round: `1.32x [1.28, 1.37]`."""
+    values = (ratio.estimate, ratio.low, ratio.high)
+    if ratio.estimate < 1.0:
+        values = (1.0 / ratio.estimate, 1.0 / ratio.high, 1.0 / ratio.low)
+    digits = 2 if max(values) < 100 else 0
+    shown = [f"{value:.{3 if values[0] < 1.1 else digits}f}" for value in values]
+    return f"{shown[0]}x [{shown[1]}, {shown[2]}]"
+
+
+def exact_verdict(trial: Trial) -> Verdict:
+    """Of a metric that is counted or computed: `same`, or `differs` by what factor."""
+    if trial.value is None or trial.base is None:
+        return Verdict(trial, "too few", None, "not in both")
+    if trial.value == trial.base:
+        return Verdict(trial, "same", None, "the same")
+    if not trial.base or not trial.value or (trial.value < 0) != (trial.base < 0):
+        return Verdict(trial, "differs", None, f"{trial.value:g} instead of {trial.base:g}")
+    lower = lower_is_better(trial.metric)
+    factor = trial.value / trial.base
+    word = "differs" if lower is None else better_word(trial.metric, better=(factor < 1.0) == lower)
+    return Verdict(trial, "differs", None, f"{word} {max(factor, 1.0 / factor):.2f}x")
+
+
+def blocked(trial: Trial, why: str | None) -> Trial:
+    """The same trial, not to be judged for a reason; unchanged without one."""
+    return trial if why is None else dataclasses.replace(trial, blocked=why)

@@ -1,0 +1,120 @@
+"""Metrics against values worked out by hand and by numpy, and at the edges."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moejax.core.errors import ConfigError
+from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
+from moejax.results.metrics import (
+    LATENCIES,
+    STATISTICS,
+    RequestRecord,
+    Slo,
+    case_row,
+    compute_metrics,
+    record_row,
+)
+
+
+def record(arrival, times, prompt_len=4, case=0, reason="length", name="r"):
+    return RequestRecord(name, case, prompt_len, len(times), RequestMetrics(arrival, list(times)), reason)
+
+
+def test_metrics_worked_out_by_hand():
+    records = [record(0.0, [0.1, 0.2, 0.4]), record(1.0, [1.3], prompt_len=6)]
+    m = compute_metrics(records, duration_s=2.0)
+    assert m["mean_ttft_ms"] == pytest.approx(200.0) and m["std_ttft_ms"] == pytest.approx(100.0)
+    # The single-token request has no time per further token.
+    assert m["mean_tpot_ms"] == pytest.approx(150.0) and m["p99_tpot_ms"] == pytest.approx(150.0)
+    assert m["median_itl_ms"] == pytest.approx(150.0) and m["p90_itl_ms"] == pytest.approx(190.0)
+    assert m["mean_e2el_ms"] == pytest.approx(350.0) and m["p95_e2el_ms"] == pytest.approx(395.0)
+    assert (m["completed"], m["total_input_tokens"], m["total_output_tokens"]) == (2, 10, 4)
+    assert m["request_throughput"] == 1.0 and m["output_throughput"] == 2.0
+    assert m["total_token_throughput"] == 7.0 and m["duration_s"] == 2.0
+    assert m["request_goodput"] is None
+
+
+def test_names_are_vllms():
+    names = set(compute_metrics([record(0.0, [0.1, 0.2])]))
+    assert {f"{s}_{k}_ms" for s in STATISTICS for k in LATENCIES} <= names
+    assert {"mean_ttft_ms", "median_tpot_ms", "p99_itl_ms", "std_e2el_ms", "request_throughput"} <= names
+
+
+def test_percentiles_are_numpys():
+    rng = np.random.default_rng(0)
+    firsts = rng.gamma(2.0, 0.1, 50)
+    m = compute_metrics([record(0.0, [t, t + 0.1]) for t in firsts])
+    for point in (90, 95, 99):
+        assert m[f"p{point}_ttft_ms"] == pytest.approx(np.percentile(firsts * 1e3, point))
+
+
+def test_duration_without_one_given_spans_first_arrival_to_last_token():
+    m = compute_metrics([record(5.0, [5.5, 6.0]), record(5.5, [6.0, 9.0])])
+    assert m["duration_s"] == pytest.approx(4.0) and m["output_throughput"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("slo", "good"),
+    [
+        (Slo(ttft_ms=150), 1),
+        (Slo(ttft_ms=350), 2),
+        (Slo(tpot_ms=100), 1),
+        (Slo(ttft_ms=350, tpot_ms=100, e2el_ms=1000), 1),
+        (Slo(e2el_ms=1), 0),
+    ],
+)
+def test_goodput_counts_requests_within_every_objective(slo, good):
+    records = [record(0.0, [0.1, 0.2, 0.4]), record(0.0, [0.3])]
+    assert compute_metrics(records, duration_s=2.0, slo=slo)["request_goodput"] == good / 2
+
+
+@pytest.mark.parametrize(
+    "records", [[], [record(0.0, [], reason="abort")], [record(0.0, [0.1], reason="abort")]]
+)
+def test_nothing_completed_gives_nulls_and_no_nan(records):
+    m = compute_metrics(records)
+    assert m["completed"] == 0 and m["mean_ttft_ms"] is None and m["request_throughput"] is None
+    json.dumps(m, allow_nan=False)
+
+
+def test_one_time_per_token_is_required():
+    with pytest.raises(ValueError, match="1 token times for 2 output tokens"):
+        RequestRecord("r", 0, 4, 2, RequestMetrics(0.0, [0.1]), "length")
+
+
+def test_bad_objective_is_a_configuration_error():
+    with pytest.raises(ConfigError, match=r"slo\.ttft_ms must be a positive number"):
+        Slo(ttft_ms=-1)
+    for value in (float("nan"), float("inf"), True, 0):
+        with pytest.raises(ConfigError, match=r"slo\.tpot_ms must be a positive number"):
+            Slo(tpot_ms=value)
+    with pytest.raises(
+        ConfigError, match=r"slo\.ttft_ms=200 allows the first token later than .*e2el_ms=100"
+    ):
+        Slo(ttft_ms=200, e2el_ms=100)
+
+
+def test_case_row_has_the_workload_first_and_needs_all_of_it():
+    row = case_row(
+        {"batch_size": 1, "prompt_len": 4, "output_len": 2, "dtype": "float32"}, [record(0.0, [1, 2])]
+    )
+    assert list(row)[:4] == ["batch_size", "prompt_len", "output_len", "dtype"]
+    with pytest.raises(ConfigError, match=r"workload\.output_len"):
+        case_row({"batch_size": 1, "prompt_len": 4}, [])
+
+
+def test_record_of_an_output_counts_generated_tokens():
+    """A stop string cut the text's last token off; it was generated all the same."""
+    sample = CompletionOutput(0, "", [5], finish_reason="stop")
+    output = RequestOutput("7", "p", [1, 2, 3], [sample], RequestMetrics(1.0, [2.0, 2.5]), True)
+    made = RequestRecord.from_output(output, case=3)
+    assert (made.prompt_len, made.output_len, made.case, made.finish_reason) == (3, 2, 3, "stop")
+    row = record_row(made, origin=0.5)
+    assert row["arrival_s"] == 0.5 and row["ttft_ms"] == 1000.0 and row["itl_ms"] == [500.0]
+
+
+def test_row_of_an_aborted_request_is_null_where_undefined():
+    row = record_row(record(0.0, [], reason="abort"))
+    assert row["ttft_ms"] is None and row["e2el_ms"] is None and row["itl_ms"] == []

@@ -1,0 +1,54 @@
+"""Intervals cover the truth as often as they say, and pairing removes drift."""
+
+import numpy as np
+import pytest
+
+from moejax.results.statistics import bootstrap_interval, mean_interval, paired_ratio, percentiles
+
+
+def test_percentiles():
+    assert percentiles([1, 2, 3, 4, 5], (0, 50, 100)) == {0: 1.0, 50: 3.0, 100: 5.0}
+
+
+@pytest.mark.parametrize("interval", [bootstrap_interval, mean_interval])
+def test_interval_covers_the_truth_about_as_often_as_it_says(interval):
+    rng = np.random.default_rng(0)
+    hits = sum(not interval(rng.normal(10.0, 1.0, 30)).excludes(10.0) for _ in range(200))
+    assert 0.88 * 200 <= hits <= 200
+
+
+def test_same_seed_same_interval():
+    values = np.random.default_rng(1).gamma(2.0, 1.0, 25)
+    assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
+    wide, narrow = bootstrap_interval(values, confidence=0.99), bootstrap_interval(values, confidence=0.5)
+    assert wide.low <= narrow.low <= narrow.estimate <= narrow.high <= wide.high
+
+
+@pytest.mark.parametrize("interval", [bootstrap_interval, mean_interval])
+def test_one_sample_has_no_width(interval):
+    found = interval([2.0])
+    assert (found.low, found.estimate, found.high, found.samples) == (2.0, 2.0, 2.0, 1)
+
+
+@pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
+def test_no_or_unusable_samples_are_an_error(values):
+    with pytest.raises(ValueError, match="samples"):
+        bootstrap_interval(values)
+
+
+def test_paired_ratio_sees_through_drift_that_hides_it_unpaired():
+    rng = np.random.default_rng(0)
+    drift = np.exp(rng.normal(0, 0.5, 20))
+    base = drift * rng.normal(1.0, 0.01, 20)
+    slower = drift * 1.1 * rng.normal(1.0, 0.01, 20)
+    ratio = paired_ratio(slower, base)
+    assert ratio.estimate == pytest.approx(1.1, abs=0.02) and ratio.excludes(1.0)
+    assert not bootstrap_interval(slower).excludes(float(np.median(base)))
+    assert str(ratio).startswith("1.")
+
+
+def test_pairs_must_match():
+    with pytest.raises(ValueError, match="2 samples cannot be paired with 1"):
+        paired_ratio([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="positive"):
+        paired_ratio([1.0], [0.0])
