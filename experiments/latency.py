@@ -20,7 +20,7 @@ def main(config: LatencyConfig) -> float | None:
     if config.ab.variants:
         run_variants(config, out)
         return None
-    with open_backends(config, out) as (first, *beside):
+    with open_backends(config, out) as (first, *peers):
         result = run_latency(
             first,
             config.workload,
@@ -29,7 +29,7 @@ def main(config: LatencyConfig) -> float | None:
             config=asdict(config),
             name=config.model.name,
             hardware_kind=config.hardware.kind,
-            beside=beside,
+            peers=peers,
             telemetry=config.telemetry,
             price=config.hardware.price,
         )

@@ -23,7 +23,7 @@ def main(config: ThroughputConfig) -> float | None:
         run_variants(config, out)
         return None
     run = partial(run_ramp, ramp=config.ramp) if config.ramp.enabled else run_throughput
-    with open_backends(config, out) as (first, *beside):
+    with open_backends(config, out) as (first, *peers):
         result = run(
             first,
             config.workload,
@@ -32,7 +32,7 @@ def main(config: ThroughputConfig) -> float | None:
             config=asdict(config),
             name=config.model.name,
             hardware_kind=config.hardware.kind,
-            beside=beside,
+            peers=peers,
             telemetry=config.telemetry,
             price=config.hardware.price,
         )

@@ -22,7 +22,7 @@ from moejax.core.errors import ConfigError
 from moejax.core.files import dump_json
 from moejax.core.parallel import ParallelConfig
 from moejax.sharding.distributed import (
-    Place,
+    LaunchEnvironment,
     ProcessInfo,
     broadcast,
     initialize_from_environment,
@@ -40,13 +40,13 @@ def prefix() -> str:
     return f"[{index}] " if index else ""
 
 
-def runs_here(place: Place, schema: type) -> bool:
+def runs_here(place: LaunchEnvironment, schema: type) -> bool:
     """Whether this process has a part in the experiment: without a mesh, process 0 runs it alone."""
     return place.index == 0 or _has(schema, "parallel")
 
 
 @contextlib.contextmanager
-def own_folder(place: Place) -> Iterator[list[str]]:
+def own_folder(place: LaunchEnvironment) -> Iterator[list[str]]:
     """Hydra's overrides for this process.
 
     Process 0 has none: it makes the run's folder, named after the time. Another process's is temporary.

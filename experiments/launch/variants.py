@@ -75,8 +75,10 @@ def _check(name: str, config: Any, variant: Any) -> None:
             raise ConfigError(
                 f"ab.variants.{name} changes {section!r}, which all variants share: set it for all of them"
             )
-    if variant.backend.beside:
-        raise ConfigError(f"ab.variants.{name}: backend.beside has no place in an A/B run; make it a variant")
+    if variant.backend.compare_with:
+        raise ConfigError(
+            f"ab.variants.{name}: backend.compare_with has no place in an A/B run; make it a variant"
+        )
 
 
 def run_variants(config: Config, out: Path) -> None:

@@ -6,18 +6,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.cache.segments import SlabLayout
+from moejax.cache.segments import SegmentLayout
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
-from moejax.ops.kv_segments import Slab, Slabs
+from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
 from moejax.perf.cost import kv_head_bytes
 from moejax.quantization.kv import bits_dtype, is_quantized
-from moejax.sharding.spmd import OneDevice
+from moejax.sharding.spmd import SingleDevice
 
-Pages = tuple[tuple[Slab, ...], ...]
-"""`pages[z][l]`: slab z of layer l; for kernels there is a single slab, whose keys are not transposed."""
+Pages = tuple[tuple[Segment, ...], ...]
+"""`pages[z][l]`: segment z of layer l; for kernels there is a single segment, whose keys are not
+transposed."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: Any, kv_split: int = 1) -> int:
@@ -29,41 +30,41 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: Any, kv_split: int 
 
 
 class BlockPool:
-    """Owns the slabs. A step takes the first few, donated, and gives their successors back.
+    """Owns the segments. A step takes the first few, donated, and gives their successors back.
 
-    A slab is made when a step first needs it, so an idle engine holds little; no step ever copies one.
+    A segment is made when a step first needs it, so an idle engine holds little; no step ever copies one.
 
     Args:
         dtype: of keys and values; int8 and 8-bit floats have scales beside them.
         transposed_keys: keys lie `[n, K, Dh, bs]`, as the plain attention wants them.
-        place: the devices; on a mesh every data-parallel group has slabs of its own, of these sizes, and K is
-            what a device has of the heads.
+        place: the devices; on a mesh every data-parallel group has segments of its own, of these sizes, and K
+            is what a device has of the heads.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        slabs: SlabLayout,
+        segments: SegmentLayout,
         block_size: int,
         dtype: Any,
         *,
         transposed_keys: bool = True,
-        place: OneDevice | None = None,
+        place: SingleDevice | None = None,
     ) -> None:
-        self.layout = slabs
-        self._place = place or OneDevice()
+        self.layout = segments
+        self._place = place or SingleDevice()
         self._transposed_keys = transposed_keys
         self._config, self._block_size, self._dtype = config, block_size, jnp.dtype(dtype)
-        self._slabs: list[tuple[Slab, ...]] = []
+        self._segments: list[tuple[Segment, ...]] = []
 
     def take(self, count: int) -> Pages:
-        """The first `count` slabs; `put` must follow if they are donated."""
-        while len(self._slabs) < count:
-            self._slabs.append(self._make(self.layout.sizes[len(self._slabs)], self._place.zeros))
-        return tuple(self._slabs[:count])
+        """The first `count` segments; `put` must follow if they are donated."""
+        while len(self._segments) < count:
+            self._segments.append(self._make(self.layout.sizes[len(self._segments)], self._place.zeros))
+        return tuple(self._segments[:count])
 
     def put(self, pages: Pages) -> None:
-        self._slabs[: len(pages)] = pages
+        self._segments[: len(pages)] = pages
 
     def shapes(self, count: int) -> Any:
         """What `take(count)` returns, as shapes and dtypes; makes nothing."""
@@ -71,7 +72,7 @@ class BlockPool:
 
     def reset(self) -> None:
         """Drops all content."""
-        self._slabs = []
+        self._segments = []
 
     @property
     def _heads(self) -> tuple[str, ...]:
@@ -81,10 +82,11 @@ class BlockPool:
     @property
     def nbytes(self) -> int:
         """Bytes held now, scales included, over all devices; copies count once."""
-        return sum(array.nbytes for array in jax.tree.leaves(self._slabs))
+        return sum(array.nbytes for array in jax.tree.leaves(self._segments))
 
-    def _make(self, size: int, make: Callable[..., Any]) -> tuple[Slab, ...]:
-        """Every layer's slab of `size` blocks: arrays by `OneDevice.zeros`, shapes by `OneDevice.struct`."""
+    def _make(self, size: int, make: Callable[..., Any]) -> tuple[Segment, ...]:
+        """Every layer's segment of `size` blocks: arrays by `SingleDevice.zeros`, shapes by
+        `SingleDevice.struct`."""
         K = self._config.num_kv_heads // self._place.axes.size(self._heads)
         Dh, bs = self._config.head_dim, self._block_size
         keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
@@ -92,12 +94,12 @@ class BlockPool:
         if is_quantized(self._dtype):
             held, codes = bits_dtype(self._dtype) if self._transposed_keys else self._dtype, str(self._dtype)
 
-        def layer() -> Slab:
+        def layer() -> Segment:
             pages = make(keys, held, self._heads), make((size, K, bs, Dh), held, self._heads)
             if codes is None:
-                return Slab(*pages)
+                return Segment(*pages)
             scales = [make((size, K, bs), jnp.dtype(jnp.float32), self._heads) for _ in range(2)]
-            return Slab(*pages, scales[0], scales[1], codes)
+            return Segment(*pages, scales[0], scales[1], codes)
 
         return tuple(layer() for _ in range(self._config.num_layers))
 
@@ -113,20 +115,20 @@ class PagedCache(NamedTuple):
     kernels: str = "xla"
 
     def layer(self, index: int) -> "PagedLayer | KernelLayer":
-        slabs = tuple(slab[index] for slab in self.pages)
+        segments = tuple(segment[index] for segment in self.pages)
         if isinstance(self.plan, KernelPlan):
-            return KernelLayer(slabs, self.plan, self.kernels)
-        return PagedLayer(slabs, self.plan)
+            return KernelLayer(segments, self.plan, self.kernels)
+        return PagedLayer(segments, self.plan)
 
     def with_layers(self, layers: "list[PagedLayer | KernelLayer]") -> "PagedCache":
-        slabs = range(len(self.pages))
-        return self._replace(pages=tuple(tuple(layer.slabs[z] for layer in layers) for z in slabs))
+        segments = range(len(self.pages))
+        return self._replace(pages=tuple(tuple(layer.segments[z] for layer in layers) for z in segments))
 
 
 class PagedLayer(NamedTuple):
     """One layer's part. Implements `moejax.ops.attention.LayerCache` for a flat batch: q `[N, 1, H, Dh]`."""
 
-    slabs: Slabs
+    segments: Segments
     plan: AttentionPlan
 
     def update_and_attend(
@@ -142,16 +144,16 @@ class PagedLayer(NamedTuple):
     ) -> tuple[jax.Array, "PagedLayer"]:
         """The positions are the plan's own."""
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        out, slabs = paged_attention(
-            q[:, 0], k[:, 0], v[:, 0], self.slabs, self.plan, window=window, scale=scale
+        out, segments = paged_attention(
+            q[:, 0], k[:, 0], v[:, 0], self.segments, self.plan, window=window, scale=scale
         )
-        return out[:, None], PagedLayer(slabs, self.plan)
+        return out[:, None], PagedLayer(segments, self.plan)
 
 
 class KernelLayer(NamedTuple):
     """`PagedLayer` by GPU kernels, which rotate and store in one pass."""
 
-    slabs: Slabs
+    segments: Segments
     plan: KernelPlan
     kernels: str
 
@@ -167,7 +169,7 @@ class KernelLayer(NamedTuple):
         scale: float,
     ) -> tuple[jax.Array, "KernelLayer"]:
         """The positions are the plan's own."""
-        (pages,) = self.slabs
+        (pages,) = self.segments
         out, pages = kernel_attention(
             q[:, 0],
             k[:, 0],
@@ -179,4 +181,4 @@ class KernelLayer(NamedTuple):
             scale=scale,
             implementation=self.kernels,
         )
-        return out[:, None], self._replace(slabs=(pages,))
+        return out[:, None], self._replace(segments=(pages,))

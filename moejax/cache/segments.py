@@ -1,9 +1,9 @@
-"""How the pool of cache blocks is cut into slabs. Host arithmetic only: no JAX.
+"""How the pool of cache blocks is cut into segments. Host arithmetic only: no JAX.
 
-XLA:CPU cannot read part of an array without copying it, so the pool is several arrays ("slabs") of growing
-size. A step is compiled for a number of slabs and reads exactly these: 8, 16, 32, 48, 64, 96, 128, 192, 256,
-512, … blocks, at most twice the highest block in use. Finer steps would cost more programs and more, smaller
-products.
+XLA:CPU cannot read part of an array without copying it, so the pool is several arrays ("segments") of growing
+size. A step is compiled for a number of segments and reads exactly these: 8, 16, 32, 48, 64, 96, 128, 192,
+256, 512, … blocks, at most twice the highest block in use. Finer steps would cost more programs and more,
+smaller products.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,16 @@ ENDS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
-class SlabLayout:
-    """`sizes[z]` blocks in slab z; `ends[z]` is the number of blocks in slabs 0 to z."""
+class SegmentLayout:
+    """`sizes[z]` blocks in segment z; `ends[z]` is the number of blocks in segments 0 to z."""
 
     sizes: tuple[int, ...]
     ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, num_blocks: int, ends: Sequence[int] | None = None) -> "SlabLayout":
-        """Slabs that together hold `num_blocks`, ending at `ends` (rising) or at `ENDS` and its doublings."""
+    def of(cls, num_blocks: int, ends: Sequence[int] | None = None) -> "SegmentLayout":
+        """Segments that together hold `num_blocks`, ending at `ends` (rising) or at `ENDS` and its
+        doublings."""
         marks = list(ends or ENDS)
         while not ends and marks[-1] < num_blocks:
             marks.append(2 * marks[-1])
@@ -35,13 +36,13 @@ class SlabLayout:
     def num_blocks(self) -> int:
         return self.ends[-1]
 
-    def slabs_for(self, blocks: int) -> int:
-        """Number of slabs that hold blocks 0 to `blocks` - 1; at least 1."""
+    def segments_for(self, blocks: int) -> int:
+        """Number of segments that hold blocks 0 to `blocks` - 1; at least 1."""
         return int(np.searchsorted(self.ends, max(blocks, 1), side="left")) + 1
 
     def locate(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Slab and index within the slab of each block, int32."""
+        """Segment and index within the segment of each block, int32."""
         ends = np.asarray(self.ends)
-        slab = np.searchsorted(ends, blocks, side="right").astype(np.int32)
+        segment = np.searchsorted(ends, blocks, side="right").astype(np.int32)
         starts = ends - np.asarray(self.sizes)
-        return slab, (blocks - starts[slab]).astype(np.int32)
+        return segment, (blocks - starts[segment]).astype(np.int32)

@@ -22,7 +22,7 @@ from moejax.checkpoint.plan import Faults, canonical_key
 from moejax.checkpoint.tensors import STORED_DTYPES, TensorFiles
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ExpertOf, ParamSpec, Store, iter_params, keep
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, keep
 from moejax.nn.quantized import PARTS, QuantizedWeight, quantized_weights
 from moejax.quantization.checkpoints.convention import Convention, Role
 from moejax.quantization.checkpoints.dequantize import dequantized
@@ -270,7 +270,7 @@ def fill_quantized(
     shardings: Mapping[str, Sharding] | None,
     expert_of: ExpertOf | None,
     faults: Faults,
-    store: Store = keep,
+    store: OnValue = keep,
 ) -> None:
     """Gives the quantized parameters of the plan their values: a `QuantizedWeight` its arrays, any other
     parameter the floating-point values.

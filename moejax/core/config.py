@@ -167,7 +167,7 @@ class MoeConfig:
 
     `capacity_factor` c gives each expert room for ceil(c · T · k / E) of a batch's T·k assignments.
     `grouped_matmul` names the implementation of `grouped`'s products (`moejax.ops.dispatch`); `block_rows`
-    fixes the height of "loop"'s blocks (None: by the mean rows an expert gets).
+    fixes the height of "blocks_uniform"'s blocks (None: by the mean rows an expert gets).
     `expert_layout` is how the experts' matrices lie in memory: "edf" (gate and up `[E, D, F]`, down
     `[E, F, D]`) or "efd" (each transposed). "auto" is "edf" for a module of its own; `LLM` takes what is
     faster on its platform.
@@ -181,7 +181,7 @@ class MoeConfig:
     expert_layout: ExpertLayout = "auto"
 
     def __post_init__(self) -> None:
-        known = ("auto", "fitted", "loop", "ragged_dot", "pallas_triton")
+        known = ("auto", "blocks_mixed", "blocks_uniform", "ragged_dot", "pallas_triton")
         check_choice("engine.moe.grouped_matmul", self.grouped_matmul, known)
         check_choice("engine.moe.expert_layout", self.expert_layout, get_args(ExpertLayout))
         check_choice("engine.moe.execution", self.execution, get_args(MoeExecution))
@@ -189,9 +189,9 @@ class MoeConfig:
         check_number("engine.moe.capacity_factor", self.capacity_factor)
         if self.block_rows is not None:
             check_positive("engine.moe.block_rows", self.block_rows)
-            if self.grouped_matmul == "fitted":
+            if self.grouped_matmul == "blocks_mixed":
                 raise ConfigError(
-                    "engine.moe.block_rows fixes the height of all blocks, but grouped_matmul 'fitted' "
+                    "engine.moe.block_rows fixes the height of all blocks, but grouped_matmul 'blocks_mixed' "
                     "takes it from each expert's rows: give one or the other"
                 )
 

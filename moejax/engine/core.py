@@ -17,7 +17,7 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moejax.engine.requests.state import LiveRequest
+from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.stats import EngineStats, StepRecord
@@ -97,10 +97,10 @@ class Engine:
         self.lock = threading.RLock()
         self._in_flight: InFlight | None = None
         self._turning = False
-        self._aborted: list[LiveRequest] = []  # during a turn
+        self._aborted: list[RequestState] = []  # during a turn
         self._last_time = clock()
 
-    def add(self, requests: Iterable[LiveRequest]) -> None:
+    def add(self, requests: Iterable[RequestState]) -> None:
         """Queues requests, all or none.
 
         Raises:
@@ -115,7 +115,7 @@ class Engine:
                 for root in request.roots:
                     self.scheduler.add(root)
 
-    def abort(self, request: LiveRequest) -> None:
+    def abort(self, request: RequestState) -> None:
         """Ends a request with what it has; nothing happens to one that has ended."""
         with self.lock:
             if self._turning:
@@ -275,7 +275,7 @@ class Engine:
         text = " ".join(str(error).split()) or type(error).__name__
         kind = "" if text.startswith(type(error).__name__) else f"{type(error).__name__}: "
         self.stats.failed_steps += 1
-        requests: dict[int, LiveRequest] = {}
+        requests: dict[int, RequestState] = {}
         for sequence in plan.sequences:
             if sequence.state is not State.FINISHED:
                 requests[id(sequence.owner[0])] = sequence.owner[0]
@@ -283,7 +283,7 @@ class Engine:
             self._end(request, f"a step failed: {kind}{text}")
         self._forget()
 
-    def _end(self, request: LiveRequest, reason: str) -> None:
+    def _end(self, request: RequestState, reason: str) -> None:
         """Ends a request as failed."""
         for sequence in request.sequences:
             self.scheduler.finish(sequence)

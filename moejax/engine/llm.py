@@ -28,7 +28,7 @@ from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.requests.builder import RequestBuilder
 from moejax.engine.requests.inputs import Prompt, PromptReader, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
-from moejax.engine.requests.state import LiveRequest
+from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import ChatMessage
 from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
@@ -113,7 +113,7 @@ class LLM:
         self.builder = RequestBuilder(
             self.reader, self.eos_token_ids, self.seed, config.max_num_seqs, whole_in, replay
         )
-        self._submitted: dict[str, LiveRequest] = {}
+        self._submitted: dict[str, RequestState] = {}
 
     def __repr__(self) -> str:
         return engine_line(self)

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from moejax.core.errors import StepError
 from moejax.engine.core import Engine
 from moejax.engine.requests.output import StreamChunk
-from moejax.engine.requests.state import LiveRequest
+from moejax.engine.requests.state import RequestState
 
 
-def run_to_end(engine: Engine, requests: Sequence[LiveRequest]) -> None:
+def run_to_end(engine: Engine, requests: Sequence[RequestState]) -> None:
     """Queues requests and turns the crank until all have ended.
 
     Raises:
@@ -28,7 +28,7 @@ def run_to_end(engine: Engine, requests: Sequence[LiveRequest]) -> None:
         raise StepError(f"{failed[0]}{more}", [request.output for request in requests])
 
 
-def stream(engine: Engine, request: LiveRequest) -> Iterator[StreamChunk]:
+def stream(engine: Engine, request: RequestState) -> Iterator[StreamChunk]:
     """Yields a queued request's chunks; before them an empty one, to be read at once.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from moejax.core.config import ModelConfig
 from moejax.core.parallel import ParallelConfig
-from moejax.moe.exchange_size import HopSize, fixed_rooms, mean_rows, room_ladder
+from moejax.moe.exchange_size import HopSize, capacity_buckets, fixed_capacities, mean_rows
 from moejax.perf.comm import Exchange
 
 
@@ -16,15 +16,15 @@ def exchange_hops(method: str, model: ModelConfig, parallel: ParallelConfig) -> 
     return [HopSize(parallel.ep, experts)]
 
 
-def account_exchange(
-    method: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, *, rung: int = 0
+def exchange_cost(
+    method: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, *, bucket: int = 0
 ) -> Exchange:
     """An exchange of `tokens` tokens a device, as large as it gets under the given routing.
 
     Args:
         method: as `moejax.moe.expert_parallel.choose_exchange` resolved it.
-        rung: of the sizes that it chooses among while it runs: 0 holds an even routing, -1 any (all tokens to
-            one rank). Without meaning where there is one size only.
+        bucket: of the sizes that it chooses among while it runs: 0 holds an even routing, -1 any (all tokens
+            to one rank). Without meaning where there is one size only.
     """
     microbatches = min(parallel.dispatch_microbatches, tokens)
     if method in ("none", "allgather"):
@@ -32,10 +32,10 @@ def account_exchange(
     hops, top_k = exchange_hops(method, model, parallel), model.num_experts_per_tok
     part = -(-tokens // microbatches)
     if method == "ragged":
-        rows = float(part) if rung else mean_rows(part, top_k, hops)[0]
+        rows = float(part) if bucket else mean_rows(part, top_k, hops)[0]
         return Exchange(method, (rows,), microbatches=microbatches)
     if parallel.exchange_capacity is not None:
-        rooms = fixed_rooms(part, top_k, hops, parallel.exchange_capacity)
-        return Exchange(method, rooms, microbatches=microbatches, lossy=True)
-    ladder = room_ladder(part, top_k, hops)
-    return Exchange(method, ladder[rung], len(ladder), microbatches)
+        capacities = fixed_capacities(part, top_k, hops, parallel.exchange_capacity)
+        return Exchange(method, capacities, microbatches=microbatches, lossy=True)
+    buckets = capacity_buckets(part, top_k, hops)
+    return Exchange(method, buckets[bucket], len(buckets), microbatches)

@@ -11,9 +11,9 @@ arXiv 2412.19437, section 3.2.2).
     back   local hop   results are summed over the node's devices: one row a token leaves the node
            node hop    and summed over nodes at home
 
-C is chosen while the program runs, among a few sizes (`exchange_size.room_ladder`): the least that holds the
-greatest number of rows between any pair of devices. All devices agree on it, so that collectives may stand in
-the branches.
+C is chosen while the program runs, among a few sizes (`exchange_size.capacity_buckets`): the least that holds
+the greatest number of rows between any pair of devices. All devices agree on it, so that collectives may
+stand in the branches.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from moejax.moe.exchange_pack import pack, unpack
 from moejax.moe.exchange_plan import SendPlan, homes, overflow, plan_sends, send_counts, sum_rows, tokens_at
-from moejax.moe.exchange_size import HopSize, fixed_rooms, room_ladder
+from moejax.moe.exchange_size import HopSize, capacity_buckets, fixed_capacities
 from moejax.sharding.axes import Axes, Names, all_to_all, pmax, psum
 
 Run = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -39,11 +39,11 @@ class Part(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """An all-to-all over the axes `names`; `size` and `span` as in `HopSize`."""
+    """An all-to-all over the axes `names`; `size` and `experts_per_rank` as in `HopSize`."""
 
     names: Names
     size: int
-    span: int
+    experts_per_rank: int
 
 
 def make_hops(axes: Axes, num_local: int, nodes_first: bool) -> list[Hop]:
@@ -55,7 +55,7 @@ def make_hops(axes: Axes, num_local: int, nodes_first: bool) -> list[Hop]:
 
 
 def hop_sizes(hops: Sequence[Hop]) -> list[HopSize]:
-    return [HopSize(hop.size, hop.span) for hop in hops]
+    return [HopSize(hop.size, hop.experts_per_rank) for hop in hops]
 
 
 def exchange_hops(
@@ -68,57 +68,63 @@ def exchange_hops(
     """Every part's results `[N, D]`, and the number of assignments that found no room, int32.
 
     Parts do not wait for each other: all stand in one branch, with room for the fullest. `beside` is computed
-    there too, and added. Without a capacity `run` is traced once a rung of the ladder.
+    there too, and added. Without a capacity `run` is traced once a bucket of the buckets.
     """
     tokens, top_k = max(part.x.shape[0] for part in parts), parts[0].ids.shape[1]
-    plans = [plan_sends(part.ids // hops[0].span, hops[0].size) for part in parts]
+    plans = [plan_sends(part.ids // hops[0].experts_per_rank, hops[0].size) for part in parts]
     sizes = hop_sizes(hops)
-    ladder = [fixed_rooms(tokens, top_k, sizes, capacity)] if capacity else room_ladder(tokens, top_k, sizes)
+    buckets = (
+        [fixed_capacities(tokens, top_k, sizes, capacity)]
+        if capacity
+        else capacity_buckets(tokens, top_k, sizes)
+    )
 
-    def exchange(rooms: tuple[int, ...]) -> tuple[list[jax.Array], jax.Array]:
+    def exchange(capacities: tuple[int, ...]) -> tuple[list[jax.Array], jax.Array]:
         outs, dropped = [], jnp.zeros((), jnp.int32)
         for part, plan in zip(parts, plans, strict=True):
-            out, lost = _through(part, plan, hops, rooms, run, capacity is not None)
+            out, lost = _through(part, plan, hops, capacities, run, capacity is not None)
             outs.append(out if beside is None else out + beside(part))
             dropped = dropped if lost is None else dropped + jnp.sum(lost)
         return outs, dropped
 
-    if len(ladder) == 1:
-        return exchange(ladder[0])
-    rung = _rung(parts, plans, hops, ladder)
-    return jax.lax.switch(rung, [lambda rooms=rooms: exchange(rooms) for rooms in ladder])
+    if len(buckets) == 1:
+        return exchange(buckets[0])
+    bucket = _rung(parts, plans, hops, buckets)
+    return jax.lax.switch(
+        bucket, [lambda capacities=capacities: exchange(capacities) for capacities in buckets]
+    )
 
 
 def _rung(
-    parts: Sequence[Part], plans: Sequence[SendPlan], hops: Sequence[Hop], ladder: Sequence[tuple[int, ...]]
+    parts: Sequence[Part], plans: Sequence[SendPlan], hops: Sequence[Hop], buckets: Sequence[tuple[int, ...]]
 ) -> jax.Array:
-    """int32: the lowest rung with room for all rows of all devices, the same on all of them."""
+    """int32: the lowest bucket with room for all rows of all devices, the same on all of them."""
     needs = [jnp.max(jnp.stack([plan.counts for plan in plans]))]
     if len(hops) == 2:
         # The rows of a device's second hop are those that its partners on all nodes have for a rank.
         nodes, local = hops
         ranks = nodes.size * local.size
-        counts = jnp.stack([send_counts(part.ids // local.span, ranks) for part in parts])
+        counts = jnp.stack([send_counts(part.ids // local.experts_per_rank, ranks) for part in parts])
         needs.append(jnp.max(psum(counts, nodes.names)))
     short = [
-        need > jnp.asarray(rooms, jnp.int32)
-        for need, rooms in zip(needs, zip(*ladder, strict=True), strict=True)
+        need > jnp.asarray(capacities, jnp.int32)
+        for need, capacities in zip(needs, zip(*buckets, strict=True), strict=True)
     ]
     # Rungs rise, so those that are too low for one hop or the other are the first few.
-    rung = jnp.sum(jnp.any(jnp.stack(short), axis=0), dtype=jnp.int32)
-    return pmax(rung, tuple(name for hop in hops for name in hop.names))
+    bucket = jnp.sum(jnp.any(jnp.stack(short), axis=0), dtype=jnp.int32)
+    return pmax(bucket, tuple(name for hop in hops for name in hop.names))
 
 
 def _through(
-    part: Part, plan: SendPlan, hops: Sequence[Hop], rooms: tuple[int, ...], run: Run, lossy: bool
+    part: Part, plan: SendPlan, hops: Sequence[Hop], capacities: tuple[int, ...], run: Run, lossy: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Results `[N, D]`, and if `lossy` each token's assignments that found no room, int32 `[N]`."""
-    hop, room = hops[0], rooms[0]
+    hop, room = hops[0], capacities[0]
     there = _send(part, plan, hop, room)
     lost: jax.Array | None = None
     if hops[1:]:
-        further = plan_sends(there.ids // hops[1].span, hops[1].size)
-        rows, lost = _through(there, further, hops[1:], rooms[1:], run, lossy)
+        further = plan_sends(there.ids // hops[1].experts_per_rank, hops[1].size)
+        rows, lost = _through(there, further, hops[1:], capacities[1:], run, lossy)
     else:
         rows = run(*there)
     fields = [rows] if lost is None else [rows, lost[:, None]]
@@ -136,13 +142,16 @@ def _through(
 
 
 def _send(part: Part, plan: SendPlan, hop: Hop, room: int) -> Part:
-    """What this device receives: `[R·C, …]`, ids of the destination's own numbering, `span` for none."""
+    """What this device receives: `[R·C, …]`, ids of the destination's own numbering, `experts_per_rank`
+    for none."""
     (_, D), k = part.x.shape, part.ids.shape[1]
     slot, rank = jnp.arange(room, dtype=jnp.int32), jnp.arange(hop.size, dtype=jnp.int32)
     token = tokens_at(plan, *jnp.broadcast_arrays(rank[:, None], slot[None]))  # [R, C]
     filled = slot[None] < plan.counts[:, None]
     there = (plan.dest[token] == rank[:, None, None]) & filled[:, :, None]
-    ids = jnp.where(there, part.ids[token] - (rank * hop.span)[:, None, None], hop.span)
+    ids = jnp.where(
+        there, part.ids[token] - (rank * hop.experts_per_rank)[:, None, None], hop.experts_per_rank
+    )
     weights = jnp.where(there, part.weights[token], 0.0)
     words = all_to_all(pack(part.x[token], ids, weights), hop.names)
     fields = unpack(words.reshape(hop.size * room, -1), (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32))

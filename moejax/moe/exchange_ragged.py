@@ -68,7 +68,7 @@ def exchange_ragged(
     that is R·N · (2·D·itemsize + 8·k) bytes, and min(k, R)·N rows each of the sent and the returned ones.
     """
     (N, D), k, R = part.x.shape, part.ids.shape[1], hop.size
-    plan = plan_sends(part.ids // hop.span, R)
+    plan = plan_sends(part.ids // hop.experts_per_rank, R)
     sizes = all_gather(plan.counts[None], hop.names)
     there, back = plan_ragged(sizes, index(hop.names))
 
@@ -76,14 +76,14 @@ def exchange_ragged(
     rank = jnp.sum(row[:, None] >= (plan.first + plan.counts)[None], axis=1, dtype=jnp.int32)
     token = tokens_at(plan, rank, row - plan.first[jnp.minimum(rank, R - 1)])
     mine = plan.dest[token] == rank[:, None]
-    ids = jnp.where(mine, part.ids[token] - (rank * hop.span)[:, None], hop.span)
+    ids = jnp.where(mine, part.ids[token] - (rank * hop.experts_per_rank)[:, None], hop.experts_per_rank)
     weights = jnp.where(mine, part.weights[token], 0.0)
     words = pack(part.x[token], ids, weights)
     came = ragged(words, jnp.zeros((R * N, words.shape[1]), words.dtype), *there, axis_name=hop.names)
 
     x, ids, weights = unpack(came, (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32))
     filled = (jnp.arange(R * N, dtype=jnp.int32) < jnp.sum(there.recv_sizes))[:, None]
-    rows = run(x, jnp.where(filled, ids, hop.span), jnp.where(filled, weights, 0.0))
+    rows = run(x, jnp.where(filled, ids, hop.experts_per_rank), jnp.where(filled, weights, 0.0))
     words = pack(rows)
     came = ragged(words, jnp.zeros((row.shape[0], words.shape[1]), words.dtype), *back, axis_name=hop.names)
 

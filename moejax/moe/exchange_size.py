@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 # Room for a pair of ranks comes in blocks of this many rows, as the experts' products do.
 BLOCK_ROWS = 8
-# Rungs of a ladder at most: each is one more copy of the experts' program to compile.
+# Rungs of a buckets at most: each is one more copy of the experts' program to compile.
 MOST_RUNGS = 4
 
 
@@ -20,19 +20,20 @@ class HopSize(NamedTuple):
 
     Attributes:
         size: devices that take part.
-        span: experts behind each of them, itself and, if the hop is between nodes, its node's other devices.
+        experts_per_rank: experts behind each of them, itself and, if the hop is between nodes, its node's
+        other devices.
     """
 
     size: int
-    span: int
+    experts_per_rank: int
 
 
-def share(top_k: int, span: int, num_experts: int) -> float:
-    """How likely one of a token's k experts is among a given `span` of all, if all choices of k different
-    experts are equally likely."""
-    if top_k > num_experts - span:
+def share(top_k: int, experts_per_rank: int, num_experts: int) -> float:
+    """How likely one of a token's k experts is among a given `experts_per_rank` of all, if all choices of k
+    different experts are equally likely."""
+    if top_k > num_experts - experts_per_rank:
         return 1.0
-    return 1.0 - math.comb(num_experts - span, top_k) / math.comb(num_experts, top_k)
+    return 1.0 - math.comb(num_experts - experts_per_rank, top_k) / math.comb(num_experts, top_k)
 
 
 def mean_rows(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[float]:
@@ -40,9 +41,9 @@ def mean_rows(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[float]:
 
     After a hop a device holds what its G partners sent it: rows of G·N tokens.
     """
-    num_experts, held, means = hops[0].size * hops[0].span, tokens, []
+    num_experts, held, means = hops[0].size * hops[0].experts_per_rank, tokens, []
     for hop in hops:
-        means.append(held * share(top_k, hop.span, num_experts))
+        means.append(held * share(top_k, hop.experts_per_rank, num_experts))
         held *= hop.size
     return means
 
@@ -52,20 +53,20 @@ def most_rows(tokens: int, hops: Sequence[HopSize]) -> list[int]:
     return [tokens * math.prod(hop.size for hop in hops[:number]) for number in range(len(hops))]
 
 
-def fixed_rooms(tokens: int, top_k: int, hops: Sequence[HopSize], capacity: float) -> tuple[int, ...]:
+def fixed_capacities(tokens: int, top_k: int, hops: Sequence[HopSize], capacity: float) -> tuple[int, ...]:
     """Rows between a pair of devices on each hop: ceil(capacity · mean), at least 1, at most all."""
-    means, rooms, held = mean_rows(tokens, top_k, hops), [], tokens
+    means, capacities, held = mean_rows(tokens, top_k, hops), [], tokens
     for hop, mean in zip(hops, means, strict=True):
-        rooms.append(min(held, max(1, math.ceil(capacity * mean))))
-        held = hop.size * rooms[-1]
-    return tuple(rooms)
+        capacities.append(min(held, max(1, math.ceil(capacity * mean))))
+        held = hop.size * capacities[-1]
+    return tuple(capacities)
 
 
-def room_ladder(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[tuple[int, ...]]:
+def capacity_buckets(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[tuple[int, ...]]:
     """Choices of the rows between a pair of devices, one number a hop, rising to where nothing can be lost.
 
     The first holds an even spread: the mean and four standard deviations of a binomial, in whole blocks. The
-    others follow in even ratios of about 2, `MOST_RUNGS` in all. Few tokens need one rung only.
+    others follow in even ratios of about 2, `MOST_RUNGS` in all. Few tokens need one bucket only.
     """
     most = most_rows(tokens, hops)
     first = []
@@ -73,16 +74,16 @@ def room_ladder(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[tuple[
         first.append(min(top, _blocks(mean + 4 * math.sqrt(mean * (1 - mean / top)))))
     ratio = max(top / low for top, low in zip(most, first, strict=True))
     steps = min(MOST_RUNGS - 1, math.ceil(math.log2(ratio)))
-    ladder: list[tuple[int, ...]] = []
+    buckets: list[tuple[int, ...]] = []
     for step in range(steps + 1):
-        rooms: list[int] = []
+        capacities: list[int] = []
         for number, (low, top) in enumerate(zip(first, most, strict=True)):
             room = top if step == steps else min(top, _blocks(low * (top / low) ** (step / steps)))
             # Not more than what the hop before it brings.
-            rooms.append(min(room, hops[number - 1].size * rooms[-1]) if rooms else room)
-        if tuple(rooms) not in ladder:
-            ladder.append(tuple(rooms))
-    return ladder
+            capacities.append(min(room, hops[number - 1].size * capacities[-1]) if capacities else room)
+        if tuple(capacities) not in buckets:
+            buckets.append(tuple(capacities))
+    return buckets
 
 
 def _blocks(rows: float) -> int:
@@ -101,18 +102,18 @@ def allgather_bytes(tokens: int, hidden: int, itemsize: int, top_k: int, ranks: 
 
 
 def all_to_all_bytes(rows: int, hidden: int, itemsize: int, top_k: int, ranks: int) -> int:
-    """`rows` between each pair of ranks, there and back: a rung of `room_ladder`, N at worst."""
+    """`rows` between each pair of ranks, there and back: a bucket of `capacity_buckets`, N at worst."""
     return (ranks - 1) * rows * row_bytes(hidden, itemsize, top_k)
 
 
 def hierarchical_bytes(
-    rooms: Sequence[int], hidden: int, itemsize: int, top_k: int, nodes: int, local: int
+    capacities: Sequence[int], hidden: int, itemsize: int, top_k: int, nodes: int, local: int
 ) -> tuple[int, int]:
-    """(between nodes, within the node), there and back: `rooms` rows on each of the two hops.
+    """(between nodes, within the node), there and back: `capacities` rows on each of the two hops.
 
     Without a capacity; with one, the way back between nodes has 4 bytes more a row (`exchange_hops`).
     """
-    between, within = rooms
+    between, within = capacities
     each = row_bytes(hidden, itemsize, top_k)
     return (nodes - 1) * between * each, (local - 1) * within * each
 

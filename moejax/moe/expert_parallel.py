@@ -36,8 +36,8 @@ from moejax.moe.exchange_size import (
     HopSize,
     all_to_all_bytes,
     allgather_bytes,
+    capacity_buckets,
     hierarchical_bytes,
-    room_ladder,
 )
 from moejax.ops.dispatch import Choice, choose
 from moejax.sharding.axes import Axes, all_gather, index, reduce_scatter
@@ -205,15 +205,16 @@ def _auto(tokens: int, hidden: int, itemsize: int, top_k: int, axes: Axes, num_l
         first, what, worth = "hierarchical", "between nodes", WORTH_BYTES_NODES
         gathered = allgather_bytes(tokens, *row, ranks) - allgather_bytes(tokens, *row, local)
         even, worst = (
-            hierarchical_bytes(rooms, *row, nodes, local)[0]
-            for rooms in _ends(room_ladder(tokens, top_k, hops))
+            hierarchical_bytes(capacities, *row, nodes, local)[0]
+            for capacities in _ends(capacity_buckets(tokens, top_k, hops))
         )
     else:
         hops = [HopSize(ranks, experts)]
         first, what, worth = "all_to_all", "a device", WORTH_BYTES
         gathered = allgather_bytes(tokens, *row, ranks)
         even, worst = (
-            all_to_all_bytes(rooms[0], *row, ranks) for rooms in _ends(room_ladder(tokens, top_k, hops))
+            all_to_all_bytes(capacities[0], *row, ranks)
+            for capacities in _ends(capacity_buckets(tokens, top_k, hops))
         )
     numbers = f"{tokens} tokens: {gathered:,} bytes {what} gathered, {even:,} (at worst {worst:,}) by {first}"
     if gathered - even < worth:
@@ -221,5 +222,5 @@ def _auto(tokens: int, hidden: int, itemsize: int, top_k: int, axes: Axes, num_l
     return Choice(first, f"{numbers}, which saves at least {worth:,}")
 
 
-def _ends(ladder: Sequence[Any]) -> tuple[Any, Any]:
-    return ladder[0], ladder[-1]
+def _ends(buckets: Sequence[Any]) -> tuple[Any, Any]:
+    return buckets[0], buckets[-1]

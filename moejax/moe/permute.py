@@ -5,7 +5,7 @@
     blocks of `block_rows`      each block belongs to one expert; a short last block is padded
 
 `block_expert` maps a block to its expert, so that a kernel or loop needs one weight matrix a block. Blocks
-can also be fitted to each expert's rows (`plan_fitted`): of several heights, the least that holds them.
+can also be fitted to each expert's rows (`plan_mixed_blocks`): of several heights, the least that holds them.
 """
 
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def plan_blocks(ids: jax.Array, num_experts: int, block_rows: int) -> BlockPlan:
     return BlockPlan(order, row_of, counts, blocks.expert, blocks.start, blocks.num)
 
 
-def plan_fitted(ids: jax.Array, num_experts: int, singles: int, heights: tuple[int, ...]) -> FittedPlan:
+def plan_mixed_blocks(ids: jax.Array, num_experts: int, singles: int, heights: tuple[int, ...]) -> FittedPlan:
     """Sorts assignments by expert and covers each expert's rows with blocks of one or more heights.
 
     An expert's rows fill blocks of the greatest height; what is left goes one row at a time if it is at most

@@ -103,12 +103,12 @@ def slots_of(name: str, spec: ParamSpec, expert_of: ExpertOf | None) -> tuple[in
     return slots
 
 
-Store = Callable[[str, nnx.Param, jax.Array], None]
+OnValue = Callable[[str, nnx.Param, jax.Array], None]
 """Takes a parameter's value when it is there: path, parameter, value."""
 
 
 def keep(name: str, param: nnx.Param, value: jax.Array) -> None:
-    """The `Store` of a model that keeps every value as it is."""
+    """The `OnValue` of a model that keeps every value as it is."""
     param.set_value(value)
 
 
@@ -118,7 +118,7 @@ def initialize(
     shardings: Mapping[str, Sharding] | None = None,
     *,
     expert_of: ExpertOf | None = None,
-    store: Store = keep,
+    store: OnValue = keep,
 ) -> None:
     """Fills every parameter in place by its initialiser.
 

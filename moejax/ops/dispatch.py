@@ -18,7 +18,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-GROUPED_MATMUL = ("fitted", "loop", "ragged_dot", "pallas_triton")
+GROUPED_MATMUL = ("blocks_mixed", "blocks_uniform", "ragged_dot", "pallas_triton")
 
 
 def choose(key: str, asked: str, known: tuple[str, ...], auto: Choice) -> Choice:
@@ -42,7 +42,8 @@ def choose_grouped_matmul(
 ) -> Choice:
     """Implementation of the grouped expert products on a platform ("cpu", "gpu").
 
-    "loop" has blocks of one height, `block_rows` if given; "fitted" has several, each expert's its own.
+    "blocks_uniform" has blocks of one height, `block_rows` if given; "blocks_mixed" has several, each
+    expert's its own.
 
     Args:
         kernels: what the rest of the model runs on, see `choose_kernels`.
@@ -53,10 +54,10 @@ def choose_grouped_matmul(
     elif platform != "cpu":
         auto = Choice("ragged_dot", f"XLA's grouped product on {platform}")
     elif block_rows is not None:
-        auto = Choice("loop", f"on CPU, with all blocks {block_rows} rows high as asked")
+        auto = Choice("blocks_uniform", f"on CPU, with all blocks {block_rows} rows high as asked")
     else:
         why = "on CPU ragged_dot computes all experts; this only those that are hit, in blocks of their size"
-        auto = Choice("fitted", why)
+        auto = Choice("blocks_mixed", why)
     return choose("engine.moe.grouped_matmul", asked, GROUPED_MATMUL, auto)
 
 
@@ -117,8 +118,9 @@ def choose_quantized(
     return chosen
 
 
-def fitted_heights(tokens: int, transposed: bool = False) -> tuple[int, tuple[int, ...]]:
-    """For "fitted" on CPU: up to how many rows of an expert go one at a time, and the heights of its blocks.
+def mixed_block_heights(tokens: int, transposed: bool = False) -> tuple[int, tuple[int, ...]]:
+    """For "blocks_mixed" on CPU: up to how many rows of an expert go one at a time, and the heights of its
+    blocks.
 
     Single rows read transposed experts without a copy, and again from the cache: up to 16 tokens there is
     nothing else. An expert gets a row a token at most, so that few tokens need few heights; each costs a

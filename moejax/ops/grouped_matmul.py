@@ -18,7 +18,7 @@ from moejax.sharding.axes import Names
 Matrices = jax.Array | Stack
 
 
-def grouped_swiglu_loop(
+def grouped_swiglu_uniform(
     rows: jax.Array,
     gate: Matrices,
     up: Matrices,
@@ -124,7 +124,7 @@ class FittedBlocks(Protocol):
     def num(self) -> jax.Array: ...
 
 
-def grouped_swiglu_fitted(
+def grouped_swiglu_mixed(
     rows: jax.Array,
     gate: Matrices,
     up: Matrices,
@@ -144,7 +144,7 @@ def grouped_swiglu_fitted(
 
     Args:
         rows: `[A, D]`, sorted by expert.
-        gate, up, down, transposed, split: as for `grouped_swiglu_loop`.
+        gate, up, down, transposed, split: as for `grouped_swiglu_uniform`.
         single, blocks: every row in one block at most, of one row or of the height in `heights`.
 
     Returns:
@@ -202,7 +202,7 @@ def _single_rows(
     *,
     act: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """`grouped_swiglu_fitted` where every row goes alone: row i of `[A, D]` is block i.
+    """`grouped_swiglu_mixed` where every row goes alone: row i of `[A, D]` is block i.
 
     A turn takes several rows through all gates, then all ups, then all downs. The cores share each row's
     product, and where that is small, meeting at its end costs as much as the product; products that do not

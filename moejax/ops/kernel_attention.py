@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from moejax.ops.kv_segments import Slab
+from moejax.ops.kv_segments import Segment
 
 
 @jax.tree_util.register_dataclass
@@ -34,13 +34,13 @@ def kernel_attention(
     k: jax.Array,
     v: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    pages: Slab,
+    pages: Segment,
     plan: KernelPlan,
     *,
     window: int | None,
     scale: float,
     implementation: str,
-) -> tuple[jax.Array, Slab]:
+) -> tuple[jax.Array, Segment]:
     """Rotates q and k, stores k and v, attends.
 
     Args:
@@ -69,7 +69,7 @@ def kernel_attention(
             v_scale=pages.value_scale,
             implementation=implementation,
         )
-    pages = Slab(keys, values, key_scale, value_scale, pages.codes)
+    pages = Segment(keys, values, key_scale, value_scale, pages.codes)
     out = ragged_paged_attention(
         q,
         pages.keys,

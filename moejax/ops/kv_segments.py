@@ -1,6 +1,6 @@
 """A layer's blocks of keys and values on the device, and what stores tokens in them, in place.
 
-Where the cache is quantized a slab has scales beside the codes, one for each token and head, and whatever
+Where the cache is quantized a segment has scales beside the codes, one for each token and head, and whatever
 moves keys and values moves them too.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slab:
+class Segment:
     """n blocks of bs tokens; a pytree of two arrays, or of four where they are quantized.
 
     Attributes:
@@ -53,33 +53,33 @@ class Slab:
         return self.codes is not None
 
 
-Slabs = tuple[Slab, ...]
+Segments = tuple[Segment, ...]
 
 _TOKEN_AXIS = (3, 2, 2, 2)
-"""The axis of a slab's arrays (keys transposed) along which a block's tokens lie."""
+"""The axis of a segment's arrays (keys transposed) along which a block's tokens lie."""
 
 
-def _each(function: Callable[..., jax.Array], *slabs: Slab) -> Slab:
-    """`function(token axis, an array of each slab)` for each of the arrays that they have."""
-    leaves = zip(*(jax.tree.leaves(slab) for slab in slabs), strict=True)
+def _each(function: Callable[..., jax.Array], *segments: Segment) -> Segment:
+    """`function(token axis, an array of each segment)` for each of the arrays that they have."""
+    leaves = zip(*(jax.tree.leaves(segment) for segment in segments), strict=True)
     done = [function(axis, *arrays) for axis, arrays in zip(_TOKEN_AXIS, leaves, strict=False)]
-    return jax.tree.unflatten(jax.tree.structure(slabs[0]), done)
+    return jax.tree.unflatten(jax.tree.structure(segments[0]), done)
 
 
-def _as_stored(slab: Slab, k: jax.Array, v: jax.Array) -> Slab:
-    """k and v `[N, K, Dh]` in a slab's dtype, or as codes with scales `[N, K]`."""
-    if slab.codes is None:
-        return Slab(k.astype(slab.keys.dtype), v.astype(slab.values.dtype))
-    (keys, key_scale), (values, value_scale) = (quantize_kv(x, jnp.dtype(slab.codes)) for x in (k, v))
-    return Slab(to_bits(keys), to_bits(values), key_scale, value_scale, slab.codes)
+def _as_stored(segment: Segment, k: jax.Array, v: jax.Array) -> Segment:
+    """k and v `[N, K, Dh]` in a segment's dtype, or as codes with scales `[N, K]`."""
+    if segment.codes is None:
+        return Segment(k.astype(segment.keys.dtype), v.astype(segment.values.dtype))
+    (keys, key_scale), (values, value_scale) = (quantize_kv(x, jnp.dtype(segment.codes)) for x in (k, v))
+    return Segment(to_bits(keys), to_bits(values), key_scale, value_scale, segment.codes)
 
 
 @jax.named_scope("kv_write")
-def write_rows(slabs: Slabs, k: jax.Array, v: jax.Array, plan: DecodePlan) -> Slabs:
+def write_rows(segments: Segments, k: jax.Array, v: jax.Array, plan: DecodePlan) -> Segments:
     """Stores single tokens, k and v `[S, K, Dh]`."""
-    tokens = _as_stored(slabs[0], k, v)
+    tokens = _as_stored(segments[0], k, v)
 
-    def body(i: jax.Array, slab: Slab) -> Slab:
+    def body(i: jax.Array, segment: Segment) -> Segment:
         row, block, offset = plan.write_row[i], plan.write_block[i], plan.write_offset[i]
 
         def put(axis: int, held: jax.Array, new: jax.Array) -> jax.Array:
@@ -87,22 +87,22 @@ def write_rows(slabs: Slabs, k: jax.Array, v: jax.Array, plan: DecodePlan) -> Sl
             start = [offset if i == axis else block if i == 0 else 0 for i in range(held.ndim)]
             return jax.lax.dynamic_update_slice(held, new, start)
 
-        return _each(put, slab, tokens)
+        return _each(put, segment, tokens)
 
-    return _each_slab(slabs, plan.write_ends, body)
+    return _each_segment(segments, plan.write_ends, body)
 
 
 @jax.named_scope("kv_write")
-def write_runs(slabs: Slabs, k: jax.Array, v: jax.Array, plan: ChunkPlan) -> Slabs:
+def write_runs(segments: Segments, k: jax.Array, v: jax.Array, plan: ChunkPlan) -> Segments:
     """Stores the chunks' tokens, k and v `[T, K, Dh]`, a block at a time."""
-    size = slabs[0].block_size
+    size = segments[0].block_size
     # A slice of a block's length that starts at `start - offset` puts every token at its own offset.
     tokens = jax.tree.map(
-        lambda x: jnp.pad(x, ((size, size), *[(0, 0)] * (x.ndim - 1))), _as_stored(slabs[0], k, v)
+        lambda x: jnp.pad(x, ((size, size), *[(0, 0)] * (x.ndim - 1))), _as_stored(segments[0], k, v)
     )
     offsets = jnp.arange(size, dtype=jnp.int32)
 
-    def body(i: jax.Array, slab: Slab) -> Slab:
+    def body(i: jax.Array, segment: Segment) -> Segment:
         block, offset = plan.run_block[i], plan.run_offset[i]
         first = plan.run_start[i] - offset + size
         mine = (offsets >= offset) & (offsets < offset + plan.run_count[i])
@@ -113,70 +113,72 @@ def write_runs(slabs: Slabs, k: jax.Array, v: jax.Array, plan: ChunkPlan) -> Sla
             here = jnp.expand_dims(mine, [other for other in range(old.ndim) if other != axis - 1])
             return jax.lax.dynamic_update_index_in_dim(held, jnp.where(here, new, old), block, 0)
 
-        return _each(put, slab, tokens)
+        return _each(put, segment, tokens)
 
-    return _each_slab(slabs, plan.run_ends, body)
+    return _each_segment(segments, plan.run_ends, body)
 
 
-def _each_slab(slabs: Slabs, ends: jax.Array, body: Callable[[jax.Array, Slab], Slab]) -> Slabs:
-    """Runs `body(i, slab)` for each slab's own writes."""
+def _each_segment(
+    segments: Segments, ends: jax.Array, body: Callable[[jax.Array, Segment], Segment]
+) -> Segments:
+    """Runs `body(i, segment)` for each segment's own writes."""
     done, start = [], jnp.zeros((), jnp.int32)
-    for z, slab in enumerate(slabs):
-        done.append(jax.lax.fori_loop(start, ends[z], body, slab))
+    for z, segment in enumerate(segments):
+        done.append(jax.lax.fori_loop(start, ends[z], body, segment))
         start = ends[z]
     return tuple(done)
 
 
-def load_blocks(slabs: Slabs, blocks: jax.Array) -> Slab:
-    """P blocks, copied out of their slabs and joined: keys `[K, Dh, P·bs]`, values `[K, P·bs, Dh]`, scales
+def load_blocks(segments: Segments, blocks: jax.Array) -> Segment:
+    """P blocks, copied out of their segments and joined: keys `[K, Dh, P·bs]`, values `[K, P·bs, Dh]`, scales
     `[K, P·bs]`."""
-    ends = [a + slab.num_blocks for a, slab in zip(slab_starts(slabs), slabs, strict=True)]
+    ends = [a + segment.num_blocks for a, segment in zip(segment_starts(segments), segments, strict=True)]
 
-    def one(block: jax.Array) -> Slab:
-        def from_slab(z: int) -> Callable[[], Slab]:
-            def read() -> Slab:
-                local = block - slab_starts(slabs)[z]
+    def one(block: jax.Array) -> Segment:
+        def from_segment(z: int) -> Callable[[], Segment]:
+            def read() -> Segment:
+                local = block - segment_starts(segments)[z]
                 return jax.tree.map(
-                    lambda x: jax.lax.dynamic_index_in_dim(x, local, keepdims=False), slabs[z]
+                    lambda x: jax.lax.dynamic_index_in_dim(x, local, keepdims=False), segments[z]
                 )
 
             return read
 
-        if len(slabs) == 1:
-            return from_slab(0)()
-        slab = sum((block >= end).astype(jnp.int32) for end in ends[:-1])
-        return jax.lax.switch(slab, [from_slab(z) for z in range(len(slabs))])
+        if len(segments) == 1:
+            return from_segment(0)()
+        segment = sum((block >= end).astype(jnp.int32) for end in ends[:-1])
+        return jax.lax.switch(segment, [from_segment(z) for z in range(len(segments))])
 
     found = [one(blocks[i]) for i in range(blocks.shape[0])]
     return _each(lambda axis, *parts: jnp.concatenate(parts, axis=axis - 1), *found)
 
 
-def slab_starts(slabs: Slabs) -> list[int]:
-    """First block of each slab."""
+def segment_starts(segments: Segments) -> list[int]:
+    """First block of each segment."""
     starts, total = [], 0
-    for slab in slabs:
+    for segment in segments:
         starts.append(total)
-        total += slab.num_blocks
+        total += segment.num_blocks
     return starts
 
 
-def copy_blocks(slabs: Slabs, source: jax.Array, destination: jax.Array, count: jax.Array) -> Slabs:
+def copy_blocks(segments: Segments, source: jax.Array, destination: jax.Array, count: jax.Array) -> Segments:
     """Copies blocks one after another, source and destination int32 `[C]`, the first `count` of them."""
-    starts = slab_starts(slabs)
+    starts = segment_starts(segments)
 
-    def body(i: jax.Array, slabs: Slabs) -> Slabs:
-        block = load_blocks(slabs, source[i][None])
+    def body(i: jax.Array, segments: Segments) -> Segments:
+        block = load_blocks(segments, source[i][None])
         done = []
-        for start, slab in zip(starts, slabs, strict=True):
+        for start, segment in zip(starts, segments, strict=True):
             local = destination[i] - start
-            inside = (local >= 0) & (local < slab.num_blocks)
+            inside = (local >= 0) & (local < segment.num_blocks)
             at = jnp.where(inside, local, 0)
 
             def put(held: jax.Array, new: jax.Array, inside: jax.Array = inside, at: jax.Array = at):
                 old = jax.lax.dynamic_index_in_dim(held, at, keepdims=False)
                 return jax.lax.dynamic_update_index_in_dim(held, jnp.where(inside, new, old), at, 0)
 
-            done.append(jax.tree.map(put, slab, block))
+            done.append(jax.tree.map(put, segment, block))
         return tuple(done)
 
-    return jax.lax.fori_loop(0, count, body, slabs)
+    return jax.lax.fori_loop(0, count, body, segments)

@@ -1,9 +1,9 @@
 """Attention over a paged key/value cache, in plain XLA: a flat batch of decodes and prompt chunks.
 
-A layer's cache is slabs (`moejax.cache.segments`) of blocks: keys `[n, K, Dh, bs]`, values `[n, K, bs, Dh]`.
-Keys lie transposed because both products then run along the last axis. In a quantized cache these are codes,
-with a scale for each token and head: a scale goes onto the score of its key, or onto the weight of its value,
-and codes are widened a few blocks at a time, so that the cache never exists in floating point.
+A layer's cache is segments (`moejax.cache.segments`) of blocks: keys `[n, K, Dh, bs]`, values `[n, K, bs,
+Dh]`. Keys lie transposed because both products then run along the last axis. In a quantized cache these are
+codes, with a scale for each token and head: a scale goes onto the score of its key, or onto the weight of its
+value, and codes are widened a few blocks at a time, so that the cache never exists in floating point.
 
 Decodes go block by block, not sequence by sequence: each block in use meets its owner's query where it lies,
 and the softmax is put together afterwards. Collecting a sequence's blocks first would copy the cache, which
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.ops.kv_segments import Slabs, load_blocks, slab_starts, write_rows, write_runs
+from moejax.ops.kv_segments import Segments, load_blocks, segment_starts, write_rows, write_runs
 from moejax.quantization.kv import from_bits
 
 # Keys that one turn of a chunk's loop attends to, at least one block.
@@ -34,9 +34,9 @@ class DecodePlan(NamedTuple):
         position: int32 `[S]`; -1 for a row that does not decode.
         owner: int32 `[N, R]`, rows that a block belongs to; -1 for none.
         logical: int32 `[N]`, a block's place in its sequence.
-        write_row, write_block, write_offset: int32 `[S]`, by slab: the row whose key and value go into
-            `offset` of the slab's `block`.
-        write_ends: int32 `[Z]`: writes [write_ends[z - 1], write_ends[z]) are slab z's.
+        write_row, write_block, write_offset: int32 `[S]`, by segment: the row whose key and value go into
+            `offset` of the segment's `block`.
+        write_ends: int32 `[Z]`: writes [write_ends[z - 1], write_ends[z]) are segment z's.
     """
 
     position: jax.Array
@@ -56,8 +56,8 @@ class ChunkPlan(NamedTuple):
             `table`, its first position and its tokens; rising by start.
         num_tiles: int32 `[1]`.
         table: int32 `[S, M]`, block tables.
-        run_start, run_block, run_offset, run_count: int32, by slab: tokens from `start` go into the slab's
-            `block` from `offset` on.
+        run_start, run_block, run_offset, run_count: int32, by segment: tokens from `start` go into the
+            segment's `block` from `offset` on.
         run_ends: int32 `[Z]`, as `write_ends`.
     """
 
@@ -90,12 +90,12 @@ def paged_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    slabs: Slabs,
+    segments: Segments,
     plan: AttentionPlan,
     *,
     window: int | None,
     scale: float,
-) -> tuple[jax.Array, Slabs]:
+) -> tuple[jax.Array, Segments]:
     """Stores the batch's keys and values, then attends. Softmax in float32.
 
     Args:
@@ -104,29 +104,29 @@ def paged_attention(
         window: a query at p sees positions in (p - window, p]; None sees all up to p.
 
     Returns:
-        `[S + T, H, Dh]` (places that compute nothing hold anything finite) and the updated slabs.
+        `[S + T, H, Dh]` (places that compute nothing hold anything finite) and the updated segments.
     """
     S, K = plan.decode.position.shape[0], k.shape[1]
     H, Dh = q.shape[1:]
     q = (q * jnp.asarray(scale, q.dtype)).reshape(-1, K, H // K, Dh)
-    slabs = write_rows(slabs, k[:S], v[:S], plan.decode)
+    segments = write_rows(segments, k[:S], v[:S], plan.decode)
     if plan.chunk is None:
-        return decode_attention(q, slabs, plan.decode, window).reshape(-1, H, Dh), slabs
-    slabs = write_runs(slabs, k[S:], v[S:], plan.chunk)
+        return decode_attention(q, segments, plan.decode, window).reshape(-1, H, Dh), segments
+    segments = write_runs(segments, k[S:], v[S:], plan.chunk)
     decoded = jax.lax.cond(
         jnp.any(plan.decode.position >= 0),
-        lambda: decode_attention(q[:S], slabs, plan.decode, window),
+        lambda: decode_attention(q[:S], segments, plan.decode, window),
         lambda: jnp.zeros_like(q[:S]),
     )
-    chunked = chunk_attention(q[S:], slabs, plan.chunk, window)
-    return jnp.concatenate([decoded, chunked]).reshape(-1, H, Dh), slabs
+    chunked = chunk_attention(q[S:], segments, plan.chunk, window)
+    return jnp.concatenate([decoded, chunked]).reshape(-1, H, Dh), segments
 
 
-def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int | None) -> jax.Array:
+def decode_attention(q: jax.Array, segments: Segments, plan: DecodePlan, window: int | None) -> jax.Array:
     """q `[S, K, G, Dh]`, already scaled → `[S, K, G, Dh]`. Rows that own no block give 0."""
     S, K, G, Dh = q.shape
     N, R = plan.owner.shape
-    size = slabs[0].block_size
+    size = segments[0].block_size
     lowest = jnp.finfo(jnp.float32).min
     # Rows are picked and summed by products with 0 and 1: XLA:CPU gathers and scatters element by element.
     mine = plan.owner.reshape(1, N * R) == jnp.arange(S, dtype=jnp.int32)[:, None]
@@ -134,14 +134,14 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     # [N, K, R·G, Dh]: the queries that each block meets.
     met = (mine.T.astype(q.dtype) @ _finite(q).reshape(S, K * G * Dh)).reshape(N, R, K, G, Dh)
     met = met.transpose(0, 2, 1, 3, 4).reshape(N, K, R * G, Dh)
-    starts = slab_starts(slabs)
+    starts = segment_starts(segments)
     scores = [
-        _block_products("nkmd,nkdb->nkmb", met[a : a + slab.num_blocks], slab.keys, slab.codes)
-        for a, slab in zip(starts, slabs, strict=True)
+        _block_products("nkmd,nkdb->nkmb", met[a : a + segment.num_blocks], segment.keys, segment.codes)
+        for a, segment in zip(starts, segments, strict=True)
     ]
     whole = _joined(scores).astype(jnp.float32).reshape(N, K, R, G, size)
-    if slabs[0].quantized:
-        whole = whole * _joined([slab.key_scale for slab in slabs])[:, :, None, None, :]
+    if segments[0].quantized:
+        whole = whole * _joined([segment.key_scale for segment in segments])[:, :, None, None, :]
 
     key = plan.logical[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
     last = jnp.where(plan.owner >= 0, plan.position[jnp.maximum(plan.owner, 0)], -1)
@@ -161,14 +161,14 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
     total = weights.sum(axis=-1).transpose(0, 2, 1, 3).reshape(N * R, K * G)
     total = (select @ _finite(total)).reshape(S, K, G, 1)
 
-    if slabs[0].quantized:
-        scale = _joined([slab.value_scale for slab in slabs])[:, :, None, None, :]
+    if segments[0].quantized:
+        scale = _joined([segment.value_scale for segment in segments])[:, :, None, None, :]
         parts = jnp.where(seen, weights * scale, 0.0).reshape(N, K, R * G, size)
     else:
         parts = weights.reshape(N, K, R * G, size).astype(q.dtype)
     out = [
-        _block_products("nkmb,nkbd->nkmd", parts[a : a + slab.num_blocks], slab.values, slab.codes)
-        for a, slab in zip(starts, slabs, strict=True)
+        _block_products("nkmb,nkbd->nkmd", parts[a : a + segment.num_blocks], segment.values, segment.codes)
+        for a, segment in zip(starts, segments, strict=True)
     ]
     summed = _joined(out)
     summed = summed.reshape(N, K, R, G, Dh).transpose(0, 2, 1, 3, 4).reshape(N * R, K * G * Dh)
@@ -177,12 +177,12 @@ def decode_attention(q: jax.Array, slabs: Slabs, plan: DecodePlan, window: int |
 
 
 def _joined(parts: Sequence[Any]) -> jax.Array:
-    """The slabs' arrays, one after another."""
+    """The segments' arrays, one after another."""
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _product(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) -> jax.Array:
-    """x times what a slab holds. Codes are multiplied in float32, or in x's bfloat16, which holds them
+    """x times what a segment holds. Codes are multiplied in float32, or in x's bfloat16, which holds them
     exactly; their sums, which no scale has brought to size yet, are float32."""
     if codes is None:
         return jnp.einsum(equation, x, stored)
@@ -213,11 +213,11 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
-def chunk_attention(q: jax.Array, slabs: Slabs, plan: ChunkPlan, window: int | None) -> jax.Array:
+def chunk_attention(q: jax.Array, segments: Segments, plan: ChunkPlan, window: int | None) -> jax.Array:
     """q `[T, K, G, Dh]`, already scaled → `[T, K, G, Dh]`."""
     T, K, G, Dh = q.shape
     tile = tile_rows(T)
-    size = slabs[0].block_size
+    size = segments[0].block_size
     per_turn = min(max(1, KEYS_PER_TURN // size), plan.table.shape[1])
     keys_per_turn = per_turn * size
     lowest = jnp.finfo(jnp.float32).min
@@ -233,7 +233,7 @@ def chunk_attention(q: jax.Array, slabs: Slabs, plan: ChunkPlan, window: int | N
         def turn(c: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, total, summed = carry
             blocks = jax.lax.dynamic_slice(table, (plan.tile_row[t], c * per_turn), (1, per_turn))[0]
-            loaded = load_blocks(slabs, blocks)
+            loaded = load_blocks(segments, blocks)
             scores = _product("kmd,kdb->kmb", part, loaded.keys, loaded.codes).astype(jnp.float32)
             if loaded.key_scale is not None:
                 scores = scores * loaded.key_scale[:, None, :]

@@ -85,17 +85,17 @@ class Exchange:
 
     Attributes:
         method: one of `EXCHANGES`; "none" where all expert ranks see all tokens.
-        rooms: rows that a pair of devices has room for, on each hop: a rung of `exchange_size.room_ladder`,
-            of which the first holds an even routing and the last the worst case; with a capacity
-            `fixed_rooms`. For "ragged" one number, the rows that a device sends to another in the mean,
-            itself included.
-        choices: rungs of that ladder. With more than one a step first agrees on one.
+        capacities: rows that a pair of devices has room for, on each hop: a bucket of
+            `exchange_size.capacity_buckets`, of which the first holds an even routing and the last the worst
+            case; with a capacity `fixed_capacities`. For "ragged" one number, the rows that a device sends to
+            another in the mean, itself included.
+        choices: buckets of that buckets. With more than one a step first agrees on one.
         microbatches: parts that a step's tokens are exchanged in.
         lossy: there is a capacity, and what was dropped is counted.
     """
 
     method: str = "none"
-    rooms: tuple[float, ...] = ()
+    capacities: tuple[float, ...] = ()
     choices: int = 1
     microbatches: int = 1
     lossy: bool = False
@@ -245,13 +245,13 @@ def exchange_terms(
     elif exchange.method == "ragged":
         for _ in parts:
             yield "dispatch", "all-gather", "exchange", ranks * _INT
-            yield "dispatch", "ragged-all-to-all", "exchange", ranks * exchange.rooms[0] * there
-            yield "combine", "ragged-all-to-all", "exchange", ranks * exchange.rooms[0] * back
+            yield "dispatch", "ragged-all-to-all", "exchange", ranks * exchange.capacities[0] * there
+            yield "combine", "ragged-all-to-all", "exchange", ranks * exchange.capacities[0] * back
     elif exchange.method in ("all_to_all", "hierarchical"):
         hops = [("node", nodes), ("local", ranks // nodes)] if two_hops else [("exchange", ranks)]
-        if len(exchange.rooms) != len(hops):
+        if len(exchange.capacities) != len(hops):
             raise ConfigError(
-                f"exchange {exchange.method}: {len(hops)} rooms are needed, got {exchange.rooms}"
+                f"exchange {exchange.method}: {len(hops)} capacities are needed, got {exchange.capacities}"
             )
         if exchange.choices > 1 and not exchange.lossy:
             if two_hops:
@@ -260,7 +260,7 @@ def exchange_terms(
         # What the second hop dropped goes home with the first hop's results.
         lost = _INT if two_hops and exchange.lossy else 0
         for _ in parts:
-            for number, ((role, size), room) in enumerate(zip(hops, exchange.rooms, strict=True)):
+            for number, ((role, size), room) in enumerate(zip(hops, exchange.capacities, strict=True)):
                 yield "dispatch", "all-to-all", role, size * room * there
                 yield "combine", "all-to-all", role, size * room * (back + (lost if number == 0 else 0))
 

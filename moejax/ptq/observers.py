@@ -40,7 +40,7 @@ class Tap(nnx.Module):
         return self.inner(*args, **kwargs)
 
 
-def put_tap(module: nnx.Module, path: str, see: Callable[..., None]) -> None:
+def observe_at(module: nnx.Module, path: str, see: Callable[..., None]) -> None:
     """Puts a tap in the place of the module at a dotted path below `module`."""
     *parents, name = path.split(".")
     for parent in parents:
@@ -94,7 +94,7 @@ def collect(
         def see(x: jax.Array, *_: Any, **__: Any) -> None:
             seen[name] = seen[name].plus(of_rows(x.reshape(-1, x.shape[-1]), mask))
 
-        put_tap(module, path, see)
+        observe_at(module, path, see)
 
     for name, path in taps:
         watch(name, path)
@@ -104,7 +104,7 @@ def collect(
         def see_experts(x: jax.Array, routing: Routing, *_: Any, **__: Any) -> None:
             seen.update(_add_routed(experts, seen, x, routing.ids, first))
 
-        put_tap(module, "moe.experts", see_experts)
+        observe_at(module, "moe.experts", see_experts)
     run_stage(module, x, valid)
     return seen
 
@@ -142,7 +142,7 @@ def collect_unrouted(
 
         seen.update(jax.lax.fori_loop(0, num, one, dict(seen)))
 
-    put_tap(module, "moe.experts", see)
+    observe_at(module, "moe.experts", see)
     run_stage(module, x, valid)
     return seen
 

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchEnvironment:
     """What the environment says of this process.
 
     Attributes:
@@ -75,7 +75,7 @@ class ProcessInfo:
         return jax.local_device_count()
 
 
-def read_environment(environ: Mapping[str, str] | None = None) -> Place:
+def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     """Which process this is; a single one where nothing is said. The JAX_* variables come before SLURM's.
 
     Raises:
@@ -88,14 +88,14 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Place:
             raise ConfigError(
                 f"JAX_PROCESS_ID={given['JAX_PROCESS_ID']} and JAX_NUM_PROCESSES=1: it must be 0"
             )
-        return Place()  # on purpose, whatever else is said: a process by itself
+        return LaunchEnvironment()  # on purpose, whatever else is said: a process by itself
     slurm = None if len(given) == len(_JAX) else _read_slurm(environ)
     if not given:
-        return slurm or Place()
+        return slurm or LaunchEnvironment()
     if slurm is None and len(given) < len(_JAX):
         missing = [name for name in _JAX if name not in given]
         raise ConfigError(f"{', '.join(given)} set without {' and '.join(missing)}: {_START}")
-    slurm = slurm or Place()
+    slurm = slurm or LaunchEnvironment()
     count = _whole("JAX_NUM_PROCESSES", given.get("JAX_NUM_PROCESSES"), 1, slurm.count)
     index = _whole("JAX_PROCESS_ID", given.get("JAX_PROCESS_ID"), 0, slurm.index)
     for name, value, theirs, of in (
@@ -110,10 +110,10 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Place:
         raise ConfigError(f"JAX_PROCESS_ID={index} and JAX_NUM_PROCESSES={count}: it must be in [0, {count})")
     if address := given.get("JAX_COORDINATOR_ADDRESS"):
         _host_port(address)
-    return Place(index, count, address, slurm.local_device_ids)
+    return LaunchEnvironment(index, count, address, slurm.local_device_ids)
 
 
-def _read_slurm(environ: Mapping[str, str]) -> Place | None:
+def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """This task of a SLURM step; None outside of one, and for a step of one task."""
     if not environ.get("SLURM_PROCID") or not environ.get("SLURM_NTASKS"):
         return None
@@ -131,7 +131,7 @@ def _read_slurm(environ: Mapping[str, str]) -> Place | None:
     nodes = _whole("SLURM_STEP_NUM_NODES", environ.get("SLURM_STEP_NUM_NODES"), 1, 1)
     # As JAX does: a GPU a task. But a task that has its node for itself has all of its GPUs.
     local = (_whole("SLURM_LOCALID", environ["SLURM_LOCALID"], 0),) if count > nodes else None
-    return Place(index, count, None, None if environ.get("JAX_LOCAL_DEVICE_IDS") else local)
+    return LaunchEnvironment(index, count, None, None if environ.get("JAX_LOCAL_DEVICE_IDS") else local)
 
 
 class _Processes:

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.perf.cost import attention_params, expert_params
-from moejax.sharding.spmd import OnMesh
+from moejax.sharding.spmd import MeshDevices
 
 DECODE_TOKENS = 64
 """Rows of the decode step that stages are balanced for."""
@@ -221,8 +221,8 @@ class Transfer:
 
     def __init__(
         self,
-        source: OnMesh,
-        target: OnMesh,
+        source: MeshDevices,
+        target: MeshDevices,
         programs: Programs | None = None,
         *,
         how: How = "permute",

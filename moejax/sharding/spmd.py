@@ -16,7 +16,7 @@ from moejax.sharding.axes import SINGLE, Axes, all_gather, psum
 from moejax.sharding.distributed import settle
 
 
-class OneDevice:
+class SingleDevice:
     """No mesh: everything is as the function sees it."""
 
     axes: Axes = SINGLE
@@ -35,15 +35,15 @@ class OneDevice:
         """A host array, by group, as a function's argument."""
         return by_group
 
-    def settled(self, tree: Any) -> Any:
+    def ready(self, tree: Any) -> Any:
         """What a call returned, waited for where that is needed, see `moejax.sharding.distributed.settle`."""
         return tree
 
-    def everywhere(self, tree: Any) -> Any:
+    def gather_groups(self, tree: Any) -> Any:
         """Inside the function: what the groups have, one after another, equal on all devices."""
         return tree
 
-    def total(self, x: jax.Array) -> jax.Array:
+    def sum_groups(self, x: jax.Array) -> jax.Array:
         """Inside the function: the sum over the groups."""
         return x
 
@@ -68,7 +68,7 @@ class OneDevice:
         return jax.jit(function, donate_argnums=(donate,))
 
 
-class OnMesh(OneDevice):
+class MeshDevices(SingleDevice):
     """All devices of a mesh."""
 
     def __init__(self, mesh: Mesh, axes: Axes) -> None:
@@ -104,13 +104,13 @@ class OnMesh(OneDevice):
         sharding = self.sharding(self.axes.data or None)
         return jax.make_array_from_callback(by_group.shape, sharding, lambda index: by_group[index])
 
-    def settled(self, tree: Any) -> Any:
+    def ready(self, tree: Any) -> Any:
         return settle(tree)
 
-    def everywhere(self, tree: Any) -> Any:
+    def gather_groups(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: all_gather(x, self.axes.data), tree)
 
-    def total(self, x: jax.Array) -> jax.Array:
+    def sum_groups(self, x: jax.Array) -> jax.Array:
         return psum(x, self.axes.data)
 
     def compiled(

@@ -159,8 +159,8 @@ def backend_words(config: Mapping[str, Any]) -> list[str]:
     if isinstance(backend, str):
         return [backend]
     section = _section(config, "backend")
-    beside = section.get("beside") or section.get("compare") or ()
-    others = beside.values() if isinstance(beside, Mapping) else beside
+    compared = section.get("compare_with") or section.get("compare") or ()
+    others = compared.values() if isinstance(compared, Mapping) else compared
     names = [item.get("kind") if isinstance(item, Mapping) else item for item in (section, *others)]
     return [str(name) for name in dict.fromkeys(names) if name]
 

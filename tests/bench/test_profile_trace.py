@@ -73,7 +73,7 @@ def products(jaxpr: Any, outer: str = "") -> Iterator[str]:
                 yield from products(inner, stack)
 
 
-@pytest.mark.parametrize("how", ["loop", "fitted", "ragged_dot", "capacity", "dense"])
+@pytest.mark.parametrize("how", ["blocks_uniform", "blocks_mixed", "ragged_dot", "capacity", "dense"])
 def test_every_product_of_the_model_has_its_scope(how: str) -> None:
     """No matrix product is without its operation, and those in layers know theirs."""
     config = small_model(num_layers=2, moe_layers=(True, False), sliding_windows=(None, None), qk_norm="head")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.cache.segments import SlabLayout
+from moejax.cache.segments import SegmentLayout
 from moejax.core.config import EngineConfig
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.plan import Chunk, StepPlan
@@ -28,7 +28,7 @@ from tests.engine.tiny import PROPERTY, VOCAB
 
 BLOCK = 4
 ENDS = (3, 8, 16, 40)
-LIMITS = Limits(slots=6, block_size=BLOCK, table_width=20, slab_ends=ENDS)
+LIMITS = Limits(slots=6, block_size=BLOCK, table_width=20, segment_ends=ENDS)
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, seed=3)
 PENALTY = SamplingParams(temperature=0.0, repetition_penalty=1.5)
@@ -38,8 +38,8 @@ def builder(**buckets: Any) -> BatchBuilder:
     given: dict[str, Any] = {
         "rows": (2, 4, 6),
         "tokens": (8, 32, 80),
-        "slabs": SlabLayout.of(40, ENDS),
-        "slab_counts": (1, 2, 3, 4),
+        "segments": SegmentLayout.of(40, ENDS),
+        "segment_counts": (1, 2, 3, 4),
     }
     return BatchBuilder(Buckets(**given | buckets), LIMITS)
 
@@ -103,13 +103,14 @@ def block_tables(batch: Batch) -> dict[int, dict[int, int]]:
 
 
 def written(ends: np.ndarray, *columns: np.ndarray) -> list[tuple[int, ...]]:
-    """The writes (global block, …) of the plan's `columns`, of which the first is the block in its slab."""
+    """The writes (global block, …) of the plan's `columns`, of which the first is the block in its
+    segment."""
     found, start = [], 0
-    for slab, end in enumerate(ends):
-        first = ENDS[slab - 1] if slab else 0
+    for segment, end in enumerate(ends):
+        first = ENDS[segment - 1] if segment else 0
         for i in range(start, int(end)):
             local = int(columns[0][i])
-            assert 0 <= local < ENDS[slab] - first
+            assert 0 <= local < ENDS[segment] - first
             found.append((first + local, *(int(column[i]) for column in columns[1:])))
         start = max(start, int(end))
     return found
@@ -192,7 +193,7 @@ def check_chunks(plan: StepPlan, key: StepKey, batch: Batch) -> None:
 
 
 def plain_plan(params: SamplingParams = GREEDY) -> StepPlan:
-    """Two decodes, one of a token still on the device, blocks in all slabs; three chunks: the middle of a
+    """Two decodes, one of a token still on the device, blocks in all segments; three chunks: the middle of a
     prompt, a whole prompt, and the end of one with two forks."""
     decodes = [
         decode(5, 3, [30, 2], 0, params=params),
@@ -330,7 +331,7 @@ def test_any_plan(seed: int) -> None:
         forks.append(twins)
         budget -= count
     plan = plan_of(decodes, chunks, forks)
-    key, batch = build(plan, rows=(6,), tokens=(80,), slabs=SlabLayout.of(40, ENDS))
+    key, batch = build(plan, rows=(6,), tokens=(80,), segments=SegmentLayout.of(40, ENDS))
     check(plan, key, batch)
     assert key.blocks >= 1 + max(max(s.blocks) for s in plan.sequences)
 
@@ -342,10 +343,10 @@ def test_default_buckets() -> None:
     buckets = Buckets.of(EngineConfig(max_num_seqs=12, max_num_batched_tokens=100), 50)
     assert buckets.rows == (1, 2, 4, 8, 12)
     assert buckets.tokens == (16, 32, 64, 100)
-    assert buckets.slabs.ends == (8, 16, 32, 48, 50)
+    assert buckets.segments.ends == (8, 16, 32, 48, 50)
     assert [buckets.rows_for(n) for n in (1, 2, 3, 8, 9, 12)] == [1, 2, 4, 8, 12, 12]
     assert [buckets.tokens_for(n) for n in (0, 1, 16, 17, 65, 100)] == [0, 16, 16, 32, 100, 100]
-    assert [buckets.slabs_for(n) for n in (1, 8, 9, 33, 50)] == [1, 1, 2, 4, 5]
+    assert [buckets.segments_for(n) for n in (1, 8, 9, 33, 50)] == [1, 1, 2, 4, 5]
 
 
 def test_thinned_buckets() -> None:
@@ -354,9 +355,9 @@ def test_thinned_buckets() -> None:
     config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048, block_size=4)
     buckets = Buckets.of(config, 1024)
     few = buckets.thinned(config, 20)
-    assert (few.rows, few.tokens) == ((16, 64), (512, 2048)) and few.slabs == buckets.slabs
-    assert [few.slabs.ends[count - 1] for count in few.slab_counts] == [128, 512, 1024]
-    assert [few.slabs_for(n) for n in (1, 128, 129, 512, 1000)] == [7, 7, 10, 10, 11]
+    assert (few.rows, few.tokens) == ((16, 64), (512, 2048)) and few.segments == buckets.segments
+    assert [few.segments.ends[count - 1] for count in few.segment_counts] == [128, 512, 1024]
+    assert [few.segments_for(n) for n in (1, 128, 129, 512, 1000)] == [7, 7, 10, 10, 11]
     short = buckets.thinned(config, 3)
     assert short.tokens == (64, 256, 512, 1024, 2048)
     own = dataclasses.replace(config, seq_buckets=[3, 64], token_buckets=[7, 2048], block_buckets=[9, 99])
@@ -368,16 +369,16 @@ def test_given_buckets_end_at_the_limits() -> None:
         max_num_seqs=5, max_num_batched_tokens=9, seq_buckets=[2, 8], token_buckets=[9], block_buckets=[3, 70]
     )
     buckets = Buckets.of(config, 10)
-    assert (buckets.rows, buckets.tokens, buckets.slabs.ends) == ((2, 5), (9,), (3, 10))
-    assert buckets.slabs.sizes == (3, 7)
+    assert (buckets.rows, buckets.tokens, buckets.segments.ends) == ((2, 5), (9,), (3, 10))
+    assert buckets.segments.sizes == (3, 7)
     least = Buckets.of(EngineConfig(max_num_seqs=1, max_num_batched_tokens=1, block_size=1), 1)
-    assert (least.rows, least.tokens, least.slabs.ends) == ((1,), (1,), (1,))
+    assert (least.rows, least.tokens, least.segments.ends) == ((1,), (1,), (1,))
 
 
-def test_blocks_are_found_in_their_slabs() -> None:
-    slabs = SlabLayout.of(40, ENDS)
-    slab, local = slabs.locate(np.arange(40))
-    assert list(zip(slab.tolist(), local.tolist(), strict=True)) == [
+def test_blocks_are_found_in_their_segments() -> None:
+    segments = SegmentLayout.of(40, ENDS)
+    segment, local = segments.locate(np.arange(40))
+    assert list(zip(segment.tolist(), local.tolist(), strict=True)) == [
         (z, i) for z, size in enumerate((3, 5, 8, 24)) for i in range(size)
     ]
 

@@ -12,7 +12,7 @@ from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence
-from moejax.ops.kv_segments import Slab
+from moejax.ops.kv_segments import Segment
 from moejax.ops.paged_attention import DecodePlan, decode_attention
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import FullForward
@@ -129,7 +129,7 @@ def test_what_is_not_finite_stays_with_its_sequence() -> None:
 
     def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         return np.asarray(
-            decode_attention(jnp.asarray(q), (Slab(jnp.asarray(k), jnp.asarray(v)),), plan, None)
+            decode_attention(jnp.asarray(q), (Segment(jnp.asarray(k), jnp.asarray(v)),), plan, None)
         )
 
     clean = attend(q, k, v)

@@ -21,7 +21,7 @@ from tests.engine.tiny import FullForward, small_config
 
 PROMPTS = [prompt(n, 3) for n in (9, 4, 16, 1, 12, 6, 15)]
 SAMPLES = SamplingParams(temperature=1.0, max_tokens=9, seed=3, n=2, ignore_eos=True)
-SLABS = tight(max_num_batched_tokens=4, token_buckets=[4], block_buckets=[3, 10])
+SEGMENTS = tight(max_num_batched_tokens=4, token_buckets=[4], block_buckets=[3, 10])
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,11 @@ def forked(bare_llm: LLM, request: pytest.FixtureRequest) -> LLM:
 
 
 def pointers(llm: LLM) -> list[int]:
-    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(llm.runner.pool._slabs)]
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(llm.runner.pool._segments)]
 
 
 def arrays(llm: LLM) -> int:
-    """Of a pool of one slab: keys and values of each layer, and the scales of quantized ones."""
+    """Of a pool of one segment: keys and values of each layer, and the scales of quantized ones."""
     return (2 if llm.kv_cache_dtype == llm.config.dtype else 4) * llm.config.num_layers
 
 
@@ -62,9 +62,9 @@ def test_the_cache_stays_where_it_is(forked: LLM, monkeypatch: pytest.MonkeyPatc
         run = getattr(forked.runner, name)
 
         def watched(*args: Any) -> Any:
-            given = [forked.runner._last, *jax.tree.leaves(pool._slabs)]
+            given = [forked.runner._last, *jax.tree.leaves(pool._segments)]
             out = run(*args)
-            jax.block_until_ready(pool._slabs)
+            jax.block_until_ready(pool._segments)
             pages = given[1:]
             assert all(leaf.is_deleted() for leaf in (given if name == "launch" else pages))
             assert pointers(forked) == before
@@ -98,9 +98,9 @@ def test_programs_update_the_cache_in_place(function: str, forked: LLM) -> None:
         assert not {kind for kind in kinds if kind.startswith("copy")}, key
 
 
-def test_slabs_are_made_when_needed(bare_llm: LLM, whole: FullForward) -> None:
-    """One short request touches the first slab alone; the pool's bytes say so."""
-    llm = bare_llm.variant(SLABS)
+def test_segments_are_made_when_needed(bare_llm: LLM, whole: FullForward) -> None:
+    """One short request touches the first segment alone; the pool's bytes say so."""
+    llm = bare_llm.variant(SEGMENTS)
     pool, block = llm.runner.pool, 2 * 2 * 8 * 4 * 4  # keys and values, heads, head_dim, tokens, float32
     assert pool.nbytes == 0
     llm.generate([prompt(3)], greedy(4))

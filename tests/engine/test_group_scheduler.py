@@ -8,8 +8,8 @@ from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
 from moejax.engine.core import Engine
 from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
-from moejax.engine.requests.output import SampleBuilder
-from moejax.engine.requests.state import LiveRequest
+from moejax.engine.requests.output import OutputProcessor
+from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
@@ -23,27 +23,27 @@ def grouped(groups: int, kind: type[Scheduler] = Scheduler, blocks: int = BLOCKS
     return GroupScheduler([kind(BlockAllocator(blocks, SIZE), SLOTS, BUDGET) for _ in range(groups)])
 
 
-def request(number: int, prompt: int, output: int, n: int = 1) -> LiveRequest:
+def request(number: int, prompt: int, output: int, n: int = 1) -> RequestState:
     params = SamplingParams(max_tokens=output, n=n, temperature=0.0, ignore_eos=True)
     ids = [(7 * number + i) % 50 for i in range(prompt)]
-    builders = [SampleBuilder(i, params, None, (), output) for i in range(n)]
+    builders = [OutputProcessor(i, params, None, (), output) for i in range(n)]
     samples = [
         Sequence(list(ids), prompt, params, prompt + output, order=100 * number + i, seed=number * 10 + i)
         for i in range(n)
     ]
     samples[0].forks = samples[1:]
     out = RequestOutput(str(number), None, ids, [b.output for b in builders], RequestMetrics(0.0))
-    live = LiveRequest(out, builders)
+    live = RequestState(out, builders)
     live.attach(samples[:1])
     return live
 
 
-def tokens_of(requests: list[LiveRequest]) -> list[list[list[int]]]:
+def tokens_of(requests: list[RequestState]) -> list[list[list[int]]]:
     return [[list(sample.token_ids) for sample in r.output.outputs] for r in requests]
 
 
 def run(
-    scheduler: GroupScheduler | Scheduler, requests: list[LiveRequest], blocks: int, overlap: bool
+    scheduler: GroupScheduler | Scheduler, requests: list[RequestState], blocks: int, overlap: bool
 ) -> Engine:
     engine = Engine(scheduler, FakeRunner(blocks, SIZE), overlap=overlap)
     engine.add(requests)
@@ -52,7 +52,7 @@ def run(
     return engine
 
 
-def workload(seed: int) -> list[LiveRequest]:
+def workload(seed: int) -> list[RequestState]:
     draw = random.Random(seed)
     return [
         request(i, draw.randint(1, 14), draw.randint(1, 16), n=draw.choice((1, 1, 1, 2, 3)))

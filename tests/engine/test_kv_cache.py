@@ -112,7 +112,7 @@ def test_memory_is_what_is_held() -> None:
     model = llm.config
     held = {name: engine.stats()["cache_bytes"] for name, engine in (("int8", llm), ("float32", plain))}
     assert held == {name: 12 * block_bytes(model, SCARCE.block_size, name) for name in held}
-    assert held["int8"] == sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.pool._slabs))
+    assert held["int8"] == sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.pool._segments))
     assert held["float32"] / held["int8"] == 4 * model.head_dim / (model.head_dim + 4)
     found = {r.key: r.value for r in llm.resolutions}
     assert (found["quant.kv_cache"], llm.stats()["cache_dtype"]) == ("int8", "int8")
@@ -154,7 +154,7 @@ def test_kernels_give_the_same(dtype: str) -> None:
     # Kernels multiply codes by queries and weights rounded to float16: over Dh terms, then over the keys.
     assert_close(*scores, tolerance(8, 16, dtype="float16"))
     assert np.abs(scores[0] - scores[1]).max() <= np.abs(scores[1] - unquantized).max()
-    assert kernels.runner.pool._slabs[0][0].keys.dtype == jax.numpy.dtype(dtype)
+    assert kernels.runner.pool._segments[0][0].keys.dtype == jax.numpy.dtype(dtype)
     assert_clean(kernels)
 
 

@@ -272,7 +272,7 @@ def test_limits_and_resolutions(small_dir: Path) -> None:
         "engine.platform": "cpu",
         "model.dtype": "float32",
         "engine.kernels": "xla",
-        "engine.moe.grouped_matmul": "fitted",
+        "engine.moe.grouped_matmul": "blocks_mixed",
         "engine.moe.expert_layout": "efd",
         "quant.kv_cache": "float32",
         "engine.num_blocks": "64",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
 from moejax.engine.requests.api import SamplingParams
-from moejax.engine.requests.output import SampleBuilder, StreamChunk
+from moejax.engine.requests.output import OutputProcessor, StreamChunk
 from moejax.engine.requests.tokenizer import Tokenizer
 from tests.engine.tiny import (
     PROPERTY,
@@ -33,9 +33,9 @@ def feed(
     *,
     tokenizer: HfTokenizer | None = BYTES,
     max_tokens: int = 1000,
-) -> tuple[SampleBuilder, list[StreamChunk]]:
+) -> tuple[OutputProcessor, list[StreamChunk]]:
     """Adds tokens until they run out or the sample ends."""
-    builder = SampleBuilder(0, params, wrap(tokenizer) if tokenizer else None, (EOS,), max_tokens)
+    builder = OutputProcessor(0, params, wrap(tokenizer) if tokenizer else None, (EOS,), max_tokens)
     chunks = []
     for token in tokens:
         chunks.append(builder.add(token, None))

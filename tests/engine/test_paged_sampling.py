@@ -9,7 +9,7 @@ import pytest
 
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
-from moejax.engine.requests.output import SampleBuilder
+from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.step.sampler import SamplerMode
 from tests.engine.paged import REDUCTIONS, SCARCE, OneByOne, assert_clean, greedy, prompt, tight, tokens
 from tests.engine.tiny import VOCAB, FullForward, log_softmax
@@ -85,7 +85,7 @@ def test_stop_strings(overlap: bool, llm: LLM, oracle: FullForward) -> None:
         params.append(
             SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=[whole[4 + i : 6 + i]])
         )
-        want.append(SampleBuilder(0, params[-1], engine.tokenizer, (), 12))
+        want.append(OutputProcessor(0, params[-1], engine.tokenizer, (), 12))
         while not want[-1].finished:
             want[-1].add(plain[len(want[-1].output.token_ids)], None)
     for out, builder in zip(engine.generate(texts, params), want, strict=True):

@@ -131,7 +131,7 @@ def test_no_two_float_weights_are_alive(model: Any, monkeypatch: pytest.MonkeyPa
     from moejax.engine.opening import rounding
 
     earlier: list[Any] = []
-    plain = rounding.Rounding._store
+    plain = rounding.QuantizeOnLoad._store
 
     def watch(self: Any, place: Any, name: str, param: Any, value: Any) -> None:
         assert all(reference() is None for reference in earlier)
@@ -140,7 +140,7 @@ def test_no_two_float_weights_are_alive(model: Any, monkeypatch: pytest.MonkeyPa
             assert isinstance(param.get_value(), jax.ShapeDtypeStruct)
             earlier.append(weakref.ref(value))
 
-    monkeypatch.setattr(rounding.Rounding, "_store", watch)
+    monkeypatch.setattr(rounding.QuantizeOnLoad, "_store", watch)
     LLM(model("mixtral"), engine=ENGINE, quant=rtn("int8"))
     LLM(family("mixtral"), engine=ENGINE, quant=rtn("int8"), load_format="dummy")
 
@@ -205,7 +205,7 @@ def test_a_mesh_gives_what_one_device_gives(case: tuple[str, str], model: Any) -
 
 @pytest.mark.multidevice
 @pytest.mark.slow
-@pytest.mark.parametrize("product", ["fitted", "loop", "pallas_triton"])
+@pytest.mark.parametrize("product", ["blocks_mixed", "blocks_uniform", "pallas_triton"])
 def test_scales_of_hidden_rows_are_found_together(product: str, model: Any) -> None:
     """w8a8 with a split hidden dimension, by each way of running experts in blocks."""
     engine = dataclasses.replace(ENGINE, moe=MoeConfig(grouped_matmul=product))  # type: ignore[arg-type]

@@ -63,14 +63,14 @@ def sequences(prompt: int, output: int, n: int, order: int, stop_below: int) -> 
 
 
 def built_keys(workload: Workload) -> set[tuple[int, int, int, int]]:
-    """(rows, tokens, slabs, owners) of every step of the overlapped loop."""
+    """(rows, tokens, segments, owners) of every step of the overlapped loop."""
     config, num_blocks = workload.config, workload.num_blocks
     kind = StaticScheduler if config.batching == "static" else Scheduler
     allocator = BlockAllocator(num_blocks, config.block_size)
     scheduler = kind(allocator, config.max_num_seqs, config.max_num_batched_tokens)
     buckets = workload.buckets
     width = -(-workload.maxima[1] // config.block_size)
-    limits = Limits(config.max_num_seqs, config.block_size, width, buckets.slabs.ends)
+    limits = Limits(config.max_num_seqs, config.block_size, width, buckets.segments.ends)
     builder = BatchBuilder(buckets, limits)
     runner = FakeRunner(num_blocks, config.block_size, vocab_size=50)
     arrivals = sorted(enumerate(workload.requests), key=lambda entry: entry[1][3])
@@ -89,7 +89,7 @@ def built_keys(workload: Workload) -> set[tuple[int, int, int, int]]:
         if plan is not None:
             key, buffer = builder.build(plan)
             assert buffer.size and key.tokens >= plan.chunk_tokens and key.rows >= len(plan.sequences)
-            keys.add((key.rows, key.tokens, buckets.slabs_for(key.blocks), key.owners))
+            keys.add((key.rows, key.tokens, buckets.segments_for(key.blocks), key.owners))
             workload.events["preempted"] += plan.preempted
             workload.events["copies"] += len(plan.copies)
             launched = plan, runner.launch(plan)
@@ -166,13 +166,21 @@ def test_forks_need_no_block_of_their_own_at_first() -> None:
 
 
 def test_what_cannot_be_is_not_listed() -> None:
-    """Rows need blocks, and a short workload neither reaches the last slab nor fills the largest chunk."""
+    """Rows need blocks, and a short workload neither reaches the last segment nor fills the largest chunk."""
     config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=512, block_size=4)
     buckets = Buckets.of(config, 128)
     short = list(buckets.reachable(8, 4))
     assert len(set(short)) == len(short)
-    assert {slabs for *_, slabs in short} == {1, 2, 3} and buckets.slabs.ends == (8, 16, 32, 48, 64, 96, 128)
+    assert {segments for *_, segments in short} == {1, 2, 3} and buckets.segments.ends == (
+        8,
+        16,
+        32,
+        48,
+        64,
+        96,
+        128,
+    )
     assert max(tokens for _, tokens, _ in short) == 128
-    assert {rows for rows, _, slabs in short if slabs == 1} == {1, 2, 4, 8}
-    assert {rows for rows, _, slabs in short if slabs == 2} == {1, 2, 4, 8, 16}
+    assert {rows for rows, _, segments in short if segments == 1} == {1, 2, 4, 8}
+    assert {rows for rows, _, segments in short if segments == 2} == {1, 2, 4, 8, 16}
     assert len(list(buckets.reachable(512, 4))) > len(short)

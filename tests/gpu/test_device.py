@@ -22,7 +22,7 @@ def exact_products():
 
 
 @pytest.mark.parametrize(
-    "moe", [MoeConfig(), MoeConfig(grouped_matmul="loop", block_rows=4)], ids=["auto", "loop"]
+    "moe", [MoeConfig(), MoeConfig(grouped_matmul="blocks_uniform", block_rows=4)], ids=["auto", "loop"]
 )
 def test_grouped_experts_equal_dense(tiny_config, moe):
     tokens = np.random.default_rng(0).integers(0, tiny_config.vocab_size, (2, 9))

@@ -8,7 +8,7 @@ from moejax.core.errors import ConfigError
 from moejax.ops.dispatch import block_rows_for, choose_expert_layout, choose_grouped_matmul
 
 
-@pytest.mark.parametrize("platform, expected", [("cpu", "fitted"), ("gpu", "ragged_dot")])
+@pytest.mark.parametrize("platform, expected", [("cpu", "blocks_mixed"), ("gpu", "ragged_dot")])
 def test_auto_chooses_by_platform_and_says_why(platform, expected):
     choice = choose_grouped_matmul("auto", platform)
     assert choice.value == expected and platform in choice.reason.lower()
@@ -16,11 +16,11 @@ def test_auto_chooses_by_platform_and_says_why(platform, expected):
 
 def test_blocks_of_a_fixed_height_are_the_loops():
     choice = choose_grouped_matmul("auto", "cpu", 4)
-    assert choice.value == "loop" and "4 rows" in choice.reason
+    assert choice.value == "blocks_uniform" and "4 rows" in choice.reason
     assert choose_grouped_matmul("auto", "gpu", 4).value == "ragged_dot"
 
 
-@pytest.mark.parametrize("asked", ["fitted", "loop", "ragged_dot"])
+@pytest.mark.parametrize("asked", ["blocks_mixed", "blocks_uniform", "ragged_dot"])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_what_is_asked_for_is_taken(asked, platform):
     assert choose_grouped_matmul(asked, platform) == (asked, "asked for")
@@ -42,7 +42,7 @@ def test_an_unknown_name_is_an_error(choose):
         ({"capacity_factor": 0.0}, "capacity_factor"),
         ({"block_rows": 0}, "block_rows"),
         ({"block_rows": 2.5}, "block_rows"),
-        ({"block_rows": 4, "grouped_matmul": "fitted"}, "one or the other"),
+        ({"block_rows": 4, "grouped_matmul": "blocks_mixed"}, "one or the other"),
     ],
 )
 def test_bad_execution_fields_are_named(fields, named):

@@ -14,7 +14,7 @@ EXECUTIONS = (
     MoeConfig(execution="capacity", capacity_factor=8.0),
     MoeConfig(block_rows=1),
     MoeConfig(block_rows=4),
-    MoeConfig(grouped_matmul="fitted"),
+    MoeConfig(grouped_matmul="blocks_mixed"),
     MoeConfig(grouped_matmul="ragged_dot"),
 )
 

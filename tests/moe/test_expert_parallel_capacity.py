@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from moejax.moe.exchange_size import HopSize, fixed_rooms
+from moejax.moe.exchange_size import HopSize, fixed_capacities
 from tests.moe.expert_parallel import (
     LAYOUTS,
     PER_RANK,
@@ -47,9 +47,9 @@ def kept_by_rank(layout, ids, room):
     return kept
 
 
-def kept_by_node(layout, ids, rooms):
-    """The same on two hops: the first `rooms[0]` tokens for each node, then on the node's device of the same
-    local rank the first `rooms[1]` for each of its devices, by source node and token."""
+def kept_by_node(layout, ids, capacities):
+    """The same on two hops: the first `capacities[0]` tokens for each node, then on the node's device of the
+    same local rank the first `capacities[1]` for each of its devices, by source node and token."""
     parallel, P = LAYOUTS[layout], num_experts(layout)
     nodes, local = parallel.expert_nodes, parallel.ep // parallel.expert_nodes
     span, kept = local * PER_RANK, np.zeros(ids.shape, bool)
@@ -59,9 +59,11 @@ def kept_by_node(layout, ids, rooms):
             for source in range(nodes):
                 group = source * local + own
                 tokens = range(group * TOKENS, (group + 1) * TOKENS)
-                arrived += [t for t in tokens if any(e < P and e // span == node for e in ids[t])][: rooms[0]]
+                arrived += [t for t in tokens if any(e < P and e // span == node for e in ids[t])][
+                    : capacities[0]
+                ]
             for rank in range(node * local, (node + 1) * local):
-                there = [t for t in arrived if (ids[t] // PER_RANK == rank).any()][: rooms[1]]
+                there = [t for t in arrived if (ids[t] // PER_RANK == rank).any()][: capacities[1]]
                 for token in there:
                     kept[token] |= ids[token] // PER_RANK == rank
     return kept
@@ -123,7 +125,7 @@ def test_room_for_all_drops_nothing(layout, method):
 
 
 def test_fixed_rooms():
-    assert fixed_rooms(12, 2, [HopSize(8, 2)], 1.0) == (3,)  # 12 · (1 - 14·13 / (16·15)) = 2.9
-    assert fixed_rooms(12, 2, [HopSize(8, 2)], 0.01) == (1,)
-    assert fixed_rooms(12, 2, [HopSize(2, 8), HopSize(4, 2)], 1.0) == (10, 6)  # 9.2 and 5.8
-    assert fixed_rooms(12, 2, [HopSize(2, 8), HopSize(4, 2)], 9.0) == (12, 24)
+    assert fixed_capacities(12, 2, [HopSize(8, 2)], 1.0) == (3,)  # 12 · (1 - 14·13 / (16·15)) = 2.9
+    assert fixed_capacities(12, 2, [HopSize(8, 2)], 0.01) == (1,)
+    assert fixed_capacities(12, 2, [HopSize(2, 8), HopSize(4, 2)], 1.0) == (10, 6)  # 9.2 and 5.8
+    assert fixed_capacities(12, 2, [HopSize(2, 8), HopSize(4, 2)], 9.0) == (12, 24)

@@ -16,11 +16,11 @@ from moejax.moe.exchange_size import (
     HopSize,
     all_to_all_bytes,
     allgather_bytes,
+    capacity_buckets,
     hierarchical_bytes,
     mean_rows,
     most_rows,
     ragged_bytes,
-    room_ladder,
     share,
 )
 from moejax.moe.expert_parallel import choose_exchange
@@ -49,18 +49,20 @@ def test_mean_rows():
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 def test_room_ladder(hops, top_k):
     for tokens in (1, 7, 8, 9, 64, 100, 1000, 8192):
-        ladder, most = room_ladder(tokens, top_k, hops), most_rows(tokens, hops)
-        assert 1 <= len(ladder) <= MOST_RUNGS and ladder[-1] == tuple(most)
-        for rooms in ladder:
-            assert all(room % BLOCK_ROWS == 0 or room == top for room, top in zip(rooms, most, strict=True))
+        buckets, most = capacity_buckets(tokens, top_k, hops), most_rows(tokens, hops)
+        assert 1 <= len(buckets) <= MOST_RUNGS and buckets[-1] == tuple(most)
+        for capacities in buckets:
             assert all(
-                b <= hop.size * a for (a, b), hop in zip(itertools.pairwise(rooms), hops, strict=False)
+                room % BLOCK_ROWS == 0 or room == top for room, top in zip(capacities, most, strict=True)
             )
-        for low, high in itertools.pairwise(ladder):
+            assert all(
+                b <= hop.size * a for (a, b), hop in zip(itertools.pairwise(capacities), hops, strict=False)
+            )
+        for low, high in itertools.pairwise(buckets):
             assert low != high and all(a <= b for a, b in zip(low, high, strict=True))
         means = mean_rows(tokens, top_k, hops)
-        assert all(room >= mean - 1e-9 for room, mean in zip(ladder[0], means, strict=True))
-    assert len(room_ladder(BLOCK_ROWS, top_k, hops[:1])) == 1
+        assert all(room >= mean - 1e-9 for room, mean in zip(buckets[0], means, strict=True))
+    assert len(capacity_buckets(BLOCK_ROWS, top_k, hops[:1])) == 1
 
 
 def test_bytes():
@@ -87,7 +89,7 @@ def test_auto_by_payload():
     few, many = choice(tokens=16), choice(tokens=4096)
     assert few.value == "allgather" and f"{allgather_bytes(16, 2048, 2, 8, 8):,} bytes" in few.reason
     assert many.value == "all_to_all"
-    low, *_, high = room_ladder(4096, 8, ONE)
+    low, *_, high = capacity_buckets(4096, 8, ONE)
     for (room,) in (low, high):
         assert f"{all_to_all_bytes(room, 2048, 2, 8, 8):,}" in many.reason
     assert len(many.reason.splitlines()) == 1

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moejax.moe.exchange_size import HopSize, room_ladder
+from moejax.moe.exchange_size import HopSize, capacity_buckets
 from moejax.sharding.hlo import collectives
 from tests.moe.expert_parallel import HIDDEN, PER_RANK, compiled, lowered, mesh_of, shapes, sharded
 
@@ -48,19 +48,19 @@ def test_all_to_all_of_few_tokens(microbatches):
 
 
 def test_all_to_all_of_many_tokens():
-    ladder = room_ladder(72, TOP_K, [HopSize(8, PER_RANK)])
-    assert len(ladder) > 1
+    buckets = capacity_buckets(72, TOP_K, [HopSize(8, PER_RANK)])
+    assert len(buckets) > 1
     expected = [("all-reduce", ("ep",), "s32", 1)]
-    for (room,) in ladder:
+    for (room,) in buckets:
         expected += [("all-to-all", ("ep",), "u32", 8 * room * n) for n in (WORDS, HIDDEN)]
     assert found("ep8", "all_to_all", 72) == sorted(expected)
 
 
 def test_hierarchical():
-    ladder = room_ladder(72, TOP_K, [HopSize(2, 4 * PER_RANK), HopSize(4, PER_RANK)])
-    assert len(ladder) > 1
+    buckets = capacity_buckets(72, TOP_K, [HopSize(2, 4 * PER_RANK), HopSize(4, PER_RANK)])
+    assert len(buckets) > 1
     expected = [("all-reduce", ("node",), "s32", 8), ("all-reduce", TAKES, "s32", 1)]
-    for between, within in ladder:
+    for between, within in buckets:
         expected += [("all-to-all", ("node",), "u32", 2 * between * n) for n in (WORDS, HIDDEN)]
         expected += [("all-to-all", ("ep",), "u32", 4 * within * n) for n in (WORDS, HIDDEN)]
     assert found("nodes2", "hierarchical", 72) == sorted(expected)
@@ -138,6 +138,6 @@ def test_shared_expert_stands_in_the_branches():
     body = inner(jax.make_jaxpr(program)(*shapes("ep8", 72, TOP_K)).jaxpr)
     assert ancestors(body) == []
     (switch,) = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
-    assert len(switch.params["branches"]) == len(room_ladder(72, TOP_K, [HopSize(8, PER_RANK)]))
+    assert len(switch.params["branches"]) == len(capacity_buckets(72, TOP_K, [HopSize(8, PER_RANK)]))
     for branch in switch.params["branches"]:
         assert sorted(name for name, _ in ancestors(branch.jaxpr)) == ["all_to_all", "all_to_all", "sin"]

@@ -125,8 +125,8 @@ def test_every_execution_equals_the_loops(shape, data):
         MoeConfig("dense"),
         MoeConfig("grouped", block_rows=shape.rows),
         MoeConfig("grouped", block_rows=shape.rows, expert_layout="efd"),
-        MoeConfig("grouped", grouped_matmul="fitted"),
-        MoeConfig("grouped", grouped_matmul="fitted", expert_layout="efd"),
+        MoeConfig("grouped", grouped_matmul="blocks_mixed"),
+        MoeConfig("grouped", grouped_matmul="blocks_mixed", expert_layout="efd"),
         MoeConfig("grouped", grouped_matmul="ragged_dot"),
         MoeConfig("capacity", capacity_factor=roomy),
         MoeConfig("capacity", capacity_factor=roomy, overflow="reroute"),
@@ -163,7 +163,7 @@ def test_padding_may_hold_anything():
     dirty = np.where(valid[:, None], x, np.array([np.nan, np.inf] * (D // 2), np.float32))
     for config in (
         MoeConfig("grouped", block_rows=4),
-        MoeConfig("grouped", grouped_matmul="fitted"),
+        MoeConfig("grouped", grouped_matmul="blocks_mixed"),
         MoeConfig("grouped", grouped_matmul="ragged_dot"),
         MoeConfig("capacity", capacity_factor=8.0),
         MoeConfig("capacity", capacity_factor=8.0, overflow="reroute"),

@@ -13,16 +13,16 @@ from hypothesis.extra import numpy as hnp
 
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.moe.experts import Experts
-from moejax.moe.permute import plan_blocks, plan_fitted
+from moejax.moe.permute import plan_blocks, plan_mixed_blocks
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize
-from moejax.ops.dispatch import fitted_heights
-from moejax.ops.grouped_matmul import grouped_swiglu_fitted, grouped_swiglu_loop, rows_together
+from moejax.ops.dispatch import mixed_block_heights
+from moejax.ops.grouped_matmul import grouped_swiglu_mixed, grouped_swiglu_uniform, rows_together
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
 
 D, F, E = 16, 12, 8
-plan = functools.partial(jax.jit, static_argnums=(1, 2, 3))(plan_fitted)
+plan = functools.partial(jax.jit, static_argnums=(1, 2, 3))(plan_mixed_blocks)
 
 # (tokens, experts a token, experts, single rows, heights)
 PLANS = [
@@ -97,12 +97,12 @@ def check(x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> None:
     k = ids.shape[1]
     expected = reference.moe(x, ids, weights, *(np.asarray(w) for w in stacks("edf").matrices()))
     for layout in ("edf", "efd"):
-        fitted = compiled(layout, "fitted")(x, ids, weights)
+        fitted = compiled(layout, "blocks_mixed")(x, ids, weights)
         if not expected.any():
             np.testing.assert_array_equal(fitted, expected)
             continue
         assert_close(fitted, expected, tolerance(D, F, k))
-        assert_close(fitted, compiled(layout, "loop")(x, ids, weights), tolerance(D, F, k))
+        assert_close(fitted, compiled(layout, "blocks_uniform")(x, ids, weights), tolerance(D, F, k))
 
 
 def balanced(N: int, k: int, rng: np.random.Generator) -> np.ndarray:
@@ -170,7 +170,7 @@ def test_what_is_not_finite_stays_in_its_row(layout):
     clean = rng.normal(size=(40, D)).astype(np.float32)
     dirty = clean.copy()
     dirty[3], dirty[5, 0] = np.inf, np.nan
-    run = compiled(layout, "fitted")
+    run = compiled(layout, "blocks_mixed")
     good, bad = np.asarray(run(clean, ids, weights)), np.asarray(run(dirty, ids, weights))
     others = np.arange(40) != 5
     np.testing.assert_array_equal(bad[others], good[others])
@@ -181,11 +181,11 @@ def test_what_is_not_finite_stays_in_its_row(layout):
 def single_rows(x: jax.Array, ids: jax.Array, stored: list[jax.Array], transposed: bool):
     """All rows singly: several a turn, and by the plain loop, one block after another; both `[>= A, D]`."""
     how = {"act": jax.nn.silu, "transposed": transposed}
-    fitted, plain = plan_fitted(ids, E, x.shape[0], ()), plan_blocks(ids, E, 1)
+    fitted, plain = plan_mixed_blocks(ids, E, x.shape[0], ()), plan_blocks(ids, E, 1)
     rows = x[fitted.order // ids.shape[1]]
-    together = grouped_swiglu_fitted(rows, *stored, fitted.single, fitted.blocks, heights=(), **how)
+    together = grouped_swiglu_mixed(rows, *stored, fitted.single, fitted.blocks, heights=(), **how)
     blocks = (plain.block_expert, plain.block_start, plain.num_blocks)
-    return together, grouped_swiglu_loop(rows, *stored, *blocks, block_rows=1, **how)
+    return together, grouped_swiglu_uniform(rows, *stored, *blocks, block_rows=1, **how)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -217,7 +217,7 @@ def test_rows_together():
 def test_heights_rise_and_are_no_more_than_needed(transposed):
     before = 0
     for tokens in range(1, 700):
-        singles, heights = fitted_heights(tokens, transposed)
+        singles, heights = mixed_block_heights(tokens, transposed)
         assert list(heights) == sorted(set(heights)) and all(singles < h <= tokens for h in heights)
         assert len(heights) >= before, "more tokens need no fewer heights"
         assert heights or tokens <= singles

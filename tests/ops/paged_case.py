@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.ops.kv_segments import Slab, Slabs
+from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
 from moejax.quantization.kv import dequantize_kv, quantize_kv, to_bits
 
@@ -23,7 +23,7 @@ class Spec:
     kv_heads: int = 2
     head_dim: int = 8
     block_size: int = 4
-    slabs: tuple[int, ...] = (3, 5, 8)
+    segments: tuple[int, ...] = (3, 5, 8)
     rows: int = 4
     tokens: int = 24
     width: int = 8
@@ -34,7 +34,7 @@ class Spec:
 
     @property
     def num_blocks(self) -> int:
-        return sum(self.slabs)
+        return sum(self.segments)
 
     @property
     def longest(self) -> int:
@@ -63,8 +63,8 @@ class Case:
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    before: Slabs
-    after: Slabs
+    before: Segments
+    after: Segments
     plan: AttentionPlan
     places: list[np.ndarray]
 
@@ -133,8 +133,8 @@ def given_back(x: np.ndarray, spec: Spec) -> np.ndarray:
     return x if spec.codes is None else np.asarray(dequantize_kv(*quantized(x, spec)), np.float64)
 
 
-def quantized_slabs(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> Slabs:
-    """`slabs_with` in codes: 99 and a scale of garbage where nothing is written."""
+def quantized_segments(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> Segments:
+    """`segments_with` in codes: 99 and a scale of garbage where nothing is written."""
     assert spec.codes is not None
     n, K, Dh, bs = spec.num_blocks, spec.kv_heads, spec.head_dim, spec.block_size
     bits = to_bits(jnp.zeros(1, jnp.dtype(spec.codes))).dtype
@@ -145,23 +145,23 @@ def quantized_slabs(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, 
         (k, k_scale), (v, v_scale) = (quantized(x, spec) for x in held)
         keys[block, :, :, offset], values[block, :, offset, :] = to_bits(k), to_bits(v)
         scales[:, block, :, offset] = k_scale, v_scale
-    ends = np.cumsum(spec.slabs)[:-1]
+    ends = np.cumsum(spec.segments)[:-1]
     parts = zip(*(np.split(x, ends) for x in (keys, values, *scales)), strict=True)
-    return tuple(Slab(*map(jnp.asarray, part), codes=spec.codes) for part in parts)
+    return tuple(Segment(*map(jnp.asarray, part), codes=spec.codes) for part in parts)
 
 
-def slabs_with(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> Slabs:
+def segments_with(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> Segments:
     """Garbage but for the keys and values at (block, offset)."""
     if spec.codes is not None:
-        return quantized_slabs(spec, tokens)
+        return quantized_segments(spec, tokens)
     n, K, Dh, bs = spec.num_blocks, spec.kv_heads, spec.head_dim, spec.block_size
     keys, values = np.full((n, K, Dh, bs), GARBAGE), np.full((n, K, bs, Dh), GARBAGE)
     for (block, offset), (k, v) in tokens.items():
         keys[block, :, :, offset], values[block, :, offset, :] = k, v
-    ends = np.cumsum(spec.slabs)[:-1]
+    ends = np.cumsum(spec.segments)[:-1]
     dtype = jnp.dtype(spec.dtype)
     return tuple(
-        Slab(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+        Segment(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
         for a, b in zip(np.split(keys, ends), np.split(values, ends), strict=True)
     )
 
@@ -192,14 +192,14 @@ def make(spec: Spec, seed: int) -> Case:
         places.append(place)
     plan = AttentionPlan(decode_plan(spec, rows), chunk_plan(spec, rows) if T else None)
     live = [row for row in rows if row is not None]
-    return Case(spec, live, q, k, v, slabs_with(spec, before), slabs_with(spec, after), plan, places)
+    return Case(spec, live, q, k, v, segments_with(spec, before), segments_with(spec, after), plan, places)
 
 
 def locate(spec: Spec, block: int) -> tuple[int, int]:
-    """Slab and place within it."""
-    for slab, size in enumerate(spec.slabs):
+    """Segment and place within it."""
+    for segment, size in enumerate(spec.segments):
         if block < size:
-            return slab, block
+            return segment, block
         block -= size
     raise AssertionError("no such block")
 
@@ -208,10 +208,11 @@ def ints(values: list[int], length: int, fill_with: int = 0) -> jax.Array:
     return jnp.asarray([*values, *[fill_with] * (length - len(values))], jnp.int32)
 
 
-def by_slab(spec: Spec, writes: list[tuple[int, ...]], length: int) -> tuple[list[jax.Array], jax.Array]:
-    """Writes (block, …) sorted by slab: their columns, the block local to its slab, and the slabs' ends."""
+def by_segment(spec: Spec, writes: list[tuple[int, ...]], length: int) -> tuple[list[jax.Array], jax.Array]:
+    """Writes (block, …) sorted by segment: their columns, the block local to its segment, and the
+    segments' ends."""
     found = sorted(((*locate(spec, block), *rest) for block, *rest in writes), key=lambda w: w[0])
-    ends = [sum(w[0] <= z for w in found) for z in range(len(spec.slabs))]
+    ends = [sum(w[0] <= z for w in found) for z in range(len(spec.segments))]
     columns = [ints([w[i] for w in found], length) for i in range(1, 1 + len(writes[0]) if writes else 5)]
     return columns, ints(ends, len(ends))
 
@@ -229,7 +230,7 @@ def decode_plan(spec: Spec, rows: list[Row | None]) -> DecodePlan:
         for place, block in enumerate(row.blocks):
             owner[block, int((owner[block] >= 0).sum())] = index
             logical[block] = place
-    columns, ends = by_slab(spec, writes, spec.rows)
+    columns, ends = by_segment(spec, writes, spec.rows)
     block, write_row, offset = columns[:3]
     return DecodePlan(
         ints(position, spec.rows), jnp.asarray(owner), jnp.asarray(logical), write_row, block, offset, ends
@@ -252,7 +253,7 @@ def chunk_plan(spec: Spec, rows: list[Row | None]) -> ChunkPlan:
             first, end = max(row.start, block * size), min(row.length, (block + 1) * size)
             runs.append((row.blocks[block], start + first - row.start, first % size, end - first))
         start += row.length - row.start
-    columns, ends = by_slab(spec, runs, 2 * spec.rows + spec.tokens)
+    columns, ends = by_segment(spec, runs, 2 * spec.rows + spec.tokens)
     block, run_start, offset, count = columns[:4]
     most = spec.rows + spec.tokens // tile
     return ChunkPlan(

@@ -12,32 +12,34 @@ from hypothesis import strategies as st
 
 from moejax.ops import paged_attention as module
 from moejax.ops.attention import attention
-from moejax.ops.kv_segments import Slab, Slabs, copy_blocks, write_rows, write_runs
+from moejax.ops.kv_segments import Segment, Segments, copy_blocks, write_rows, write_runs
 from moejax.ops.paged_attention import KEYS_PER_TURN, AttentionPlan, paged_attention, tile_rows
 from tests.engine.tiny import PROPERTY
 from tests.numerics import assert_close, tolerance
-from tests.ops.paged_case import GARBAGE, Case, Row, Spec, expected, make, slabs_with
+from tests.ops.paged_case import GARBAGE, Case, Row, Spec, expected, make, segments_with
 
 SCALE = 0.4
 SPECS = {
     "grouped": Spec(),
-    "one_slab_multi_query": Spec(heads=3, kv_heads=1, slabs=(11,), block_size=3),
-    "multi_head_blocks_of_1": Spec(heads=2, kv_heads=2, block_size=1, slabs=(9, 8), width=10, tokens=9),
+    "one_segment_multi_query": Spec(heads=3, kv_heads=1, segments=(11,), block_size=3),
+    "multi_head_blocks_of_1": Spec(heads=2, kv_heads=2, block_size=1, segments=(9, 8), width=10, tokens=9),
     "window_below_a_block": Spec(block_size=8, window=3, width=5),
-    "window_of_1": Spec(window=1, slabs=(4, 13)),
-    "window_over_many_blocks": Spec(block_size=2, window=7, slabs=(1, 2, 17), width=12),
-    "several_tiles_and_turns": Spec(block_size=32, slabs=(5, 9), width=6, tokens=150, rows=3),
-    "windowed_tiles_and_turns": Spec(block_size=16, slabs=(5, 9), width=11, tokens=150, rows=3, window=70),
-    "shared_blocks": Spec(owners=4, rows=6, slabs=(8, 9)),
-    "shared_blocks_windowed": Spec(owners=4, rows=6, slabs=(8, 9), window=5, tokens=0),
-    "decodes_only": Spec(tokens=0, slabs=(2, 14), heads=6),
+    "window_of_1": Spec(window=1, segments=(4, 13)),
+    "window_over_many_blocks": Spec(block_size=2, window=7, segments=(1, 2, 17), width=12),
+    "several_tiles_and_turns": Spec(block_size=32, segments=(5, 9), width=6, tokens=150, rows=3),
+    "windowed_tiles_and_turns": Spec(block_size=16, segments=(5, 9), width=11, tokens=150, rows=3, window=70),
+    "shared_blocks": Spec(owners=4, rows=6, segments=(8, 9)),
+    "shared_blocks_windowed": Spec(owners=4, rows=6, segments=(8, 9), window=5, tokens=0),
+    "decodes_only": Spec(tokens=0, segments=(2, 14), heads=6),
     "bfloat16": Spec(dtype="bfloat16", window=9),
     "int8": Spec(codes="int8", owners=2),
     "int8_bfloat16": Spec(codes="int8", dtype="bfloat16"),
     "e4m3_windowed_turns": Spec(
-        codes="float8_e4m3fn", block_size=16, slabs=(5, 9), width=11, tokens=150, rows=3, window=70
+        codes="float8_e4m3fn", block_size=16, segments=(5, 9), width=11, tokens=150, rows=3, window=70
     ),
-    "e5m2_float16_one_key_head": Spec(codes="float8_e5m2", dtype="float16", heads=3, kv_heads=1, slabs=(11,)),
+    "e5m2_float16_one_key_head": Spec(
+        codes="float8_e5m2", dtype="float16", heads=3, kv_heads=1, segments=(11,)
+    ),
 }
 
 
@@ -45,18 +47,18 @@ SPECS = {
 def program(spec: Spec):
     """One compiled program a spec, its inputs kept."""
 
-    def run(q, k, v, slabs: Slabs, plan: AttentionPlan):
-        return paged_attention(q, k, v, slabs, plan, window=spec.window, scale=SCALE)
+    def run(q, k, v, segments: Segments, plan: AttentionPlan):
+        return paged_attention(q, k, v, segments, plan, window=spec.window, scale=SCALE)
 
     return jax.jit(run)
 
 
-def run(case: Case) -> tuple[np.ndarray, Slabs]:
+def run(case: Case) -> tuple[np.ndarray, Segments]:
     dtype = jnp.dtype(case.spec.dtype)
     arrays = (jnp.asarray(x, dtype) for x in (case.q, case.k, case.v))
-    out, slabs = program(case.spec)(*arrays, case.before, case.plan)
+    out, segments = program(case.spec)(*arrays, case.before, case.plan)
     assert out.dtype == dtype
-    return np.asarray(out, np.float64), slabs
+    return np.asarray(out, np.float64), segments
 
 
 def limit(spec: Spec) -> float:
@@ -66,11 +68,11 @@ def limit(spec: Spec) -> float:
 
 
 def assert_right(case: Case) -> None:
-    out, slabs = run(case)
+    out, segments = run(case)
     assert np.isfinite(out).all()
     for place, want in zip(case.places, expected(case, SCALE), strict=True):
         assert_close(out[place], want, limit(case.spec))
-    for ours, want in zip(jax.tree.leaves(slabs), jax.tree.leaves(case.after), strict=True):
+    for ours, want in zip(jax.tree.leaves(segments), jax.tree.leaves(case.after), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(want))
 
 
@@ -132,10 +134,10 @@ def test_a_row_sees_nothing_of_the_others() -> None:
         np.testing.assert_array_equal(run(changed)[0][mine], out[mine])
 
 
-def other_blocks(spec: Spec, row: Row) -> Slabs:
+def other_blocks(spec: Spec, row: Row) -> Segments:
     """The cache with this row's context alone; all else is garbage."""
     size = spec.block_size
-    return slabs_with(
+    return segments_with(
         spec,
         {(row.blocks[p // size], p % size): (row.keys[p], row.values[p]) for p in range(row.start)},
     )
@@ -145,9 +147,9 @@ def test_an_empty_batch_writes_nothing() -> None:
     """All padding: the pool keeps its bits and every place is finite."""
     spec = SPECS["grouped"]
     case = next(c for c in (make(spec, seed) for seed in range(2000)) if not c.rows)
-    out, slabs = run(case)
+    out, segments = run(case)
     assert np.isfinite(out).all()
-    assert all((np.asarray(leaf) == np.float32(GARBAGE)).all() for leaf in jax.tree.leaves(slabs))
+    assert all((np.asarray(leaf) == np.float32(GARBAGE)).all() for leaf in jax.tree.leaves(segments))
 
 
 @pytest.mark.parametrize("name", ["grouped", "bfloat16", "e4m3_windowed_turns"])
@@ -157,8 +159,10 @@ def test_writes_alone(name: str) -> None:
     S, dtype = spec.rows, jnp.dtype(spec.dtype)
 
     @jax.jit
-    def write(slabs: Slabs, k: jax.Array, v: jax.Array, plan: AttentionPlan) -> tuple[Slabs, Slabs]:
-        rows = write_rows(slabs, k[:S], v[:S], plan.decode)
+    def write(
+        segments: Segments, k: jax.Array, v: jax.Array, plan: AttentionPlan
+    ) -> tuple[Segments, Segments]:
+        rows = write_rows(segments, k[:S], v[:S], plan.decode)
         return rows, write_runs(rows, k[S:], v[S:], plan.chunk)
 
     for seed in range(10):
@@ -169,15 +173,15 @@ def test_writes_alone(name: str) -> None:
             np.testing.assert_array_equal(np.asarray(ours), np.asarray(want))
         # The decodes alone: as many places have changed as rows decode.
         decodes = sum(not row.chunk for row in case.rows)
-        before = np.concatenate([np.asarray(slab.values, np.float32) for slab in case.before])
-        after = np.concatenate([np.asarray(slab.values, np.float32) for slab in rows])
+        before = np.concatenate([np.asarray(segment.values, np.float32) for segment in case.before])
+        after = np.concatenate([np.asarray(segment.values, np.float32) for segment in rows])
         assert (before != after).any(axis=(1, 3)).sum() == decodes
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("sizes", [(7,), (1, 2, 4), (3, 5, 8)])
 def test_copies_follow_their_order(sizes: tuple[int, ...], quantized: bool) -> None:
-    """One after another, within and across slabs, a destination being the source of a later one; only the
+    """One after another, within and across segments, a destination being the source of a later one; only the
     first `count` are made. Scales go with their codes."""
     n, K, Dh, bs = sum(sizes), 2, 4, 3
     rng = np.random.default_rng(sum(sizes))
@@ -190,29 +194,32 @@ def test_copies_follow_their_order(sizes: tuple[int, ...], quantized: bool) -> N
     for count in range(7):
         source, destination = rng.integers(0, n, (2, 6)).astype(np.int32)
         source[3] = destination[2]
-        slabs = tuple(
-            Slab(*map(jnp.asarray, parts), codes="int8" if quantized else None)
+        segments = tuple(
+            Segment(*map(jnp.asarray, parts), codes="int8" if quantized else None)
             for parts in zip(*(np.split(x, ends) for x in held), strict=True)
         )
         want = [x.copy() for x in held]
         for a, b in zip(source[:count], destination[:count], strict=True):
             for x in want:
                 x[b] = x[a]
-        done = program(slabs, jnp.asarray(source), jnp.asarray(destination), jnp.int32(count))
+        done = program(segments, jnp.asarray(source), jnp.asarray(destination), jnp.int32(count))
         for i, x in enumerate(want):
-            np.testing.assert_array_equal(np.concatenate([jax.tree.leaves(slab)[i] for slab in done]), x)
+            np.testing.assert_array_equal(
+                np.concatenate([jax.tree.leaves(segment)[i] for segment in done]), x
+            )
 
 
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_codes_are_widened_a_few_blocks_at_a_time(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same output, whatever number of blocks that is, and no floats of a slab's size in the program."""
-    spec = Spec(codes=codes, slabs=(3, 16), tokens=0, head_dim=32)
+    """The same output, whatever number of blocks that is, and no floats of a segment's size in the
+    program."""
+    spec = Spec(codes=codes, segments=(3, 16), tokens=0, head_dim=32)
     case = make(spec, 1)
     whole, _ = run(case)
     block = spec.kv_heads * spec.head_dim * spec.block_size
     monkeypatch.setattr(module, "CODES_AT_A_TIME", 5 * block)
     lowered = jax.jit(
-        lambda q, k, v, slabs, plan: paged_attention(q, k, v, slabs, plan, window=None, scale=SCALE)
+        lambda q, k, v, segments, plan: paged_attention(q, k, v, segments, plan, window=None, scale=SCALE)
     ).lower(*(jnp.asarray(x, jnp.float32) for x in (case.q, case.k, case.v)), case.before, case.plan)
     program = lowered.compile()
     out, _ = program(*(jnp.asarray(x, jnp.float32) for x in (case.q, case.k, case.v)), case.before, case.plan)

@@ -13,9 +13,9 @@ from moejax.moe.exchange_size import (
     HopSize,
     all_to_all_bytes,
     allgather_bytes,
+    capacity_buckets,
     hierarchical_bytes,
     ragged_bytes,
-    room_ladder,
 )
 from moejax.perf.comm import CommTerm, Difference, Exchange, compare, role_sizes, step_comm, wire_bytes
 from moejax.sharding.axes import Axes
@@ -165,14 +165,16 @@ def test_exchanges_agree_with_their_own_count(microbatches: int) -> None:
     flat, nodes = LAYOUTS["dp_attention_ep8"], LAYOUTS["two_nodes"]
     gathered = Exchange("allgather", microbatches=microbatches)
     assert sent(model, flat, gathered, "exchange") == allgather_bytes(N, *row, 8)
-    ladder = room_ladder(N, 2, [HopSize(8, 2)])
-    for rooms in ladder:
-        bucketed = Exchange("all_to_all", rooms, len(ladder), microbatches)
-        assert sent(model, flat, bucketed, "exchange") == microbatches * all_to_all_bytes(rooms[0], *row, 8)
-    ladder = room_ladder(N, 2, [HopSize(2, 8), HopSize(4, 2)])
-    for rooms in ladder:
-        hops = Exchange("hierarchical", rooms, len(ladder), microbatches)
-        between, within = hierarchical_bytes(rooms, *row, 2, 4)
+    buckets = capacity_buckets(N, 2, [HopSize(8, 2)])
+    for capacities in buckets:
+        bucketed = Exchange("all_to_all", capacities, len(buckets), microbatches)
+        assert sent(model, flat, bucketed, "exchange") == microbatches * all_to_all_bytes(
+            capacities[0], *row, 8
+        )
+    buckets = capacity_buckets(N, 2, [HopSize(2, 8), HopSize(4, 2)])
+    for capacities in buckets:
+        hops = Exchange("hierarchical", capacities, len(buckets), microbatches)
+        between, within = hierarchical_bytes(capacities, *row, 2, 4)
         assert sent(model, nodes, hops, "node") == microbatches * between
         assert sent(model, nodes, hops, "local") == microbatches * within
     exact = Exchange("ragged", (2.5,), microbatches=microbatches)
@@ -204,8 +206,8 @@ def test_agreeing_on_a_size() -> None:
     [
         ("ep8", Exchange("allgather"), "parallel.exchange=allgather: 1 groups of tokens"),
         ("dp_attention_ep8", None, "parallel.exchange=none: 8 groups of tokens are exchanged"),
-        ("dp_attention_ep8", Exchange("all_to_all"), r"1 rooms are needed, got \(\)"),
-        ("two_nodes", Exchange("hierarchical", (8,)), r"2 rooms are needed, got \(8,\)"),
+        ("dp_attention_ep8", Exchange("all_to_all"), r"1 capacities are needed, got \(\)"),
+        ("two_nodes", Exchange("hierarchical", (8,)), r"2 capacities are needed, got \(8,\)"),
     ],
 )
 def test_misfits_are_errors(layout: str, exchange: Exchange | None, message: str) -> None:

@@ -168,8 +168,8 @@ def routing(N: int, k: int = 2, seed: int = 0) -> Routing:
 EXECUTIONS = {
     "dense": MoeConfig("dense"),
     "capacity": MoeConfig("capacity", capacity_factor=float(E)),
-    "fitted": MoeConfig("grouped", grouped_matmul="fitted"),
-    "loop": MoeConfig("grouped", grouped_matmul="loop", block_rows=4),
+    "blocks_mixed": MoeConfig("grouped", grouped_matmul="blocks_mixed"),
+    "blocks_uniform": MoeConfig("grouped", grouped_matmul="blocks_uniform", block_rows=4),
     "ragged_dot": MoeConfig("grouped", grouped_matmul="ragged_dot"),
     "pallas_triton": MoeConfig("grouped", grouped_matmul="pallas_triton"),
 }

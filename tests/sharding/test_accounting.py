@@ -22,14 +22,14 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.program import PagedFunctions
 from moejax.engine.step.sampler import SamplerMode
 from moejax.models.decoder import Decoder
-from moejax.moe.exchange_cost import account_exchange
+from moejax.moe.exchange_cost import exchange_cost
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.param import specs
 from moejax.perf.comm import Exchange, compare, step_comm
 from moejax.perf.memory import device_memory
 from moejax.sharding.hlo import Collective, bytes_on_wire, collectives, taken
 from moejax.sharding.pipeline import Transfer, TransferKey, split_layers
-from moejax.sharding.spmd import OnMesh
+from moejax.sharding.spmd import MeshDevices
 from tests.perf.models import LAYOUTS, small_model
 
 pytestmark = pytest.mark.multidevice
@@ -57,13 +57,13 @@ class Program(NamedTuple):
 
     layers: range
     runner: DeviceRunner
-    place: OnMesh
+    place: MeshDevices
     found: list[Collective]
 
 
-def make_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[list[DeviceRunner], list[OnMesh]]:
+def make_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[list[DeviceRunner], list[MeshDevices]]:
     """The engine's runner of each pipeline stage."""
-    places = [place for place in make_places(parallel, model, MOE) if isinstance(place, OnMesh)]
+    places = [place for place in make_places(parallel, model, MOE) if isinstance(place, MeshDevices)]
     decoders = build_stages(model, parallel, list(places), MOE, "xla", None, 0)
     how: Any = (ENGINE, BLOCKS, LONGEST, CompileLedger())
     if len(places) == 1:
@@ -88,8 +88,8 @@ def exchanges(program: Program, model: ModelConfig, parallel: ParallelConfig, ke
     method = choose_exchange(
         parallel.exchange, tokens=tokens, **size, top_k=top_k, axes=axes, platform="cpu", num_local=local
     ).value
-    choices = account_exchange(method, model, parallel, tokens).choices
-    return [account_exchange(method, model, parallel, tokens, rung=rung) for rung in range(choices)]
+    choices = exchange_cost(method, model, parallel, tokens).choices
+    return [exchange_cost(method, model, parallel, tokens, bucket=bucket) for bucket in range(choices)]
 
 
 def check(
@@ -99,7 +99,7 @@ def check(
     programs = compile_step(model, parallel, key)
     for program in programs:
         assert any(found.axes for found in program.found)
-        for rung, exchange in enumerate(exchanges(program, model, parallel, key)):
+        for bucket, exchange in enumerate(exchanges(program, model, parallel, key)):
             terms = step_comm(
                 model,
                 parallel,
@@ -112,7 +112,7 @@ def check(
                 record=key.record,
             )
             within = [term for term in terms if term.role != "pipeline"]
-            ran = taken(program.found, lambda branch, rung=rung: rung)
+            ran = taken(program.found, lambda branch, bucket=bucket: bucket)
             assert compare(within, ran, program.place.axes) == []
     return programs
 
@@ -224,7 +224,7 @@ def test_memory_is_what_lies_on_each_device(layout: str) -> None:
     expected = device_memory(MODEL, parallel, specs(Decoder(MODEL)), **how)
     for runner, place, found in zip(stages, places, expected, strict=True):
         held = {device: 0 for device in place.mesh.devices.flat}
-        pages = runner.pool.take(len(runner.buckets.slabs.sizes))
+        pages = runner.pool.take(len(runner.buckets.segments.sizes))
         for array in jax.tree.leaves((runner.functions.leaves, pages)):
             for shard in array.addressable_shards:
                 held[shard.device] += shard.data.nbytes if jnp.issubdtype(array.dtype, jnp.floating) else 0

@@ -14,7 +14,7 @@ from moejax.bench.driver import drive
 from moejax.bench.traffic import PlannedRequest
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
-from moejax.sharding.distributed import Place, agree, broadcast, process_count, read_environment
+from moejax.sharding.distributed import LaunchEnvironment, agree, broadcast, process_count, read_environment
 from tests.sharding.processes import environment, free_port, run_processes, started, wait_all
 
 pytestmark = pytest.mark.multidevice
@@ -44,21 +44,21 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
-        ({}, Place()),
-        (JAX, Place(3, 4, "10.0.0.1:1234")),
-        (JAX | {"JAX_COORDINATOR_ADDRESS": "[fe80::1]:80"}, Place(3, 4, "[fe80::1]:80")),
-        (SLURM, Place(2, 4)),
-        (SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}, Place(2, 4, None, (1,))),
-        (SLURM | {"SLURM_STEP_NUM_NODES": "2", "JAX_LOCAL_DEVICE_IDS": "0,1"}, Place(2, 4)),
-        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, Place()),
-        (without(SLURM, "SLURM_PROCID"), Place()),  # the shell of an allocation
-        (SLURM | JAX, Place(3, 4, "10.0.0.1:1234")),
-        (SLURM | {"JAX_COORDINATOR_ADDRESS": "node1:9"}, Place(2, 4, "node1:9")),
-        (without(SLURM, "SLURM_STEP_NODELIST") | {"JAX_NUM_PROCESSES": "1"}, Place()),
-        (JAX | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, Place()),
+        ({}, LaunchEnvironment()),
+        (JAX, LaunchEnvironment(3, 4, "10.0.0.1:1234")),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "[fe80::1]:80"}, LaunchEnvironment(3, 4, "[fe80::1]:80")),
+        (SLURM, LaunchEnvironment(2, 4)),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}, LaunchEnvironment(2, 4, None, (1,))),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "2", "JAX_LOCAL_DEVICE_IDS": "0,1"}, LaunchEnvironment(2, 4)),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, LaunchEnvironment()),
+        (without(SLURM, "SLURM_PROCID"), LaunchEnvironment()),  # the shell of an allocation
+        (SLURM | JAX, LaunchEnvironment(3, 4, "10.0.0.1:1234")),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "node1:9"}, LaunchEnvironment(2, 4, "node1:9")),
+        (without(SLURM, "SLURM_STEP_NODELIST") | {"JAX_NUM_PROCESSES": "1"}, LaunchEnvironment()),
+        (JAX | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, LaunchEnvironment()),
     ],
 )
-def test_environment(environ: dict[str, str], place: Place) -> None:
+def test_environment(environ: dict[str, str], place: LaunchEnvironment) -> None:
     assert read_environment(environ) == place
 
 

@@ -25,7 +25,7 @@ from moejax.sharding.pipeline import (
     split_layers,
     stage_config,
 )
-from moejax.sharding.spmd import OnMesh
+from moejax.sharding.spmd import MeshDevices
 
 
 def deep(config: ModelConfig, layers: int, **changes: object) -> ModelConfig:
@@ -143,7 +143,7 @@ def test_a_transfer_is_one_collective_permute_and_equals_device_put(
     layout: ParallelConfig, dtype: str
 ) -> None:
     plan = make_mesh(layout, num_kv_heads=2)
-    places = [OnMesh(mesh, plan.axes) for mesh in plan.stages]
+    places = [MeshDevices(mesh, plan.axes) for mesh in plan.stages]
     # Also backwards, as the sampled tokens go.
     for source, target in ((places[0], places[1]), (places[-1], places[0])):
         whole = jnp.arange(places[0].groups * 15).reshape(-1, 3).astype(dtype)

@@ -16,7 +16,7 @@ CONFIG = {
     "workload": {"batch_size": [1, 4, 8], "prompt_len": 64, "output_len": 32},
     "quant": {"method": "rtn", "format": "int8", "kv_cache": "auto"},
     "parallel": {"dp": 1, "pp": 1, "ep": 4, "tp": 2},
-    "backend": {"kind": "moejax", "beside": ["llama_cpp"]},
+    "backend": {"kind": "moejax", "compare_with": ["llama_cpp"]},
 }
 
 

@@ -137,30 +137,32 @@ class BackendSection(BackendOptions):
     """The backend that is measured, and further ones beside it.
 
     Attributes:
-        beside: names of `peers` that get the same requests, in turns with the first.
+        compare_with: names of `peers` that get the same requests, in turns with the first.
         peers: their options by name, an entry for each kind and whatever is added; `python` and `threads`
             that an entry leaves out are those of the section itself.
     """
 
-    beside: tuple[str, ...] = ()
+    compare_with: tuple[str, ...] = ()
     peers: dict[str, BackendOptions] = field(
         default_factory=lambda: {kind: BackendOptions(kind=kind) for kind in get_args(Kind)}
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.beside, str):
-            raise ConfigError(f"backend.beside must be a list: backend.beside=[{self.beside}]")
-        object.__setattr__(self, "beside", tuple(self.beside))
-        for name in self.beside:
+        if isinstance(self.compare_with, str):
+            raise ConfigError(
+                f"backend.compare_with must be a list: backend.compare_with=[{self.compare_with}]"
+            )
+        object.__setattr__(self, "compare_with", tuple(self.compare_with))
+        for name in self.compare_with:
             if name not in self.peers:
-                raise ConfigError(f"backend.beside: {unknown('backend', str(name), self.peers)}")
+                raise ConfigError(f"backend.compare_with: {unknown('backend', str(name), self.peers)}")
         names = [name for name, _ in self.chosen()]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"backend.beside: {name} is measured already; every name once")
+                raise ConfigError(f"backend.compare_with: {name} is measured already; every name once")
         # Options that everyone shares may stand beside a first backend that has none of them.
-        used = {self.peers[name].kind for name in self.beside}
+        used = {self.peers[name].kind for name in self.compare_with}
         shared = {name for name in _SHARED if used & set(_ONLY[name])}
         blank: dict[str, Any] = {} if self.kind in _LOCAL else dict.fromkeys(shared)
         replace(self.own(), **blank).check()
@@ -197,7 +199,7 @@ class BackendSection(BackendOptions):
     def chosen(self) -> list[tuple[str, BackendOptions]]:
         """(name, options) of all that are measured, the first one first."""
         found: list[tuple[str, BackendOptions]] = [(self.kind, self.own())]
-        for name in self.beside:
+        for name in self.compare_with:
             options = self.peers[name]
             if options.kind in _LOCAL:
                 taken: dict[str, Any] = {

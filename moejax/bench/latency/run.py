@@ -43,7 +43,7 @@ def run_latency(
     config: Mapping[str, Any],
     name: str,
     hardware_kind: str = "auto",
-    beside: Sequence[Backend] = (),
+    peers: Sequence[Backend] = (),
     telemetry: TelemetryConfig | None = None,
     price: Price | None = None,
 ) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def run_latency(
         config: the whole resolved configuration, for the record.
         name: the model's short name.
         hardware_kind: what the roofline is of, see `moejax.core.hardware.get_hardware`.
-        beside: further backends for the same cases, measured in turns. Whoever opened them closes them.
+        peers: further backends for the same cases, measured in turns. Whoever opened them closes them.
         telemetry: sampling of memory, CPU, power and energy beside the timed passes; None: none.
         price: of one device, for the cost per million tokens.
 
@@ -67,7 +67,7 @@ def run_latency(
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     ensure_writable(out_dir)
-    backends = [as_backend(llm), *beside]
+    backends = [as_backend(llm), *peers]
     engine = engine_of(backends[0])
     data = plan_cases(backends, workload, encoder(backends))
     hardware = get_hardware(hardware_kind, jax.devices()[0].device_kind)

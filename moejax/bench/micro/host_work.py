@@ -70,7 +70,9 @@ class _Host:
         self.scheduler = Scheduler(
             BlockAllocator(num_blocks, BLOCK_SIZE), sequences, config.max_num_batched_tokens
         )
-        self.builder = BatchBuilder(buckets, Limits(sequences, BLOCK_SIZE, per_sequence, buckets.slabs.ends))
+        self.builder = BatchBuilder(
+            buckets, Limits(sequences, BLOCK_SIZE, per_sequence, buckets.segments.ends)
+        )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
 
     def sequence(self, order: int) -> Sequence:

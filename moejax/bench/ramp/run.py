@@ -47,7 +47,7 @@ def run_ramp(
     config: Mapping[str, Any],
     name: str,
     hardware_kind: str = "auto",
-    beside: Sequence[Backend] = (),
+    peers: Sequence[Backend] = (),
     telemetry: TelemetryConfig | None = None,
     price: Price | None = None,
 ) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def run_ramp(
     """
     ramp.check_alone(workload.request_rate, workload.trace_file)
     ensure_writable(out_dir)
-    backends = [as_backend(llm), *beside]
+    backends = [as_backend(llm), *peers]
     vocab_size = min(backend.vocab_size for backend in backends)
     encode = encoder(backends)
 

@@ -16,11 +16,11 @@ from moejax.engine.stats import StepRecord
 from moejax.engine.step.batch import StepKey
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.sampler import SamplerMode
-from moejax.moe.exchange_cost import account_exchange
+from moejax.moe.exchange_cost import exchange_cost
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.perf.comm import Exchange, compare, step_comm
 from moejax.sharding.hlo import bytes_on_wire, collectives, taken
-from moejax.sharding.spmd import OnMesh
+from moejax.sharding.spmd import MeshDevices
 
 # Of the sizes that an exchange chooses among: the one for an even routing.
 EVEN = 0
@@ -91,9 +91,9 @@ def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
     Of a pipeline's stages nothing is read here; tests/sharding holds them against the formulas.
     """
     runner = llm.runner
-    if not isinstance(runner, DeviceRunner) or not isinstance(runner.place, OnMesh):
+    if not isinstance(runner, DeviceRunner) or not isinstance(runner.place, MeshDevices):
         return {"program_comm_bytes": None if parallel.pp > 1 else 0.0, "formulas_agree": None}
-    key = StepKey(rows, 0, runner.limits.slab_ends[0], 1, SamplerMode(), False, False)
+    key = StepKey(rows, 0, runner.limits.segment_ends[0], 1, SamplerMode(), False, False)
     axes, model = runner.place.axes, llm.config
     exchange = Exchange()
     if axes.exchange:
@@ -108,7 +108,7 @@ def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
             platform="cpu",
             num_local=experts,
         )
-        exchange = account_exchange(chosen.value, model, parallel, rows, rung=EVEN)
+        exchange = exchange_cost(chosen.value, model, parallel, rows, bucket=EVEN)
     ran = taken(collectives(runner.program(key), runner.place.mesh), lambda branch: EVEN)
     terms = step_comm(model, parallel, tokens=rows, rows=rows, exchange=exchange)
     return {

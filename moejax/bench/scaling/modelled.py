@@ -8,7 +8,7 @@ from moejax.core.config import ModelConfig
 from moejax.core.hardware import Hardware
 from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.models.decoder import Decoder
-from moejax.moe.exchange_cost import account_exchange
+from moejax.moe.exchange_cost import exchange_cost
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.param import specs
 from moejax.perf.comm import Exchange
@@ -106,4 +106,4 @@ def exchange_of(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tu
         platform="gpu",
         num_local=(model.num_experts + parallel.redundant_experts) // parallel.ep,
     )
-    return account_exchange(chosen.value, model, parallel, tokens), chosen.reason
+    return exchange_cost(chosen.value, model, parallel, tokens), chosen.reason

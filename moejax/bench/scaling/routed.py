@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moejax.core.config import ModelConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.moe.exchange_cost import exchange_hops
-from moejax.moe.exchange_size import HopSize, mean_rows, room_ladder
+from moejax.moe.exchange_size import HopSize, capacity_buckets, mean_rows
 from moejax.perf.comm import Exchange, exchange_terms, wire_bytes
 from moejax.perf.cost import DTYPE_BYTES
 from moejax.routing.capture import RoutingCapture
@@ -231,16 +231,16 @@ def _wire(
     and with the room that `need` rows take."""
     k, row = model.num_experts_per_tok, model.hidden_size * DTYPE_BYTES[model.dtype]
     hops = exchange_hops(method, model, parallel)
-    ladder: list[tuple[float, ...]] = [()]
+    buckets: list[tuple[float, ...]] = [()]
     if method == "ragged":
-        ladder = [tuple(mean_rows(tokens, k, hops))]
+        buckets = [tuple(mean_rows(tokens, k, hops))]
     elif method != "allgather":
-        ladder = list(room_ladder(tokens, k, hops))
-    holds = [room for room in ladder if all(a >= b for a, b in zip(room, need, strict=False))]
+        buckets = list(capacity_buckets(tokens, k, hops))
+    holds = [room for room in buckets if all(a >= b for a, b in zip(room, need, strict=False))]
     sizes = {"exchange": parallel.ep, "node": parallel.expert_nodes}
     sizes["local"] = parallel.ep // parallel.expert_nodes
     found = []
-    for room in (ladder[0], (holds or ladder)[0 if holds else -1]):
-        terms = exchange_terms(Exchange(method, room, len(ladder)), parallel, tokens, row, k)
+    for room in (buckets[0], (holds or buckets)[0 if holds else -1]):
+        terms = exchange_terms(Exchange(method, room, len(buckets)), parallel, tokens, row, k)
         found.append(sum(wire_bytes(kind, size, sizes[role]) for _, kind, role, size in terms))
     return found[0], found[1]

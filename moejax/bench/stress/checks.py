@@ -15,7 +15,7 @@ from moejax.bench.stress.config import StressSection
 from moejax.bench.stress.phases import greedy
 from moejax.core.config import EngineConfig
 from moejax.engine.llm import LLM
-from moejax.engine.requests.state import LiveRequest
+from moejax.engine.requests.state import RequestState
 
 # A probe that is slow is asked again so often, with a pause: a busy machine passes, a slower engine stays.
 _RETRIES, _PAUSE_S = 4, 0.5
@@ -48,7 +48,7 @@ def snapshot(llm: LLM) -> Snapshot:
         len(arrays),
         sum(array.nbytes for array in arrays),
         len(llm.ledger.entries),
-        sum(type(item) is LiveRequest for item in gc.get_objects()),
+        sum(type(item) is RequestState for item in gc.get_objects()),
     )
 
 

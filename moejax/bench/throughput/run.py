@@ -50,7 +50,7 @@ def run_throughput(
     config: Mapping[str, Any],
     name: str,
     hardware_kind: str = "auto",
-    beside: Sequence[Backend] = (),
+    peers: Sequence[Backend] = (),
     telemetry: TelemetryConfig | None = None,
     price: Price | None = None,
 ) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def run_throughput(
         config: the whole resolved configuration, for the record.
         name: the model's short name.
         hardware_kind: the device that the result names, see `moejax.core.hardware.get_hardware`.
-        beside: further backends for the same requests, measured in turns. Whoever opened them closes them.
+        peers: further backends for the same requests, measured in turns. Whoever opened them closes them.
         telemetry: sampling of memory, CPU, power and energy beside the measured passes; None: none.
         price: of one device, for the cost per million tokens.
 
@@ -78,7 +78,7 @@ def run_throughput(
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     ensure_writable(out_dir)
-    backends = [as_backend(llm), *beside]
+    backends = [as_backend(llm), *peers]
     vocab_size = min(backend.vocab_size for backend in backends)
     plan = plan_requests(workload, vocab_size, encode=encoder(backends))
     check_lengths(backends, workload, plan)

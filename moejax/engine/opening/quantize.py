@@ -18,7 +18,7 @@ from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution
-from moejax.engine.opening.rounding import Rounding
+from moejax.engine.opening.rounding import QuantizeOnLoad
 from moejax.engine.opening.setup import compute_capability
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.models.decoder import Decoder
@@ -33,13 +33,13 @@ from moejax.quantization.formats import WeightFormat
 from moejax.quantization.rules import Chosen, resolve_rules, weight_name
 from moejax.sharding.axes import Axes
 from moejax.sharding.rules import make_rules
-from moejax.sharding.spmd import OneDevice
+from moejax.sharding.spmd import SingleDevice
 
 Plan = Mapping[str, Chosen]
 """Path of a weight → what becomes of it."""
 
 
-class Quantizing:
+class QuantizationPlan:
     """One model's quantization from its configuration to the record of it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Quantizing:
         parallel: ParallelConfig,
         config: ModelConfig,
         moe: MoeConfig,
-        places: Sequence[OneDevice],
+        places: Sequence[SingleDevice],
         platform: str,
         experts: str,
     ) -> None:
@@ -66,7 +66,7 @@ class Quantizing:
         self._plan = plan_weights(quant, declared, self._axes)
         self._calibrates = any(chosen.calibrated for chosen in self._plan.values())
         self._choose(asked_of(self._plan, declared, self._axes))
-        self.rounding = Rounding({} if self._calibrates else self._plan, quant)
+        self.rounding = QuantizeOnLoad({} if self._calibrates else self._plan, quant)
         self._tokens: np.ndarray | None = None
 
     def check(self, directory: Path | None, tokenizer: Tokenizer | None, end: int | None) -> None:

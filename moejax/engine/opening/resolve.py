@@ -12,7 +12,7 @@ from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
-from moejax.engine.opening.quantize import Quantizing
+from moejax.engine.opening.quantize import QuantizationPlan
 from moejax.engine.opening.setup import (
     compute_capability,
     default_cache_dir,
@@ -36,7 +36,7 @@ from moejax.nn.activation import activation
 from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul, choose_kernels
 from moejax.ptq.report import QuantReport
 from moejax.sharding.distributed import reserve_cpu_threads
-from moejax.sharding.spmd import OneDevice
+from moejax.sharding.spmd import SingleDevice
 
 
 class OpenModel(NamedTuple):
@@ -56,7 +56,7 @@ class OpenModel(NamedTuple):
     directory: Path | None
     config: ModelConfig
     stages: list[Decoder]
-    places: list[OneDevice]
+    places: list[SingleDevice]
     functions: list[Any]
     kernels: str
     resolutions: list[Resolution]
@@ -102,7 +102,7 @@ def open_model(
     most_microbatches(parallel, engine)
     places = make_places(parallel, config, moe)
     running = product.value if moe.execution == "grouped" else moe.execution
-    quantizing = Quantizing(quant, parallel, config, moe, places, platform.value, running)
+    quantizing = QuantizationPlan(quant, parallel, config, moe, places, platform.value, running)
     tokenizer = Tokenizer.load(directory) if directory else None
     ends = eos_token_ids(config, directory)
     quantizing.check(directory, tokenizer, ends[0] if ends else None)
@@ -132,7 +132,7 @@ def open_model(
 
 
 def _exchanges(
-    config: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, place: OneDevice, platform: str
+    config: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, place: SingleDevice, platform: str
 ) -> list[Resolution]:
     """How tokens travel to their experts in the largest steps; each smaller one decides for itself.
 

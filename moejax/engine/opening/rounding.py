@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.core.quant import QuantConfig
-from moejax.nn.param import ParamSpec, Store, iter_params, specs
+from moejax.nn.param import OnValue, ParamSpec, iter_params, specs
 from moejax.nn.quantized import PARTS, QuantizedWeight, replace_weights
 from moejax.ptq.methods import Rounded, errors, weight_report
 from moejax.ptq.report import QuantReport, StageReport, WeightReport
@@ -22,10 +22,10 @@ from moejax.quantization.formats import QTensor, WeightFormat
 from moejax.quantization.rtn import round_to_nearest
 from moejax.quantization.rules import Chosen
 from moejax.sharding.rules import shardings
-from moejax.sharding.spmd import OneDevice, OnMesh
+from moejax.sharding.spmd import MeshDevices, SingleDevice
 
 
-class Rounding:
+class QuantizeOnLoad:
     """Takes a model's parameters as they come and keeps those that are to be quantized as codes alone.
 
     Args:
@@ -39,13 +39,13 @@ class Rounding:
         self._reports: list[WeightReport] = []
         self._seconds = 0.0
 
-    def at(self, place: OneDevice) -> Store:
+    def at(self, place: SingleDevice) -> OnValue:
         """What takes the values of a model, or of a pipeline stage, that lies there. Each device rounds its
         part: with the scales that one device would find, and its codes but for numbers next to the middle of
         two, where compiled programs differ. A weight to be quantized stays abstract until `finish`."""
         return functools.partial(self._store, place)
 
-    def _store(self, place: OneDevice, name: str, param: nnx.Param, value: jax.Array) -> None:
+    def _store(self, place: SingleDevice, name: str, param: nnx.Param, value: jax.Array) -> None:
         choice = self._plan.get(name)
         if choice is None:
             param.set_value(value)
@@ -98,10 +98,10 @@ class Rounding:
 
 
 def _shardings(
-    spec: ParamSpec, fmt: WeightFormat, place: OneDevice
+    spec: ParamSpec, fmt: WeightFormat, place: SingleDevice
 ) -> dict[str, jax.sharding.Sharding] | None:
     """Of a weight's arrays; None on one device."""
-    if not isinstance(place, OnMesh):
+    if not isinstance(place, MeshDevices):
         return None
     return dict(shardings(specs(QuantizedWeight(spec, fmt)), place.mesh, place.axes))
 

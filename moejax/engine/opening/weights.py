@@ -13,23 +13,23 @@ from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
-from moejax.nn.param import ParamSpec, Store, initialize, keep, specs
+from moejax.nn.param import OnValue, ParamSpec, initialize, keep, specs
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.pipeline import split_layers
 from moejax.sharding.rules import shardings
-from moejax.sharding.spmd import OneDevice, OnMesh
+from moejax.sharding.spmd import MeshDevices, SingleDevice
 
 logger = logging.getLogger(__name__)
 
 
-def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) -> list[OneDevice]:
+def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) -> list[SingleDevice]:
     """The devices of each pipeline stage that an engine runs on.
 
     Raises:
         ConfigError: the model cannot be spread so, or there are too few devices.
     """
     if parallel.is_single:
-        return [OneDevice()]
+        return [SingleDevice()]
     check_parallel(parallel, model, jax.device_count())
     if moe.execution == "capacity" and (parallel.ep > 1 or parallel.redundant_experts):
         raise ConfigError(
@@ -42,18 +42,18 @@ def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) ->
             f"cut; with parallel.pp={parallel.pp} it needs parallel.microbatches=1"
         )
     plan = make_mesh(parallel, model.num_kv_heads)
-    return [OnMesh(mesh, plan.axes) for mesh in plan.stages]
+    return [MeshDevices(mesh, plan.axes) for mesh in plan.stages]
 
 
 def build_stages(
     config: ModelConfig,
     parallel: ParallelConfig,
-    places: list[OneDevice],
+    places: list[SingleDevice],
     moe: MoeConfig,
     kernels: str,
     source: Path | None,
     seed: int,
-    store: Callable[[OneDevice], Store] = lambda place: keep,
+    store: Callable[[SingleDevice], OnValue] = lambda place: keep,
 ) -> list[Decoder]:
     """Each pipeline stage's part of the decoder, see `build_model`; where there is one stage, all of it.
 
@@ -73,14 +73,14 @@ def build_stages(
 def build_model(
     config: ModelConfig,
     parallel: ParallelConfig,
-    place: OneDevice,
+    place: SingleDevice,
     moe: MoeConfig,
     kernels: str,
     source: Path | None,
     seed: int,
     layers: range | None = None,
     *,
-    store: Store = keep,
+    store: OnValue = keep,
 ) -> Decoder:
     """The decoder, or a stage's layers of it, with its weights: from a directory, or random for None.
 
@@ -95,10 +95,10 @@ def build_model(
         return Decoder(config, moe=moe, kernels=kernels, parallel=parallel, axes=place.axes, layers=layers)
 
     def at(declared: Mapping[str, ParamSpec]) -> Mapping[str, jax.sharding.Sharding]:
-        assert isinstance(place, OnMesh)
+        assert isinstance(place, MeshDevices)
         return shardings(declared, place.mesh, place.axes)
 
-    spread = isinstance(place, OnMesh)
+    spread = isinstance(place, MeshDevices)
     if source is None:
         model = build(config)
         where = at(specs(model)) if spread else None
@@ -125,9 +125,9 @@ def build_model(
     return model
 
 
-def put_tables(model: nnx.Module, place: OneDevice) -> None:
+def put_tables(model: nnx.Module, place: SingleDevice) -> None:
     """Moves the replica tables, which no checkpoint holds, onto all devices."""
-    if isinstance(place, OnMesh):
+    if isinstance(place, MeshDevices):
         for _, node in nnx.iter_graph(model):
             if isinstance(node, Placed):
                 node.set_value(jax.device_put(node[...], place.sharding()))

@@ -49,7 +49,7 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.program import PagedOutput
 from moejax.engine.step.runner import StepResult
 from moejax.sharding.pipeline import How, StageTime, Transfer, measured_bubble
-from moejax.sharding.spmd import OnMesh
+from moejax.sharding.spmd import MeshDevices
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class PipelineRunner(BucketRunner):
 
     def __init__(
         self,
-        stages: Sequence[tuple[StageFunctions, OnMesh]],
+        stages: Sequence[tuple[StageFunctions, MeshDevices]],
         config: EngineConfig,
         num_blocks: int,
         max_model_len: int,
@@ -339,12 +339,12 @@ class PipelineRunner(BucketRunner):
             captured = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *found)
         return PagedOutput(last.sampled, counts, overflow, last.prompt_logprobs, captured)
 
-    def _copier(self, slabs: int) -> Any:
-        return [stage._copier(slabs) for stage in self.stages if stage.here]
+    def _copier(self, segments: int) -> Any:
+        return [stage._copier(segments) for stage in self.stages if stage.here]
 
     def _thinned(self, max_total_len: int) -> Buckets:
         """Those of a whole step, and those of one microbatch of a full step."""
-        whole = self._all_buckets(self.buckets.slabs.num_blocks)
+        whole = self._all_buckets(self.buckets.segments.num_blocks)
         found = whole.thinned(self.config, max_total_len)
         rows = whole.rows_for(-(-self.config.max_num_seqs // self.microbatches))
         last = whole.tokens_for(min(whole.tokens[-1], whole.rows[-1] * max_total_len))
@@ -352,6 +352,6 @@ class PipelineRunner(BucketRunner):
         return Buckets(
             tuple(sorted({*found.rows, rows})),
             tuple(sorted({*found.tokens, tokens})),
-            found.slabs,
-            found.slab_counts,
+            found.segments,
+            found.segment_counts,
         )

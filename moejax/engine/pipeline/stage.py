@@ -15,7 +15,7 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.program import Captured, DeviceState
 from moejax.engine.step.sampler import Sampled
 from moejax.routing.capture import id_dtype
-from moejax.sharding.spmd import OnMesh
+from moejax.sharding.spmd import MeshDevices
 
 
 class StageLedger(CompileLedger):
@@ -36,7 +36,7 @@ class Stage(DeviceRunner):
     """
 
     functions: StageFunctions  # type: ignore[assignment]
-    place: OnMesh
+    place: MeshDevices
 
     @property
     def here(self) -> bool:
@@ -63,7 +63,7 @@ class Stage(DeviceRunner):
         if not self.here:
             return self._nothing(key)
         step = self.program(key)
-        pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
+        pages = self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
         state = DeviceState(pages, cast(Any, None), None)
         if self.functions.is_last:
             state = DeviceState(pages, self.last, self._seen_of(key))
@@ -83,10 +83,10 @@ class Stage(DeviceRunner):
             self._copy(copies)
 
     def prepare(self, key: StepKey) -> None:
-        """Compiles the step if it is new, and makes the slabs that it needs."""
+        """Compiles the step if it is new, and makes the segments that it needs."""
         if self.here:
             self.program(key)
-            self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
+            self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
 
     def program(self, key: StepKey) -> Any:
         """The compiled step of a bucket."""
@@ -102,7 +102,7 @@ class Stage(DeviceRunner):
         def shapes() -> tuple[Any, ...]:
             slots, model = self.limits.slots + 1, self.functions.config
             struct = self.place.struct
-            pages = self.pool.shapes(self.limits.slab_ends.index(key.blocks) + 1)
+            pages = self.pool.shapes(self.limits.segment_ends.index(key.blocks) + 1)
             last = struct((slots,), jnp.int32)
             state: Any = DeviceState(pages, cast(Any, None), None)
             if self.functions.is_last:

@@ -19,7 +19,7 @@ from moejax.engine.step.program import (
 from moejax.engine.step.sampler import Sampled
 from moejax.models.decoder import Decoder
 from moejax.sharding.pipeline import stage_config
-from moejax.sharding.spmd import OneDevice
+from moejax.sharding.spmd import SingleDevice
 
 
 class StageOutput(NamedTuple):
@@ -59,7 +59,7 @@ class StageFunctions(ModelFunctions):
         *,
         key: StepKey,
         limits: Limits,
-        place: OneDevice,
+        place: SingleDevice,
     ) -> tuple[DeviceState, StageOutput]:
         """This stage's part of one device's part of a step (`step.program.PagedFunctions.step`).
 
@@ -78,13 +78,13 @@ class StageFunctions(ModelFunctions):
         state = state._replace(pages=pages)
         counts = overflow = None
         if key.record:
-            counts, overflow = (place.total(x) for x in routing_counts(traces, self.config.num_experts))
+            counts, overflow = (place.sum_groups(x) for x in routing_counts(traces, self.config.num_experts))
         captured = None
         if limits.capture:
-            captured = place.everywhere(capture(traces, self.config.num_experts))
+            captured = place.gather_groups(capture(traces, self.config.num_experts))
         if not self.is_last:
             return state, StageOutput(x[:, 0], counts, overflow, None, None, captured)
         token = decoded_tokens(batch, state.last)
         state, sampled, scores = finish(model, x, batch, token, state, key)
-        sampled, scores = place.everywhere((sampled, scores))
+        sampled, scores = place.gather_groups((sampled, scores))
         return state, StageOutput(None, counts, overflow, sampled, scores, captured)

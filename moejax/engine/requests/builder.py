@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from moejax.cache.allocator import BlockAllocator
 from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.requests.inputs import Prompt, PromptReader, params_list
-from moejax.engine.requests.output import SampleBuilder
-from moejax.engine.requests.state import LiveRequest
+from moejax.engine.requests.output import OutputProcessor
+from moejax.engine.requests.state import RequestState
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.sequence import Sequence as Sample
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
@@ -52,7 +52,7 @@ class RequestBuilder:
         streams: bool = False,
         record: bool = False,
         arrival: float | None = None,
-    ) -> list[LiveRequest]:
+    ) -> list[RequestState]:
         """Checked requests, not queued yet; each prompt with its parameters.
 
         Args:
@@ -70,7 +70,7 @@ class RequestBuilder:
             text, ids = self._reader.to_generate(prompt, params, f"prompt {i}")
             max_tokens = min(params.max_tokens, self._reader.max_model_len - len(ids))
             builders = [
-                SampleBuilder(n, params, self._reader.tokenizer, self.eos_token_ids, max_tokens)
+                OutputProcessor(n, params, self._reader.tokenizer, self.eos_token_ids, max_tokens)
                 for n in range(params.n)
             ]
             number = next(self._ids)
@@ -79,7 +79,7 @@ class RequestBuilder:
             )
             # The request's place in the call seeds it, so that it draws the same whatever runs beside it.
             seed = params.seed if params.seed is not None else (self._seed * 1_000_003 + i * 1_009) % 2**32
-            request = LiveRequest(output, builders, streams=streams)
+            request = RequestState(output, builders, streams=streams)
             request.attach(self._samples(ids, params, seed, max_tokens, record))
             requests.append(request)
         if self.replay is not None:
@@ -117,7 +117,7 @@ class RequestBuilder:
             root.forks = samples[i * group + 1 : (i + 1) * group]
         return roots
 
-    def to_score(self, every: Sequence[list[int]]) -> list[LiveRequest]:
+    def to_score(self, every: Sequence[list[int]]) -> list[RequestState]:
         """Requests for the log-probabilities of checked prompts.
 
         Raises:
@@ -128,13 +128,13 @@ class RequestBuilder:
             self.replay.assign(requests, "sequence")
         return requests
 
-    def _to_score(self, ids: list[int]) -> LiveRequest:
+    def _to_score(self, ids: list[int]) -> RequestState:
         output = RequestOutput(str(next(self._ids)), None, ids, [], RequestMetrics(time.perf_counter()))
         params = SamplingParams(max_tokens=1, temperature=0.0)
         sample = Sample(
             list(ids), len(ids), params, len(ids), next(self._orders), score=True, mode=self.mode(params)
         )
-        request = LiveRequest(output, [])
+        request = RequestState(output, [])
         request.attach([sample])
         return request
 

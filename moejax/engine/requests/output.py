@@ -23,7 +23,7 @@ class StreamChunk:
     stop_reason: str | int | None
 
 
-class SampleBuilder:
+class OutputProcessor:
     """One sample's output. `add` takes tokens until `finished`."""
 
     def __init__(

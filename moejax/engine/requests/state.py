@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from moejax.engine.requests.api import Logprob, RequestOutput
-from moejax.engine.requests.output import SampleBuilder, StreamChunk
+from moejax.engine.requests.output import OutputProcessor, StreamChunk
 from moejax.engine.scheduling.sequence import Sequence, State
 
 
-class LiveRequest:
+class RequestState:
     """One request. The engine calls it; callers read `output`, `chunks` and `scores`.
 
     Attributes:
@@ -22,7 +22,7 @@ class LiveRequest:
     """
 
     def __init__(
-        self, output: RequestOutput, builders: list[SampleBuilder], *, streams: bool = False
+        self, output: RequestOutput, builders: list[OutputProcessor], *, streams: bool = False
     ) -> None:
         self.output = output
         self.builders = builders

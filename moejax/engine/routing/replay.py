@@ -14,7 +14,7 @@ import numpy as np
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, RequestError
-from moejax.engine.requests.state import LiveRequest
+from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.routing.capture import RoutingCapture, hash_tokens, load_capture
 
@@ -56,7 +56,7 @@ class RoutingReplay:
         self._taken: Counter[str] = Counter()
         self._lock = threading.Lock()  # requests are made outside of the engine's
 
-    def assign(self, requests: Sequence[LiveRequest], kind: str = "prompt") -> None:
+    def assign(self, requests: Sequence[RequestState], kind: str = "prompt") -> None:
         """Gives each request its recorded one: the n-th with a prompt takes the n-th recorded with it, then
         from the first again, so that repeated runs of a workload each get the same. Generated ones, which
         have no prompt, are given out in their order.
@@ -81,7 +81,7 @@ class RoutingReplay:
                     # The token sampled at the last recorded position is the last that it can have.
                     sequence.max_length = min(sequence.max_length, len(table) + 1)
 
-    def _find(self, requests: Sequence[LiveRequest], kind: str) -> list[list[np.ndarray]]:
+    def _find(self, requests: Sequence[RequestState], kind: str) -> list[list[np.ndarray]]:
         """Each request's `_tables`; counts what is given out, unless it raises."""
         taken: Counter[str] = Counter()
         found = []
@@ -123,7 +123,7 @@ class RoutingReplay:
         views["replay_ids"][place] = self._ids[row]
         views["replay_weights"][place] = self._bits[row]
 
-    def _tables(self, request: LiveRequest, index: int, name: str) -> list[np.ndarray]:
+    def _tables(self, request: RequestState, index: int, name: str) -> list[np.ndarray]:
         """Each sample's rows of the trace by position, from 0 without a gap."""
         first = request.sequences[0]
         prompt_len, wanted = first.prompt_len, first.max_length - (not first.score)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.cache.segments import SlabLayout
+from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.ops.kernel_attention import KernelPlan
 
@@ -64,11 +64,11 @@ def fill(
     plan: StepPlan,
     key: StepKey,
     limits: Limits,
-    slabs: SlabLayout,
+    segments: SegmentLayout,
     held: np.ndarray,
     counts: list[int],
 ) -> None:
-    """Writes the plan's fields; the arguments are as in `slab_plan.fill`."""
+    """Writes the plan's fields; the arguments are as in `attention_xla.fill`."""
     size, S = limits.block_size, key.rows
     slots, table, kv_len = views["slot_mapping"], views["table"], views["kv_len"]
     slots[:] = -1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from moejax.cache.segments import SlabLayout
+from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
 
@@ -31,7 +31,7 @@ _CHUNK = (*_TILES, "num_tiles", "table", *_RUNS, "run_ends")
 def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
     """Fields of the buffer; `position` is the batch's own."""
     S, T, N, R = key.rows, key.tokens, key.blocks, key.owners
-    Z = limits.slab_ends.index(N) + 1
+    Z = limits.segment_ends.index(N) + 1
     found: dict[str, tuple[int, ...]] = dict.fromkeys(("write_row", "write_block", "write_offset"), (S,))
     found |= {"write_ends": (Z,), "owner": (N, R), "logical": (N,)}
     if T:
@@ -62,7 +62,7 @@ def fill(
     plan: StepPlan,
     key: StepKey,
     limits: Limits,
-    slabs: SlabLayout,
+    segments: SegmentLayout,
     held: np.ndarray,
     counts: list[int],
 ) -> None:
@@ -72,18 +72,18 @@ def fill(
         held: int64, all blocks of the decoding rows, one row's after another's; counts: how many each has.
     """
     if plan.decodes:
-        _decodes(views, plan, limits.block_size, slabs, held, counts, key.owners)
+        _decodes(views, plan, limits.block_size, segments, held, counts, key.owners)
     else:
         views["owner"][...] = -1
     if plan.chunk_tokens:
-        _chunks(views, plan, tile_rows(key.tokens), limits.block_size, slabs)
+        _chunks(views, plan, tile_rows(key.tokens), limits.block_size, segments)
 
 
 def _decodes(
     views: dict[str, np.ndarray],
     plan: StepPlan,
     size: int,
-    slabs: SlabLayout,
+    segments: SegmentLayout,
     held: np.ndarray,
     counts: list[int],
     owners: int,
@@ -93,12 +93,14 @@ def _decodes(
     positions = np.asarray(plan.positions)
     starts = np.fromiter(accumulate(counts, initial=0), np.int64, D + 1)
     W = D - plan.idle  # rows that have ended are computed as padding and store nothing
-    slab, local = slabs.locate(held[starts[:W] + positions[:W] // size])
-    order = np.argsort(slab, kind="stable")
+    segment, local = segments.locate(held[starts[:W] + positions[:W] // size])
+    order = np.argsort(segment, kind="stable")
     views["write_row"][:W] = order
     views["write_block"][:W] = local[order]
     views["write_offset"][:W] = (positions[:W] % size)[order]
-    views["write_ends"][:] = np.searchsorted(slab[order], np.arange(len(views["write_ends"])), side="right")
+    views["write_ends"][:] = np.searchsorted(
+        segment[order], np.arange(len(views["write_ends"])), side="right"
+    )
     row_of = np.repeat(np.arange(D), counts)
     owner, logical = views["owner"], views["logical"]
     owner[...] = -1
@@ -112,7 +114,9 @@ def _decodes(
     owner[sorted_blocks, rank] = row_of[by_block]
 
 
-def _chunks(views: dict[str, np.ndarray], plan: StepPlan, tile: int, size: int, slabs: SlabLayout) -> None:
+def _chunks(
+    views: dict[str, np.ndarray], plan: StepPlan, tile: int, size: int, segments: SegmentLayout
+) -> None:
     """Tiles (parts of one chunk to attend) and runs (parts of one block to write)."""
     table = views["table"]
     tiles: list[tuple[int, int, int, int]] = []
@@ -134,8 +138,8 @@ def _chunks(views: dict[str, np.ndarray], plan: StepPlan, tile: int, size: int, 
     for name, column in zip(_TILES, np.asarray(tiles, np.int32).T, strict=True):
         views[name][: len(tiles)] = column
     block, *columns = np.asarray(runs, np.int64).T
-    slab, local = slabs.locate(block)
-    order = np.argsort(slab, kind="stable")
+    segment, local = segments.locate(block)
+    order = np.argsort(segment, kind="stable")
     for name, column in zip(_RUNS, (columns[0], local, columns[1], columns[2]), strict=True):
         views[name][: len(runs)] = column[order]
-    views["run_ends"][:] = np.searchsorted(slab[order], np.arange(len(views["run_ends"])), side="right")
+    views["run_ends"][:] = np.searchsorted(segment[order], np.arange(len(views["run_ends"])), side="right")

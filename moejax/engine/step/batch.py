@@ -23,7 +23,7 @@ from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step import attention_kernels as kernel_plan
-from moejax.engine.step import attention_xla as slab_plan
+from moejax.engine.step import attention_xla as attention_xla
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.sampler import SamplerMode, SamplingArrays, common_mode, sampling_values
 from moejax.moe.router import Replay
@@ -36,7 +36,7 @@ class StepKey(NamedTuple):
 
     Attributes:
         rows, tokens: S and T above; tokens = 0 computes no chunk.
-        blocks: cache blocks read, a number of whole slabs.
+        blocks: cache blocks read, a number of whole segments.
         owners: sequences that may share a block.
         mode: what the sampler must do.
         record: whether expert counts are returned.
@@ -92,15 +92,15 @@ class Batch(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the slabs, and the
-    implementation of the GPU kernels ("xla" for none; with kernels there is one slab, and block tables
+    """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the segments, and
+    the implementation of the GPU kernels ("xla" for none; with kernels there is one segment, and block tables
     instead of lists of blocks). `capture`: steps return each token's routing. `replay`: (MoE layers, experts
     per token) where they are told it."""
 
     slots: int
     block_size: int
     table_width: int
-    slab_ends: tuple[int, ...]
+    segment_ends: tuple[int, ...]
     kernels: str = "xla"
     capture: bool = False
     replay: tuple[int, int] | None = None
@@ -108,7 +108,7 @@ class Limits(NamedTuple):
     @property
     def plan(self) -> ModuleType:
         """The module that knows what attention must be told."""
-        return slab_plan if self.kernels == "xla" else kernel_plan
+        return attention_xla if self.kernels == "xla" else kernel_plan
 
 
 @functools.lru_cache(maxsize=4096)
@@ -237,13 +237,13 @@ class BatchBuilder:
         highest = max([highest, *(max(chunk.sequence.blocks) for chunk in plan.chunks)])
         # Kernels read through block tables, which do not care who else has a block.
         shared = int(np.bincount(held).max()) if D and self.limits.kernels == "xla" else 1
-        slabs = self.buckets.slabs_for(highest + 1)
+        segments = self.buckets.segments_for(highest + 1)
         tokens = plan.chunk_tokens
         wanted = max(tokens, plan.min_tokens) if tokens else 0
         return StepKey(
             rows=self.buckets.rows_for(len(rows)),
             tokens=self.buckets.tokens_for(wanted),
-            blocks=self.buckets.slabs.ends[slabs - 1],
+            blocks=self.buckets.segments.ends[segments - 1],
             owners=1 << (shared - 1).bit_length(),
             mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
             record=self.record_all or any(s.record for s in rows),
@@ -277,7 +277,7 @@ class BatchBuilder:
         self._rows(views, plan, rows)
         if key.tokens:
             self._chunks(views, plan, key)
-        self.limits.plan.fill(views, plan, key, self.limits, self.buckets.slabs, held, counts)
+        self.limits.plan.fill(views, plan, key, self.limits, self.buckets.segments, held, counts)
         if "seed" in views:
             _fill_sampling(views, rows)
         if key.mode.penalty:

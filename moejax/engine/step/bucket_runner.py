@@ -75,13 +75,13 @@ class BucketRunner(ABC):
         self.ledger = ledger
         self.config = config
         self.groups = groups
-        self._one_slab = kernels != "xla"
+        self._one_segment = kernels != "xla"
         self.buckets = self._all_buckets(num_blocks)
         self.limits = Limits(
             slots=config.max_num_seqs,
             block_size=config.block_size,
             table_width=-(-max_model_len // config.block_size),
-            slab_ends=self.buckets.slabs.ends,
+            segment_ends=self.buckets.segments.ends,
             kernels=kernels,
             capture=config.capture_routing,
             replay=None if replay is None else replay.shape,
@@ -96,8 +96,8 @@ class BucketRunner(ABC):
         """Starts a step on a built batch."""
 
     @abstractmethod
-    def _copier(self, slabs: int) -> Any:
-        """The compiled program that copies blocks within the first `slabs` slabs."""
+    def _copier(self, segments: int) -> Any:
+        """The compiled program that copies blocks within the first `segments` segments."""
 
     def _result(self, key: StepKey, batch: Rows, output: PagedOutput) -> StepResult:
         """Reads what a batch gave; this is where the host waits for the device."""
@@ -147,25 +147,25 @@ class BucketRunner(ABC):
         if self.builder.record_all:
             records = (True,)
         options = itertools.product(reachable, owners, modes, records, (False, True) if score else (False,))
-        for (rows, tokens, slabs), sharing, mode, recorded, scored in options:
+        for (rows, tokens, segments), sharing, mode, recorded, scored in options:
             if tokens or not scored:
-                blocks = self.limits.slab_ends[slabs - 1]
+                blocks = self.limits.segment_ends[segments - 1]
                 key = StepKey(rows, tokens, blocks, sharing, mode, recorded, scored)
                 buffer = np.tile(self.builder.empty(key), self.groups)
                 jax.block_until_ready(self._run(key, buffer))
         if samples > 1:
-            for slabs in sorted({slabs for _, _, slabs in reachable}):
-                self._copier(slabs)
+            for segments in sorted({segments for _, _, segments in reachable}):
+                self._copier(segments)
 
     def _thinned(self, max_total_len: int) -> Buckets:
         """The buckets that a warm-up compiles."""
-        whole = self._all_buckets(self.buckets.slabs.num_blocks)
+        whole = self._all_buckets(self.buckets.segments.num_blocks)
         return whole.thinned(self.config, max_total_len)
 
     def _all_buckets(self, num_blocks: int) -> Buckets:
-        """Kernels read through block tables, whatever the pool's size: it is one slab."""
+        """Kernels read through block tables, whatever the pool's size: it is one segment."""
         config = self.config
-        if self._one_slab:
+        if self._one_segment:
             config = dataclasses.replace(config, block_buckets=[num_blocks])
         return Buckets.of(config, num_blocks)
 

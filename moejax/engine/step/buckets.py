@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moejax.cache.segments import SlabLayout
+from moejax.cache.segments import SegmentLayout
 from moejax.core.config import EngineConfig
 
 SMALLEST_CHUNK = 16
@@ -25,13 +25,13 @@ def powers_of_two(first: int, last: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Buckets:
-    """rows: sequences in a batch; tokens: chunk tokens; slabs: cache blocks, of which a step reads the first
-    `slab_counts[i]` slabs."""
+    """rows: sequences in a batch; tokens: chunk tokens; segments: cache blocks, of which a step reads the
+    first `segment_counts[i]` segments."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
-    slabs: SlabLayout
-    slab_counts: tuple[int, ...]
+    segments: SegmentLayout
+    segment_counts: tuple[int, ...]
 
     @classmethod
     def of(cls, config: EngineConfig, num_blocks: int) -> "Buckets":
@@ -39,8 +39,10 @@ class Buckets:
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         rows = config.seq_buckets or powers_of_two(1, seqs)
         chunk = config.token_buckets or powers_of_two(min(SMALLEST_CHUNK, tokens), tokens)
-        slabs = SlabLayout.of(num_blocks, config.block_buckets)
-        return cls(_up_to(rows, seqs), _up_to(chunk, tokens), slabs, tuple(range(1, len(slabs.ends) + 1)))
+        segments = SegmentLayout.of(num_blocks, config.block_buckets)
+        return cls(
+            _up_to(rows, seqs), _up_to(chunk, tokens), segments, tuple(range(1, len(segments.ends) + 1))
+        )
 
     def rows_for(self, rows: int) -> int:
         return self.rows[bisect_left(self.rows, rows)]
@@ -49,9 +51,9 @@ class Buckets:
         """0 for none."""
         return self.tokens[bisect_left(self.tokens, tokens)] if tokens else 0
 
-    def slabs_for(self, blocks: int) -> int:
-        """Slabs to read where the first `blocks` blocks matter."""
-        return self.slab_counts[bisect_left(self.slab_counts, self.slabs.slabs_for(blocks))]
+    def segments_for(self, blocks: int) -> int:
+        """Segments to read where the first `blocks` blocks matter."""
+        return self.segment_counts[bisect_left(self.segment_counts, self.segments.segments_for(blocks))]
 
     def thinned(self, config: EngineConfig, max_total_len: int) -> "Buckets":
         """Fewer buckets for a workload whose every step is to be compiled ahead.
@@ -62,45 +64,45 @@ class Buckets:
         Args:
             max_total_len: of its longest request, in tokens.
         """
-        last_tokens, last_slabs = self._largest(max_total_len, config.block_size)
-        rows, tokens, counts = self.rows, self.tokens, self.slab_counts
+        last_tokens, last_segments = self._largest(max_total_len, config.block_size)
+        rows, tokens, counts = self.rows, self.tokens, self.segment_counts
         if config.seq_buckets is None:
             rows = _two(rows, rows[-1])
         if config.token_buckets is None:
             tokens = _two(tokens, last_tokens)
         if config.block_buckets is None:
-            quarter = self.slabs.slabs_for(-(-self.slabs.ends[last_slabs - 1] // 4))
-            counts = _two(counts, last_slabs, quarter)
-        return Buckets(rows, tokens, self.slabs, counts)
+            quarter = self.segments.segments_for(-(-self.segments.ends[last_segments - 1] // 4))
+            counts = _two(counts, last_segments, quarter)
+        return Buckets(rows, tokens, self.segments, counts)
 
     def reachable(
         self, max_total_len: int, block_size: int, samples: int = 1
     ) -> Iterator[tuple[int, int, int]]:
-        """(rows, chunk tokens, slabs) that a workload can need, largest first.
+        """(rows, chunk tokens, segments) that a workload can need, largest first.
 
         Args:
             max_total_len: of its longest request, prompt and output, in tokens.
             samples: the largest n of a request.
         """
-        last_tokens, last_slabs = self._largest(max_total_len, block_size)
-        for slabs in reversed([count for count in self.slab_counts if count <= last_slabs]):
-            blocks = self.slabs.ends[slabs - 1]
+        last_tokens, last_segments = self._largest(max_total_len, block_size)
+        for segments in reversed([count for count in self.segment_counts if count <= last_segments]):
+            blocks = self.segments.ends[segments - 1]
             for rows in reversed(self.rows):
                 smaller = self.rows[self.rows.index(rows) - 1] if rows != self.rows[0] else 0
                 # A row has a block of its own, or shares one with the other samples of its request.
                 if smaller + 1 > blocks * samples:
                     continue
-                yield rows, 0, slabs
+                yield rows, 0, segments
                 for tokens in reversed([t for t in self.tokens if t <= last_tokens]):
-                    yield rows, tokens, slabs
+                    yield rows, tokens, segments
 
     def _largest(self, max_total_len: int, block_size: int) -> tuple[int, int]:
-        """The largest chunk tokens and slabs that requests of this length can need."""
+        """The largest chunk tokens and segments that requests of this length can need."""
         most_rows = self.rows[-1]
         # Preempted sequences come back as prompts of up to their whole length.
         tokens = self.tokens_for(min(self.tokens[-1], most_rows * max_total_len))
-        blocks = min(self.slabs.num_blocks, most_rows * -(-max_total_len // block_size))
-        return tokens, self.slabs_for(blocks)
+        blocks = min(self.segments.num_blocks, most_rows * -(-max_total_len // block_size))
+        return tokens, self.segments_for(blocks)
 
 
 def _two(sizes: tuple[int, ...], largest: int, quarter: int | None = None) -> tuple[int, ...]:

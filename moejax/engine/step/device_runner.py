@@ -18,7 +18,7 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.program import DeviceState, PagedFunctions, PagedOutput
 from moejax.engine.step.runner import StepResult
 from moejax.ops.kv_segments import copy_blocks
-from moejax.sharding.spmd import OneDevice, OnMesh
+from moejax.sharding.spmd import MeshDevices, SingleDevice
 
 
 class CopyKey(NamedTuple):
@@ -57,21 +57,21 @@ class DeviceRunner(BucketRunner):
         max_model_len: int,
         ledger: CompileLedger,
         kernels: str = "xla",
-        place: OneDevice | None = None,
+        place: SingleDevice | None = None,
         kv_dtype: str | None = None,
         replay: RoutingReplay | None = None,
     ) -> None:
-        self.place = place or OneDevice()
+        self.place = place or SingleDevice()
         self.functions = functions
         model = functions.config
         limits = (num_blocks, max_model_len)
         super().__init__(model, config, *limits, ledger, kernels, self.place.groups, replay)
         self.pool = BlockPool(
             model,
-            self.buckets.slabs,
+            self.buckets.segments,
             config.block_size,
             jnp.dtype(kv_dtype or model.dtype),
-            transposed_keys=not self._one_slab,
+            transposed_keys=not self._one_segment,
             place=self.place,
         )
         self.reset()
@@ -99,9 +99,9 @@ class DeviceRunner(BucketRunner):
 
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         step = self.program(key)
-        pages = self.pool.take(self.limits.slab_ends.index(key.blocks) + 1)
+        pages = self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
         given = DeviceState(pages, self._last, self._seen_of(key))
-        state, output = self.place.settled(step(self.functions.leaves, given, self.place.put(buffer)))
+        state, output = self.place.ready(step(self.functions.leaves, given, self.place.put(buffer)))
         self.pool.put(state.pages)
         self._last = state.last
         if key.mode.penalty:
@@ -143,7 +143,7 @@ class DeviceRunner(BucketRunner):
             struct = self.place.struct
             seen = struct((slots, vocab), jnp.bool_) if key.mode.penalty else None
             state: Any = DeviceState(
-                self.pool.shapes(self.limits.slab_ends.index(key.blocks) + 1),
+                self.pool.shapes(self.limits.segment_ends.index(key.blocks) + 1),
                 struct((slots,), jnp.int32),
                 cast(Any, seen),
             )
@@ -155,12 +155,12 @@ class DeviceRunner(BucketRunner):
     def _leaves(self) -> Any:
         """The weights' shapes, on a mesh with where they are."""
         leaves = self.functions.leaves
-        if isinstance(self.place, OnMesh):
+        if isinstance(self.place, MeshDevices):
             return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
         return shapes_of(leaves)
 
-    def _copier(self, slabs: int) -> Any:
-        """The compiled program that copies blocks within the first `slabs` slabs."""
+    def _copier(self, segments: int) -> Any:
+        """The compiled program that copies blocks within the first `segments` segments."""
         most = self.limits.slots
 
         def build() -> jax.stages.Wrapped:
@@ -169,16 +169,17 @@ class DeviceRunner(BucketRunner):
                 source, destination, count = pairs[:most], pairs[most : 2 * most], pairs[2 * most]
                 layers = range(len(pages[0]))
                 done = [
-                    copy_blocks(tuple(slab[i] for slab in pages), source, destination, count) for i in layers
+                    copy_blocks(tuple(segment[i] for segment in pages), source, destination, count)
+                    for i in layers
                 ]
                 return tuple(tuple(layer[z] for layer in done) for z in range(len(pages)))
 
             return self.place.compiled(copy, shapes(), donate=0, output=False)
 
         def shapes() -> tuple[Any, ...]:
-            return self.pool.shapes(slabs), self.place.struct((2 * most + 1,), jnp.int32)
+            return self.pool.shapes(segments), self.place.struct((2 * most + 1,), jnp.int32)
 
-        return self.ledger.get("copy", CopyKey(self.limits.slab_ends[slabs - 1]), build, shapes)
+        return self.ledger.get("copy", CopyKey(self.limits.segment_ends[segments - 1]), build, shapes)
 
     def _copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Copies each group's blocks before the step that writes into the copies. At most one a slot."""
@@ -187,6 +188,6 @@ class DeviceRunner(BucketRunner):
         for row, mine in zip(pairs, copies, strict=True):
             row[: 2 * most].reshape(2, most)[:, : len(mine)] = np.asarray(mine, np.int32).reshape(-1, 2).T
             row[2 * most] = len(mine)
-        slabs = self.buckets.slabs_for(int(pairs[:, : 2 * most].max()) + 1)
-        copier = self._copier(slabs)
-        self.pool.put(copier(self.pool.take(slabs), self.place.put(pairs.reshape(-1))))
+        segments = self.buckets.segments_for(int(pairs[:, : 2 * most].max()) + 1)
+        copier = self._copier(segments)
+        self.pool.put(copier(self.pool.take(segments), self.place.put(pairs.reshape(-1))))

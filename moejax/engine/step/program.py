@@ -14,14 +14,14 @@ from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay
 from moejax.routing.capture import id_dtype
-from moejax.sharding.spmd import OneDevice
+from moejax.sharding.spmd import SingleDevice
 
 
 class DeviceState(NamedTuple):
     """What a step hands the next, all donated.
 
     Attributes:
-        pages: the slabs that the step reads and writes.
+        pages: the segments that the step reads and writes.
         last: int32 `[slots + 1]`, the token that each slot sampled last; the last place is scratch.
         seen: bool `[slots + 1, V]`, tokens of each slot's prompt and output; None in a step without
             repetition penalties.
@@ -62,7 +62,7 @@ class PagedFunctions(ModelFunctions):
         *,
         key: StepKey,
         limits: Limits,
-        place: OneDevice,
+        place: SingleDevice,
     ) -> tuple[DeviceState, PagedOutput]:
         """One token of each decoding row and all chunk tokens, in one pass of the model.
 
@@ -75,10 +75,10 @@ class PagedFunctions(ModelFunctions):
         x, pages, traces = run_layers(model, x, batch, state.pages, limits)
         counts = overflow = None
         if key.record:
-            counts, overflow = (place.total(x) for x in routing_counts(traces, self.config.num_experts))
+            counts, overflow = (place.sum_groups(x) for x in routing_counts(traces, self.config.num_experts))
         state, sampled, scores = finish(model, x, batch, token, state._replace(pages=pages), key)
         captured = capture(traces, self.config.num_experts) if limits.capture else None
-        sampled, scores, captured = place.everywhere((sampled, scores, captured))
+        sampled, scores, captured = place.gather_groups((sampled, scores, captured))
         return state, PagedOutput(sampled, counts, overflow, scores, captured)
 
 

@@ -34,9 +34,9 @@ MISTAKES = [
     (["backend=lama_cpp"], ["backend=lama_cpp: unknown option", "did you mean 'llama_cpp'?"]),
     (["backend.kind=hf"], ["backend.kind: unknown value 'hf'", "hf_transformers"]),
     (["backend.pyton=x"], ["unknown key 'backend.pyton'; did you mean 'backend.python'?"]),
-    (["backend.beside=hf_transformers"], ["must be a list"]),
-    (["backend.beside=[hf_transformer]"], ["unknown backend", "did you mean 'hf_transformers'?"]),
-    (["backend.beside=[moejax]"], ["moejax is measured already"]),
+    (["backend.compare_with=hf_transformers"], ["must be a list"]),
+    (["backend.compare_with=[hf_transformer]"], ["unknown backend", "did you mean 'hf_transformers'?"]),
+    (["backend.compare_with=[moejax]"], ["moejax is measured already"]),
     (["backend.url=http://x/v1"], ["backend.url is for openai_endpoint, and this is moejax"]),
     (["backend.threads=2"], ["backend.threads is for hf_transformers and llama_cpp, and this is moejax"]),
     (["backend=llama_cpp", LLAMA], ["backend.path is missing", "GGUF", "convert_hf_to_gguf.py"]),
@@ -61,7 +61,7 @@ MISTAKES = [
     (["backend=hf_transformers", LLAMA, "model.load_format=dummy"], ["reads weights", "only moejax has"]),
     (["backend=hf_transformers", LLAMA, "engine.capture_routing=true"], ["capture_routing is moejax's own"]),
     (["backend=hf_transformers", LLAMA, "quant=int8"], ["quant is moejax's own"]),
-    (["backend.beside=[openai_endpoint]"], ["backend.peers.openai_endpoint.url is missing"]),
+    (["backend.compare_with=[openai_endpoint]"], ["backend.peers.openai_endpoint.url is missing"]),
 ]
 
 
@@ -96,7 +96,7 @@ def test_a_peer_that_is_not_installed(
 
 def test_peers_take_what_they_lack_from_the_section() -> None:
     argv = [
-        f"backend.python={PYTHON}", "backend.threads=3", "backend.beside=[hf_transformers]",
+        f"backend.python={PYTHON}", "backend.threads=3", "backend.compare_with=[hf_transformers]",
         "backend.peers.hf_transformers.threads=1",
     ]  # fmt: skip
     code, (config,) = launched(*argv)
@@ -110,7 +110,7 @@ def test_a_peer_of_ones_own_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Two servers beside each other."""
     second = "+backend@backend.peers.sglang=openai_endpoint"
     urls = ["backend.url=http://a/v1", "backend.peers.sglang.url=http://b/v1"]
-    code, configs = launched("backend=openai_endpoint", second, *urls, "backend.beside=[sglang]")
+    code, configs = launched("backend=openai_endpoint", second, *urls, "backend.compare_with=[sglang]")
     assert code == 0, capsys.readouterr().err
     chosen = configs[0].backend.chosen()
     assert [(name, options.url) for name, options in chosen] == [
@@ -119,5 +119,5 @@ def test_a_peer_of_ones_own_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_our_engine_beside_a_peer() -> None:
-    fields: dict[str, Any] = {"kind": "hf_transformers", "python": PYTHON, "beside": ("moejax",)}
+    fields: dict[str, Any] = {"kind": "hf_transformers", "python": PYTHON, "compare_with": ("moejax",)}
     assert [name for name, _ in BackendSection(**fields).chosen()] == ["hf_transformers", "moejax"]

@@ -102,7 +102,7 @@ def text_of(table: Any, width: int = 80) -> str:
 def test_latency_of_two_backends_in_one_table_and_plot(
     llm: moejax.LLM, peer: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run_latency(llm, WORKLOAD, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", beside=[peer])
+    result = run_latency(llm, WORKLOAD, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", peers=[peer])
     assert load_result(tmp_path) == result
     rows = result["cases"]
     assert [(row["backend"], row["batch_size"]) for row in rows] == [
@@ -160,7 +160,7 @@ def test_a_peer_alone_needs_no_engine_of_ours(peer: Backend, tmp_path: Path) -> 
 
 def test_iterations_are_taken_in_turns(llm: moejax.LLM, peer: Backend, tmp_path: Path) -> None:
     """Requests' arrivals tell the order: forwards, then backwards within a case."""
-    run_latency(llm, WORKLOAD, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", beside=[peer])
+    run_latency(llm, WORKLOAD, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", peers=[peer])
     rows = sorted(load_requests(tmp_path), key=lambda row: row["arrival_s"])
     order = [row["case"] for row in rows]
     assert list(dict.fromkeys(order[:6])) == [0, 1, 2, 3] and list(dict.fromkeys(order[6:])) == [1, 0, 3, 2]
@@ -194,7 +194,7 @@ def test_throughput_beside_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     result = run_throughput(
         MoejaxBackend(llm),  # type: ignore[arg-type]
-        workload, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", beside=[peer],
+        workload, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", peers=[peer],
     )  # fmt: skip
     peer.close()
     rows = result["cases"]
