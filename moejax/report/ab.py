@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moejax.report.compare.tables import plain_table, verdicts_table
 from moejax.report.compare_plots import forest
+from moejax.report.compare_tables import plain_table, verdicts_table
 from moejax.report.figure import new_figure, save_figure
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import number, print_closing, stderr_console

@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, ensure_writable
 from moejax.report import html_figures
-from moejax.report.compare import RunComparison, compare
 from moejax.report.compare_plots import ratio_forest
 from moejax.report.roofline import roofline_figure
 from moejax.report.style import run_title
 from moejax.report.tables import number
+from moejax.results.compare import RunComparison, compare
 from moejax.results.compare.inputs import flatten
 from moejax.results.compare.runs import Run, load_runs
 from moejax.results.compare.samples import Cases

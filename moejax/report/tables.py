@@ -273,12 +273,12 @@ def print_closing(
         if entry["after_warmup"]:
             text = f"recompiled while measuring: {entry['function']} {entry['key']} ({entry['cause']})"
             console.print(text, style="red", markup=False)
-    console.print(f"results: {_shown(out_dir)}", soft_wrap=True, highlight=False)
+    console.print(f"results: {shown_path(out_dir)}", soft_wrap=True, highlight=False)
     for line in hints:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """Relative to the working directory where it lies below it."""
     here, there = Path.cwd().resolve(), path.resolve()
     return str(there.relative_to(here)) if there.is_relative_to(here) else str(path)

@@ -24,7 +24,7 @@ from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
 from moejax.report.ab import ab_lines
-from moejax.report.compare import compare
+from moejax.results.compare import compare
 from moejax.tracking.base import TrackerConfig
 from tests.bench.fake_llm import FakeLLM, VirtualClock
 

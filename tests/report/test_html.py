@@ -12,8 +12,8 @@ import pytest
 
 from moejax.core.errors import ConfigError, OutputError
 from moejax.report import html_figures
-from moejax.report.compare import compare
 from moejax.report.html import MOST_BYTES, write_report
+from moejax.results.compare import compare
 from moejax.results.compare.runs import load_runs
 from moejax.results.compare.samples import Cases
 from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run

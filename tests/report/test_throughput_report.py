@@ -13,8 +13,8 @@ from moejax.bench.common.timeline import bin_steps, step_metrics
 from moejax.engine.requests.api import RequestMetrics
 from moejax.engine.stats import StepRecord
 from moejax.report import tables, throughput_plots
-from moejax.report.compare import compare
 from moejax.report.tables import _figure as cell_figure
+from moejax.results.compare import compare
 from moejax.results.metrics import RequestRecord, Slo, case_row
 from moejax.results.result import build_result, write_result
 

@@ -8,9 +8,12 @@ import pytest
 from rich.console import Console
 
 from moejax.core.errors import ConfigError
-from moejax.report.compare import MISSING, UNKNOWN, compare, compare_and_print, comparison_tables, run_names
+from moejax.report.compare import compare_and_print
 from moejax.report.compare_plots import latency_cdfs, ratio_forest
+from moejax.report.compare_tables import comparison_tables
+from moejax.results.compare import MISSING, UNKNOWN, compare
 from moejax.results.metric_names import better_word, lower_is_better
+from moejax.results.run_folders import run_names
 from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run
 
 

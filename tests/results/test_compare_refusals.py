@@ -2,7 +2,7 @@
 
 import json
 
-from moejax.report.compare import compare, latency_values
+from moejax.results.compare import compare, latency_values
 from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run
 
 OTHER = changed(CONFIG, engine__overlap=False)

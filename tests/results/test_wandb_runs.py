@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moejax.core.errors import ConfigError
-from moejax.report.compare import UNKNOWN, compare
 from moejax.results import wandb_runs as offline
+from moejax.results.compare import UNKNOWN, compare
 from moejax.results.wandb_runs import find_log, read_offline_run, read_table
 from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
 from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run

@@ -1,0 +1,173 @@
+"""Runs side by side: which inputs differ, which metrics differ beyond noise, and which run is better, or that
+nobody can say. No JAX here.
+
+    from moejax.results.compare import compare
+    comparison = compare(["outputs/latency/A", "outputs/latency/B"])
+    comparison.lines(), comparison.verdicts, comparison.differences
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+
+from moejax.core.errors import ConfigError, unknown
+from moejax.results.compare.comparison import MetricRow, RunComparison, exact_trial, metric_row
+from moejax.results.compare.inputs import (
+    MISSING,
+    UNKNOWN,
+    Difference,
+    between,
+    conditions,
+    incomparable,
+    input_differences,
+)
+from moejax.results.compare.judge import NOISE_FLOOR, noise_floor, trials
+from moejax.results.compare.runs import Run, load_runs
+from moejax.results.compare.samples import Cases, latency_values
+from moejax.results.metric_names import EXACT, JUDGED, RATES, latency_name
+from moejax.results.verdict import Floor, Trial, Verdict, decide, exact_verdict
+
+__all__ = [
+    "ACROSS", "MISSING", "NOISE_FLOOR", "UNKNOWN", "Cases", "Difference", "MetricRow", "Run", "RunComparison",
+    "compare", "latency_values",
+]  # fmt: skip
+
+ACROSS = ("model", "workload", "device")
+"""Differences that keep a winner from being called, unless `across` says that they are what is compared."""
+
+
+def compare(
+    paths: Sequence[str | os.PathLike[str]],
+    metrics: Sequence[str] | None = None,
+    *,
+    across: Iterable[str] = (),
+    floor: float | None = None,
+) -> RunComparison:
+    """Loads and compares runs of one experiment.
+
+    Args:
+        paths: run folders, result.json files or offline W&B runs; the first is the baseline.
+        metrics: what to judge by; None takes those of `JUDGED` that the runs have. Each costs the others some
+            power, since all are adjusted together.
+        across: among `ACROSS`, in what the runs are meant to differ.
+        floor: the relative difference of two runs of the same command that is still noise; None takes the
+            platform's, see `NOISE_FLOOR`. Where some of the runs have the baseline's very inputs, their
+            difference counts as noise too.
+
+    Raises:
+        ConfigError: fewer than two runs, a path that is none, other experiments, an unknown metric or kind.
+    """
+    if len(paths) < 2:
+        raise ConfigError(f"compare needs at least two runs, got {len(paths)}")
+    across = tuple(across)
+    for kind in across:
+        if kind not in ACROSS:
+            raise ConfigError(f"across: {unknown('kind', kind, ACROSS)}")
+    if floor is not None and not 0 <= floor < 1:
+        raise ConfigError(f"noise_floor must be at least 0 and below 1 (0.05: five per cent), got {floor}")
+    runs = load_runs(paths)
+    chosen = _chosen(runs, metrics)
+    cases = [Cases(run) for run in runs]
+    apart = input_differences(runs)
+    reasons = {run.label: incomparable(runs, 0, i, apart) for i, run in enumerate(runs) if i}
+    platform = (runs[0].result["provenance"].get("device") or {}).get("platform")
+    noise = noise_floor(platform, floor)
+    overall: list[Trial] = []
+    each: list[Trial] = []
+    notes = [f"{run.label}: {line}" for run in runs for line in run.missing]
+    notes += [line for run in runs for line in conditions(run)]
+    for index, other in enumerate(cases[1:], start=1):
+        why = [text for kind, text in reasons[other.run.label].items() if kind not in across]
+        same_slo = not any(d.key.startswith("workload.slo") for d in between(apart, 0, index))
+        first, second, left = trials(
+            cases[0], other, chosen, noise, why[0] if why else None,
+            same_work="workload" not in across, same_slo=same_slo,
+        )  # fmt: skip
+        overall, each, notes = overall + first, each + second, notes + left
+    same = {run.label for i, run in enumerate(runs) if i and not _inputs(apart, i)}
+    overall, each = _seen_noise(overall, same), _seen_noise(each, same)
+    names = _flat_names(runs, metrics)
+    return RunComparison(
+        runs=tuple(runs),
+        cases=tuple(cases),
+        differences=tuple(apart),
+        blocked=reasons,
+        verdicts=tuple(decide(overall)),
+        case_verdicts=tuple(decide(each)),
+        exact=_exact(runs, metrics),
+        metrics=tuple(metric_row(name, runs) for name in names),
+        notes=tuple(dict.fromkeys(notes)),
+        floor=noise,
+    )
+
+
+def _inputs(differences: Sequence[Difference], index: int) -> bool:
+    return any(d.kind != "tracking" for d in between(differences, 0, index))
+
+
+def _seen_noise(found: Sequence[Trial], same: set[str]) -> list[Trial]:
+    """Trials whose noise is at least what runs with the baseline's inputs differ by; such a run has no winner
+    itself, however far apart the two are: nothing that is recorded could be the reason."""
+    seen: dict[tuple[str, str | None], Floor] = {}
+    for trial in found:
+        if trial.run in same and trial.ratio is not None:
+            factor = max(trial.ratio.estimate, 1.0 / trial.ratio.estimate)
+            why = f"session noise: {trial.run} has {trial.baseline}'s inputs and differs by {factor:.2f}x"
+            floor = Floor.symmetric(factor - 1.0, why)
+            key = (trial.metric, trial.case)
+            seen[key] = seen[key].widened(floor) if key in seen else floor
+    return [
+        dataclasses.replace(trial, floor=trial.floor.widened(seen[trial.metric, trial.case]))
+        if (trial.metric, trial.case) in seen
+        else trial
+        for trial in found
+    ]
+
+
+def _numeric(runs: Sequence[Run]) -> dict[str, None]:
+    """Every metric that any run has a number for."""
+    return {
+        name: None
+        for run in runs
+        for name, value in run.result["metrics"].items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]:
+    """The metrics to judge by: of the whole run, or of its cases where the whole has other figures."""
+    known = _numeric(runs)
+    for run in runs:
+        for case in run.result.get("cases") or ():
+            known |= dict.fromkeys(name for name in JUDGED if case.get(name) is not None)
+    if metrics is None:
+        # A fixed batch's rate says what its end-to-end latency has said.
+        rates = () if runs[0].experiment.startswith("latency") else RATES
+        return [name for name in JUDGED if name in known and (latency_name(name) or name in rates)]
+    for name in metrics:
+        if name not in known:
+            raise ConfigError(unknown("metric", name, known))
+    return [name for name in metrics if latency_name(name) or name in RATES]
+
+
+_SHOWN_FIRST = (
+    "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "median_itl_ms", "p99_itl_ms",
+    "median_e2el_ms", "p99_e2el_ms", *RATES, "p99_queue_ms", "mean_batch_size", "cache_use_mean",
+    "padding_waste", "preemptions", "failed", "speedup_over_static", "host_peak_bytes", "device_peak_bytes",
+    "compile_seconds", "energy_per_output_token_j", "cost_per_million_output_tokens", "mfu_percent",
+    "mbu_percent",
+)  # fmt: skip
+
+
+def _flat_names(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]:
+    known = _numeric(runs)
+    if metrics is not None:
+        return [name for name in metrics if name in known]
+    first = [name for name in _SHOWN_FIRST if name in known]
+    return first or [name for name in known if not name.endswith(("_low", "_high"))]
+
+
+def _exact(runs: Sequence[Run], metrics: Sequence[str] | None) -> tuple[Verdict, ...]:
+    known = _numeric(runs)
+    names = [name for name in EXACT if name in known and (metrics is None or name in metrics)]
+    return tuple(exact_verdict(exact_trial(name, run, runs[0])) for run in runs[1:] for name in names)

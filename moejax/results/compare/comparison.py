@@ -144,7 +144,7 @@ class RunComparison:
         """A card for notebooks: the tables of the terminal and the outcome in words."""
         from moejax.core import html
         from moejax.report.cards import table_html
-        from moejax.report.compare.tables import comparison_tables
+        from moejax.report.compare_tables import comparison_tables
 
         parts = [html.note(line, strong=True) for line in self.lines()]
         parts += [table_html(table) for table in comparison_tables(self)]

@@ -1,16 +1,14 @@
 """A comparison on the terminal, for a hundred columns."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from moejax.report.style import commit_name, device_name, model_name
-from moejax.report.tables import number, stderr_console
+from moejax.report.tables import number
 from moejax.results.compare.comparison import RunComparison
 from moejax.results.compare.inputs import MISSING, UNKNOWN, Difference
 from moejax.results.compare.runs import Run
@@ -270,33 +268,3 @@ def metrics_table(comparison: RunComparison) -> Table:
             values = [Text(f"{number(v.trial.value)}  {v.text}") for v in found]
             table.add_row(name, number(found[0].trial.base), *values)
     return table
-
-
-def print_comparison(
-    comparison: RunComparison, out_dir: Path, page: Path | None = None, console: Console | None = None
-) -> None:
-    """The tables, what is to be known, the outcome in words and where the files are."""
-    console = console or stderr_console()
-    for table in comparison_tables(comparison):
-        console.print(table)
-    for note in comparison.notes:
-        console.print(note, style="yellow", markup=False, highlight=False)
-    for line in comparison.lines():
-        style = "" if line.startswith(" ") else "bold"
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=False)
-    if any(v.outcome == "no winner" and "session" in v.text for v in comparison.verdicts):
-        hint = "smaller differences show where variants take turns in one session: experiment=ab"
-        console.print(hint, style="dim", highlight=False)
-    few = [v.text for v in comparison.verdicts if v.text.startswith("too few iterations")]
-    if few:
-        needed = max(int(text.rpartition(" ")[2]) for text in few)
-        console.print(f"enough would be: workload.iterations={needed}", style="dim", highlight=False)
-    console.print(f"results: {_shown(out_dir)}", soft_wrap=True, highlight=False)
-    if page is not None:
-        console.print(f"open {_shown(page)} in a browser", soft_wrap=True, highlight=False)
-
-
-def _shown(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
-    here, there = Path.cwd().resolve(), path.resolve()
-    return str(there.relative_to(here)) if there.is_relative_to(here) else str(path)
