@@ -45,30 +45,26 @@ run: $(VENV)/.base ## Measure the shipped model: latency, throughput, quantizati
 	$(BIN)/python -m experiments.throughput experiment=quick_throughput
 	$(BIN)/python -m experiments.quantization experiment=quick_quantization
 
-# In three processes: the programs of all tests together are more than Linux lets one process map. Two of them run
-# beside the first, whose output is shown as it comes; theirs at the end. APART is what the third runs. After it the
-# notebooks, each in a kernel of its own.
-APART := tests/kernels tests/ptq tests/quantization
-NOT_APART := $(APART:%=--ignore=%)
-define side_by_side
-@log=$$(mktemp); \
-{ $(BIN)/python -m pytest -m "$(1) and multidevice" --ignore=tests/kernels; multi=$$?; \
-  $(BIN)/python -m pytest -m "$(1) and not multidevice" $(APART); apart=$$?; \
-  $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 notebooks; notebooks=$$?; \
-  exit $$((multi || apart || notebooks)); } > $$log 2>&1 & beside=$$!; \
-$(BIN)/python -m pytest -m "$(1) and not multidevice" $(NOT_APART); first=$$?; \
-echo "waiting for the tests of several devices, of kernels and of quantization, and for the notebooks"; \
-wait $$beside; second=$$?; cat $$log; rm -f $$log; exit $$((first || second))
+# Workers take whole files, which share engines and programs. The second call runs what is marked `optimized`, with
+# XLA's own optimisation; everything else compiles fast (tests/conftest.py). Both share one cache, removed at the end.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+FAST := not slow and not gpu and not oracle
+files_with = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' tests)
+define both_lanes
+@export MOEJAX_TEST_CACHE=$$(mktemp -d); trap 'rm -rf "$$MOEJAX_TEST_CACHE"' EXIT; \
+$(PYTEST) -m "$(1)" --nbmake --nbmake-timeout=600 tests notebooks; quick=$$?; \
+$(PYTEST) -m "$(1)" --as-shipped $(call files_with,optimized); shipped=$$?; exit $$((quick || shipped))
 endef
 
-test: $(VENV)/.dev ## Fast tests (no GPU, no network, no torch)
-	$(call side_by_side,not slow and not gpu and not oracle)
+test: $(VENV)/.dev ## Fast tests and the notebooks (no GPU, no network, no torch)
+	$(call both_lanes,$(FAST))
 
 test-slow: $(VENV)/.dev ## The long tests too
-	$(call side_by_side,not gpu and not oracle)
+	$(call both_lanes,not gpu and not oracle)
 
 test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU)
-	$(BIN)/python -m pytest -m "oracle and not slow"
+	$(PYTEST) -m "oracle and not slow" $(call files_with,oracle)
 
 gpu-test: $(VENV)/.dev ## Tests that need a CUDA device; every kernel's contract, compiled, on inputs of its own each time
 	@JAX_PLATFORMS=cuda $(BIN)/python -c 'import jax; jax.devices()' 2>/dev/null || \

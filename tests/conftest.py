@@ -1,30 +1,74 @@
-"""Strict settings for every test: eight virtual CPU devices, no implicit dtype or rank promotion.
+"""Strict settings for every test: eight virtual CPU devices, no implicit dtype or rank promotion, a compilation cache
+of this run only, and programs that compile fast.
 
-They must be set before JAX starts its backend, hence the environment at import time.
+They must be set before JAX starts its backend, hence the environment at import time: subprocesses, notebook
+kernels and pytest-xdist's workers inherit it.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxlib
+import pytest
+
+from moejax.core.config import ModelConfig
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    ).strip()
 # XLA's CPU client has a thread a core; programs of eight devices wait for each other, and would hang.
 os.environ.setdefault("PJRT_NPROC", "64")
 # Tests never talk to a W&B server of the user's.
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
-import jax
-import pytest
+# Compiled programs and kernels are shared by all processes of this run, and by no other: the first process makes the
+# folder and removes it. What a session compiled before, or the user's own cache, must not decide a test.
+if "MOEJAX_TEST_CACHE" not in os.environ:
+    os.environ["MOEJAX_TEST_CACHE"] = tempfile.mkdtemp(prefix="moejax-tests-")
+    atexit.register(shutil.rmtree, os.environ["MOEJAX_TEST_CACHE"], ignore_errors=True)
+CACHE = Path(os.environ["MOEJAX_TEST_CACHE"])
+os.environ["MOEJAX_CACHE_DIR"] = str(CACHE / "moejax")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "xla")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-from moejax.core.config import ModelConfig
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
+# XLA optimises a test's program for longer than it runs: without that, in one part and without its own fusion
+# compiler, compiling takes a fifth of the time.
+QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+if tuple(int(part) for part in jaxlib.__version__.split(".")[:2]) < (0, 11):  # later ones have no such flag
+    QUICK.append("--xla_cpu_use_fusion_emitters=false")
 
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--as-shipped",
+        action="store_true",
+        help="run the tests marked `optimized`, and only these, with XLA's default optimisation",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    quick = [] if config.getoption("as_shipped") or "cuda" in os.environ["JAX_PLATFORMS"] else QUICK
+    wanted = [*quick, *([] if any("device_count" in flag for flag in flags) else [EIGHT_DEVICES])]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *(flag for flag in wanted if flag not in flags)])
+    import jax
+
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of what ships, `optimized`, run under `--as-shipped` and nowhere else."""
+    shipped = bool(config.getoption("as_shipped"))
+    other = [item for item in items if (item.get_closest_marker("optimized") is not None) != shipped]
+    if other:
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if item not in set(other)]
 
 
 MANY_MAPS = 16_000
@@ -37,6 +81,8 @@ def forget_programs() -> Iterator[None]:
     yield
     maps = Path("/proc/self/maps")
     if not maps.exists() or maps.read_bytes().count(b"\n") > MANY_MAPS:
+        import jax
+
         jax.clear_caches()
 
 

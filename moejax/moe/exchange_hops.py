@@ -89,13 +89,13 @@ def exchange_hops(
 
     if len(buckets) == 1:
         return exchange(buckets[0])
-    bucket = _rung(parts, plans, hops, buckets)
+    bucket = _bucket(parts, plans, hops, buckets)
     return jax.lax.switch(
         bucket, [lambda capacities=capacities: exchange(capacities) for capacities in buckets]
     )
 
 
-def _rung(
+def _bucket(
     parts: Sequence[Part], plans: Sequence[SendPlan], hops: Sequence[Hop], buckets: Sequence[tuple[int, ...]]
 ) -> jax.Array:
     """int32: the lowest bucket with room for all rows of all devices, the same on all of them."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 # Room for a pair of ranks comes in blocks of this many rows, as the experts' products do.
 BLOCK_ROWS = 8
 # Rungs of a buckets at most: each is one more copy of the experts' program to compile.
-MOST_RUNGS = 4
+MOST_BUCKETS = 4
 
 
 class HopSize(NamedTuple):
@@ -66,14 +66,14 @@ def capacity_buckets(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[t
     """Choices of the rows between a pair of devices, one number a hop, rising to where nothing can be lost.
 
     The first holds an even spread: the mean and four standard deviations of a binomial, in whole blocks. The
-    others follow in even ratios of about 2, `MOST_RUNGS` in all. Few tokens need one bucket only.
+    others follow in even ratios of about 2, `MOST_BUCKETS` in all. Few tokens need one bucket only.
     """
     most = most_rows(tokens, hops)
     first = []
     for top, mean in zip(most, mean_rows(tokens, top_k, hops), strict=True):
         first.append(min(top, _blocks(mean + 4 * math.sqrt(mean * (1 - mean / top)))))
     ratio = max(top / low for top, low in zip(most, first, strict=True))
-    steps = min(MOST_RUNGS - 1, math.ceil(math.log2(ratio)))
+    steps = min(MOST_BUCKETS - 1, math.ceil(math.log2(ratio)))
     buckets: list[tuple[int, ...]] = []
     for step in range(steps + 1):
         capacities: list[int] = []

@@ -1,5 +1,6 @@
 """Compiles many kernels in a few subprocesses, each distinct one once, remembered between runs."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -57,11 +58,7 @@ class Compiler:
             process.kill()
         self._pool.shutdown()
         for process in self._started:
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
+            _end(process)
         self._started.clear()
 
     def compile(self, jobs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -115,7 +112,7 @@ class Compiler:
             timer.cancel()
         if line:
             return json.loads(line)
-        code = process.wait()
+        code = _end(process)
         self._mine.process = None
         return {"error": f"the compiler died with exit code {code}", "died": True}
 
@@ -134,6 +131,17 @@ class Compiler:
             with self._lock:
                 self._started.append(process)
         return process
+
+
+def _end(process: "subprocess.Popen[str]") -> int:
+    """Kills a subprocess and closes its pipes; returns its exit code."""
+    process.kill()
+    code = process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):  # it died before it read all that was written
+                stream.close()
+    return code
 
 
 _WORKER_HASH = hashlib.sha256((Path(__file__).parent / "worker.py").read_bytes()).hexdigest()

@@ -36,6 +36,7 @@ def run(llm: LLM, out: Path, kind: str = "auto") -> dict[str, Any]:
     return run_profile(llm, WORKLOAD, ProfileSection(compare=("h100",)), tracker, out, **how)
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_a_profile(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parts add up to the step, nearly all is attributed, and the account agrees with what ran."""

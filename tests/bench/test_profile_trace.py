@@ -35,6 +35,7 @@ def step(x: jax.Array) -> jax.Array:
         return jnp.sort(x, axis=1)
 
 
+@pytest.mark.optimized
 def test_a_real_trace(tmp_path: Path) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((96, 96)), jnp.float32)
     compiled = jax.jit(step).lower(x).compile()

@@ -53,6 +53,7 @@ def arrays(llm: LLM) -> int:
     return (2 if llm.kv_cache_dtype == llm.config.dtype else 4) * llm.config.num_layers
 
 
+@pytest.mark.optimized
 def test_the_cache_stays_where_it_is(forked: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step and no copy of blocks moves a page; what they were given is gone."""
     pool, before = forked.runner.pool, pointers(forked)
@@ -80,6 +81,7 @@ def test_the_cache_stays_where_it_is(forked: LLM, monkeypatch: pytest.MonkeyPatc
     assert events["launch"] > 20 and events["_copy"] >= 3
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("function", ["step", "copy"])
 def test_programs_update_the_cache_in_place(function: str, forked: LLM) -> None:
     """Every page of the output is one of the inputs, and no page is copied on the way."""

@@ -222,6 +222,7 @@ def with_mode(llm: LLM, config: EngineConfig) -> LLM:
 # -- the same again ------------------------------------------------------------------------------------
 
 
+@pytest.mark.optimized
 def test_same_seed_same_tokens(bare_llm: LLM) -> None:
     """Sampled and preempted: two engines give the same bits, log-probabilities included."""
     prompts = [prompt(n, 2) for n in (5, 17, 9, 12, 3)]

@@ -72,6 +72,7 @@ def replaying(bare_llm: LLM, recorded: Any) -> Callable[[str], LLM]:
 # -- the same experts ----------------------------------------------------------------------------------
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_recorded_rows_run_again(name: str, replaying: Any, recorded: Any) -> None:
     trace, came_out = recorded
@@ -173,6 +174,7 @@ def test_threads_are_given_different_recordings(monkeypatch: pytest.MonkeyPatch)
     assert sorted(given) == list(range(8))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", ["chunked", pytest.param("preempting", marks=pytest.mark.slow)])
 def test_samples_replay_their_own_and_a_recomputed_one_its_roots_prompt(
     name: str, recording: LLM, replaying: Any

@@ -313,6 +313,7 @@ def test_neighbouring_seeds_and_steps_draw_independently() -> None:
 # -- what a draw depends on ----------------------------------------------------------------------------
 
 
+@pytest.mark.optimized
 @PROPERTY
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1000))
 def test_a_row_draws_the_same_wherever_it_stands(seed: int, step: int) -> None:

@@ -15,7 +15,7 @@ from experiments.launch.app import CONFIG_DIR, launch
 from experiments.launch.processes import runs_here
 from experiments.launch.schema import CompareConfig, LatencyConfig
 from moejax.core.parallel import ParallelConfig
-from moejax.sharding.distributed import Place
+from moejax.sharding.distributed import LaunchEnvironment
 from tests.experiments import fake_slurm
 from tests.sharding.processes import ROOT, started, wait_all
 
@@ -227,7 +227,7 @@ def test_processes_started_differently(tmp_path: Path) -> None:
 
 
 def test_an_experiment_without_a_mesh_runs_in_process_0() -> None:
-    other = Place(1, 2, "localhost:1")
+    other = LaunchEnvironment(1, 2, "localhost:1")
     assert runs_here(other, LatencyConfig)
-    assert runs_here(Place(0, 2, "localhost:1"), CompareConfig)
+    assert runs_here(LaunchEnvironment(0, 2, "localhost:1"), CompareConfig)
     assert not runs_here(other, CompareConfig)

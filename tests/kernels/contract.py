@@ -11,7 +11,6 @@ whole and names itself:
         implementation = "pallas_triton"
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,36 +70,10 @@ class Contract:
         return ours
 
 
-# XLA compiles a case for longer than it runs: without optimisation, in one part and without its own
-# fusion compiler in a fifth of the time.
-QUICK: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_cpu_use_fusion_emitters": False,
-}
-
-
 @functools.lru_cache(maxsize=256)
 def _program(function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
     """`function` of a dictionary of arrays, compiled once for all cases that differ in values only."""
-    return quick_jit(lambda arrays: function(**arrays, **static))
-
-
-def quick_jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.jit` for what runs a few times, on CPU."""
-    compiler_options = _quick_options() if jax.default_backend() == "cpu" else None
-    return jax.jit(function, compiler_options=compiler_options, **options)
-
-
-@functools.cache
-def _quick_options() -> dict[str, Any]:
-    """Those of `QUICK` that this jaxlib has: 0.11's knows no fusion emitters."""
-    known = {}
-    for name, value in QUICK.items():
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.jit(lambda x: x, compiler_options={name: value})(0.0)
-            known[name] = value
-    return known
+    return jax.jit(lambda arrays: function(**arrays, **static))
 
 
 def limit_for(dtype: Any, *reductions: int, products: Any = "float32") -> float:

@@ -1,5 +1,6 @@
 """`grouped_matmul` against its contract."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from pallas_kernels.errors import KernelError
 from pallas_kernels.grouped_matmul import OP, grouped_matmul
 from pallas_kernels.grouped_matmul.pallas_triton import Config, heuristic, space
-from tests.kernels.contract import Contract, limit_for, normal, quick_jit
+from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.groups import lay_out, one_hot, only_defined, patterns, table
 from tests.numerics import assert_close
 
@@ -61,7 +62,7 @@ class GroupedMatmulContract(Contract):
         """
         T, D, F = 12, 24, 20
         w = rng.normal(size=(8, D, F)).astype(np.float32)
-        fn = quick_jit(
+        fn = jax.jit(
             lambda kw: self.api(**kw, block_m=block_m, implementation=self.implementation, config=None)
         )
         for ids in patterns(rng, T, 2):

@@ -12,7 +12,7 @@ from pallas_kernels.errors import KernelError
 from pallas_kernels.grouped_swiglu import OP, grouped_swiglu, triton_jit
 from pallas_kernels.grouped_swiglu.pallas_triton import Config, heuristic, space
 from pallas_kernels.groups import ACTIVATIONS
-from tests.kernels.contract import Contract, limit_for, quick_jit
+from tests.kernels.contract import Contract, limit_for
 from tests.kernels.groups import lay_out, one_hot, only_defined, patterns, table
 from tests.kernels.triton_interpreter import Launch, interpret
 from tests.numerics import assert_close
@@ -76,7 +76,7 @@ class GroupedSwigluContract(Contract):
     @pytest.mark.parametrize("block_m", [16, 32])
     def test_patterns(self, rng, block_m):
         """Every subset of 8 experts non-empty."""
-        fn = quick_jit(
+        fn = jax.jit(
             lambda kw: self.api(**kw, block_m=block_m, implementation=self.implementation, config=None)
         )
         for ids in patterns(rng, 12, 2):

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.errors import KernelError
 from pallas_kernels.moe_mlp import moe_mlp, moe_mlp_dense
-from tests.kernels.contract import limit_for, normal, quick_jit
+from tests.kernels.contract import limit_for, normal
 from tests.kernels.groups import one_hot, patterns
 from tests.numerics import assert_close
 
@@ -32,7 +32,7 @@ class TestMoeMlp:
             wide = {
                 name: array.astype(jnp.float64) if name != "ids" else array for name, array in arrays.items()
             }
-            return np.asarray(quick_jit(lambda kw: moe_mlp_dense(**kw, **static))(wide))
+            return np.asarray(jax.jit(lambda kw: moe_mlp_dense(**kw, **static))(wide))
 
     @pytest.mark.parametrize(
         "T,k,E,block_m,dtype",
@@ -46,7 +46,7 @@ class TestMoeMlp:
     def test_dense(self, rng, T, k, E, block_m, dtype):
         ids = np.argsort(rng.random((T, E)), axis=1)[:, :k].astype(np.int32)
         arrays = self.arrays(rng, ids, E, 40, 24, dtype)
-        out = quick_jit(lambda kw: moe_mlp(**kw, block_m=block_m))(arrays)
+        out = jax.jit(lambda kw: moe_mlp(**kw, block_m=block_m))(arrays)
         assert out.dtype == dtype
         # The hidden activations and each expert's output are rounded to the dtype.
         limit = limit_for(dtype, 40, 40, 24, k) + limit_for(dtype, 1, 1, products=dtype)
@@ -54,8 +54,8 @@ class TestMoeMlp:
 
     def test_patterns(self, rng):
         """Every subset of 8 experts; the others on other devices: undefined slots never reach the sum."""
-        fn = quick_jit(lambda kw: moe_mlp(**kw, block_m=16, total_experts=16))
-        dense = quick_jit(lambda kw: moe_mlp_dense(**kw))
+        fn = jax.jit(lambda kw: moe_mlp(**kw, block_m=16, total_experts=16))
+        dense = jax.jit(lambda kw: moe_mlp_dense(**kw))
         for i, ids in enumerate(patterns(rng, 10, 2)):
             arrays = self.arrays(rng, ids, 8, 16, 24, "float32")
             hit = np.isin(np.arange(8), ids)[:, None, None]
@@ -78,14 +78,14 @@ class TestMoeMlp:
         want = self.dense(arrays, activation=activation)
         for implementation in ("reference", "pallas_triton"):
             how = {"activation": activation, "implementation": implementation}
-            out = quick_jit(lambda kw, how=how: moe_mlp(**kw, **how))(arrays)
+            out = jax.jit(lambda kw, how=how: moe_mlp(**kw, **how))(arrays)
             assert_close(np.asarray(out), want, limit_for("float32", 24, 24, 16, 2))
 
     def test_same_bits(self, rng):
         """A token's result does not depend on the tokens beside it."""
         ids = rng.integers(0, 4, (20, 2)).astype(np.int32)
         arrays = self.arrays(rng, ids, 4, 24, 16, "float32")
-        fn = quick_jit(lambda kw: moe_mlp(**kw, block_m=16))
+        fn = jax.jit(lambda kw: moe_mlp(**kw, block_m=16))
         whole = np.asarray(fn(arrays))
         part = {
             name: array[3:9] if name in ("x", "ids", "weights") else array for name, array in arrays.items()

@@ -1,5 +1,6 @@
 """`moe_permute` against its contract, which numpy states a second time (`lay_out`)."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from pallas_kernels.errors import KernelError
 from pallas_kernels.groups import block_m_for, check_groups, padded_rows
 from pallas_kernels.moe_permute import OP, moe_permute
 from pallas_kernels.moe_permute.pallas_triton import Config
-from tests.kernels.contract import Contract, quick_jit
+from tests.kernels.contract import Contract
 from tests.kernels.groups import lay_out, one_hot, patterns
 
 
@@ -22,7 +23,7 @@ class MoePermuteContract(Contract):
 
     def expect(self, arrays, static):
         """Compiled: its many small operations take longer one by one."""
-        return quick_jit(lambda ids: self.op.reference(ids, **static))(arrays["ids"])
+        return jax.jit(lambda ids: self.op.reference(ids, **static))(arrays["ids"])
 
     def check_ids(self, ids, E, block_m, config=None):
         static = {"num_experts": E, "block_m": block_m}
@@ -51,7 +52,7 @@ class MoePermuteContract(Contract):
     @pytest.mark.parametrize("T,block_m", [(24, 16), (700, 32)])
     def test_patterns(self, rng, T, block_m):
         """Every subset of 8 experts non-empty."""
-        fn = quick_jit(
+        fn = jax.jit(
             lambda ids: self.api(ids, num_experts=8, block_m=block_m, implementation=self.implementation)
         )
         for i, ids in enumerate(patterns(rng, T, 2)):

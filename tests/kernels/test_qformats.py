@@ -23,7 +23,6 @@ from pallas_kernels.qformats import (
 )
 from pallas_kernels.quantized_grouped_matmul import decode
 from pallas_kernels.quantized_grouped_matmul.convert import dequantize_pallas, quantize_rows_pallas
-from tests.kernels.contract import quick_jit
 
 FORMATS = [
     Format("w8a16"),
@@ -39,7 +38,7 @@ FORMATS = [
 ]
 IDS = [f.name for f in FORMATS]
 
-draw = quick_jit(random_quantized, static_argnums=(1, 2, 3))
+draw = jax.jit(random_quantized, static_argnums=(1, 2, 3))
 """`random_quantized`, compiled once for each shape and format."""
 
 

@@ -18,7 +18,7 @@ from pallas_kernels.quantized_grouped_matmul import (
     quantized_grouped_swiglu,
 )
 from pallas_kernels.quantized_grouped_matmul.pallas_triton import Config
-from tests.kernels.contract import Contract, limit_for, normal, quick_jit
+from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.test_qformats import FORMATS, draw, other_way
 
 # Tiles so small that every shape below has several of each, and a last one that is not full.
@@ -87,10 +87,10 @@ class QuantizedGroupedMatmulContract(GroupedContract):
         """Every set of experts that get rows, one to three each: empty, one-hot, single rows, all."""
         fmt, slots = Format("w4a16", 64), 3 * experts
         arrays = self.inputs(rng, fmt, D=64, F=16, E=experts, experts=[0] * slots, dtype="float32")
-        call = quick_jit(
+        call = jax.jit(
             lambda kw: self.api(**kw, block_m=16, implementation=self.implementation, config=self.config)
         )
-        reference = quick_jit(lambda kw: self.op.reference(**kw, block_m=16))
+        reference = jax.jit(lambda kw: self.op.reference(**kw, block_m=16))
         for pattern in range(1, 1 << experts):
             counts = [rng.integers(1, 4) * (pattern >> e & 1) for e in range(experts)]
             ids = np.repeat(np.arange(experts), counts)

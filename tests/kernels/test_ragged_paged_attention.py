@@ -16,7 +16,7 @@ from pallas_kernels.ragged_paged_attention import (
 )
 from pallas_kernels.ragged_paged_attention.chunk import query_tiles
 from pallas_kernels.ragged_paged_attention.pallas_triton import Config, attention
-from tests.kernels.contract import Contract, limit_for, normal, quick_jit
+from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.triton_interpreter import Launch, interpret
 from tests.numerics import assert_close, tolerance
 
@@ -142,7 +142,7 @@ class AttentionContract(Contract):
         kv_lens, T = [13, 24, 9, 17], 16
         static = {"scale": SCALE, "implementation": self.implementation}
         static["max_q_len"] = 1 if self.decode_only else None
-        run = quick_jit(lambda kw: ragged_paged_attention(**kw, **static))
+        run = jax.jit(lambda kw: ragged_paged_attention(**kw, **static))
         for q_lens in itertools.product((0, 1) if self.decode_only else (0, 1, 4), repeat=4):
             kv = [n if q or i % 2 else 0 for i, (q, n) in enumerate(zip(q_lens, kv_lens, strict=True))]
             arrays = batch(rng, q_lens, kv, padding=T - sum(q_lens))
@@ -325,7 +325,7 @@ def test_triton_jit_without_cuda(rng):
 
 def test_query_tiles(rng):
     """Every query of every sequence with several is in one tile, the last tile first."""
-    run = quick_jit(query_tiles, static_argnums=(1, 2))
+    run = jax.jit(query_tiles, static_argnums=(1, 2))
     for tile, _ in itertools.product((1, 4, 8), range(20)):
         q_lens = rng.choice([0, 1, 2, 5, 8, 9, 33], size=6)
         cu = jnp.asarray([0, *np.cumsum(q_lens)], jnp.int32)

@@ -16,7 +16,7 @@ from pallas_kernels.fp8 import encode_e5m2
 from pallas_kernels.kv import KV_LARGEST, dequantize_kv, is_quantized, quantize_kv
 from pallas_kernels.rope_kv_write import OP, check_slots, rope_kv_write
 from pallas_kernels.rope_kv_write.pallas_triton import Config
-from tests.kernels.contract import ULP, Contract, limit_for, normal, quick_jit
+from tests.kernels.contract import ULP, Contract, limit_for, normal
 
 QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
 # Half a step of rounding to nearest: relative to the number, and absolute for the smallest ones.
@@ -123,7 +123,7 @@ class RopeKvWriteContract(Contract):
         """All 2^8 choices of which of 8 tokens store anything."""
         arrays = _arrays(rng, 8, 2, 1, 8, N=3, pages=pages)
         names = [n for n in arrays if n != "slot_mapping"]
-        run = quick_jit(
+        run = jax.jit(
             lambda slots: self.api(
                 **{n: arrays[n] for n in names}, slot_mapping=slots, implementation=self.implementation
             )

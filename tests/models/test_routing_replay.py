@@ -39,6 +39,7 @@ EXECUTIONS = [
 ]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "moe", EXECUTIONS, ids=lambda m: f"{m.execution}-{m.grouped_matmul}-{m.capacity_factor}-{m.overflow}"
 )

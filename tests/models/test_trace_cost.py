@@ -27,6 +27,7 @@ def operations(compiled) -> Counter:
     return Counter(OPCODE.findall(compiled.as_text()))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("execution", ["dense", "grouped"])
 def test_without_trace_the_program_is_that_of_a_model_that_has_none(tiny_config, monkeypatch, execution):
     moe = MoeConfig(execution)
@@ -54,6 +55,7 @@ def test_without_trace_the_program_is_that_of_a_model_that_has_none(tiny_config,
     assert on.memory_analysis().output_size_in_bytes - off.memory_analysis().output_size_in_bytes >= traced
 
 
+@pytest.mark.optimized
 def test_asking_for_the_trace_does_not_change_the_logits(tiny_config):
     model = random_model(tiny_config, seed=0)
     graph, state = nnx.split(model)

@@ -71,7 +71,7 @@ def test_extremes_of_shape(layout, method, tokens, top_k):
 
 
 @pytest.mark.parametrize(("layout", "method"), [("ep8", "all_to_all"), ("nodes2", "hierarchical")])
-def test_every_rung(layout, method):
+def test_every_bucket(layout, method):
     """Skews from none to full, so that each size of buffer is chosen, and its borders are met."""
     tokens, top_k = 72, 2
     P = num_experts(layout)
@@ -81,7 +81,7 @@ def test_every_rung(layout, method):
         check(layout, method, ids.reshape(-1, top_k))
 
 
-def test_replicas_choose_their_own_rung():
+def test_replicas_choose_their_own_bucket():
     """One model replica is skewed, the other is not: collectives of different branches do not meet."""
     ids = routing("balanced", "dp2_ep4", 72, 2)
     ids[: ids.shape[0] // 2] = [0, num_experts("dp2_ep4")]
@@ -100,7 +100,7 @@ def test_microbatches(layout, method, tokens):
 
 
 @pytest.mark.parametrize(("layout", "method"), [("ep8", "all_to_all"), ("nodes2", "hierarchical")])
-def test_microbatches_share_a_rung(layout, method):
+def test_microbatches_share_a_bucket(layout, method):
     """Room is made for the fuller of two unequal parts; the shared expert stands in the same branch."""
     tokens = 144
     ids = routing("balanced", layout, tokens, 2).reshape(groups(layout), tokens, 2)

@@ -12,7 +12,7 @@ from moejax.moe.exchange_pack import pack, unpack
 from moejax.moe.exchange_ragged import plan_ragged
 from moejax.moe.exchange_size import (
     BLOCK_ROWS,
-    MOST_RUNGS,
+    MOST_BUCKETS,
     HopSize,
     all_to_all_bytes,
     allgather_bytes,
@@ -50,7 +50,7 @@ def test_mean_rows():
 def test_room_ladder(hops, top_k):
     for tokens in (1, 7, 8, 9, 64, 100, 1000, 8192):
         buckets, most = capacity_buckets(tokens, top_k, hops), most_rows(tokens, hops)
-        assert 1 <= len(buckets) <= MOST_RUNGS and buckets[-1] == tuple(most)
+        assert 1 <= len(buckets) <= MOST_BUCKETS and buckets[-1] == tuple(most)
         for capacities in buckets:
             assert all(
                 room % BLOCK_ROWS == 0 or room == top for room, top in zip(capacities, most, strict=True)

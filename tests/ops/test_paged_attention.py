@@ -120,6 +120,7 @@ def test_the_reference_is_the_contiguous_operation() -> None:
             assert_close(out[0], want, limit(spec))
 
 
+@pytest.mark.optimized
 def test_a_row_sees_nothing_of_the_others() -> None:
     """Its output has the same bits when every other row's keys, values and queries change."""
     spec = SPECS["grouped"]
@@ -209,6 +210,7 @@ def test_copies_follow_their_order(sizes: tuple[int, ...], quantized: bool) -> N
             )
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_codes_are_widened_a_few_blocks_at_a_time(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same output, whatever number of blocks that is, and no floats of a segment's size in the

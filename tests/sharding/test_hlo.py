@@ -40,6 +40,7 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
 ROW = 16 * 4  # bytes of float32 [1, 16]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("axes", [("dp",), ("tp",), ("ep", "tp"), ("dp", "tp"), NAMES])
 def test_all_reduce(axes: tuple[str, ...]) -> None:
     (found,) = read(lambda x: jax.lax.psum(x, axes), ones(16))
@@ -56,6 +57,7 @@ def test_axis_order_does_not_matter() -> None:
     assert found.axes == ("dp", "tp")
 
 
+@pytest.mark.optimized
 def test_all_gather() -> None:
     (found,) = read(lambda x: jax.lax.all_gather(x, ("dp", "tp"), tiled=True).sum(0)[None], ones(16))
     assert (found.kind, found.axes) == ("all-gather", ("dp", "tp"))
@@ -63,6 +65,7 @@ def test_all_gather() -> None:
     assert bytes_on_wire(found) == 3 * ROW
 
 
+@pytest.mark.optimized
 def test_reduce_scatter() -> None:
     """XLA may split it into an all-reduce and a slice; whichever it is must be reported as it is."""
     (found,) = read(
@@ -75,6 +78,7 @@ def test_reduce_scatter() -> None:
     ]
 
 
+@pytest.mark.optimized
 def test_all_to_all() -> None:
     """On CPU a tuple of eight parts, elsewhere one array: the same bytes."""
     (found,) = read(lambda x: jax.lax.all_to_all(x[0], NAMES, 0, 0, tiled=True), ones(8, 4))
@@ -83,6 +87,7 @@ def test_all_to_all() -> None:
     assert bytes_on_wire(found) == 7 * 16
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("axis", NAMES)
 def test_collective_permute(axis: str) -> None:
     (found,) = read(lambda x: jax.lax.ppermute(x, axis, [(0, 1)]), ones(16))
@@ -90,6 +95,7 @@ def test_collective_permute(axis: str) -> None:
     assert bytes_on_wire(found) == found.operand_bytes == ROW
 
 
+@pytest.mark.optimized
 def test_several_operands_at_once() -> None:
     """XLA combines equal groups and reducers into one all-reduce; the bytes add up the same."""
     found = read(lambda x, y: jax.lax.psum((x, 2 * x, y), ("tp",)), ones(16), ones(4, dtype=jnp.int32))
@@ -99,6 +105,7 @@ def test_several_operands_at_once() -> None:
     assert {shape.dtype for c in found for shape in c.operands} == {"f32", "s32"}
 
 
+@pytest.mark.optimized
 def test_sixteen_bits_are_reported_as_they_run() -> None:
     """XLA:CPU moves bfloat16 as float32, and float16 as it is; others move both as they are."""
 
@@ -141,6 +148,7 @@ def test_part_of_the_devices() -> None:
     assert (found.axes, found.group_size) == (("dp",), 2)
 
 
+@pytest.mark.optimized
 def test_a_partitioned_product() -> None:
     """Collectives that XLA's partitioner adds, where no program names an axis, spelled in its own way."""
     mesh = make_mesh()
@@ -155,6 +163,7 @@ def test_a_partitioned_product() -> None:
     assert (found.kind, found.axes, found.operand_bytes) == ("all-reduce", ("dp", "tp"), 8 * 32 * 4)
 
 
+@pytest.mark.optimized
 def test_loop_of_known_length() -> None:
     def function(x: jax.Array) -> jax.Array:
         def step(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -169,6 +178,7 @@ def test_loop_of_known_length() -> None:
     assert sorted((c.axes, c.executions) for c in found) == [(("dp",), 1), (("tp",), 15)]
 
 
+@pytest.mark.optimized
 def test_loop_of_unknown_length() -> None:
     def function(x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: jax.lax.psum(x, "tp"), x)
@@ -177,6 +187,7 @@ def test_loop_of_unknown_length() -> None:
     assert (found.axes, found.executions) == (("tp",), None)
 
 
+@pytest.mark.optimized
 def test_branches_of_a_conditional() -> None:
     def function(x: jax.Array) -> jax.Array:
         def inner(x: jax.Array) -> jax.Array:

@@ -136,6 +136,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.optimized
 @pytest.mark.multidevice
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])

@@ -41,6 +41,7 @@ def test_it_has_the_shape_of_the_default_configuration() -> None:
     assert f"{num_params(model) / 1e6:.2f} M parameters" in CARD
 
 
+@pytest.mark.optimized
 def test_its_perplexity_is_the_cards(held_out: HeldOut) -> None:
     printed = re.search(r"\*\*(\d+\.\d\d)\*\* a token", CARD)
     assert printed is not None

@@ -60,6 +60,7 @@ def test_pools_are_handed_on_from_write_to_write(pages):
         assert (k_scale[:, 0].reshape(-1) != 1).tolist() == [True] * 10 + [False] * 2
 
 
+@pytest.mark.optimized
 def test_no_call_of_a_chain_is_optimised_away():
     """A product each, on inputs of their own; equal inputs would be one product."""
     rng = np.random.default_rng(0)
