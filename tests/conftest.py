@@ -1,5 +1,5 @@
-"""Strict settings for every test: eight virtual CPU devices, no implicit dtype or rank promotion, a compilation cache
-of this run only, and programs that compile fast.
+"""Strict settings for every test: eight virtual CPU devices, no implicit dtype or rank promotion, a cache of
+compiled programs that is this run's only, and programs that compile fast.
 
 They must be set before JAX starts its backend, hence the environment at import time: subprocesses, notebook
 kernels and pytest-xdist's workers inherit it.
@@ -24,8 +24,9 @@ os.environ.setdefault("PJRT_NPROC", "64")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
-# Compiled programs and kernels are shared by all processes of this run, and by no other: the first process makes the
-# folder and removes it. What a session compiled before, or the user's own cache, must not decide a test.
+# Compiled programs and kernels are shared by all processes of this run, and by no other: the first process
+# makes the folder and removes it. What a session compiled before, or the user's own cache, must not decide a
+# test.
 if "MOEJAX_TEST_CACHE" not in os.environ:
     os.environ["MOEJAX_TEST_CACHE"] = tempfile.mkdtemp(prefix="moejax-tests-")
     atexit.register(shutil.rmtree, os.environ["MOEJAX_TEST_CACHE"], ignore_errors=True)
