@@ -7,11 +7,19 @@ They are plain values: they know nothing of Hydra, Hugging Face or JAX devices. 
 import dataclasses
 import itertools
 import math
-import os
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from moejax.core.errors import ConfigError, unknown
+from moejax.core.checked import (
+    Among,
+    Checked,
+    Must,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveNumber,
+    check,
+)
+from moejax.core.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection"]
@@ -21,32 +29,36 @@ OverflowPolicy = Literal["drop", "reroute"]
 Batching = Literal["continuous", "static"]
 DType = Literal["float32", "bfloat16", "float16"]
 
+Platform = Literal["auto", "cpu", "gpu"]
+Kernels = Literal["auto", "xla", "pallas_triton"]
+
 DTYPES: tuple[str, ...] = get_args(DType)
+KERNELS = ("xla", "pallas_triton")
+
+TracePath = Annotated[str, Must(bool, "the path of a routing trace (.npz) or of a run's folder")]
+
+Buckets = Annotated[
+    list[PositiveInt],
+    Must(
+        lambda sizes: sizes and all(b > a for a, b in itertools.pairwise(sizes)),
+        "a list of rising integers, such as [1,8,32]",
+    ),
+]
 
 
 def check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `ConfigError` unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ConfigError(f"{key}: {unknown('value', str(value), choices)}")
+    check(key, value, Annotated[str, Among(choices)])
 
 
 def check_positive(key: str, value: object) -> None:
     """Raises `ConfigError` unless `value` is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key} must be an integer of at least 1, got {value!r}")
+    check(key, value, PositiveInt)
 
 
 def check_number(key: str, value: object) -> None:
     """Raises `ConfigError` unless `value` is a finite number above 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:  # type: ignore[operator]
-        raise ConfigError(f"{key} must be a positive number, got {value!r}")
-
-
-def check_bool(key: str, value: object) -> None:
-    """Raises `ConfigError` unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key} must be True or False, got {value!r}")
+    check(key, value, PositiveNumber)
 
 
 @dataclass(frozen=True)
@@ -72,16 +84,16 @@ class RopeConfig:
     high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
-        check_choice("rope_type", self.kind, get_args(RopeKind))
-        check_number("rope_theta", self.theta)
+        check("rope_type", self.kind, RopeKind)
+        check("rope_theta", self.theta, PositiveNumber)
         if self.kind != "default":
-            check_number("rope factor", self.factor)
+            check("rope factor", self.factor, PositiveNumber)
         if self.kind in ("yarn", "llama3") and not self.original_max_position_embeddings:
             raise ConfigError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """Everything that determines a decoder's computation and parameter shapes.
 
     `moe_layers[l]` says whether layer l holds experts or a dense MLP; `sliding_windows[l]` is layer l's
@@ -90,27 +102,27 @@ class ModelConfig:
     """
 
     family: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    intermediate_size: int
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    num_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
+    moe_intermediate_size: PositiveInt
+    intermediate_size: PositiveInt
     moe_layers: tuple[bool, ...]
-    sliding_windows: tuple[int | None, ...]
-    max_position_embeddings: int
+    sliding_windows: tuple[PositiveInt | None, ...]
+    max_position_embeddings: PositiveInt
     norm_topk_prob: bool = True
-    shared_expert_intermediate_size: int = 0
+    shared_expert_intermediate_size: NonNegativeInt = 0
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     attention_out_bias: bool = False
-    clip_qkv: float | None = None
+    clip_qkv: PositiveNumber | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: PositiveNumber = 1e-6
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
@@ -120,11 +132,7 @@ class ModelConfig:
     dtype: DType = "float32"
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_experts",
-            "num_experts_per_tok", "moe_intermediate_size", "intermediate_size", "max_position_embeddings",
-        ):  # fmt: skip
-            check_positive(name, getattr(self, name))
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_heads} is not a multiple of "
@@ -141,16 +149,6 @@ class ModelConfig:
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries for num_hidden_layers {self.num_layers}"
                 )
-        for window in self.sliding_windows:
-            if window is not None:
-                check_positive("sliding_window", window)
-        if self.shared_expert_intermediate_size != 0:
-            check_positive("shared_expert_intermediate_size", self.shared_expert_intermediate_size)
-        if self.clip_qkv is not None:
-            check_number("clip_qkv", self.clip_qkv)
-        check_number("rms_norm_eps", self.rms_norm_eps)
-        check_choice("qk_norm", self.qk_norm, get_args(QkNorm))
-        check_choice("dtype", self.dtype, DTYPES)
 
     def replace(self, **changes: object) -> "ModelConfig":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
@@ -162,7 +160,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class MoeConfig:
+class MoeConfig(Checked, section="engine.moe"):
     """How the expert layers are executed; it changes speed, and with `capacity` also the result.
 
     `capacity_factor` c gives each expert room for ceil(c · T · k / E) of a batch's T·k assignments.
@@ -174,33 +172,25 @@ class MoeConfig:
     """
 
     execution: MoeExecution = "grouped"
-    capacity_factor: float = 1.25
+    capacity_factor: PositiveNumber = 1.25
     overflow: OverflowPolicy = "drop"
-    block_rows: int | None = None
-    grouped_matmul: str = "auto"
+    block_rows: PositiveInt | None = None
+    grouped_matmul: Annotated[
+        str, Among(("auto", "blocks_mixed", "blocks_uniform", "ragged_dot", "pallas_triton"))
+    ] = "auto"
     expert_layout: ExpertLayout = "auto"
 
     def __post_init__(self) -> None:
-        known = ("auto", "blocks_mixed", "blocks_uniform", "ragged_dot", "pallas_triton")
-        check_choice("engine.moe.grouped_matmul", self.grouped_matmul, known)
-        check_choice("engine.moe.expert_layout", self.expert_layout, get_args(ExpertLayout))
-        check_choice("engine.moe.execution", self.execution, get_args(MoeExecution))
-        check_choice("engine.moe.overflow", self.overflow, get_args(OverflowPolicy))
-        check_number("engine.moe.capacity_factor", self.capacity_factor)
-        if self.block_rows is not None:
-            check_positive("engine.moe.block_rows", self.block_rows)
-            if self.grouped_matmul == "blocks_mixed":
-                raise ConfigError(
-                    "engine.moe.block_rows fixes the height of all blocks, but grouped_matmul 'blocks_mixed' "
-                    "takes it from each expert's rows: give one or the other"
-                )
-
-
-KERNELS = ("xla", "pallas_triton")
+        super().__post_init__()
+        if self.block_rows is not None and self.grouped_matmul == "blocks_mixed":
+            raise ConfigError(
+                "engine.moe.block_rows fixes the height of all blocks, but grouped_matmul 'blocks_mixed' "
+                "takes it from each expert's rows: give one or the other"
+            )
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Checked, section="engine"):
     """Limits and choices of the engine. Lengths in tokens.
 
     Attributes:
@@ -229,65 +219,30 @@ class EngineConfig:
             forced on the requests, see `LLM.replay_routing`; None: the routers choose.
     """
 
-    max_model_len: int | None = None
+    max_model_len: PositiveInt | None = None
     batching: Batching = "continuous"
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: PositiveInt = 64
+    max_num_batched_tokens: PositiveInt = 2048
     policy: str = "fcfs"
-    block_size: int = 32
-    num_blocks: int | None = None
-    kv_cache_memory_gb: float | None = None
+    block_size: PositiveInt = 32
+    num_blocks: PositiveInt | None = None
+    kv_cache_memory_gb: PositiveNumber | None = None
     overlap: bool = True
     strict_compile: bool = False
-    seq_buckets: list[int] | None = None
-    token_buckets: list[int] | None = None
-    block_buckets: list[int] | None = None
-    kernels: str = "auto"
+    seq_buckets: Buckets | None = None
+    token_buckets: Buckets | None = None
+    block_buckets: Buckets | None = None
+    kernels: Kernels = "auto"
     moe: MoeConfig = field(default_factory=MoeConfig)
-    platform: str = "auto"
+    platform: Platform = "auto"
     compile_cache: bool = True
     capture_routing: bool = False
-    replay_routing: str | None = None
+    replay_routing: TracePath | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "num_blocks"):
-            if getattr(self, name) is not None:
-                check_positive(f"engine.{name}", getattr(self, name))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            check_positive(f"engine.{name}", getattr(self, name))
-        if self.kv_cache_memory_gb is not None:
-            check_number("engine.kv_cache_memory_gb", self.kv_cache_memory_gb)
+        super().__post_init__()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"engine.max_num_batched_tokens {self.max_num_batched_tokens} is below engine.max_num_seqs "
                 f"{self.max_num_seqs}: a step must hold one token of every running sequence"
             )
-        check_choice("engine.batching", self.batching, get_args(Batching))
-        check_choice("engine.platform", self.platform, ("auto", "cpu", "gpu"))
-        check_choice("engine.kernels", self.kernels, ("auto", *KERNELS))
-        for name in ("capture_routing", "compile_cache", "overlap", "strict_compile"):
-            check_bool(f"engine.{name}", getattr(self, name))
-        if self.replay_routing is not None and not _is_path(self.replay_routing):
-            raise ConfigError(
-                "engine.replay_routing must be the path of a routing trace (.npz) or of a run's folder, got "
-                f"{self.replay_routing!r}"
-            )
-        for name in ("seq_buckets", "token_buckets", "block_buckets"):
-            if getattr(self, name) is not None:
-                _check_buckets(f"engine.{name}", getattr(self, name))
-        if not isinstance(self.moe, MoeConfig):
-            raise ConfigError(f"engine.moe must be a MoeConfig, got {self.moe!r}")
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, (str, os.PathLike)) and bool(str(value))
-
-
-def _check_buckets(key: str, value: object) -> None:
-    """Raises `ConfigError` unless `value` is a list of rising positive integers."""
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ConfigError(f"{key} must be a list of rising integers, such as [1,8,32], got {value!r}")
-    for item in value:
-        check_positive(f"{key}: each", item)
-    if any(b <= a for a, b in itertools.pairwise(value)):
-        raise ConfigError(f"{key} must rise, got {list(value)}")

@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from moejax.core.config import ModelConfig, check_bool, check_choice, check_number, check_positive
+from moejax.core.checked import Checked, NonNegativeInt, PositiveInt, PositiveNumber
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 
 AttentionSplit = Literal["tensor", "data"]
@@ -12,7 +13,7 @@ Exchange = Literal["auto", "allgather", "all_to_all", "ragged", "hierarchical"]
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Checked, section="parallel"):
     """Degrees of parallelism. A run needs `dp · pp · ep · tp` devices, numbered in this order, tp fastest.
 
     Attributes:
@@ -35,55 +36,32 @@ class ParallelConfig:
         stage_layers: layers of each stage; None: balanced by cost.
     """
 
-    dp: int = 1
-    pp: int = 1
-    ep: int = 1
-    tp: int = 1
-    nodes: int = 1
+    dp: PositiveInt = 1
+    pp: PositiveInt = 1
+    ep: PositiveInt = 1
+    tp: PositiveInt = 1
+    nodes: PositiveInt = 1
     attention: AttentionSplit = "tensor"
     exchange: Exchange = "auto"
-    exchange_capacity: float | None = None
-    redundant_experts: int = 0
+    exchange_capacity: PositiveNumber | None = None
+    redundant_experts: NonNegativeInt = 0
     overlap_shared: bool = True
-    dispatch_microbatches: int = 1
-    microbatches: int | None = None
-    stage_layers: list[int] | None = None
+    dispatch_microbatches: Literal[1, 2] = 1
+    microbatches: PositiveInt | None = None
+    stage_layers: list[PositiveInt] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "ep", "tp", "nodes"):
-            check_positive(f"parallel.{name}", getattr(self, name))
-        check_choice("parallel.attention", self.attention, get_args(AttentionSplit))
-        check_choice("parallel.exchange", self.exchange, get_args(Exchange))
-        if self.exchange_capacity is not None:
-            check_number("parallel.exchange_capacity", self.exchange_capacity)
-        extra = self.redundant_experts
-        if not isinstance(extra, int) or isinstance(extra, bool) or extra < 0:
-            raise ConfigError(f"parallel.redundant_experts must be an integer of at least 0, got {extra!r}")
-        check_bool("parallel.overlap_shared", self.overlap_shared)
-        if self.dispatch_microbatches not in (1, 2) or isinstance(self.dispatch_microbatches, bool):
+        super().__post_init__()
+        if self.stage_layers is not None and len(self.stage_layers) != self.pp:
             raise ConfigError(
-                f"parallel.dispatch_microbatches must be 1 or 2, got {self.dispatch_microbatches!r}"
+                f"parallel.stage_layers must name pp={self.pp} numbers of layers, got {self.stage_layers!r}"
             )
-        if self.microbatches is not None:
-            check_positive("parallel.microbatches", self.microbatches)
-        if self.stage_layers is not None:
-            self._check_stages()
         if self.num_devices % self.nodes:
             raise ConfigError(
                 f"parallel.nodes={self.nodes} does not divide the {self._product} devices evenly"
             )
         if self.nodes > 1:
             self._check_nodes()
-
-    def _check_stages(self) -> None:
-        layers = self.stage_layers
-        if not isinstance(layers, (list, tuple)) or len(layers) != self.pp:
-            raise ConfigError(
-                f"parallel.stage_layers must name pp={self.pp} numbers of layers, got {layers!r}"
-            )
-        for number in layers:
-            check_positive("parallel.stage_layers: each", number)
-        object.__setattr__(self, "stage_layers", list(layers))
 
     def _check_nodes(self) -> None:
         each, group = self.num_devices // self.nodes, self.ep * self.tp

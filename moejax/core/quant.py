@@ -1,34 +1,19 @@
 """What to quantize, how, and from which text: the values behind `quant=` in Python and `configs/quant/`."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from moejax.core.errors import ConfigError, unknown
+from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, Share
 
 Method = Literal["none", "rtn", "gptq", "awq", "smoothquant"]
 Clip = Literal["minmax", "percentile", "entropy", "mse"]
 KvDtype = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 Fallback = Literal["shared", "all"]
-
-
-def _choice(key: str, value: object, kind: object) -> None:
-    if value not in get_args(kind):
-        raise ConfigError(f"{key}: {unknown('value', str(value), get_args(kind))}")
-
-
-def _between(key: str, value: object, low: float, high: float) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high:  # type: ignore[operator]
-        raise ConfigError(f"{key} must be a number from {low:g} to {high:g}, got {value!r}")
-
-
-def _at_least(key: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{key} must be an integer of at least {least}, got {value!r}")
+Implementation = Literal["auto", "dequantize", "xla", "pallas_triton"]
 
 
 @dataclass(frozen=True)
-class QuantRule:
+class QuantRule(Checked, section="quant.rules"):
     """Weights whose path matches `pattern` get this method and format; the first rule that matches counts.
 
     Attributes:
@@ -38,19 +23,13 @@ class QuantRule:
         format: None takes `QuantConfig.format`.
     """
 
-    pattern: str
-    method: str | None = None
+    pattern: Annotated[str, Must(bool, "over paths of weights, such as 'layers.*.moe.experts.*'")]
+    method: Method | None = None
     format: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.pattern:
-            raise ConfigError("quant.rules: a rule needs a pattern such as 'layers.*.moe.experts.*'")
-        if self.method is not None:
-            _choice(f"quant.rules[{self.pattern}].method", self.method, Method)
 
 
 @dataclass(frozen=True)
-class CalibrationConfig:
+class CalibrationConfig(Checked, section="quant.calibration"):
     """The text that methods with calibration see, and what becomes of experts that see too little of it.
 
     Attributes:
@@ -64,24 +43,17 @@ class CalibrationConfig:
     """
 
     text: str = "auto"
-    num_samples: int = 128
-    seq_len: int = 256
-    batch_size: int = 16
-    min_tokens: int = 64
+    num_samples: PositiveInt = 128
+    seq_len: Annotated[int, Must(lambda n: n >= 2, "an integer of at least 2")] = 256
+    batch_size: PositiveInt = 16
+    min_tokens: NonNegativeInt = 64
     fallback: Fallback = "shared"
     work_dir: str | None = None
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("num_samples", "batch_size"):
-            _at_least(f"quant.calibration.{name}", getattr(self, name), 1)
-        _at_least("quant.calibration.seq_len", self.seq_len, 2)
-        _at_least("quant.calibration.min_tokens", self.min_tokens, 0)
-        _choice("quant.calibration.fallback", self.fallback, Fallback)
-
 
 @dataclass(frozen=True)
-class QuantConfig:
+class QuantConfig(Checked, section="quant"):
     """Quantization of weights and of the key/value cache.
 
     Attributes:
@@ -107,32 +79,17 @@ class QuantConfig:
     method: Method = "none"
     format: str = "int8"
     clip: Clip = "minmax"
-    percentile: float = 99.9
+    percentile: Annotated[float, Must(lambda p: 50 <= p <= 100, "a number from 50 to 100")] = 99.9
     rules: list[QuantRule] = field(default_factory=list)
     kv_cache: KvDtype = "auto"
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    damping: float = 0.01
+    damping: Share = 0.01
     act_order: bool = True
-    gptq_block: int = 128
-    awq_grid: int = 20
+    gptq_block: PositiveInt = 128
+    awq_grid: PositiveInt = 20
     awq_clip: bool = True
-    smoothing: float = 0.5
-    implementation: str = "auto"
-
-    def __post_init__(self) -> None:
-        _choice("quant.method", self.method, Method)
-        _choice("quant.clip", self.clip, Clip)
-        _choice("quant.kv_cache", self.kv_cache, KvDtype)
-        _between("quant.percentile", self.percentile, 50, 100)
-        _between("quant.damping", self.damping, 0, 1)
-        _between("quant.smoothing", self.smoothing, 0, 1)
-        _at_least("quant.gptq_block", self.gptq_block, 1)
-        _at_least("quant.awq_grid", self.awq_grid, 1)
-        known = ("auto", "dequantize", "xla", "pallas_triton")
-        if self.implementation not in known:
-            raise ConfigError(
-                f"quant.implementation: {unknown('implementation', self.implementation, known)}"
-            )
+    smoothing: Share = 0.5
+    implementation: Implementation = "auto"
 
     @property
     def is_none(self) -> bool:

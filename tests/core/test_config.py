@@ -45,8 +45,8 @@ def test_sizes_are_positive_integers(name: str, value: Any, tiny_config: ModelCo
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds num_experts 8"),
         ({"moe_layers": (True,)}, "moe_layers has 1 entries for num_hidden_layers 2"),
         ({"sliding_windows": (None,) * 3}, "sliding_windows has 3 entries for num_hidden_layers 2"),
-        ({"sliding_windows": (None, 0)}, "sliding_window must be an integer of at least 1, got 0"),
-        ({"sliding_windows": (4.5, None)}, "sliding_window must be an integer of at least 1, got 4.5"),
+        ({"sliding_windows": (None, 0)}, "sliding_windows[1] must be an integer of at least 1, got 0"),
+        ({"sliding_windows": (4.5, None)}, "sliding_windows[0] must be an integer of at least 1, got 4.5"),
         ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size must be an integer"),
         ({"clip_qkv": 0.0}, "clip_qkv must be a positive number, got 0.0"),
         ({"rms_norm_eps": NAN}, "rms_norm_eps must be a positive number, got nan"),
@@ -94,7 +94,10 @@ def test_rope(fields: dict[str, Any], says: str) -> None:
         ({"execution": None}, "engine.moe.execution: unknown value 'None'"),
         ({"expert_layout": "fde"}, "engine.moe.expert_layout: unknown value 'fde'"),
         ({"overflow": "rerout"}, "engine.moe.overflow: unknown value 'rerout'; did you mean 'reroute'?"),
-        ({"grouped_matmul": "lop"}, "engine.moe.grouped_matmul: unknown value 'lop'; did you mean 'loop'?"),
+        (
+            {"grouped_matmul": "block_mixed"},
+            "engine.moe.grouped_matmul: unknown value 'block_mixed'; did you mean 'blocks_mixed'?",
+        ),
         *(
             ({"capacity_factor": v}, f"engine.moe.capacity_factor must be a positive number, got {v!r}")
             for v in (0, -1.5, NAN, INF, "1", None, True)

@@ -34,7 +34,7 @@ def test_degrees_are_positive_integers(name: str, value: Any) -> None:
         ({"overlap_shared": 1}, "parallel.overlap_shared must be True or False, got 1"),
         ({"dispatch_microbatches": 3}, "parallel.dispatch_microbatches must be 1 or 2, got 3"),
         ({"pp": 2, "stage_layers": [4]}, "parallel.stage_layers must name pp=2 numbers of layers, got [4]"),
-        ({"pp": 2, "stage_layers": [4, 0]}, "parallel.stage_layers: each must be an integer of at least 1"),
+        ({"pp": 2, "stage_layers": [4, 0]}, "parallel.stage_layers[1] must be an integer of at least 1"),
         ({"ep": 6, "nodes": 4}, "parallel.nodes=4 does not divide the dp·pp·ep·tp = 1·1·6·1 = 6 devices"),
         ({"tp": 8, "nodes": 2}, "parallel.tp=8 does not fit into nodes of 4 devices evenly"),
         ({"dp": 3, "ep": 4, "nodes": 2}, "ep·tp=4 devices are neither whole nodes nor an even part of"),
