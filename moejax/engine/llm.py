@@ -30,7 +30,7 @@ from moejax.engine.requests.inputs import Prompt, PromptReader, as_list, convers
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import ChatMessage
-from moejax.engine.routing.expert_counts import RoutingRecord
+from moejax.engine.routing.expert_counts import LoadWindow, RoutingRecord
 from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
 from moejax.engine.routing.recorder import recorder
 from moejax.engine.routing.replay import RoutingReplay, open_replay
@@ -39,7 +39,6 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.sampler import common_mode
 from moejax.engine.waiting import run_to_end, stream
 from moejax.models.decoder import Decoder
-from moejax.moe.load_window import LoadWindow
 from moejax.routing.capture import RoutingCapture
 from moejax.sharding.pipeline import stage_config
 

@@ -52,7 +52,7 @@ class ReplicaTable(nnx.Module):
 def tables(expert_of: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
     """Each physical expert's expert, int `[P]` → `ReplicaTable`'s two tables. Every expert must be there."""
     placement = Placement(expert_of[None], num_experts, 1)
-    table, count = placement.padded(len(expert_of) - num_experts + 1)[0], placement.replicas[0]
+    table, count = placement.logical_to_physical(len(expert_of) - num_experts + 1)[0], placement.replicas[0]
     turn = np.arange(table.shape[1])[None, :] % count[:, None]
     return np.take_along_axis(table, turn, axis=1), count
 

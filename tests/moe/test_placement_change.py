@@ -1,13 +1,11 @@
 """Placements in use: sound tables, what a change gains and moves, and moving little."""
 
-import json
-
 import numpy as np
 import pytest
 
 from moejax.core.errors import ConfigError
-from moejax.moe.placement import Placement, compare, devices_over, plan_placement
-from tests.moe.placement_cases import SLACK, check_plan, zipf
+from moejax.moe.placement import Placement, compare, plan_placement
+from tests.moe.placement_cases import SLACK, check_plan, counts_of_deepseek, zipf
 
 CHANGES = [(32, 1, None, 32), (32, 4, 8, 32), (8, 1, None, 0), (8, 2, None, 8)]
 
@@ -30,6 +28,18 @@ def test_keeping_moves_less_and_stays_within_min_gain(devices, nodes, groups, re
     same_slot = kept.physical_to_logical == old.physical_to_logical
     assert (same_slot | ours.moved).mean() > 0.99
     assert (ours.moved & same_slot).sum() == 0
+
+
+def test_keeping_moves_about_a_seventeenth_of_the_logs_case():
+    """58 × 288 slots after loads drift by 20 %: 956 of 16,704 moved when swaps were more elaborate."""
+    loads = counts_of_deepseek(1)
+    old = plan_placement(loads, devices=32, redundant=32)
+    drifted = loads * np.random.default_rng(2).lognormal(0, 0.2, loads.shape)
+    fresh = compare(old, plan_placement(drifted, devices=32, redundant=32), drifted)
+    kept = plan_placement(drifted, devices=32, redundant=32, keep=old, min_gain=0.05)
+    change = compare(old, kept, drifted)
+    assert change.weights_moved < 1000 and fresh.weights_moved > 15_000
+    assert (change.after <= 1.05 * fresh.after * (1.0 + SLACK)).all()
 
 
 def test_keeping_what_is_balanced_enough_moves_nothing():
@@ -75,35 +85,14 @@ def test_compare_counts_what_must_move():
     assert (result.weights_moved, result.bytes_moved) == (2, 200)
     np.testing.assert_allclose(result.before, [1.0, 1.5])
     np.testing.assert_allclose(result.after, [1.0, 1.0])
-    assert result.summary() == {
-        "balancedness_mean_before": 1.25,
-        "balancedness_mean_after": 1.0,
-        "balancedness_max_before": 1.5,
-        "balancedness_max_after": 1.0,
-        "expert_weights_moved": 2.0,
-        "expert_bytes_moved": 200.0,
-    }
     wider = Placement.contiguous(2, 4, 2, redundant=2)
     np.testing.assert_array_equal(compare(old, wider, loads).moved.sum(1), [3, 3])
 
 
-def test_devices_beyond_a_factor():
-    placement = Placement.contiguous(2, 4, 4)
-    loads = np.array([[8.0, 4.0, 3.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
-    result = devices_over(loads, placement, 1.5)
-    np.testing.assert_array_equal(result.over, [[0, 0]])
-    np.testing.assert_array_equal(result.under, [[0, 3]])
-    np.testing.assert_allclose(result.ratio[0], [2.0, 1.0, 0.75, 0.25])
-    assert result and not devices_over(loads, placement, 2.0, under=0.25)
-
-
-def test_contiguous_and_back_from_json():
+def test_contiguous():
     placement = Placement.contiguous(2, 6, 4, redundant=2)
     np.testing.assert_array_equal(placement.physical_to_logical[0], [0, 1, 2, 3, 4, 5, 0, 1])
-    np.testing.assert_array_equal(placement.logical_to_physical[1, :3], [[0, 6], [1, 7], [2, -1]])
-    assert placement.padded(3).shape == (2, 6, 3)
-    again = Placement.from_dict(json.loads(json.dumps(placement.to_dict())))
-    assert again == placement
+    np.testing.assert_array_equal(placement.logical_to_physical(2)[1, :3], [[0, 6], [1, 7], [2, -1]])
     with pytest.raises(ValueError):
         placement.physical_to_logical[0, 0] = 1
 
@@ -113,23 +102,13 @@ def test_contiguous_and_back_from_json():
     [
         (lambda: Placement(np.array([[0, 1, 1]]), 3, 3), "expert 2 of layer 0 is on no device"),
         (lambda: Placement(np.array([[0, 1, 3]]), 3, 3), "slot 2 holds expert 3, valid are 0 to 2"),
+        (lambda: Placement(np.array([[0, 1, 2**40]]), 3, 3), "holds expert 1099511627776"),
         (lambda: Placement(np.array([[0, 1, -1]]), 2, 3), "holds expert -1"),
         (lambda: Placement(np.array([[0, 1, 2]]), 3, 2), "3 slots are not a multiple of 2 devices"),
         (lambda: Placement(np.array([0, 1]), 2, 2), "shape"),
         (lambda: Placement(np.array([[0.0, 1.0]]), 2, 2), "float64"),
         (lambda: Placement.contiguous(1, 10, 4), "next redundant that fits is 2"),
-        (lambda: Placement.contiguous(1, 4, 4).padded(0), "too narrow"),
-        (lambda: Placement.from_dict({"devices": 1}), "physical_to_logical"),
-        (
-            lambda: Placement.from_dict({"devices": "1", "num_experts": 1, "physical_to_logical": [[0]]}),
-            "expected integers",
-        ),
-        (
-            lambda: Placement.from_dict(
-                {"devices": 1, "num_experts": 2, "physical_to_logical": [[0, 1], [0]]}
-            ),
-            "differ in length",
-        ),
+        (lambda: Placement.contiguous(1, 4, 4).logical_to_physical(0), "too narrow"),
     ],
 )
 def test_unsound_placements_are_refused(make, message):

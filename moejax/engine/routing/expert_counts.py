@@ -1,10 +1,47 @@
-"""Expert counts that steps were asked to record, summed by phase. No JAX here."""
+"""Expert counts that steps were asked to record, summed by phase and over the latest steps. No JAX here."""
+
+from collections import deque
 
 import numpy as np
 
-from moejax.moe.load_window import LoadWindow
+from moejax.core.errors import ConfigError
 
 PHASES = ("prefill", "decode")
+_PARTS = 32
+
+
+class LoadWindow:
+    """Assignments a layer and expert, summed over the latest steps.
+
+    The steps are held in at most 33 sums, so that memory is bounded however long the window is. It is exact
+    up to 32 steps; a longer one covers at least its length and less than a 32nd more.
+
+    Attributes:
+        steps: steps that the window holds.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, window_steps: int) -> None:
+        """Raises ConfigError: `window_steps` below 1."""
+        if window_steps < 1:
+            raise ConfigError(f"load window: window_steps={window_steps} must be at least 1")
+        self.window_steps, self.steps = window_steps, 0
+        self._steps_per_part = -(-window_steps // _PARTS)
+        self._shape = (num_layers, num_experts)
+        self._parts: deque[np.ndarray] = deque()  # the oldest first
+
+    def add(self, counts: np.ndarray) -> None:
+        """Adds one step's assignments, int32 `[L, E]`."""
+        if self.steps % self._steps_per_part == 0:
+            self._parts.append(np.zeros(self._shape, np.int64))
+        self._parts[-1] += counts
+        self.steps += 1
+        if self.steps - self._steps_per_part >= self.window_steps:
+            self._parts.popleft()
+            self.steps -= self._steps_per_part
+
+    def sum(self) -> np.ndarray:
+        """Returns the assignments in the window, int64 `[L, E]`."""
+        return sum(self._parts, start=np.zeros(self._shape, np.int64))
 
 
 class RoutingRecord:

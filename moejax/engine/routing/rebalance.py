@@ -19,11 +19,11 @@ from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.engine.opening.resolve import OpenModel
+from moejax.engine.routing.expert_counts import LoadWindow
 from moejax.engine.step.bucket_runner import BucketRunner
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import MoELayer
-from moejax.moe.load_window import LoadWindow
-from moejax.moe.placement import Comparison, Placement, compare, devices_over, plan_placement
+from moejax.moe.placement import Comparison, Placement, balancedness, compare, plan_placement
 from moejax.moe.replicas import ReplicaTable, tables
 from moejax.routing.analysis import loads_of
 from moejax.routing.capture import RoutingCapture
@@ -46,7 +46,7 @@ class Rebalanced:
 
 def track_load(runner: BucketRunner, config: ModelConfig, window_steps: int) -> LoadWindow:
     """Has every step record its routing, and sums the latest ones."""
-    window = LoadWindow(config.num_layers, config.num_experts, window_steps=window_steps)
+    window = LoadWindow(config.num_layers, config.num_experts, window_steps)
     runner.routing.window = window
     runner.builder.record_all = True
     return window
@@ -103,8 +103,11 @@ def rebalance(
     `LLM.rebalance`.
 
     Raises:
-        ConfigError: the experts are on one device, or the trace does not fit the model or has no rows.
+        ConfigError: the experts are on one device, `factor` is below 1, or the trace does not fit the model
+            or has no rows.
     """
+    if not factor >= 1.0:
+        raise ConfigError(f"rebalance: factor={factor}: load is relative to the mean, so it is at least 1")
     start = time.perf_counter()
     old = current_placement(opened.stages, parallel.ep)
     if isinstance(loads, RoutingCapture):
@@ -113,7 +116,7 @@ def rebalance(
             raise ConfigError("rebalance: the trace has no rows; capture some steps first")
         loads = loads_of(loads, opened.config.num_layers)
     sparse = np.asarray(loads)[np.asarray(opened.config.moe_layers)]
-    if not devices_over(sparse, old, factor).over.size:
+    if not (balancedness(sparse, old) > factor).any():
         return Rebalanced(compare(old, old, sparse), time.perf_counter() - start, applied=False)
     new = plan_placement(
         sparse,
