@@ -28,32 +28,28 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.launch.arguments import translate
-from experiments.launch.completion import print_bash_completion, query_line
+from experiments.launch.command_line import parse_flags, print_bash_completion, query_line, translate
 from experiments.launch.compose import (
+    CONFIG_DIR,
     VERSION_BASE,
-    PlannedSweep,
     build_job,
-    check_jobs,
     composer,
-    known_names,
-    parse_flags,
+    plan_run,
+    register_schema,
 )
-from experiments.launch.errors import Known, explain, one_line
 from experiments.launch.processes import own_folder, prefix, runs_here, taking_part
-from experiments.launch.structured import mirror
-from experiments.launch.sweep import expand_resume, recorded, sweeping
-from experiments.launch.variants import check_variants
+from experiments.launch.sweep import Sweep, check_resumed, expand_resume, recorded
+from experiments.launch.validate import first_line, one_line
+from experiments.launch.variants import compose_variants
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.sharding.distributed import process_count, read_environment, report_failure
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
 
 Main = Callable[[Any], Any]
@@ -105,10 +101,6 @@ def launch(
         return _reader_left()
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
-    except _ConfigFault as fault:
-        if full_error:
-            traceback.print_exception(fault.error)
-        return _fail(str(fault), USER_ERROR)
     except MoejaxError as error:
         if full_error:
             traceback.print_exception(error)
@@ -130,74 +122,82 @@ def schema_of(main: Main) -> type:
     return hints[0]
 
 
-def register_schema(config_name: str, schema: type) -> None:
-    """Makes `schema` known to Hydra as `<config_name>_schema`."""
-    ConfigStore.instance().store(name=f"{config_name}_schema", node=mirror(schema), provider="moejax")
-
-
-class _ConfigFault(Exception):
-    """A user's mistake that Hydra found, with the line that explains it."""
-
-    def __init__(self, line: str, error: BaseException) -> None:
-        super().__init__(line)
-        self.error = error
-
-
 def _launch(
     jobs: "_Jobs", config_name: str, argv: list[str], config_dir: Path, resumed: Path | None = None
 ) -> int:
     args = parse_flags(argv)
-    register_schema(config_name, jobs.schema)
-    name = args.config_name or config_name
-    known = functools.partial(known_names, config_dir, args, config_name)
-    plan: PlannedSweep | None = None
+    jobs.resumed = resumed
+    sweep, overrides = None, []
     if args.shell_completion:
         if "install=bash" in args.overrides:
             print_bash_completion(config_name)
             return 0
+        register_schema(config_name, jobs.schema)
         os.environ["COMP_LINE"] = query_line(os.environ.get("COMP_LINE", ""))
     else:
-        with _faults(known, reading=True), composer(config_dir, args, config_name) as app:
-            plan = check_jobs(app, name, args, jobs.schema, resumed=resumed is not None)
+        folders: dict[str, Any] = {"config_dir": config_dir, "extra_dir": args.config_dir}
         shown = args.cfg or args.info or args.help or args.hydra_help
-        if plan is None and not shown and args.config_dir is None:  # variants know our own folder only
-            check_variants(jobs.schema, config_name, args.overrides)
-    speaks = read_environment().index == 0
-    around = sweeping(plan, config_name, argv, resumed=resumed, speaks=speaks, failed=jobs.failed)
-    with _faults(known, reading=False), around as sweep:
-        sys.argv += sweep.overrides() if sweep is not None else []
-        start = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir), config_name=config_name)
-        start(jobs.task)()
+        with composer(config_name, jobs.schema, config_name=args.config_name, **folders) as compose:
+            if shown:
+                compose.config(args.overrides)
+                plan, config = None, None
+            else:
+                check = check_resumed(resumed) if resumed is not None else None
+                plan, config = plan_run(compose, args.overrides, multirun=args.multirun, check=check)
+        if config is not None and args.config_dir is None:  # variants know our own folder only
+            compose_variants(config, config_name, args.overrides)
+        if plan is not None:
+            sweep = Sweep(plan, config_name, argv, resumed, speaks=read_environment().index == 0)
+            overrides = sweep.start()
+    sys.argv += overrides
+    complete = False
+    try:
+        with _hydras_faults():
+            start = hydra.main(
+                version_base=VERSION_BASE, config_path=str(config_dir), config_name=config_name
+            )
+            start(jobs.task)()
+        complete = True
+    finally:
+        if sweep is not None:
+            jobs.tell_failures(sweep)
+            sweep.end(complete)
     if sweep is not None and not sweep.plan.basic and sweep.finished and jobs.exit_code == USER_ERROR:
         return 0  # a search over settings: combinations that are refused are among its answers
     return jobs.exit_code
 
 
 @contextmanager
-def _faults(known: Callable[[], Known], *, reading: bool) -> Iterator[None]:
-    """Turns what Hydra raises over a user's mistake into `_ConfigFault`; lets everything else through."""
+def _hydras_faults() -> Iterator[None]:
+    """Turns what Hydra and its plugins raise over a user's mistake into `ConfigError`. The jobs' own
+    exceptions do not come this way (see `_Jobs`): an `OSError` is Hydra's, over a file."""
     try:
         yield
-    except (MoejaxError, _JobError, BrokenPipeError):
+    except (MoejaxError, BrokenPipeError):
         raise
     except Exception as error:
         if type(error).__module__.startswith("submitit."):
             raise _JobError(str(error)) from error  # a job that was killed: what its log ends with
-        # The jobs' own exceptions do not come this way (see _Jobs): an OSError is Hydra's, over a file.
         if isinstance(error, OSError) and error.filename is not None:
-            line = _file_line(error, reading)
+            remedy = "hydra.run.dir=DIR (with -m: hydra.sweep.dir=DIR) chooses another folder"
+            line = f"cannot write {error.filename}: {error.strerror}; {remedy}"
+        elif isinstance(error, (HydraException, OmegaConfBaseException)):
+            line = first_line(error)
+        elif _raised_by(error, "hydra", "omegaconf"):
+            line = one_line(error)
+        elif _raised_by(error, "optuna", "sqlalchemy"):
+            nothing = first_line(error) in ("Record does not exist.", "No trials are completed yet.")
+            line = f"hydra.sweeper: {first_line(error)}"
+            line = "no trial gave a value, so there is no best one" if nothing else line
         else:
-            line = explain(error, known()) or ""
-        if not line:
             raise
-        raise _ConfigFault(line, error) from error
+        raise ConfigError(line) from error
 
 
-def _file_line(error: OSError, reading: bool) -> str:
-    if reading:
-        return f"cannot read {error.filename}: {error.strerror}"
-    remedy = "hydra.run.dir=DIR (with -m: hydra.sweep.dir=DIR) chooses another folder"
-    return f"cannot write {error.filename}: {error.strerror}; {remedy}"
+def _raised_by(error: BaseException, *packages: str) -> bool:
+    """Whether the innermost frame is of one of these: their complaint about a flag or a value."""
+    (*_, (frame, _)) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] in packages
 
 
 class _JobError(Exception):
@@ -209,13 +209,15 @@ class _Jobs:
     """What Hydra calls for each job, and what became of them.
 
     A job's exception is reported and recorded here instead of being raised through Hydra, which would print a
-    line of its own first. A job in another process (joblib, submitit) does raise, since only its exception
-    gets back to us.
+    line of its own first and, in a sweep, leave the other jobs. What a job in another process (joblib,
+    submitit) died of is in its job.json.
     """
 
     main: Main
     schema: type
+    resumed: Path | None = None
     exit_code: int = 0
+    told: set[Path] = field(default_factory=set)
     process: int = field(default_factory=os.getpid)
 
     @property
@@ -228,48 +230,44 @@ class _Jobs:
 
     def _run(self, config: DictConfig) -> Any:
         try:
-            with recorded() as record:
-                built = self._build(config)
-                record.start(built)
-                if getattr(built, "verbose", False):
-                    logging.getLogger("moejax").setLevel(logging.DEBUG)
-                with taking_part(built) as config:
-                    record.value = self.main(config)
-            return record.value
-        except MoejaxError as error:
-            report_failure(USER_ERROR)
-            if os.getpid() != self.process:
-                raise
-            code = _fail(f"{_job_label()}{error}", USER_ERROR)
-            self.exit_code = self.exit_code or code
+            with recorded() as log:
+                built = build_job(self.schema, config)
+                if self.resumed is None or not log.done_before(built, self.resumed):
+                    log.start(built)
+                    if getattr(built, "verbose", False):
+                        logging.getLogger("moejax").setLevel(logging.DEBUG)
+                    with taking_part(built) as config:
+                        log.value = self.main(config)
+            return log.value
         except BrokenPipeError:
             self.exit_code = self.exit_code or _reader_left()
         except Exception as error:
-            report_failure(DEFECT)
-            if os.getpid() != self.process:
-                raise _JobError("".join(traceback.format_exception(error))) from error
-            sys.stderr.write(f"{_job_label()}failed with a defect:\n" if _job_label() else "")
-            traceback.print_exception(error)
-            self.exit_code = DEFECT
-        if process_count() > 1:
+            report_failure(USER_ERROR if isinstance(error, MoejaxError) else DEFECT)
+            if os.getpid() == self.process or read_environment().index:
+                self.told.add(output_dir())
+                defect = (
+                    None if isinstance(error, MoejaxError) else "".join(traceback.format_exception(error))
+                )
+                self._tell(_job_label(), str(error), defect)
+        if process_count() > 1 and os.getpid() == self.process:
             # Whether the other processes go on to a sweep's next job is not known here.
             raise SystemExit(self.exit_code)
         return None
 
-    def failed(self, label: str, error: BaseException) -> None:
-        """A job of a sweep failed in another process."""
-        if isinstance(error, MoejaxError):
+    def tell_failures(self, sweep: Sweep) -> None:
+        """Tells of the jobs that have failed in other processes."""
+        for folder, record in sweep.failures():
+            if folder.absolute() not in self.told:
+                label = f"job {folder.relative_to(sweep.folder)} ({' '.join(record.overrides)}): "
+                self._tell(label, str(record.error), record.traceback)
+
+    def _tell(self, label: str, error: str, defect: str | None) -> None:
+        if defect is None:
             code = _fail(f"{label}{error}", USER_ERROR)
             self.exit_code = self.exit_code or code
         else:
-            self.exit_code = _fail(f"{label}failed with a defect:\n{str(error).rstrip()}", DEFECT)
-
-    def _build(self, config: DictConfig) -> Any:
-        """The dataclass; `check_jobs` has built it before, except where a sweeper chose the values."""
-        try:
-            return build_job(self.schema, config)
-        except OmegaConfBaseException as error:
-            raise ConfigError(explain(error, Known()) or str(error)) from error
+            heading = f"{label}failed with a defect:\n" if label else ""
+            self.exit_code = _fail(f"{heading}{defect.rstrip()}", DEFECT)
 
 
 def _job_label() -> str:
@@ -278,7 +276,7 @@ def _job_label() -> str:
     if config.mode != RunMode.MULTIRUN:
         return ""
     name = str(config.sweep.subdir)  # of a resumed sweep the folder keeps the number
-    number = name if name.isdigit() else config.job.num
+    number = name if name.replace("+", "").isdigit() else config.job.num
     return f"job {number} ({' '.join(config.overrides.task)}): "
 
 

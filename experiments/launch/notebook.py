@@ -5,22 +5,18 @@
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from experiments.launch.app import CONFIG_DIR, Main, register_schema, schema_of
-from experiments.launch.arguments import translate
-from experiments.launch.compose import compose_job, composer, known_names, parse_flags
-from experiments.launch.errors import explain
-from moejax.core.errors import ConfigError, MoejaxError, unknown
+from experiments.launch.app import Main, schema_of
+from experiments.launch.command_line import translate
+from experiments.launch.compose import CONFIG_DIR, composer, hydra_left_alone
+from moejax.core.errors import ConfigError, unknown
 from moejax.tracking.base import TrackerConfig
 
 _OVERRIDES = "_overrides"  # attribute of a composed config; `dataclasses.replace` leaves it out
@@ -52,24 +48,12 @@ def compose(overrides: Sequence[str], experiment: str) -> Any:
     Raises:
         ConfigError: what the command line would say, in the same words.
     """
-    main = main_of(experiment)
-    schema = schema_of(main)
+    schema = schema_of(main_of(experiment))
     flags = [item for item in overrides if item.startswith("-")]
     if flags:
         raise ConfigError(f"overrides are KEY=VALUE; {flags[0]!r} is a flag of the command line")
-    args = parse_flags(translate(overrides))
-    with _hydra_left_alone():
-        register_schema(experiment, schema)
-        try:
-            with composer(CONFIG_DIR, args, experiment) as app:
-                config = compose_job(app, experiment, args, schema)
-        except MoejaxError:
-            raise
-        except Exception as error:
-            line = explain(error, known_names(CONFIG_DIR, args, experiment))
-            if line is None:
-                raise
-            raise ConfigError(line) from (error if isinstance(error, OmegaConfBaseException) else None)
+    with composer(experiment, schema) as compose_run:
+        config = compose_run.build(translate(overrides))
     object.__setattr__(config, _OVERRIDES, tuple(overrides))
     return config
 
@@ -119,21 +103,10 @@ def call_main(config: Any, experiment: str, out_dir: Path) -> None:
             "ab.variants are composed from load_config's overrides: give all there, and run its config"
             " as it is"
         )
-    with _hydra_left_alone():
+    with hydra_left_alone():
         node = OmegaConf.create({"hydra": OmegaConf.structured(HydraConf)})
         node.hydra.runtime.output_dir = str(out_dir)
         node.hydra.job.config_name = node.hydra.job.name = experiment
         node.hydra.overrides.task = list(overrides or ())
         HydraConfig.instance().set_config(node)
         main(config)
-
-
-@contextmanager
-def _hydra_left_alone() -> Iterator[None]:
-    """A notebook may use Hydra for something of its own."""
-    instances = GlobalHydra.instance(), HydraConfig.instance()
-    before = instances[0].hydra, instances[1].cfg
-    try:
-        yield
-    finally:
-        instances[0].hydra, instances[1].cfg = before

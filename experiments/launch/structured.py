@@ -12,9 +12,11 @@ import functools
 import pydoc
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from moejax.core.errors import ConfigError, MoejaxError, did_you_mean, unknown
 
@@ -51,13 +53,58 @@ def __getattr__(name: str) -> type:
 
 
 def build(cls: type[T], config: DictConfig) -> T:
-    """The dataclass `cls` that a composed config describes, its interpolations resolved.
+    """Returns the dataclass `cls` that a composed config describes, its interpolations resolved.
 
-    Raises `ConfigError` for a value that is no choice of its `Literal`, and whatever `MoejaxError` a
-    `__post_init__` raises; OmegaConf's own errors for a missing value or a broken interpolation.
+    Raises:
+        ConfigError: a value is missing or no choice of its `Literal`, or an interpolation cannot be resolved.
+        MoejaxError: whatever a `__post_init__` raises.
     """
-    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    for key in _missing(OmegaConf.to_container(config, resolve=False)):
+        raise ConfigError(f"{key!r} has no value yet: add {key}=VALUE")
+    try:
+        values = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        line = f"cannot resolve the interpolation: {str(error).strip().splitlines()[0]}"
+        raise ConfigError(f"{error.full_key or 'a value'}: {line}") from error
     return _build(cls, values, "")
+
+
+def _missing(values: Any, key: str = "") -> Iterator[str]:
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from _missing(value, f"{key}.{name}" if key else str(name))
+    elif values == MISSING:
+        yield key
+
+
+def expected(cls: type, key: str) -> str | None:
+    """Returns in words what values a dotted key of dataclass `cls` takes; None for one that is no field."""
+    arms: tuple[Any, ...] = (cls,)
+    for name in key.split("."):
+        hints = [_field_hint(arm, name) for arm in arms]
+        hint = next((hint for hint in hints if hint is not None), None)
+        if hint is None:
+            return None
+        inner, _ = _split_optional(hint)
+        arms = get_args(inner) if _is_union(inner) else (inner,)
+    return " or ".join(_in_words(arm) for arm in arms)
+
+
+def _field_hint(hint: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return get_type_hints(hint).get(name)
+    args = get_args(hint)
+    return args[1] if get_origin(hint) is dict and _holds_sections(args) else None
+
+
+def _in_words(hint: Any) -> str:
+    if dataclasses.is_dataclass(hint):
+        return f"a section with keys {', '.join(item.name for item in dataclasses.fields(hint))}"
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    containers = {list: "a list", tuple: "a list", dict: "a section"}
+    return words.get(hint) or containers.get(get_origin(hint) or hint) or "another value"
 
 
 def _is_union(hint: Any) -> bool:

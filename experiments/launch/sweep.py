@@ -3,8 +3,8 @@
     python -m experiments.latency -m seed=1,2,3          a sweep; each job leaves job.json when it has ended
     python -m experiments.latency --resume multirun/…    the jobs that did not end well, and no other
 
-`--resume` repeats the recorded command line in the same folder; arguments beside it replace recorded ones. It
-works with every launcher: Hydra's launcher is handed only the jobs that are to be done.
+`--resume` repeats the recorded command line in the same folder; arguments beside it replace recorded ones. A
+job that finds its own record finished returns the recorded value, so that every launcher and sweeper serves.
 """
 
 import argparse
@@ -13,21 +13,18 @@ import functools
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
 from hydra.types import RunMode
 
-from experiments.launch.compose import PlannedJob, PlannedSweep, assignment
-from experiments.launch.errors import one_line
-from moejax.core.errors import ConfigError
+from experiments.launch.compose import PlannedSweep, assignment
+from experiments.launch.validate import one_line
+from moejax.core.errors import ConfigError, MoejaxError
 from moejax.results.result import RESULT_FILE
 from moejax.results.sweep import (
     JobRecord,
@@ -46,7 +43,6 @@ from moejax.results.sweep import (
 from moejax.sharding.distributed import read_environment
 from moejax.tracking.provenance import git_state
 
-Failed = Callable[[str, BaseException], None]
 _MOST_CHANGES = 3
 _MULTIRUN = ("-m", "--multirun")
 
@@ -54,8 +50,8 @@ _MULTIRUN = ("-m", "--multirun")
 def expand_resume(
     argv: Sequence[str], experiment: str, schema: type, *, alone: bool = True
 ) -> tuple[list[str], Path | None]:
-    """The command line with `--resume DIR` replaced by what the sweep in DIR was started with, and DIR.
-    Unless `alone`, the sweep may be running: in process 0 of this very run.
+    """Returns the command line with `--resume DIR` replaced by what the sweep in DIR was started with, and
+    DIR. Unless `alone`, the sweep may be running: in process 0 of this very run.
 
     Raises:
         ConfigError: DIR holds no sweep, or another experiment's.
@@ -63,30 +59,30 @@ def expand_resume(
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--resume", metavar="DIR")
     try:
-        found, given = parser.parse_known_args(list(argv))
+        known, given = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         raise ConfigError("--resume needs the folder of a sweep: --resume DIR") from error
     # Hydra's parser takes -m before or after all overrides, not between them.
     given.sort(key=lambda text: text not in _MULTIRUN)
-    if found.resume is None:
-        own = {item.name for item in dataclasses.fields(schema)}
+    if known.resume is None:
+        keys = {item.name for item in dataclasses.fields(schema)}
         for text in given:
-            if text.startswith("resume=") and "resume" not in own:
+            if text.startswith("resume=") and "resume" not in keys:
                 raise ConfigError(f"a sweep is resumed with --resume {text.removeprefix('resume=') or 'DIR'}")
         return given, None
-    folder = Path(found.resume)
+    folder = Path(known.resume)
     record = read_sweep(folder)
     if record.experiment != experiment:
         raise ConfigError(
-            f"{found.resume!r} is a sweep of another experiment: "
-            f"python -m experiments.{record.experiment} --resume {found.resume}"
+            f"{known.resume!r} is a sweep of another experiment: "
+            f"python -m experiments.{record.experiment} --resume {known.resume}"
         )
     if alone and record.alive:
-        raise ConfigError(f"the sweep in {found.resume!r} is still running ({record.process})")
+        raise ConfigError(f"the sweep in {known.resume!r} is still running ({record.process})")
     replaced = {_key(text) for text in given}
     kept = [text for text in record.argv if _key(text) not in replaced or text.startswith("-")]
     flags = [] if set(_MULTIRUN) & {*kept, *given} else ["-m"]
-    expanded = [*flags, *kept, *given, assignment("hydra.sweep.dir", found.resume)]
+    expanded = [*flags, *kept, *given, assignment("hydra.sweep.dir", known.resume)]
     return sorted(expanded, key=lambda text: text not in _MULTIRUN), folder
 
 
@@ -94,112 +90,86 @@ def _key(argument: str) -> str:
     return argument.split("=")[0].lstrip("+~")
 
 
-@contextmanager
-def sweeping(
-    plan: PlannedSweep | None,
-    experiment: str,
-    argv: Sequence[str],
-    *,
-    resumed: Path | None,
-    speaks: bool,
-    failed: Failed,
-) -> Iterator["Sweep | None"]:
-    """Around Hydra's run. Without a plan (a single run) there is nothing to do.
+def check_resumed(resumed: Path) -> Callable[[int, Sequence[str], Path, Any], None]:
+    """Returns a check of a resumed sweep's jobs before any runs, for `plan_run`."""
 
-    Args:
-        argv: the command line as it is to be recorded.
-        resumed: the folder whose finished jobs are left alone.
-        speaks: this process writes the sweep's record and tells the user; of several processes one does.
-        failed: told (label, exception) of a job that failed in another process.
+    def check(number: int, overrides: Sequence[str], folder: Path, config: Any) -> None:
+        subdir = HydraConfig.get().sweep.subdir
+        record = _finished(resumed / subdir)
+        if record is not None:
+            _check_same(f"job {number} ({' '.join(overrides)}) ", record, *job_key(config, folder))
 
-    Raises:
-        ConfigError: a finished job of the resumed sweep had another configuration, or the folder of a new one
-            holds a sweep.
-        OutputError: the record cannot be written.
-    """
-    if plan is None:
-        yield None
+    return check
+
+
+def _finished(folder: Path) -> JobRecord | None:
+    record = read_job(folder)
+    return record if is_finished(folder, record) else None
+
+
+def _check_same(job: str, record: JobRecord, key: str, config: dict[str, Any]) -> None:
+    """Raises `ConfigError` where a finished job had another configuration."""
+    if key == record.key:
         return
-    sweep = Sweep(plan, experiment, list(argv), resumed, speaks, failed)
-    sweep.start()
-    make = Plugins.instantiate_launcher
-
-    def wrapped(self: Plugins, *args: Any, **kwargs: Any) -> Launcher:
-        return _Pending(make(self, *args, **kwargs), sweep)
-
-    # On the class: launchers that start processes pickle the instance.
-    Plugins.instantiate_launcher = wrapped  # type: ignore[method-assign]
-    complete = False
-    try:
-        yield sweep
-        complete = True
-    finally:
-        Plugins.instantiate_launcher = make  # type: ignore[method-assign]
-        sweep.end(complete)
+    # Other code may have brought or dropped keys; those say nothing.
+    changes = list(changed_keys(record.config, config, common=record.git != _code_here()))
+    if changes:
+        more = f" and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
+        raise ConfigError(
+            f"{job}is done with another configuration: {', '.join(changes[:_MOST_CHANGES])}{more};"
+            " resume with the same arguments, or start anew"
+        )
 
 
 class Sweep:
-    """What is done of a sweep and what is not. `finished` is, at the end, how many of its jobs ended well."""
+    """A sweep's record and its messages; of several processes only one, which `speaks`, writes and tells.
+
+    Attributes:
+        finished: at the end, how many of its jobs ended well.
+    """
 
     def __init__(
-        self,
-        plan: PlannedSweep,
-        experiment: str,
-        argv: list[str],
-        resumed: Path | None,
-        speaks: bool,
-        failed: Failed,
+        self, plan: PlannedSweep, experiment: str, argv: Sequence[str], resumed: Path | None, *, speaks: bool
     ) -> None:
-        self.plan, self.experiment, self.failed, self.speaks = plan, experiment, failed, speaks
-        self.resumed = resumed is not None
-        # Of several processes only one writes into the sweep's folder; all read what is finished from there.
+        self.plan, self.experiment, self.resumed, self.speaks = plan, experiment, resumed, speaks
         self.folder = resumed if resumed is not None else Path(plan.root)
         kept = [text for text in argv if _key(text) != "hydra.sweep.dir"]
-        self.record = SweepRecord(experiment, kept, expected=plan.total or plan.n_trials)
-        self.done: dict[int, JobRecord] = {}
-        self.offset = self.finished = 0
+        self.record = SweepRecord(experiment, kept, expected=plan.expected)
+        self.before: dict[Path, JobRecord] = {}
+        self.finished = 0
 
-    def start(self) -> None:
-        """Finds out what is done, and says how to go on after a kill."""
-        notes = self._look_back() if self.resumed else self._look_around()
-        if not self.speaks:
-            return
-        (write_sweep if self.resumed else claim_sweep)(self.folder, self.record)
-        count = "" if self.record.expected is None else f" of {self.record.expected} jobs"
-        done = f", {len(self.done) or self._told()} of them done" if self.resumed else ""
-        self._say(f"sweep{count}{done}; if it is stopped, go on with: {self._command()}", *notes)
+    def start(self) -> list[str]:
+        """Writes the record, says how to go on after a kill, and returns Hydra's overrides for the sweep.
 
-    def overrides(self) -> list[str]:
-        """Hydra's: the folder, since Hydra would name it after another second; and of a study that goes on
-        only the trials that are left."""
-        found = [assignment("hydra.sweep.dir", self.plan.root)]
-        if not self.plan.basic and self.resumed and self.plan.n_trials is not None:
-            found.append(f"hydra.sweeper.n_trials={max(0, self.plan.n_trials - self._told())}")
-        return found
+        Raises:
+            ConfigError: the folder of a new sweep holds a sweep.
+            OutputError: the record cannot be written.
+        """
+        self.before = self._records()
+        done = [record for folder, record in self.before.items() if is_finished(folder, record)]
+        told = sum(record.state != "running" for record in self.before.values())
+        notes = self._other_code(done) if self.resumed is not None else self._unfinished_before()
+        if self.speaks:
+            (claim_sweep if self.resumed is None else write_sweep)(self.folder, self.record)
+            count = "" if self.record.expected is None else f" of {self.record.expected} jobs"
+            count += f", {len(done) if self.plan.basic else told} of them done" if self.resumed else ""
+            _say(f"sweep{count}; if it is stopped, go on with: {self._command()}", *notes)
+        overrides = [assignment("hydra.sweep.dir", self.plan.root)]
+        if self.resumed is not None and not self.plan.basic:
+            # A study goes on with the trials that are left, in folders of their own.
+            if self.plan.expected is not None:
+                overrides.append(f"hydra.sweeper.n_trials={max(0, self.plan.expected - told)}")
+            if self.plan.numbered:
+                overrides.append(f"hydra.sweep.subdir='{len(self.before)}+${{hydra.job.num}}'")
+        return overrides
 
-    def _told(self) -> int:
-        """Of a search: the trials whose outcome the study knows."""
-        if self.plan.basic:
-            return 0
-        return sum(record is not None and record.state != "running" for record in self._records())
+    def _records(self) -> dict[Path, JobRecord]:
+        records = {folder: read_job(folder) for folder in job_folders(self.folder)}
+        return {folder: record for folder, record in records.items() if record is not None}
 
-    def _records(self) -> list[JobRecord | None]:
-        return [read_job(folder) for folder in job_folders(self.folder)]
-
-    def _look_back(self) -> list[str]:
-        """Of a resumed sweep: the jobs that are done, and lines about their code."""
-        if not self.plan.basic:
-            numbers = [int(path.name) for path in job_folders(self.folder) if path.name.isdigit()]
-            self.offset = max(numbers, default=-1) + 1
-        for job in self.plan.jobs:
-            folder = self.folder / job.folder.relative_to(self.plan.folder)
-            record = read_job(folder)
-            if record is not None and is_finished(folder, record):
-                self._check_same(job, folder, record)
-                self.done[job.number] = record
+    def _other_code(self, done: Sequence[JobRecord]) -> list[str]:
         now = _code_here()
-        before = [record for record in self._records() if record is not None and record.state == "finished"]
-        others = [r for r in before if r.git and _code(r.git) != _code(now)]
+        others = [record for record in done if record.git and _code(record.git) != _code(now)]
         if not others:
             return []
         names = ", ".join(dict.fromkeys(_code_name(record.git) for record in others))
@@ -208,23 +178,8 @@ class Sweep:
             f"({_code_name(now)}); sweep.json says which"
         ]
 
-    def _check_same(self, job: PlannedJob, folder: Path, record: JobRecord) -> None:
-        key, config = job_key(job.config, job.folder)  # as the configuration names it
-        if key == record.key:
-            return
-        # Other code may have brought or dropped keys; those say nothing.
-        common = record.git != _code_here()
-        changes = list(changed_keys(record.config, config, common=common))
-        if not changes:
-            return
-        more = f" and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
-        raise ConfigError(
-            f"job {job.number} ({' '.join(job.overrides)}) is done with another configuration: "
-            f"{', '.join(changes[:_MOST_CHANGES])}{more}; resume with the same arguments, or start anew"
-        )
-
-    def _look_around(self) -> list[str]:
-        """Of a new sweep: a line about one of the same command that was killed."""
+    def _unfinished_before(self) -> list[str]:
+        """Looks for a killed sweep of the same command beside a new one's folder."""
         for folder in sorted(self.folder.parent.glob("*/"), reverse=True) if self.speaks else ():
             try:
                 other = read_sweep(folder)
@@ -232,15 +187,20 @@ class Sweep:
                 continue
             same = (other.experiment, other.argv) == (self.experiment, self.record.argv)
             if same and other.state != "complete" and not other.alive:
-                ended = [record for record in map(read_job, job_folders(folder)) if record is not None]
-                done = sum(record.state == "finished" for record in ended)
+                done = sum(_finished(path) is not None for path in job_folders(folder))
                 return [
                     f"an earlier sweep of this command is unfinished ({done} done): {self._command(folder)}"
                 ]
         return []
 
+    def failures(self) -> Iterator[tuple[Path, JobRecord]]:
+        """Yields the folders and records of jobs that have failed since the start."""
+        for folder, record in self._records().items():
+            if self.speaks and record.state == "failed" and record != self.before.get(folder):
+                yield folder, record
+
     def end(self, complete: bool) -> None:
-        """Rows, table, plots, and how to go on where something is left."""
+        """Writes rows, table and plots, and says how to go on where something is left."""
         if not self.speaks or not self.folder.is_dir():
             return
         rows = job_rows(self.folder)
@@ -257,7 +217,7 @@ class Sweep:
         failures = sum(row["state"] == "failed" for row in rows)
         line = f"sweep: {self.finished} of {expected} jobs finished"
         line += f", {failures} failed" if failures else ""
-        self._say(line if state == "complete" else f"{line}; go on with: {self._command()}")
+        _say(line if state == "complete" else f"{line}; go on with: {self._command()}")
 
     def _command(self, folder: Path | None = None) -> str:
         path = (folder or self.folder).absolute()
@@ -265,11 +225,11 @@ class Sweep:
         shown = path.relative_to(here) if path.is_relative_to(here) else path
         return f"python -m experiments.{self.experiment} --resume {shlex.quote(str(shown))}"
 
-    def _say(self, *lines: str) -> None:
-        sys.stdout.flush()
-        for line in lines:
-            sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+
+def _say(*lines: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stderr.flush()
 
 
 class JobLog:
@@ -279,28 +239,51 @@ class JobLog:
         hydra = HydraConfig.get()
         self.value: Any = None
         self.began = time.monotonic()
-        writes = hydra.mode == RunMode.MULTIRUN and read_environment().index == 0
-        self.folder = Path(hydra.runtime.output_dir) if writes else None
+        self.folder = Path(hydra.runtime.output_dir)
+        self.writes = hydra.mode == RunMode.MULTIRUN and read_environment().index == 0
         self.record = JobRecord("", {}, list(hydra.overrides.task))
 
+    def done_before(self, config: Any, resumed: Path) -> bool:
+        """Whether an earlier attempt, in the sweep's folder `resumed`, has done this job: its record stays,
+        and its value is this one's.
+
+        Raises:
+            ConfigError: it was done with another configuration.
+        """
+        record = _finished(resumed / HydraConfig.get().sweep.subdir)
+        if record is None:
+            return False
+        self.writes = False
+        _check_same("it ", record, *job_key(config, self.folder))
+        self.value = record.value
+        return True
+
     def start(self, config: Any) -> None:
-        """What an earlier attempt left as a result is no longer one."""
-        if self.folder is not None:
+        """Writes the record of a running job. What an earlier attempt left as a result is no longer one."""
+        if self.writes:
             key, plain = job_key(config, self.folder)
             self.record = dataclasses.replace(self.record, key=key, config=plain, git=_code_here())
             (self.folder / RESULT_FILE).unlink(missing_ok=True)
             write_job(self.folder, self.record)
 
-    def end(self, state: str, error: str | None = None) -> None:
-        if self.folder is not None:
+    def end(self, state: str, error: Exception | None = None) -> None:
+        if self.writes:
             number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
-            fields: dict[str, Any] = {
-                "has_result": (self.folder / RESULT_FILE).is_file(),
-                "value": float(self.value) if number else None,
-                "error": error,
-                "seconds": time.monotonic() - self.began,
-            }
-            write_job(self.folder, self.record.ended(state, **fields))
+            record = dataclasses.replace(
+                self.record,
+                state=state,
+                has_result=(self.folder / RESULT_FILE).is_file(),
+                value=float(self.value) if number else None,
+                error=None if error is None else one_line(error) or type(error).__name__,
+                traceback=defect_of(error),
+                seconds=time.monotonic() - self.began,
+            )
+            write_job(self.folder, record)
+
+
+def defect_of(error: Exception | None) -> str | None:
+    """Returns the traceback of an exception that is a defect; None for a mistake of the user's."""
+    return None if isinstance(error, MoejaxError | None) else "".join(traceback.format_exception(error))
 
 
 @contextmanager
@@ -310,64 +293,9 @@ def recorded() -> Iterator[JobLog]:
     try:
         yield log
     except Exception as error:
-        log.end("failed", one_line(error) or type(error).__name__)
+        log.end("failed", error)
         raise
     log.end("finished")
-
-
-class _Pending(Launcher):
-    """Hydra's launcher, handed only the jobs that are to be done; each keeps its folder."""
-
-    def __init__(self, inner: Launcher, sweep: Sweep) -> None:
-        self.inner, self.sweep = inner, sweep
-
-    def setup(self, **kwargs: Any) -> None:
-        self.inner.setup(**kwargs)
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        first, done = initial_job_idx + self.sweep.offset, self.sweep.done
-        numbers = range(first, first + len(job_overrides))
-        jobs = dict(zip(numbers, job_overrides, strict=True))
-        returns = {number: _finished(jobs[number], done[number]) for number in numbers if number in done}
-        pending = [number for number in numbers if number not in done]
-        for group in self._groups(pending):
-            overrides = [self._in_its_folder(jobs[number], number, group) for number in group]
-            for number, result in zip(group, self.inner.launch(overrides, group[0]), strict=True):
-                returns[number] = self._told(result, number, jobs[number])
-        return [returns[number] for number in numbers]
-
-    def _groups(self, numbers: list[int]) -> list[list[int]]:
-        """What is launched together: all, or in this process, one after the other, unbroken sequences."""
-        if not isinstance(self.inner, BasicLauncher):
-            return [numbers] if numbers else []
-        groups: list[list[int]] = []
-        for number in numbers:
-            if groups and groups[-1][-1] == number - 1:
-                groups[-1].append(number)
-            else:
-                groups.append([number])
-        return groups
-
-    def _in_its_folder(self, overrides: Sequence[str], number: int, group: list[int]) -> list[str]:
-        """The launcher numbers jobs without gaps, and Hydra's subfolder is the number."""
-        if group == list(range(group[0], group[0] + len(group))):
-            return list(overrides)
-        folders = {job.number: job.folder for job in self.sweep.plan.jobs}
-        name = str(folders[number].relative_to(self.sweep.plan.folder))
-        return [*overrides, assignment("hydra.sweep.subdir", name)]
-
-    def _told(self, result: JobReturn, number: int, overrides: Sequence[str]) -> JobReturn:
-        """A failure in another process as a job's failure here: the others' results still count."""
-        if result.status == JobStatus.FAILED:
-            self.sweep.failed(f"job {number} ({' '.join(overrides)}): ", result._return_value)
-            result.status, result._return_value = JobStatus.COMPLETED, None
-        return result
-
-
-def _finished(overrides: Sequence[str], record: JobRecord) -> JobReturn:
-    result = JobReturn(overrides=list(overrides))
-    result.status, result._return_value = JobStatus.COMPLETED, record.value
-    return result
 
 
 @functools.cache

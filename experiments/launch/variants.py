@@ -9,8 +9,9 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from experiments.launch.errors import one_line
+from experiments.launch.compose import composer
 from experiments.launch.schema import LatencyConfig, ThroughputConfig
+from experiments.launch.validate import one_line
 from moejax.core.errors import ConfigError, MoejaxError
 
 Config = LatencyConfig | ThroughputConfig
@@ -20,7 +21,7 @@ _SHARED = ("workload", "ab", "tracker", "telemetry", "hardware", "seed", "object
 
 
 def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """name → configuration of every variant of `config`, the baseline first; empty without variants.
+    """Returns name → configuration of every variant of `config`, the baseline first; empty without variants.
 
     Args:
         overrides: the command line that gave `config`.
@@ -29,40 +30,27 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
         ConfigError: an override that the command line would refuse, in its words; one of something that all
             variants share; or a variant that is the same as another.
     """
-    from experiments.launch.notebook import compose
-
     section = getattr(config, "ab", None)
+    variants: dict[str, Any] = {}
     if section is None or not section.variants:
-        return {}
-    found: dict[str, Any] = {}
-    for name, own in section.all_variants.items():
-        keys = {_key(item) for item in own}
-        kept = [item for item in overrides if _key(item) not in keys]
-        try:
-            found[name] = compose([*kept, *own], experiment)
-        except MoejaxError as error:
-            raise ConfigError(f"ab.variants.{name}: {one_line(error)}") from error
-        _check(name, config, found[name])
-    names = list(found)
-    for index, name in enumerate(names):
-        same = [other for other in names[:index] if found[other] == found[name]]
-        if same:
-            raise ConfigError(
-                f"ab.variants.{name} is the same configuration as {same[0]}; a control of the baseline is"
-                " measured anyway"
-            )
-    return found
-
-
-def check_variants(schema: type, experiment: str, overrides: Sequence[str]) -> None:
-    """Composes the variants that a command line asks for, to find a mistake before there is a folder.
-
-    Raises what `compose_variants` does; does nothing for experiments without variants.
-    """
-    from experiments.launch.notebook import compose
-
-    if schema in (LatencyConfig, ThroughputConfig):
-        compose_variants(compose(overrides, experiment), experiment, overrides)
+        return variants
+    with composer(experiment, type(config)) as compose:
+        for name, changes in section.all_variants.items():
+            keys = {_key(item) for item in changes}
+            kept = [item for item in overrides if _key(item) not in keys]
+            try:
+                variant = compose.build([*kept, *changes])
+            except MoejaxError as error:
+                raise ConfigError(f"ab.variants.{name}: {one_line(error)}") from error
+            _check(name, config, variant)
+            same = [other for other, theirs in variants.items() if theirs == variant]
+            if same:
+                raise ConfigError(
+                    f"ab.variants.{name} is the same configuration as {same[0]}; a control of the baseline is"
+                    " measured anyway"
+                )
+            variants[name] = variant
+    return variants
 
 
 def _key(override: str) -> str:

@@ -45,6 +45,7 @@ class JobRecord:
         has_result: it wrote a result.json.
         value: what the experiment returned, a sweep's objective.
         error: one line if it failed.
+        traceback: of an error that is a defect and no mistake of the user's.
         seconds: how long it took.
     """
 
@@ -56,10 +57,8 @@ class JobRecord:
     has_result: bool = False
     value: float | None = None
     error: str | None = None
+    traceback: str | None = None
     seconds: float | None = None
-
-    def ended(self, state: str, **fields: Any) -> "JobRecord":
-        return dataclasses.replace(self, state=state, **fields)
 
 
 def job_key(config: Any, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -222,9 +221,10 @@ def read_sweep(folder: str | os.PathLike[str]) -> SweepRecord:
 def job_folders(folder: Path) -> list[Path]:
     """Folders below a sweep's that hold a job, in the order of their numbers."""
 
-    def order(path: Path) -> tuple[float, str]:
+    def order(path: Path) -> tuple[list[int], str]:
         name = str(path.relative_to(folder))
-        return (float(name), "") if name.isdigit() else (math.inf, name)
+        numbers = name.split("+")  # a search that goes on: FIRST+NUMBER
+        return ([int(text) for text in numbers] if all(map(str.isdigit, numbers)) else [2**63], name)
 
     return sorted((path.parent for path in folder.glob(f"**/{JOB_FILE}")), key=order)
 

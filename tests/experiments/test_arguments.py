@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from experiments import compare as compare_experiment
 from experiments import latency as latency_experiment
 from experiments.launch.app import launch
-from experiments.launch.arguments import items, translate
+from experiments.launch.command_line import items, translate
 from moejax.core.errors import ConfigError
 from tests.results.simulated import latency_run
 

@@ -79,7 +79,10 @@ def test_a_sweeper_wants_a_sweep(
         (["objective=request_godput"], "did you mean 'request_goodput'"),
         (["objective=request_goodput"], "none is set: add workload.slo.ttft_ms"),
         (["experiment=optuna_goodput", "objective=p99_ttft"], "did you mean 'p99_ttft_ms'"),
-        (["experiment=optuna_goodput", "hydra.sweeper.n_trials=few"], "n_trials must be an integer"),
+        (
+            ["experiment=optuna_goodput", "hydra.sweeper.n_trials=few"],
+            "hydra.sweeper.n_trials: Value 'few' of type 'str'",
+        ),
     ):
         assert launch(main, "throughput", argv) == 2
         err = capsys.readouterr().err

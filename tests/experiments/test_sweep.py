@@ -320,7 +320,7 @@ def test_the_key_is_of_what_is_measured() -> None:
 
 
 def test_a_preset_of_another_experiment_is_named() -> None:
-    text = "experiment=throughput_ramp sets the group 'workload', which this experiment does not have"
+    text = "In 'experiment/throughput_ramp': Could not override 'workload'.*begins with the command"
     with pytest.raises(ConfigError, match=text):
         compose(["experiment=throughput_ramp"], "stress")
 

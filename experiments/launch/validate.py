@@ -1,0 +1,225 @@
+"""Says which of a command line's overrides, or which config file, Hydra could not compose, and what would do.
+
+Hydra has the last word on what it accepts: this is asked only once it has refused. It takes the overrides one
+by one against the groups and the schema; what it finds no fault with is shown as Hydra's first line.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from experiments.launch.structured import expected
+from moejax.core.errors import ConfigError, did_you_mean, unknown
+
+FAULTS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, AssertionError)
+"""Exceptions by which Hydra refuses a command line or a config file."""
+
+_MOST_NAMES = 16  # with a near name at hand, longer lists only bury it
+_PLUGINS = ("joblib", "submitit", "submitit_local", "optuna")
+
+
+def one_line(text: object) -> str:
+    """Returns `text` on one line; blank runs become one space."""
+    return " ".join(str(text).split())
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, or its name where it has none."""
+    if isinstance(error, yaml.YAMLError):
+        return f"a config file is not valid YAML: {one_line(error)}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot read {error.filename}: {error.strerror}"
+    text = str(error).strip() or str(error.__cause__ or type(error).__name__)
+    return one_line(text.splitlines()[0])
+
+
+def parse_override(text: str) -> Override:
+    """Parses one KEY=VALUE argument.
+
+    Raises:
+        ConfigError: Hydra's grammar has no such argument.
+    """
+    loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
+    try:
+        return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
+    except HydraException as error:
+        key, equals, value = text.partition("=")
+        if not equals:
+            line = f"cannot read argument {text!r}: write KEY=VALUE, such as seed=1; flags: see --help"
+        elif key.strip("~+").replace(".", "").replace("_", "").isalnum():
+            line = (
+                f"cannot read the value in {text!r}; lists are [1,2], and a value with special characters"
+                f" needs quotes inside the shell's: '{key}=\"{value.strip(chr(34) + chr(39))}\"'"
+            )
+        else:
+            line = f"cannot read argument {text!r}: {first_line(error.__cause__ or error)}"
+        raise ConfigError(line) from error
+
+
+def check_overrides(config_name: str, schema: type, overrides: Sequence[str]) -> None:
+    """Finds the fault for which Hydra does not compose `config_name` with `overrides`.
+
+    Runs within an initialised Hydra that knows `schema`; does nothing where it finds no fault.
+
+    Raises:
+        ConfigError: one line about the first override, or the file, that is wrong.
+    """
+    parsed = [parse_override(text) for text in overrides]
+    search = [str(item.input_line) for item in parsed if item.key_or_group == "hydra.searchpath"]
+    _Checks(config_name, schema, search).run(parsed)
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """Checks against what Hydra finds with the overrides `search` of its search path."""
+
+    config_name: str
+    schema: type
+    search: list[str]
+
+    def run(self, overrides: Sequence[Override]) -> None:
+        groups = [item for item in overrides if self.options(item.key_or_group)]
+        for item in groups:
+            self.check_options(item)
+        try:
+            config = self.compose(groups)
+        except FAULTS as error:
+            self.check_choices(groups)
+            raise ConfigError(self.file_fault(error, groups)) from error
+        for item in overrides:
+            if item not in groups:
+                self.apply(config, item)
+
+    def compose(self, groups: Sequence[Override] = ()) -> DictConfig:
+        texts = [*self.search, *(str(item.input_line) for item in groups)]
+        return hydra.compose(self.config_name, texts, return_hydra_config=True)
+
+    def options(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+        loader = GlobalHydra.instance().config_loader()
+        return sorted(loader.get_group_options(group, kind, overrides=self.search))
+
+    def group_names(self, parent: str = "") -> Iterator[str]:
+        """Yields every group that has options, groups within groups included."""
+        for name in self.options(parent, ObjectType.GROUP):
+            group = f"{parent}/{name}" if parent else name
+            if self.options(group):
+                yield group
+            yield from self.group_names(group)
+
+    def check_options(self, item: Override) -> None:
+        group, value = item.key_or_group, item.value()
+        for option in value if isinstance(value, list) else [value]:
+            if option is None or option in self.options(group):
+                continue
+            line = f"{group}={option}: {unknown('option', str(option), self.options(group))}"
+            if group.startswith("hydra/") and option in _PLUGINS:
+                line += "; this plugin comes with: pip install 'moejax[sweep]'"
+            raise ConfigError(line)
+
+    def check_choices(self, groups: Sequence[Override]) -> None:
+        """Checks that the experiment has the groups that are chosen from, and each once."""
+        try:
+            choices = self.compose().hydra.runtime.choices
+        except FAULTS:
+            return
+        for item in groups:
+            group = item.get_key_element().lstrip("+~")
+            if item.is_add() and group in choices:
+                raise ConfigError(
+                    f"{group!r} is chosen twice; leave out the '+' to replace the default: {group}=NAME"
+                )
+            if not item.is_add() and group not in choices:
+                names = ", ".join(sorted(name for name in choices if not name.startswith("hydra/")))
+                raise ConfigError(f"this experiment has no {group!r} group (its groups: {names})")
+
+    def file_fault(self, error: BaseException, groups: Sequence[Override]) -> str:
+        """Returns the line for config files that do not fit each other, with the file that Hydra names."""
+        if isinstance(error, MissingConfigException) and error.missing_cfg_file == self.config_name:
+            names = [name for name in self.options("") if not name.startswith("_")]
+            return unknown("config", self.config_name, names)
+        line, cause = first_line(error), error.__cause__ or error.__context__
+        if isinstance(cause, OmegaConfBaseException):
+            fault = first_line(cause)
+            if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and cause.full_key:
+                fault = self.unknown_key(cause.full_key, _flat_keys(self.compose()))
+            line = f"{line.split(':')[0]}: {fault}"
+        for item in groups:
+            if item.key_or_group == "experiment":
+                line += f"; the file of {item.input_line} begins with the command that it is for"
+        return line
+
+    def apply(self, config: DictConfig, item: Override) -> None:
+        """Sets one key of a composed config as Hydra will.
+
+        Raises:
+            ConfigError: there is no such key, or it takes no such value.
+        """
+        key, value = item.key_or_group, item.value()
+        adds = item.is_add() or item.is_force_add()
+        if "/" in key or item.package is not None:
+            groups = list(self.group_names())
+            ours = ", ".join(name for name in groups if not name.startswith("hydra/"))
+            raise ConfigError(f"unknown config group {key!r}{did_you_mean(key, groups)} (known: {ours})")
+        keys = _flat_keys(config)
+        if item.is_add() and key in keys and not isinstance(value, (dict, list)):
+            raise ConfigError(f"'+{key}': the key exists already; leave out the '+'")
+        if not adds and key not in keys:
+            raise ConfigError(self.unknown_key(key, keys))
+        if item.is_delete():
+            return
+        try:
+            OmegaConf.update(config, key, value, merge=True, force_add=adds)
+        except FAULTS as error:
+            raise ConfigError(_misfit(key, value, expected(self.schema, key), error)) from error
+
+    def unknown_key(self, key: str, keys: Sequence[str]) -> str:
+        """Returns the line for a key that does not exist, with the nearest one and its section's keys."""
+        section, _, leaf = key.rpartition(".")
+        prefix = f"{section}." if section else ""
+        below = [name.removeprefix(prefix) for name in keys if name.startswith(prefix)]
+        names = {name.split(".")[0] for name in below} - {"hydra"}
+        if section in keys and not names:
+            return f"unknown key {key!r}: {section!r} is a value without keys"
+        same_leaf = [name for name in keys if name.rpartition(".")[2] == leaf]
+        if not section:
+            names |= {name for name in self.group_names() if "/" not in name}
+        hint = did_you_mean(key, [prefix + name for name in names])
+        if same_leaf:
+            # The shallowest: a section's own key rather than one of a section within it.
+            hint = f"; did you mean {min(same_leaf, key=lambda name: (name.count('.'), name))!r}?"
+        elif not hint:
+            hint = did_you_mean(key, keys)
+        where = f"keys of {section!r}" if section else "known"
+        if hint and len(names) > _MOST_NAMES:
+            names = set()
+        return f"unknown key {key!r}{hint}" + (f" ({where}: {', '.join(sorted(names))})" if names else "")
+
+
+def _misfit(key: str, value: Any, words: str | None, error: BaseException) -> str:
+    """Returns the line for a value of the wrong type; `words` say what the key takes, if that is known."""
+    if words is None:
+        return f"{key}: {first_line(error)}"
+    if words == "a list" and value is not None:
+        return f"{key} must be a list: {key}=[{value}]"
+    return f"{key} must be {words}, got {'null' if value is None else repr(value)}"
+
+
+def _flat_keys(config: DictConfig) -> list[str]:
+    """Returns every dotted key, sections included."""
+
+    def walk(node: Any, prefix: str) -> Iterator[str]:
+        for name, value in node.items() if isinstance(node, dict) else ():
+            yield f"{prefix}{name}"
+            yield from walk(value, f"{prefix}{name}.")
+
+    return list(walk(OmegaConf.to_container(config, resolve=False), ""))
