@@ -1,12 +1,9 @@
-"""Checkpoints by Orbax, pytrees with JSON beside each: of a training run, or one tree on its own. The only
-module that imports Orbax.
+"""Checkpoints of a training run by Orbax, a pytree with JSON beside each. The only module that imports Orbax.
 
 Orbax writes a checkpoint under a temporary name and renames it when it is complete, so a killed run leaves
 whole checkpoints only. What is in the pytree is the caller's business.
 """
 
-import logging
-import math
 import os
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +14,6 @@ from orbax.checkpoint import v1
 
 from moejax.core.errors import CheckpointError, ConfigError, OutputError
 from moejax.core.files import ensure_writable
-
-logger = logging.getLogger(__name__)
-
-CHUNK_BYTES = 2**25
-"""Largest piece that an array is stored in. Orbax would store whole shards, and who restores any part of one
-reads all of it: a model saved by one device would be read in full by each of many processes."""
-
-IN_FLIGHT_BYTES = 2**33
-"""Host memory of one process for what is on its way between disk and devices, unless one array needs more."""
 
 
 class Checkpoints:
@@ -130,76 +118,6 @@ class Checkpoints:
             f"{self.directory / str(step)}: not a readable checkpoint ({_first_line(error)});"
             " delete that folder to go on from the one before it, or start afresh with resume=false"
         )
-
-
-def save_tree(
-    tree: Any, directory: str | os.PathLike[str], metadata: dict[str, Any], *, overwrite: bool
-) -> None:
-    """Writes one pytree of arrays, each process its shards. All processes must call it.
-
-    Raises:
-        OutputError: it cannot be written, or is there already and `overwrite` is not set.
-    """
-    path = Path(directory).resolve()
-    if path.exists() and not overwrite:
-        raise OutputError(f"{path}: there already; choose another folder, or overwrite=True")
-    context = _context(tree)
-    context.array.saving.scoped_storage_options_creator = _chunks
-    try:
-        with context:
-            v1.save(path, tree, custom_metadata=metadata, overwrite=overwrite)
-    except (OSError, ValueError) as error:  # TensorStore's own are ValueErrors
-        raise OutputError(f"{path}: cannot write the checkpoint ({_first_line(error)})") from error
-
-
-def describe_tree(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
-    """The pytree that `save_tree` wrote, with a shape and a dtype for each array, and its JSON.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    path = Path(directory).resolve()
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: not found")
-    try:
-        found = v1.metadata(path)
-        tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found.metadata)
-        return tree, dict(found.custom_metadata or {})
-    except Exception as error:
-        raise CheckpointError(f"{path}: not a readable checkpoint ({_first_line(error)})") from error
-
-
-def load_tree(directory: str | os.PathLike[str], like: Any) -> Any:
-    """The arrays of `save_tree`, each where and in the dtype that its `jax.ShapeDtypeStruct` in `like` says.
-
-    Each process reads the chunks that its devices need. All processes must call it.
-
-    Raises:
-        CheckpointError: it is damaged or holds another tree.
-    """
-    path = Path(directory).resolve()
-    try:
-        with _context(like):
-            return v1.load(path, like)
-    except Exception as error:
-        raise CheckpointError(f"{path}: not a readable checkpoint ({_first_line(error)})") from error
-
-
-def _chunks(path: Any, leaf: Any) -> Any:
-    """Stacks are cut into their matrices, since it is the experts that other meshes deal out otherwise."""
-    del path
-    options = v1.options.ArrayOptions.Saving.StorageOptions
-    return options(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if leaf.ndim > 2 else None)
-
-
-def _context(tree: Any) -> v1.Context:
-    sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
-    limit = max(IN_FLIGHT_BYTES, 2 * max(sizes, default=0) + 1)
-    context = v1.Context()
-    context.memory.read_concurrent_bytes = limit
-    context.memory.write_concurrent_bytes = limit
-    context.memory.transfer_concurrent_bytes = limit
-    return context
 
 
 def _first_line(error: Exception) -> str:

@@ -1,14 +1,12 @@
-"""Quantized weights on meshes: loaded by parts, gathered and saved, kept by Orbax."""
+"""Quantized weights on meshes: loaded by parts, gathered and saved."""
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from moejax.checkpoint.hf import load_config, load_pretrained, save_pretrained
-from moejax.checkpoint.sharded import restore_sharded, save_sharded
+from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.checkpoint.tensors import TensorFiles
-from moejax.core.errors import CheckpointError
 from moejax.core.parallel import ParallelConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params, specs
@@ -23,7 +21,7 @@ from tests.checkpoint.meshes import (
     values_of,
 )
 from tests.checkpoint.packing import CONVENTIONS, WIDE, quantize_directory
-from tests.checkpoint.quantized_models import quantized_model, same_arrays
+from tests.checkpoint.quantized_models import same_arrays
 from tests.decoding import random_model
 
 pytestmark = pytest.mark.multidevice
@@ -119,59 +117,6 @@ def test_saved_from_a_mesh(directories, tmp_path, preset, choice):
     spread = load_pretrained(directories / "ct-int4-asym", shardings=place).model
     save_pretrained(spread, tmp_path, quantized_format=choice)
     same_arrays(load_pretrained(tmp_path).model, expected)
-
-
-# --- Orbax --------------------------------------------------------------------------------------------------
-
-FORMATS = ["int8", "int4_g8_asym", "int4_g8_indexed", "w8a8_static", "float8_e4m3fn_b8", "fp8_e5m2"]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_orbax_keeps_every_array(tmp_path, name):
-    model = quantized_model(MODEL, {"experts": name, "o_proj": name})
-    save_sharded(model, tmp_path)
-    restored = Decoder(load_config(tmp_path))
-    restore_sharded(tmp_path, restored)
-    same_arrays(restored, model)
-
-
-def test_orbax_from_one_mesh_onto_another(directories, tmp_path):
-    one = load_pretrained(directories / "gptq-act-order").model
-    place = placement(PRESETS["ep8"], MODEL)
-    save_sharded(load_pretrained(directories / "gptq-act-order", shardings=place).model, tmp_path)
-    onto = placement(PRESETS["tp8"], MODEL)
-    restored = Decoder(MODEL)
-    restore_sharded(tmp_path, restored, onto)
-    same_arrays(restored, one)
-    assert_placed(restored, onto(specs(restored)), values_of(one))
-    # With the formats in place beforehand, shardings can be given as they are.
-    again = load_pretrained(directories / "gptq-act-order").model
-    restore_sharded(tmp_path, again, onto(specs(again)))
-    same_arrays(again, one)
-
-
-def test_orbax_keeps_replicas_of_quantized_experts(tmp_path):
-    build = replicated(ParallelConfig(ep=8))
-    model = build(MODEL)
-    experts = [name for name, _ in iter_params(model) if ".experts." in name]
-    expert_of = {name: REPLICAS[int(name.split(".")[1])] for name in experts}
-    save_pretrained(quantized_model(MODEL, "int8"), tmp_path / "model")
-    held = load_pretrained(tmp_path / "model", build=build, expert_of=expert_of).model
-    save_sharded(held, tmp_path / "orbax", expert_of=expert_of)
-    restored = build(MODEL)
-    restore_sharded(tmp_path / "orbax", restored, expert_of=expert_of)
-    same_arrays(restored, held)
-    with pytest.raises(CheckpointError, match="with other experts in the slots"):
-        restore_sharded(tmp_path / "orbax", build(MODEL))
-
-
-def test_orbax_names_formats_that_differ(tmp_path):
-    save_sharded(quantized_model(MODEL, {"o_proj": "int8"}), tmp_path)
-    other = quantized_model(MODEL, {"o_proj": "int4", "q_proj": "int8"})
-    with pytest.raises(CheckpointError) as caught:
-        restore_sharded(tmp_path, other)
-    assert "layers.0.attention.o_proj.kernel is int8, expected int4" in str(caught.value)
-    assert "layers.1.attention.q_proj.kernel is not quantized, expected int8" in str(caught.value)
 
 
 def test_wide_packed_weights_split_between_pieces(tmp_path):
