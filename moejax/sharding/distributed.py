@@ -14,12 +14,11 @@ MOEJAX_CONNECT_SECONDS replace the bounds below. Importing this module imports n
 import atexit
 import contextlib
 import os
-import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from moejax.core.errors import ConfigError, DeviceError
 from moejax.sharding import _compat, liveness
@@ -137,27 +136,23 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 class _Processes:
     """The running program's processes, seen from this one."""
 
-    def __init__(self, info: ProcessInfo, heartbeat: int, connect: int, abort: liveness.AbortHandler) -> None:
+    def __init__(self, info: ProcessInfo, connect_seconds: int, abort: liveness.AbortHandler) -> None:
         assert info.coordinator is not None
         self.info = info
         self.failure: int | None = None
         self._values = 0
         self._client = _compat.coordination_client()
-        address = _host_port(info.coordinator)
-        peers = self._connect(address[0], connect)
-        self.liveness = liveness.Liveness(info.index, info.count, peers, address, heartbeat, abort)
+        host = _host_port(info.coordinator)[0]
+        peers = liveness.connect(self._client, info.index, info.count, host, connect_seconds)
+        self._liveness, self._abort = liveness.Liveness(info.index, info.count, peers), abort
+        abort.line = (
+            f"error: process {info.index} of {info.count} was aborted: another process has died or lost its "
+            "connection, or the runtime has failed; the lines above say which"
+        )
+        abort.code, abort.seconds = 1, liveness.GRACE_SECONDS + 1.0
         # Registered after JAX's own end, and so run before it: that one waits for all processes.
         atexit.register(self._leave)
         self._old_hook, sys.excepthook = sys.excepthook, self._on_exception
-
-    def _connect(self, host: str, seconds: int) -> dict[int, Any]:
-        key = "moejax/liveness"
-        if self.info.index == 0:
-            listener, token = liveness.listen(host), secrets.token_hex(16)
-            self._client.key_value_set(key, f"{listener.getsockname()[1]} {token}")
-            return liveness.accept(listener, self.info.count, token, seconds)
-        port, token = self._client.blocking_key_value_get(key, seconds * 1000).split()
-        return liveness.join(host, int(port), self.info.index, token, seconds)
 
     def broadcast(self, text: str) -> str:
         """Process 0's text, for all. One round trip to the coordination service; no device takes part."""
@@ -198,12 +193,11 @@ class _Processes:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+        self._liveness.leave(self.failure or 0)
         if self.failure is not None:
-            self.liveness.failed(self.failure)
             os._exit(self.failure)  # JAX's own end would wait for processes that wait for this one
-        self.liveness.bye()
         jax.distributed.shutdown()
-        self.liveness.close()
+        self._abort.remove()
 
 
 # A process is in one program of JAX's at most, from `initialize` to its end; JAX keeps that as global state.
@@ -238,7 +232,7 @@ def initialize_from_environment() -> ProcessInfo:
     if taken and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         raise DeviceError(f"{apart}: {taken}; {remedy}")
     # JAX's client aborts when it has waited for so long.
-    abort = liveness.AbortHandler(lambda: (f"error: {apart}; {remedy}", 2))
+    abort = liveness.AbortHandler(f"error: {apart}; {remedy}", 2)
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -255,7 +249,7 @@ def initialize_from_environment() -> ProcessInfo:
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
         info = ProcessInfo(place.index, place.count, coordinator)
-        _joined = _Processes(info, heartbeat, connect, abort)
+        _joined = _Processes(info, connect, abort)
     except (RuntimeError, OSError, ValueError) as error:
         abort.remove()
         if "must be called before" in str(error):

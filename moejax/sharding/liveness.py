@@ -1,283 +1,162 @@
-"""A process of several that dies ends the others, with a line that names it.
+"""A process of several that dies ends the others at once, with a line that names it.
 
 JAX alone leaves the others in a collective that never ends, until its coordination service misses heartbeats
-and aborts them with a C++ stack trace, or aborts them at once if process 0 is the one that died. So:
-
-    process 0 ←── one TCP connection each ──→ processes 1, 2, …
-
-The kernel closes a dead process's connections at once, wherever it was; keep-alive finds a machine that has
-gone. Who leaves in order says "bye" first. Who ends on an error says "failed" with its exit code, and the
-others get a moment to end on the same error by themselves. Process 0 tells the others of each. JAX's
-heartbeats remain for what no connection shows (a stopped process): its abort is followed by a line of ours.
-No JAX here.
+and aborts them. So each process has a TCP connection to process 0, which the kernel closes when a process
+dies, and threads that read them. A message is `PROCESS CODE`: who ends in order says so with 0; who ends on
+an error, with its exit code, and the others get a moment to end on the same error by themselves. Process 0
+passes on what it hears. JAX's heartbeats remain for what no connection shows, a stopped process or a machine
+that has gone: its abort is followed by a line of ours. No JAX here.
 """
 
 import contextlib
 import ctypes
 import os
-import queue
-import selectors
+import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from typing import Any
 
 GRACE_SECONDS = 5.0
-"""What a process gets to end by itself when another has ended on an error."""
-_FAREWELL_SECONDS = 2.0
+"""Time for a process to end by itself when another has ended on an error."""
+_DIED = -1
 
 
 class Liveness:
-    """This process's connections and the thread that watches them.
+    """Watches this process's connections, each in a thread, and ends it when another process is gone.
 
     Args:
         index, count: this process, and how many there are.
         peers: process number → connection; process 0 has all others, the others have process 0.
-        coordinator: host and port of JAX's coordination service.
-        heartbeat_seconds: after so long a silent machine counts as gone.
-        abort_handler: says this object's line from now on.
     """
 
-    def __init__(
-        self,
-        index: int,
-        count: int,
-        peers: dict[int, socket.socket],
-        coordinator: tuple[str, int],
-        heartbeat_seconds: int,
-        abort_handler: "AbortHandler",
-    ) -> None:
-        self.index, self.count = index, count
-        self._peers, self._coordinator = peers, coordinator
-        self._left: set[int] = set()
-        self._told = threading.Lock()  # taken once, by whoever says why this process ends
-        self._ending = threading.Event()  # this process ends by itself
-        for connection in peers.values():
-            _keep_alive(connection, heartbeat_seconds)
-        self._lost: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
-        self.abort_handler = abort_handler
-        abort_handler.line = self._abort_line
-        # Two, since the one that ends this process waits; both now: none starts at the interpreter's end.
-        threading.Thread(target=self._watch, name="liveness", daemon=True).start()
-        threading.Thread(target=self._end, name="liveness-end", daemon=True).start()
+    def __init__(self, index: int, count: int, peers: dict[int, socket.socket]) -> None:
+        self.index, self.count, self._peers = index, count, peers
+        self._failing = threading.Event()  # this process ends on an error of its own
+        self._said = threading.Lock()  # taken once, by the thread that ends this process
+        self._threads = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in peers]
+        for thread in self._threads:
+            thread.start()
 
-    # -- what this process says ------------------------------------------------------------------------
-
-    def bye(self) -> None:
-        """Says that this process leaves in order."""
-        self._tell("bye\n")
-
-    def failed(self, code: int) -> None:
-        """Says that this process ends on an error, and waits a moment for the others to do so."""
-        self._ending.set()
-        self._tell(f"failed {self.index} {code}\n")
-        if self.index == 0:  # JAX's service ends with this process and would abort those that are left
-            self._wait_for_others(GRACE_SECONDS + _FAREWELL_SECONDS)
-
-    def close(self) -> None:
-        """Stops watching and gives the abort signal back."""
-        self._ending.set()
-        self.abort_handler.remove()
-
-    def _tell(self, line: str, but: int | None = None) -> None:
-        for number, connection in self._peers.items():
-            if number != but:
-                with contextlib.suppress(OSError):
-                    connection.sendall(line.encode())
+    def leave(self, code: int) -> None:
+        """Says that this process ends: in order with code 0, otherwise on an error."""
+        if code:
+            self._failing.set()
+        self._tell(self.index, code)
+        if code:
+            self._wait_for_others(GRACE_SECONDS + 2.0)
 
     def _wait_for_others(self, seconds: float) -> None:
+        """JAX's service ends with process 0 and would abort those that are left."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and set(self._peers) - self._left:
-            time.sleep(0.02)
+        for thread in self._threads if self.index == 0 else ():
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
 
-    # -- what it hears ---------------------------------------------------------------------------------
+    def _tell(self, process: int, code: int) -> None:
+        for connection in self._peers.values():
+            with contextlib.suppress(OSError):
+                connection.sendall(f"{process} {code}\n".encode())
 
-    def _watch(self) -> None:
-        selector, texts = selectors.DefaultSelector(), dict.fromkeys(self._peers, b"")
-        for number, connection in self._peers.items():
-            selector.register(connection, selectors.EVENT_READ, number)
-        open_ones = set(self._peers)
-        while open_ones:
-            for key, _ in selector.select():
-                number = key.data
-                try:
-                    data = self._peers[number].recv(4096)
-                except OSError:
-                    data = b""
-                *lines, texts[number] = (texts[number] + data).split(b"\n")
-                for line in lines:
-                    self._hear(number, line.decode(errors="replace").split())
-                if not data:
-                    selector.unregister(key.fileobj)
-                    open_ones.discard(number)
-                    if number not in self._left:
-                        self._left.add(number)
-                        self._lost.put((number, None))
-
-    def _hear(self, number: int, words: list[str]) -> None:
-        if words == ["bye"]:
-            self._left.add(number)
-        elif words[:1] == ["failed"]:
-            self._left.add(int(words[1]))
-            self._lost.put((int(words[1]), int(words[2])))
-        elif words[:1] == ["died"]:
-            self._lost.put((int(words[1]), None))
-
-    def _end(self) -> None:
-        """When another process is gone, this one ends too."""
-        number, code = self._lost.get()
-        if self.index == 0:
-            self._tell(f"died {number}\n" if code is None else f"failed {number} {code}\n", but=number)
-        if self._ending.wait(0.0 if code is None else GRACE_SECONDS) or not self._told.acquire(
-            blocking=False
-        ):
+    def _watch(self, peer: int) -> None:
+        process, code = peer, _DIED
+        with contextlib.suppress(OSError):
+            for line in self._peers[peer].makefile():
+                process, code = map(int, line.split())
+                if code:
+                    break
+        if code == 0:  # the connection's end after a farewell
             return
-        _say(_lost_line(self.index, self.count, number, code))
         if self.index == 0:
-            self._wait_for_others(_FAREWELL_SECONDS)
-        _flush()
+            self._tell(process, code)
+        if self._failing.wait(GRACE_SECONDS if code > 0 else 0.0) or not self._said.acquire(blocking=False):
+            return
+        reason = f"has ended with exit code {code} (its own lines say why)"
+        reason = "has died or lost its connection" if code == _DIED else reason
+        _say(f"error: process {process} of {self.count} {reason}; process {self.index} ends with it")
+        self._wait_for_others(2.0)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         os._exit(1)
-
-    def _abort_line(self) -> tuple[str, int | None]:
-        """What to say when JAX's client aborts this process, and the exit code if it is not to dump core."""
-        if self._ending.is_set():
-            return "", None
-        if not self._told.acquire(blocking=False):
-            time.sleep(_FAREWELL_SECONDS)  # another thread has said it and is about to end the process
-            return "", None
-        if self.index != 0 and not _answers(self._coordinator):
-            return _lost_line(self.index, self.count, 0, None), 1
-        return (
-            f"error: process {self.index} of {self.count} was aborted: another process has died or lost its "
-            "connection, or the runtime has failed; the lines above say which"
-        ), None
 
 
 class AbortHandler:
-    """Says a last line when the runtime aborts this process.
+    """Says a last line when the runtime aborts this process, and ends it with an exit code.
 
-    JAX's client does so from a C++ thread. Python's `signal` would come too late: it runs handlers in the
-    main thread, which sits in a collective. A C handler runs before the end.
+    JAX's client aborts from a C++ thread. Python's `signal` would come too late: it runs handlers in the main
+    thread, which sits in a collective. A C handler runs before the end.
 
     Attributes:
-        line: gives the line, empty for none, and an exit code, or None to let the abort go on.
+        line, code: may be set anew.
+        seconds: time for another thread to say more and end the process first.
     """
 
-    def __init__(self, line: Callable[[], tuple[str, int | None]]) -> None:
-        self.line = line
+    def __init__(self, line: str, code: int) -> None:
+        self.line, self.code, self.seconds = line, code, 0.0
         self._function = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)  # must outlive its installation
         install = ctypes.CDLL(None).signal
         install.restype, install.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
         install(signal.SIGABRT, ctypes.cast(self._function, ctypes.c_void_p))
 
     def _on_abort(self, _: int) -> None:
-        line, code = self.line()
-        if line:
-            _say(line)
-        if code is not None:
-            os._exit(code)
+        time.sleep(self.seconds)
+        _say(self.line)
+        os._exit(self.code)
 
     def remove(self) -> None:
         """Gives the signal its default meaning back."""
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
+def connect(store: Any, index: int, count: int, host: str, seconds: int) -> dict[int, socket.socket]:
+    """Connects process 0 with all others, over a port and a secret in the coordination service's store.
+
+    Raises:
+        OSError: not all have come in time, or process 0 cannot be reached.
+    """
+    key = "moejax/liveness"
+    if index:
+        port, secret = store.blocking_key_value_get(key, seconds * 1000).split()
+        connection = socket.create_connection((host, int(port)), timeout=seconds)
+        connection.sendall(f"{secret} {index}\n".encode())
+        connection.settimeout(None)
+        return {0: connection}
+    peers: dict[int, socket.socket] = {}
+    local = host in ("localhost", "127.0.0.1")
+    with socket.create_server((host, 0)) if local else _on_all_interfaces(0) as server:
+        secret = secrets.token_hex(16)
+        store.key_value_set(key, f"{server.getsockname()[1]} {secret}")
+        server.settimeout(seconds)
+        while len(peers) < count - 1:
+            connection = server.accept()[0]
+            connection.settimeout(seconds)
+            with contextlib.suppress(OSError, ValueError):  # a stranger's
+                word, number = connection.makefile("rb", buffering=0).readline(256).decode().split()
+                if word == secret:
+                    connection.settimeout(None)
+                    peers[int(number)] = connection
+    return peers
+
+
 def port_fault(port: int) -> str:
-    """Why nothing can listen on that port; empty if something can. JAX's service crashes on a port in use."""
+    """Returns why nothing can listen on that port, or "". JAX's service crashes on a port in use."""
     try:
-        _everywhere(port).close()
+        _on_all_interfaces(port).close()
     except OSError as error:
         return error.strerror or str(error)
     return ""
 
 
-def _everywhere(port: int) -> socket.socket:
+def _on_all_interfaces(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
-    return socket.create_server(("", port), backlog=128)
-
-
-def listen(host: str) -> socket.socket:
-    """Process 0's listener, on a port of the system's choice: for this machine only where `host` is."""
-    if host not in ("localhost", "127.0.0.1", "::1"):
-        return _everywhere(0)
-    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=128)
-
-
-def accept(listener: socket.socket, count: int, token: str, seconds: float) -> dict[int, socket.socket]:
-    """Process 0: a connection from every other process that knows the token.
-
-    Raises:
-        TimeoutError: not all have come in time.
-    """
-    peers: dict[int, socket.socket] = {}
-    until = time.monotonic() + seconds
-    with listener:
-        while len(peers) < count - 1:
-            listener.settimeout(max(0.01, until - time.monotonic()))
-            connection = listener.accept()[0]
-            connection.settimeout(max(0.01, until - time.monotonic()))
-            with contextlib.suppress(OSError, ValueError):
-                greeting = connection.makefile("rb", buffering=0).readline(256).decode().split()
-                if len(greeting) == 2 and greeting[0] == token and 0 < int(greeting[1]) < count:
-                    connection.settimeout(None)
-                    peers[int(greeting[1])] = connection
-                    continue
-            connection.close()
-    return peers
-
-
-def join(host: str, port: int, index: int, token: str, seconds: float) -> dict[int, socket.socket]:
-    """Another process: its connection to process 0.
-
-    Raises:
-        OSError: process 0 cannot be reached.
-    """
-    connection = socket.create_connection((host, port), timeout=seconds)
-    connection.sendall(f"{token} {index}\n".encode())
-    connection.settimeout(None)
-    return {0: connection}
-
-
-def _keep_alive(connection: socket.socket, seconds: int) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # A third of the time to the first probe, then three of them.
-    for option, value in (
-        ("TCP_KEEPIDLE", max(1, seconds // 3)),
-        ("TCP_KEEPINTVL", max(1, seconds // 6)),
-        ("TCP_KEEPCNT", 3),
-    ):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _answers(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address, timeout=1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def _lost_line(index: int, count: int, number: int, code: int | None) -> str:
-    what = (
-        "has died or lost its connection"
-        if code is None
-        else f"has ended with exit code {code} (its own lines say why)"
-    )
-    return f"error: process {number} of {count} {what}; process {index} ends with it"
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def _say(line: str) -> None:
-    """To the real stderr, whatever has become of Python's."""
+    """Writes to the real stderr, whatever has become of Python's."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
