@@ -18,7 +18,6 @@ from moejax.cache.pool import block_bytes
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
-from moejax.engine.contiguous import ContiguousEngine
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step.ledger import CompileLedger
@@ -26,6 +25,7 @@ from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 from tests.engine.paged import REDUCTIONS, SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import main_config, small_config
 from tests.numerics import assert_close, tolerance
+from tests.oracles.contiguous import ContiguousEngine
 
 DTYPES = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow), "float8_e5m2"]
 PROMPTS = [prompt(n, 3) for n in (11, 3, 16, 1, 9, 14)]

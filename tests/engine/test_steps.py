@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.core.config import ModelConfig, MoeConfig
-from moejax.engine.contiguous import ContiguousEngine, Row, batch_bucket, slot_bucket, token_bucket
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step import functions as steps
@@ -32,6 +31,7 @@ from tests.engine.tiny import (
     write_model,
 )
 from tests.numerics import relative_error, tolerance
+from tests.oracles.contiguous import ContiguousEngine, Row, batch_bucket, slot_bucket, token_bucket
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

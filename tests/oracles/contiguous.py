@@ -11,21 +11,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.cache.contiguous import ContiguousCache, empty_cache
+from moejax.cache.contiguous import ContiguousCache, ContiguousView, empty_cache
 from moejax.engine.requests.api import Logprob, SamplingParams
 from moejax.engine.routing.expert_counts import RoutingRecord
-from moejax.engine.step.functions import ModelFunctions, StepOutput, StepState, shapes_of
+from moejax.engine.step.functions import ModelFunctions, routing_counts, shapes_of, token_logprobs
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.sampler import (
     Sampled,
     SamplerMode,
     SamplingArrays,
     initial_seen,
+    mark_seen,
     read_logprobs,
+    sample,
     sampler_mode,
     sampling_arrays,
 )
 from moejax.models.decoder import Decoder
+from moejax.moe.layer import RoutingTrace
+
+
+class StepState(NamedTuple):
+    """What one decode step hands the next, all on the device and donated.
+
+    Attributes:
+        tokens: int32 `[B]`, each row's newest token, not yet in the cache.
+        positions: int32 `[B]`, the slot where that token goes.
+        steps: int32 `[B]`, tokens generated so far.
+        seen: bool `[B, V]`, or `[B, 0]` where no row has a repetition penalty.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    steps: jax.Array
+    seen: jax.Array
+
+
+class StepOutput(NamedTuple):
+    """What the host reads after a step. Only where routing is recorded: counts int32 `[L, E]`, and overflow
+    int32 `[2]`, the assignments dropped and rerouted (non-zero only under `capacity`)."""
+
+    sampled: Sampled
+    counts: jax.Array | None
+    overflow: jax.Array | None = None
 
 
 class PrefillKey(NamedTuple):
@@ -90,6 +118,102 @@ def batch_bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+class ContiguousFunctions(ModelFunctions):
+    """The model's steps over the contiguous cache: pure functions of (weight leaves, cache, state).
+
+    Args:
+        kv_cache: dtype whose rounding keys and values go through (`moejax.core.quant.QuantConfig`).
+    """
+
+    def __init__(self, model: Decoder, kv_cache: str = "auto") -> None:
+        super().__init__(model)
+        self._kv_cache = kv_cache
+
+    def prefill(
+        self,
+        leaves: Sequence[jax.Array],
+        cache: ContiguousCache,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        seen: jax.Array,
+        arrays: SamplingArrays,
+        *,
+        mode: SamplerMode,
+        record: bool,
+    ) -> tuple[ContiguousCache, StepState, StepOutput]:
+        """Whole prompts, right-padded: tokens int32 `[B, T]`, lengths int32 `[B]` (0 for a padding row).
+
+        Fills the cache's first T slots and samples each row's first token.
+        """
+        model = self.merge(leaves)
+        B, T = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, :], (B, T))
+        valid = positions < lengths[:, None]
+        view = ContiguousView(cache, "prefill", self._kv_cache)
+        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=view)
+        last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        steps = jnp.zeros_like(lengths)
+        out, seen = _sample(model, last, arrays, steps, seen, mode)
+        state = StepState(out.tokens, lengths, steps + 1, seen)
+        return view.cache, state, _step_output(out, traces, self.config.num_experts, record)
+
+    def decode(
+        self,
+        leaves: Sequence[jax.Array],
+        cache: ContiguousCache,
+        state: StepState,
+        active: jax.Array,
+        arrays: SamplingArrays,
+        *,
+        mode: SamplerMode,
+        record: bool,
+    ) -> tuple[ContiguousCache, StepState, StepOutput]:
+        """One token a row. Rows that are not `active` (bool `[B]`) visit no expert and stay in place."""
+        model = self.merge(leaves)
+        tokens, positions = state.tokens[:, None], state.positions[:, None]
+        valid = active[:, None]
+        view = ContiguousView(cache, "decode", self._kv_cache)
+        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=view)
+        out, seen = _sample(model, x[:, 0], arrays, state.steps, state.seen, mode)
+        # An inactive row writes again where it wrote before, so it never runs past its last slot.
+        moved = active.astype(jnp.int32)
+        state = StepState(out.tokens, state.positions + moved, state.steps + moved, seen)
+        return view.cache, state, _step_output(out, traces, self.config.num_experts, record)
+
+    def score(self, leaves: Sequence[jax.Array], tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """float32 `[B, T - 1]`: log p(token t | tokens < t); entries past a row's length are undefined."""
+        model = self.merge(leaves)
+        B, T = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, :], (B, T))
+        cache = None
+        if self._kv_cache != "auto":
+            stored = empty_cache(self.config, B, T, jnp.dtype(self.config.dtype))
+            cache = ContiguousView(stored, "prefill", self._kv_cache)
+        x, _, _ = model.hidden(tokens, positions, valid=positions < lengths[:, None], cache=cache)
+        flat = x[:, :-1].reshape(B * (T - 1), -1)
+        targets = tokens[:, 1:].reshape(-1)
+        return token_logprobs(model, flat, targets).reshape(B, T - 1)
+
+
+def _sample(
+    model: Decoder,
+    x: jax.Array,
+    arrays: SamplingArrays,
+    steps: jax.Array,
+    seen: jax.Array,
+    mode: SamplerMode,
+) -> tuple[Sampled, jax.Array]:
+    """x `[B, D]` → sampled tokens and the updated `seen`."""
+    out = sample(model.logits(x), arrays, steps, seen if mode.penalty else None, mode)
+    return out, mark_seen(seen, out.tokens) if mode.penalty else seen
+
+
+def _step_output(
+    sampled: Sampled, traces: tuple[RoutingTrace | None, ...], num_experts: int, record: bool
+) -> StepOutput:
+    return StepOutput(sampled, *routing_counts(traces, num_experts)) if record else StepOutput(sampled, None)
+
+
 class ContiguousEngine:
     """Runs batches of rows; owns the weights' leaves and the compiled steps.
 
@@ -99,7 +223,7 @@ class ContiguousEngine:
     """
 
     def __init__(self, model: Decoder, ledger: CompileLedger, kv_cache: str = "auto") -> None:
-        self.functions = ModelFunctions(model, kv_cache)
+        self.functions = ContiguousFunctions(model, kv_cache)
         self.config = model.config
         self.ledger = ledger
         self.dtype = jnp.dtype(model.config.dtype)
