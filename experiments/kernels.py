@@ -9,15 +9,12 @@ from experiments.launch.schema import KernelsConfig
 
 def main(config: KernelsConfig) -> None:
     import importlib
-    from dataclasses import asdict
 
-    from moejax.results.result import print_metrics_line
+    from moejax.bench.run import ExperimentRun
 
-    out = output_dir()
     module = importlib.import_module(f"moejax.bench.kernels.{config.mode}")
-    run = getattr(module, f"run_{config.mode}")
-    result = run(config, config.tracker, out, whole_config=asdict(config))
-    print_metrics_line(result, out)
+    with ExperimentRun.open("kernels", config, output_dir()) as run:
+        getattr(module, f"run_{config.mode}")(config, run)
 
 
 if __name__ == "__main__":

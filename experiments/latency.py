@@ -8,32 +8,18 @@ from experiments.launch.schema import LatencyConfig
 
 
 def main(config: LatencyConfig) -> float | None:
-    from dataclasses import asdict
-
     from experiments.launch.model import open_backends
     from experiments.launch.variants import run_variants
     from moejax.bench.latency import run_latency
     from moejax.bench.objective import objective_value
-    from moejax.results.result import print_metrics_line
+    from moejax.bench.run import ExperimentRun
 
     out = output_dir()
     if config.ab.variants:
         run_variants(config, out)
         return None
-    with open_backends(config, out) as (first, *peers):
-        result = run_latency(
-            first,
-            config.workload,
-            config.tracker,
-            out,
-            config=asdict(config),
-            name=config.model.name,
-            hardware_kind=config.hardware.kind,
-            peers=peers,
-            telemetry=config.telemetry,
-            price=config.hardware.price,
-        )
-    print_metrics_line(result, out)
+    with ExperimentRun.open("latency", config, out) as run, open_backends(config, out) as backends:
+        result = run_latency(backends, config.workload, run)
     return objective_value(result, config.objective)
 
 

@@ -8,26 +8,14 @@ from experiments.launch.schema import ProfileConfig
 
 
 def main(config: ProfileConfig) -> None:
-    from dataclasses import asdict
-
     from experiments.launch.model import open_llm
     from moejax.bench.profile.capture import name_compiled_programs
     from moejax.bench.profile.run import run_profile
-    from moejax.results.result import print_metrics_line
+    from moejax.bench.run import ExperimentRun
 
-    out = output_dir()
     name_compiled_programs()  # before anything is compiled
-    result = run_profile(
-        open_llm(config),
-        config.workload,
-        config.profile,
-        config.tracker,
-        out,
-        config=asdict(config),
-        name=config.model.name,
-        hardware_kind=config.hardware.kind,
-    )
-    print_metrics_line(result, out)
+    with ExperimentRun.open("profile", config, output_dir()) as run:
+        run_profile(open_llm(config), config.workload, config.profile, run)
 
 
 if __name__ == "__main__":

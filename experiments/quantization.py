@@ -8,26 +8,15 @@ from experiments.launch.schema import QuantizationConfig
 
 
 def main(config: QuantizationConfig) -> None:
-    import functools
-    from dataclasses import asdict
+    from functools import partial
 
     from experiments.launch.model import open_quantized
     from moejax.bench.quantization.run import check_methods, run_quantization
-    from moejax.results.result import print_metrics_line
+    from moejax.bench.run import ExperimentRun
 
-    out = output_dir()
-    result = run_quantization(
-        functools.partial(open_quantized, config),
-        config.quantization,
-        config.tracker,
-        out,
-        config=asdict(config),
-        name=config.model.name,
-        hardware_kind=config.hardware.kind,
-        seed=config.seed,
-        telemetry=config.telemetry,
-    )
-    print_metrics_line(result, out)
+    with ExperimentRun.open("quantization", config, output_dir()) as run:
+        open_model = partial(open_quantized, config)
+        result = run_quantization(open_model, config.quantization, run, seed=config.seed)
     check_methods(result)
 
 

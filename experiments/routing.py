@@ -9,26 +9,16 @@ from experiments.launch.schema import RoutingConfig
 
 
 def main(config: RoutingConfig) -> None:
-    from dataclasses import asdict
-
     from moejax.bench.routing.run import run_routing
+    from moejax.bench.run import ExperimentRun
     from moejax.engine.opening.setup import find_model
-    from moejax.results.result import print_metrics_line
 
-    out, section = output_dir(), config.model
-    model = None
+    section, model = config.model, None
     if section is not None:
         source = section.path if section.path is not None else section.hf_config or {}
         model = find_model(source, section.load_format)[1]
-    result = run_routing(
-        config,
-        config.tracker,
-        out,
-        config=asdict(config),
-        model=model,
-        name=None if section is None else section.name,
-    )
-    print_metrics_line(result, out)
+    with ExperimentRun.open("routing", config, output_dir()) as run:
+        run_routing(config, model, run)
 
 
 if __name__ == "__main__":

@@ -8,29 +8,23 @@ from experiments.launch.schema import ScalingConfig
 
 
 def main(config: ScalingConfig) -> None:
-    from dataclasses import asdict
-
-    from moejax.results.result import print_metrics_line
     from moejax.sharding.mesh import virtual_devices
 
     virtual_devices(config.scaling.devices)  # before anything starts JAX's backend
+    from moejax.bench.run import ExperimentRun
     from moejax.bench.scaling.run import run_scaling
 
-    out, model = output_dir(), config.model
-    result = run_scaling(
-        model.path if model.path is not None else model.hf_config,
-        config.scaling,
-        config.tracker,
-        out,
-        config=asdict(config),
-        name=model.name,
-        hardware_kind=config.hardware.kind,
-        load_format=model.load_format,
-        dtype="bfloat16" if model.dtype == "auto" else model.dtype,
-        block_size=config.engine.block_size,
-        seed=config.seed,
-    )
-    print_metrics_line(result, out)
+    model = config.model
+    with ExperimentRun.open("scaling", config, output_dir()) as run:
+        run_scaling(
+            model.path if model.path is not None else model.hf_config,
+            config.scaling,
+            run,
+            load_format=model.load_format,
+            dtype="bfloat16" if model.dtype == "auto" else model.dtype,
+            block_size=config.engine.block_size,
+            seed=config.seed,
+        )
 
 
 if __name__ == "__main__":

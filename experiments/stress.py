@@ -8,23 +8,12 @@ from experiments.launch.schema import StressConfig
 
 
 def main(config: StressConfig) -> None:
-    from dataclasses import asdict
-
     from experiments.launch.model import open_llm
+    from moejax.bench.run import ExperimentRun
     from moejax.bench.stress.run import check_stress, run_stress
-    from moejax.results.result import print_metrics_line
 
-    out = output_dir()
-    result = run_stress(
-        open_llm(config),
-        config.stress,
-        config.tracker,
-        out,
-        config=asdict(config),
-        name=config.model.name,
-        hardware_kind=config.hardware.kind,
-    )
-    print_metrics_line(result, out)
+    with ExperimentRun.open("stress", config, output_dir()) as run:
+        result = run_stress(open_llm(config), config.stress, run)
     check_stress(result)
 
 

@@ -76,27 +76,19 @@ def run_variants(config: Config, out: Path) -> None:
     """
     from moejax.bench.ab.run import run_ab
     from moejax.bench.ab.variants import Variant
-    from moejax.results.result import print_metrics_line
+    from moejax.bench.run import ExperimentRun
 
     hydra = HydraConfig.get()
-    configs = compose_variants(config, str(hydra.job.config_name), list(hydra.overrides.task))
+    experiment = str(hydra.job.config_name)
+    configs = compose_variants(config, experiment, list(hydra.overrides.task))
     with ExitStack() as stack:
+        run = stack.enter_context(ExperimentRun.open(f"{experiment}_ab", config, out))
         variants: list[Variant] = []
         for name, own in configs.items():
             backend, shares = _open(own, out, configs, variants, stack.enter_context)
             overrides = config.ab.all_variants[name]
             variants.append(Variant(name, overrides, backend, asdict(own), shares))
-        result = run_ab(
-            variants,
-            config.workload,
-            config.ab,
-            config.tracker,
-            out,
-            config=asdict(config),
-            name=config.model.name,
-            hardware_kind=config.hardware.kind,
-        )
-    print_metrics_line(result, out)
+        run_ab(variants, config.workload, config.ab, run)
 
 
 def _open(

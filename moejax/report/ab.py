@@ -1,7 +1,7 @@
 """An A/B result's tables and plots. No JAX here."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from rich.text import Text
 
 from moejax.report.compare_plots import forest
 from moejax.report.compare_tables import plain_table, verdicts_table
-from moejax.report.figure import new_figure, save_figure
+from moejax.report.figure import new_figure, save_figures
 from moejax.report.style import COLORS, run_title
-from moejax.report.tables import number, print_closing, stderr_console
+from moejax.report.tables import number
 from moejax.results.compare.samples import CASE_FIELDS, case_name
 from moejax.results.metric_names import short_name
 from moejax.results.statistics import Interval
@@ -113,16 +113,7 @@ def _case(row: Mapping[str, Any]) -> str:
     return case_name({name: row[name] for name in names if row.get(name) is not None})
 
 
-def print_ab(
-    result: Mapping[str, Any], out_dir: Path, hints: Sequence[str], console: Console | None = None
-) -> None:
-    """The outcome, and what a run ends with."""
-    console = console or stderr_console()
-    print_outcome(result, console)
-    print_closing(console, out_dir, hints, result.get("compile_ledger", ()))
-
-
-def print_outcome(result: Mapping[str, Any], console: Console) -> None:
+def print_ab(result: Mapping[str, Any], console: Console) -> None:
     """The tables and the verdicts in words."""
     for table in ab_tables(result):
         console.print(table)
@@ -198,4 +189,4 @@ def _series(result: Mapping[str, Any], name: str, metric: str) -> np.ndarray:
 def save_ab_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str]) -> list[Path]:
     """`ratios.png` and `rounds.png` in `out_dir`; returns the files drawn."""
     figures = {"ratios": ratios_plot(result), "rounds": rounds_plot(result)}
-    return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]
+    return save_figures(figures, out_dir)

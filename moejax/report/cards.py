@@ -4,8 +4,7 @@ What an experiment prints at its end goes through a console that keeps HTML inst
 out in one place. No JAX here.
 """
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -13,24 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moejax.core import html
+from moejax.report.experiments import print_result
 from moejax.report.style import run_title
 
-# What prints a result, by its experiment and, where that has several, its config's mode: module and function
-# (result, console).
-_PRINTERS: Mapping[str, tuple[str, str]] = {
-    "latency": ("moejax.report.tables", "print_latency"),
-    "throughput": ("moejax.report.tables", "print_throughput"),
-    "quantization": ("moejax.report.quantization", "print_quantization"),
-    "scaling": ("moejax.report.scaling", "print_scaling"),
-    "routing": ("moejax.report.routing_tables", "print_routing"),
-    "profile": ("moejax.report.roofline", "print_profile"),
-    "ramp": ("moejax.report.ramp", "print_ramp"),
-    "ab": ("moejax.report.ab", "print_outcome"),
-    "stress": ("moejax.report.stress", "print_stress"),
-    "kernels static": ("moejax.report.kernel_tables", "print_static"),
-    "kernels bench": ("moejax.report.kernel_tables", "print_bench"),
-    "kernels tune": ("moejax.report.kernel_tables", "print_tuned"),
-}
 # Readable on white and on black, as the terminal's own are not.
 _COLORS = {"red": "#d03a2b", "yellow": "#b07500", "green": "#2c8f4f"}
 _MOST_ROWS = 60  # of a table in a notebook; the rest is in the result
@@ -91,19 +75,13 @@ def result_card(result: Mapping[str, Any], folder: object = None) -> str:
     experiment = "ramp" if "ramp" in result else str(result.get("experiment", "result"))
     about = run_title(result)
     console = HtmlConsole(f"{experiment}: {about}" if about else experiment)
-    mode = str(result.get("config", {}).get("mode", ""))
-    # A ramp is a throughput run of several rates; variants in turns are a latency or a throughput run.
-    special = ["ab"] if "variants" in result else []
-    kind = next((k for k in (*special, experiment, f"{experiment} {mode}") if k in _PRINTERS), None)
-    printer = _printer(kind) if kind else None
-    if printer is not None:
-        try:
-            printer(result, console)
-        except (KeyError, TypeError, IndexError) as error:
-            # A result of another version: it loads, but the tables want what it does not have.
-            console.parts = [html.note(f"no tables: this result lacks {error}", color=_COLORS["yellow"])]
-            printer = None
-    if printer is None:
+    try:
+        printed = print_result(result, console)
+    except (KeyError, TypeError, IndexError) as error:
+        # A result of another version: it loads, but the tables want what it does not have.
+        console.parts = [html.note(f"no tables: this result lacks {error}", color=_COLORS["yellow"])]
+        printed = False
+    if not printed:
         metrics = {k: v for k, v in result.get("metrics", {}).items() if v is not None}
         console.parts.append(html.facts(dict(list(metrics.items())[:_MOST_METRICS])))
         if len(metrics) > _MOST_METRICS:
@@ -111,8 +89,3 @@ def result_card(result: Mapping[str, Any], folder: object = None) -> str:
     if folder is not None:
         console.parts.append(html.note(f"results: {folder}"))
     return html.card(console.title, *console.parts)
-
-
-def _printer(kind: str) -> Callable[..., None]:
-    module, name = _PRINTERS[kind]
-    return getattr(importlib.import_module(module), name)

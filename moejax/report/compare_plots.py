@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from moejax.report.figure import new_figure, round_ticks, save_figure
+from moejax.report.figure import new_figure, round_ticks, save_figures
 from moejax.report.style import COLORS, commit_name, device_name, model_name
 from moejax.results.compare.comparison import RunComparison
 from moejax.results.compare.samples import Cases, case_name, latency_values, match_cases
@@ -174,4 +174,4 @@ def save_compare_plots(comparison: RunComparison, out_dir: str | os.PathLike[str
     several = len(comparison.cases[0].rows) > 1
     for case in range(min(len(comparison.cases[0].rows), _MOST_FIGURES)):
         figures[f"distributions_{case}" if several else "distributions"] = latency_cdfs(comparison, case)
-    return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]
+    return save_figures(figures, out_dir)

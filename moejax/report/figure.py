@@ -77,6 +77,16 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     return atomic_write_bytes(path, _png(figure, _DPI))
 
 
+def save_figures(figures: Mapping[str, Figure | None], out_dir: str | os.PathLike[str]) -> list[Path]:
+    """Writes `NAME.png` into `out_dir` for each figure that there is, and returns the files.
+
+    Raises:
+        OutputError: one cannot be written.
+    """
+    drawn = {name: figure for name, figure in figures.items() if figure is not None}
+    return [save_figure(figure, Path(out_dir) / f"{name}.png") for name, figure in drawn.items()]
+
+
 def _png(figure: Figure, dpi: float) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)

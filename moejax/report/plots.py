@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from moejax.report.figure import new_figure, round_ticks, save_figure, wide_scale
+from moejax.report.figure import new_figure, round_ticks, save_figures, wide_scale
 from moejax.report.plot_peers import backends_beside
 from moejax.report.style import COLORS, Record, case_label, has_peers, rows_by_case, run_title
 
@@ -241,7 +241,7 @@ def _draw_losses(
 
 
 def save_latency_plots(
-    result: Mapping[str, Any], records: Iterable[Record], out_dir: str | os.PathLike[str]
+    result: Mapping[str, Any], out_dir: str | os.PathLike[str], records: Iterable[Record]
 ) -> list[Path]:
     """Draws every plot that the result has data for into `out_dir` and returns the files, one per plot drawn:
     `latency.png`, `itl.png`, `throughput.png`, `expert_load.png`, and beside peers `backends.png`."""
@@ -252,7 +252,7 @@ def save_latency_plots(
         "expert_load": expert_load(result),
         "backends": backends_beside(result),
     }
-    return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]
+    return save_figures(figures, out_dir)
 
 
 def save_training_plot(
@@ -261,5 +261,4 @@ def save_training_plot(
     result: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """`training.png` in `out_dir` as a list of one path, or of none without a loss."""
-    figure = training_curve(rows, result)
-    return [] if figure is None else [save_figure(figure, Path(out_dir) / "training.png")]
+    return save_figures({"training": training_curve(rows, result)}, out_dir)

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.figure import new_figure, round_ticks, save_figure
+from moejax.report.figure import new_figure, round_ticks, save_figures
 from moejax.report.style import COLORS, run_title
 
 # Title, key in a row, what the figure is multiplied with; two tables, each for 100 columns.
@@ -365,7 +365,7 @@ def replay_plot(result: Mapping[str, Any]) -> Figure | None:
 
 
 def save_quantization_plots(
-    result: Mapping[str, Any], details: Mapping[str, Any], out_dir: Path
+    result: Mapping[str, Any], out_dir: Path, details: Mapping[str, Any]
 ) -> list[Path]:
     """`pareto.png`, `routing.png`, `popularity.png`, `replay.png`, where there is data for them."""
     figures = {
@@ -374,4 +374,4 @@ def save_quantization_plots(
         "popularity": popularity_plot(result, details),
         "replay": replay_plot(result),
     }
-    return [save_figure(f, out_dir / f"{name}.png") for name, f in figures.items() if f is not None]
+    return save_figures(figures, out_dir)

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.figure import new_figure, round_ticks, save_figure
+from moejax.report.figure import new_figure, round_ticks, save_figures
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import number, stderr_console
 
@@ -171,7 +171,7 @@ def save_ramp_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str]) 
         OutputError: one cannot be written.
     """
     figures = {"ramp": ramp_figure(result), "pareto": pareto_figure(result)}
-    return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]
+    return save_figures(figures, out_dir)
 
 
 def _rising(rows: Sequence[Row], mode: Row) -> list[Row]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax.core.errors import ConfigError
-from moejax.report.figure import new_figure, save_figure
+from moejax.report.figure import new_figure, save_figures
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import number
 
@@ -245,10 +245,8 @@ def _bars(phase: Mapping[str, Any]) -> list[tuple[str, float, float, bool]]:
 
 def save_profile_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
     """`roofline.png` and `residuals.png`."""
-    return [
-        save_figure(roofline_figure(result), out_dir / "roofline.png"),
-        save_figure(residual_figure(result), out_dir / "residuals.png"),
-    ]
+    figures = {"roofline": roofline_figure(result), "residuals": residual_figure(result)}
+    return save_figures(figures, out_dir)
 
 
 def _accounts(result: Mapping[str, Any], case: int | None = None) -> list[Mapping[str, Any]]:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moejax.core.config import ModelConfig
-from moejax.report.figure import new_figure, round_ticks, save_figure
+from moejax.report.figure import new_figure, round_ticks, save_figures
 from moejax.report.style import COLORS
 from moejax.routing import analysis
 from moejax.routing.capture import RoutingCapture
@@ -249,7 +249,7 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
 
 
 def save_routing_plots(
-    captures: Captures, result: Mapping[str, Any] | None, out_dir: Path, model: ModelConfig | None = None
+    result: Mapping[str, Any] | None, out_dir: Path, captures: Captures, model: ModelConfig | None = None
 ) -> list[Path]:
     """`load.png`, `co_activation.png`, `working_set.png`, `temporal_locality.png` and `load_over_time.png`,
     where there is data for them.
@@ -264,7 +264,7 @@ def save_routing_plots(
         "temporal_locality": temporal_locality_plot(captures, result),
         "load_over_time": load_over_time_plot(captures, result),
     }
-    return [save_figure(f, out_dir / f"{name}.png") for name, f in figures.items() if f is not None]
+    return save_figures(figures, out_dir)
 
 
 def _shuffled_skew(capture: RoutingCapture, windows: int) -> np.ndarray:

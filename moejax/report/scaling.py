@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.figure import new_figure, save_figure
+from moejax.report.figure import new_figure, save_figures
 from moejax.report.style import COLORS
 from moejax.report.tables import number
 
@@ -199,9 +199,7 @@ def save_scaling_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
         axes[2].annotate("its memory", (0, memory / 1e9), va="bottom", fontsize=8)
     _stack(axes[5], names, [("", [row["tokens_per_s_device"] for row in rows], 0)])
     axes[5].set_title("decode: modelled tokens/s per GPU", fontsize=10)
-    routed = _routed_plot(result)
-    extra = [] if routed is None else [save_figure(routed, out_dir / "routing.png")]
-    return [save_figure(figure, out_dir / "scaling.png"), *extra]
+    return save_figures({"scaling": figure, "routing": _routed_plot(result)}, out_dir)
 
 
 def _stack(axis: Any, names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], int]]) -> None:

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.figure import new_figure, save_figure
+from moejax.report.figure import new_figure, save_figures
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import number, stderr_console
 
@@ -104,8 +104,7 @@ def save_stress_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str]
     Raises:
         OutputError: it cannot be written.
     """
-    figure = stress_figure(result)
-    return [] if figure is None else [save_figure(figure, Path(out_dir) / "stress.png")]
+    return save_figures({"stress": stress_figure(result)}, out_dir)
 
 
 def _cell(value: Any, key: str) -> str:

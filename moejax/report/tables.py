@@ -237,10 +237,14 @@ def backends_table(result: Mapping[str, Any]) -> Table | None:
 
 
 def print_latency(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints `latency_table`, and what the peers were."""
+    """Prints `latency_table`, the peers, and in yellow the assignments that were dropped."""
     console = console or stderr_console()
     console.print(latency_table(result))
     _print_backends(result, console)
+    if dropped := result["metrics"].get("dropped_assignments"):
+        console.print(
+            f"{dropped} expert assignments dropped for lack of capacity (recorded pass)", style="yellow"
+        )
 
 
 def _print_backends(result: Mapping[str, Any], console: Console) -> None:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from moejax.report.figure import new_figure, round_ticks, save_figure
+from moejax.report.figure import new_figure, round_ticks, save_figures
 from moejax.report.plot_peers import backends_beside
 from moejax.report.style import COLORS, mode_label
 
@@ -233,7 +233,7 @@ def _draw_spans(axis: Axes, rows: Rows) -> None:
 
 
 def save_throughput_plots(
-    result: Mapping[str, Any], requests: Rows, out_dir: str | os.PathLike[str]
+    result: Mapping[str, Any], out_dir: str | os.PathLike[str], requests: Rows
 ) -> list[Path]:
     """Draws every plot that the result has data for into `out_dir` and returns the files: `latency.png`,
     `load.png`, `cache.png`, `tokens.png`, `requests.png`, and beside peers `backends.png`.
@@ -249,7 +249,7 @@ def save_throughput_plots(
         "requests": request_spans(result, requests),
         "backends": backends_beside(result),
     }
-    return [save_figure(f, Path(out_dir) / f"{name}.png") for name, f in figures.items() if f is not None]
+    return save_figures(figures, out_dir)
 
 
 def _modes(result: Mapping[str, Any]) -> list[tuple[int, str]]:

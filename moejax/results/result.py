@@ -15,7 +15,7 @@ from moejax.results.metrics import RequestRecord, record_row
 
 __all__ = [
     "REQUESTS_FILE", "RESULT_FILE", "SCHEMA", "Result", "build_result", "ensure_writable", "load_requests",
-    "load_result", "print_metrics_line", "write_request_rows", "write_requests", "write_result",
+    "load_result", "print_metrics_line", "request_rows", "write_request_rows", "write_result",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -104,16 +104,10 @@ def write_result(result: Mapping[str, Any], directory: str | os.PathLike[str]) -
     return atomic_write_text(Path(directory) / RESULT_FILE, dump_json(result, indent=2) + "\n")
 
 
-def write_requests(records: Iterable[RequestRecord], directory: str | os.PathLike[str]) -> Path:
-    """Writes `directory/requests.jsonl`, one row per request, and returns its path. Arrivals are counted
-    from the first one.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    records = list(records)
+def request_rows(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
+    """Returns the rows of requests.jsonl, one per request; arrivals are counted from the first one."""
     origin = min((record.metrics.arrival_time for record in records), default=0.0)
-    return write_request_rows((record_row(record, origin) for record in records), directory)
+    return [record_row(record, origin) for record in records]
 
 
 def write_request_rows(rows: Iterable[Mapping[str, Any]], directory: str | os.PathLike[str]) -> Path:

@@ -9,6 +9,7 @@
 Nothing here is called while something is measured. No JAX here.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moejax.core.files import to_jsonable
 from moejax.results.metric_names import lower_is_better
 from moejax.tracking.base import Scalar, Tracker
 
@@ -40,6 +42,7 @@ def publish(
     plots: Sequence[Path] = (),
     files: Sequence[Path] = (),
     timeline: Mapping[str, Any] | None = None,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> None:
     """Says all of a result to `tracker`.
 
@@ -47,6 +50,7 @@ def publish(
         result: the content of result.json.
         requests: rows of requests.jsonl, for the distributions.
         timeline: columns over `time_s` instead of the result's first timeline, which is finer.
+        tables: an experiment's own ones, name → rows; lists and sections in them are said as JSON.
         plots, files: written ones; pictures are shown, files kept as the artifact `EXPERIMENT-result`.
     """
     cases = result.get("cases", [])
@@ -66,8 +70,11 @@ def publish(
         step = _log_curves(tracker, prefix, curves, step)
     summary: dict[str, Scalar] = {k: v for k, v in result["metrics"].items() if v is not None}
     tracker.summary({**expert_load_metrics(result), **summary})
-    for table, (columns, rows) in tables(result, requests).items():
-        tracker.table(table, columns, rows)
+    for name, (columns, lines) in result_tables(result, requests).items():
+        tracker.table(name, columns, lines)
+    for name, rows in (tables or {}).items():
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        tracker.table(name, columns, [[_as_cell(row.get(key)) for key in columns] for row in rows])
     for plot in plots:
         tracker.image(plot.stem, plot)
     if files:
@@ -77,7 +84,7 @@ def publish(
 Table = tuple[list[str], list[list[Any]]]
 
 
-def tables(result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]] = ()) -> dict[str, Table]:
+def result_tables(result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]] = ()) -> dict[str, Table]:
     """Name → (columns, rows) of all tables that the result has something for."""
     found: dict[str, Table] = {}
     for name in ("cases", "iterations", "differences"):
@@ -192,6 +199,10 @@ def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     plain = [k for k in columns if all(row.get(k) is None or isinstance(row[k], _PLAIN) for row in rows)]
     return plain, [[row.get(key) for key in plain] for row in rows]
+
+
+def _as_cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, _PLAIN) else json.dumps(to_jsonable(value))
 
 
 def _timeline(result: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:

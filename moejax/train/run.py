@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moejax.core.files import to_jsonable
-from moejax.report.plots import expert_load, save_figure, training_curve
+from moejax.report.figure import save_figures
+from moejax.report.plots import expert_load, training_curve
 from moejax.report.tables import metrics_table, stderr_console
 from moejax.results.result import build_result, write_result
 from moejax.tracking.base import TrackerConfig, make_tracker
@@ -102,7 +103,7 @@ def _plots(outcome: dict[str, Any], output_dir: Path) -> list[Path]:
         ),
         "expert_load": expert_load(outcome),
     }
-    return [save_figure(f, output_dir / f"{name}.png") for name, f in figures.items() if f is not None]
+    return save_figures(figures, output_dir)
 
 
 def _print(exported: Exported, metrics: dict[str, Any], files: list[Path], hints: list[str]) -> None:

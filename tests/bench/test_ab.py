@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from moejax.bench.ab import measure
-from moejax.bench.ab import run as ab_run
 from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import orders
@@ -27,6 +26,7 @@ from moejax.report.ab import ab_lines
 from moejax.results.compare import compare
 from moejax.tracking.base import TrackerConfig
 from tests.bench.fake_llm import FakeLLM, VirtualClock
+from tests.bench.runs import run_into
 
 
 class Clocked(Backend):
@@ -76,9 +76,9 @@ def _only_what_is_tested(request, monkeypatch):
     if "drift_that_would_hide" in request.node.name:
         return
     monkeypatch.setattr(measure.gc, "collect", lambda: 0)
-    monkeypatch.setattr(ab_run, "save_ab_plots", lambda result, out: [])
+    monkeypatch.setattr("moejax.report.ab.save_ab_plots", lambda result, out: [])
     provenance = {"seeds": {}, "checkpoint_hash": "c", "workload_hash": "w", "device": {"platform": "gpu"}}
-    monkeypatch.setattr(ab_run, "backends_provenance", lambda *_, **__: copy.deepcopy(provenance))
+    monkeypatch.setattr("moejax.bench.run.collect", lambda *_, **__: copy.deepcopy(provenance))
 
 
 WORKLOAD = WorkloadConfig(batch_size=[1, 2], prompt_len=4, output_len=5)
@@ -90,7 +90,9 @@ def run(
 ) -> dict[str, Any]:
     variants = [Variant(name, [f"x={name}"], backend, {}) for name, backend in backends.items()]
     section.setdefault("rounds", 10)
-    return run_ab(variants, workload, AbSection(**section), QUIET, tmp_path, config=config or {}, name="m")
+    kind = "latency" if isinstance(workload, WorkloadConfig) else "throughput"
+    with run_into(tmp_path, f"{kind}_ab", config) as this:
+        return run_ab(variants, workload, AbSection(**section), this)
 
 
 def by_metric(rows) -> dict[str, dict[str, Any]]:
@@ -300,7 +302,8 @@ def test_traffic_is_measured_too(tmp_path, monkeypatch):
     }
     backends = {name: MoejaxBackend(llm) for name, llm in engines.items()}
     variants = [Variant(name, [], backend, {}) for name, backend in backends.items()]
-    result = run_ab(variants, workload, AbSection(rounds=8), QUIET, tmp_path, config={}, name="m")
+    with run_into(tmp_path, "throughput_ab") as this:
+        result = run_ab(variants, workload, AbSection(rounds=8), this)
     assert result["experiment"] == "throughput_ab"
     found = by_metric(result["verdicts"])
     assert found["output_throughput"]["outcome"] == "worse" and found["output_throughput"][

@@ -16,7 +16,7 @@ from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
 from moejax.perf.attribution import OPERATIONS
 from moejax.results.result import load_result
-from moejax.tracking.base import TrackerConfig
+from tests.bench.runs import run_into
 
 WORKLOAD = ProfileWorkload(batch_size=2, prompt_len=12, output_len=6, iterations=3, warmup=1)
 
@@ -31,9 +31,8 @@ def llm(tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 
 def run(llm: LLM, out: Path, kind: str = "auto") -> dict[str, Any]:
-    tracker = TrackerConfig(kind="none")
-    how: dict[str, Any] = {"config": {}, "name": "small", "hardware_kind": kind}
-    return run_profile(llm, WORKLOAD, ProfileSection(compare=("h100",)), tracker, out, **how)
+    with run_into(out, "profile", hardware_kind=kind) as this:
+        return run_profile(llm, WORKLOAD, ProfileSection(compare=("h100",)), this)
 
 
 @pytest.mark.optimized

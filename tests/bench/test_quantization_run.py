@@ -22,8 +22,8 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import CalibrationConfig, QuantConfig
 from moejax.nn.param import iter_params
 from moejax.routing.generate import generate
-from moejax.tracking.base import TrackerConfig
 from moejax.tracking.dashboard import sections
+from tests.bench.runs import run_into
 from tests.decoding import random_model
 from tests.numerics import tolerance
 
@@ -77,10 +77,9 @@ def run(out: Path, methods: list[str], **options: Any) -> dict[str, Any]:
         methods=methods, presets=PRESETS, text=str(text), seq_len=20, batch_size=8, resamples=200,
         speed=SpeedSection(iterations=0), **options,
     )  # fmt: skip
-    return run_quantization(
-        lambda quant: open_model(CONFIG, quant), section, TrackerConfig(kind="none"), out / "run",
-        config={"quantization": dataclasses.asdict(section)}, name="small",
-    )  # fmt: skip
+    config = {"quantization": dataclasses.asdict(section)}
+    with run_into(out / "run", "quantization", config) as this:
+        return run_quantization(lambda quant: open_model(CONFIG, quant), section, this)
 
 
 @pytest.fixture(scope="module")
@@ -182,10 +181,7 @@ def test_windows_longer_than_the_model_are_refused(tiny_config: ModelConfig, tmp
     with pytest.raises(
         ConfigError, match=r"quantization\.seq_len=64 and one token more exceed the limit of 64"
     ):
-        run_quantization(
-            lambda quant: open_model(tiny_config, quant), section, TrackerConfig(kind="none"), tmp_path,
-            config={}, name="small",
-        )  # fmt: skip
+        run_quantization(lambda quant: open_model(tiny_config, quant), section, run_into(tmp_path))
 
 
 def test_one_calibration_for_all() -> None:

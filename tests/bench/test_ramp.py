@@ -22,6 +22,7 @@ from moejax.results.metrics import RequestRecord, Slo
 from moejax.results.result import load_requests, load_result
 from moejax.tracking.base import TrackerConfig
 from tests.bench.fake_llm import FakeLLM, VirtualClock
+from tests.bench.runs import run_into
 
 NO_TRACKER = TrackerConfig(kind="none")
 
@@ -118,15 +119,8 @@ def ramp(
     """Four at a time, 10 ms a step, 10 tokens a request: the engine serves 40 requests/s."""
     llm = FakeLLM(EngineConfig(max_num_seqs=4), clock=clock, advance=clock.advance)
     fields = {"prompt_len": 8, "output_len": 10, "slo": Slo(ttft_ms=100), **workload}
-    result = run_ramp(
-        llm,
-        ThroughputWorkload(**fields),
-        NO_TRACKER,
-        out,
-        ramp=config,
-        config={"model": {"name": "fake"}},
-        name="fake",
-    )  # type: ignore[arg-type]
+    with run_into(out, "throughput", {"model": {"name": "fake"}}) as run:
+        result = run_ramp([llm], ThroughputWorkload(**fields), config, run)  # type: ignore[list-item]
     return result, llm
 
 

@@ -19,7 +19,7 @@ from moejax.routing import analysis
 from moejax.routing.capture import RoutingCapture, load_capture
 from moejax.routing.generate import generate
 from moejax.routing.source import trace_names
-from moejax.tracking.base import TrackerConfig
+from tests.bench.runs import run_into
 
 SHAPE: dict[str, Any] = {
     "num_experts": 8, "top_k": 2, "layers": 2, "requests": 4, "prompt_len": 12, "output_len": 20,
@@ -28,7 +28,8 @@ SHAPE: dict[str, Any] = {
 
 def run(selection: RoutingSelection, out: Path, model: ModelConfig | None = None) -> dict[str, Any]:
     config = dataclasses.asdict(selection)
-    return run_routing(selection, TrackerConfig(kind="none"), out, config=config, model=model, name="small")
+    with run_into(out, "routing", config) as this:
+        return run_routing(selection, model, this)
 
 
 @pytest.fixture
@@ -124,10 +125,10 @@ def test_a_run_that_cannot_be_writes_nothing(
     ):
         with pytest.raises(ConfigError, match=message):
             run(selection, out, model)
-        assert not out.exists()
+        assert not list(out.iterdir())
     with pytest.raises(ConfigError, match=r"placement\.devices=3 does not divide"):
         run(RoutingSelection(trace=first, placement=PlacementSection(devices=3)), out)
-    assert not out.exists()
+    assert not list(out.iterdir())
 
 
 def test_wrong_sections_are_refused(tmp_path: Path) -> None:

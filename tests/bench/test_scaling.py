@@ -22,7 +22,7 @@ from moejax.perf.comm import Exchange
 from moejax.perf.memory import StageMemory
 from moejax.perf.scaling import Phase, model_step
 from moejax.report.scaling import print_scaling, save_scaling_plots
-from moejax.tracking.base import TrackerConfig
+from tests.bench.runs import run_into
 from tests.engine.mesh_models import BASE
 
 pytestmark = pytest.mark.multidevice
@@ -109,10 +109,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )  # fmt: skip
     model = MODEL.replace(num_experts=8, num_experts_per_tok=2, num_layers=1, moe_layers=(True,),
                           sliding_windows=(None,))  # fmt: skip
-    config = {"scaling": dataclasses.asdict(section)}
-    tracker = TrackerConfig(kind="none")
-    found = run_scaling(model, section, tracker, out, config=config, name="small", load_format="dummy")
-    return found, out
+    with run_into(out, "scaling", {"scaling": dataclasses.asdict(section)}) as run:
+        return run_scaling(model, section, run, load_format="dummy"), out
 
 
 def test_measured_programs_send_what_the_formulas_say(result: Any) -> None:

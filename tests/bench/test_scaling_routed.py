@@ -19,12 +19,13 @@ from moejax.perf.comm import step_comm
 from moejax.report.scaling import print_scaling
 from moejax.routing.capture import RoutingCapture
 from moejax.routing.generate import generate
-from moejax.tracking.base import TrackerConfig
+from tests.bench.runs import run_into
 from tests.engine.mesh_models import BASE
 
 MODEL = BASE.replace(
     num_experts=16, num_experts_per_tok=3, num_layers=2, moe_layers=(True, True), sliding_windows=(None, None)
 )
+
 ROW = MODEL.hidden_size * 4
 THERE, BACK = ROW + 8 * 3, ROW
 
@@ -156,9 +157,8 @@ def test_the_experiment_prints_and_draws_it(tmp_path: Path, capsys: pytest.Captu
 
 
 def _run(model: ModelConfig, section: ScalingSection, out: Path) -> dict[str, Any]:
-    config = {"scaling": dataclasses.asdict(section)}
-    tracker = TrackerConfig(kind="none")
-    return run_scaling(model, section, tracker, out, config=config, name="small", load_format="dummy")
+    with run_into(out, "scaling", {"scaling": dataclasses.asdict(section)}) as run:
+        return run_scaling(model, section, run, load_format="dummy")
 
 
 def test_a_trace_that_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
 from moejax.report.stress import stress_figure
 from moejax.tracking.base import TrackerConfig
+from tests.bench.runs import run_into
 from tests.engine.tiny import small_config
 
 NO_TRACKER = TrackerConfig(kind="none")
@@ -57,7 +58,8 @@ def prober(shared: Prober, monkeypatch: pytest.MonkeyPatch) -> Prober:
 
 
 def stress(llm: LLM, out: Path, section: StressSection = SMALL) -> dict[str, Any]:
-    return run_stress(llm, section, NO_TRACKER, out, config={"stress": {"tpot_band": 1.5}}, name="small")
+    with run_into(out, "stress", {"stress": {"tpot_band": 1.5}}) as this:
+        return run_stress(llm, section, this)
 
 
 @pytest.mark.usefixtures("prober")

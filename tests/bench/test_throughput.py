@@ -22,6 +22,7 @@ from moejax.results.metrics import Slo, compute_metrics
 from moejax.results.result import load_requests, load_result
 from moejax.tracking.base import TrackerConfig
 from tests.bench.fake_llm import FakeLLM, VirtualClock
+from tests.bench.runs import run_into
 
 SAMPLING = ThroughputWorkload().sampling
 NO_TRACKER = TrackerConfig(kind="none")
@@ -212,8 +213,8 @@ def fake(clock: VirtualClock, **fields: Any) -> FakeLLM:
 
 
 def experiment(llm: FakeLLM, workload: ThroughputWorkload, out: Path, **fields: Any) -> dict[str, Any]:
-    config = {"model": {"name": "fake"}}
-    return run_throughput(llm, workload, NO_TRACKER, out, config=config, name="fake", **fields)  # type: ignore[arg-type]
+    with run_into(out, "throughput", {"model": {"name": "fake"}}, **fields) as run:
+        return run_throughput([llm], workload, run)  # type: ignore[list-item]
 
 
 WORKLOAD = ThroughputWorkload(

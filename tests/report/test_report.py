@@ -11,7 +11,7 @@ from moejax.engine.requests.api import RequestMetrics
 from moejax.report import plots, tables
 from moejax.report.progress import progress
 from moejax.results.metrics import RequestRecord, case_row, compute_metrics
-from moejax.results.result import build_result, load_requests, write_requests
+from moejax.results.result import build_result, load_requests, request_rows, write_request_rows
 
 PROVENANCE = {
     "time_utc": "2026-01-01T00:00:00+00:00",
@@ -78,7 +78,7 @@ def test_other_tables():
 def test_every_plot_with_data_is_a_png_and_is_listed(tmp_path):
     counts = np.arange(32).reshape(2, 16)
     result, records = build(routing={"counts": counts})
-    paths = plots.save_latency_plots(result, records, tmp_path)
+    paths = plots.save_latency_plots(result, tmp_path, records)
     assert [p.name for p in paths] == ["latency.png", "itl.png", "throughput.png", "expert_load.png"]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
@@ -87,16 +87,16 @@ def test_every_plot_with_data_is_a_png_and_is_listed(tmp_path):
 
 def test_plots_without_data_are_not_drawn(tmp_path):
     result, records = build(shapes=((1, 8, 1),))
-    paths = plots.save_latency_plots(result, records, tmp_path)
+    paths = plots.save_latency_plots(result, tmp_path, records)
     assert [p.name for p in paths] == ["latency.png"]
     empty = build_result("latency", metrics={}, config={}, provenance={})
-    assert plots.save_latency_plots(empty, [], tmp_path / "empty") == []
+    assert plots.save_latency_plots(empty, tmp_path / "empty", []) == []
     assert not (tmp_path / "empty").exists()
 
 
 def test_plots_draw_the_same_from_rows_read_back(tmp_path):
     result, records = build()
-    rows = load_requests(write_requests(records, tmp_path))
+    rows = load_requests(write_request_rows(request_rows(records), tmp_path))
     figures = [plots.inter_token_latency(result, source) for source in (records, rows)]
     lines = [f.axes[0].lines[1].get_xydata() for f in figures]
     np.testing.assert_allclose(lines[0], lines[1])

@@ -129,7 +129,7 @@ def drawn(figure: Figure | None) -> Figure:
 
 def test_every_plot_is_a_png_and_is_listed(tmp_path: Path) -> None:
     result, rows = build(failed=1)
-    paths = throughput_plots.save_throughput_plots(result, rows, tmp_path)
+    paths = throughput_plots.save_throughput_plots(result, tmp_path, rows)
     assert [path.name for path in paths] == [
         "latency.png", "load.png", "cache.png", "tokens.png", "requests.png"
     ]  # fmt: skip
@@ -139,11 +139,11 @@ def test_every_plot_is_a_png_and_is_listed(tmp_path: Path) -> None:
 
 def test_without_data_nothing_is_drawn(tmp_path: Path) -> None:
     empty = build_result("throughput", metrics={}, config={}, provenance={}, timeline=[])
-    assert throughput_plots.save_throughput_plots(empty, [], tmp_path / "none") == []
+    assert throughput_plots.save_throughput_plots(empty, tmp_path / "none", []) == []
     assert not (tmp_path / "none").exists()
     result, rows = build(modes=("continuous",), failed=6)
     result["timeline"] = [{"batching": "continuous", "num_blocks": None, "bin_s": None, "time_s": []}]
-    paths = throughput_plots.save_throughput_plots(result, rows, tmp_path)
+    paths = throughput_plots.save_throughput_plots(result, tmp_path, rows)
     assert [path.name for path in paths] == ["requests.png"]
 
 

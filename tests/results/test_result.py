@@ -17,7 +17,8 @@ from moejax.results.result import (
     ensure_writable,
     load_requests,
     load_result,
-    write_requests,
+    request_rows,
+    write_request_rows,
     write_result,
 )
 
@@ -62,7 +63,7 @@ def test_requests_are_counted_from_the_first_arrival(tmp_path):
         RequestRecord("b\u2028", 0, 4, 2, RequestMetrics(11.0, [11.5, 12.0]), "length"),
         RequestRecord("a", 0, 4, 1, RequestMetrics(10.0, [10.5]), "stop"),
     ]
-    rows = load_requests(write_requests(records, tmp_path))
+    rows = load_requests(write_request_rows(request_rows(records), tmp_path))
     assert rows == load_requests(tmp_path)
     assert [row["arrival_s"] for row in rows] == [1.0, 0.0]
     assert [row["tpot_ms"] for row in rows] == [500.0, None]

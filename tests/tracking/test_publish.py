@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moejax.tracking.publish import cdf_tables, expert_load_metrics, publish, tables
+from moejax.tracking.publish import cdf_tables, expert_load_metrics, publish, result_tables
 from tests.tracking.recorder import Recorder
 
 
@@ -81,15 +81,15 @@ def test_distributions_are_exact_quantiles_and_bounded() -> None:
 
 def test_expert_load_as_table_and_as_two_figures() -> None:
     routed = result(routing={"counts": [[6, 2, 0, 0], [0, 0, 0, 0], [2, 2, 2, 2]]})
-    columns, rows = tables(routed)["expert_load_table"]
+    columns, rows = result_tables(routed)["expert_load_table"]
     assert columns == ["layer", "expert", "tokens", "load"]
     assert rows[0] == [0, 0, 6, 3.0] and {row[0] for row in rows} == {0, 2}  # a dense layer has no row
     found = expert_load_metrics(routed)
     entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
     assert found == pytest.approx({"expert_load_max": 2.0, "expert_load_entropy": (entropy + 1) / 2})
-    assert expert_load_metrics(result()) == {} and "expert_load_table" not in tables(result())
+    assert expert_load_metrics(result()) == {} and "expert_load_table" not in result_tables(result())
     wide = result(routing={"counts": np.ones((100, 256)).tolist()})
-    assert "expert_load_table" not in tables(wide)  # more rows than a table keeps
+    assert "expert_load_table" not in result_tables(wide)  # more rows than a table keeps
 
 
 def test_pictures_and_files_go_by_their_names(tmp_path: Path) -> None:

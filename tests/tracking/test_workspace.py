@@ -19,12 +19,13 @@ from moejax.core.price import Price
 from moejax.engine.llm import LLM
 from moejax.results.metrics import Slo
 from moejax.tracking import workspace
-from moejax.tracking.base import CompositeTracker, TrackerConfig
+from moejax.tracking.base import CompositeTracker
 from moejax.tracking.dashboard import DashboardConfig, logged_names, sections
 from moejax.tracking.probes import HostProbe
 from moejax.tracking.publish import publish
 from moejax.tracking.telemetry import TelemetryConfig
 from tests.bench.fake_llm import FakeLLM
+from tests.bench.runs import run_into
 from tests.engine.tiny import small_config
 from tests.tracking.fake_nvml import FakeGpu, on_gpus
 from tests.tracking.fake_wandb_server import FakeWandb
@@ -37,6 +38,7 @@ QUANTIZATION = ("perplexity", "perplexity_loss_percent", "bits_per_weight", "rou
 ENGINE = EngineConfig(
     max_num_seqs=2, max_model_len=16, seq_buckets=[2], token_buckets=[16], compile_cache=False
 )
+
 SAMPLING = TelemetryConfig(interval_s=0.02)
 
 
@@ -49,22 +51,22 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         for experiment in ("latency", "throughput"):
             told = Recorder()
             make = lambda *_, told=told: CompositeTracker([told])  # noqa: E731
-            patch.setattr(f"moejax.bench.{experiment}.run.make_tracker", make)
+            patch.setattr("moejax.bench.run.make_tracker", make)
             _run(experiment, llm, tmp_path_factory.mktemp(experiment))
             found |= told.names
     return found | _gpu_names() | _ramp_names()
 
 
 def _run(experiment: str, llm: LLM, out: Path) -> None:
-    common: dict[str, Any] = {"config": {}, "name": "small", "telemetry": SAMPLING, "price": Price(1.0)}
-    tracking, lengths = TrackerConfig(kind="none"), {"prompt_len": 8, "output_len": 4}
-    if experiment == "latency":
-        workload = WorkloadConfig(batch_size=2, iterations=3, **lengths)
-        run_latency(llm, workload, tracking, out, hardware_kind="a100_80gb", **common)
-    else:
-        slo = Slo(ttft_ms=1000.0)
-        traffic = ThroughputWorkload(request_rate=200.0, num_requests=8, slo=slo, **lengths)
-        run_throughput(FakeLLM(), traffic, tracking, out, **common)
+    fields: dict[str, Any] = {"telemetry": SAMPLING, "price": Price(1.0), "hardware_kind": "a100_80gb"}
+    lengths = {"prompt_len": 8, "output_len": 4}
+    with run_into(out, experiment, **fields) as run:
+        if experiment == "latency":
+            run_latency([llm], WorkloadConfig(batch_size=2, iterations=3, **lengths), run)
+        else:
+            slo = Slo(ttft_ms=1000.0)
+            traffic = ThroughputWorkload(request_rate=200.0, num_requests=8, slo=slo, **lengths)
+            run_throughput([FakeLLM()], traffic, run)  # type: ignore[list-item]
 
 
 def _ramp_names() -> set[str]:

@@ -2,10 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from moejax.bench.ab.config import AbSection
@@ -14,19 +12,16 @@ from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_ro
 from moejax.bench.ab.variants import CONTROL, Member, Variant, token_agreement
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
-from moejax.bench.backends.provenance import backends_provenance, encoder
+from moejax.bench.backends.provenance import encoder
+from moejax.bench.run import ExperimentRun
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError
-from moejax.core.hardware import get_hardware
 from moejax.core.resolve import as_dict
-from moejax.report.ab import print_ab, save_ab_plots
 from moejax.report.progress import progress
 from moejax.results.compare.samples import case_name
 from moejax.results.metrics import Metrics
-from moejax.results.result import build_result, ensure_writable, write_request_rows, write_result
-from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
+from moejax.results.result import Result
 
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
@@ -35,20 +30,13 @@ def run_ab(
     variants: Sequence[Variant],
     workload: WorkloadConfig | ThroughputWorkload,
     ab: AbSection,
-    tracker_config: TrackerConfig,
-    out_dir: Path,
-    *,
-    config: Mapping[str, Any],
-    name: str,
-    hardware_kind: str = "auto",
-) -> dict[str, Any]:
-    """Measures variants in turns and writes the result into `out_dir`.
+    run: ExperimentRun,
+) -> Result:
+    """Measures variants in turns and finishes `run`, whose experiment is `latency_ab` or `throughput_ab`.
 
     Args:
         variants: the first is the baseline; it is opened once more as the control.
         workload: what all are given.
-        config: the command line's configuration, for the record; each variant has its own.
-        name: the model's short name.
 
     Returns:
         The content of `result.json`: a row in `cases` for each variant and case, `verdicts`,
@@ -58,31 +46,21 @@ def run_ab(
         ConfigError: a case longer than a variant allows, or nothing to judge by; before anything is measured.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
-    ensure_writable(out_dir)
     variants = [variants[0], _control(variants[0]), *variants[1:]]
-    backends = [variant.backend for variant in variants]
-    load = _load(workload, backends)
-    provenance = backends_provenance(backends[:1], config, workload_seed=load.seed, workload=load.hash)
-    provenance["seeds"]["ab"] = ab.seed
-    experiment = "latency_ab" if isinstance(workload, WorkloadConfig) else "throughput_ab"
+    load = _load(workload, [variant.backend for variant in variants])
     members = [Member(variant) for variant in variants]
-    info = run_info(experiment, out_dir, config, provenance, model=name, variant="ab")
-    with make_tracker(tracker_config, info) as tracker:
-        warm_up_all(members, load)
-        judged = _measure(members, load, ab)
-        rows = _rows(members, load)
-        result = _build(experiment, members, load, judged, rows, config, provenance, hardware_kind)
-        said = {verdict.trial.metric for verdict in judged.verdicts}
-        result["not_judged"] = [name for name in ab.metrics if name not in said]
-        requests = [
-            {**row, "case": _place(index, row["case"], load)}
-            for index, m in enumerate(members)
-            for row in m.rows
-        ]
-        files = [write_result(result, out_dir), write_request_rows(requests, out_dir)]
-        _report(result, files, tracker, out_dir)
-    print_ab(result, out_dir, tracker.hints())
-    return result
+    _ = run.hardware  # an unknown kind is refused here, before anything runs
+    first = [variants[0].backend]
+    run.start_backends(first, seed=load.seed, workload=load.hash, seeds={"ab": ab.seed}, variant="ab")
+    warm_up_all(members, load)
+    judged = _measure(members, load, ab)
+    result = _build(run, members, load, judged, ab.metrics)
+    requests = [
+        {**row, "case": _place(index, row["case"], load)}
+        for index, member in enumerate(members)
+        for row in member.rows
+    ]
+    return run.finish(result, requests=requests, tables={"verdicts": result["verdicts"]})
 
 
 def _load(workload: WorkloadConfig | ThroughputWorkload, backends: Sequence[Backend]) -> Load:
@@ -165,16 +143,10 @@ def _medians(passes: Sequence[Metrics]) -> Metrics:
 
 
 def _build(
-    experiment: str,
-    members: Sequence[Member],
-    load: Load,
-    judged: Judged,
-    rows: Sequence[Mapping[str, Any]],
-    config: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-    hardware_kind: str,
-) -> dict[str, Any]:
-    hardware = get_hardware(hardware_kind, jax.devices()[0].device_kind)
+    run: ExperimentRun, members: Sequence[Member], load: Load, judged: Judged, asked: Sequence[str]
+) -> Result:
+    """Returns the result; `asked` are the metrics that were to be judged."""
+    rows = _rows(members, load)
     metrics: dict[str, Any] = {"rounds": rows[0]["rounds"], "variants": len(members) - 1}
     for verdict in (*judged.control, *judged.verdicts):
         trial, ratio = verdict.trial, verdict.trial.ratio
@@ -185,13 +157,11 @@ def _build(
     ledgers = [{**row, "variant": name} for name, llm in engines.items() for row in llm.ledger.rows()]
     metrics["recompiles_after_warmup"] = sum(bool(row["after_warmup"]) for row in ledgers)
     first = engine_of(members[0].variant.backend)
-    return build_result(
-        experiment,
+    judged_names = {verdict.trial.metric for verdict in judged.verdicts}
+    return run.result(
         metrics=metrics,
         cases=rows,
-        config=config,
-        provenance=provenance,
-        hardware=dataclasses.asdict(hardware) if hardware else None,
+        hardware=run.hardware,
         slo=dataclasses.asdict(load.slo),
         compile_ledger=ledgers,
         resolved=as_dict(first.resolutions) if first is not None else {},
@@ -204,6 +174,7 @@ def _build(
             for index, member in enumerate(members)
             for (round_, case), found in sorted(member.rounds.items())
         ],
+        not_judged=[name for name in asked if name not in judged_names],
     )
 
 
@@ -216,24 +187,3 @@ def _described(variant: Variant) -> dict[str, Any]:
         "resolved": as_dict(llm.resolutions) if llm is not None else {},
         **variant.backend.memory(),
     }
-
-
-def _report(
-    result: Mapping[str, Any], files: Sequence[Path], tracker: CompositeTracker, out_dir: Path
-) -> None:
-    """Plots, and everything to the tracker."""
-    plots = save_ab_plots(result, out_dir)
-    rows = result["cases"]
-    for index, row in enumerate(rows):
-        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-        tracker.log(numbers, step=index)
-    tracker.summary({k: v for k, v in result["metrics"].items() if v is not None})
-    for name in ("cases", "verdicts"):
-        columns = list(dict.fromkeys(key for row in result[name] for key in row))
-        cells = [
-            [str(c) if isinstance(c := row.get(k), list) else c for k in columns] for row in result[name]
-        ]
-        tracker.table(name, columns, cells)
-    for plot in plots:
-        tracker.image(plot.stem, plot)
-    tracker.artifact(f"{result['experiment']}-result", "result", files)

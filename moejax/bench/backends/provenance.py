@@ -1,26 +1,15 @@
-"""What several backends of one run have in common: where their prompts' text is encoded, and provenance."""
+"""Prompts' encoder and memory figures where several backends share one run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend
-from moejax.tracking.provenance import collect
 
 
 def encoder(backends: Sequence[Backend]) -> Callable[[str], Sequence[int]] | None:
     """The first one's that has a tokenizer."""
     return next((backend.encode for backend in backends if backend.encode is not None), None)
-
-
-def backends_provenance(
-    backends: Sequence[Backend], config: Mapping[str, Any], *, workload_seed: int, workload: str
-) -> dict[str, Any]:
-    """`moejax.tracking.provenance.collect` of the run, with `backends`: what each says of itself."""
-    first = backends[0]
-    seeds = {"workload": workload_seed} | ({} if first.seed is None else {"engine": first.seed})
-    found = collect(config, seeds=seeds, checkpoint=first.checkpoint, workload=workload)
-    return {**found, "backends": [backend.describe() for backend in backends]}
 
 
 def without_our_process(metrics: dict[str, Any], first: Backend) -> None:

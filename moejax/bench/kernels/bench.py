@@ -6,9 +6,7 @@ rates are measured in the same run; bounds and shares are of these.
 """
 
 import datetime
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +28,22 @@ from moejax.bench.kernels.device_timing import (
 )
 from moejax.bench.kernels.routed import select_routed
 from moejax.bench.kernels.select import Selected, select
+from moejax.bench.run import ExperimentRun
 from moejax.core.errors import DeviceError
-from moejax.core.files import atomic_write_text, dump_json
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 from moejax.core.hardware import get_hardware
-from moejax.report.kernel_tables import print_bench
 from moejax.report.progress import progress
-from moejax.report.tables import print_closing, stderr_console
-from moejax.results.result import build_result, ensure_writable, write_result
-from moejax.tracking.base import TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
-from moejax.tracking.provenance import collect
+from moejax.results.result import Result
 from pallas_kernels.op import Cost, Op, Spec
 from pallas_kernels.qformats import GROUPS
 from pallas_kernels.tuned import device_key
-
-logger = logging.getLogger(__name__)
 
 # Bytes of last-level cache: NVIDIA's data sheets.
 _CACHE = {"a100": 40 << 20, "h100": 50 << 20, "h200": 50 << 20}
 
 
-def run_bench(
-    config: KernelSelection, tracker_config: TrackerConfig, out_dir: Path, *, whole_config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Runs mode=bench.
+def run_bench(config: KernelSelection, run: ExperimentRun) -> Result:
+    """Runs mode=bench and finishes `run`.
 
     Raises:
         DeviceError: JAX has no CUDA device.
@@ -62,42 +52,24 @@ def run_bench(
     routed = config.bench.routing is not None
     selected = select_routed(config) if routed else select(config)
     require_gpu("bench")
-    ensure_writable(out_dir)
-    device = jax.devices()[0]
     folder = ensure_writable(Path(config.bench.results_dir) / device_key())
-    provenance = collect(whole_config)
-    info = run_info("kernels", out_dir, whole_config, provenance, variant="bench")
-    with make_tracker(tracker_config, info) as tracker:
-        ceilings = measure_ceilings()
-        rows: list[dict[str, Any]] = []
-        total = sum(len(item.specs) for item in selected)
-        with progress("timing kernels", total=total) as task:
-            for item in selected:
-                for spec in item.specs:
-                    task.describe(f"{item.op.name} {spec.name}")
-                    rows += bench_spec(item, spec, config, ceilings)
-                    task.advance()
-        hardware = get_hardware("auto", device.device_kind)
-        result = build_result(
-            "kernels",
-            metrics={**ceilings, "kernels": len(rows), **_best(rows)},
-            cases=rows,
-            config=whole_config,
-            provenance=provenance,
-            hardware=asdict(hardware) if hardware else None,
-        )
-        files = [write_result(result, out_dir)]
-        day = datetime.date.today().isoformat()
-        table = f"kernels-{'routing-' if routed else ''}{day}.json"
-        files.append(atomic_write_text(folder / table, dump_json(result, indent=1) + "\n"))
-        tracker.summary(result["metrics"])
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        tracker.table("kernel_table", columns, [[row.get(key) for key in columns] for row in rows])
-        tracker.artifact("kernels-result", "result", files)
-    console = stderr_console()
-    print_bench(result, console)
-    print_closing(console, out_dir, tracker.hints())
-    return result
+    run.start(variant="bench")
+    ceilings = measure_ceilings()
+    rows: list[dict[str, Any]] = []
+    with progress("timing kernels", total=sum(len(item.specs) for item in selected)) as task:
+        for item in selected:
+            for spec in item.specs:
+                task.describe(f"{item.op.name} {spec.name}")
+                rows += bench_spec(item, spec, config, ceilings)
+                task.advance()
+    result = run.result(
+        metrics={**ceilings, "kernels": len(rows), **_best(rows)},
+        cases=rows,
+        hardware=get_hardware("auto", jax.devices()[0].device_kind),
+    )
+    name = f"kernels-{'routing-' if routed else ''}{datetime.date.today().isoformat()}.json"
+    file = atomic_write_text(folder / name, dump_json(result, indent=1) + "\n")
+    return run.finish(result, files=[file], tables={"kernel_table": result["cases"]})
 
 
 def require_gpu(mode: str) -> None:

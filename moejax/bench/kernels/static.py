@@ -14,17 +14,13 @@ import jax
 
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.select import Selected, select
+from moejax.bench.run import ExperimentRun
 from moejax.core.errors import ConfigError, MoejaxError
-from moejax.core.files import atomic_write_text, dump_json
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 from moejax.core.hardware import KNOWN
 from moejax.engine.opening.setup import cache_root
-from moejax.report.kernel_tables import print_static
 from moejax.report.progress import progress
-from moejax.report.tables import print_closing, stderr_console
-from moejax.results.result import build_result, ensure_writable, write_result
-from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
-from moejax.tracking.provenance import collect
+from moejax.results.result import Result
 from pallas_kernels.static import Row, failures, report_op
 from pallas_kernels.static.compiler import Compiler
 
@@ -36,43 +32,31 @@ class KernelGateError(MoejaxError, RuntimeError):
     """The static gate does not hold; the results have been written."""
 
 
-def run_static(
-    config: KernelSelection, tracker_config: TrackerConfig, out_dir: Path, *, whole_config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Runs mode=static and writes `result.json`; `cases` has a row per kernel, spec and target.
+def run_static(config: KernelSelection, run: ExperimentRun) -> Result:
+    """Runs mode=static and finishes `run`; `cases` has a row per kernel, spec and target.
 
     Raises:
         ConfigError: an unknown name, or the Triton wheel is missing.
         KernelGateError: a default configuration fails the gate or has grown against the committed report.
     """
     selected = select(config)
-    ensure_writable(out_dir)
+    baselines = Path(config.baseline_dir)
     if config.update_baseline:
-        ensure_writable(Path(config.baseline_dir))
-    provenance = collect(whole_config)
-    info = run_info("kernels", out_dir, whole_config, provenance, variant="static")
-    with make_tracker(tracker_config, info) as tracker:
-        rows, about = compile_all(selected, config)
-        grown = compare_with_baseline(rows, about, Path(config.baseline_dir))
-        cases = [case(row) for row in rows]
-        wrong = failures(rows)
-        result = build_result(
-            "kernels",
-            metrics=static_metrics(rows, wrong, grown),
-            cases=cases,
-            config=whole_config,
-            provenance=provenance,
-            compiler=about,
-            failures=wrong,
-            grown=grown,
-        )
-        write_result(result, out_dir)
-        if config.update_baseline:
-            write_baseline(rows, about, Path(config.baseline_dir))
-        _track(result, tracker)
-    console = stderr_console()
-    print_static(result, console)
-    print_closing(console, out_dir, tracker.hints())
+        ensure_writable(baselines)
+    run.start(variant="static")
+    rows, about = compile_all(selected, config)
+    grown = compare_with_baseline(rows, about, baselines)
+    wrong = failures(rows)
+    result = run.result(
+        metrics=static_metrics(rows, wrong, grown),
+        cases=[case(row) for row in rows],
+        compiler=about,
+        failures=wrong,
+        grown=grown,
+    )
+    run.finish(result, tables={"kernel_table": result["cases"]})  # "kernels" is a metric: their number
+    if config.update_baseline:
+        write_baseline(rows, about, baselines)
     if wrong or (grown and not config.update_baseline):
         first = (wrong + grown)[0]
         raise KernelGateError(f"the static gate failed in {len(wrong) + len(grown)} places; first: {first}")
@@ -185,10 +169,3 @@ def static_metrics(rows: Sequence[Row], wrong: Sequence[str], grown: Sequence[st
                 f"{target}_min_occupancy": min(row.occupancy for row in own),
             }
     return metrics
-
-
-def _track(result: Mapping[str, Any], tracker: CompositeTracker) -> None:
-    tracker.summary(result["metrics"])
-    columns = list(result["cases"][0]) if result["cases"] else []
-    # Not "kernels": that metric is their number.
-    tracker.table("kernel_table", columns, [[row.get(key) for key in columns] for row in result["cases"]])

@@ -5,10 +5,9 @@ space (spread over `tune.max_configs`) → static report, which drops what does 
 → table. Untimed, the heuristic's configuration stays unless the model's best gains `model.MARGIN`.
 """
 
-import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,10 @@ from moejax.bench.kernels.device_timing import Chain, measure, one_line
 from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_products
 from moejax.bench.kernels.select import select
 from moejax.bench.kernels.static import cache_folder
+from moejax.bench.run import ExperimentRun
 from moejax.core.errors import ConfigError
-from moejax.report.kernel_tables import print_tuned
 from moejax.report.progress import progress
-from moejax.report.tables import print_closing, stderr_console
-from moejax.results.result import build_result, ensure_writable, write_result
-from moejax.tracking.base import TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
-from moejax.tracking.provenance import collect
+from moejax.results.result import Result
 from pallas_kernels.op import Implementation, Op, Spec
 from pallas_kernels.static import Row, failures, report_op
 from pallas_kernels.static.compiler import Compiler
@@ -41,10 +36,8 @@ _TARGET = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90"}
 _RULE = f"a configuration replaces the heuristic's if the static model has it faster by {MARGIN}"
 
 
-def run_tune(
-    config: KernelSelection, tracker_config: TrackerConfig, out_dir: Path, *, whole_config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Runs mode=tune; `cases` has a row per spec with its winner.
+def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
+    """Runs mode=tune and finishes `run`; `cases` has a row per spec with its winner.
 
     Raises:
         DeviceError: timing was asked for and JAX has no CUDA device.
@@ -58,25 +51,23 @@ def run_tune(
     if device not in _TARGET:
         raise ConfigError(f"mode=tune knows {', '.join(_TARGET)}, and this is {device!r}")
     data = Path(config.tune.data_dir) if config.tune.data_dir else DATA
-    ensure_writable(out_dir)
-    provenance = collect(whole_config)
-    info = run_info("kernels", out_dir, whole_config, provenance, variant="tune")
     rows: list[dict[str, Any]] = []
     try:
         compiler = Compiler(config.workers, cache_folder(config.cache_dir))
     except ModuleNotFoundError as error:
         raise ConfigError(f"mode=tune prunes by the static report, and {error}") from error
+    run.start(variant="tune")
     total = sum(len(item.specs) * len(item.implementations) for item in selected)
-    with make_tracker(tracker_config, info) as tracker, compiler, progress("tuning", total=total) as task:
+    with compiler, progress("tuning", total=total) as task:
         for item in selected:
             entries = []
             for name in item.implementations:
                 for spec in item.specs:
                     task.describe(f"tuning {item.op.name} {name} {spec.name}")
-                    found = tune_spec(item.op, name, spec, compiler, config, device, timed=timed)
+                    winner = tune_spec(item.op, name, spec, compiler, config, device, timed=timed)
                     task.advance()
-                    if found is not None:
-                        entry, row = found
+                    if winner is not None:
+                        entry, row = winner
                         entries.append(entry)
                         rows.append(row)
             write_table(
@@ -86,28 +77,13 @@ def run_tune(
                 merge(read_table(data, device, item.op.name), entries),
                 jax=jax.__version__,
                 triton=compiler.version,
-                date=provenance["time_utc"][:10],
-                commit=(provenance.get("git") or {}).get("commit"),
+                date=run.provenance["time_utc"][:10],
+                commit=(run.provenance.get("git") or {}).get("commit"),
                 **({} if timed else {"rule": _RULE}),
             )
-        result = build_result(
-            "kernels",
-            metrics={"specs": len(rows), "timed": timed, "compiled": compiler.compiled},
-            cases=rows,
-            config=whole_config,
-            provenance=provenance,
-        )
-        write_result(result, out_dir)
-        tracker.summary(result["metrics"])
-        columns = list(rows[0]) if rows else []
-        cells = [
-            [row[name] if name != "config" else json.dumps(row[name]) for name in columns] for row in rows
-        ]
-        tracker.table("kernel_table", columns, cells)
-    console = stderr_console()
-    print_tuned(result, console)
-    print_closing(console, out_dir, tracker.hints())
-    return result
+    metrics = {"specs": len(rows), "timed": timed, "compiled": compiler.compiled}
+    result = run.result(metrics=metrics, cases=rows)
+    return run.finish(result, tables={"kernel_table": result["cases"]})
 
 
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:

@@ -5,10 +5,8 @@ attribute: every nanosecond of the traced steps to an operation, the host or the
 report:    profile.json, result.json, plots, tracker, table
 """
 
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,44 +18,27 @@ from moejax.bench.profile.attribute import HOST, LAUNCH, UNKNOWN, PhaseTimes, at
 from moejax.bench.profile.capture import Captured, capture, check
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.profile.trace import TraceError, read_trace
+from moejax.bench.run import ExperimentRun
 from moejax.bench.workload import workload_hash
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, dump_json
-from moejax.core.hardware import Hardware, get_hardware
-from moejax.core.resolve import as_dict
+from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.perf.attribution import OpCost, bounds
-from moejax.report.roofline import print_profile, save_profile_plots
-from moejax.report.tables import print_closing, stderr_console
-from moejax.results.result import build_result, ensure_writable, write_result
-from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
-from moejax.tracking.provenance import collect
-from moejax.tracking.publish import publish
+from moejax.results.result import Result
 
 PROFILE_FILE = "profile.json"
 REST = (LAUNCH, HOST, UNKNOWN)
+_TRACKED = (
+    "operation", "measured_ms", "bound_ms", "excess_ms", "share", "limit", "flops", "weight_bytes",
+    "cache_bytes", "activation_bytes",
+)  # fmt: skip
 
 
-def run_profile(
-    llm: LLM,
-    workload: ProfileWorkload,
-    section: ProfileSection,
-    tracker_config: TrackerConfig,
-    out_dir: Path,
-    *,
-    config: Mapping[str, Any],
-    name: str,
-    hardware_kind: str = "auto",
-) -> dict[str, Any]:
-    """Runs the experiment and writes its results into `out_dir`.
+def run_profile(llm: LLM, workload: ProfileWorkload, section: ProfileSection, run: ExperimentRun) -> Result:
+    """Runs the experiment and finishes `run`.
 
     Call `moejax.bench.profile.capture.name_compiled_programs` before `llm` is made.
-
-    Args:
-        config: the whole resolved configuration, for the record.
-        name: the model's short name.
-        hardware_kind: the device whose peaks bound the operations, see `get_hardware`.
 
     Returns:
         The content of `result.json`.
@@ -68,45 +49,35 @@ def run_profile(
         TraceError: the profiler gave nothing to read.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
-    ensure_writable(out_dir)
     check(llm, workload)
-    hardware = _hardware(hardware_kind, llm.config.dtype)
-    provenance = collect(
-        config,
+    hardware = _hardware(run, llm.config.dtype)
+    run.start(
         seeds={"engine": llm.seed, "workload": workload.seed},
         checkpoint=llm.model_dir,
         workload=workload_hash(workload.as_latency()),
     )
-    info = run_info("profile", out_dir, config, provenance, model=name)
-    with make_tracker(tracker_config, info) as tracker:
-        captured = capture(llm, workload, out_dir / "trace")
-        times = attribute_trace(read_trace(captured.file), captured.programs)
-        phases = [
-            _phase(phase, found, captured, ops, hardware, llm, section)
-            for phase, ops in attribution(llm, workload, captured.hits).items()
-            if (found := times[phase]).units
-        ]
-        result = build_result(
-            "profile",
-            metrics=_metrics(phases, captured, llm),
-            cases=[_row(phase, workload) for phase in phases],
-            config=config,
-            provenance=provenance,
-            compile_ledger=llm.ledger.rows(),
-            resolved=as_dict(llm.resolutions),
-            hardware=dataclasses.asdict(hardware),
-            roofline=[{k: v for k, v in phase.items() if k != "instructions"} for phase in phases],
-        )
-        detail = {"schema": 1, "trace": str(captured.file.relative_to(out_dir)), "phases": phases}
-        files = [
-            write_result(result, out_dir),
-            atomic_write_text(out_dir / PROFILE_FILE, dump_json(detail, indent=2) + "\n"),
-        ]
-        _report(result, files, tracker, out_dir)
-    console = stderr_console()
-    print_profile(result, console)
-    print_closing(console, out_dir, tracker.hints(), llm.ledger.rows())
-    return result
+    captured = capture(llm, workload, run.out_dir / "trace")
+    times = attribute_trace(read_trace(captured.file), captured.programs)
+    phases = [
+        _phase(phase, times[phase], captured, ops, hardware, llm, section)
+        for phase, ops in attribution(llm, workload, captured.hits).items()
+        if times[phase].units
+    ]
+    result = run.result(
+        metrics=_metrics(phases, captured, llm),
+        cases=[_row(phase, workload) for phase in phases],
+        engine=llm,
+        hardware=hardware,
+        roofline=[{k: v for k, v in phase.items() if k != "instructions"} for phase in phases],
+    )
+    detail = {"schema": 1, "trace": str(captured.file.relative_to(run.out_dir)), "phases": phases}
+    file = atomic_write_text(run.out_dir / PROFILE_FILE, dump_json(detail, indent=2) + "\n")
+    operations = [
+        {"phase": phase["phase"], **{name: row.get(name) for name in _TRACKED}}
+        for phase in result["roofline"]
+        for row in phase["operations"]
+    ]
+    return run.finish(result, files=[file], tables={"operations": operations})
 
 
 def attribution(
@@ -120,10 +91,9 @@ def attribution(
     }
 
 
-def _hardware(kind: str, dtype: str) -> Hardware:
+def _hardware(run: ExperimentRun, dtype: str) -> Hardware:
     """Raises ConfigError: a device that is not known, or without a peak for that dtype."""
-    device = jax.devices()[0].device_kind
-    hardware = get_hardware(kind, device)
+    hardware, device = run.hardware, jax.devices()[0].device_kind
     if hardware is None:
         raise ConfigError(
             f"hardware.kind=auto does not know the device {device!r}, and without its peaks nothing bounds"
@@ -241,19 +211,3 @@ def _metrics(phases: Sequence[Mapping[str, Any]], captured: Captured, llm: LLM) 
     metrics["compile_seconds"] = llm.ledger.seconds
     metrics["recompiles_after_warmup"] = len(llm.ledger.recompiles)
     return metrics
-
-
-def _report(
-    result: Mapping[str, Any], files: Sequence[Path], tracker: CompositeTracker, out_dir: Path
-) -> None:
-    """Plots, and everything to the tracker."""
-    plots = save_profile_plots(result, out_dir)
-    columns = ["phase", "operation", "measured_ms", "bound_ms", "excess_ms", "share", "limit", "flops",
-               "weight_bytes", "cache_bytes", "activation_bytes"]  # fmt: skip
-    rows = [
-        [phase["phase"], *(row.get(name) for name in columns[1:])]
-        for phase in result["roofline"]
-        for row in phase["operations"]
-    ]
-    publish(tracker, result, plots=plots, files=files)
-    tracker.table("operations", columns, rows)

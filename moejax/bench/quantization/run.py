@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from moejax.bench.common.telemetry import open_telemetry
@@ -25,21 +24,17 @@ from moejax.bench.quantization.rows import FULL, against_rtn, compare_methods, m
 from moejax.bench.quantization.sizes import model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
 from moejax.bench.quantization.text import Windows, read_windows
+from moejax.bench.run import ExperimentRun
 from moejax.core.errors import ConfigError, MoejaxError
-from moejax.core.files import atomic_write_text, dump_json, to_jsonable
-from moejax.core.hardware import get_hardware
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable, to_jsonable
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
 from moejax.report.progress import Task, progress
-from moejax.report.quantization import print_quantization, save_quantization_plots
-from moejax.report.tables import print_closing, stderr_console
-from moejax.results.result import build_result, ensure_writable, write_result
+from moejax.results.result import Result, write_result
 from moejax.routing.analysis import loads_of
 from moejax.routing.capture import load_capture
-from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
-from moejax.tracking.provenance import collect
-from moejax.tracking.telemetry import Telemetry, TelemetryConfig
+from moejax.tracking.base import CompositeTracker
+from moejax.tracking.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -49,48 +44,44 @@ OpenModel = Callable[[QuantConfig | None], LLM]
 
 
 @dataclass
-class _Run:
-    """What the methods share, and what has come of them so far."""
+class _Methods:
+    """The methods measured so far, and what they share.
 
+    Attributes:
+        rows: of the result's cases, the full-precision model's first.
+        details: method → what is too long for a row.
+        nats: method → losses `[W]` by window.
+    """
+
+    run: ExperimentRun
     section: QuantizationSection
-    tracking: TrackerConfig
-    out_dir: Path
-    config: Mapping[str, Any]
-    provenance: Mapping[str, Any]
-    name: str
-    hardware: Any
     bench: Bench
+    telemetry: Telemetry
     rows: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     nats: dict[str, np.ndarray] = field(default_factory=dict)
-    telemetry: Telemetry = field(default_factory=lambda: Telemetry(TelemetryConfig(enabled=False)))
 
     @property
     def group(self) -> str:
-        return self.tracking.group or f"quantization-{self.name}-{self.out_dir.resolve().name}"
+        """The group of the methods' runs in the tracker."""
+        run = self.run
+        return run.tracking.group or f"quantization-{run.model}-{run.out_dir.resolve().name}"
 
-    def tracker(
-        self, method: str, job_type: str, folder: Path, config: Mapping[str, Any]
-    ) -> CompositeTracker:
-        info = run_info(
-            "quantization", folder, config, self.provenance, model=self.name, variant=method,
-            group=self.group, job_type=job_type, tags=(method,),
-        )  # fmt: skip
-        return make_tracker(self.tracking, info)
+    def naming(self, method: str, job_type: str) -> dict[str, Any]:
+        """What names the tracker's run of a method, or of the summary."""
+        return {"variant": method, "group": self.group, "job_type": job_type, "tags": (method,)}
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Result:
+        """Returns the result of the methods measured so far."""
         rows = [dict(row) for row in self.rows]
         rows[0] |= speed_fields(self.bench, self.bench.full)
         boot = self.bench.boot
         against_rtn(boot, rows, self.nats)
         mark_pareto(rows)
         windows = self.bench.windows
-        return build_result(
-            "quantization",
+        return self.run.result(
             metrics=_metrics(rows) | self._machine(),
             cases=rows,
-            config=self.config,
-            provenance=self.provenance,
             routing={"counts": self.details.get(FULL, {}).get("expert_counts_full")},
             differences=compare_methods(boot, self.nats),
             text={
@@ -101,9 +92,9 @@ class _Run:
                 "resamples": self.section.resamples,
                 "confidence": self.section.confidence,
             },
-            hardware=dataclasses.asdict(self.hardware) if self.hardware else None,
+            hardware=self.run.hardware,
             popularity={"routing_trace": self.section.routing_trace},
-            wandb_group=self.group if self.tracking.kind != "none" else None,
+            wandb_group=self.group if self.run.tracking.kind != "none" else None,
             telemetry=self.telemetry.report(),
         )
 
@@ -112,43 +103,26 @@ class _Run:
         found = self.telemetry.summary()
         return {name: value for name, value in found.items() if "per_output_token" not in name}
 
-    def write(self) -> list[Path]:
-        """The result so far."""
-        details = dump_json(to_jsonable(self.details)) + "\n"
-        return [
-            write_result(self.result(), self.out_dir),
-            atomic_write_text(self.out_dir / DETAILS_FILE, details),
-        ]
+    def write(self) -> Path:
+        """Writes result.json as of now and the details, whose file it returns."""
+        write_result(self.result(), self.run.out_dir)
+        return atomic_write_text(self.run.out_dir / DETAILS_FILE, dump_json(to_jsonable(self.details)) + "\n")
 
 
 def run_quantization(
-    open_model: OpenModel,
-    section: QuantizationSection,
-    tracker_config: TrackerConfig,
-    out_dir: Path,
-    *,
-    config: Mapping[str, Any],
-    name: str,
-    hardware_kind: str = "auto",
-    seed: int = 0,
-    telemetry: TelemetryConfig | None = None,
-) -> dict[str, Any]:
-    """Runs the experiment and writes its results into `out_dir`; `cases` has the full-precision model and a
-    row per method. `check_methods` raises for the methods that failed.
+    open_model: OpenModel, section: QuantizationSection, run: ExperimentRun, *, seed: int = 0
+) -> Result:
+    """Runs the experiment and finishes `run`; `cases` has the full-precision model and a row per method.
+    `check_methods` raises for the methods that failed.
 
     Args:
         open_model: the model, quantized as asked for; None: in full precision.
-        config: the whole resolved configuration, for the record.
-        name: the model's short name.
-        hardware_kind: what the decode bound is of, see `moejax.core.hardware.get_hardware`.
         seed: of windows and resamples.
-        telemetry: sampling of memory, CPU, power and energy while methods are measured; None: none.
 
     Raises:
         ConfigError: no text, no tokenizer, a trace that does not fit; raised before any method runs.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
-    ensure_writable(out_dir)
     full = open_model(None)
     windows = read_windows(
         section.text,
@@ -164,31 +138,21 @@ def run_quantization(
             f" {full.max_model_len} tokens; shorten the windows"
         )
     loads = _trace_loads(section.routing_trace, full)
-    provenance = collect(
-        config, seeds={"seed": seed}, checkpoint=full.model_dir, workload=windows.fingerprint
-    )
-    hardware = get_hardware(hardware_kind, jax.devices()[0].device_kind)
+    _ = run.hardware  # an unknown kind is refused here, before any method runs
+    run.record(seeds={"seed": seed}, checkpoint=full.model_dir, workload=windows.fingerprint)
     evaluator = Evaluator(full.model, windows, section.batch_size)
     total = 2 + len(section.methods) * (2 + evaluator.num_batches)
     with progress(FULL, total=total) as task:
-        run = _prepare(
-            open_model, full, windows, evaluator, section, tracker_config, out_dir, config=config,
-            provenance=provenance, name=name, hardware=hardware, seed=seed, loads=loads,
-        )  # fmt: skip
-        run.telemetry = open_telemetry(telemetry, full.parallel_config.num_devices)
+        bench = _prepare(open_model, full, windows, evaluator, section, run, seed, loads)
+        telemetry = open_telemetry(run.telemetry, full.parallel_config.num_devices)
+        methods = _Methods(run, section, bench, telemetry, [full_row(bench)], nats={FULL: bench.base_nats})
         task.advance(2)
         for method in section.methods:
             task.describe(method)
-            _one_method(run, method, task)
-    files = run.write()
-    result = run.result()
-    with run.tracker("summary", "summary", out_dir, config) as tracker:
-        plots = save_quantization_plots(result, run.details, out_dir)
-        _report(result, tracker, files, plots)
-    console = stderr_console()
-    print_quantization(result, console)
-    print_closing(console, out_dir, tracker.hints())
-    return result
+            _one_method(methods, method, task)
+    details = methods.write()
+    run.track(**methods.naming("summary", "summary"))
+    return run.finish(methods.result(), plot_data=[methods.details], files=[details])
 
 
 def check_methods(result: Mapping[str, Any]) -> None:
@@ -212,17 +176,11 @@ def _prepare(
     windows: Windows,
     evaluator: Evaluator,
     section: QuantizationSection,
-    tracking: TrackerConfig,
-    out_dir: Path,
-    *,
-    config: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-    name: str,
-    hardware: Any,
+    run: ExperimentRun,
     seed: int,
     loads: np.ndarray | None,
-) -> _Run:
-    """The full-precision model's row, and what the methods need of it."""
+) -> Bench:
+    """Measures the full-precision model: what every method is held against."""
     tokens = windows.scored.sum(axis=1)
     boot = WindowBootstrap(tokens, resamples=section.resamples, confidence=section.confidence, seed=seed)
     speed = None
@@ -231,14 +189,10 @@ def _prepare(
         rows = windows.tokens[np.arange(size) % len(windows.tokens)]
         prompts = [[int(t) for t in row[: section.speed.prompt_len]] for row in rows]
         speed = SpeedMeter(full, prompts, section.speed)
-    bench = Bench(
+    return Bench(
         open_model, full, model_sizes(full.model), windows, evaluator, boot, evaluator.baseline(), speed,
-        hardware, section, loads,
+        run.hardware, section, loads,
     )  # fmt: skip
-    run = _Run(section, tracking, out_dir, config, provenance, name, hardware, bench)
-    run.nats[FULL] = bench.base_nats
-    run.rows.append(full_row(bench))
-    return run
 
 
 def _trace_loads(path: str | None, full: LLM) -> np.ndarray | None:
@@ -258,9 +212,10 @@ def _trace_loads(path: str | None, full: LLM) -> np.ndarray | None:
     return loads_of(capture, full.config.num_layers)
 
 
-def _one_method(run: _Run, method: str, task: Task) -> None:
+def _one_method(methods: _Methods, method: str, task: Task) -> None:
     """Measures a method, or marks its row with the reason why not; its tracker's run ends with it."""
-    quant = run.section.quant(method)
+    run = methods.run
+    quant = methods.section.quant(method)
     before = 0
 
     def advance() -> None:
@@ -269,29 +224,28 @@ def _one_method(run: _Run, method: str, task: Task) -> None:
         task.advance()
 
     folder = ensure_writable(run.out_dir / "methods" / method)
-    with run.tracker(
-        method, "method", folder, {**run.config, "method": dataclasses.asdict(quant)}
-    ) as tracker:
+    config = {**run.config, "method": dataclasses.asdict(quant)}
+    with run.open_tracker(folder, config, **methods.naming(method, "method")) as tracker:
         try:
-            with run.telemetry.part(method):
-                found = measure_method(run.bench, method, quant, advance)
+            with methods.telemetry.part(method):
+                measured = measure_method(methods.bench, method, quant, advance)
         except Exception as error:
             defect = not isinstance(error, MoejaxError)
             if defect:
                 logger.exception("%s failed with a defect", method)
             text = f"{type(error).__name__}: {error}" if defect else str(error)
-            found = MethodResult(_failed(method, quant, text, defect), {}, None)
-        run.rows.append(found.row)
-        run.details[method] = found.details
-        if found.nats is not None:
-            run.nats[method] = found.nats
-        tracker.summary({k: v for k, v in found.row.items() if v is not None})
-        if found.details.get("router_flips") is not None:
-            _log_layers(found.details, tracker)
-        if found.row["error"] is not None:
+            measured = MethodResult(_failed(method, quant, text, defect), {}, None)
+        methods.rows.append(measured.row)
+        methods.details[method] = measured.details
+        if measured.nats is not None:
+            methods.nats[method] = measured.nats
+        tracker.summary({k: v for k, v in measured.row.items() if v is not None})
+        if measured.details.get("router_flips") is not None:
+            _log_layers(measured.details, tracker)
+        if measured.row["error"] is not None:
             tracker.finish(1)
-    task.advance(2 + run.bench.evaluator.num_batches - before)
-    run.write()
+    task.advance(2 + methods.bench.evaluator.num_batches - before)
+    methods.write()
 
 
 def _failed(method: str, quant: QuantConfig, error: str, defect: bool) -> dict[str, Any]:
@@ -327,15 +281,3 @@ def _metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
             if row.get(figure) is not None:
                 metrics[f"{figure}_{row['name']}"] = row[figure]
     return metrics
-
-
-def _report(
-    result: Mapping[str, Any], tracker: CompositeTracker, files: list[Path], plots: list[Path]
-) -> None:
-    tracker.summary({k: v for k, v in result["metrics"].items() if v is not None})
-    for name in ("cases", "differences"):
-        columns = list(dict.fromkeys(key for row in result[name] for key in row))
-        tracker.table(name, columns, [[row.get(key) for key in columns] for row in result[name]])
-    for plot in plots:
-        tracker.image(plot.stem, plot)
-    tracker.artifact("quantization-result", "result", files)

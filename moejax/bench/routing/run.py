@@ -6,27 +6,19 @@ other experiment with a trace's key takes.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from moejax.bench.routing.config import RoutingSelection, needs_model
 from moejax.bench.routing.placement import placement_row
 from moejax.bench.routing.rows import differences, layer_rows, trace_row, working_sets
+from moejax.bench.run import ExperimentRun
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.report.progress import progress
-from moejax.report.routing import save_routing_plots
-from moejax.report.routing_tables import print_routing
-from moejax.report.tables import print_closing, stderr_console
-from moejax.results.result import build_result, ensure_writable, write_result
+from moejax.results.result import Result
 from moejax.routing.capture import CAPTURE_FILE, RoutingCapture, load_capture
 from moejax.routing.generate import generate
 from moejax.routing.source import trace_names
-from moejax.tracking.base import TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
-from moejax.tracking.provenance import collect
-from moejax.tracking.publish import publish
 
 _METRICS = (
     "rows", "steps", "max_over_mean", "max_over_mean_worst", "entropy", "gini", "top_share",
@@ -36,65 +28,43 @@ _METRICS = (
 )  # fmt: skip
 
 
-def run_routing(
-    selection: RoutingSelection,
-    tracker_config: TrackerConfig,
-    out_dir: Path,
-    *,
-    config: Mapping[str, Any],
-    model: ModelConfig | None = None,
-    name: str | None = None,
-) -> dict[str, Any]:
-    """Runs the experiment and writes its results into `out_dir`; `cases` has a row for each trace, `layers`
-    one for each of its layers. The flat metrics are the first trace's; `<figure>_<trace>` are the others'.
+def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: ExperimentRun) -> Result:
+    """Runs the experiment and finishes `run`; `cases` has a row for each trace, `layers` one for each of its
+    layers. The flat metrics are the first trace's; `<figure>_<trace>` are the others'.
 
     Args:
-        config: the whole resolved configuration, for the record.
         model: whose shape is generated, which all traces have to fit, and whose experts' bytes are counted.
-        name: the model's short name.
 
     Raises:
         ConfigError: a trace that is none or does not fit the model, or a generator's parameters.
     """
-    captures = open_traces(selection, model, name)
+    captures = open_traces(selection, model, run.model)
     placed = {label: placement_row(capture, selection.placement) for label, capture in captures.items()}
-    ensure_writable(out_dir)
-    made = captures.get("generated") if selection.generate.kind is not None else None
-    files = [] if made is None else [made.save(out_dir / CAPTURE_FILE)]
-    provenance = collect(config, seeds={"generate": selection.seed})
-    info = run_info("routing", out_dir, config, provenance, variant="+".join(captures))
+    files = []
+    if selection.generate.kind is not None:
+        files = [captures["generated"].save(run.out_dir / CAPTURE_FILE)]
+    run.start(seeds={"generate": selection.seed}, variant="+".join(captures))
     cases: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     details: dict[str, Any] = {}
-    with make_tracker(tracker_config, info) as tracker:
-        with progress("traces", total=len(captures) + 1) as task:
-            for label, capture in captures.items():
-                task.describe(label)
-                own = layer_rows(capture)
-                cases.append({"trace": label, **trace_row(capture, own, model), **placed[label]})
-                layers += [{"trace": label, **row} for row in own]
-                details[label] = working_sets(capture, model)
-                task.advance()
-            result = build_result(
-                "routing",
-                metrics=_metrics(cases),
-                cases=cases,
-                config=config,
-                provenance=provenance,
-                routing={"counts": next(iter(captures.values())).counts()},
-                layers=layers,
-                differences=differences(captures),
-                working_sets=details,
-                loads={label: capture.counts() for label, capture in captures.items()},
-            )
-            task.describe("plots")
-            files.append(write_result(result, out_dir))
-            plots = save_routing_plots(captures, result, out_dir, model)
-        publish(tracker, result, plots=plots, files=files)
-    console = stderr_console()
-    print_routing(result, console)
-    print_closing(console, out_dir, tracker.hints())
-    return result
+    with progress("traces", total=len(captures)) as task:
+        for label, capture in captures.items():
+            task.describe(label)
+            by_layer = layer_rows(capture)
+            cases.append({"trace": label, **trace_row(capture, by_layer, model), **placed[label]})
+            layers += [{"trace": label, **row} for row in by_layer]
+            details[label] = working_sets(capture, model)
+            task.advance()
+    result = run.result(
+        metrics=_metrics(cases),
+        cases=cases,
+        routing={"counts": next(iter(captures.values())).counts()},
+        layers=layers,
+        differences=differences(captures),
+        working_sets=details,
+        loads={label: capture.counts() for label, capture in captures.items()},
+    )
+    return run.finish(result, plot_data=[captures, model], files=files)
 
 
 def open_traces(

@@ -5,13 +5,11 @@ plots, result.json, tracker. A layout that does not fit the model is a row with 
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from moejax.bench.run import ExperimentRun
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.scaling.measured import measure_layout
 from moejax.bench.scaling.modelled import exchange_of, layout_row
@@ -24,13 +22,8 @@ from moejax.engine.opening.setup import find_model
 from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params
 from moejax.report.progress import progress
-from moejax.report.scaling import print_scaling, save_scaling_plots
-from moejax.report.tables import print_closing, stderr_console
-from moejax.results.result import build_result, ensure_writable, write_result
+from moejax.results.result import Result
 from moejax.routing.capture import RoutingCapture, load_capture
-from moejax.tracking.base import TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
-from moejax.tracking.provenance import collect
 
 MEASURED_BYTES = 1e9
 """Most float32 weights of a model that "auto" runs."""
@@ -39,31 +32,25 @@ MEASURED_BYTES = 1e9
 def run_scaling(
     source: Any,
     section: ScalingSection,
-    tracker_config: TrackerConfig,
-    out_dir: Path,
+    run: ExperimentRun,
     *,
-    config: Mapping[str, Any],
-    name: str,
-    hardware_kind: str = "a100_80gb",
     load_format: Any = "auto",
     dtype: str = "bfloat16",
     block_size: int = 32,
     seed: int = 0,
-) -> dict[str, Any]:
-    """Runs the experiment and writes its results into `out_dir`; `cases` has a row per layout.
+) -> Result:
+    """Runs the experiment and finishes `run`; `cases` has a row per layout.
+
+    The device that is modelled, in nodes of eight, is `run.hardware_kind` ("auto" is the A100).
 
     Args:
         source: what `LLM` opens.
-        config: the whole resolved configuration, for the record.
-        name: the model's short name.
-        hardware_kind: the device that is modelled, in nodes of eight ("auto" is the A100).
         dtype: of weights, cache and activations there.
 
     Raises:
         ConfigError: an unknown model or device.
     """
-    ensure_writable(out_dir)
-    kind = "a100_80gb" if hardware_kind == "auto" else hardware_kind
+    kind = "a100_80gb" if run.hardware_kind == "auto" else run.hardware_kind
     if kind not in KNOWN or KNOWN[kind].bandwidth is None:
         known = ", ".join(k for k, v in KNOWN.items() if v.bandwidth is not None)
         raise ConfigError(f"hardware.kind={kind}: scaling models a GPU with known rates: {known}")
@@ -71,41 +58,23 @@ def run_scaling(
     model = model.replace(dtype=dtype)
     capture = None if section.routing is None else _open_trace(section.routing, model)
     measure = _measures(model, section)
-    provenance = collect(config, seeds={"engine": seed})
-    info = run_info("scaling", out_dir, config, provenance, model=name)
+    run.start(seeds={"engine": seed})
     rows: list[dict[str, Any]] = []
-    with make_tracker(tracker_config, info) as tracker:
-        with progress("layouts", total=len(section.layouts)) as task:
-            for layout in section.layouts:
-                task.describe(layout)
-                row = _row(
-                    source, model, layout, KNOWN[kind], section, measure, load_format, block_size, seed
-                )
-                if capture is not None and row["error"] is None:
-                    row |= _routed(capture, model, PRESETS[layout])
-                rows.append(row)
-                task.advance()
-        result = build_result(
-            "scaling",
-            metrics=_metrics(rows),
-            cases=rows,
-            config=config,
-            provenance=provenance,
-            hardware=asdict(KNOWN[kind]),
-            routing_trace=None if capture is None else _about(capture, section.routing),
-        )
-        files = [write_result(result, out_dir)]
-        plots = save_scaling_plots(result, out_dir)
-        tracker.summary({k: v for k, v in result["metrics"].items() if v is not None})
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        tracker.table("layouts", columns, [[row.get(key) for key in columns] for row in rows])
-        for plot in plots:
-            tracker.image(plot.stem, plot)
-        tracker.artifact("scaling-result", "result", files)
-    console = stderr_console()
-    print_scaling(result, console)
-    print_closing(console, out_dir, tracker.hints())
-    return result
+    with progress("layouts", total=len(section.layouts)) as task:
+        for layout in section.layouts:
+            task.describe(layout)
+            row = _row(source, model, layout, KNOWN[kind], section, measure, load_format, block_size, seed)
+            if capture is not None and row["error"] is None:
+                row |= _routed(capture, model, PRESETS[layout])
+            rows.append(row)
+            task.advance()
+    result = run.result(
+        metrics=_metrics(rows),
+        cases=rows,
+        hardware=KNOWN[kind],
+        routing_trace=None if capture is None else _about(capture, section.routing),
+    )
+    return run.finish(result, tables={"layouts": result["cases"]})
 
 
 def _row(

@@ -1,34 +1,21 @@
 """`run_stress`: warm-up, rounds of all phases with the checks between, the result."""
 
-import dataclasses
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
+from moejax.bench.run import ExperimentRun
 from moejax.bench.stress.checks import Prober, Snapshot, idle_faults, leak_faults, snapshot
 from moejax.bench.stress.config import StressSection
 from moejax.bench.stress.phases import RUN, Counts, Load, greedy
 from moejax.bench.timing import peak_memory, weight_metrics
 from moejax.core.errors import ConfigError, MoejaxError
-from moejax.core.hardware import get_hardware
-from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.report.progress import progress
-from moejax.report.stress import print_stress, save_stress_plots
-from moejax.report.tables import print_closing, stderr_console
-from moejax.results.result import build_result, ensure_writable, write_result
-from moejax.tracking.base import TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
-from moejax.tracking.provenance import collect
-from moejax.tracking.publish import publish
-
-logger = logging.getLogger(__name__)
+from moejax.results.result import Result
 
 _COUNTS = ("requests", "done", "aborted", "left", "failed", "unfinished", "tokens")
 
@@ -70,17 +57,8 @@ class PhaseLog:
         }
 
 
-def run_stress(
-    llm: LLM,
-    section: StressSection,
-    tracker_config: TrackerConfig,
-    out_dir: Path,
-    *,
-    config: Mapping[str, Any],
-    name: str,
-    hardware_kind: str = "auto",
-) -> dict[str, Any]:
-    """Runs the experiment and writes its results into `out_dir`.
+def run_stress(llm: LLM, section: StressSection, run: ExperimentRun) -> Result:
+    """Runs the experiment and finishes `run`.
 
     Returns:
         The content of `result.json`: `cases` has a row per phase, `rounds` the snapshots, `faults` what does
@@ -90,56 +68,41 @@ def run_stress(
         ConfigError: the engine is too short for the probes; checked before anything runs.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
-    ensure_writable(out_dir)
     if section.probe_tokens + 1 > llm.max_model_len:
         raise ConfigError(
             f"stress.probe_tokens {section.probe_tokens} leave no room for a prompt within "
             f"engine.max_model_len {llm.max_model_len}"
         )
-    hardware = get_hardware(hardware_kind, jax.devices()[0].device_kind)
-    seeds = {"engine": llm.seed, "stress": section.seed}
-    provenance = collect(config, seeds=seeds, checkpoint=llm.model_dir)
-    for resolution in llm.resolutions:
-        logger.info("%s", resolution)
-    info = run_info("stress", out_dir, config, provenance, model=name)
-    with make_tracker(tracker_config, info) as tracker:
-        with progress("compiling and warming up"):
-            llm.warmup(max_total_len=llm.max_model_len, sampling_params=[greedy(1)])
-            prober = Prober(llm, section)
-        logs = [PhaseLog(phase) for phase in section.phases]
-        snapshots = _rounds(prober, logs)
-        grown, faults = leak_faults(snapshots, section)
-        if recompiles := len(llm.ledger.recompiles):
-            faults.append(f"{recompiles} steps were compiled after the warm-up")
-        rows = [log.row(case) for case, log in enumerate(logs)]
-        metrics = {key: sum(row[key] for row in rows) for key in (*_COUNTS, "preemptions")}
-        metrics |= grown | peak_memory() | weight_metrics(llm.stages)
-        metrics |= {
-            "failed_checks": sum(not row["passed"] for row in rows) + len(faults),
-            "probe_tpot_ms": prober.before.tpot_ms,
-            "max_drift": max(row["tpot_ratio"] for row in rows),
-            "compile_seconds": llm.ledger.seconds,
-            "recompiles_after_warmup": recompiles,
-        }
-        result = build_result(
-            "stress",
-            metrics=metrics,
-            cases=rows,
-            config=config,
-            provenance=provenance,
-            compile_ledger=llm.ledger.rows(),
-            resolved=as_dict(llm.resolutions),
-            hardware=dataclasses.asdict(hardware) if hardware else None,
-            rounds=[dataclasses.asdict(item) for item in snapshots],
-            probes={log.name: log.drift for log in logs},
-            faults=faults,
-        )
-        files = [write_result(result, out_dir)]
-        publish(tracker, result, plots=save_stress_plots(result, out_dir), files=files)
-    console = stderr_console()
-    print_stress(result, console)
-    print_closing(console, out_dir, tracker.hints(), result["compile_ledger"])
-    return result
+    _ = run.hardware  # an unknown kind is refused here, before anything runs
+    run.start(seeds={"engine": llm.seed, "stress": section.seed}, checkpoint=llm.model_dir, engine=llm)
+    with progress("compiling and warming up"):
+        llm.warmup(max_total_len=llm.max_model_len, sampling_params=[greedy(1)])
+        prober = Prober(llm, section)
+    logs = [PhaseLog(phase) for phase in section.phases]
+    snapshots = _rounds(prober, logs)
+    grown, faults = leak_faults(snapshots, section)
+    if recompiles := len(llm.ledger.recompiles):
+        faults.append(f"{recompiles} steps were compiled after the warm-up")
+    rows = [log.row(case) for case, log in enumerate(logs)]
+    metrics = {key: sum(row[key] for row in rows) for key in (*_COUNTS, "preemptions")}
+    metrics |= grown | peak_memory() | weight_metrics(llm.stages)
+    metrics |= {
+        "failed_checks": sum(not row["passed"] for row in rows) + len(faults),
+        "probe_tpot_ms": prober.before.tpot_ms,
+        "max_drift": max(row["tpot_ratio"] for row in rows),
+        "compile_seconds": llm.ledger.seconds,
+        "recompiles_after_warmup": recompiles,
+    }
+    result = run.result(
+        metrics=metrics,
+        cases=rows,
+        engine=llm,
+        hardware=run.hardware,
+        rounds=snapshots,
+        probes={log.name: log.drift for log in logs},
+        faults=faults,
+    )
+    return run.finish(result)
 
 
 def check_stress(result: Mapping[str, Any]) -> None:

@@ -1,37 +1,23 @@
 """`run_throughput`: plan, measure, rows, result, report."""
 
 import dataclasses
-import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-
-import jax
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
-from moejax.bench.backends.provenance import backends_provenance, encoder, without_our_process
+from moejax.bench.backends.provenance import encoder, without_our_process
 from moejax.bench.common.step_cost import traffic_accounts
-from moejax.bench.common.telemetry import Meter
 from moejax.bench.common.timeline import bin_steps
 from moejax.bench.common.trace_io import write_capture
+from moejax.bench.run import ExperimentRun
 from moejax.bench.throughput.measure import measure
 from moejax.bench.throughput.modes import Mode, check_lengths, plan_modes
 from moejax.bench.throughput.rows import iteration_rates, mode_rows, request_rows, speedup
 from moejax.bench.traffic import ThroughputWorkload, plan_requests, traffic_hash
-from moejax.core.hardware import Hardware, get_hardware
-from moejax.core.price import Price
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
-from moejax.report.tables import print_closing, print_throughput, stderr_console
-from moejax.report.throughput_plots import save_throughput_plots
-from moejax.results.result import build_result, ensure_writable, write_request_rows, write_result
-from moejax.tracking.base import TrackerConfig, make_tracker
-from moejax.tracking.naming import run_info
-from moejax.tracking.publish import publish
-from moejax.tracking.telemetry import TelemetryConfig
-
-logger = logging.getLogger(__name__)
+from moejax.results.result import Result
 
 # Rows of the first mode's timeline that go to the tracker; the result has up to `timeline.MAX_POINTS`.
 _TRACKED_POINTS = 200
@@ -42,31 +28,15 @@ _NO_METRICS = (
 
 
 def run_throughput(
-    llm: LLM | Backend,
-    workload: ThroughputWorkload,
-    tracker_config: TrackerConfig,
-    out_dir: Path,
-    *,
-    config: Mapping[str, Any],
-    name: str,
-    hardware_kind: str = "auto",
-    peers: Sequence[Backend] = (),
-    telemetry: TelemetryConfig | None = None,
-    price: Price | None = None,
-) -> dict[str, Any]:
-    """Runs the experiment and writes its results into `out_dir`.
+    engines: Sequence[LLM | Backend], workload: ThroughputWorkload, run: ExperimentRun
+) -> Result:
+    """Runs the experiment and finishes `run`.
 
-    `llm`'s own batching mode comes first and is what the flat metrics are of; `workload.compare` adds modes
-    that share its weights and have a cache and a scheduler of their own.
+    The first engine's own batching mode comes first and is what the flat metrics are of; `workload.compare`
+    adds modes that share its weights and have a cache and a scheduler of their own.
 
     Args:
-        llm: our engine or another backend.
-        config: the whole resolved configuration, for the record.
-        name: the model's short name.
-        hardware_kind: the device that the result names, see `moejax.core.hardware.get_hardware`.
-        peers: further backends for the same requests, measured in turns. Whoever opened them closes them.
-        telemetry: sampling of memory, CPU, power and energy beside the measured passes; None: none.
-        price: of one device, for the cost per million tokens.
+        engines: ours or others, measured in turns on the same requests. Whoever opened them closes them.
 
     Returns:
         The content of `result.json`.
@@ -77,48 +47,30 @@ def run_throughput(
         BackendError: a backend died.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
-    ensure_writable(out_dir)
-    backends = [as_backend(llm), *peers]
+    backends = [as_backend(engine) for engine in engines]
     vocab_size = min(backend.vocab_size for backend in backends)
     plan = plan_requests(workload, vocab_size, encode=encoder(backends))
     check_lengths(backends, workload, plan)
-    hardware = get_hardware(hardware_kind, jax.devices()[0].device_kind)
-    provenance = backends_provenance(
-        backends, config, workload_seed=workload.seed, workload=traffic_hash(workload)
+    _ = run.hardware  # an unknown kind is refused here, before anything runs
+    run.start_backends(backends, seed=workload.seed, workload=traffic_hash(workload))
+    modes = plan_modes(backends, workload, plan)
+    measure(modes, workload, run.meter)
+    result = _build(run, modes, workload)
+    run.meter.add_to(result, [0])
+    without_our_process(result["metrics"], backends[0])
+    result |= write_capture([modes[0].trace], run.out_dir, run.provenance)
+    requests = [row for mode in modes for row in request_rows(mode, workload)]
+    return run.finish(
+        result,
+        requests=requests,
+        plot_data=[requests],
+        timeline=bin_steps(modes[0].runs[0].steps, modes[0].runs[0].start, _TRACKED_POINTS),
     )
-    engine = engine_of(backends[0])
-    for resolution in engine.resolutions if engine is not None else ():
-        logger.info("%s", resolution)
-    info = run_info("throughput", out_dir, config, provenance, model=name)
-    meter = Meter(telemetry, price, engine.parallel_config.num_devices if engine is not None else 1)
-    with make_tracker(tracker_config, info) as tracker:
-        modes = plan_modes(backends, workload, plan)
-        measure(modes, workload, meter)
-        rows = mode_rows(modes, workload, hardware)
-        result = _build(modes, workload, rows, config, provenance, hardware)
-        meter.add_to(result, [0])
-        without_our_process(result["metrics"], backends[0])
-        result |= write_capture([modes[0].trace], out_dir, provenance)
-        requests = [row for mode in modes for row in request_rows(mode, workload)]
-        files = [write_result(result, out_dir), write_request_rows(requests, out_dir)]
-        curves = bin_steps(modes[0].runs[0].steps, modes[0].runs[0].start, _TRACKED_POINTS)
-        plots = save_throughput_plots(result, requests, out_dir)
-        publish(tracker, result, requests=requests, plots=plots, files=files, timeline=curves)
-    console = stderr_console()
-    print_throughput(result, console)
-    print_closing(console, out_dir, tracker.hints(), result.get("compile_ledger", ()))
-    return result
 
 
-def _build(
-    modes: Sequence[Mode],
-    workload: ThroughputWorkload,
-    rows: list[dict[str, Any]],
-    config: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-    hardware: Hardware | None,
-) -> dict[str, Any]:
-    """The result; its flat metrics are the first mode's."""
+def _build(run: ExperimentRun, modes: Sequence[Mode], workload: ThroughputWorkload) -> Result:
+    """Returns the result; its flat metrics are the first mode's."""
+    rows = mode_rows(modes, workload, run.hardware)
     metrics = {key: value for key, value in rows[0].items() if key not in _NO_METRICS}
     metrics |= speedup(modes, rows) | modes[0].backend.memory()
     extra: dict[str, Any] = {}
@@ -131,16 +83,13 @@ def _build(
         extra["compile_ledger"] = [row for ledger in ledgers for row in ledger.rows()]
         extra["resolved"] = as_dict(first.resolutions)
         if modes[0].trace is not None:
-            accounts = traffic_accounts(first, modes[0].trace, modes[0].runs[0].steps, hardware)
+            accounts = traffic_accounts(first, modes[0].trace, modes[0].runs[0].steps, run.hardware)
             extra["roofline"] = [{"case": 0, **found} for found in accounts]
     distinct = {mode.backend.name: mode.backend for mode in reversed(modes)}
-    return build_result(
-        "throughput",
+    return run.result(
         metrics=metrics,
         cases=rows,
-        config=config,
-        provenance=provenance,
-        hardware=dataclasses.asdict(hardware) if hardware else None,
+        hardware=run.hardware,
         backends=[{**b.describe(), **b.memory()} for b in reversed(distinct.values())],
         slo=dataclasses.asdict(workload.slo),
         iterations=[

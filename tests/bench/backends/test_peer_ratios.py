@@ -27,6 +27,7 @@ from moejax.tracking.base import TrackerConfig
 from moejax.tracking.telemetry import TelemetryConfig
 from tests.bench.backends.peers import open_fake
 from tests.bench.fake_llm import FakeLLM
+from tests.bench.runs import run_into
 
 NO_TRACKER = TrackerConfig(kind="none")
 CONFIG = {"model": {"name": "tiny"}}
@@ -92,6 +93,13 @@ def peer(tmp_path: Path) -> Iterator[Backend]:
 WORKLOAD = WorkloadConfig(batch_size=[1, 2], prompt_len=4, output_len=3, iterations=2)
 
 
+def latency(
+    engines: list[moejax.LLM | Backend], workload: WorkloadConfig, out: Path, **fields: Any
+) -> dict[str, Any]:
+    with run_into(out, config=CONFIG, **fields) as run:
+        return run_latency(engines, workload, run)
+
+
 def text_of(table: Any, width: int = 80) -> str:
     console = Console(width=width)
     with console.capture() as captured:
@@ -102,7 +110,7 @@ def text_of(table: Any, width: int = 80) -> str:
 def test_latency_of_two_backends_in_one_table_and_plot(
     llm: moejax.LLM, peer: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run_latency(llm, WORKLOAD, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", peers=[peer])
+    result = latency([llm, peer], WORKLOAD, tmp_path)
     assert load_result(tmp_path) == result
     rows = result["cases"]
     assert [(row["backend"], row["batch_size"]) for row in rows] == [
@@ -139,16 +147,14 @@ def test_latency_of_two_backends_in_one_table_and_plot(
 def test_an_objective_that_is_allowed_has_a_value(llm: moejax.LLM, tmp_path: Path) -> None:
     """Else a search over settings ends after its first whole run."""
     workload = WorkloadConfig(batch_size=1, prompt_len=4, output_len=3, iterations=1)
-    result = run_latency(llm, workload, NO_TRACKER, tmp_path, config=CONFIG, name="tiny")
+    result = latency([llm], workload, tmp_path)
     unless_asked_for = {"cost_per_million_output_tokens", "energy_per_output_token_j"}
     assert set(known_objectives("latency")) - unless_asked_for <= result["metrics"].keys()
 
 
 def test_a_peer_alone_needs_no_engine_of_ours(peer: Backend, tmp_path: Path) -> None:
     workload = WorkloadConfig(batch_size=2, prompt_len=4, output_len=3, iterations=1)
-    result = run_latency(
-        peer, workload, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", telemetry=TelemetryConfig()
-    )
+    result = latency([peer], workload, tmp_path, telemetry=TelemetryConfig())
     assert result["metrics"]["completed"] == 2 and result["metrics"]["weight_bytes"] == 1234
     for name in ("max_host_rss_bytes", "mean_host_rss_bytes", "mean_cpu_percent"):  # they are of this process
         assert result["metrics"][name] is None
@@ -160,7 +166,7 @@ def test_a_peer_alone_needs_no_engine_of_ours(peer: Backend, tmp_path: Path) -> 
 
 def test_iterations_are_taken_in_turns(llm: moejax.LLM, peer: Backend, tmp_path: Path) -> None:
     """Requests' arrivals tell the order: forwards, then backwards within a case."""
-    run_latency(llm, WORKLOAD, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", peers=[peer])
+    latency([llm, peer], WORKLOAD, tmp_path)
     rows = sorted(load_requests(tmp_path), key=lambda row: row["arrival_s"])
     order = [row["case"] for row in rows]
     assert list(dict.fromkeys(order[:6])) == [0, 1, 2, 3] and list(dict.fromkeys(order[6:])) == [1, 0, 3, 2]
@@ -176,13 +182,12 @@ def test_what_a_peer_cannot_do_ends_before_anything_runs(
     out = tmp_path / "out"
     workload = WorkloadConfig(batch_size=1, prompt_len=60, output_len=30)
     with pytest.raises(ConfigError, match=r"exceed the limit of fake of 64|exceed the limit of 64"):
-        run_latency(peer, workload, NO_TRACKER, out, config=CONFIG, name="tiny")
+        latency([peer], workload, out)
     assert not list(out.glob("result.json")) and not list(out.glob("requests.jsonl"))
-    with pytest.raises(ConfigError, match=r"workload.compare is of moejax's batching modes"):
-        run_throughput(
-            peer, ThroughputWorkload(num_requests=2, prompt_len=2, output_len=2, compare=("static",)),
-            NO_TRACKER, out, config=CONFIG, name="tiny",
-        )  # fmt: skip
+    traffic = ThroughputWorkload(num_requests=2, prompt_len=2, output_len=2, compare=("static",))
+    refused = pytest.raises(ConfigError, match=r"workload.compare is of moejax's batching modes")
+    with refused, run_into(out, "throughput") as run:
+        run_throughput([peer], traffic, run)
 
 
 def test_throughput_beside_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,10 +197,8 @@ def test_throughput_beside_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[
     workload = ThroughputWorkload(
         num_requests=9, prompt_len=4, output_len=3, compare=("static",), iterations=2
     )
-    result = run_throughput(
-        MoejaxBackend(llm),  # type: ignore[arg-type]
-        workload, NO_TRACKER, tmp_path, config=CONFIG, name="tiny", peers=[peer],
-    )  # fmt: skip
+    with run_into(tmp_path, "throughput", CONFIG) as run:
+        result = run_throughput([MoejaxBackend(llm), peer], workload, run)  # type: ignore[arg-type]
     peer.close()
     rows = result["cases"]
     assert [(row["backend"], row["batching"]) for row in rows] == [

@@ -18,11 +18,11 @@ from moejax.bench.kernels.device_timing import Chain, Measured, Timed
 from moejax.core.errors import DeviceError
 from moejax.core.files import dump_json
 from moejax.report.kernel_tables import bench_faults, bench_table
-from moejax.tracking.base import TrackerConfig
 from pallas_kernels.op import Cost, Implementation, Spec
 from pallas_kernels.qformats import Format, random_quantized
 from pallas_kernels.registry import load_op
 from tests.bench.kernels.toy import ELSEWHERE, REFUSES, Config, heuristic, selected, space, toy
+from tests.bench.runs import run_into
 
 CEILINGS = {"copy_bandwidth": 1e9, "matmul_bfloat16": 1e12, "matmul_int8": 2e12}
 CONFIG = KernelSelection(mode="bench", bench=BenchSection(repeats=3))
@@ -224,7 +224,7 @@ def test_rounded_activations_are_not_compared_with_whole_ones():
 
 def test_without_a_gpu(tmp_path):
     with pytest.raises(DeviceError, match="JAX has only 'cpu' here; mode=static"):
-        run_bench(CONFIG, TrackerConfig(kind="none"), tmp_path, whole_config={})
+        run_bench(CONFIG, run_into(tmp_path, "kernels"))
     assert not list(tmp_path.iterdir())
 
 

@@ -13,8 +13,8 @@ from moejax.bench.kernels.routed import OPS, pick_steps, select_routed
 from moejax.core.errors import ConfigError, DeviceError
 from moejax.routing.capture import RoutingCapture
 from moejax.routing.generate import generate
-from moejax.tracking.base import TrackerConfig
 from pallas_kernels.group_specs import lay_out
+from tests.bench.runs import run_into
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +111,9 @@ def test_widths_are_the_kernels_own_where_they_fit(path: str, tmp_path: Path) ->
 
 def test_without_a_gpu_the_trace_is_read_first(path: str, tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="times kernels on a CUDA device"):
-        run_bench(selection(path), TrackerConfig(kind="none"), tmp_path / "run", whole_config={})
+        run_bench(selection(path), run_into(tmp_path / "run", "kernels"))
     with pytest.raises(ConfigError, match="no shape of the kernels'"):
-        run_bench(selection(path, None), TrackerConfig(kind="none"), tmp_path / "run", whole_config={})
+        run_bench(selection(path, None), run_into(tmp_path / "run", "kernels"))
     assert not (tmp_path / "run").exists()
 
 

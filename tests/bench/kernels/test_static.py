@@ -16,13 +16,11 @@ from moejax.bench.kernels.static import KernelGateError, compare_with_baseline, 
 from moejax.core.errors import ConfigError
 from moejax.engine.opening.setup import cache_root, default_cache_dir
 from moejax.report.kernel_tables import static_table
-from moejax.tracking.base import TrackerConfig
 from pallas_kernels.registry import OPS, load_op
 from pallas_kernels.static import failures, report_op
 from pallas_kernels.static.compiler import Compiler
 from pallas_kernels.static.targets import TARGETS, occupancy
-
-NONE = TrackerConfig(kind="none")
+from tests.bench.runs import run_into
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +32,10 @@ def rows(tmp_path_factory):
 def selection(tmp_path, **more):
     paths = {"cache_dir": str(tmp_path / "cache"), "baseline_dir": str(tmp_path / "static")}
     return KernelSelection(ops=["rms_norm"], workers=1, **paths, **more)
+
+
+def static_run(out):
+    return run_into(out, "kernels", {"mode": "static"})
 
 
 def test_rows_say_what_the_compiler_said(rows):
@@ -77,7 +79,8 @@ def test_growth_against_the_committed_report(rows, tmp_path):
 
 def test_a_run(tmp_path, capsys):
     out = tmp_path / "out"
-    result = run_static(selection(tmp_path, specs=["decode_16"]), NONE, out, whole_config={"mode": "static"})
+    with static_run(out) as run:
+        result = run_static(selection(tmp_path, specs=["decode_16"]), run)
     assert result["metrics"]["kernels"] == 8 and result["metrics"]["failures"] == 0
     assert json.loads((out / "result.json").read_text())["cases"] == result["cases"]
     shown = capsys.readouterr().err
@@ -88,15 +91,15 @@ def test_a_run_that_fails_the_gate_writes_first(tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr(static, "failures", lambda rows: ["a kernel spills"])
     with pytest.raises(KernelGateError, match="failed in 1 places; first: a kernel spills"):
-        run_static(selection(tmp_path, specs=["mixtral_8x7b/decode_16"]), NONE, out, whole_config={})
+        run_static(selection(tmp_path, specs=["mixtral_8x7b/decode_16"]), static_run(out))
     assert json.loads((out / "result.json").read_text())["failures"] == ["a kernel spills"]
 
 
 def test_updating_the_baseline(tmp_path):
-    run_static(selection(tmp_path, update_baseline=True), NONE, tmp_path / "a", whole_config={})
+    run_static(selection(tmp_path, update_baseline=True), static_run(tmp_path / "a"))
     content = json.loads((tmp_path / "static" / "rms_norm.json").read_text())
     assert len(content["rows"]) == 2 * len(load_op("rms_norm").specs)
-    result = run_static(selection(tmp_path), NONE, tmp_path / "b", whole_config={})
+    result = run_static(selection(tmp_path), static_run(tmp_path / "b"))
     assert result["grown"] == []
 
 

@@ -12,12 +12,12 @@ from moejax.bench.kernels.config import KernelSelection, TuneSection
 from moejax.bench.kernels.device_timing import Measured, Timed
 from moejax.bench.kernels.model import predict_us
 from moejax.bench.kernels.tune import candidates, merge, run_tune, tune_spec
-from moejax.tracking.base import TrackerConfig
 from pallas_kernels.op import Implementation
 from pallas_kernels.static import Row, report_op
 from pallas_kernels.static.compiler import Compiler
 from pallas_kernels.tuned import Entry, config_dict, configure, read_table, write_table
 from tests.bench.kernels.toy import Config, heuristic, selected, space, toy
+from tests.bench.runs import run_into
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,8 @@ def test_an_untimed_run_writes_what_kernels_then_take(untouched, monkeypatch, tm
         cache_dir=str(tmp_path / "cache"),
         tune=TuneSection(device="a100", max_configs=4, data_dir=str(data)),
     )
-    result = run_tune(config, TrackerConfig(kind="none"), tmp_path / "out", whole_config={})
+    with run_into(tmp_path / "out", "kernels", {"mode": "tune"}) as run:
+        result = run_tune(config, run)
     table = json.loads((data / "a100" / "toy.json").read_text())
     assert [entry["timed"] for entry in table["entries"]] == [False, False]
     assert [entry["microseconds"] for entry in table["entries"]] == [None, None]

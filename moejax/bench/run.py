@@ -1,0 +1,290 @@
+"""One run of an experiment: where its results go, how they came about, and who is told.
+
+    with ExperimentRun.open("latency", config, out_dir) as run:
+        result = run_latency(backends, config.workload, run)
+
+An experiment's body checks what it is given, calls `start`, measures, makes its `result` and hands it to
+`finish`. Until `start` nothing is written, and result.json only once all of it is there.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from moejax.bench.backends.base import Backend
+from moejax.bench.backends.moejax import engine_of
+from moejax.bench.common.telemetry import Meter
+from moejax.core.hardware import Hardware, get_hardware
+from moejax.core.price import Price
+from moejax.core.resolve import as_dict
+from moejax.engine.llm import LLM
+from moejax.report.experiments import print_result, save_plots
+from moejax.report.tables import print_closing, stderr_console
+from moejax.results.result import (
+    Result,
+    build_result,
+    ensure_writable,
+    print_metrics_line,
+    write_request_rows,
+    write_result,
+)
+from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
+from moejax.tracking.naming import run_info
+from moejax.tracking.provenance import collect
+from moejax.tracking.publish import publish
+from moejax.tracking.telemetry import TelemetryConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ExperimentRun:
+    """A run from its configuration to its closing lines.
+
+    As a context it ends the tracker's run, and where all went well says on stdout, in one line of JSON for
+    programs, where the result is and its flat metrics.
+
+    Attributes:
+        experiment: its name, such as "latency".
+        out_dir: the folder of all its files.
+        config: the whole resolved configuration, for the record.
+        tracking: the tracker that hears of it beside the JSONL file.
+        model: the model's short name.
+        hardware_kind: the device to hold results against, see `moejax.core.hardware.get_hardware`.
+        telemetry: sampling of memory, CPU, power and energy beside what is measured; None: none.
+        price: of one device, for the cost per million tokens.
+        provenance: how the results came about, once `start` or `record` was called.
+        meter: telemetry and cost of the measured cases, once `start_backends` was called.
+    """
+
+    experiment: str
+    out_dir: Path
+    config: Mapping[str, Any]
+    tracking: TrackerConfig
+    model: str | None = None
+    hardware_kind: str = "auto"
+    telemetry: TelemetryConfig | None = None
+    price: Price | None = None
+    provenance: dict[str, Any] = field(default_factory=dict, init=False)
+    meter: Meter = field(init=False)
+    _tracker: CompositeTracker | None = field(default=None, init=False)
+    _result: Result | None = field(default=None, init=False)
+
+    @classmethod
+    def open(cls, experiment: str, config: Any, out_dir: Path) -> "ExperimentRun":
+        """Returns the run of an experiment's configuration: of its sections `tracker`, `model`, `hardware`
+        and `telemetry` those that it has."""
+        model, hardware = getattr(config, "model", None), getattr(config, "hardware", None)
+        return cls(
+            experiment,
+            out_dir,
+            dataclasses.asdict(config),
+            config.tracker,
+            model=getattr(model, "name", None),
+            hardware_kind=getattr(hardware, "kind", "auto"),
+            telemetry=getattr(config, "telemetry", None),
+            price=getattr(hardware, "price", None),
+        )
+
+    def __enter__(self) -> "ExperimentRun":
+        """Raises `OutputError`: the folder cannot be written."""
+        ensure_writable(self.out_dir)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._tracker is not None:
+            self._tracker.__exit__(kind, error, traceback)
+        if error is None and self._result is not None:
+            print_metrics_line(self._result, self.out_dir)
+
+    @cached_property
+    def hardware(self) -> Hardware | None:
+        """One device to hold results against; None where it is not known.
+
+        Raises:
+            ConfigError: an unknown kind.
+        """
+        return get_hardware(self.hardware_kind, jax.devices()[0].device_kind)
+
+    # -- before anything is measured ---------------------------------------------------------------------
+
+    def start(
+        self,
+        *,
+        seeds: Mapping[str, int] | None = None,
+        checkpoint: Path | None = None,
+        workload: str | None = None,
+        engine: LLM | None = None,
+        backends: Sequence[Mapping[str, Any]] | None = None,
+        variant: str | None = None,
+    ) -> None:
+        """Records the provenance and starts the tracker; all that can be refused has been checked by now.
+
+        Args:
+            seeds: name → seed.
+            checkpoint: the model's folder, whose content the provenance names.
+            workload: the hash of what is asked for.
+            engine: whose automatic choices are logged.
+            backends: what each of several engines says of itself.
+            variant: what tells the run from others of its group.
+
+        Raises:
+            OutputError, TrackingError: the tracker cannot be started.
+        """
+        self.record(seeds=seeds, checkpoint=checkpoint, workload=workload)
+        if backends is not None:
+            self.provenance["backends"] = list(backends)
+        for resolution in engine.resolutions if engine is not None else ():
+            logger.info("%s", resolution)
+        self._tracker = self.open_tracker(variant=variant)
+
+    def start_backends(
+        self,
+        backends: Sequence[Backend],
+        *,
+        seed: int,
+        workload: str,
+        seeds: Mapping[str, int] | None = None,
+        variant: str | None = None,
+    ) -> None:
+        """Starts a run of one or several engines, the first of which the flat metrics are of.
+
+        Args:
+            seed: the workload's.
+            workload: its hash.
+            seeds: further ones.
+            variant: see `start`.
+        """
+        first, engine = backends[0], engine_of(backends[0])
+        own = {} if first.seed is None else {"engine": first.seed}
+        self.start(
+            seeds={"workload": seed, **own, **(seeds or {})},
+            checkpoint=first.checkpoint,
+            workload=workload,
+            engine=engine,
+            backends=[backend.describe() for backend in backends],
+            variant=variant,
+        )
+        devices = engine.parallel_config.num_devices if engine is not None else 1
+        self.meter = Meter(self.telemetry, self.price, devices)
+
+    def record(
+        self,
+        *,
+        seeds: Mapping[str, int] | None = None,
+        checkpoint: Path | None = None,
+        workload: str | None = None,
+    ) -> None:
+        """Collects the provenance only; arguments as in `start`."""
+        self.provenance = collect(self.config, seeds=seeds, checkpoint=checkpoint, workload=workload)
+
+    def track(self, **naming: Any) -> None:
+        """Starts the tracker of a run whose provenance is recorded; arguments as in `open_tracker`."""
+        self._tracker = self.open_tracker(**naming)
+
+    def open_tracker(
+        self, out_dir: Path | None = None, config: Mapping[str, Any] | None = None, **naming: Any
+    ) -> CompositeTracker:
+        """Returns a tracker of this run, or of a part of it that has a folder and a configuration of its own.
+
+        Args:
+            naming: what `moejax.tracking.naming.run_info` takes: variant, group, job_type, tags.
+        """
+        info = run_info(
+            self.experiment,
+            out_dir or self.out_dir,
+            config or self.config,
+            self.provenance,
+            model=self.model,
+            **naming,
+        )
+        return make_tracker(self.tracking, info)
+
+    # -- afterwards --------------------------------------------------------------------------------------
+
+    def result(
+        self,
+        *,
+        metrics: Mapping[str, Any],
+        cases: Sequence[Mapping[str, Any]],
+        engine: LLM | None = None,
+        **extra: Any,
+    ) -> Result:
+        """Returns the content of result.json, see `moejax.results.result.build_result`.
+
+        Args:
+            engine: whose compile ledger and automatic choices are part of it.
+            extra: further top-level keys.
+        """
+        if engine is not None:
+            extra = {
+                "compile_ledger": engine.ledger.rows(),
+                "resolved": as_dict(engine.resolutions),
+                **extra,
+            }
+        return build_result(
+            self.experiment,
+            metrics=metrics,
+            cases=cases,
+            config=self.config,
+            provenance=self.provenance,
+            **extra,
+        )
+
+    def finish(
+        self,
+        result: Result,
+        *,
+        requests: Iterable[Mapping[str, Any]] | None = None,
+        plot_data: Sequence[Any] = (),
+        files: Sequence[Path] = (),
+        timeline: Mapping[str, Any] | None = None,
+        tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    ) -> Result:
+        """Writes the files, draws the plots, tells the tracker all, ends its run and prints the tables.
+
+        Args:
+            result: from `result`.
+            requests: rows of requests.jsonl, where there is one.
+            plot_data: what the plots show besides the result.
+            files: further ones, written already, that belong to the result.
+            timeline, tables: see `moejax.tracking.publish.publish`.
+
+        Returns:
+            `result`.
+
+        Raises:
+            OutputError, TrackingError: the results cannot be written or tracked.
+        """
+        tracker = self._tracker
+        assert tracker is not None, "start the run first"
+        written = [write_result(result, self.out_dir)]
+        rows = None if requests is None else list(requests)
+        if rows is not None:
+            written.append(write_request_rows(rows, self.out_dir))
+        plots = save_plots(result, self.out_dir, *plot_data)
+        publish(
+            tracker,
+            result,
+            requests=rows or (),
+            plots=plots,
+            files=[*written, *files],
+            timeline=timeline,
+            tables=tables or {},
+        )
+        self._tracker = None  # ended here: its hints may depend on how it ended
+        tracker.finish()
+        console = stderr_console()
+        print_result(result, console)
+        print_closing(console, self.out_dir, tracker.hints(), result.get("compile_ledger", ()))
+        self._result = result
+        return result
