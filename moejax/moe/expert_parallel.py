@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.core.errors import ConfigError, unknown
+from moejax.core.resolve import Resolution
 from moejax.moe.exchange_hops import Part, Run, exchange_hops, make_hops
 from moejax.moe.exchange_pack import pack, unpack
 from moejax.moe.exchange_ragged import RaggedAllToAll, emulated_ragged_all_to_all, exchange_ragged
@@ -39,9 +40,10 @@ from moejax.moe.exchange_size import (
     capacity_buckets,
     hierarchical_bytes,
 )
-from moejax.ops.dispatch import Choice, choose
+from moejax.ops.dispatch import choose
 from moejax.sharding.axes import Axes, all_gather, index, reduce_scatter
 
+KEY = "parallel.exchange"
 METHODS = ("allgather", "all_to_all", "ragged", "hierarchical")
 
 # What sending more must at least save, in bytes a device, to be worth the collectives and the plan that an
@@ -156,8 +158,8 @@ def choose_exchange(
     axes: Axes,
     platform: str,
     num_local: int | None = None,
-) -> Choice:
-    """How a step of `tokens` tokens a device exchanges them; "none" where all expert ranks see all tokens.
+) -> Resolution:
+    """Chooses how a step of `tokens` tokens a device exchanges them; "none" where all ranks see all of them.
 
     "auto" compares the bytes that a device sends: an all-to-all (on several nodes the two-hop one, by what
     crosses between them) must save `WORTH_BYTES` over an all-gather, which needs no plan, if choices are
@@ -172,16 +174,14 @@ def choose_exchange(
     """
     if not axes.exchange:
         if asked not in ("auto", "none", *METHODS):
-            choose("parallel.exchange", asked, METHODS, Choice("none", ""))
+            choose(asked, METHODS, Resolution(KEY, "none", ""))
         if asked in METHODS:
             raise ConfigError(
                 f"parallel.exchange={asked}: no tokens are exchanged, all expert ranks see the same ones "
                 "(parallel.attention=tensor, or ep=1); use parallel.exchange=auto"
             )
-        return Choice("none", "all expert ranks see all tokens")
-    chosen = choose(
-        "parallel.exchange", asked, METHODS, _auto(tokens, hidden, itemsize, top_k, axes, num_local)
-    )
+        return Resolution(KEY, "none", "all expert ranks see all tokens")
+    chosen = choose(asked, METHODS, _auto(tokens, hidden, itemsize, top_k, axes, num_local))
     if chosen.value == "ragged" and platform not in ("gpu", "cuda", "rocm"):
         raise ConfigError(
             f"parallel.exchange=ragged: XLA has no ragged all-to-all on {platform}, only on gpu; "
@@ -195,7 +195,9 @@ def choose_exchange(
     return chosen
 
 
-def _auto(tokens: int, hidden: int, itemsize: int, top_k: int, axes: Axes, num_local: int | None) -> Choice:
+def _auto(
+    tokens: int, hidden: int, itemsize: int, top_k: int, axes: Axes, num_local: int | None
+) -> Resolution:
     ranks, nodes = axes.size(axes.exchange), axes.size(axes.node)
     experts = num_local or 1 << 10
     row = (hidden, itemsize, top_k)
@@ -218,8 +220,8 @@ def _auto(tokens: int, hidden: int, itemsize: int, top_k: int, axes: Axes, num_l
         )
     numbers = f"{tokens} tokens: {gathered:,} bytes {what} gathered, {even:,} (at worst {worst:,}) by {first}"
     if gathered - even < worth:
-        return Choice("allgather", f"{numbers}, which saves less than {worth:,}")
-    return Choice(first, f"{numbers}, which saves at least {worth:,}")
+        return Resolution(KEY, "allgather", f"{numbers}, which saves less than {worth:,}")
+    return Resolution(KEY, first, f"{numbers}, which saves at least {worth:,}")
 
 
 def _ends(buckets: Sequence[Any]) -> tuple[Any, Any]:

@@ -3,35 +3,26 @@
 A name that was asked for runs or raises; only "auto" chooses.
 """
 
-from typing import NamedTuple
-
 import jax
 
 from moejax.core.config import KERNELS
 from moejax.core.errors import ConfigError, unknown
-
-
-class Choice(NamedTuple):
-    """A resolved choice and why it was made."""
-
-    value: str
-    reason: str
-
+from moejax.core.resolve import Resolution
 
 GROUPED_MATMUL = ("blocks_mixed", "blocks_uniform", "ragged_dot", "pallas_triton")
 
 
-def choose(key: str, asked: str, known: tuple[str, ...], auto: Choice) -> Choice:
-    """`auto`'s choice for "auto", else the name that was asked for.
+def choose(asked: str, known: tuple[str, ...], auto: Resolution) -> Resolution:
+    """Returns `auto` for "auto", else the name that was asked for, under the key of `auto`.
 
     Raises:
-        ConfigError: if the name is not known.
+        ConfigError: the name is not known.
     """
     if asked == "auto":
         return auto
     if asked not in known:
-        raise ConfigError(f"{key}: {unknown('implementation', asked, (*known, 'auto'))}")
-    return Choice(asked, "asked for")
+        raise ConfigError(f"{auto.key}: {unknown('implementation', asked, (*known, 'auto'))}")
+    return Resolution(auto.key, asked, "asked for")
 
 
 def choose_grouped_matmul(
@@ -39,7 +30,7 @@ def choose_grouped_matmul(
     platform: str | None = None,
     block_rows: int | None = None,
     kernels: str = "xla",
-) -> Choice:
+) -> Resolution:
     """Implementation of the grouped expert products on a platform ("cpu", "gpu").
 
     "blocks_uniform" has blocks of one height, `block_rows` if given; "blocks_mixed" has several, each
@@ -48,20 +39,21 @@ def choose_grouped_matmul(
     Args:
         kernels: what the rest of the model runs on, see `choose_kernels`.
     """
+    key = "engine.moe.grouped_matmul"
     platform = platform or jax.default_backend()
     if kernels != "xla":
-        auto = Choice(kernels, f"engine.kernels is {kernels}")
+        auto = Resolution(key, kernels, f"engine.kernels is {kernels}")
     elif platform != "cpu":
-        auto = Choice("ragged_dot", f"XLA's grouped product on {platform}")
+        auto = Resolution(key, "ragged_dot", f"XLA's grouped product on {platform}")
     elif block_rows is not None:
-        auto = Choice("blocks_uniform", f"on CPU, with all blocks {block_rows} rows high as asked")
+        auto = Resolution(key, "blocks_uniform", f"on CPU, with all blocks {block_rows} rows high as asked")
     else:
         why = "on CPU ragged_dot computes all experts; this only those that are hit, in blocks of their size"
-        auto = Choice("blocks_mixed", why)
-    return choose("engine.moe.grouped_matmul", asked, GROUPED_MATMUL, auto)
+        auto = Resolution(key, "blocks_mixed", why)
+    return choose(asked, GROUPED_MATMUL, auto)
 
 
-def choose_kernels(asked: str, platform: str, unsupported: str | None) -> Choice:
+def choose_kernels(asked: str, platform: str, unsupported: str | None) -> Resolution:
     """What attention, norms and router run on: "xla" or an implementation of `pallas_kernels`.
 
     Args:
@@ -70,13 +62,14 @@ def choose_kernels(asked: str, platform: str, unsupported: str | None) -> Choice
     Raises:
         ConfigError: kernels were asked for by name and cannot run the model.
     """
+    key = "engine.kernels"
     if platform != "gpu":
-        auto = Choice("xla", f"on {platform} the GPU kernels are only interpreted")
+        auto = Resolution(key, "xla", f"on {platform} the GPU kernels are only interpreted")
     elif unsupported is not None:
-        auto = Choice("xla", f"the GPU kernels do not take {unsupported}")
+        auto = Resolution(key, "xla", f"the GPU kernels do not take {unsupported}")
     else:
-        auto = Choice("pallas_triton", "GPU kernels on a GPU")
-    chosen = choose("engine.kernels", asked, KERNELS, auto)
+        auto = Resolution(key, "pallas_triton", "GPU kernels on a GPU")
+    chosen = choose(asked, KERNELS, auto)
     if chosen.value != "xla" and unsupported is not None:
         raise ConfigError(f"engine.kernels={asked} does not take {unsupported}; use engine.kernels=xla")
     return chosen
@@ -90,7 +83,7 @@ KERNELS_NEED = (8, 0)
 
 def choose_quantized(
     asked: str, platform: str, capability: str | None = None, unsupported: str | None = None
-) -> Choice:
+) -> Resolution:
     """Implementation of the products with quantized weights (`moejax.ops.quantized_matmul`).
 
     Args:
@@ -107,12 +100,12 @@ def choose_quantized(
         least = ".".join(map(str, KERNELS_NEED))
         cannot = f"this GPU has compute capability {capability}, and they need {least}"
     if platform != "gpu":
-        auto = Choice("xla", f"on {platform} the GPU kernels are only interpreted")
+        auto = Resolution(key, "xla", f"on {platform} the GPU kernels are only interpreted")
     elif cannot is not None:
-        auto = Choice("xla", f"no GPU kernels: {cannot}")
+        auto = Resolution(key, "xla", f"no GPU kernels: {cannot}")
     else:
-        auto = Choice("pallas_triton", "GPU kernels on a GPU, which have every format here")
-    chosen = choose(key, asked, QUANTIZED_MATMUL, auto)
+        auto = Resolution(key, "pallas_triton", "GPU kernels on a GPU, which have every format here")
+    chosen = choose(asked, QUANTIZED_MATMUL, auto)
     if chosen.value == "pallas_triton" and cannot is not None:
         raise ConfigError(f"{key}=pallas_triton: the kernels cannot run: {cannot}; use {key}=xla")
     return chosen
@@ -154,16 +147,17 @@ def block_rows_for(assignments: int, num_experts: int, transposed: bool = False)
     return 64
 
 
-def choose_expert_layout(asked: str, platform: str, product: str = "auto") -> Choice:
+def choose_expert_layout(asked: str, platform: str, product: str = "auto") -> Resolution:
     """How an engine's experts lie in memory, see `moejax.core.config.MoeConfig`.
 
     Args:
         product: what they run on.
     """
+    key = "engine.moe.expert_layout"
     if product == "pallas_triton":
-        auto = Choice("edf", "the order that the kernels read")
+        auto = Resolution(key, "edf", "the order that the kernels read")
     elif platform == "cpu":
-        auto = Choice("efd", "on CPU a single row's product reads transposed experts without a copy")
+        auto = Resolution(key, "efd", "on CPU a single row's product reads transposed experts without a copy")
     else:
-        auto = Choice("edf", f"the products' own order on {platform}")
-    return choose("engine.moe.expert_layout", asked, ("edf", "efd"), auto)
+        auto = Resolution(key, "edf", f"the products' own order on {platform}")
+    return choose(asked, ("edf", "efd"), auto)

@@ -114,7 +114,7 @@ def test_no_exchange():
 
 def test_asked_for():
     for method in ("allgather", "all_to_all", "ragged"):
-        assert choice(method) == (method, "asked for")
+        assert choice(method) == ("parallel.exchange", method, "asked for")
     assert choice("hierarchical", parallel={"ep": 8, "nodes": 2, "attention": "data"}).value == "hierarchical"
 
 

@@ -24,7 +24,7 @@ from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, specs
 from moejax.nn.quantized import quantized_weights
-from moejax.ops.dispatch import Choice, choose_quantized
+from moejax.ops.dispatch import choose_quantized
 from moejax.ptq.apply import Progress, quantize_model
 from moejax.ptq.report import QuantReport
 from moejax.ptq.text import calibration_tokens
@@ -120,7 +120,7 @@ class QuantizationPlan:
                 weight.implementation = self._choice.value
         return report
 
-    def _choose(self, weights: Sequence["Asked"]) -> Choice:
+    def _choose(self, weights: Sequence["Asked"]) -> Resolution:
         return choose(self._quant, self._platform, weights, self._experts)
 
     def resolutions(self, stages: Sequence[nnx.Module]) -> list[Resolution]:
@@ -140,7 +140,7 @@ class QuantizationPlan:
         return [
             Resolution("quant.method", self._quant.method, source),
             Resolution("quant.format", formats, bits),
-            Resolution("quant.implementation", *self._choice),
+            self._choice,
         ]
 
 
@@ -221,7 +221,7 @@ def held_by(stages: Sequence[nnx.Module], axes: Axes) -> list[Asked]:
     ]
 
 
-def choose(quant: QuantConfig, platform: str, weights: Sequence[Asked], experts: str) -> Choice:
+def choose(quant: QuantConfig, platform: str, weights: Sequence[Asked], experts: str) -> Resolution:
     """Implementation of the products with quantized weights.
 
     Args:

@@ -109,9 +109,9 @@ def open_model(
     resolutions = [
         platform,
         resolved,
-        Resolution("engine.kernels", *kernels),
-        Resolution("engine.moe.grouped_matmul", *product),
-        Resolution("engine.moe.expert_layout", *layout),
+        kernels,
+        product,
+        layout,
         *_exchanges(config, parallel, engine, places[0], platform.value),
     ]
     if kernels.value != "xla" and config.qk_norm == "projection" and parallel.tensor_size > 1:
@@ -156,5 +156,5 @@ def _exchanges(
             platform=platform,
             num_local=(config.num_experts + parallel.redundant_experts) // parallel.ep,
         )
-        found.append(Resolution(f"parallel.exchange ({name})", *choice))
+        found.append(choice._replace(key=f"parallel.exchange ({name})"))
     return found
