@@ -11,7 +11,7 @@ from experiments.launch.schema import RoutingConfig
 def main(config: RoutingConfig) -> None:
     from moejax.bench.routing.run import run_routing
     from moejax.bench.run import ExperimentRun
-    from moejax.engine.opening.setup import find_model
+    from moejax.engine.opening.resolve import find_model
 
     section, model = config.model, None
     if section is not None:

@@ -110,3 +110,9 @@ def ensure_writable(directory: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise OutputError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
     return folder
+
+
+def cache_root() -> Path:
+    """Returns the folder of what can be made again: `$MOEJAX_CACHE_DIR`, or `moejax` in the user's caches."""
+    base = os.environ.get("MOEJAX_CACHE_DIR")
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moejax"

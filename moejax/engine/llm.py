@@ -1,6 +1,7 @@
 """`LLM`: the public way to generate from and score with a model."""
 
 import copy
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -12,18 +13,10 @@ from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
-from moejax.engine.core import Engine
 from moejax.engine.llm_card import engine_card, engine_line
-from moejax.engine.opening.resolve import open_model
-from moejax.engine.opening.setup import (
-    cache_blocks,
-    cache_dtype,
-    eos_token_ids,
-    given,
-    longest_sequence,
-    make_scheduler,
-)
-from moejax.engine.opening.start import make_runner
+from moejax.engine.opening.resolve import ResolvedEngine, resolve
+from moejax.engine.opening.start import start
+from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.requests.builder import RequestBuilder
 from moejax.engine.requests.inputs import Prompt, PromptReader, as_list, conversations
@@ -33,14 +26,12 @@ from moejax.engine.requests.tokenizer import ChatMessage
 from moejax.engine.routing.expert_counts import LoadWindow, RoutingRecord
 from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
 from moejax.engine.routing.recorder import recorder
-from moejax.engine.routing.replay import RoutingReplay, open_replay
+from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.stats import StepRecord
-from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.sampler import common_mode
 from moejax.engine.waiting import run_to_end, stream
 from moejax.models.decoder import Decoder
 from moejax.routing.capture import RoutingCapture
-from moejax.sharding.pipeline import stage_config
 
 
 class LLM:
@@ -75,42 +66,29 @@ class LLM:
         load_format: Literal["auto", "dummy"] = "auto",
         on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
-        if load_format not in ("auto", "dummy"):
-            raise ConfigError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
-        self.parallel_config = given("parallel", parallel, ParallelConfig)
-        self.quant_config = given("quant", quant, QuantConfig)
-        self.engine_config = given("engine", engine, EngineConfig)
-        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
-            raise ConfigError(f"seed must be an integer, got {seed!r}")
-        self.seed = int(seed)
-        configs = (self.parallel_config, self.engine_config, self.quant_config)
-        self._model = open_model(model, dtype, *configs, self.seed, load_format, on_progress)
-        self.model_dir, self.config = self._model.directory, self._model.config
-        self.tokenizer = self._model.tokenizer
-        self.quant_report = self._model.quant_report  # None where no weights were quantized
-        self.eos_token_ids = eos_token_ids(self.config, self.model_dir)
-        self._start(self.engine_config, self._model.replay)
+        resolved = resolve(model, dtype, parallel, engine, quant, seed, load_format)
+        self._weights = load(resolved, on_progress)
+        self.parallel_config, self.quant_config = resolved.parallel, resolved.quant
+        self.seed = resolved.seed
+        self.model_dir, self.config = resolved.directory, resolved.config
+        self.tokenizer, self.eos_token_ids = resolved.tokenizer, resolved.eos_token_ids
+        self.quant_report = self._weights.quant_report  # None where no weights were quantized
+        self._start(resolved)
 
-    def _start(self, config: EngineConfig, replay: RoutingReplay | None) -> None:
-        """Scheduler, cache and runner."""
-        self.engine_config = config
-        self.max_model_len = longest_sequence(config, self.config)
-        opened, stages = self._model, self.stages
-        largest = stage_config(self.config, max((stage.stage for stage in stages), key=len))
-        kv = cache_dtype(self.quant_config.kv_cache, self.config)
-        limits = (self.max_model_len, self.parallel_config, kv.value, opened.kernels)
-        blocks = cache_blocks(config, largest, *limits)
-        self.resolutions = [*opened.resolutions, kv, blocks]
-        self.ledger = CompileLedger(strict=config.strict_compile)
-        num_blocks = int(blocks.value)
-        scheduler = make_scheduler(config, num_blocks, opened.places[0].groups)
-        how = (num_blocks, self.max_model_len, self.ledger, kv.value, replay)
-        self.runner = make_runner(opened, config, self.parallel_config, *how)
-        self.engine = Engine(scheduler, self.runner, overlap=config.overlap)
+    def _start(self, resolved: ResolvedEngine) -> None:
+        """Builds scheduler, cache and runner."""
+        self._resolved = resolved
+        self.engine_config, self.max_model_len = resolved.engine, resolved.max_model_len
+        self.engine, self.runner, blocks = start(resolved, self._weights)
+        self.ledger = self.runner.ledger
+        self.resolutions = [*resolved.resolutions, *self._weights.resolutions, resolved.kv_cache, blocks]
         self.reader = PromptReader(self.tokenizer, self.config.vocab_size, self.max_model_len)
-        whole_in = BlockAllocator(num_blocks, config.block_size) if config.batching == "static" else None
+        whole_in = None
+        if self.engine_config.batching == "static":
+            whole_in = BlockAllocator(int(blocks.value), self.engine_config.block_size)
+        slots = self.engine_config.max_num_seqs
         self.builder = RequestBuilder(
-            self.reader, self.eos_token_ids, self.seed, config.max_num_seqs, whole_in, replay
+            self.reader, self.eos_token_ids, self.seed, slots, whole_in, resolved.replay
         )
         self._submitted: dict[str, RequestState] = {}
 
@@ -123,7 +101,7 @@ class LLM:
     @property
     def stages(self) -> list[Decoder]:
         """The decoder's parts, one for each pipeline stage."""
-        return self._model.stages
+        return self._weights.stages
 
     @property
     def model(self) -> Decoder:
@@ -142,16 +120,12 @@ class LLM:
         """The same weights and tokenizer behind an engine of its own.
 
         Raises:
-            ConfigError: `engine` asks for another execution of the experts, which belongs to the weights.
+            ConfigError: `engine` asks for another execution of the experts, which belongs to the weights, or
+                for what the model does not take.
         """
-        engine = given("engine", engine, EngineConfig)
-        if (engine.moe, engine.kernels) != (self.engine_config.moe, self.engine_config.kernels):
-            raise ConfigError(
-                "a variant shares its weights, and so engine.moe and engine.kernels; build another LLM"
-            )
-        replay = open_replay(engine.replay_routing, self.config)
+        resolved = self._resolved.variant(engine)
         other = copy.copy(self)
-        other._start(engine, replay)
+        other._start(resolved)
         return other
 
     # -- generation ------------------------------------------------------------------------------------
@@ -255,7 +229,7 @@ class LLM:
     @property
     def kv_cache_dtype(self) -> str:
         """What keys and values are stored in: the model's dtype, or that of 8-bit codes with scales."""
-        return cache_dtype(self.quant_config.kv_cache, self.config).value
+        return self._resolved.kv_cache.value
 
     def step(self) -> bool:
         """One step of the engine, for whatever is queued. False if there was nothing to do."""
@@ -367,7 +341,7 @@ class LLM:
                 raise ConfigError("replay_routing: requests are running; wait for them, or abort them")
             if (replay is None) != (self.builder.replay is None):
                 self.runner.reset()  # else the old cache would take the new one's memory
-                self._start(self.engine_config, replay)
+                self._start(dataclasses.replace(self._resolved, replay=replay))
             self.builder.replay = self.runner.builder.replay = replay
 
     # -- expert placement ------------------------------------------------------------------------------
@@ -396,4 +370,4 @@ class LLM:
         """
         with self.engine.lock:
             loads = tracked(self.runner) if loads is None else loads
-            return rebalance(self._model, self.parallel_config, loads, min_gain, factor)
+            return rebalance(self._resolved, self._weights, loads, min_gain, factor)

@@ -81,6 +81,13 @@ KERNELS_NEED = (8, 0)
 """Compute capability that the Triton kernels need: sm_80, for asynchronous copies and bfloat16 products."""
 
 
+def compute_capability(platform: str) -> str | None:
+    """Returns the GPUs' compute capability, "8.0"; None elsewhere, or where JAX does not say."""
+    if platform != "gpu":
+        return None
+    return str(getattr(jax.local_devices()[0], "compute_capability", "")) or None
+
+
 def choose_quantized(
     asked: str, platform: str, capability: str | None = None, unsupported: str | None = None
 ) -> Resolution:

@@ -14,8 +14,7 @@ import pytest
 from moejax.cache.allocator import BlockAllocator
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.plan import StepPlan
-from moejax.engine.scheduling.policy import Policy
-from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.scheduler import Policy, Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.step.fake_runner import FakeRunner

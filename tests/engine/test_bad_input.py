@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError, DeviceError, MoejaxError, RequestError
 from moejax.engine.llm import LLM
-from moejax.engine.opening import resolve as opening
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.requests.inputs import as_list
 from moejax.models.registry import config_to_hf
@@ -210,7 +209,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("a model was built")
 
-    monkeypatch.setattr(opening, "build_stages", never)
+    monkeypatch.setattr("moejax.engine.llm.load", never)
 
 
 def test_unknown_model(unbuilt: None, tmp_path: Path) -> None:

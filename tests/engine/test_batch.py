@@ -20,8 +20,9 @@ from moejax.core.config import EngineConfig
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
-from moejax.engine.step.batch import Batch, BatchBuilder, Limits, StepKey, layout, unpack
+from moejax.engine.step.batch import Batch, BatchBuilder, layout, unpack
 from moejax.engine.step.buckets import Buckets
+from moejax.engine.step.limits import Limits, StepKey
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 from moejax.ops.paged_attention import tile_rows
 from tests.engine.tiny import PROPERTY, VOCAB

@@ -265,7 +265,7 @@ def test_variants_share_weights_alone(forked: LLM, whole: FullForward) -> None:
     exact = (
         forked.kv_cache_dtype == forked.config.dtype
     )  # else another cache's tokens are not quite `whole`'s
-    ours, theirs = (llm._model.functions[0].leaves for llm in (forked, other))
+    ours, theirs = (llm._weights.functions[0].leaves for llm in (forked, other))
     assert all(a is b for a, b in zip(ours, theirs, strict=True))
     forked.reset_stats()
     waiting = forked.submit(PROMPTS[0], greedy(5))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.engine.llm import LLM
-from moejax.engine.opening.setup import default_cache_dir
+from moejax.engine.opening.resolve import default_cache_dir
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step.ledger import CompileLedger, enable_compile_cache
 

@@ -3,7 +3,7 @@
 import pytest
 
 from moejax.core.errors import ConfigError
-from moejax.engine.scheduling.policy import POLICIES, FirstComeFirstServed, make_policy
+from moejax.engine.scheduling.scheduler import POLICIES, FirstComeFirstServed, make_policy
 from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, ShortestFirst
 
 

@@ -10,7 +10,8 @@ from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
-from moejax.engine.opening.setup import cache_blocks, cache_dtype, unsupported_by_kernels
+from moejax.engine.opening.resolve import cache_dtype, unsupported_by_kernels
+from moejax.engine.opening.start import cache_blocks
 from moejax.perf.cost import decode_step_cost, kv_head_bytes
 from moejax.perf.memory import device_memory
 from moejax.quantization.kv import (

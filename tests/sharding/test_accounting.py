@@ -13,13 +13,12 @@ import pytest
 
 from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
 from moejax.core.parallel import PRESETS, ParallelConfig
-from moejax.engine.opening.weights import build_stages, make_places
-from moejax.engine.pipeline.runner import PipelineRunner
-from moejax.engine.pipeline.stage_steps import StageFunctions
-from moejax.engine.step.batch import StepKey
+from moejax.engine.opening.resolve import resolve
+from moejax.engine.opening.start import make_runner
+from moejax.engine.opening.weights import load
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger
-from moejax.engine.step.program import PagedFunctions
+from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.sampler import SamplerMode
 from moejax.models.decoder import Decoder
 from moejax.moe.exchange_cost import exchange_cost
@@ -35,10 +34,16 @@ from tests.perf.models import LAYOUTS, small_model
 pytestmark = pytest.mark.multidevice
 
 BLOCKS, BLOCK_SIZE, LONGEST = 16, 4, 32
-ENGINE = EngineConfig(max_num_seqs=8, block_size=BLOCK_SIZE, num_blocks=BLOCKS, max_model_len=LONGEST)
-ROOT = Path(__file__).resolve().parents[2]
 # "ragged_dot" compiles fastest; what runs on a device makes no difference here.
-MOE = MoeConfig(grouped_matmul="ragged_dot")
+ENGINE = EngineConfig(
+    max_num_seqs=8,
+    block_size=BLOCK_SIZE,
+    num_blocks=BLOCKS,
+    max_model_len=LONGEST,
+    compile_cache=False,
+    moe=MoeConfig(grouped_matmul="ragged_dot"),
+)
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = small_model(num_layers=2, moe_layers=(True, False), sliding_windows=(None, None))
 
 HERE = [name for name, layout in PRESETS.items() if 1 < layout.num_devices <= 8]
@@ -62,14 +67,12 @@ class Program(NamedTuple):
 
 
 def make_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[list[DeviceRunner], list[MeshDevices]]:
-    """The engine's runner of each pipeline stage."""
-    places = [place for place in make_places(parallel, model, MOE) if isinstance(place, MeshDevices)]
-    decoders = build_stages(model, parallel, list(places), MOE, "xla", None, 0)
-    how: Any = (ENGINE, BLOCKS, LONGEST, CompileLedger())
-    if len(places) == 1:
-        return [DeviceRunner(PagedFunctions(decoders[0]), *how, place=places[0])], places
-    functions = [StageFunctions(decoder) for decoder in decoders]
-    return list(PipelineRunner(list(zip(functions, places, strict=True)), *how).stages), places
+    """The engine's runner of each pipeline stage, and its devices."""
+    resolved = resolve(model, model.dtype, parallel, ENGINE, load_format="dummy")
+    places = [place for place in resolved.places if isinstance(place, MeshDevices)]
+    cache = CacheSpec(BLOCKS, BLOCK_SIZE, LONGEST, model.dtype)
+    runner = make_runner(resolved, load(resolved), cache, CompileLedger())
+    return [runner] if isinstance(runner, DeviceRunner) else list(runner.stages), places
 
 
 def compile_step(model: ModelConfig, parallel: ParallelConfig, key: StepKey) -> list[Program]:

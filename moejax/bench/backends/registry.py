@@ -10,7 +10,7 @@ from moejax.bench.backends.config import BackendOptions, BackendSection
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
-from moejax.engine.opening.setup import find_model
+from moejax.engine.opening.resolve import find_model
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.sharding.distributed import process_count
 

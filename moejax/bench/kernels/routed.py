@@ -120,7 +120,7 @@ def shapes_for(capture: RoutingCapture, path: str, model: str | None) -> list[Mo
 
 
 def _config_of(model: str, kernels: dict[str, ModelShape]) -> ModelConfig:
-    from moejax.engine.opening.setup import find_model
+    from moejax.engine.opening.resolve import find_model
 
     try:
         return find_model(model, "auto")[1]

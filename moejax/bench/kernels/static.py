@@ -16,9 +16,8 @@ from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.select import Selected, select
 from moejax.bench.run import ExperimentRun
 from moejax.core.errors import ConfigError, MoejaxError
-from moejax.core.files import atomic_write_text, dump_json, ensure_writable
+from moejax.core.files import atomic_write_text, cache_root, dump_json, ensure_writable
 from moejax.core.hardware import KNOWN
-from moejax.engine.opening.setup import cache_root
 from moejax.report.progress import progress
 from moejax.results.result import Result
 from pallas_kernels.static import Row, failures, report_op

@@ -20,9 +20,10 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence
-from moejax.engine.step.batch import BatchBuilder, Limits
+from moejax.engine.step.batch import BatchBuilder
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.fake_runner import FakeRunner
+from moejax.engine.step.limits import Limits
 from moejax.engine.step.sampler import SamplerMode
 from moejax.report.tables import rows_table, stderr_console
 

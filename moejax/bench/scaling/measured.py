@@ -13,8 +13,8 @@ from moejax.core.parallel import ParallelConfig
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.stats import StepRecord
-from moejax.engine.step.batch import StepKey
 from moejax.engine.step.device_runner import DeviceRunner
+from moejax.engine.step.limits import StepKey
 from moejax.engine.step.sampler import SamplerMode
 from moejax.moe.exchange_cost import exchange_cost
 from moejax.moe.expert_parallel import choose_exchange

@@ -18,7 +18,7 @@ from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import KNOWN
 from moejax.core.parallel import PRESETS, ParallelConfig
-from moejax.engine.opening.setup import find_model
+from moejax.engine.opening.resolve import find_model
 from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params
 from moejax.report.progress import progress

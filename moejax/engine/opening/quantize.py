@@ -1,11 +1,14 @@
-"""What `quant=` does while a model opens: choices, checks before weights are read, what products run on.
+"""Plans what `quant=` does while a model opens, and settles what products with quantized weights run on.
 
 Without calibration each weight is rounded as it arrives (`rounding.py`); methods that calibrate
 need the whole model in floating point, on one device (`moejax.ptq`).
 """
 
+import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,130 +21,126 @@ from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution
-from moejax.engine.opening.rounding import QuantizeOnLoad
-from moejax.engine.opening.setup import compute_capability
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, specs
 from moejax.nn.quantized import quantized_weights
-from moejax.ops.dispatch import choose_quantized
-from moejax.ptq.apply import Progress, quantize_model
-from moejax.ptq.report import QuantReport
+from moejax.ops.dispatch import choose_quantized, compute_capability
 from moejax.ptq.text import calibration_tokens
 from moejax.quantization.arithmetic import why_no_kernel
 from moejax.quantization.formats import WeightFormat
 from moejax.quantization.rules import Chosen, resolve_rules, weight_name
 from moejax.sharding.axes import Axes
 from moejax.sharding.rules import make_rules
-from moejax.sharding.spmd import SingleDevice
-
-Plan = Mapping[str, Chosen]
-"""Path of a weight → what becomes of it."""
 
 
+@dataclass(frozen=True)
 class QuantizationPlan:
-    """One model's quantization from its configuration to the record of it.
+    """A model's quantization as far as it is known before weights are read.
 
     Attributes:
-        rounding: takes the weights that need no calibration.
+        weights: path of a weight → what becomes of it; empty for a model that is left as it is.
+        tokens: int32 `[S, L]`, calibration text; None where no method calibrates.
+    """
+
+    weights: Mapping[str, Chosen]
+    tokens: np.ndarray | None = None
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether weights are quantized once the whole model is there, not as each arrives."""
+        return any(chosen.calibrated for chosen in self.weights.values())
+
+
+def plan_quantization(
+    quant: QuantConfig,
+    parallel: ParallelConfig,
+    config: ModelConfig,
+    moe: MoeConfig,
+    axes: Axes,
+    platform: str,
+    experts: str,
+    directory: Path | None,
+    tokenizer: Tokenizer | None,
+    ends: Sequence[int],
+) -> QuantizationPlan:
+    """Decides what is quantized and how; draws the calibration's tokens.
+
+    Args:
+        experts: what the expert products run on, or how they are executed where it is not grouped.
+        ends: tokens that end a document, the first of which separates calibration's.
 
     Raises:
         ConfigError: a rule that is not used, a format that does not fit a weight or its devices, kernels
-            asked for by name that cannot run it.
+            asked for by name that cannot run it; weights that are quantized already; calibration without a
+            tokenizer, with too short a text, or on more than one device.
     """
+    declared = specs(Decoder(config, moe=moe))
+    plan = QuantizationPlan(plan_weights(quant, declared, axes))
+    asked = [Asked(name, c.format, local_inputs(declared[name], axes)) for name, c in plan.weights.items()]
+    choose_implementation(quant, platform, asked, experts)
+    if not plan.weights:
+        return plan
+    stored = read_json(directory / "config.json") if directory else {}
+    if stored.get("quantization_config") is not None:
+        by = stored["quantization_config"].get("quant_method", "an unnamed method")
+        raise ConfigError(
+            f"quant.method={quant.method}: {directory} holds weights quantized by {by} already; "
+            "leave quant.method=none to run them, or give the full-precision checkpoint"
+        )
+    if not plan.calibrates:
+        return plan
+    method = f"quant.method={quant.method}"
+    if not parallel.is_single:
+        raise ConfigError(
+            f"{method} calibrates on one device: quantize there, save_pretrained, and open that "
+            "directory with parallel=; rtn runs on any mesh"
+        )
+    if tokenizer is None:
+        raise ConfigError(
+            f"{method} calibrates with text, and there is no tokenizer "
+            f"({directory or 'a configuration without a directory'}); use rtn, or add tokenizer.json"
+        )
+    tokens = calibration_tokens(quant.calibration, tokenizer, end=ends[0] if ends else None)
+    return dataclasses.replace(plan, tokens=tokens)
 
-    def __init__(
-        self,
-        quant: QuantConfig,
-        parallel: ParallelConfig,
-        config: ModelConfig,
-        moe: MoeConfig,
-        places: Sequence[SingleDevice],
-        platform: str,
-        experts: str,
-    ) -> None:
-        self._quant, self._parallel, self._platform, self._experts = quant, parallel, platform, experts
-        self._axes = places[0].axes
-        declared = specs(Decoder(config, moe=moe))
-        self._plan = plan_weights(quant, declared, self._axes)
-        self._calibrates = any(chosen.calibrated for chosen in self._plan.values())
-        self._choose(asked_of(self._plan, declared, self._axes))
-        self.rounding = QuantizeOnLoad({} if self._calibrates else self._plan, quant)
-        self._tokens: np.ndarray | None = None
 
-    def check(self, directory: Path | None, tokenizer: Tokenizer | None, end: int | None) -> None:
-        """What can be known before weights are read; draws the calibration's tokens.
+def settle_products(
+    plan: QuantizationPlan,
+    quant: QuantConfig,
+    stages: Sequence[nnx.Module],
+    axes: Axes,
+    platform: str,
+    experts: str,
+) -> list[Resolution]:
+    """Tells each quantized weight, planned or of a quantized checkpoint, what its products run on.
 
-        Args:
-            end: token that ends a document.
+    Returns:
+        What is quantized and what it runs on; nothing for a model in full precision.
 
-        Raises:
-            ConfigError: the directory's weights are quantized already; calibration has no tokenizer, too
-                short a text, or more than one device.
-        """
-        if not self._plan:
-            return
-        stored = read_json(directory / "config.json") if directory else {}
-        if stored.get("quantization_config") is not None:
-            by = stored["quantization_config"].get("quant_method", "an unnamed method")
-            raise ConfigError(
-                f"quant.method={self._quant.method}: {directory} holds weights quantized by {by} already; "
-                "leave quant.method=none to run them, or give the full-precision checkpoint"
-            )
-        if not self._calibrates:
-            return
-        method = f"quant.method={self._quant.method}"
-        if not self._parallel.is_single:
-            raise ConfigError(
-                f"{method} calibrates on one device: quantize there, save_pretrained, and open that "
-                "directory with parallel=; rtn runs on any mesh"
-            )
-        if tokenizer is None:
-            raise ConfigError(
-                f"{method} calibrates with text, and there is no tokenizer "
-                f"({directory or 'a configuration without a directory'}); use rtn, or add tokenizer.json"
-            )
-        self._tokens = calibration_tokens(self._quant.calibration, tokenizer, end=end)
-
-    def finish(self, stages: Sequence[Decoder], on_progress: Progress | None = None) -> QuantReport | None:
-        """Quantizes what is not yet, once the weights are in place, and decides what products run on."""
-        report = None
-        if self._calibrates:
-            (model,) = stages
-            report = quantize_model(model, self._quant, self._tokens, progress=on_progress)
-        elif self._plan:
-            report = self.rounding.finish(stages)
-        for stage in stages:
-            for path, weight in quantized_weights(stage):
-                check_split(path, weight.stands_for, weight.format, self._axes)
-        self._choice = self._choose(held_by(stages, self._axes))
-        for stage in stages:
-            for _, weight in quantized_weights(stage):
-                weight.implementation = self._choice.value
-        return report
-
-    def _choose(self, weights: Sequence["Asked"]) -> Resolution:
-        return choose(self._quant, self._platform, weights, self._experts)
-
-    def resolutions(self, stages: Sequence[nnx.Module]) -> list[Resolution]:
-        """What was quantized; nothing for a model in full precision."""
-        counts: dict[str, int] = {}
-        held = numbers = 0
-        for stage in stages:
-            for _, weight in quantized_weights(stage):
-                counts[weight.format.name] = counts.get(weight.format.name, 0) + 1
-                shape = weight.stands_for.canonical_shape
-                held, numbers = held + weight.format.bits_held(shape), numbers + math.prod(shape)
-        if not counts:
-            return []
-        formats = ", ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
-        bits = f"{held / numbers:.3f} bits a weight over {sum(counts.values())} weights, scales included"
-        source = "asked for" if self._plan else "the checkpoint's weights are quantized"
-        return [
-            Resolution("quant.method", self._quant.method, source),
-            Resolution("quant.format", formats, bits),
-            self._choice,
-        ]
+    Raises:
+        ConfigError: see `plan_quantization`.
+    """
+    weights = [item for stage in stages for item in quantized_weights(stage)]
+    for path, weight in weights:
+        check_split(path, weight.stands_for, weight.format, axes)
+    asked = [Asked(path, w.format, local_inputs(w.stands_for, axes)) for path, w in weights]
+    implementation = choose_implementation(quant, platform, asked, experts)
+    if not weights:
+        return []
+    bits = numbers = 0
+    for _, weight in weights:
+        weight.implementation = implementation.value
+        shape = weight.stands_for.canonical_shape
+        bits, numbers = bits + weight.format.bits_held(shape), numbers + math.prod(shape)
+    counts = sorted(Counter(weight.format.name for _, weight in weights).items())
+    each = f"{bits / numbers:.3f} bits a weight over {len(weights)} weights, scales included"
+    source = "asked for" if plan.weights else "the checkpoint's weights are quantized"
+    return [
+        Resolution("quant.method", quant.method, source),
+        Resolution("quant.format", ", ".join(f"{count} × {name}" for name, count in counts), each),
+        implementation,
+    ]
 
 
 def plan_weights(quant: QuantConfig, declared: Mapping[str, ParamSpec], axes: Axes) -> dict[str, Chosen]:
@@ -207,22 +206,10 @@ class Asked(NamedTuple):
     inputs: int
 
 
-def asked_of(plan: Plan, declared: Mapping[str, ParamSpec], axes: Axes) -> list[Asked]:
-    """Weights that are to be quantized."""
-    return [Asked(name, c.format, local_inputs(declared[name], axes)) for name, c in plan.items()]
-
-
-def held_by(stages: Sequence[nnx.Module], axes: Axes) -> list[Asked]:
-    """Weights that are quantized."""
-    return [
-        Asked(path, weight.format, local_inputs(weight.stands_for, axes))
-        for stage in stages
-        for path, weight in quantized_weights(stage)
-    ]
-
-
-def choose(quant: QuantConfig, platform: str, weights: Sequence[Asked], experts: str) -> Resolution:
-    """Implementation of the products with quantized weights.
+def choose_implementation(
+    quant: QuantConfig, platform: str, weights: Sequence[Asked], experts: str
+) -> Resolution:
+    """Chooses what runs the products with quantized weights.
 
     Args:
         experts: what the expert products run on, or how they are executed where it is not grouped.

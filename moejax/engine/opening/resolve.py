@@ -1,81 +1,128 @@
-"""Opens a model: decides what "auto" stands for, checks what can be checked, and only then reads weights."""
+"""Decides, once and before any weight is read, what an engine's configuration stands for, and checks it."""
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig
-from moejax.core.parallel import ParallelConfig
+from moejax.checkpoint.hf import load_config, read_json, resolve_model_dir
+from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig
+from moejax.core.errors import CheckpointError, ConfigError
+from moejax.core.files import cache_root
+from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
-from moejax.engine.opening.quantize import QuantizationPlan
-from moejax.engine.opening.setup import (
-    compute_capability,
-    default_cache_dir,
-    eos_token_ids,
-    find_model,
-    longest_sequence,
-    unsupported_by_kernels,
-)
-from moejax.engine.opening.weights import build_stages, make_places
-from moejax.engine.pipeline.runner import most_microbatches
-from moejax.engine.pipeline.stage_steps import StageFunctions
+from moejax.engine.opening.quantize import QuantizationPlan, plan_quantization
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.recorder import check_capture
 from moejax.engine.routing.replay import RoutingReplay, open_replay
-from moejax.engine.scheduling.policy import make_policy
+from moejax.engine.scheduling.scheduler import Policy, make_policy
 from moejax.engine.step.ledger import enable_compile_cache
-from moejax.engine.step.program import PagedFunctions
-from moejax.models.decoder import Decoder
+from moejax.models.registry import config_from_hf
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.activation import activation
-from moejax.ops.dispatch import choose_expert_layout, choose_grouped_matmul, choose_kernels
-from moejax.ptq.report import QuantReport
+from moejax.ops.dispatch import (
+    KERNELS_NEED,
+    choose_expert_layout,
+    choose_grouped_matmul,
+    choose_kernels,
+    compute_capability,
+)
+from moejax.perf.cost import kv_head_bytes
 from moejax.sharding.distributed import reserve_cpu_threads
-from moejax.sharding.spmd import SingleDevice
+from moejax.sharding.mesh import make_mesh
+from moejax.sharding.spmd import MeshDevices, SingleDevice
 
 
-class OpenModel(NamedTuple):
-    """A model with its weights in place.
+@dataclass(frozen=True)
+class ResolvedEngine:
+    """A model and how an engine runs it, with nothing left open. No weight is needed to know it.
 
     Attributes:
-        directory: where it was read from; None for a configuration with random weights.
-        config: its dtype is what it computes in.
-        stages, places, functions: of each pipeline stage; without a pipeline there is one.
-        kernels: implementation of the GPU kernels, "xla" for none.
-        resolutions: what was decided, and why.
+        parallel, engine, quant, seed: as asked for.
+        directory: the model's; None for a configuration alone.
+        source: the directory that weights are read from; None for random ones.
+        config: the model's; its dtype is what it computes in.
         tokenizer: the directory's, if it has one.
-        quant_report: what was quantized while the model opened; None if nothing was.
-        replay: the routing trace that `engine.replay_routing` names; None if it names none.
+        eos_token_ids: tokens that end a sample unless its parameters ignore them.
+        platform: "cpu", "gpu".
+        moe: how experts are executed and lie in memory.
+        kernels: implementation of the GPU kernels, "xla" for none.
+        experts: implementation of the expert products, or how experts are executed where it is not grouped.
+        places: the devices of each pipeline stage; without a pipeline there is one.
+        kv_cache: dtype that keys and values are stored in.
+        quantization: what becomes of each weight.
+        policy: who goes first.
+        max_model_len: tokens of the longest sequence, prompt and output together.
+        microbatches: the most that a step is cut into.
+        replay: the routing that steps are told; None: routers choose.
+        resolutions: what was decided, and why.
     """
 
+    parallel: ParallelConfig
+    engine: EngineConfig
+    quant: QuantConfig
+    seed: int
     directory: Path | None
+    source: Path | None
     config: ModelConfig
-    stages: list[Decoder]
-    places: list[SingleDevice]
-    functions: list[Any]
-    kernels: str
-    resolutions: list[Resolution]
     tokenizer: Tokenizer | None
-    quant_report: QuantReport | None
+    eos_token_ids: tuple[int, ...]
+    platform: str
+    moe: MoeConfig
+    kernels: str
+    experts: str
+    places: list[SingleDevice]
+    kv_cache: Resolution
+    quantization: QuantizationPlan
+    policy: Policy
+    max_model_len: int
+    microbatches: int
     replay: RoutingReplay | None
+    resolutions: list[Resolution]
+
+    def variant(self, engine: EngineConfig) -> "ResolvedEngine":
+        """Returns the same model with the same weights behind another engine.
+
+        Raises:
+            ConfigError: `engine` asks for another execution of the experts, which belongs to the weights, or
+                for what the model does not take.
+        """
+        engine = _given("engine", engine, EngineConfig)
+        if (engine.moe, engine.kernels) != (self.engine.moe, self.engine.kernels):
+            raise ConfigError(
+                "a variant shares its weights, and so engine.moe and engine.kernels; build another LLM"
+            )
+        limits = _engine_limits(engine, self.parallel, self.config)
+        return dataclasses.replace(self, engine=engine, policy=make_policy(engine.policy), **limits)
 
 
-def open_model(
+def resolve(
     model: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig,
-    dtype: str,
-    parallel: ParallelConfig,
-    engine: EngineConfig,
-    quant: QuantConfig,
-    seed: int,
-    load_format: str,
-    on_progress: Callable[[float, str], None] | None = None,
-) -> OpenModel:
-    """Raises what `moejax.engine.llm.LLM` raises."""
+    dtype: str = "auto",
+    parallel: ParallelConfig | None = None,
+    engine: EngineConfig | None = None,
+    quant: QuantConfig | None = None,
+    seed: int = 0,
+    load_format: str = "auto",
+) -> ResolvedEngine:
+    """Decides and checks everything that needs no weight; takes and raises what `moejax.engine.llm.LLM` does.
+
+    It sets JAX's folder of compiled programs, and reserves threads where the host stands for several devices.
+    """
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+    parallel = _given("parallel", parallel, ParallelConfig)
+    quant = _given("quant", quant, QuantConfig)
+    engine = _given("engine", engine, EngineConfig)
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+        raise ConfigError(f"seed must be an integer, got {seed!r}")
     if not parallel.is_single:
         reserve_cpu_threads()  # no help where a backend has started already
     platform = resolve_platform(engine.platform)
@@ -83,32 +130,30 @@ def open_model(
         enable_compile_cache(default_cache_dir())
     directory, config = find_model(model, load_format)
     activation(config.hidden_act)  # an unknown one raises here, not when the first step is compiled
-    make_policy(engine.policy)
-    resolved = resolve_dtype(dtype, config.dtype, platform.value)
-    config = config.replace(dtype=resolved.value)
-    experts = engine.moe
+    policy = make_policy(engine.policy)
+    compute_dtype = resolve_dtype(dtype, config.dtype, platform.value)
+    config = config.replace(dtype=compute_dtype.value)
     unsupported = unsupported_by_kernels(config, engine, compute_capability(platform.value))
     kernels = choose_kernels(engine.kernels, platform.value, unsupported)
     # Kernels for quantized weights that were asked for by name are kernels for the experts, too.
     wanted = "pallas_triton" if quant.implementation == "pallas_triton" else kernels.value
-    product = choose_grouped_matmul(experts.grouped_matmul, platform.value, experts.block_rows, wanted)
-    layout = choose_expert_layout(experts.expert_layout, platform.value, product.value)
-    moe = dataclasses.replace(experts, expert_layout=cast(ExpertLayout, layout.value))
+    asked = engine.moe
+    product = choose_grouped_matmul(asked.grouped_matmul, platform.value, asked.block_rows, wanted)
+    layout = choose_expert_layout(asked.expert_layout, platform.value, product.value)
+    moe = dataclasses.replace(asked, expert_layout=cast(ExpertLayout, layout.value))
     if product.value == "pallas_triton":
         moe = dataclasses.replace(moe, grouped_matmul=product.value)
-    longest_sequence(engine, config)
-    check_capture(engine.capture_routing, config)
-    replay = open_replay(engine.replay_routing, config)
-    most_microbatches(parallel, engine)
+    limits = _engine_limits(engine, parallel, config)
     places = make_places(parallel, config, moe)
-    running = product.value if moe.execution == "grouped" else moe.execution
-    quantizing = QuantizationPlan(quant, parallel, config, moe, places, platform.value, running)
+    experts = product.value if moe.execution == "grouped" else moe.execution
     tokenizer = Tokenizer.load(directory) if directory else None
     ends = eos_token_ids(config, directory)
-    quantizing.check(directory, tokenizer, ends[0] if ends else None)
+    quantization = plan_quantization(
+        quant, parallel, config, moe, places[0].axes, platform.value, experts, directory, tokenizer, ends
+    )
     resolutions = [
         platform,
-        resolved,
+        compute_dtype,
         kernels,
         product,
         layout,
@@ -118,17 +163,109 @@ def open_model(
         # Not silently: the kernels were perhaps asked for by name.
         why = "it runs over a projection that is split over devices, of which a kernel sees a part"
         resolutions.append(Resolution("engine.kernels (QK norm)", "xla", why))
-    source = None if load_format == "dummy" else directory
-    store = quantizing.rounding.at
-    stages = build_stages(config, parallel, places, moe, kernels.value, source, seed, store)
-    report = quantizing.finish(stages, on_progress)
-    resolutions += quantizing.resolutions(stages)
-    functions: list[Any] = [PagedFunctions(stages[0])]
-    if len(stages) > 1:
-        functions = [StageFunctions(stage) for stage in stages]
-    return OpenModel(
-        directory, config, stages, places, functions, kernels.value, resolutions, tokenizer, report, replay
+    return ResolvedEngine(
+        parallel=parallel,
+        engine=engine,
+        quant=quant,
+        seed=int(seed),
+        directory=directory,
+        source=None if load_format == "dummy" else directory,
+        config=config,
+        tokenizer=tokenizer,
+        eos_token_ids=ends,
+        platform=platform.value,
+        moe=moe,
+        kernels=kernels.value,
+        experts=experts,
+        places=places,
+        kv_cache=cache_dtype(quant.kv_cache, config),
+        quantization=quantization,
+        policy=policy,
+        resolutions=resolutions,
+        **limits,
     )
+
+
+def _engine_limits(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> dict[str, Any]:
+    """Returns the fields of `ResolvedEngine` that an engine's configuration decides for a given model.
+
+    Raises:
+        ConfigError: sequences longer than the model's; routing to capture or to replay that the model does
+            not have; more microbatches than there can be rows.
+    """
+    longest, positions = engine.max_model_len, config.max_position_embeddings
+    if longest is not None and longest > positions and config.rope.kind != "dynamic":
+        raise ConfigError(
+            f"engine.max_model_len={longest} exceeds the model's max_position_embeddings {positions}"
+        )
+    check_capture(engine.capture_routing, config)
+    replay = open_replay(engine.replay_routing, config)
+    microbatches, rows = parallel.microbatches, engine.max_num_seqs
+    if microbatches is not None and microbatches > rows:
+        raise ConfigError(
+            f"parallel.microbatches={microbatches} exceeds engine.max_num_seqs={rows}: each microbatch has "
+            "at least one row"
+        )
+    return {
+        "max_model_len": longest or positions,
+        "microbatches": min(parallel.pp, rows) if microbatches is None else microbatches,
+        "replay": replay,
+    }
+
+
+def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) -> list[SingleDevice]:
+    """The devices of each pipeline stage that an engine runs on.
+
+    Raises:
+        ConfigError: the model cannot be spread so, or there are too few devices.
+    """
+    if parallel.is_single:
+        return [SingleDevice()]
+    check_parallel(parallel, model, jax.device_count())
+    if moe.execution == "capacity" and (parallel.ep > 1 or parallel.redundant_experts):
+        raise ConfigError(
+            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which experts on "
+            "several devices do not see; use parallel.exchange_capacity to bound what is exchanged"
+        )
+    if moe.execution == "capacity" and parallel.pp > 1 and parallel.microbatches != 1:
+        raise ConfigError(
+            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which microbatches "
+            f"cut; with parallel.pp={parallel.pp} it needs parallel.microbatches=1"
+        )
+    plan = make_mesh(parallel, model.num_kv_heads)
+    return [MeshDevices(mesh, plan.axes) for mesh in plan.stages]
+
+
+def unsupported_by_kernels(
+    config: ModelConfig, engine: EngineConfig, capability: str | None = None
+) -> str | None:
+    """What of a model, of the cache's shape, or of the device the GPU kernels do not take; None if they take
+    it all.
+
+    Args:
+        capability: of the GPU, "8.0"; None where it is not known.
+    """
+    if capability is not None and tuple(map(int, capability.split("."))) < KERNELS_NEED:
+        return f"a GPU of compute capability {capability} (at least {'.'.join(map(str, KERNELS_NEED))})"
+    size = engine.block_size
+    if size < 8 or size & (size - 1):
+        return f"engine.block_size={size} (a power of two, at least 8)"
+    if config.head_dim % 8 or config.head_dim > 256:
+        return f"head_dim={config.head_dim} (a multiple of 8, at most 256)"
+    if config.num_experts > 512 or config.num_experts_per_tok > 16:
+        chosen = f"{config.num_experts_per_tok} of {config.num_experts} experts"
+        return f"{chosen} a token (at most 16 of 512)"
+    return None
+
+
+def cache_dtype(asked: str, config: ModelConfig) -> Resolution:
+    """The dtype of the key/value cache, with the reason. The choice is checked by `QuantConfig`."""
+    key, plain = "quant.kv_cache", kv_head_bytes(config.head_dim, config.dtype)
+    if asked == "auto":
+        return Resolution(key, config.dtype, "the model's dtype")
+    held = kv_head_bytes(config.head_dim, asked)
+    why = f"asked for; {held} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
+    return Resolution(key, asked, why)
 
 
 def _exchanges(
@@ -158,3 +295,58 @@ def _exchanges(
         )
         found.append(choice._replace(key=f"parallel.exchange ({name})"))
     return found
+
+
+def find_model(
+    model: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig, load_format: str
+) -> tuple[Path | None, ModelConfig]:
+    if isinstance(model, (ModelConfig, Mapping)):
+        if load_format != "dummy":
+            raise ConfigError("a configuration without a directory has no weights; use load_format='dummy'")
+        return None, model if isinstance(model, ModelConfig) else config_from_hf(dict(model))
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(
+            "model must be a shipped model's name, a directory, or a configuration with load_format='dummy', "
+            f"got {model!r}"
+        )
+    directory = resolve_model_dir(model)
+    config = load_config(directory)
+    if load_format == "dummy" and read_json(directory / "config.json").get("quantization_config"):
+        raise ConfigError(
+            f"{directory}: load_format='dummy' makes no quantized weights, and config.json has a "
+            "quantization_config; remove it and say quant=, or load the weights"
+        )
+    return directory, config
+
+
+def eos_token_ids(config: ModelConfig, directory: Path | None) -> tuple[int, ...]:
+    """The configuration's end-of-sequence tokens and those that `generation_config.json` adds."""
+    ids = set(config.eos_token_ids)
+    path = directory / "generation_config.json" if directory else None
+    if path is not None and path.is_file():
+        settings = read_json(path)
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{path}: not a JSON object")
+        extra = settings.get("eos_token_id")
+        more = extra if isinstance(extra, list) else [] if extra is None else [extra]
+        if not all(isinstance(token, int) for token in more):
+            raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {extra!r}")
+        ids.update(more)
+    return tuple(sorted(ids))
+
+
+def _given(name: str, value: Any, kind: Any) -> Any:
+    """`value`, or `kind`'s defaults for None.
+
+    Raises:
+        ConfigError: it is something else, a dictionary for example.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
+    return kind() if value is None else value
+
+
+def default_cache_dir() -> str:
+    """Where compiled programs are kept, below `cache_root`."""
+    # XLA's CPU programs depend on the host's instruction set; JAX's key covers versions and options.
+    return str(cache_root() / "xla" / f"{jax.__version__}-{jax.default_backend()}")

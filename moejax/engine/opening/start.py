@@ -1,62 +1,170 @@
-"""Builds the runner of an opened model."""
+"""Builds the engine of a resolved configuration around weights: cache, runner, scheduler, loop."""
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 import moejax
-from moejax.core.config import EngineConfig
+from moejax.cache.allocator import BlockAllocator
+from moejax.cache.pool import block_bytes
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
-from moejax.engine.opening.resolve import OpenModel
-from moejax.engine.pipeline.runner import PipelineRunner, most_microbatches
-from moejax.engine.routing.recorder import check_capture
-from moejax.engine.routing.replay import RoutingReplay
+from moejax.core.resolve import Resolution
+from moejax.engine.core import Engine
+from moejax.engine.opening.resolve import ResolvedEngine
+from moejax.engine.opening.weights import Weights
+from moejax.engine.pipeline.runner import PipelineRunner
+from moejax.engine.pipeline.stage import StageFunctions
+from moejax.engine.scheduling.groups import GroupScheduler
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.limits import CacheSpec
+from moejax.engine.step.program import PagedFunctions
+from moejax.perf.cost import KV_CODE_BYTES
+from moejax.sharding.pipeline import stage_config
+from moejax.sharding.spmd import MeshDevices
+
+CPU_CACHE_BYTES = 2e9
+DEVICE_CACHE_SHARE = 0.8
+
+
+class Started(NamedTuple):
+    """An idle engine with an empty cache, its runner, and the number of cache blocks with the reason."""
+
+    engine: Engine
+    runner: DeviceRunner | PipelineRunner
+    blocks: Resolution
+
+
+def start(resolved: ResolvedEngine, weights: Weights) -> Started:
+    """Builds cache, runner, scheduler and loop.
+
+    Raises:
+        ConfigError: see `cache_blocks`.
+    """
+    config, kv_dtype = resolved.engine, resolved.kv_cache.value
+    largest = stage_config(resolved.config, max((stage.stage for stage in weights.stages), key=len))
+    blocks = cache_blocks(
+        config, largest, resolved.max_model_len, resolved.parallel, kv_dtype, resolved.kernels
+    )
+    cache = CacheSpec(int(blocks.value), config.block_size, resolved.max_model_len, kv_dtype)
+    runner = make_runner(resolved, weights, cache, CompileLedger(strict=config.strict_compile))
+    engine = Engine(make_scheduler(resolved, cache), runner, overlap=config.overlap)
+    return Started(engine, runner, blocks)
 
 
 def make_runner(
-    opened: OpenModel,
-    config: EngineConfig,
-    parallel: ParallelConfig,
-    num_blocks: int,
-    max_model_len: int,
-    ledger: CompileLedger,
-    kv_dtype: str,
-    replay: RoutingReplay | None,
+    resolved: ResolvedEngine, weights: Weights, cache: CacheSpec, ledger: CompileLedger
 ) -> DeviceRunner | PipelineRunner:
-    """For one stage, or for several; see their arguments.
-
-    Raises:
-        ConfigError: routing is to be captured, and the model has none.
-    """
-    check_capture(config.capture_routing, opened.config)  # a variant has not been through `open_model`
-    how: Any = {
-        "config": config, "num_blocks": num_blocks, "max_model_len": max_model_len, "ledger": ledger,
-        "kernels": opened.kernels, "kv_dtype": kv_dtype, "replay": replay,
-    }  # fmt: skip
+    """Returns the runner of one stage or of several, whose captured traces say what model they are of."""
+    pairs = list(zip(weights.functions, resolved.places, strict=True))
+    stages = [(f, p) for f, p in pairs if isinstance(f, StageFunctions) and isinstance(p, MeshDevices)]
+    common = (resolved.engine, cache, ledger, resolved.kernels, resolved.replay)
     runner: DeviceRunner | PipelineRunner
-    if len(opened.stages) == 1:
-        runner = DeviceRunner(opened.functions[0], place=opened.places[0], **how)
+    if stages:
+        runner = PipelineRunner(stages, *common, microbatches=resolved.microbatches)
     else:
-        pairs: Any = list(zip(opened.functions, opened.places, strict=True))
-        microbatches = most_microbatches(parallel, config)
-        runner = PipelineRunner(pairs, microbatches=microbatches, **how)
+        ((functions, place),) = pairs
+        assert isinstance(functions, PagedFunctions)
+        runner = DeviceRunner(functions, *common, place=place)
     if runner.capture is not None:
-        runner.capture.meta = _about(opened, parallel)
+        runner.capture.meta = {
+            "model": resolved.directory.name if resolved.directory else None,
+            "family": resolved.config.family,
+            "dtype": resolved.config.dtype,
+            # For those to add who have it: reading all weights takes time.
+            "checkpoint_hash": None,
+            # What an exchange of limited room drops is in the trace as if it had run.
+            "exchange_capacity": resolved.parallel.exchange_capacity,
+            "versions": {module.__name__: module.__version__ for module in (moejax, jax, np)},
+        }
     return runner
 
 
-def _about(opened: OpenModel, parallel: ParallelConfig) -> dict[str, Any]:
-    """What a captured trace says of its model. The checkpoint's hash is for those to add who have it: reading
-    all weights takes time."""
-    return {
-        "model": opened.directory.name if opened.directory else None,
-        "family": opened.config.family,
-        "dtype": opened.config.dtype,
-        "checkpoint_hash": None,
-        # What an exchange of limited room drops is in the trace as if it had run.
-        "exchange_capacity": parallel.exchange_capacity,
-        "versions": {module.__name__: module.__version__ for module in (moejax, jax, np)},
-    }
+def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | GroupScheduler:
+    """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
+    config = resolved.engine
+    kind = StaticScheduler if config.batching == "static" else Scheduler
+    schedulers = [
+        kind(
+            BlockAllocator(cache.num_blocks, cache.block_size),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            resolved.policy,
+        )
+        for _ in range(resolved.places[0].groups)
+    ]
+    return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)
+
+
+def cache_blocks(
+    engine: EngineConfig,
+    config: ModelConfig,
+    max_model_len: int,
+    parallel: ParallelConfig,
+    kv_dtype: str | None = None,
+    kernels: str = "xla",
+) -> Resolution:
+    """Blocks of the key/value cache (of each data-parallel group), with the reason.
+
+    Args:
+        kv_dtype: of the cache; None: the model's.
+        kernels: implementation of the GPU kernels, "xla" for none.
+
+    Raises:
+        ConfigError: the memory allowed does not hold one block; more blocks are asked for than kernels take.
+    """
+    split = parallel.kv_split(config.num_kv_heads)
+    key, size = "engine.num_blocks", block_bytes(config, engine.block_size, kv_dtype or config.dtype, split)
+    # Codes of a block of one layer, where there are kernels that must index them.
+    codes = 0
+    if kernels != "xla" and kv_dtype in KV_CODE_BYTES:
+        codes = config.num_kv_heads // split * engine.block_size * config.head_dim
+    if engine.num_blocks is not None:
+        if not _kernels_take(engine.num_blocks * codes):
+            raise ConfigError(
+                f"engine.num_blocks={engine.num_blocks}: the GPU kernels take a cache in {kv_dtype} of at "
+                f"most {2**31 // codes} or more than {2**32 // codes} such blocks; lower it, or use "
+                "engine.kernels=xla"
+            )
+        return Resolution(key, str(engine.num_blocks), f"asked for; {engine.num_blocks * size / 1e6:.0f} MB")
+    wanted = engine.max_num_seqs * -(-max_model_len // engine.block_size)
+    memory, why = _cache_memory(engine, parallel.num_devices)
+    fitting = int(memory // size)
+    if fitting < 1:
+        raise ConfigError(
+            f"engine.kv_cache_memory_gb: {memory / 1e9:.3g} GB ({why}) do not hold one block of "
+            f"{engine.block_size} tokens, {size / 1e9:.3g} GB; raise it or lower engine.block_size"
+        )
+    if not _kernels_take(min(wanted, fitting) * codes):
+        return Resolution(
+            key, str(2**31 // codes), f"the most that the GPU kernels take of a cache in {kv_dtype}"
+        )
+    if wanted <= fitting:
+        reason = f"{engine.max_num_seqs} sequences of {max_model_len} tokens; {wanted * size / 1e6:.0f} MB"
+        return Resolution(key, str(wanted), reason)
+    return Resolution(key, str(fitting), f"{memory / 1e9:.3g} GB: {why}")
+
+
+def _kernels_take(codes: int) -> bool:
+    """Whether Pallas can index a layer's codes, of one byte each: it counts in 32 signed bits up to 4 GiB and
+    in 64 above (`pallas_kernels.kv.check_pool_size`)."""
+    return codes <= 2**31 or codes > 2**32
+
+
+def _cache_memory(engine: EngineConfig, devices: int) -> tuple[float, str]:
+    """Bytes on each device, and why so many."""
+    if engine.kv_cache_memory_gb is not None:
+        return engine.kv_cache_memory_gb * 1e9, "engine.kv_cache_memory_gb"
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        return DEVICE_CACHE_SHARE * free, f"{DEVICE_CACHE_SHARE:.0%} of the device's free memory"
+    why = "the default without device memory statistics"
+    # Virtual devices share one memory.
+    return CPU_CACHE_BYTES / devices, why if devices == 1 else f"{why}, over {devices} devices"

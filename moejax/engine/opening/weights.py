@@ -1,20 +1,25 @@
-"""Puts a model onto its devices: the mesh, the decoder written for it, the weights where they belong."""
+"""Reads a resolved model's weights, or draws them, onto its devices, and quantizes them on the way."""
 
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import jax
 from flax import nnx
 
 from moejax.checkpoint.hf import load_pretrained
-from moejax.core.config import ModelConfig, MoeConfig
-from moejax.core.errors import ConfigError
-from moejax.core.parallel import ParallelConfig, check_parallel
+from moejax.core.config import ModelConfig
+from moejax.core.resolve import Resolution
+from moejax.engine.opening.quantize import settle_products
+from moejax.engine.opening.resolve import ResolvedEngine
+from moejax.engine.opening.rounding import QuantizeOnLoad
+from moejax.engine.pipeline.stage import StageFunctions
+from moejax.engine.step.program import PagedFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
-from moejax.nn.param import OnValue, ParamSpec, initialize, keep, specs
-from moejax.sharding.mesh import make_mesh
+from moejax.nn.param import OnValue, ParamSpec, initialize, specs
+from moejax.ptq.apply import Progress, quantize_model
+from moejax.ptq.report import QuantReport
 from moejax.sharding.pipeline import split_layers
 from moejax.sharding.rules import shardings
 from moejax.sharding.spmd import MeshDevices, SingleDevice
@@ -22,101 +27,93 @@ from moejax.sharding.spmd import MeshDevices, SingleDevice
 logger = logging.getLogger(__name__)
 
 
-def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) -> list[SingleDevice]:
-    """The devices of each pipeline stage that an engine runs on.
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights, in place.
 
-    Raises:
-        ConfigError: the model cannot be spread so, or there are too few devices.
+    Attributes:
+        stages: the decoder's part in each pipeline stage; without a pipeline there is one, the whole.
+        functions: each stage's weight leaves and step.
+        quant_report: what was quantized while they were read; None if nothing was.
+        resolutions: what quantized weights there are and what their products run on.
     """
-    if parallel.is_single:
-        return [SingleDevice()]
-    check_parallel(parallel, model, jax.device_count())
-    if moe.execution == "capacity" and (parallel.ep > 1 or parallel.redundant_experts):
-        raise ConfigError(
-            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which experts on "
-            "several devices do not see; use parallel.exchange_capacity to bound what is exchanged"
-        )
-    if moe.execution == "capacity" and parallel.pp > 1 and parallel.microbatches != 1:
-        raise ConfigError(
-            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which microbatches "
-            f"cut; with parallel.pp={parallel.pp} it needs parallel.microbatches=1"
-        )
-    plan = make_mesh(parallel, model.num_kv_heads)
-    return [MeshDevices(mesh, plan.axes) for mesh in plan.stages]
+
+    stages: list[Decoder]
+    functions: list[PagedFunctions | StageFunctions]
+    quant_report: QuantReport | None
+    resolutions: list[Resolution]
 
 
-def build_stages(
-    config: ModelConfig,
-    parallel: ParallelConfig,
-    places: list[SingleDevice],
-    moe: MoeConfig,
-    kernels: str,
-    source: Path | None,
-    seed: int,
-    store: Callable[[SingleDevice], OnValue] = lambda place: keep,
-) -> list[Decoder]:
-    """Each pipeline stage's part of the decoder, see `build_model`; where there is one stage, all of it.
+def load(resolved: ResolvedEngine, on_progress: Progress | None = None) -> Weights:
+    """Returns the weights of all stages, quantized as planned.
 
     Args:
-        store: of a stage's place, what takes the values there.
-    """
-    if len(places) == 1:
-        return [build_model(config, parallel, places[0], moe, kernels, source, seed, store=store(places[0]))]
-    return [
-        build_model(config, parallel, place, moe, kernels, source, seed, layers, store=store(place))
-        for place, layers in zip(
-            places, split_layers(config, parallel.pp, parallel.stage_layers), strict=True
-        )
-    ]
-
-
-def build_model(
-    config: ModelConfig,
-    parallel: ParallelConfig,
-    place: SingleDevice,
-    moe: MoeConfig,
-    kernels: str,
-    source: Path | None,
-    seed: int,
-    layers: range | None = None,
-    *,
-    store: OnValue = keep,
-) -> Decoder:
-    """The decoder, or a stage's layers of it, with its weights: from a directory, or random for None.
-
-    Args:
-        store: takes each parameter's value when it is there.
+        on_progress: while methods calibrate, told the share that is done, 0 to 1, and what is being done.
 
     Raises:
         CheckpointError: see `moejax.checkpoint.hf.load_pretrained`.
+        ConfigError: a quantized checkpoint does not fit its devices, or the kernels asked for.
+    """
+    plan, parallel = resolved.quantization, resolved.parallel
+    rounding = QuantizeOnLoad({} if plan.calibrates else plan.weights, resolved.quant)
+    ranges = split_layers(resolved.config, parallel.pp, parallel.stage_layers)
+    stages = [
+        load_stage(resolved, place, layers, rounding.at(place))
+        for place, layers in zip(resolved.places, ranges, strict=True)
+    ]
+    report = None
+    if plan.calibrates:
+        (model,) = stages
+        report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
+    elif plan.weights:
+        report = rounding.finish(stages)
+    resolutions = settle_products(
+        plan, resolved.quant, stages, resolved.places[0].axes, resolved.platform, resolved.experts
+    )
+    whole = len(stages) == 1
+    functions = [PagedFunctions(stage) if whole else StageFunctions(stage) for stage in stages]
+    return Weights(stages, functions, report, resolutions)
+
+
+def load_stage(resolved: ResolvedEngine, place: SingleDevice, layers: range, store: OnValue) -> Decoder:
+    """Returns a pipeline stage's part of the decoder with its weights.
+
+    Args:
+        store: takes each parameter's value when it is there.
     """
 
     def build(config: ModelConfig) -> Decoder:
-        return Decoder(config, moe=moe, kernels=kernels, parallel=parallel, axes=place.axes, layers=layers)
+        return Decoder(
+            config,
+            moe=resolved.moe,
+            kernels=resolved.kernels,
+            parallel=resolved.parallel,
+            axes=place.axes,
+            layers=layers,
+        )
 
     def at(declared: Mapping[str, ParamSpec]) -> Mapping[str, jax.sharding.Sharding]:
         assert isinstance(place, MeshDevices)
         return shardings(declared, place.mesh, place.axes)
 
     spread = isinstance(place, MeshDevices)
-    if source is None:
-        model = build(config)
+    model = build(resolved.config)
+    if resolved.source is None:
         where = at(specs(model)) if spread else None
-        initialize(model, seed, where, expert_of=held_experts(model), store=store)
+        initialize(model, resolved.seed, where, expert_of=held_experts(model), store=store)
     else:
-        held = held_experts(build(config))
         loaded = load_pretrained(
-            source,
-            dtype=config.dtype,
+            resolved.source,
+            dtype=resolved.config.dtype,
             build=build,
             shardings=at if spread else None,
-            expert_of=held,
+            expert_of=held_experts(model),
             store=store,
         )
         model, stats = loaded.model, loaded.stats
         logger.info(
             "%s: read %.1f MB of %d tensors in %.1f s",
-            source,
+            resolved.source,
             stats.bytes_read / 1e6,
             stats.tensors,
             stats.seconds,

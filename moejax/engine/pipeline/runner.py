@@ -34,18 +34,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moejax.core.config import EngineConfig
-from moejax.core.errors import ConfigError
-from moejax.core.parallel import ParallelConfig
 from moejax.engine.pipeline.microbatches import Part, split_plan
-from moejax.engine.pipeline.stage import Stage, StageLedger
-from moejax.engine.pipeline.stage_steps import StageFunctions, StageOutput
+from moejax.engine.pipeline.stage import Stage, StageFunctions, StageLedger, StageOutput
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.sequence import Sequence as Sample
-from moejax.engine.step.batch import StepKey
 from moejax.engine.step.bucket_runner import BucketRunner, Rows
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.program import PagedOutput
 from moejax.engine.step.runner import StepResult
 from moejax.sharding.pipeline import How, StageTime, Transfer, measured_bubble
@@ -78,23 +75,6 @@ class Microbatch:
     outputs: list[StageOutput] = field(default_factory=list)
 
 
-def most_microbatches(parallel: ParallelConfig, config: EngineConfig) -> int:
-    """The most that a step is cut into: what was asked for, or one for each stage.
-
-    Raises:
-        ConfigError: more are asked for than there can be rows.
-    """
-    asked, rows = parallel.microbatches, config.max_num_seqs
-    if asked is None:
-        return min(parallel.pp, rows)
-    if asked > rows:
-        raise ConfigError(
-            f"parallel.microbatches={asked} exceeds engine.max_num_seqs={rows}: each microbatch has at least "
-            "one row"
-        )
-    return asked
-
-
 class LaunchedPipeline(NamedTuple):
     """A step under way: its microbatches with what they hold, and its numbers of rows and chunk tokens."""
 
@@ -108,12 +88,9 @@ class PipelineRunner(BucketRunner):
 
     Args:
         stages: each stage's functions and devices, in order; at least two.
-        config, num_blocks, max_model_len, ledger, kernels: as for `DeviceRunner`; each stage has as many
-            blocks.
+        config, cache, ledger, kernels, replay: as for `DeviceRunner`; each stage has as many blocks.
         microbatches: the most that a step is cut into.
         transfer: how arrays move between stages, see `Transfer`.
-        kv_dtype: of the cache; None: the model's.
-        replay: the routing that steps are told; None: routers choose.
 
     With `measure_bubble` each stage's program is waited for, and `stage_times` grows; `bubble()` is what they
     come to. Run the workload once before: a program's first run takes longer.
@@ -123,22 +100,19 @@ class PipelineRunner(BucketRunner):
         self,
         stages: Sequence[tuple[StageFunctions, MeshDevices]],
         config: EngineConfig,
-        num_blocks: int,
-        max_model_len: int,
+        cache: CacheSpec,
         ledger: CompileLedger,
         kernels: str = "xla",
+        replay: RoutingReplay | None = None,
+        *,
         microbatches: int = 1,
         transfer: How = "permute",
-        kv_dtype: str | None = None,
-        replay: RoutingReplay | None = None,
     ) -> None:
-        limits = (num_blocks, max_model_len)
-        whole = stages[0][0].whole
-        super().__init__(whole, config, *limits, ledger, kernels, stages[0][1].groups, replay)
+        whole, groups = stages[0][0].whole, stages[0][1].groups
+        super().__init__(whole, config, cache, ledger, kernels, replay, groups=groups)
         self.microbatches = microbatches
-        own: dict[str, Any] = {"kv_dtype": kv_dtype, "replay": replay}
         self.stages = [
-            Stage(cast(Any, functions), config, *limits, StageLedger(ledger, i), kernels, place, **own)
+            Stage(cast(Any, functions), config, cache, StageLedger(ledger, i), kernels, replay, place=place)
             for i, (functions, place) in enumerate(stages)
         ]
         places = [place for _, place in stages]

@@ -1,21 +1,100 @@
 """One pipeline stage on its devices: weights, pages, programs. `moejax.engine.pipeline.runner` drives it."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.engine.pipeline.stage_steps import StageFunctions, StageOutput
-from moejax.engine.step.batch import StepKey, layout
+from moejax.engine.step.batch import layout, unpack
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.device_runner import DeviceRunner
+from moejax.engine.step.functions import ModelFunctions, routing_counts
 from moejax.engine.step.ledger import CompileLedger
-from moejax.engine.step.program import Captured, DeviceState
+from moejax.engine.step.limits import Limits, StepKey
+from moejax.engine.step.program import (
+    Captured,
+    DeviceState,
+    capture,
+    decoded_tokens,
+    finish,
+    flat_tokens,
+    run_layers,
+)
 from moejax.engine.step.sampler import Sampled
+from moejax.models.decoder import Decoder
 from moejax.routing.capture import id_dtype
-from moejax.sharding.spmd import MeshDevices
+from moejax.sharding.pipeline import stage_config
+from moejax.sharding.spmd import MeshDevices, SingleDevice
+
+
+class StageOutput(NamedTuple):
+    """What a stage's step gives.
+
+    Attributes:
+        x: `[S + T, D]`, what the next stage takes, by group; None from the last one.
+        counts, overflow: int32 `[l, E]`, of the stage's own layers, and `[2]`, where routing is recorded.
+        sampled, prompt_logprobs: of the last stage, see `moejax.engine.step.program.PagedOutput`.
+        captured: of the stage's own layers; None also where none of them has experts.
+    """
+
+    x: jax.Array | None
+    counts: jax.Array | None
+    overflow: jax.Array | None
+    sampled: Sampled | None
+    prompt_logprobs: jax.Array | None
+    captured: Captured | None
+
+
+class StageFunctions(ModelFunctions):
+    """A stage's layers split into weight leaves and the step. `config` is that of these layers alone, `whole`
+    the model's."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model)
+        self.whole = model.config
+        self.config = stage_config(model.config, model.stage)
+        self.is_first, self.is_last = model.is_first, model.is_last
+
+    def step(
+        self,
+        leaves: Sequence[jax.Array],
+        state: DeviceState,
+        buffer: jax.Array,
+        given: jax.Array,
+        *,
+        key: StepKey,
+        limits: Limits,
+        place: SingleDevice,
+    ) -> tuple[DeviceState, StageOutput]:
+        """This stage's part of one device's part of a step (`step.program.PagedFunctions.step`).
+
+        Args:
+            state: the last stage's is whole; the others' has pages only, None for the rest.
+            given: what the stage before gave, `[S + T, D]`; the first stage's is `last`, int32 `[slots + 1]`,
+                as the last stage has it after the steps that this one's rows depend on.
+        """
+        batch = unpack(buffer, key, limits)
+        model = self.merge(leaves)
+        if self.is_first:
+            x = model.embed(flat_tokens(batch, decoded_tokens(batch, given)))
+        else:
+            x = given
+        x, pages, traces = run_layers(model, x[:, None], batch, state.pages, limits)
+        state = state._replace(pages=pages)
+        counts = overflow = None
+        if key.record:
+            counts, overflow = (place.sum_groups(x) for x in routing_counts(traces, self.config.num_experts))
+        captured = None
+        if limits.capture:
+            captured = place.gather_groups(capture(traces, self.config.num_experts))
+        if not self.is_last:
+            return state, StageOutput(x[:, 0], counts, overflow, None, None, captured)
+        token = decoded_tokens(batch, state.last)
+        state, sampled, scores = finish(model, x, batch, token, state, key)
+        sampled, scores = place.gather_groups((sampled, scores))
+        return state, StageOutput(None, counts, overflow, sampled, scores, captured)
 
 
 class StageLedger(CompileLedger):
@@ -25,8 +104,10 @@ class StageLedger(CompileLedger):
         super().__init__(whole.strict)
         self._whole, self._stage = whole, stage
 
-    def get(self, function: str, *how: Any) -> Any:
-        return self._whole.get(f"stage {self._stage} {function}", *how)
+    def get(
+        self, function: str, key: Any, build: Callable[[], Any], args: Callable[[], tuple[Any, ...]]
+    ) -> Callable[..., Any]:
+        return self._whole.get(f"stage {self._stage} {function}", key, build, args)
 
 
 class Stage(DeviceRunner):
@@ -93,8 +174,9 @@ class Stage(DeviceRunner):
 
         def build() -> jax.stages.Wrapped:
             def step(leaves: Any, state: DeviceState, buffer: jax.Array, given: jax.Array) -> Any:
-                how: Any = {"key": key, "limits": self.limits, "place": self.place}
-                return self.functions.step(leaves, state, buffer, given, **how)
+                return self.functions.step(
+                    leaves, state, buffer, given, key=key, limits=self.limits, place=self.place
+                )
 
             by_group: Any = cast(Any, StageOutput)(True, False, False, False, False, False)
             return self.place.compiled(step, shapes(), donate=1, output=True, by_group=by_group)

@@ -17,8 +17,8 @@ import numpy as np
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.core.parallel import ParallelConfig
-from moejax.engine.opening.resolve import OpenModel
+from moejax.engine.opening.resolve import ResolvedEngine
+from moejax.engine.opening.weights import Weights
 from moejax.engine.routing.expert_counts import LoadWindow
 from moejax.engine.step.bucket_runner import BucketRunner
 from moejax.models.decoder import Decoder
@@ -93,8 +93,8 @@ def bytes_per_expert(stages: Sequence[Decoder]) -> int:
 
 
 def rebalance(
-    opened: OpenModel,
-    parallel: ParallelConfig,
+    resolved: ResolvedEngine,
+    weights: Weights,
     loads: np.ndarray | RoutingCapture,
     min_gain: float,
     factor: float,
@@ -109,13 +109,14 @@ def rebalance(
     if not factor >= 1.0:
         raise ConfigError(f"rebalance: factor={factor}: load is relative to the mean, so it is at least 1")
     start = time.perf_counter()
-    old = current_placement(opened.stages, parallel.ep)
+    config, parallel, stages = resolved.config, resolved.parallel, weights.stages
+    old = current_placement(stages, parallel.ep)
     if isinstance(loads, RoutingCapture):
-        loads.check_fits(opened.config, "rebalance")
+        loads.check_fits(config, "rebalance")
         if not loads.num_rows:
             raise ConfigError("rebalance: the trace has no rows; capture some steps first")
-        loads = loads_of(loads, opened.config.num_layers)
-    sparse = np.asarray(loads)[np.asarray(opened.config.moe_layers)]
+        loads = loads_of(loads, config.num_layers)
+    sparse = np.asarray(loads)[np.asarray(config.moe_layers)]
     if not (balancedness(sparse, old) > factor).any():
         return Rebalanced(compare(old, old, sparse), time.perf_counter() - start, applied=False)
     new = plan_placement(
@@ -126,8 +127,8 @@ def rebalance(
         keep=old,
         min_gain=min_gain,
     )
-    done = apply_placement(opened.stages, new, sparse)
-    for functions, stage in zip(opened.functions, opened.stages, strict=True):
+    done = apply_placement(stages, new, sparse)
+    for functions, stage in zip(weights.functions, stages, strict=True):
         functions.leaves[:] = type(functions)(stage).leaves
     return dataclasses.replace(done, seconds=time.perf_counter() - start)
 

@@ -11,10 +11,7 @@ are past the last sequence; before chunks' tokens they keep their row, as sequen
 which the kernels leave unwritten (`ops.kernel_attention` puts zeros there).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +19,8 @@ import numpy as np
 
 from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.step.limits import Limits, StepKey
 from moejax.ops.kernel_attention import KernelPlan
-
-if TYPE_CHECKING:
-    from moejax.engine.step.batch import Limits, StepKey
 
 BLANK = {"slot_mapping": -1}
 """Values other than 0 of a plan that attends to nothing."""

@@ -1,23 +1,18 @@
 """What `ops.paged_attention` must be told of a step: blocks by owner for decodes, tiles and runs for chunks.
 
-One of the two plans a batch can carry, see `batch.Limits.plan`; the other is `attention_kernels`.
+One of the two plans a batch can carry, see `batch.metadata_of`; the other is `attention_kernels`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.step.limits import Limits, StepKey
 from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
-
-if TYPE_CHECKING:
-    from moejax.engine.step.batch import Limits, StepKey
 
 BLANK = {"owner": -1}
 """Values other than 0 of a plan that attends to nothing."""

@@ -22,34 +22,13 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
-from moejax.engine.step import attention_kernels as kernel_plan
-from moejax.engine.step import attention_xla as attention_xla
+from moejax.engine.step import attention_kernels, attention_xla
 from moejax.engine.step.buckets import Buckets
+from moejax.engine.step.limits import Limits, StepKey
 from moejax.engine.step.sampler import SamplerMode, SamplingArrays, common_mode, sampling_values
 from moejax.moe.router import Replay
 from moejax.ops.kernel_attention import KernelPlan
 from moejax.ops.paged_attention import AttentionPlan
-
-
-class StepKey(NamedTuple):
-    """Shape bucket and options of a compiled step.
-
-    Attributes:
-        rows, tokens: S and T above; tokens = 0 computes no chunk.
-        blocks: cache blocks read, a number of whole segments.
-        owners: sequences that may share a block.
-        mode: what the sampler must do.
-        record: whether expert counts are returned.
-        score: whether the chunks' log-probabilities are returned.
-    """
-
-    rows: int
-    tokens: int
-    blocks: int
-    owners: int
-    mode: SamplerMode
-    record: bool
-    score: bool
 
 
 class Batch(NamedTuple):
@@ -91,24 +70,9 @@ class Batch(NamedTuple):
     replay: Replay | None
 
 
-class Limits(NamedTuple):
-    """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the segments, and
-    the implementation of the GPU kernels ("xla" for none; with kernels there is one segment, and block tables
-    instead of lists of blocks). `capture`: steps return each token's routing. `replay`: (MoE layers, experts
-    per token) where they are told it."""
-
-    slots: int
-    block_size: int
-    table_width: int
-    segment_ends: tuple[int, ...]
-    kernels: str = "xla"
-    capture: bool = False
-    replay: tuple[int, int] | None = None
-
-    @property
-    def plan(self) -> ModuleType:
-        """The module that knows what attention must be told."""
-        return attention_xla if self.kernels == "xla" else kernel_plan
+def metadata_of(limits: Limits) -> ModuleType:
+    """Returns the module that lays out what attention must be told of a step."""
+    return attention_xla if limits.kernels == "xla" else attention_kernels
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,7 +85,7 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
     shapes |= {"rope_len": (S + T,)}
     if T:
         shapes |= dict.fromkeys(("chunk_token", "chunk_position"), (T,))
-    shapes |= limits.plan.shapes(key, limits)
+    shapes |= metadata_of(limits).shapes(key, limits)
     if not key.mode.greedy or key.mode.penalty:
         shapes |= dict.fromkeys(SamplingArrays._fields, (S,))
     if key.mode.penalty:
@@ -173,7 +137,7 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
         rope_len=take("rope_len"),
         chunk_token=maybe("chunk_token"),
         chunk_position=maybe("chunk_position"),
-        attention=limits.plan.unpack(take, key),
+        attention=metadata_of(limits).unpack(take, key),
         sampling=sampling,
         chunk_row=maybe("chunk_row"),
         fresh=maybe("fresh"),
@@ -277,7 +241,7 @@ class BatchBuilder:
         self._rows(views, plan, rows)
         if key.tokens:
             self._chunks(views, plan, key)
-        self.limits.plan.fill(views, plan, key, self.limits, self.buckets.segments, held, counts)
+        metadata_of(self.limits).fill(views, plan, key, self.limits, self.buckets.segments, held, counts)
         if "seed" in views:
             _fill_sampling(views, rows)
         if key.mode.penalty:
@@ -289,8 +253,8 @@ class BatchBuilder:
         """A buffer that computes nothing and writes nothing, to rehearse a step."""
         fields, length = layout(key, self.limits)
         buffer = np.zeros(length, np.int32)
-        blank = {"slot": self.limits.slots, "position": -1, "chunk_position": -1, **self.limits.plan.BLANK}
-        for name, value in blank.items():
+        blank = {"slot": self.limits.slots, "position": -1, "chunk_position": -1}
+        for name, value in (blank | metadata_of(self.limits).BLANK).items():
             if name in fields:
                 offset, shape = fields[name]
                 buffer[offset : offset + math.prod(shape)] = value

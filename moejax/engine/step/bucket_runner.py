@@ -14,9 +14,10 @@ from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.routing.recorder import RoutingRecorder
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
-from moejax.engine.step.batch import BatchBuilder, Limits, StepKey
+from moejax.engine.step.batch import BatchBuilder
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.limits import CacheSpec, Limits, StepKey
 from moejax.engine.step.program import PagedOutput
 from moejax.engine.step.runner import StepResult
 from moejax.engine.step.sampler import SamplerMode, read_logprobs
@@ -52,11 +53,11 @@ class BucketRunner(ABC):
     Args:
         model: of the whole model.
         config: buckets, slots, tokens in a block.
-        num_blocks, max_model_len: of the cache, of one sequence.
+        cache: its size and dtype.
         ledger: where steps are compiled.
         kernels: implementation of the GPU kernels, "xla" for none.
-        groups: data-parallel groups; slots, blocks and buckets are each one's.
         replay: the routing that steps are told; None: routers choose.
+        groups: data-parallel groups; slots, blocks and buckets are each one's.
 
     `capture` takes each computed token's routing where `config.capture_routing` asks for it, else it is None.
     """
@@ -65,22 +66,22 @@ class BucketRunner(ABC):
         self,
         model: ModelConfig,
         config: EngineConfig,
-        num_blocks: int,
-        max_model_len: int,
+        cache: CacheSpec,
         ledger: CompileLedger,
         kernels: str,
+        replay: RoutingReplay | None,
+        *,
         groups: int,
-        replay: RoutingReplay | None = None,
     ) -> None:
         self.ledger = ledger
         self.config = config
         self.groups = groups
         self._one_segment = kernels != "xla"
-        self.buckets = self._all_buckets(num_blocks)
+        self.buckets = self._all_buckets(cache.num_blocks)
         self.limits = Limits(
             slots=config.max_num_seqs,
-            block_size=config.block_size,
-            table_width=-(-max_model_len // config.block_size),
+            block_size=cache.block_size,
+            table_width=-(-cache.max_model_len // cache.block_size),
             segment_ends=self.buckets.segments.ends,
             kernels=kernels,
             capture=config.capture_routing,

@@ -11,10 +11,11 @@ from moejax.cache.pool import BlockPool, Pages
 from moejax.core.config import EngineConfig
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
-from moejax.engine.step.batch import StepKey, layout
+from moejax.engine.step.batch import layout
 from moejax.engine.step.bucket_runner import BucketRunner, Rows
 from moejax.engine.step.functions import shapes_of
 from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.program import DeviceState, PagedFunctions, PagedOutput
 from moejax.engine.step.runner import StepResult
 from moejax.ops.kv_segments import copy_blocks
@@ -41,36 +42,33 @@ class DeviceRunner(BucketRunner):
     Args:
         functions: the model's leaves and step.
         config: buckets, slots, tokens in a block.
-        num_blocks, max_model_len: of the cache, of one sequence.
+        cache: its size and dtype.
         ledger: where steps are compiled.
         kernels: implementation of the GPU kernels, "xla" for none.
-        place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
-        kv_dtype: of the cache; None: the model's.
         replay: the routing that steps are told; None: routers choose.
+        place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
     """
 
     def __init__(
         self,
         functions: PagedFunctions,
         config: EngineConfig,
-        num_blocks: int,
-        max_model_len: int,
+        cache: CacheSpec,
         ledger: CompileLedger,
         kernels: str = "xla",
-        place: SingleDevice | None = None,
-        kv_dtype: str | None = None,
         replay: RoutingReplay | None = None,
+        *,
+        place: SingleDevice | None = None,
     ) -> None:
         self.place = place or SingleDevice()
         self.functions = functions
         model = functions.config
-        limits = (num_blocks, max_model_len)
-        super().__init__(model, config, *limits, ledger, kernels, self.place.groups, replay)
+        super().__init__(model, config, cache, ledger, kernels, replay, groups=self.place.groups)
         self.pool = BlockPool(
             model,
             self.buckets.segments,
-            config.block_size,
-            jnp.dtype(kv_dtype or model.dtype),
+            cache.block_size,
+            jnp.dtype(cache.dtype),
             transposed_keys=not self._one_segment,
             place=self.place,
         )
@@ -133,8 +131,8 @@ class DeviceRunner(BucketRunner):
 
         def build() -> jax.stages.Wrapped:
             def step(leaves: Any, state: DeviceState, buffer: jax.Array) -> Any:
-                how: Any = {"key": key, "limits": self.limits, "place": self.place}
-                return self.functions.step(leaves, state, buffer, **how)
+                limits, place = self.limits, self.place
+                return self.functions.step(leaves, state, buffer, key=key, limits=limits, place=place)
 
             return self.place.compiled(step, shapes(), donate=1, output=True)
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from moejax.cache.pool import PagedCache, Pages
-from moejax.engine.step.batch import Batch, Limits, StepKey, unpack
+from moejax.engine.step.batch import Batch, unpack
 from moejax.engine.step.functions import ModelFunctions, routing_counts, token_logprobs
+from moejax.engine.step.limits import Limits, StepKey
 from moejax.engine.step.sampler import Sampled, sample
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace

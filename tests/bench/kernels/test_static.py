@@ -14,7 +14,8 @@ from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.select import select
 from moejax.bench.kernels.static import KernelGateError, compare_with_baseline, run_static, write_baseline
 from moejax.core.errors import ConfigError
-from moejax.engine.opening.setup import cache_root, default_cache_dir
+from moejax.core.files import cache_root
+from moejax.engine.opening.resolve import default_cache_dir
 from moejax.report.kernel_tables import static_table
 from pallas_kernels.registry import OPS, load_op
 from pallas_kernels.static import failures, report_op

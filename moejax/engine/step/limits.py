@@ -1,0 +1,57 @@
+"""The shapes and sizes that a step and its cache are built for."""
+
+from typing import NamedTuple
+
+from moejax.engine.step.sampler import SamplerMode
+
+
+class CacheSpec(NamedTuple):
+    """The key/value cache of an engine.
+
+    Attributes:
+        num_blocks: of each data-parallel group.
+        block_size: tokens in a block.
+        max_model_len: tokens of the longest sequence, prompt and output together.
+        dtype: what keys and values are stored in.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    dtype: str
+
+
+class StepKey(NamedTuple):
+    """Shape bucket and options of a compiled step.
+
+    Attributes:
+        rows, tokens: S and T above; tokens = 0 computes no chunk.
+        blocks: cache blocks read, a number of whole segments.
+        owners: sequences that may share a block.
+        mode: what the sampler must do.
+        record: whether expert counts are returned.
+        score: whether the chunks' log-probabilities are returned.
+    """
+
+    rows: int
+    tokens: int
+    blocks: int
+    owners: int
+    mode: SamplerMode
+    record: bool
+    score: bool
+
+
+class Limits(NamedTuple):
+    """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the segments, and
+    the implementation of the GPU kernels ("xla" for none; with kernels there is one segment, and block tables
+    instead of lists of blocks). `capture`: steps return each token's routing. `replay`: (MoE layers, experts
+    per token) where they are told it."""
+
+    slots: int
+    block_size: int
+    table_width: int
+    segment_ends: tuple[int, ...]
+    kernels: str = "xla"
+    capture: bool = False
+    replay: tuple[int, int] | None = None
