@@ -12,11 +12,13 @@ callers can stream at once, from one thread or from many.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moejax.core.errors import StepError
+from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.sequence import Sequence, State
@@ -129,8 +131,49 @@ class Engine:
                 # Nobody else would come to collect the last step, and its time would run on meanwhile.
                 self.step()
 
+    def run(self, requests: Row[RequestState]) -> None:
+        """Queues requests and steps until all have ended.
+
+        Raises:
+            RequestError: one of them could never run; then none is queued.
+            StepError: one of them failed.
+        """
+        self.add(requests)
+        try:
+            self.run_until(lambda: all(request.finished for request in requests))
+        finally:
+            for request in requests:
+                if not request.finished:
+                    self.abort(request)
+        failed = [request.output.error for request in requests if request.output.error]
+        if failed:
+            more = f" (and {len(failed) - 1} more requests)" if len(failed) > 1 else ""
+            raise StepError(f"{failed[0]}{more}", [request.output for request in requests])
+
+    def stream(self, request: RequestState) -> Iterator[StreamChunk]:
+        """Yields a queued request's chunks; before them an empty one, to be read at once.
+
+        Raises:
+            StepError: the request failed.
+        """
+        try:
+            yield StreamChunk(0, "", [], None, None, None)
+            finished = False
+            while not finished:
+                # Read first: another thread may add the last chunk and finish once there is none.
+                finished = request.finished
+                while request.chunks:
+                    yield request.chunks.popleft()
+                if finished:
+                    break
+                self.run_until(lambda: bool(request.chunks) or request.finished)
+        finally:
+            self.abort(request)
+        if request.output.error:
+            raise StepError(request.output.error, [request.output])
+
     def state(self) -> dict[str, Any]:
-        """What is held now, for `LLM.stats()`."""
+        """Returns counts of running and waiting sequences and of cache blocks, for `LLM.stats()`."""
         scheduler, blocks = self.scheduler, self.scheduler.allocator
         return {
             "running": len(scheduler.running),
@@ -229,11 +272,10 @@ class Engine:
             if request.finished:
                 continue  # failed with another of its samples, just now
             logprob = result.logprobs[row] if result.logprobs else None
-            if request.take(index, result.tokens[row], logprob, now):
+            if request.take(index, result.tokens[row], logprob, sequence.finish_reason, now):
                 scheduler.finish(sequence)  # it may be a stop string, which only the text shows
                 request.close()
-            elif sequence.state is State.FINISHED:
-                # Its caller's limits let it go on: it has come to the end of the routing that it replays.
+            elif sequence.finish_reason == "error":
                 self._end(
                     request,
                     f"the replayed routing trace ends with token {len(sequence.tokens) - 1} of its sample "

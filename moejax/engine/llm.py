@@ -19,7 +19,7 @@ from moejax.engine.opening.start import start
 from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.requests.builder import RequestBuilder
-from moejax.engine.requests.inputs import Prompt, PromptReader, as_list, conversations
+from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import ChatMessage
@@ -29,7 +29,6 @@ from moejax.engine.routing.recorder import recorder
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.stats import StepRecord
 from moejax.engine.step.sampler import common_mode
-from moejax.engine.waiting import run_to_end, stream
 from moejax.models.decoder import Decoder
 from moejax.routing.capture import RoutingCapture
 
@@ -82,13 +81,18 @@ class LLM:
         self.engine, self.runner, blocks = start(resolved, self._weights)
         self.ledger = self.runner.ledger
         self.resolutions = [*resolved.resolutions, *self._weights.resolutions, resolved.kv_cache, blocks]
-        self.reader = PromptReader(self.tokenizer, self.config.vocab_size, self.max_model_len)
         whole_in = None
         if self.engine_config.batching == "static":
             whole_in = BlockAllocator(int(blocks.value), self.engine_config.block_size)
-        slots = self.engine_config.max_num_seqs
         self.builder = RequestBuilder(
-            self.reader, self.eos_token_ids, self.seed, slots, whole_in, resolved.replay
+            self.tokenizer,
+            self.config.vocab_size,
+            self.max_model_len,
+            self.eos_token_ids,
+            self.seed,
+            self.engine_config.max_num_seqs,
+            whole_in,
+            resolved.replay,
         )
         self._submitted: dict[str, RequestState] = {}
 
@@ -151,7 +155,7 @@ class LLM:
             StepError: a step failed; its `outputs` are this call's, those that it did not concern whole.
         """
         requests = self.builder.to_generate(as_list(prompts), sampling_params, record=record_routing)
-        run_to_end(self.engine, requests)
+        self.engine.run(requests)
         return [request.output for request in requests]
 
     def generate_stream(
@@ -164,7 +168,7 @@ class LLM:
         """
         request = self.builder.to_generate([prompt], sampling_params, streams=True)[0]
         self.engine.add([request])
-        chunks = stream(self.engine, request)
+        chunks = self.engine.stream(request)
         next(chunks)  # enters its try block: a stream that nobody ever reads aborts its request too
         return chunks
 
@@ -183,7 +187,7 @@ class LLM:
         Raises:
             RequestError: no tokenizer or template, or messages that the template rejects.
         """
-        tokenizer = self.reader.need_tokenizer()
+        tokenizer = self.builder.need_tokenizer()
         # The template writes the special tokens itself.
         return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
@@ -194,12 +198,10 @@ class LLM:
             RequestError: as for `generate`, or a sequence of fewer than two tokens.
             StepError: a step failed.
         """
-        every = self.reader.to_score(as_list(sequences))
-        requests = self.builder.to_score(every)
-        run_to_end(self.engine, requests)
+        requests = self.builder.to_score(as_list(sequences))
+        self.engine.run(requests)
         return [
-            np.concatenate(request.scores)[: len(ids) - 1]
-            for request, ids in zip(requests, every, strict=True)
+            np.concatenate(request.scores)[: len(request.output.prompt_token_ids) - 1] for request in requests
         ]
 
     # -- one step at a time ----------------------------------------------------------------------------

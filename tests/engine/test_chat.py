@@ -68,7 +68,7 @@ def test_the_templates_special_tokens_are_not_added_twice(
     tokenizer._tokenizer.post_processor = TemplateProcessing(
         single=f"{SPECIALS[0]} $A", special_tokens=[(SPECIALS[0], first)]
     )
-    monkeypatch.setattr(llm.reader, "tokenizer", tokenizer)
+    monkeypatch.setattr(llm.builder, "tokenizer", tokenizer)
     (plain,) = llm.generate("hi", GREEDY)
     (chat,) = llm.chat(USER, GREEDY)
     assert plain.prompt_token_ids[0] == first

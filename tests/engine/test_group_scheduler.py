@@ -26,7 +26,7 @@ def grouped(groups: int, kind: type[Scheduler] = Scheduler, blocks: int = BLOCKS
 def request(number: int, prompt: int, output: int, n: int = 1) -> RequestState:
     params = SamplingParams(max_tokens=output, n=n, temperature=0.0, ignore_eos=True)
     ids = [(7 * number + i) % 50 for i in range(prompt)]
-    builders = [OutputProcessor(i, params, None, (), output) for i in range(n)]
+    builders = [OutputProcessor(i, params, None) for i in range(n)]
     samples = [
         Sequence(list(ids), prompt, params, prompt + output, order=100 * number + i, seed=number * 10 + i)
         for i in range(n)

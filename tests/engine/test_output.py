@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
 from moejax.engine.requests.api import SamplingParams
+from moejax.engine.requests.builder import end_tokens
 from moejax.engine.requests.output import OutputProcessor, StreamChunk
 from moejax.engine.requests.tokenizer import Tokenizer
+from moejax.engine.scheduling.scheduler import end_reason
+from moejax.engine.scheduling.sequence import Sequence
 from tests.engine.tiny import (
     PROPERTY,
     SPECIALS,
@@ -34,11 +37,13 @@ def feed(
     tokenizer: HfTokenizer | None = BYTES,
     max_tokens: int = 1000,
 ) -> tuple[OutputProcessor, list[StreamChunk]]:
-    """Adds tokens until they run out or the sample ends."""
-    builder = OutputProcessor(0, params, wrap(tokenizer) if tokenizer else None, (EOS,), max_tokens)
+    """Adds tokens, judged as the scheduler does, until they run out or the sample ends."""
+    builder = OutputProcessor(0, params, wrap(tokenizer) if tokenizer else None)
+    sample = Sequence([], 0, params, max_tokens, order=0, stop_ids=end_tokens(params, (EOS,)))
     chunks = []
     for token in tokens:
-        chunks.append(builder.add(token, None))
+        sample.tokens.append(token)
+        chunks.append(builder.add(token, None, end_reason(sample)))
         if builder.finished:
             break
     return builder, chunks

@@ -85,7 +85,7 @@ def test_stop_strings(overlap: bool, llm: LLM, oracle: FullForward) -> None:
         params.append(
             SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=[whole[4 + i : 6 + i]])
         )
-        want.append(OutputProcessor(0, params[-1], engine.tokenizer, (), 12))
+        want.append(OutputProcessor(0, params[-1], engine.tokenizer))
         while not want[-1].finished:
             want[-1].add(plain[len(want[-1].output.token_ids)], None)
     for out, builder in zip(engine.generate(texts, params), want, strict=True):

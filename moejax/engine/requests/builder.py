@@ -2,23 +2,27 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from moejax.cache.allocator import BlockAllocator
+from moejax.core.errors import RequestError
 from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
-from moejax.engine.requests.inputs import Prompt, PromptReader, params_list
+from moejax.engine.requests.inputs import Prompt, flat_ids, params_list
 from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.requests.state import RequestState
+from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.sequence import Sequence as Sample
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
 
 class RequestBuilder:
-    """Numbers requests and sequences in the order in which they are built.
+    """Turns prompts into checked requests, numbered in the order in which they are built.
 
     Args:
-        reader: checks prompts.
+        tokenizer: None where the model has none; text is then an error.
+        vocab_size: of the model.
+        max_model_len: tokens of the longest sequence, prompt and output together.
         eos_token_ids: what ends a sample unless its parameters ignore it.
         seed: the engine's, from which requests without one of their own draw theirs.
         max_num_seqs: samples that run at a time.
@@ -28,14 +32,18 @@ class RequestBuilder:
 
     def __init__(
         self,
-        reader: PromptReader,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
         eos_token_ids: tuple[int, ...],
         seed: int,
         max_num_seqs: int,
         whole_in: BlockAllocator | None,
         replay: RoutingReplay | None = None,
     ) -> None:
-        self._reader = reader
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self._seed = seed
         self._max_num_seqs = max_num_seqs
@@ -43,6 +51,11 @@ class RequestBuilder:
         self.replay = replay
         self._ids = itertools.count()
         self._orders = itertools.count()
+
+    def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer.json; pass token ids instead of text")
+        return self.tokenizer
 
     def to_generate(
         self,
@@ -67,12 +80,10 @@ class RequestBuilder:
         arrival = time.perf_counter() if arrival is None else arrival
         requests = []
         for i, (prompt, params) in enumerate(zip(prompts, every, strict=True)):
-            text, ids = self._reader.to_generate(prompt, params, f"prompt {i}")
-            max_tokens = min(params.max_tokens, self._reader.max_model_len - len(ids))
-            builders = [
-                OutputProcessor(n, params, self._reader.tokenizer, self.eos_token_ids, max_tokens)
-                for n in range(params.n)
-            ]
+            text, ids = self._token_ids(prompt, f"prompt {i}")
+            self._check(ids, params, f"prompt {i}")
+            max_tokens = min(params.max_tokens, self._max_model_len - len(ids))
+            builders = [OutputProcessor(n, params, self.tokenizer) for n in range(params.n)]
             number = next(self._ids)
             output = RequestOutput(
                 str(number), text, ids, [builder.output for builder in builders], RequestMetrics(arrival)
@@ -86,14 +97,45 @@ class RequestBuilder:
             self.replay.assign(requests)
         return requests
 
+    def _token_ids(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
+        """Returns a prompt's text, where it is text, and its checked token ids."""
+        text = None
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError(f"{name} is empty")
+            text, prompt = prompt, self.need_tokenizer().encode(prompt)
+        ids = flat_ids(prompt)
+        if ids is None:
+            raise RequestError(f"{name} must be text or a flat list of token ids")
+        if not ids:
+            raise RequestError(f"{name} is empty")
+        strange = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+        if strange is not None:
+            raise RequestError(
+                f"{name}: token id {strange} out of range; the vocabulary is 0..{self._vocab_size - 1}"
+            )
+        return text, ids
+
+    def _check(self, ids: list[int], params: SamplingParams, name: str) -> None:
+        """Raises `RequestError` for a prompt without room for output, or for ends that can never come."""
+        if len(ids) >= self._max_model_len:
+            raise RequestError(
+                f"{name} has {len(ids)} tokens; with at least one to generate that is over the limit "
+                f"of {self._max_model_len} (engine.max_model_len)"
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if params.stop_token_ids and max(params.stop_token_ids) >= self._vocab_size:
+            raise RequestError(
+                f"{name}: stop_token_ids has {max(params.stop_token_ids)}, out of range; the vocabulary "
+                f"is 0..{self._vocab_size - 1}"
+            )
+
     def _samples(
         self, ids: list[int], params: SamplingParams, seed: int, max_tokens: int, record: bool
     ) -> list[Sample]:
         """A request's sequences; more than fit the batch at a time come as several groups."""
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(self.eos_token_ids)
-        )
-        mode = self.mode(params)
+        mode, stop_ids = self.mode(params), end_tokens(params, self.eos_token_ids)
         samples = [
             Sample(
                 tokens=list(ids),
@@ -117,12 +159,20 @@ class RequestBuilder:
             root.forks = samples[i * group + 1 : (i + 1) * group]
         return roots
 
-    def to_score(self, every: Sequence[list[int]]) -> list[RequestState]:
-        """Requests for the log-probabilities of checked prompts.
+    def to_score(self, sequences: Sequence[Prompt]) -> list[RequestState]:
+        """Returns requests for the log-probabilities of sequences of at least two tokens each.
 
         Raises:
-            RequestError: a prompt is not in the trace that is replayed.
+            RequestError: see `LLM.score`.
         """
+        every = [self._token_ids(sequence, f"sequence {i}")[1] for i, sequence in enumerate(sequences)]
+        for i, ids in enumerate(every):
+            if len(ids) < 2:
+                raise RequestError(f"sequence {i} has one token; scoring needs at least 2")
+            if len(ids) > self._max_model_len:
+                raise RequestError(
+                    f"sequence {i} has {len(ids)} tokens, over the limit of {self._max_model_len}"
+                )
         requests = [self._to_score(ids) for ids in every]
         if self.replay is not None:
             self.replay.assign(requests, "sequence")
@@ -140,8 +190,11 @@ class RequestBuilder:
 
     def mode(self, params: SamplingParams) -> SamplerMode:
         """Log-probabilities are computed for a few sizes only, since each is a program of its own."""
-        mode = sampler_mode([params], self._reader.vocab_size)
-        sizes = (-1, 0, 1, 5, 20, 100, self._reader.vocab_size)
-        return mode._replace(
-            logprobs=min(next(n for n in sizes if n >= mode.logprobs), self._reader.vocab_size)
-        )
+        mode = sampler_mode([params], self._vocab_size)
+        sizes = (-1, 0, 1, 5, 20, 100, self._vocab_size)
+        return mode._replace(logprobs=min(next(n for n in sizes if n >= mode.logprobs), self._vocab_size))
+
+
+def end_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
+    """Returns the tokens that end a sample: those asked for, and the model's own unless they are ignored."""
+    return frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)

@@ -8,76 +8,9 @@ import numpy as np
 
 from moejax.core.errors import RequestError
 from moejax.engine.requests.api import SamplingParams
-from moejax.engine.requests.tokenizer import ChatMessage, Tokenizer
+from moejax.engine.requests.tokenizer import ChatMessage
 
 Prompt = str | Sequence[int] | np.ndarray
-
-
-class PromptReader:
-    """Turns prompts into checked token ids for one model.
-
-    Args:
-        tokenizer: None where the model has none; text is then an error.
-        vocab_size, max_model_len: of the model, and of prompt and output together.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-
-    def need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer.json; pass token ids instead of text")
-        return self.tokenizer
-
-    def token_ids(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
-        """A prompt's text, where it is text, and its checked token ids."""
-        text = None
-        if isinstance(prompt, str):
-            if not prompt:
-                raise RequestError(f"{name} is empty")
-            text, prompt = prompt, self.need_tokenizer().encode(prompt)
-        ids = flat_ids(prompt)
-        if ids is None:
-            raise RequestError(f"{name} must be text or a flat list of token ids")
-        if not ids:
-            raise RequestError(f"{name} is empty")
-        strange = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if strange is not None:
-            raise RequestError(
-                f"{name}: token id {strange} out of range; the vocabulary is 0..{self.vocab_size - 1}"
-            )
-        return text, ids
-
-    def to_generate(self, prompt: Prompt, params: SamplingParams, name: str) -> tuple[str | None, list[int]]:
-        """`token_ids` of a prompt that leaves room for output under `params`."""
-        text, ids = self.token_ids(prompt, name)
-        if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"{name} has {len(ids)} tokens; with at least one to generate that is over the limit "
-                f"of {self.max_model_len} (engine.max_model_len)"
-            )
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if params.stop_token_ids and max(params.stop_token_ids) >= self.vocab_size:
-            raise RequestError(
-                f"{name}: stop_token_ids has {max(params.stop_token_ids)}, out of range; the vocabulary "
-                f"is 0..{self.vocab_size - 1}"
-            )
-        return text, ids
-
-    def to_score(self, sequences: Sequence[Prompt]) -> list[list[int]]:
-        """The ids of sequences of at least two tokens each."""
-        every = [self.token_ids(sequence, f"sequence {i}")[1] for i, sequence in enumerate(sequences)]
-        for i, ids in enumerate(every):
-            if len(ids) < 2:
-                raise RequestError(f"sequence {i} has one token; scoring needs at least 2")
-            if len(ids) > self.max_model_len:
-                raise RequestError(
-                    f"sequence {i} has {len(ids)} tokens, over the limit of {self.max_model_len}"
-                )
-        return every
 
 
 def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

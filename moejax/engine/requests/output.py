@@ -1,6 +1,5 @@
-"""Grows one sample token by token: text, stop strings, end of sequence. Knows nothing of batches or JAX."""
+"""Grows one sample's text token by token, up to its stop strings. Knows nothing of batches or JAX."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from moejax.engine.requests.api import CompletionOutput, FinishReason, Logprob, SamplingParams
@@ -24,21 +23,16 @@ class StreamChunk:
 
 
 class OutputProcessor:
-    """One sample's output. `add` takes tokens until `finished`."""
+    """One sample's output. `add` takes tokens until `finished`.
 
-    def __init__(
-        self,
-        index: int,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: Collection[int],
-        max_tokens: int,
-    ) -> None:
+    Which token ends a sample is the scheduler's decision; only stop strings, which the text shows, are found
+    here.
+    """
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.params = params
         self.output = CompletionOutput(index, "", [], [] if params.logprobs is not None else None)
         self._stream = tokenizer.stream() if tokenizer else None
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._max_tokens = max_tokens
         self._held = ""
         self._hold = max((len(s) for s in params.stop), default=1) - 1
 
@@ -46,20 +40,29 @@ class OutputProcessor:
     def finished(self) -> bool:
         return self.output.finish_reason is not None
 
-    def add(self, token: int, logprob: Logprob | None) -> StreamChunk:
-        """Appends a token and says what it added."""
-        out = self.output
+    def add(self, token: int, logprob: Logprob | None, reason: FinishReason | None = None) -> StreamChunk:
+        """Appends a token and returns what it added.
+
+        Args:
+            reason: why the scheduler ends the sample with this token; None if it goes on. A stop string that
+                is complete comes first. After "error" the sample is left as it is, for `abort`.
+        """
+        out, ends = self.output, reason in ("stop", "length")
         out.token_ids.append(token)
         if out.logprobs is not None and logprob is not None:
             out.logprobs.append(logprob)
-        ends = token in self._eos or token in self.params.stop_token_ids
-        last = ends or len(out.token_ids) >= self._max_tokens
         if self._stream is not None:
-            self._held += "" if ends else self._stream.step(token)
-            self._held += self._stream.flush() if last else ""
-        text = self._release(ends)
-        if last and not self.finished:
-            text += self._finish("length", None)
+            self._held += "" if reason == "stop" else self._stream.step(token)
+            self._held += self._stream.flush() if ends else ""
+        stop = self._cut_at_stop_string()
+        if stop is not None:
+            text = self._finish("stop", stop)
+        elif reason is not None and ends:
+            asked = reason == "stop" and token in self.params.stop_token_ids
+            text = self._finish(reason, token if asked else None)
+        else:
+            ready = max(0, len(self._held) - self._hold)
+            text, self._held = self._held[:ready], self._held[ready:]
         out.text += text
         logprobs = [logprob] if logprob is not None and out.logprobs is not None else None
         return StreamChunk(out.index, text, [token], logprobs, out.finish_reason, out.stop_reason)
@@ -70,22 +73,15 @@ class OutputProcessor:
             self._held += self._stream.flush()
         self.output.text += self._finish(reason, None)
 
-    def _release(self, ends: bool) -> str:
-        """Takes from the held text what can no longer become part of a stop string."""
+    def _cut_at_stop_string(self) -> str | None:
+        """Cuts the held text where a stop string is complete, and returns that; None if none is."""
         # The string that is complete first ends the text, however its characters fall into tokens.
-        found = [(self._held.find(s) + len(s), -len(s), s) for s in self.params.stop if s in self._held]
-        if found:
-            end, _, stop = min(found)
-            self._held = self._held[: end if self.params.include_stop_str_in_output else end - len(stop)]
-            return self._finish("stop", stop)
-        if ends:
-            last = self.output.token_ids[-1]
-            return self._finish("stop", last if last in self.params.stop_token_ids else None)
-        ready = len(self._held) - self._hold
-        if ready <= 0:
-            return ""
-        text, self._held = self._held[:ready], self._held[ready:]
-        return text
+        ends = [(self._held.find(s) + len(s), -len(s), s) for s in self.params.stop if s in self._held]
+        if not ends:
+            return None
+        end, _, stop = min(ends)
+        self._held = self._held[: end if self.params.include_stop_str_in_output else end - len(stop)]
+        return stop
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> str:
         """Sets the reason and returns the text still held."""

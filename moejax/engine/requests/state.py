@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.engine.requests.api import Logprob, RequestOutput
+from moejax.engine.requests.api import FinishReason, Logprob, RequestOutput
 from moejax.engine.requests.output import OutputProcessor, StreamChunk
 from moejax.engine.scheduling.sequence import Sequence, State
 
@@ -44,12 +44,14 @@ class RequestState:
         for index, sequence in enumerate(self.sequences):
             sequence.owner = (self, index)
 
-    def take(self, index: int, token: int, logprob: Logprob | None, now: float) -> bool:
-        """One sample's new token; True if it ended that sample."""
+    def take(
+        self, index: int, token: int, logprob: Logprob | None, reason: FinishReason | None, now: float
+    ) -> bool:
+        """Adds a sample's new token and returns whether the sample has ended, see `OutputProcessor.add`."""
         builder = self.builders[index]
         if index == 0:
             self.output.metrics.token_times.append(now)
-        chunk = builder.add(token, logprob)
+        chunk = builder.add(token, logprob, reason)
         if self.streams:
             self.chunks.append(chunk)
         return builder.finished

@@ -77,9 +77,9 @@ class RoutingReplay:
         for request, tables in zip(requests, found, strict=True):
             for sequence, table in zip(request.sequences, tables, strict=True):
                 sequence.routing = table
-                if not sequence.score:
-                    # The token sampled at the last recorded position is the last that it can have.
-                    sequence.max_length = min(sequence.max_length, len(table) + 1)
+                # The token sampled at the last recorded position is the last that it can have.
+                if not sequence.score and len(table) + 1 < sequence.max_length:
+                    sequence.max_length, sequence.limit_reason = len(table) + 1, "error"
 
     def _find(self, requests: Sequence[RequestState], kind: str) -> list[list[np.ndarray]]:
         """Each request's `_tables`; counts what is given out, unless it raises."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks
 from moejax.core.errors import ConfigError, RequestError, unknown
+from moejax.engine.requests.api import FinishReason
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.sequence import Sequence, State
 
@@ -143,8 +144,8 @@ class Scheduler:
     def postprocess(self, plan: StepPlan, tokens: Row[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
 
-        Sequences that reach `max_length` or a stop token end and give up what they own. A sequence that has
-        ended since the plan was made gets nothing.
+        Sequences that reach `max_length` or a stop token end, with that as `finish_reason`, and give up what
+        they own. A sequence that has ended since the plan was made gets nothing.
 
         Returns:
             The rows whose token was taken, with their sequences.
@@ -153,11 +154,11 @@ class Scheduler:
         for row, sequence in plan.sampling_rows():
             if sequence.state is State.FINISHED:
                 continue
-            token = tokens[row]
             sequence.pending -= 1
-            sequence.tokens.append(token)
+            sequence.tokens.append(tokens[row])
             taken.append((row, sequence))
-            if len(sequence.tokens) >= sequence.max_length or token in sequence.stop_ids:
+            sequence.finish_reason = end_reason(sequence)
+            if sequence.finish_reason is not None:
                 self.finish(sequence)
         for chunk in plan.chunks:
             if chunk.last and chunk.sequence.score:
@@ -371,6 +372,13 @@ class Scheduler:
         sequence.state = State.WAITING
         heapq.heappush(self._waiting, (self.policy.key(sequence), sequence.order, sequence))
         self._num_waiting += sequence.samples
+
+
+def end_reason(sequence: Sequence) -> FinishReason | None:
+    """Returns why a sequence ends with its newest token; None if it goes on."""
+    if sequence.tokens[-1] in sequence.stop_ids:
+        return "stop"
+    return sequence.limit_reason if len(sequence.tokens) >= sequence.max_length else None
 
 
 def is_complete(sequence: Sequence) -> bool:

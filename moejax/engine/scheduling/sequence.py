@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from moejax.engine.requests.api import SamplingParams
+from moejax.engine.requests.api import FinishReason, SamplingParams
 
 
 class State(Enum):
@@ -29,7 +29,8 @@ class Sequence:
 
     Attributes:
         order: rank by arrival; ties in a policy are broken by it.
-        max_length: tokens at which it ends, prompt included.
+        max_length: tokens at which it ends, prompt included, and `limit_reason` why there: "error" where the
+            routing trace that it replays ends before its `max_tokens`.
         stop_ids: tokens that end it.
         seed: of its own random stream.
         forks: samples of the same prompt that share its blocks once the prompt is computed.
@@ -39,6 +40,7 @@ class Sequence:
         group: data-parallel group that it belongs to.
         mode: what its sampling needs of a step (`moejax.engine.step.sampler.SamplerMode`).
         routing: int64, of each position the row of the trace that is replayed; None where none is.
+        finish_reason: why its last token ended it; None while it goes on, or if it was ended from outside.
         owner: whatever the engine wants to find again; the scheduler does not look at it.
     """
 
@@ -49,12 +51,14 @@ class Sequence:
     order: int
     seed: int = 0
     stop_ids: Collection[int] = frozenset()
+    limit_reason: FinishReason = "length"
     forks: list["Sequence"] = field(default_factory=list)
     score: bool = False
     record: bool = False
     mode: Any = None
     routing: Any = None
     owner: Any = None
+    finish_reason: FinishReason | None = None
     state: State = State.WAITING
     pending: int = 0
     computed: int = 0
