@@ -28,16 +28,18 @@ from moejax.nn.param import iter_params, specs
 from moejax.nn.quantized import PARTS, quantized_weights, replace_weights
 from moejax.ptq.batches import HiddenStates
 from moejax.ptq.collect_statistics import Gatherer
-from moejax.ptq.fold import canonical, store
+from moejax.ptq.fold import store
 from moejax.ptq.layerwise import StageWork, expert_counts, scaling_method
-from moejax.ptq.methods import Rounded, quantize, weight_report
+from moejax.ptq.methods import Rounded, weight_report
 from moejax.ptq.observers import advance
+from moejax.ptq.on_load import QuantizeOnLoad, quant_report
 from moejax.ptq.report import QuantReport, StageReport, stage_report
 from moejax.ptq.sites import Stage, stages_of
 from moejax.ptq.store import WorkDir, hash_arrays, hash_value
 from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import QTensor
 from moejax.quantization.rules import Chosen, resolve_rules
+from moejax.sharding.spmd import SingleDevice
 
 Progress = Callable[[float, str], None]
 """Called with the share that is done, 0 to 1, and what is being done."""
@@ -64,7 +66,6 @@ def quantize_model(
     shapes = {name: spec.canonical_shape for name, spec in specs(model).items()}
     _check_model(model)
     chosen = resolve_rules(quant, shapes)
-    before = _bytes(model)
     stages = stages_of(model) if any(c.calibrated for c in chosen.values()) else []
     parts = [_part(stage, chosen) for stage in stages]
     last = max((i for i, part in enumerate(parts) if any(c.calibrated for c in part.values())), default=-1)
@@ -75,15 +76,7 @@ def quantize_model(
     done = {stages[i].prefix + name for i in range(last + 1) for name in parts[i]}
     reports += _data_free(model, quant, {p: c for p, c in chosen.items() if p not in done}, say)
     say(1.0, "quantized")
-    return QuantReport(
-        quant.method,
-        quant.format,
-        _bytes(model),
-        before,
-        sum(math.prod(shape) for shape in shapes.values()),
-        time.perf_counter() - begin,
-        reports,
-    )
+    return quant_report([model], quant, reports, time.perf_counter() - begin)
 
 
 def _rising(progress: Progress | None) -> Progress:
@@ -102,21 +95,18 @@ def _rising(progress: Progress | None) -> Progress:
 def _data_free(
     model: Decoder, quant: QuantConfig, chosen: Mapping[str, Chosen], say: Progress
 ) -> list[StageReport]:
-    """Quantizes weights without calibration, one at a time."""
+    """Quantizes weights without calibration; each float weight is released before the next is quantized."""
     if not chosen:
         return []
-    begin, weights = time.perf_counter(), []
+    rounding, place = QuantizeOnLoad(chosen, quant), SingleDevice()
     params = {path: param for path, param in iter_params(model) if path in chosen}
-    for i, (path, one) in enumerate(chosen.items()):
+    for i, path in enumerate(chosen):
         say(i / len(chosen), f"quantizing {path}")
         param = params.pop(path)
-        size = _nbytes(param)
-        done = quantize(path, canonical(param), one, quant, None)
-        weights.append(weight_report(path, one, done, size)[0])
+        rounding.take(place, path, param, param[...])
         del param
-        _place(model, {path: done.tensor})
-    seconds = time.perf_counter() - begin
-    return [StageReport("weights", 0, None, [], None, [], weights, [], seconds)]
+        rounding.put([model])
+    return [rounding.report()]
 
 
 class _Run:
@@ -282,10 +272,6 @@ def _place(model: Decoder, tensors: Mapping[str, QTensor]) -> None:
 
 def _nbytes(param: nnx.Param) -> int:
     return math.prod(param.shape) * jnp.dtype(param.dtype).itemsize
-
-
-def _bytes(model: Decoder) -> int:
-    return sum(_nbytes(param) for _, param in iter_params(model))
 
 
 def _check_model(model: Decoder) -> None:

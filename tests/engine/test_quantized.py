@@ -20,6 +20,7 @@ from moejax.nn.quantized import quantized_weights, weight_size
 from moejax.ops.dispatch import choose_quantized
 from moejax.perf.cost import decode_step_cost
 from moejax.perf.memory import held_weights, tensor_bytes
+from moejax.ptq.on_load import QuantizeOnLoad
 from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import parse_format
 from moejax.sharding.axes import Axes
@@ -128,10 +129,8 @@ def test_what_is_resolved_and_reported(model: Any) -> None:
 
 def test_no_two_float_weights_are_alive(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are quantized as they come: while one is stored, no earlier one is there in floating point."""
-    from moejax.engine.opening import rounding
-
     earlier: list[Any] = []
-    plain = rounding.QuantizeOnLoad._store
+    plain = QuantizeOnLoad.take
 
     def watch(self: Any, place: Any, name: str, param: Any, value: Any) -> None:
         assert all(reference() is None for reference in earlier)
@@ -140,7 +139,7 @@ def test_no_two_float_weights_are_alive(model: Any, monkeypatch: pytest.MonkeyPa
             assert isinstance(param.get_value(), jax.ShapeDtypeStruct)
             earlier.append(weakref.ref(value))
 
-    monkeypatch.setattr(rounding.QuantizeOnLoad, "_store", watch)
+    monkeypatch.setattr(QuantizeOnLoad, "take", watch)
     LLM(model("mixtral"), engine=ENGINE, quant=rtn("int8"))
     LLM(family("mixtral"), engine=ENGINE, quant=rtn("int8"), load_format="dummy")
 

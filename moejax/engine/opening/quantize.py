@@ -1,6 +1,6 @@
 """Plans what `quant=` does while a model opens, and settles what products with quantized weights run on.
 
-Without calibration each weight is rounded as it arrives (`rounding.py`); methods that calibrate
+Without calibration each weight is rounded as it arrives (`moejax.ptq.on_load`); methods that calibrate
 need the whole model in floating point, on one device (`moejax.ptq`).
 """
 

@@ -12,13 +12,13 @@ from moejax.core.config import ModelConfig
 from moejax.core.resolve import Resolution
 from moejax.engine.opening.quantize import settle_products
 from moejax.engine.opening.resolve import ResolvedEngine
-from moejax.engine.opening.rounding import QuantizeOnLoad
 from moejax.engine.pipeline.stage import StageFunctions
 from moejax.engine.step.program import PagedFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
 from moejax.nn.param import OnValue, ParamSpec, initialize, specs
 from moejax.ptq.apply import Progress, quantize_model
+from moejax.ptq.on_load import QuantizeOnLoad, quant_report
 from moejax.ptq.report import QuantReport
 from moejax.sharding.pipeline import split_layers
 from moejax.sharding.rules import shardings
@@ -66,7 +66,9 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None) -> Weigh
         (model,) = stages
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
     elif plan.weights:
-        report = rounding.finish(stages)
+        rounding.put(stages)
+        done = rounding.report()
+        report = quant_report(stages, resolved.quant, [done], done.seconds)
     resolutions = settle_products(
         plan, resolved.quant, stages, resolved.places[0].axes, resolved.platform, resolved.experts
     )

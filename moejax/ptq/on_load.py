@@ -1,10 +1,9 @@
-"""Weights that are quantized while a model opens, each before the next one is read or drawn.
+"""Quantizes weights without calibration, one by one: as a model's values arrive, or of a model that is there.
 
-So the model is never whole in floating point.
+So the model is never whole in both forms.
 """
 
 import functools
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.core.quant import QuantConfig
-from moejax.nn.param import OnValue, ParamSpec, iter_params, specs
-from moejax.nn.quantized import PARTS, QuantizedWeight, replace_weights
+from moejax.nn.param import OnValue, ParamSpec, specs
+from moejax.nn.quantized import PARTS, QuantizedWeight, replace_weights, weight_size
 from moejax.ptq.methods import Rounded, errors, weight_report
 from moejax.ptq.report import QuantReport, StageReport, WeightReport
 from moejax.quantization.formats import QTensor, WeightFormat
@@ -36,16 +35,20 @@ class QuantizeOnLoad:
         self._plan, self._quant = plan, quant
         self._tensors: dict[str, QTensor] = {}
         self._programs: dict[Any, Any] = {}
-        self._reports: list[WeightReport] = []
+        self._weights: list[WeightReport] = []
         self._seconds = 0.0
 
     def at(self, place: SingleDevice) -> OnValue:
-        """What takes the values of a model, or of a pipeline stage, that lies there. Each device rounds its
-        part: with the scales that one device would find, and its codes but for numbers next to the middle of
-        two, where compiled programs differ. A weight to be quantized stays abstract until `finish`."""
-        return functools.partial(self._store, place)
+        """Returns what takes the values of a model, or of a pipeline stage, that lies there.
 
-    def _store(self, place: SingleDevice, name: str, param: nnx.Param, value: jax.Array) -> None:
+        Each device rounds its part: with the scales that one device would find, and its codes but for numbers
+        next to the middle of two, where compiled programs differ. A weight to be quantized stays abstract
+        until `put`.
+        """
+        return functools.partial(self.take, place)
+
+    def take(self, place: SingleDevice, name: str, param: nnx.Param, value: jax.Array) -> None:
+        """Rounds a parameter's value, or assigns it where it is to be left as it is."""
         choice = self._plan.get(name)
         if choice is None:
             param.set_value(value)
@@ -71,49 +74,50 @@ class QuantizeOnLoad:
         self._tensors[name] = tensor
         seconds = time.perf_counter() - start
         self._seconds += seconds
-        done = Rounded(tensor, error, None, None, None, seconds)
-        self._reports.append(weight_report(name, choice, done, value.nbytes)[0])
+        rounded = Rounded(tensor, error, None, None, None, seconds)
+        self._weights.append(weight_report(name, choice, rounded, value.nbytes)[0])
 
-    def finish(self, stages: Sequence[nnx.Module]) -> QuantReport:
-        """Puts the quantized weights into their places, once all stages have their values."""
+    def put(self, models: Sequence[nnx.Module]) -> None:
+        """Puts the weights quantized so far into their places in these models."""
         formats = {name: tensor.format for name, tensor in self._tensors.items()}
-        for stage in stages:
-            for name, weight in replace_weights(stage, formats).items():
+        for model in models:
+            for name, weight in replace_weights(model, formats).items():
                 weight.set(self._tensors.pop(name))
         assert not self._tensors, list(self._tensors)
-        params = [item for stage in stages for item in iter_params(stage)]
-        rest = [param[...] for path, param in params if path.rpartition(".")[0] not in formats]
-        float_bytes = sum(w.float_bytes for w in self._reports)
-        numbers = sum(math.prod(w.shape) for w in self._reports)
-        done = StageReport("weights", 0, None, [], None, [], self._reports, [], self._seconds)
-        return QuantReport(
-            method=self._quant.method,
-            format=self._quant.format,
-            bytes=sum(param[...].nbytes for _, param in params),
-            float_bytes=float_bytes + sum(value.nbytes for value in rest),
-            num_params=numbers + sum(value.size for value in rest),
-            seconds=self._seconds,
-            stages=[done],
-        )
+
+    def report(self) -> StageReport:
+        """Returns what has been quantized."""
+        return StageReport("weights", 0, None, [], None, [], self._weights, [], self._seconds)
+
+
+def quant_report(
+    models: Sequence[nnx.Module], quant: QuantConfig, stages: list[StageReport], seconds: float
+) -> QuantReport:
+    """Returns the report of a model, in parts or whole, that has been quantized in these stages."""
+    sizes = [weight_size(model) for model in models]
+    held = sum(size for size, _ in sizes)
+    saved = sum(weight.float_bytes - weight.bytes for stage in stages for weight in stage.weights)
+    numbers = sum(count for _, count in sizes)
+    return QuantReport(quant.method, quant.format, held, held + saved, numbers, seconds, stages)
 
 
 def _shardings(
     spec: ParamSpec, fmt: WeightFormat, place: SingleDevice
 ) -> dict[str, jax.sharding.Sharding] | None:
-    """Of a weight's arrays; None on one device."""
+    """Returns where each of a quantized weight's arrays lies; None on one device."""
     if not isinstance(place, MeshDevices):
         return None
     return dict(shardings(specs(QuantizedWeight(spec, fmt)), place.mesh, place.axes))
 
 
 def _like(spec: ParamSpec, fmt: WeightFormat, parts: Mapping[str, Any]) -> QTensor:
-    """A `QTensor` of one thing for each of its arrays."""
-    held: dict[str, Any] = {name: parts.get(name) for name in PARTS}
-    return QTensor(**held, format=fmt, pack=fmt.pack(spec.canonical_shape[-2]))
+    """Returns a `QTensor` that holds, in place of each array, what `parts` has for it."""
+    arrays: dict[str, Any] = {name: parts.get(name) for name in PARTS}
+    return QTensor(**arrays, format=fmt, pack=fmt.pack(spec.canonical_shape[-2]))
 
 
 def _elsewhere(spec: ParamSpec, fmt: WeightFormat, placed: Mapping[str, jax.sharding.Sharding]) -> QTensor:
-    """Arrays of which this process holds no part."""
+    """Returns a tensor of whose arrays this process holds no part."""
     declared = specs(QuantizedWeight(spec, fmt))
 
     def empty(name: str, where: jax.sharding.Sharding) -> jax.Array:
