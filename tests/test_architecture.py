@@ -1,5 +1,7 @@
 """Rules about the repository itself, none of which needs a device."""
 
+import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -77,6 +79,53 @@ def test_host_modules_do_not_import_jax(module):
     The parent packages' `__init__` files count: they must not pull JAX in on the way.
     """
     assert "jax" not in modules_after(f"import {module}")
+
+
+# Imports inside functions that may close a circle: cards and lazy names are looked up at first use.
+LAZY = {
+    ("moejax", "moejax.engine.llm"),
+    ("moejax.engine.requests.api", "moejax.engine.requests.output_card"),
+    ("moejax.engine.llm", "moejax.engine.llm_card"),
+    ("moejax.results.compare.comparison", "moejax.report.compare_tables"),
+    ("moejax.tracking.base", "moejax.tracking.jsonl"),
+    ("experiments.launch.variants", "experiments.launch.notebook"),
+}
+
+
+def library() -> dict[str, Path]:
+    """The modules of the library by name."""
+    modules = {}
+    for top in ("moejax", "experiments", "pallas_kernels"):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def imports_of(path: Path, modules: dict[str, Path]) -> set[str]:
+    """The library's modules that a file imports, at its top, in functions or for types alone."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path}: a relative import"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inner if inner <= modules.keys() else inner | {node.module}
+    return names & modules.keys()
+
+
+def test_no_circle_of_imports():
+    """Not even through imports in functions, those of `LAZY` excepted."""
+    modules = library()
+    graph = {
+        name: {other for other in imports_of(path, modules) if (name, other) not in LAZY}
+        for name, path in modules.items()
+    }
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
 
 
 def test_files_are_short():

@@ -1,22 +1,64 @@
-"""A layer's blocks of keys and values on the device, and what stores tokens in them, in place.
+"""A layer's blocks of keys and values on the device, what a step reads and writes of them, and the writing.
 
 Where the cache is quantized a segment has scales beside the codes, one for each token and head, and whatever
 moves keys and values moves them too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moejax.quantization.kv import quantize_kv, to_bits
 
-if TYPE_CHECKING:
-    from moejax.ops.paged_attention import ChunkPlan, DecodePlan
+
+class DecodePlan(NamedTuple):
+    """S rows that decode at most one token each, and the N blocks that are read.
+
+    Attributes:
+        position: int32 `[S]`; -1 for a row that does not decode.
+        owner: int32 `[N, R]`, rows that a block belongs to; -1 for none.
+        logical: int32 `[N]`, a block's place in its sequence.
+        write_row, write_block, write_offset: int32 `[S]`, by segment: the row whose key and value go into
+            `offset` of the segment's `block`.
+        write_ends: int32 `[Z]`: writes [write_ends[z - 1], write_ends[z]) are segment z's.
+    """
+
+    position: jax.Array
+    owner: jax.Array
+    logical: jax.Array
+    write_row: jax.Array
+    write_block: jax.Array
+    write_offset: jax.Array
+    write_ends: jax.Array
+
+
+class ChunkPlan(NamedTuple):
+    """T tokens of several sequences' chunks, one after another.
+
+    Attributes:
+        tile_start, tile_row, tile_position, tile_count: int32: a tile's first token among the T, its row of
+            `table`, its first position and its tokens; rising by start.
+        num_tiles: int32 `[1]`.
+        table: int32 `[S, M]`, block tables.
+        run_start, run_block, run_offset, run_count: int32, by segment: tokens from `start` go into the
+            segment's `block` from `offset` on.
+        run_ends: int32 `[Z]`, as `write_ends`.
+    """
+
+    tile_start: jax.Array
+    tile_row: jax.Array
+    tile_position: jax.Array
+    tile_count: jax.Array
+    num_tiles: jax.Array
+    table: jax.Array
+    run_start: jax.Array
+    run_block: jax.Array
+    run_offset: jax.Array
+    run_count: jax.Array
+    run_ends: jax.Array
 
 
 @jax.tree_util.register_dataclass

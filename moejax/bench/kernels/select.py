@@ -1,8 +1,9 @@
 """From the names in a configuration to operations and specs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from moejax.bench.kernels.config import KernelSelection
 from moejax.core.errors import ConfigError, unknown
 from pallas_kernels.op import Op, Spec
 from pallas_kernels.registry import OPS, load_op
@@ -20,8 +21,19 @@ class Selected:
         return implementation in self.implementations and spec in self.specs
 
 
-def select(config: KernelSelection) -> list[Selected]:
-    """What the configuration names.
+class Names(Protocol):
+    """What is read of a `moejax.bench.kernels.config.KernelSelection`."""
+
+    @property
+    def ops(self) -> Sequence[str]: ...
+    @property
+    def implementations(self) -> Sequence[str]: ...
+    @property
+    def specs(self) -> Sequence[str]: ...
+
+
+def select(config: Names) -> list[Selected]:
+    """Returns the operations that a configuration names.
 
     Raises:
         ConfigError: an unknown operation or implementation, a part that no spec's name has, or nothing that

@@ -12,7 +12,8 @@ import numpy as np
 from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.step.limits import Limits, StepKey
-from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
+from moejax.ops.kv_segments import ChunkPlan, DecodePlan
+from moejax.ops.paged_attention import AttentionPlan, tile_rows
 
 BLANK = {"owner": -1}
 """Values other than 0 of a plan that attends to nothing."""
