@@ -36,7 +36,7 @@ from moejax.core.files import atomic_write_text
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf, config_to_hf
 from moejax.moe.replicas import held_experts
-from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, keep, specs
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, assign, specs
 from moejax.nn.quantized import replace_weights
 from moejax.quantization.checkpoints.convention import Convention
 
@@ -164,7 +164,7 @@ def load_pretrained(
     build: Callable[[ModelConfig], Decoder] | None = None,
     shardings: Callable[[Mapping[str, ParamSpec]], Mapping[str, Sharding]] | None = None,
     expert_of: ExpertOf | None = None,
-    store: OnValue = keep,
+    store: OnValue = assign,
     dequantize: bool = False,
 ) -> Loaded:
     """Reads a Hugging Face directory, or a shipped model by name.

@@ -18,7 +18,7 @@ from moejax.checkpoint.plan import Faults, LoadPlan, Source
 from moejax.checkpoint.tensors import TensorFiles
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, keep, slots_of
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, assign, slots_of
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -44,7 +44,7 @@ def fill_model(
     shardings: Mapping[str, Sharding] | None,
     expert_of: ExpertOf | None,
     source: str,
-    store: OnValue = keep,
+    store: OnValue = assign,
     faults: Faults | None = None,
 ) -> None:
     """Gives every parameter that the plan names its values, all shards of this process.

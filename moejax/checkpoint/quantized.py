@@ -22,7 +22,7 @@ from moejax.checkpoint.plan import Faults, canonical_key
 from moejax.checkpoint.tensors import STORED_DTYPES, TensorFiles
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, keep
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, assign
 from moejax.nn.quantized import PARTS, QuantizedWeight, quantized_weights
 from moejax.quantization.checkpoints.convention import Convention, Role
 from moejax.quantization.checkpoints.dequantize import dequantized
@@ -270,7 +270,7 @@ def fill_quantized(
     shardings: Mapping[str, Sharding] | None,
     expert_of: ExpertOf | None,
     faults: Faults,
-    store: OnValue = keep,
+    store: OnValue = assign,
 ) -> None:
     """Gives the quantized parameters of the plan their values: a `QuantizedWeight` its arrays, any other
     parameter the floating-point values.
@@ -305,7 +305,7 @@ def fill_quantized(
         for name, (key, param) in targets.items():
             spec = param.get_metadata("spec")
             value = to_array(spec, where(key), blocks.pop(name))
-            take = keep if weight is not None else store
+            take = assign if weight is not None else store
             take(key, param, jax.block_until_ready(value))
 
 

@@ -13,7 +13,7 @@ callers can stream at once, from one thread or from many.
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class Scheduling(Protocol):
     def check_fits(self, sequence: Sequence) -> None: ...
     def add(self, sequence: Sequence) -> None: ...
     def schedule(self) -> Any: ...
-    def postprocess(self, plan: Any, tokens: Row[int]) -> list[tuple[int, Sequence]]: ...
+    def postprocess(self, plan: Any, tokens: Items[int]) -> list[tuple[int, Sequence]]: ...
     def finish(self, sequence: Sequence) -> None: ...
     def stored_tokens(self) -> int: ...
     def forget_device_state(self) -> None: ...
@@ -131,7 +131,7 @@ class Engine:
                 # Nobody else would come to collect the last step, and its time would run on meanwhile.
                 self.step()
 
-    def run(self, requests: Row[RequestState]) -> None:
+    def run(self, requests: Items[RequestState]) -> None:
         """Queues requests and steps until all have ended.
 
         Raises:

@@ -107,7 +107,7 @@ OnValue = Callable[[str, nnx.Param, jax.Array], None]
 """Takes a parameter's value when it is there: path, parameter, value."""
 
 
-def keep(name: str, param: nnx.Param, value: jax.Array) -> None:
+def assign(name: str, param: nnx.Param, value: jax.Array) -> None:
     """The `OnValue` of a model that keeps every value as it is."""
     param.set_value(value)
 
@@ -118,7 +118,7 @@ def initialize(
     shardings: Mapping[str, Sharding] | None = None,
     *,
     expert_of: ExpertOf | None = None,
-    store: OnValue = keep,
+    store: OnValue = assign,
 ) -> None:
     """Fills every parameter in place by its initialiser.
 

@@ -24,7 +24,7 @@ got.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -38,7 +38,7 @@ from moejax.engine.pipeline.microbatches import Part, split_plan
 from moejax.engine.pipeline.stage import Stage, StageFunctions, StageLedger, StageOutput
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
-from moejax.engine.scheduling.sequence import Sequence as Sample
+from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.bucket_runner import BucketRunner, Rows
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.ledger import CompileLedger
@@ -98,7 +98,7 @@ class PipelineRunner(BucketRunner):
 
     def __init__(
         self,
-        stages: Sequence[tuple[StageFunctions, MeshDevices]],
+        stages: Items[tuple[StageFunctions, MeshDevices]],
         config: EngineConfig,
         cache: CacheSpec,
         ledger: CompileLedger,
@@ -267,7 +267,7 @@ class PipelineRunner(BucketRunner):
         self._numbers += 1
         return made
 
-    def _sampled_in(self, sequence: Sample) -> int:
+    def _sampled_in(self, sequence: Sequence) -> int:
         """The microbatch that sampled what it decodes next."""
         return self._sampled_by.get((sequence.group, sequence.slot), -1)
 

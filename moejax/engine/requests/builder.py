@@ -2,7 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from collections.abc import Sequence as Items
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
@@ -12,7 +13,7 @@ from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.sequence import Sequence as Sample
+from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
 
@@ -59,8 +60,8 @@ class RequestBuilder:
 
     def to_generate(
         self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: Items[Prompt],
+        sampling_params: SamplingParams | Items[SamplingParams] | None,
         *,
         streams: bool = False,
         record: bool = False,
@@ -133,11 +134,11 @@ class RequestBuilder:
 
     def _samples(
         self, ids: list[int], params: SamplingParams, seed: int, max_tokens: int, record: bool
-    ) -> list[Sample]:
+    ) -> list[Sequence]:
         """A request's sequences; more than fit the batch at a time come as several groups."""
         mode, stop_ids = self.mode(params), end_tokens(params, self.eos_token_ids)
         samples = [
-            Sample(
+            Sequence(
                 tokens=list(ids),
                 prompt_len=len(ids),
                 params=params,
@@ -159,7 +160,7 @@ class RequestBuilder:
             root.forks = samples[i * group + 1 : (i + 1) * group]
         return roots
 
-    def to_score(self, sequences: Sequence[Prompt]) -> list[RequestState]:
+    def to_score(self, sequences: Items[Prompt]) -> list[RequestState]:
         """Returns requests for the log-probabilities of sequences of at least two tokens each.
 
         Raises:
@@ -181,7 +182,7 @@ class RequestBuilder:
     def _to_score(self, ids: list[int]) -> RequestState:
         output = RequestOutput(str(next(self._ids)), None, ids, [], RequestMetrics(time.perf_counter()))
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        sample = Sample(
+        sample = Sequence(
             list(ids), len(ids), params, len(ids), next(self._orders), score=True, mode=self.mode(params)
         )
         request = RequestState(output, [])

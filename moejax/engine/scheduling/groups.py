@@ -4,7 +4,7 @@ Each group has its own blocks, slots and queue, and a step runs all of them toge
 group that it was dealt to, the one with the fewest tokens still to compute.
 """
 
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Items
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan
@@ -81,7 +81,7 @@ class GroupScheduler:
             return None
         return GroupPlan([plan or StepPlan() for plan in plans])
 
-    def postprocess(self, plan: GroupPlan, tokens: Row[int]) -> list[tuple[int, Sequence]]:
+    def postprocess(self, plan: GroupPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
         """See `Scheduler.postprocess`; rows are those of the whole plan."""
         taken, first = [], 0
         for group, part in zip(self.groups, plan.groups, strict=True):

@@ -11,7 +11,7 @@ sampled but not read is `pending`, and its sequence goes on with the value that 
 
 import heapq
 from bisect import insort
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks
@@ -141,7 +141,7 @@ class Scheduler:
         self._unreported = plan.preempted
         return None
 
-    def postprocess(self, plan: StepPlan, tokens: Row[int]) -> list[tuple[int, Sequence]]:
+    def postprocess(self, plan: StepPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
 
         Sequences that reach `max_length` or a stop token end, with that as `finish_reason`, and give up what
