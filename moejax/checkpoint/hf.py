@@ -36,7 +36,7 @@ from moejax.core.files import atomic_write_text
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf, config_to_hf
 from moejax.moe.replicas import held_experts
-from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, assign, specs
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params, specs
 from moejax.nn.quantized import replace_weights
 from moejax.quantization.checkpoints.convention import Convention
 

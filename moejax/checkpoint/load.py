@@ -18,7 +18,7 @@ from moejax.checkpoint.plan import Faults, LoadPlan, Source
 from moejax.checkpoint.tensors import TensorFiles
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, assign, slots_of
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params, slots_of
 
 Spans = tuple[tuple[int, int], ...]
 

@@ -22,7 +22,7 @@ from moejax.checkpoint.plan import Faults, canonical_key
 from moejax.checkpoint.tensors import STORED_DTYPES, TensorFiles
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ExpertOf, OnValue, ParamSpec, iter_params, assign
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params
 from moejax.nn.quantized import PARTS, QuantizedWeight, quantized_weights
 from moejax.quantization.checkpoints.convention import Convention, Role
 from moejax.quantization.checkpoints.dequantize import dequantized

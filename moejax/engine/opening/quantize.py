@@ -1,4 +1,4 @@
-"""Plans what `quant=` does while a model opens, and settles what products with quantized weights run on.
+"""Plans what `quant=` does while a model opens, and chooses what products with quantized weights run on.
 
 Without calibration each weight is rounded as it arrives (`moejax.ptq.on_load`); methods that calibrate
 need the whole model in floating point, on one device (`moejax.ptq`).
@@ -6,14 +6,11 @@ need the whole model in floating point, on one device (`moejax.ptq`).
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from flax import nnx
 
 from moejax.checkpoint.hf import read_json
 from moejax.core.config import ModelConfig, MoeConfig
@@ -24,7 +21,6 @@ from moejax.core.resolve import Resolution
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, specs
-from moejax.nn.quantized import quantized_weights
 from moejax.ops.dispatch import choose_quantized, compute_capability
 from moejax.ptq.text import calibration_tokens
 from moejax.quantization.arithmetic import why_no_kernel
@@ -76,9 +72,12 @@ def plan_quantization(
             tokenizer, with too short a text, or on more than one device.
     """
     declared = specs(Decoder(config, moe=moe))
-    plan = QuantizationPlan(plan_weights(quant, declared, axes))
-    asked = [Asked(name, c.format, local_inputs(declared[name], axes)) for name, c in plan.weights.items()]
-    choose_implementation(quant, platform, asked, experts)
+    plan = QuantizationPlan({})
+    if quant.method != "none" or quant.rules:
+        shapes = {name: spec.canonical_shape for name, spec in declared.items()}
+        plan = QuantizationPlan(resolve_rules(quant, shapes))
+    planned = [(name, declared[name], chosen.format) for name, chosen in plan.weights.items()]
+    choose_implementation(quant, planned, axes, platform, experts)
     if not plan.weights:
         return plan
     stored = read_json(directory / "config.json") if directory else {}
@@ -103,59 +102,6 @@ def plan_quantization(
         )
     tokens = calibration_tokens(quant.calibration, tokenizer, end=ends[0] if ends else None)
     return dataclasses.replace(plan, tokens=tokens)
-
-
-def settle_products(
-    plan: QuantizationPlan,
-    quant: QuantConfig,
-    stages: Sequence[nnx.Module],
-    axes: Axes,
-    platform: str,
-    experts: str,
-) -> list[Resolution]:
-    """Tells each quantized weight, planned or of a quantized checkpoint, what its products run on.
-
-    Returns:
-        What is quantized and what it runs on; nothing for a model in full precision.
-
-    Raises:
-        ConfigError: see `plan_quantization`.
-    """
-    weights = [item for stage in stages for item in quantized_weights(stage)]
-    for path, weight in weights:
-        check_split(path, weight.stands_for, weight.format, axes)
-    asked = [Asked(path, w.format, local_inputs(w.stands_for, axes)) for path, w in weights]
-    implementation = choose_implementation(quant, platform, asked, experts)
-    if not weights:
-        return []
-    bits = numbers = 0
-    for _, weight in weights:
-        weight.implementation = implementation.value
-        shape = weight.stands_for.canonical_shape
-        bits, numbers = bits + weight.format.bits_held(shape), numbers + math.prod(shape)
-    counts = sorted(Counter(weight.format.name for _, weight in weights).items())
-    each = f"{bits / numbers:.3f} bits a weight over {len(weights)} weights, scales included"
-    source = "asked for" if plan.weights else "the checkpoint's weights are quantized"
-    return [
-        Resolution("quant.method", quant.method, source),
-        Resolution("quant.format", ", ".join(f"{count} × {name}" for name, count in counts), each),
-        implementation,
-    ]
-
-
-def plan_weights(quant: QuantConfig, declared: Mapping[str, ParamSpec], axes: Axes) -> dict[str, Chosen]:
-    """What is quantized, of the whole model's declarations; nothing for a configuration that leaves all.
-
-    Raises:
-        ConfigError: see `resolve_rules`; a device's part of a weight would cut a group or a piece of packed
-            bytes in two.
-    """
-    if quant.method == "none" and not quant.rules:
-        return {}
-    chosen = resolve_rules(quant, {name: spec.canonical_shape for name, spec in declared.items()})
-    for name, choice in chosen.items():
-        check_split(name, declared[name], choice.format, axes)
-    return chosen
 
 
 def check_split(name: str, spec: ParamSpec, fmt: WeightFormat, axes: Axes) -> None:
@@ -189,40 +135,30 @@ def _devices(spec: ParamSpec, axes: Axes) -> tuple[int, int]:
     return into, out
 
 
-def local_inputs(spec: ParamSpec, axes: Axes) -> int:
-    """D of a device's part."""
-    return spec.canonical_shape[-2] // _devices(spec, axes)[0]
-
-
-class Asked(NamedTuple):
-    """A quantized weight for the choice of an implementation.
-
-    Attributes:
-        inputs: D of a device's part.
-    """
-
-    path: str
-    format: WeightFormat
-    inputs: int
-
-
 def choose_implementation(
-    quant: QuantConfig, platform: str, weights: Sequence[Asked], experts: str
+    quant: QuantConfig,
+    weights: Sequence[tuple[str, ParamSpec, WeightFormat]],
+    axes: Axes,
+    platform: str,
+    experts: str,
 ) -> Resolution:
-    """Chooses what runs the products with quantized weights.
+    """Chooses what runs the products with quantized weights, given as (path, declaration, format).
 
     Args:
         experts: what the expert products run on, or how they are executed where it is not grouped.
 
     Raises:
-        ConfigError: the kernels were asked for and cannot run; the weight is named, and why.
+        ConfigError: a device's part of a weight would cut a group or a piece of packed bytes in two; kernels
+            that were asked for cannot run (the weight is named, and why).
     """
+    for path, spec, fmt in weights:
+        check_split(path, spec, fmt, axes)
     unsupported = None
-    for path, fmt, inputs in weights:
-        why = why_no_kernel(fmt, inputs)
+    for path, spec, fmt in weights:
+        why = why_no_kernel(fmt, spec.canonical_shape[-2] // _devices(spec, axes)[0])
         if why is not None:
             unsupported = f"{weight_name(path)}: {why}"
             break
-    if unsupported is None and experts != "pallas_triton" and any(".experts." in w.path for w in weights):
+    if unsupported is None and experts != "pallas_triton" and any(".experts." in w[0] for w in weights):
         unsupported = f"the expert products run on {experts}"
     return choose_quantized(quant.implementation, platform, compute_capability(platform), unsupported)

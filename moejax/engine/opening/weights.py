@@ -1,7 +1,9 @@
 """Reads a resolved model's weights, or draws them, onto its devices, and quantizes them on the way."""
 
 import logging
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -10,13 +12,14 @@ from flax import nnx
 from moejax.checkpoint.hf import load_pretrained
 from moejax.core.config import ModelConfig
 from moejax.core.resolve import Resolution
-from moejax.engine.opening.quantize import settle_products
+from moejax.engine.opening.quantize import choose_implementation
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.pipeline.stage import StageFunctions
 from moejax.engine.step.program import PagedFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
 from moejax.nn.param import OnValue, ParamSpec, initialize, specs
+from moejax.nn.quantized import quantized_weights
 from moejax.ptq.apply import Progress, quantize_model
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
 from moejax.ptq.report import QuantReport
@@ -69,9 +72,7 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None) -> Weigh
         rounding.put(stages)
         done = rounding.report()
         report = quant_report(stages, resolved.quant, [done], done.seconds)
-    resolutions = settle_products(
-        plan, resolved.quant, stages, resolved.places[0].axes, resolved.platform, resolved.experts
-    )
+    resolutions = _settle_products(resolved, stages)
     whole = len(stages) == 1
     functions = [PagedFunctions(stage) if whole else StageFunctions(stage) for stage in stages]
     return Weights(stages, functions, report, resolutions)
@@ -122,6 +123,33 @@ def load_stage(resolved: ResolvedEngine, place: SingleDevice, layers: range, sto
         )
     put_tables(model, place)
     return model
+
+
+def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> list[Resolution]:
+    """Tells each quantized weight, planned or of a quantized checkpoint, what its products run on.
+
+    Returns:
+        What is quantized and what it runs on; nothing for a model in full precision.
+    """
+    quant, axes = resolved.quant, resolved.places[0].axes
+    weights = [item for stage in stages for item in quantized_weights(stage)]
+    formats = [(path, weight.stands_for, weight.format) for path, weight in weights]
+    implementation = choose_implementation(quant, formats, axes, resolved.platform, resolved.experts)
+    if not weights:
+        return []
+    bits = numbers = 0
+    for _, weight in weights:
+        weight.implementation = implementation.value
+        shape = weight.stands_for.canonical_shape
+        bits, numbers = bits + weight.format.bits_held(shape), numbers + math.prod(shape)
+    counts = sorted(Counter(fmt.name for _, _, fmt in formats).items())
+    each = f"{bits / numbers:.3f} bits a weight over {len(weights)} weights, scales included"
+    source = "asked for" if resolved.quantization.weights else "the checkpoint's weights are quantized"
+    return [
+        Resolution("quant.method", quant.method, source),
+        Resolution("quant.format", ", ".join(f"{count} × {name}" for name, count in counts), each),
+        implementation,
+    ]
 
 
 def put_tables(model: nnx.Module, place: SingleDevice) -> None:

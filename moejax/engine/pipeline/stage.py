@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.engine.step.batch import layout, unpack
+from moejax.engine.step.batch import unpack
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.functions import ModelFunctions, routing_counts
@@ -182,17 +182,14 @@ class Stage(DeviceRunner):
             return self.place.compiled(step, shapes(), donate=1, output=True, by_group=by_group)
 
         def shapes() -> tuple[Any, ...]:
-            slots, model = self.limits.slots + 1, self.functions.config
-            struct = self.place.struct
-            pages = self.pool.shapes(self.limits.segment_ends.index(key.blocks) + 1)
-            last = struct((slots,), jnp.int32)
-            state: Any = DeviceState(pages, cast(Any, None), None)
-            if self.functions.is_last:
-                seen = struct((slots, model.vocab_size), jnp.bool_) if key.mode.penalty else None
-                state = DeviceState(pages, last, cast(Any, seen))
-            x = struct((key.rows + key.tokens, model.hidden_size), jnp.dtype(model.dtype))
-            buffer = struct((layout(key, self.limits)[1],), jnp.int32)
-            return self._leaves(), state, buffer, last if self.functions.is_first else x
+            leaves, state, buffer = self._shapes(key)
+            model, given = self.functions.config, state.last
+            if not self.functions.is_first:
+                size = (key.rows + key.tokens, model.hidden_size)
+                given = self.place.struct(size, jnp.dtype(model.dtype))
+            if not self.functions.is_last:
+                state = DeviceState(state.pages, cast(Any, None), None)
+            return leaves, state, buffer, given
 
         return self.ledger.get("step", key, build, shapes)
 

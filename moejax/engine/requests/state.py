@@ -71,17 +71,14 @@ class RequestState:
             self.output.finished = True
             self.on_close()
 
-    def abort(self) -> None:
+    def abort(self, reason: FinishReason = "abort") -> None:
         """Ends every sample with what it has."""
         for builder in self.builders:
             if not builder.finished:
-                builder.abort()
+                builder.abort(reason)
         self.close()
 
     def fail(self, reason: str) -> None:
-        """Ends every sample for a failed step."""
+        """Ends every sample, and the request with an error."""
         self.output.error = reason
-        for builder in self.builders:
-            if not builder.finished:
-                builder.abort("error")
-        self.close()
+        self.abort("error")

@@ -6,7 +6,6 @@ chunks      c0 f f  c1  c2 f …   a row for each chunk's sequence, then one for
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from moejax.engine.scheduling.sequence import Sequence
 
@@ -78,27 +77,6 @@ class StepPlan:
         return [self]
 
 
-class Plan(Protocol):
-    """What the loop and runners read of a step's plan, `StepPlan` or `GroupPlan`."""
-
-    @property
-    def groups(self) -> list[StepPlan]: ...
-    @property
-    def decodes(self) -> list[Sequence]: ...
-    @property
-    def chunks(self) -> list[Chunk]: ...
-    @property
-    def sequences(self) -> list[Sequence]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def chunk_tokens(self) -> int: ...
-    @property
-    def preempted(self) -> int: ...
-    @property
-    def idle(self) -> int: ...
-
-
 class GroupPlan:
     """One step of several data-parallel groups, each with its own plan, empty where it has nothing to do.
 
@@ -135,3 +113,7 @@ class GroupPlan:
     @property
     def idle(self) -> int:
         return sum(plan.idle for plan in self.groups)
+
+
+Plan = StepPlan | GroupPlan
+"""What the loop and runners read."""

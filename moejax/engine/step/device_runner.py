@@ -134,21 +134,18 @@ class DeviceRunner(BucketRunner):
                 limits, place = self.limits, self.place
                 return self.functions.step(leaves, state, buffer, key=key, limits=limits, place=place)
 
-            return self.place.compiled(step, shapes(), donate=1, output=True)
+            return self.place.compiled(step, self._shapes(key), donate=1, output=True)
 
-        def shapes() -> tuple[Any, ...]:
-            slots, vocab = self.limits.slots + 1, self.functions.config.vocab_size
-            struct = self.place.struct
-            seen = struct((slots, vocab), jnp.bool_) if key.mode.penalty else None
-            state: Any = DeviceState(
-                self.pool.shapes(self.limits.segment_ends.index(key.blocks) + 1),
-                struct((slots,), jnp.int32),
-                cast(Any, seen),
-            )
-            buffer = struct((layout(key, self.limits)[1],), jnp.int32)
-            return self._leaves(), state, buffer
+        return self.ledger.get("step", key, build, lambda: self._shapes(key))
 
-        return self.ledger.get("step", key, build, shapes)
+    def _shapes(self, key: StepKey) -> tuple[Any, DeviceState, Any]:
+        """Returns the shapes of a step's weights, state and buffer."""
+        slots, struct = self.limits.slots + 1, self.place.struct
+        pages = self.pool.shapes(self.limits.segment_ends.index(key.blocks) + 1)
+        vocab_size = self.functions.config.vocab_size
+        seen = struct((slots, vocab_size), jnp.bool_) if key.mode.penalty else None
+        state = DeviceState(cast(Any, pages), struct((slots,), jnp.int32), seen)
+        return self._leaves(), state, struct((layout(key, self.limits)[1],), jnp.int32)
 
     def _leaves(self) -> Any:
         """The weights' shapes, on a mesh with where they are."""
