@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from moejax.bench.kernels.static import compare_with_baseline
-from moejax.engine.opening.setup import cache_root
+from moejax.core.files import cache_root
 from pallas_kernels.models import MIXTRAL
 from pallas_kernels.ragged_paged_attention import specs as attention
 from pallas_kernels.registry import OPS, load_op
