@@ -198,7 +198,7 @@ class EngineConfig(Checked, section="engine"):
         batching: "continuous", or "static" as its baseline (padded, waits for the whole batch).
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens that one step computes; longer prompts are cut into chunks.
-        policy: who is admitted first and preempted last, see `moejax.engine.scheduling.policy`.
+        policy: who is admitted first and preempted last, see `moejax.engine.scheduling.scheduler`.
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.

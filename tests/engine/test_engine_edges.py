@@ -12,8 +12,8 @@ from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence
-from moejax.ops.kv_segments import Segment
-from moejax.ops.paged_attention import DecodePlan, decode_attention
+from moejax.ops.kv_segments import DecodePlan, Segment
+from moejax.ops.paged_attention import decode_attention
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import FullForward
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.ops.kv_segments import Segment, Segments
-from moejax.ops.paged_attention import AttentionPlan, ChunkPlan, DecodePlan, tile_rows
+from moejax.ops.kv_segments import ChunkPlan, DecodePlan, Segment, Segments
+from moejax.ops.paged_attention import AttentionPlan, tile_rows
 from moejax.quantization.kv import dequantize_kv, quantize_kv, to_bits
 
 # What a place of the cache holds that nobody has written: finite, and ruinous if it is ever attended to.
