@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import numpy as np
 
 from moejax.bench.trace import TraceRow, load_trace
-from moejax.bench.workload import check_not_negative, load_prompts, prompt_ids, request_sampling
-from moejax.core.config import Batching, check_choice, check_number, check_positive
+from moejax.bench.workload import load_prompts, prompt_ids, request_sampling
+from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, PositiveNumber
+from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
 from moejax.core.files import canonical_json
 from moejax.engine.requests.api import SamplingParams
@@ -30,7 +31,7 @@ _ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS = range(4)
 
 
 @dataclass(frozen=True)
-class Lengths:
+class Lengths(Checked):
     """A distribution of lengths in tokens, whole numbers within [low, high].
 
     Attributes:
@@ -39,16 +40,14 @@ class Lengths:
         mean, std: of the lengths themselves (a lognormal's too), before clipping; not for `uniform`.
     """
 
-    low: int
-    high: int
+    low: PositiveInt
+    high: PositiveInt
     kind: LengthKind = "uniform"
-    mean: float | None = None
-    std: float | None = None
+    mean: PositiveNumber | None = None
+    std: PositiveNumber | None = None
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, get_args(LengthKind))
-        check_positive("low", self.low)
-        check_positive("high", self.high)
+        super().__post_init__()
         if self.low > self.high:
             raise ConfigError(f"low {self.low} exceeds high {self.high}")
         given = {name: getattr(self, name) for name in ("mean", "std") if getattr(self, name) is not None}
@@ -61,7 +60,6 @@ class Lengths:
         for name in ("mean", "std"):
             if name not in given:
                 raise ConfigError(f"kind={self.kind} needs {name}, in tokens")
-            check_number(name, given[name])
         if not self.low <= given["mean"] <= self.high:
             raise ConfigError(f"mean {given['mean']} is outside [low, high] = [{self.low}, {self.high}]")
 
@@ -78,8 +76,14 @@ class Lengths:
         return np.clip(np.rint(values), self.low, self.high).astype(int).tolist()
 
 
+LengthOrDistribution = Annotated[
+    PositiveInt | Lengths,
+    Must(lambda _: True, "an integer of at least 1 or a distribution ({key}.low, .high, .kind, .mean, .std)"),
+]
+
+
 @dataclass(frozen=True)
-class ThroughputWorkload:
+class ThroughputWorkload(Checked, section="workload"):
     """Requests that arrive whether or not the engine keeps up (an open loop).
 
     Attributes:
@@ -102,46 +106,31 @@ class ThroughputWorkload:
         slo: objectives for goodput.
     """
 
-    num_requests: int | None = 64
-    request_rate: float = math.inf
-    burstiness: float = 1.0
+    num_requests: PositiveInt | None = 64
+    request_rate: Annotated[float, Must(lambda x: x > 0, "requests per second above 0, or inf")] = math.inf
+    burstiness: PositiveNumber = 1.0
     trace_file: str | None = None
-    trace_speedup: float = 1.0
-    prompt_len: int | Lengths = field(default_factory=lambda: Lengths(16, 64))
-    output_len: int | Lengths = field(default_factory=lambda: Lengths(8, 128))
+    trace_speedup: PositiveNumber = 1.0
+    prompt_len: LengthOrDistribution = field(default_factory=lambda: Lengths(16, 64))
+    output_len: LengthOrDistribution = field(default_factory=lambda: Lengths(8, 128))
     prompts_file: str | None = None
-    iterations: int = 1
-    warmup: int = 1
+    iterations: PositiveInt = 1
+    warmup: NonNegativeInt = 1
     compare: tuple[Batching, ...] = ()
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     ignore_eos: bool = True
-    seed: int = 0
+    seed: NonNegativeInt = 0
     slo: Slo = field(default_factory=Slo)
 
     def __post_init__(self) -> None:
-        if self.num_requests is not None:
-            check_positive("workload.num_requests", self.num_requests)
-        elif self.trace_file is None:
+        super().__post_init__()
+        if self.num_requests is None and self.trace_file is None:
             raise ConfigError(
                 "workload.num_requests=null takes all rows of a trace: add workload.trace_file=FILE"
             )
-        if self.request_rate != math.inf:
-            _check_rate(self.request_rate)
-        check_number("workload.burstiness", self.burstiness)
-        check_number("workload.trace_speedup", self.trace_speedup)
-        for name in ("prompt_len", "output_len"):
-            _check_length(f"workload.{name}", getattr(self, name))
-        check_positive("workload.iterations", self.iterations)
-        for name in ("warmup", "seed"):
-            check_not_negative(f"workload.{name}", getattr(self, name))
-        if isinstance(self.compare, str):
-            raise ConfigError(f"workload.compare must be a list: workload.compare=[{self.compare}]")
-        object.__setattr__(self, "compare", tuple(self.compare))
-        for mode in self.compare:
-            check_choice("workload.compare", mode, get_args(Batching))
         self._check_sources()
         self.sampling(1)  # raises RequestError for a wrong sampling field
 
@@ -264,19 +253,3 @@ def _draw(lengths: int | Lengths, seed: int, stream: int, count: int) -> list[in
     if isinstance(lengths, int):
         return [lengths] * count
     return lengths.draw(np.random.default_rng([seed, stream]), count)
-
-
-def _check_rate(value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not value > 0:  # type: ignore[operator]
-        raise ConfigError(f"workload.request_rate must be requests per second above 0, or inf, got {value!r}")
-
-
-def _check_length(key: str, value: object) -> None:
-    if isinstance(value, Lengths):
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(
-            f"{key} must be an integer of at least 1 or a distribution"
-            f" ({key}.low, .high, .kind, .mean, .std), got {value!r}"
-        )

@@ -10,17 +10,21 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
-from moejax.core.config import check_choice, check_positive
+from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import SamplingParams
 from moejax.results.metrics import Slo
 
 Pairing = Literal["product", "zip"]
 Prompt = str | list[int]
+Sizes = Annotated[
+    PositiveInt | list[PositiveInt],
+    Must(lambda sizes: sizes != [], "an integer of at least 1 or a list of such"),
+]
 
 _LENGTHS = ("batch_size", "prompt_len", "output_len")
 
@@ -60,7 +64,7 @@ def request_sampling(fields: SamplingFields, output_len: int, index: int = 0) ->
 
 
 @dataclass(frozen=True)
-class WorkloadConfig:
+class WorkloadConfig(Checked, section="workload"):
     """A fixed-batch workload.
 
     Attributes:
@@ -75,28 +79,23 @@ class WorkloadConfig:
         slo: objectives for goodput.
     """
 
-    batch_size: int | list[int] = 1
-    prompt_len: int | list[int] = 64
-    output_len: int | list[int] = 32
+    batch_size: Sizes = 1
+    prompt_len: Sizes = 64
+    output_len: Sizes = 32
     pairing: Pairing = "product"
-    iterations: int = 3
-    warmup: int = 1
+    iterations: PositiveInt = 3
+    warmup: NonNegativeInt = 1
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     ignore_eos: bool = True
-    seed: int = 0
+    seed: NonNegativeInt = 0
     prompts_file: str | None = None
     slo: Slo = field(default_factory=Slo)
 
     def __post_init__(self) -> None:
-        for name in _LENGTHS:
-            _check_lengths(f"workload.{name}", getattr(self, name))
-        check_choice("workload.pairing", self.pairing, get_args(Pairing))
-        check_positive("workload.iterations", self.iterations)
-        for name in ("warmup", "seed"):
-            check_not_negative(f"workload.{name}", getattr(self, name))
+        super().__post_init__()
         if self.pairing == "zip":
             _zipped_length(self)
         if self.prompts_file is not None and not Path(self.prompts_file).is_file():
@@ -230,18 +229,6 @@ def workload_hash(config: WorkloadConfig) -> str:
 
 def _as_list(value: int | list[int]) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
-
-
-def _check_lengths(key: str, value: object) -> None:
-    items = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not items or not all(isinstance(i, int) and not isinstance(i, bool) and i > 0 for i in items):
-        raise ConfigError(f"{key} must be an integer of at least 1 or a list of such, got {value!r}")
-
-
-def check_not_negative(key: str, value: object) -> None:
-    """Raises `ConfigError` unless `value` is an integer of at least 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{key} must be an integer of at least 0, got {value!r}")
 
 
 def _zipped_length(config: WorkloadConfig) -> int:

@@ -25,10 +25,18 @@ from moejax.core.errors import ConfigError, MoejaxError, unknown
 
 
 class Must(NamedTuple):
-    """A condition on a value beyond its type, as metadata in `Annotated`: in code and in words."""
+    """A condition on a value beyond its type, as metadata in `Annotated`: in code and in words.
+
+    `{key}` in the words stands for the field's key.
+    """
 
     test: Callable[[Any], bool]
     words: str
+
+
+def at_least(least: int, why: str = "") -> Must:
+    """Returns the condition on an integer, with the reason in brackets where one is given."""
+    return Must(lambda n: n >= least, f"an integer of at least {least}" + (f" ({why})" if why else ""))
 
 
 class Among(NamedTuple):
@@ -38,12 +46,13 @@ class Among(NamedTuple):
     word: str = "value"
 
 
-PositiveInt = Annotated[int, Must(lambda n: n >= 1, "an integer of at least 1")]
-NonNegativeInt = Annotated[int, Must(lambda n: n >= 0, "an integer of at least 0")]
+PositiveInt = Annotated[int, at_least(1)]
+NonNegativeInt = Annotated[int, at_least(0)]
 Seed = Annotated[int, Must(lambda n: 0 <= n < 2**32, f"an integer between 0 and {2**32 - 1}")]
 PositiveNumber = Annotated[float, Must(lambda x: 0 < x < math.inf, "a positive number")]
 NonNegativeNumber = Annotated[float, Must(lambda x: 0 <= x < math.inf, "a number of at least 0")]
 Share = Annotated[float, Must(lambda x: 0 <= x <= 1, "a number in [0, 1]")]
+OpenShare = Annotated[float, Must(lambda x: 0 < x < 1, "a number above 0 and below 1")]
 Name = Annotated[str, Must(lambda text: bool(text.strip()), "a string that is not empty")]
 
 
@@ -156,7 +165,7 @@ def _one_of(
             else:
                 if test is None or test(stored):
                     return stored
-        raise _Misfit(key, f" must be {words}, got {value!r}")
+        raise _Misfit(key, f" must be {words.replace('{key}', key)}, got {value!r}")
 
     return _Rule(words, take)
 

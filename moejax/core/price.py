@@ -2,10 +2,19 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
+from moejax.core.checked import Must, check
 from moejax.core.errors import ConfigError
 
-_MOST_PER_HOUR = 1e6
+_PerHour = Annotated[
+    float,
+    Must(
+        lambda price: 0 < price <= 1e6,
+        "a device's price for an hour, above 0 and at most 1,000,000 (null asks for no cost)",
+    ),
+]
+_Currency = Annotated[str, Must(lambda word: word.strip() and len(word) <= 8, "a short word such as USD")]
 
 
 @dataclass(frozen=True)
@@ -16,15 +25,8 @@ class Price:
     currency: str = "USD"
 
     def __post_init__(self) -> None:
-        value = self.per_hour
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not 0 < value <= _MOST_PER_HOUR:
-            raise ConfigError(
-                f"hardware.price_per_hour must be a device's price for an hour, above 0 and at most"
-                f" {_MOST_PER_HOUR:,.0f}, got {value!r}; null asks for no cost"
-            )
-        if not isinstance(self.currency, str) or not self.currency.strip() or len(self.currency) > 8:
-            raise ConfigError(f"hardware.currency must be a short word such as USD, got {self.currency!r}")
+        check("hardware.price_per_hour", self.per_hour, _PerHour)
+        check("hardware.currency", self.currency, _Currency)
 
     def per_million(self, devices: int, tokens_per_s: float | None) -> float:
         """The cost of a million tokens that `devices` devices together make at `tokens_per_s`.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, Share
+from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, Share, at_least
 
 Method = Literal["none", "rtn", "gptq", "awq", "smoothquant"]
 Clip = Literal["minmax", "percentile", "entropy", "mse"]
@@ -44,7 +44,7 @@ class CalibrationConfig(Checked, section="quant.calibration"):
 
     text: str = "auto"
     num_samples: PositiveInt = 128
-    seq_len: Annotated[int, Must(lambda n: n >= 2, "an integer of at least 2")] = 256
+    seq_len: Annotated[int, at_least(2)] = 256
     batch_size: PositiveInt = 16
     min_tokens: NonNegativeInt = 64
     fallback: Fallback = "shared"

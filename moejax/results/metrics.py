@@ -8,11 +8,11 @@ It knows nothing of engines, files or JAX.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from moejax.core.config import check_positive
+from moejax.core.checked import Checked, Must, PositiveInt, check
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOutput
 
@@ -70,21 +70,21 @@ class RequestRecord:
         return self.finish_reason not in _BROKEN_OFF and self.output_len > 0
 
 
+Milliseconds = Annotated[
+    float, Must(lambda ms: 0 < ms < math.inf, "a positive number of milliseconds, or null to ask nothing")
+]
+
+
 @dataclass(frozen=True)
-class Slo:
+class Slo(Checked, section="slo"):
     """Service-level objectives in milliseconds; None asks nothing. Goodput counts the requests within all."""
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2el_ms: float | None = None
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    e2el_ms: Milliseconds | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft_ms", "tpot_ms", "e2el_ms"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
-                raise ConfigError(
-                    f"slo.{name} must be a positive number of milliseconds, got {value!r}; null asks nothing"
-                )
+        super().__post_init__()
         if self.ttft_ms is not None and self.e2el_ms is not None and self.ttft_ms > self.e2el_ms:
             raise ConfigError(
                 f"slo.ttft_ms={self.ttft_ms:g} allows the first token later than slo.e2el_ms={self.e2el_ms:g}"
@@ -197,7 +197,7 @@ def case_row(
         ConfigError: one of the three is missing or is not a positive integer.
     """
     for name in ("batch_size", "prompt_len", "output_len"):
-        check_positive(f"workload.{name}", fields.get(name))
+        check(f"workload.{name}", fields.get(name), PositiveInt)
     return {**fields, **compute_metrics(records, duration_s, slo)}
 
 

@@ -9,18 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from moejax.core.config import check_choice
-from moejax.core.errors import ConfigError
+from moejax.core.checked import Among, Checked, Name, PositiveNumber
 
 logger = logging.getLogger(__name__)
 
 Scalar = float | int | bool | str | None
 
+# kind → "module:factory"; the module is imported only when its kind is chosen.
+_TRACKERS: dict[str, str | None] = {
+    "none": None,
+    "wandb_offline": "moejax.tracking.wandb:WandbTracker",
+    "wandb": "moejax.tracking.wandb:WandbTracker",
+}
+
 
 @dataclass(frozen=True)
-class TrackerConfig:
+class TrackerConfig(Checked, section="tracker"):
     """Which tracker runs beside the JSONL file, and where.
 
     Attributes:
@@ -32,26 +38,15 @@ class TrackerConfig:
         finish_timeout_s: most seconds that uploading what is left may take at the end.
     """
 
-    kind: str = "wandb_offline"
-    project: str = "moejax"
+    kind: Annotated[str, Among(_TRACKERS)] = "wandb_offline"
+    project: Name = "moejax"
     entity: str | None = None
     group: str | None = None
     job_type: str | None = None
     tags: tuple[str, ...] = ()
     dir: str | None = None
-    timeout_s: float = 30.0
-    finish_timeout_s: float = 120.0
-
-    def __post_init__(self) -> None:
-        check_choice("tracker.kind", self.kind, tuple(sorted(_TRACKERS)))
-        if isinstance(self.tags, str):
-            raise ConfigError(f"tracker.tags must be a list of words, got {self.tags!r}")
-        object.__setattr__(self, "tags", tuple(self.tags))
-        for name in ("timeout_s", "finish_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"tracker.{name} must be a positive number, got {getattr(self, name)!r}")
-        if not self.project:
-            raise ConfigError("tracker.project must not be empty")
+    timeout_s: PositiveNumber = 30.0
+    finish_timeout_s: PositiveNumber = 120.0
 
 
 @dataclass(frozen=True)
@@ -156,14 +151,6 @@ class CompositeTracker:
             self.finish(1)
         except Exception as failure:  # must not hide what went wrong first
             logger.error("tracker: %s", failure)
-
-
-# kind → "module:factory"; the module is imported only when its kind is chosen.
-_TRACKERS: dict[str, str | None] = {
-    "none": None,
-    "wandb_offline": "moejax.tracking.wandb:WandbTracker",
-    "wandb": "moejax.tracking.wandb:WandbTracker",
-}
 
 
 def make_tracker(config: TrackerConfig, info: RunInfo) -> CompositeTracker:

@@ -4,16 +4,23 @@ form of it; here is no wandb, and every name is one that `publish` gives (a test
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from moejax.core.config import check_number
-from moejax.core.errors import ConfigError
+from moejax.core.checked import Checked, Must, Name, PositiveNumber
 
 Kind = Literal["scatter", "bar", "line", "cdf", "image", "table", "run_comparer", "importance", "parallel"]
 
+WandbName = Annotated[
+    str,
+    Must(
+        lambda name: name.strip() and not set(name) & set("/\\#?%:"),
+        "a name that is not empty and without / \\ # ? % :",
+    ),
+]
+
 
 @dataclass(frozen=True)
-class DashboardConfig:
+class DashboardConfig(Checked, section="dashboard"):
     """`experiments.dashboard`: which workspace is written, and where.
 
     Attributes:
@@ -25,27 +32,13 @@ class DashboardConfig:
         timeout_s: most seconds until the server has answered.
     """
 
-    project: str = "moejax"
-    entity: str | None = None
-    name: str = "moejax"
-    group: str | None = None
+    project: WandbName = "moejax"
+    entity: WandbName | None = None
+    name: Name = "moejax"
+    group: Name | None = None
     dry_run: bool = False
-    out: str | None = None
-    timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for key in ("project", "name"):
-            value = getattr(self, key)
-            if not isinstance(value, str) or not value.strip():
-                raise ConfigError(f"dashboard.{key} must not be empty, got {value!r}")
-        for key in ("entity", "group", "out"):
-            if getattr(self, key) == "":
-                raise ConfigError(f"dashboard.{key} must be a word or null, got ''")
-        for key in ("project", "entity"):
-            value = getattr(self, key)
-            if value and set(value) & set("/\\#?%:"):
-                raise ConfigError(f"dashboard.{key} must be a name without / \\ # ? % :, got {value!r}")
-        check_number("dashboard.timeout_s", self.timeout_s)
+    out: Name | None = None
+    timeout_s: PositiveNumber = 30.0
 
 
 @dataclass(frozen=True)

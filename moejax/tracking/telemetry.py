@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from moejax.core.errors import ConfigError
+from moejax.core.checked import Checked, Must, at_least
 from moejax.tracking.probes import GpuProbe, HostProbe, Probe, RaplProbe, Reading, Sample, open_gpus
 from moejax.tracking.telemetry_totals import (
     Point,
@@ -39,7 +39,7 @@ _JOIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class TelemetryConfig:
+class TelemetryConfig(Checked, section="telemetry"):
     """Sampling of memory, CPU, power and energy while something is measured.
 
     Attributes:
@@ -49,18 +49,15 @@ class TelemetryConfig:
     """
 
     enabled: bool = True
-    interval_s: float = 0.5
-    max_points: int = 240
-
-    def __post_init__(self) -> None:
-        interval = self.interval_s
-        if isinstance(interval, bool) or not _LEAST_INTERVAL_S <= interval <= _MOST_INTERVAL_S:
-            raise ConfigError(
-                f"telemetry.interval_s must be {_LEAST_INTERVAL_S:g} to {_MOST_INTERVAL_S:g} seconds,"
-                f" got {interval!r}; telemetry.enabled=false switches sampling off"
-            )
-        if isinstance(self.max_points, bool) or self.max_points < 2:
-            raise ConfigError(f"telemetry.max_points must be at least 2, got {self.max_points!r}")
+    interval_s: Annotated[
+        float,
+        Must(
+            lambda seconds: _LEAST_INTERVAL_S <= seconds <= _MOST_INTERVAL_S,
+            f"{_LEAST_INTERVAL_S:g} to {_MOST_INTERVAL_S:g} seconds"
+            " (telemetry.enabled=false switches sampling off)",
+        ),
+    ] = 0.5
+    max_points: Annotated[int, at_least(2)] = 240
 
 
 class Telemetry:

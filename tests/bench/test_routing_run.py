@@ -140,7 +140,7 @@ def test_wrong_sections_are_refused(tmp_path: Path) -> None:
         RoutingSelection(trace=str(tmp_path))
     with pytest.raises(ConfigError, match=r"trace=gone: there is no such file"):
         RoutingSelection(trace=["gone"])
-    with pytest.raises(ConfigError, match=r"trace must be a path or a list"):
+    with pytest.raises(ConfigError, match=r"trace must be a string or a list"):
         RoutingSelection(trace=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"generate\.kind"):
         GenerateSection(kind="zip")

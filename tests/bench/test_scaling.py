@@ -91,7 +91,7 @@ def test_a_layout_too_large_for_the_devices_is_measured_in_a_smaller_form() -> N
 
 
 def test_wrong_sections_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"scaling\.layouts: unknown layout 'tp9'; did you mean 'tp8'"):
+    with pytest.raises(ConfigError, match=r"scaling\.layouts\[0\]: unknown layout 'tp9'; did you mean 'tp8'"):
         ScalingSection(layouts=["tp9"])
     with pytest.raises(ConfigError, match=r"scaling\.layouts is empty"):
         ScalingSection(layouts=[])

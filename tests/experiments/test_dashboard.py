@@ -16,7 +16,7 @@ from experiments.launch.app import launch
         (["dashboard.project="], "dashboard.project must not be empty"),
         (["dashboard.timeout_s=-1"], "dashboard.timeout_s"),
         (["dashbord.project=x"], "did you mean 'dashboard"),
-        (["dashboard.entity=a/b"], "dashboard.entity must be a name without"),
+        (["dashboard.entity=a/b"], "dashboard.entity must be a name that is not empty and without"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(

@@ -44,7 +44,7 @@ NAMES = [
     ),
     (["mode=fast"], ["mode: unknown value 'fast'", "known: bench, static, tune"]),
     (["mode=tune", "tune.device=v100"], ["tune.device: unknown value 'v100'", "known: a100, auto, h100"]),
-    (["targets=[sm_70]"], ["targets: unknown value 'sm_70'", "known: sm_80, sm_90"]),
+    (["targets=[sm_70]"], ["targets[0]: unknown value 'sm_70'", "known: sm_80, sm_90"]),
     (["ops=rms_norm"], ["ops must be a list: ops=[rms_norm]"]),
     (["specs=[decode]", "update_baseline=true"], ["update_baseline=true writes whole operations"]),
 ]

@@ -21,7 +21,7 @@ MISTAKES = [
     (["quantization.presets.int8.clip=ms"], ["quantization.presets.int8.clip", "did you mean 'mse'?"]),
     (["quantization.presets.int8.formt=int4"], ["did you mean 'quantization.presets.int8.format'?"]),
     (["quantization.calibration.fallback=none"], ["quantization.calibration.fallback", "all, shared"]),
-    (["quantization.speed.output_len=1"], ["quantization.speed.output_len must be at least 2"]),
+    (["quantization.speed.output_len=1"], ["quantization.speed.output_len must be an integer of at least 2"]),
     (["quant=int8"], ["this experiment has no 'quant' group"]),
     (["+quant@quantization.presets.mine=int5"], ["int5"]),
 ]

@@ -74,7 +74,7 @@ def test_kind_none_writes_jsonl_alone_and_imports_no_wandb(tmp_path):
     ("changes", "message"),
     [
         ({"kind": "wandb_ofline"}, "did you mean 'wandb_offline'"),
-        ({"tags": "tiny"}, "must be a list of words"),
+        ({"tags": 3}, "tracker.tags must be a list, each a string"),
         ({"timeout_s": 0}, "tracker.timeout_s must be a positive number"),
         ({"project": ""}, "tracker.project"),
     ],

@@ -144,10 +144,10 @@ def test_without_the_extra_the_line_says_how_to_get_it(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"project": " "}, r"dashboard\.project must not be empty"),
-        ({"entity": "a/b"}, r"dashboard\.entity must be a name without"),
+        ({"project": " "}, r"dashboard\.project must be a name that is not empty"),
+        ({"entity": "a/b"}, r"dashboard\.entity must be a name .* without"),
         ({"timeout_s": 0}, r"dashboard\.timeout_s"),
-        ({"group": ""}, r"dashboard\.group must be a word or null"),
+        ({"group": ""}, r"dashboard\.group must be a string that is not empty"),
     ],
 )
 def test_wrong_configuration_is_one_clear_line(changes, message) -> None:

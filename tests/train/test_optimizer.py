@@ -51,12 +51,13 @@ def test_matrices_decay_and_norms_do_not(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"warmup_steps": 24}, "warmup_steps must be at least 0 and below steps"),
-        ({"vocab_size": 100}, "vocab_size must be at least 259"),
-        ({"learning_rate": 0.0}, "learning_rate must be positive"),
-        ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
-        ({"token_noise": 1.0}, "token_noise must be in"),
+        ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0"),
+        ({"vocab_size": 100}, "vocab_size must be an integer of at least 259"),
+        ({"learning_rate": 0.0}, "learning_rate must be a positive number"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be a positive number"),
+        ({"token_noise": 1.0}, r"token_noise must be a number in \[0, 1\)"),
         ({"seq_len": 65}, "seq_len 65 exceeds"),
-        ({"held_out_fraction": 0.0}, "held_out_fraction must be between"),
+        ({"held_out_fraction": 0.0}, "held_out_fraction must be a number above 0 and below 1"),
     ],
 )
 def test_wrong_values_are_one_line(tmp_path: Path, changes: dict[str, float], words: str) -> None:

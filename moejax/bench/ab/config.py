@@ -2,8 +2,9 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from moejax.core.config import check_positive
+from moejax.core.checked import Checked, Must, PositiveInt
 from moejax.core.errors import ConfigError, unknown
 from moejax.results.metric_names import RATES, latency_name
 
@@ -12,9 +13,11 @@ BASE = "base"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
+Target = Annotated[float, Must(lambda x: 0 < x < 1, "above 0 and below 1 (0.01: one per cent)")]
+
 
 @dataclass(frozen=True)
-class AbSection:
+class AbSection(Checked, section="ab"):
     """Variants, and how often they are measured.
 
     Attributes:
@@ -31,13 +34,14 @@ class AbSection:
 
     enabled: bool = False
     variants: dict[str, list[str]] = field(default_factory=dict)
-    rounds: int = 20
-    target: float | None = None
-    max_rounds: int = 100
+    rounds: PositiveInt = 20
+    target: Target | None = None
+    max_rounds: PositiveInt = 100
     metrics: list[str] = field(default_factory=list)
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.enabled and not self.variants:
             raise ConfigError(
                 "ab.variants is empty: add 'ab.variants.NAME=[KEY=VALUE]', such as"
@@ -54,12 +58,6 @@ class AbSection:
                 )
         if len(self.variants) == 1 and BASE in self.variants:
             raise ConfigError(f"ab.variants.{BASE}: give a second variant; alone it needs another name")
-        check_positive("ab.rounds", self.rounds)
-        check_positive("ab.max_rounds", self.max_rounds)
-        if self.target is not None and not 0 < self.target < 1:
-            raise ConfigError(
-                f"ab.target must be above 0 and below 1 (0.01: one per cent), got {self.target}"
-            )
         if self.target is not None and self.max_rounds < self.rounds:
             raise ConfigError(f"ab.max_rounds {self.max_rounds} is below ab.rounds {self.rounds}")
         for name in self.metrics:

@@ -1,10 +1,9 @@
 """What `experiments.kernels` can be asked for."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from moejax.core.config import check_choice, check_positive
+from moejax.core.checked import Among, Checked, PositiveInt
 from moejax.core.errors import ConfigError
 from moejax.routing.source import check_trace
 
@@ -13,7 +12,7 @@ TARGETS = ("sm_80", "sm_90")
 
 
 @dataclass(frozen=True)
-class BenchSection:
+class BenchSection(Checked, section="bench"):
     """mode=bench.
 
     Attributes:
@@ -28,16 +27,16 @@ class BenchSection:
         routing_steps: of each phase, from the most even to the most skewed.
     """
 
-    repeats: int = 15
+    repeats: PositiveInt = 15
     baselines: bool = True
     results_dir: str = "results"
     routing: str | None = None
     routing_model: str | None = None
-    routing_steps: int = 3
+    routing_steps: PositiveInt = 3
 
 
 @dataclass(frozen=True)
-class TuneSection:
+class TuneSection(Checked, section="tune"):
     """mode=tune.
 
     Attributes:
@@ -48,12 +47,12 @@ class TuneSection:
     """
 
     device: Literal["auto", "a100", "h100"] = "auto"
-    max_configs: int = 24
+    max_configs: PositiveInt = 24
     data_dir: str | None = None
 
 
 @dataclass(frozen=True)
-class KernelSelection:
+class KernelSelection(Checked):
     """Which kernels, implementations and specs.
 
     Attributes:
@@ -74,8 +73,8 @@ class KernelSelection:
     ops: list[str] = field(default_factory=list)
     implementations: list[str] = field(default_factory=list)
     specs: list[str] = field(default_factory=list)
-    targets: list[str] = field(default_factory=lambda: list(TARGETS))
-    workers: int = 2
+    targets: list[Annotated[str, Among(TARGETS)]] = field(default_factory=lambda: list(TARGETS))
+    workers: PositiveInt = 2
     cache_dir: str | None = None
     baseline_dir: str = "results/static"
     update_baseline: bool = False
@@ -84,18 +83,9 @@ class KernelSelection:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("mode", self.mode, get_args(Mode))
-        for name in ("ops", "implementations", "specs", "targets"):
-            value: Sequence[str] | str = getattr(self, name)
-            object.__setattr__(self, name, [value] if isinstance(value, str) else list(value))
+        super().__post_init__()
         if not self.targets:
             raise ConfigError(f"targets is empty: choose among {', '.join(TARGETS)}")
-        for target in self.targets:
-            check_choice("targets", target, TARGETS)
-        check_positive("workers", self.workers)
-        check_positive("bench.repeats", self.bench.repeats)
-        check_positive("tune.max_configs", self.tune.max_configs)
-        check_positive("bench.routing_steps", self.bench.routing_steps)
         if self.bench.routing is not None:
             if self.mode != "bench":
                 raise ConfigError(f"bench.routing is for mode=bench, and this is mode={self.mode}")

@@ -1,18 +1,24 @@
 """What a profile runs. Host code on plain values."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from moejax.bench.workload import LatencyCase, WorkloadConfig, check_not_negative
-from moejax.core.config import check_positive
-from moejax.core.errors import ConfigError, unknown
+from moejax.bench.workload import LatencyCase, WorkloadConfig
+from moejax.core.checked import Among, Checked, NonNegativeInt, PositiveInt
+from moejax.core.errors import ConfigError
 from moejax.core.hardware import KNOWN
 
 LEAST_STEPS = 4
 """Decode steps that a generation must have: one or two are no profile."""
 
+DataSheet = Annotated[
+    str,
+    Among([k for k, h in KNOWN.items() if h.bandwidth is not None], "device with a data sheet"),
+]
+
 
 @dataclass(frozen=True)
-class ProfileWorkload:
+class ProfileWorkload(Checked, section="workload"):
     """`batch_size` prompts of `prompt_len` tokens, `output_len` tokens generated for each: one step or more
     of prompts, then `output_len - 1` decode steps, as in the latency experiment.
 
@@ -23,18 +29,16 @@ class ProfileWorkload:
         prompts_file: prompts of a file instead, see `WorkloadConfig`.
     """
 
-    batch_size: int = 4
-    prompt_len: int = 64
-    output_len: int = 17
-    iterations: int = 5
-    warmup: int = 2
-    seed: int = 0
+    batch_size: PositiveInt = 4
+    prompt_len: PositiveInt = 64
+    output_len: PositiveInt = 17
+    iterations: PositiveInt = 5
+    warmup: PositiveInt = 2
+    seed: NonNegativeInt = 0
     prompts_file: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "prompt_len", "output_len", "iterations", "warmup"):
-            check_positive(f"workload.{name}", getattr(self, name))
-        check_not_negative("workload.seed", self.seed)
+        super().__post_init__()
         if self.output_len <= LEAST_STEPS:
             raise ConfigError(
                 f"workload.output_len={self.output_len} gives {self.output_len - 1} decode steps, too few for"
@@ -55,7 +59,7 @@ class ProfileWorkload:
 
 
 @dataclass(frozen=True)
-class ProfileSection:
+class ProfileSection(Checked, section="profile"):
     """How the profile is shown.
 
     Attributes:
@@ -63,12 +67,5 @@ class ProfileSection:
         top: instructions kept in `profile.json` for each phase, those that took longest.
     """
 
-    compare: tuple[str, ...] = ("a100_80gb", "h100", "h200")
-    top: int = 60
-
-    def __post_init__(self) -> None:
-        check_positive("profile.top", self.top)
-        for kind in self.compare:
-            if kind not in KNOWN or KNOWN[kind].bandwidth is None:
-                known = [name for name, found in KNOWN.items() if found.bandwidth is not None]
-                raise ConfigError(f"profile.compare: {unknown('device with a data sheet', str(kind), known)}")
+    compare: tuple[DataSheet, ...] = ("a100_80gb", "h100", "h200")
+    top: PositiveInt = 60

@@ -1,16 +1,16 @@
 """What `experiments.quantization` can be asked for."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from moejax.core.config import check_number, check_positive
+from moejax.core.checked import Checked, NonNegativeInt, OpenShare, PositiveInt, at_least
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.quant import CalibrationConfig, QuantConfig
 from moejax.routing.source import check_trace
 
 
 @dataclass(frozen=True)
-class SpeedSection:
+class SpeedSection(Checked, section="quantization.speed"):
     """The decode-speed measurement: one fixed batch, in turns with the full-precision model.
 
     Attributes:
@@ -19,25 +19,14 @@ class SpeedSection:
         iterations: timed repetitions; 0 leaves the measurement out.
     """
 
-    batch_size: int = 8
-    prompt_len: int = 16
-    output_len: int = 16
-    iterations: int = 5
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "prompt_len"):
-            check_positive(f"quantization.speed.{name}", getattr(self, name))
-        if self.output_len < 2:
-            raise ConfigError(
-                f"quantization.speed.output_len must be at least 2 (the first token is no decode step), got"
-                f" {self.output_len}"
-            )
-        if self.iterations < 0:
-            raise ConfigError(f"quantization.speed.iterations must be at least 0, got {self.iterations}")
+    batch_size: PositiveInt = 8
+    prompt_len: PositiveInt = 16
+    output_len: Annotated[int, at_least(2, "the first token is no decode step")] = 16
+    iterations: NonNegativeInt = 5
 
 
 @dataclass(frozen=True)
-class QuantizationSection:
+class QuantizationSection(Checked, section="quantization"):
     """Which methods, measured on which text.
 
     Attributes:
@@ -61,12 +50,12 @@ class QuantizationSection:
     presets: dict[str, QuantConfig] = field(default_factory=dict)
     calibration: CalibrationConfig | None = None
     text: str = "auto"
-    seq_len: int = 256
-    max_windows: int | None = None
-    batch_size: int = 16
-    resamples: int = 2000
-    confidence: float = 0.95
-    popularity_bins: int = 4
+    seq_len: PositiveInt = 256
+    max_windows: Annotated[int, at_least(2)] | None = None
+    batch_size: PositiveInt = 16
+    resamples: Annotated[int, at_least(100)] = 2000
+    confidence: OpenShare = 0.95
+    popularity_bins: PositiveInt = 4
     routing_trace: str | None = None
     speed: SpeedSection = field(default_factory=SpeedSection)
 
@@ -76,8 +65,7 @@ class QuantizationSection:
         return preset if self.calibration is None else replace(preset, calibration=self.calibration)
 
     def __post_init__(self) -> None:
-        value: Sequence[str] | str = self.methods
-        object.__setattr__(self, "methods", [value] if isinstance(value, str) else list(value))
+        super().__post_init__()
         known = sorted(self.presets)
         if not self.methods:
             raise ConfigError(f"quantization.methods is empty: choose among {', '.join(known)}")
@@ -92,14 +80,5 @@ class QuantizationSection:
         if len(set(self.methods)) < len(self.methods):
             twice = next(name for name in self.methods if self.methods.count(name) > 1)
             raise ConfigError(f"quantization.methods: {twice!r} stands there twice")
-        for name in ("seq_len", "batch_size", "popularity_bins"):
-            check_positive(f"quantization.{name}", getattr(self, name))
-        for name, least in (("max_windows", 2), ("resamples", 100)):
-            number = getattr(self, name)
-            if number is not None and number < least:
-                raise ConfigError(f"quantization.{name} must be at least {least}, got {number}")
         if self.routing_trace is not None:
             check_trace("quantization.routing_trace", self.routing_trace)
-        check_number("quantization.confidence", self.confidence)
-        if self.confidence >= 1:
-            raise ConfigError(f"quantization.confidence must be below 1, got {self.confidence}")

@@ -2,15 +2,22 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from moejax.core.config import check_number, check_positive
+from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError
 
 _MOST_REQUESTS = 20_000
 
+Factor = Annotated[float, Must(lambda x: 1 < x < math.inf, "a number above 1, so that the rate rises")]
+Rates = Annotated[
+    list[PositiveNumber],
+    Must(lambda rates: rates and sorted(set(rates)) == rates, "a list of requests per second that rise"),
+]
+
 
 @dataclass(frozen=True)
-class RampConfig:
+class RampConfig(Checked, section="ramp"):
     """Rising request rates; without `start` and `rates` there is no ramp.
 
     Attributes:
@@ -24,36 +31,19 @@ class RampConfig:
         followed: share of the arrivals that must end in the same time for the engine to have followed.
     """
 
-    start: float | None = None
-    factor: float = 2.0
-    max_steps: int = 10
-    rates: list[float] | None = None
-    refine: int = 2
-    duration_s: float = 6.0
-    min_requests: int = 32
-    followed: float = 0.9
+    start: PositiveNumber | None = None
+    factor: Factor = 2.0
+    max_steps: PositiveInt = 10
+    rates: Rates | None = None
+    refine: NonNegativeInt = 2
+    duration_s: PositiveNumber = 6.0
+    min_requests: PositiveInt = 32
+    followed: Annotated[float, Must(lambda x: 0 < x <= 1, "a share in (0, 1]")] = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "min_requests"):
-            check_positive(f"ramp.{name}", getattr(self, name))
-        for name in ("factor", "duration_s", "followed"):
-            check_number(f"ramp.{name}", getattr(self, name))
-        if isinstance(self.refine, bool) or not isinstance(self.refine, int) or self.refine < 0:
-            raise ConfigError(f"ramp.refine must be an integer of at least 0, got {self.refine!r}")
-        if self.factor <= 1:
-            raise ConfigError(f"ramp.factor must be above 1, so that the rate rises; got {self.factor:g}")
-        if not 0 < self.followed <= 1:
-            raise ConfigError(f"ramp.followed is a share in (0, 1], got {self.followed:g}")
+        super().__post_init__()
         if self.start is not None and self.rates is not None:
             raise ConfigError("ramp.start and ramp.rates exclude each other")
-        if self.start is not None:
-            check_number("ramp.start", self.start)
-        if self.rates is not None:
-            rates = list(self.rates)
-            if not rates or any(not isinstance(r, (int, float)) or isinstance(r, bool) for r in rates):
-                raise ConfigError(f"ramp.rates must be a list of requests per second, got {self.rates!r}")
-            if any(not 0 < rate < math.inf for rate in rates) or sorted(set(rates)) != rates:
-                raise ConfigError(f"ramp.rates must be above 0 and rise, got {self.rates!r}")
         try:
             last: float = self.num_requests(self.steps()[-1]) if self.enabled else 0
         except OverflowError:

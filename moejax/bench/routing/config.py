@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from moejax.core.config import check_choice, check_positive
+from moejax.core.checked import Among, Checked, NonNegativeInt, PositiveInt, Seed
 from moejax.core.errors import ConfigError
 from moejax.routing.generate import KINDS, check_params
 from moejax.routing.source import check_trace
@@ -14,7 +14,7 @@ _SHAPE = ("kind", "requests", "prompt_len", "output_len")
 
 
 @dataclass(frozen=True)
-class GenerateSection:
+class GenerateSection(Checked, section="generate"):
     """A trace to be made up; parameters left out have their kind's defaults (`moejax.routing.generate`).
 
     Attributes:
@@ -28,10 +28,10 @@ class GenerateSection:
         groups, group_correlation: groups of experts that go together, and share of draws within one.
     """
 
-    kind: str | None = None
-    requests: int = 8
-    prompt_len: int = 64
-    output_len: int = 64
+    kind: Annotated[str, Among(KINDS)] | None = None
+    requests: PositiveInt = 8
+    prompt_len: PositiveInt = 64
+    output_len: PositiveInt = 64
     exponent: float | None = None
     period: int | None = None
     intensity: float | None = None
@@ -42,10 +42,8 @@ class GenerateSection:
     group_correlation: float | None = None
 
     def __post_init__(self) -> None:
-        for name in _SHAPE[1:]:
-            check_positive(f"generate.{name}", getattr(self, name))
+        super().__post_init__()
         if self.kind is not None:
-            check_choice("generate.kind", self.kind, KINDS)
             check_params(self.kind, self.params)
         elif self.params:
             name = next(iter(self.params))
@@ -59,7 +57,7 @@ class GenerateSection:
 
 
 @dataclass(frozen=True)
-class PlacementSection:
+class PlacementSection(Checked, section="placement"):
     """Devices that the experts are dealt out to, to see how unevenly the traces load them.
 
     Attributes:
@@ -69,21 +67,13 @@ class PlacementSection:
         nodes: machines that the devices are on.
     """
 
-    devices: int | None = None
-    redundant: int | None = None
-    nodes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.devices is not None:
-            check_positive("placement.devices", self.devices)
-        check_positive("placement.nodes", self.nodes)
-        extra = self.redundant
-        if extra is not None and (isinstance(extra, bool) or not isinstance(extra, int) or extra < 0):
-            raise ConfigError(f"placement.redundant must be an integer of at least 0, got {extra!r}")
+    devices: PositiveInt | None = None
+    redundant: NonNegativeInt | None = None
+    nodes: PositiveInt = 1
 
 
 @dataclass(frozen=True)
-class RoutingSelection:
+class RoutingSelection(Checked):
     """Which traces.
 
     Attributes:
@@ -96,22 +86,18 @@ class RoutingSelection:
     trace: str | list[str] = field(default_factory=list)
     generate: GenerateSection = field(default_factory=GenerateSection)
     placement: PlacementSection = field(default_factory=PlacementSection)
-    seed: int = 0
+    seed: Seed = 0
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        value = self.trace
-        paths = [value] if isinstance(value, str) else value
-        if not isinstance(paths, (list, tuple)):
-            raise ConfigError(f"trace must be a path or a list of paths, got {value!r}")
-        object.__setattr__(self, "trace", [check_trace("trace", path) for path in paths])
+        super().__post_init__()
+        paths = [check_trace("trace", path) for path in self.paths]
+        object.__setattr__(self, "trace", paths)
         if not paths and self.generate.kind is None:
             raise ConfigError(
                 "nothing to look at: give trace=PATH (a routing.npz or a run's folder), or make a trace with"
                 f" generate.kind={'|'.join(KINDS)} and model=NAME"
             )
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed must be in [0, 2^32), got {self.seed}")
 
     @property
     def paths(self) -> list[str]:

@@ -1,11 +1,10 @@
 """What `experiments.scaling` can be asked for."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from moejax.core.config import check_choice, check_positive
-from moejax.core.errors import ConfigError, unknown
+from moejax.core.checked import Among, Checked, PositiveInt
+from moejax.core.errors import ConfigError
 from moejax.core.parallel import PRESETS
 from moejax.routing.source import check_trace
 
@@ -13,7 +12,7 @@ Measure = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
-class ScalingSection:
+class ScalingSection(Checked, section="scaling"):
     """Which layouts, and for what load.
 
     Attributes:
@@ -29,26 +28,19 @@ class ScalingSection:
             experts' devices, beside an even routing; None: none.
     """
 
-    layouts: list[str] = field(default_factory=lambda: list(PRESETS))
-    batch_size: int = 64
-    context_len: int = 1024
-    prompt_len: int = 1024
-    num_prompts: int = 32
+    layouts: list[Annotated[str, Among(PRESETS, "layout")]] = field(default_factory=lambda: list(PRESETS))
+    batch_size: PositiveInt = 64
+    context_len: PositiveInt = 1024
+    prompt_len: PositiveInt = 1024
+    num_prompts: PositiveInt = 32
     measure: Measure = "auto"
-    devices: int = 8
-    steps: int = 24
+    devices: PositiveInt = 8
+    steps: PositiveInt = 24
     routing: str | None = None
 
     def __post_init__(self) -> None:
-        value: Sequence[str] | str = self.layouts
-        object.__setattr__(self, "layouts", [value] if isinstance(value, str) else list(value))
+        super().__post_init__()
         if not self.layouts:
             raise ConfigError(f"scaling.layouts is empty: choose among {', '.join(PRESETS)}")
-        for name in self.layouts:
-            if name not in PRESETS:
-                raise ConfigError(f"scaling.layouts: {unknown('layout', name, PRESETS)}")
-        for name in ("batch_size", "context_len", "prompt_len", "num_prompts", "devices", "steps"):
-            check_positive(f"scaling.{name}", getattr(self, name))
-        check_choice("scaling.measure", self.measure, ("auto", "on", "off"))
         if self.routing is not None:
             check_trace("scaling.routing", self.routing)

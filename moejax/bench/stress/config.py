@@ -1,15 +1,25 @@
 """What a stress run asks of an engine. Host code on plain values."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from moejax.core.config import check_number, check_positive
-from moejax.core.errors import ConfigError, unknown
+from moejax.core.checked import (
+    Among,
+    Checked,
+    Must,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveNumber,
+    Share,
+    at_least,
+)
+from moejax.core.errors import ConfigError
 
 PHASES = ("long", "burst", "abort", "memory", "stream")
 
 
 @dataclass(frozen=True)
-class StressSection:
+class StressSection(Checked, section="stress"):
     """Phases, sizes and the limits of the checks.
 
     Attributes:
@@ -26,37 +36,18 @@ class StressSection:
         seed: of prompts, lengths and moments.
     """
 
-    phases: tuple[str, ...] = PHASES
-    rounds: int = 4
-    requests: int = 32
-    abort_share: float = 0.5
-    probes: int = 4
-    probe_tokens: int = 24
-    tpot_band: float = 1.5
-    rss_mb_per_round: float = 16.0
-    live_mb_per_round: float = 0.1
-    seed: int = 0
+    phases: tuple[Annotated[str, Among(PHASES, "phase")], ...] = PHASES
+    rounds: Annotated[int, at_least(3, "so that growth can be seen")] = 4
+    requests: PositiveInt = 32
+    abort_share: Share = 0.5
+    probes: PositiveInt = 4
+    probe_tokens: PositiveInt = 24
+    tpot_band: Annotated[float, Must(lambda x: x >= 1, "a factor of at least 1")] = 1.5
+    rss_mb_per_round: PositiveNumber = 16.0
+    live_mb_per_round: PositiveNumber = 0.1
+    seed: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.phases, str):
-            raise ConfigError(f"stress.phases must be a list: stress.phases=[{self.phases}]")
-        object.__setattr__(self, "phases", tuple(self.phases))
+        super().__post_init__()
         if not self.phases:
             raise ConfigError(f"stress.phases is empty (known: {', '.join(PHASES)})")
-        for name in self.phases:
-            if name not in PHASES:
-                raise ConfigError(f"stress.phases: {unknown('phase', str(name), PHASES)}")
-        for name in ("rounds", "requests", "probes", "probe_tokens"):
-            check_positive(f"stress.{name}", getattr(self, name))
-        if self.rounds < 3:
-            raise ConfigError(
-                f"stress.rounds must be at least 3, so that growth can be seen; got {self.rounds}"
-            )
-        if not 0 <= self.abort_share <= 1:
-            raise ConfigError(f"stress.abort_share is a share in [0, 1], got {self.abort_share:g}")
-        if not self.tpot_band >= 1:
-            raise ConfigError(f"stress.tpot_band is a factor of at least 1, got {self.tpot_band:g}")
-        for name in ("rss_mb_per_round", "live_mb_per_round"):
-            check_number(f"stress.{name}", getattr(self, name))
-        if self.seed < 0:
-            raise ConfigError(f"stress.seed must be at least 0, got {self.seed}")

@@ -1,19 +1,27 @@
 """What a user asks of the engine and what comes back; names follow vLLM. No JAX here."""
 
-import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-import numpy as np
-
+from moejax.core.checked import (
+    Checked,
+    Must,
+    NonNegativeInt,
+    NonNegativeNumber,
+    PositiveInt,
+    PositiveNumber,
+    Seed,
+    Share,
+)
 from moejax.core.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+StopString = Annotated[str, Must(bool, "a string that is not empty")]
+
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Checked, error=RequestError):
     """How the tokens of one request are chosen.
 
     Attributes:
@@ -32,83 +40,32 @@ class SamplingParams:
         n: independent samples of the same prompt; sample i uses seed + i.
     """
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] | list[str] | str = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    max_tokens: PositiveInt = 16
+    temperature: NonNegativeNumber = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Must(lambda p: 0 < p <= 1, "a number in (0, 1]")] = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: PositiveNumber = 1.0
+    seed: Seed | None = None
+    stop: Annotated[
+        tuple[StopString, ...] | list[str] | str, Must(lambda _: True, "a string or a list of strings")
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[NonNegativeInt, ...] | list[int], Must(lambda _: True, "a list of token ids")
+    ] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    n: int = 1
+    logprobs: Annotated[int, Must(lambda n: 0 <= n <= 1024, "an integer between 0 and 1024")] | None = None
+    n: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        _require_int("max_tokens", self.max_tokens, 1)
-        _require_int("n", self.n, 1)
         if self.top_k == -1 and not isinstance(self.top_k, bool):
             object.__setattr__(self, "top_k", 0)  # vLLM's other word for "all"
-        _require_int("top_k", self.top_k, 0)
-        if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0, 1024)
-        if self.seed is not None:
-            _require_int("seed", self.seed, 0, 2**32 - 1)
-        _require_range("temperature", self.temperature, 0.0, math.inf)
-        _require_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _require_range("min_p", self.min_p, 0.0, 1.0)
-        _require_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        super().__post_init__()
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
-
-
-def _strings(name: str, value: object) -> tuple[str, ...]:
-    items = (value,) if isinstance(value, str) else _items(value)
-    if items is None or not all(isinstance(item, str) for item in items):
-        raise RequestError(f"{name} must be a string or a list of strings, got {value!r}")
-    if not all(items):
-        raise RequestError(f"{name} must not hold an empty string")
-    return items
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    items = _items(value)
-    if items is None:
-        raise RequestError(f"{name} must be a list of token ids, got {value!r}")
-    for item in items:
-        _require_int(f"{name}: each", item, 0)
-    return tuple(int(item) for item in items)
-
-
-def _items(value: object) -> tuple[Any, ...] | None:
-    """The items of a list or the like; None for what is not one."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        return None
-    return tuple(value)
-
-
-def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    span = f"of at least {low}" if high is None else f"between {low} and {high}"
-    ok = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not ok or value < low or (high is not None and value > high):  # type: ignore[operator]
-        raise RequestError(f"{name} must be an integer {span}, got {value!r}")
-
-
-def _require_range(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    ok = number and math.isfinite(value)
-    if not ok or value > high or value < low or (low_open and value == low):
-        span = f"{'(' if low_open else '['}{low}, {high}{']' if math.isfinite(high) else ')'}"
-        raise RequestError(f"{name} must be a number in {span}, got {value!r}")
 
 
 @dataclass
