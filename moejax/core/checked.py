@@ -142,8 +142,8 @@ def _instance(kind: type) -> _Rule:
 
 _SCALARS: dict[type, tuple[str, Any, Callable[[Any], Any] | None]] = {
     bool: ("True or False", bool, None),
-    int: ("an integer", Integral, operator.index),
-    float: ("a number", Real, float),
+    int: ("an integer", (int, Integral), operator.index),
+    float: ("a number", (float, int, Real), float),
     str: ("a string", (str, os.PathLike), os.fspath),
 }
 
