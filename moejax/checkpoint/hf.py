@@ -123,7 +123,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 class LoadStats(NamedTuple):
-    """What this process did to load a model.
+    """Amount of data that this process read to load a model.
 
     Attributes:
         bytes_read: of the slices of weights that its devices hold, as stored.
@@ -221,7 +221,7 @@ def _plan(
     elsewhere: Collection[str],
     source: str,
 ) -> tuple[QuantizedPlan, LoadPlan]:
-    """Where quantized weights come from, and where the others do."""
+    """Plans where quantized weights come from, and where the others do."""
     rules = TABLES[config.family]
     known: Any = {
         "num_experts": config.num_experts,

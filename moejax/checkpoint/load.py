@@ -67,7 +67,7 @@ def fill_model(
         sharding = None if shardings is None else shardings[name]
         # No name for the blocks, so that they do not outlive the array that is made of them.
         value = to_array(spec, sharding, read_blocks(files, plan[name], spec, sharding, faults, slots=slots))
-        if not faults.found:  # the rest is still looked at, so that the error names every such tensor
+        if not faults.by_kind:  # the rest is still looked at, so that the error names every such tensor
             store(name, param, jax.block_until_ready(value))
         del value  # may be gone by now, if `store` has made something smaller of it
     faults.check(source)
@@ -152,13 +152,13 @@ def _spans(
     if sharding is None:
         return {tuple((0, size) for size in spec.shape): []}
     served = sharding.addressable_devices if devices is None else devices
-    found: dict[Spans, list[jax.Device]] = {}
+    devices_of: dict[Spans, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(spec.shape).items():
         if device in served:
             assert index is not None
             spans = tuple(part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True))
-            found.setdefault(spans, []).append(device)
-    return found
+            devices_of.setdefault(spans, []).append(device)
+    return devices_of
 
 
 def to_array(spec: ParamSpec, sharding: Sharding | None, blocks: Iterable[Block]) -> jax.Array:
@@ -188,7 +188,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def usable(key: str, value: np.ndarray, dtype: Any, faults: Faults) -> bool:
-    """Whether values can be weights of a dtype; what speaks against it is added to `faults`."""
+    """Returns whether values can be weights of a dtype; adds what speaks against it to `faults`."""
     if not np.isfinite(value).all():
         faults.add("with NaN or infinite values", key)
         return False

@@ -35,18 +35,18 @@ LoadPlan = dict[str, dict[int | None, Source]]
 class Faults:
     """Everything wrong with a checkpoint, by kind."""
 
-    found: dict[str, dict[str, None]] = field(default_factory=dict)
+    by_kind: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add(self, kind: str, what: str) -> None:
-        """What is said twice is listed once."""
-        self.found.setdefault(kind, {})[what] = None
+        """Adds a fault; the same fault is listed once."""
+        self.by_kind.setdefault(kind, {})[what] = None
 
     def check(self, source: str, declared_by: str = "config.json") -> None:
-        """Raises one `CheckpointError` that lists what was found."""
-        if not self.found:
+        """Raises one `CheckpointError` that lists all faults."""
+        if not self.by_kind:
             return
         parts = []
-        for kind, named in self.found.items():
+        for kind, named in self.by_kind.items():
             items = list(named)
             more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
             parts.append(f"{len(items)} {kind}: {', '.join(items[:MAX_LISTED])}{more}")
@@ -64,7 +64,7 @@ def plan_load(
     faults: Faults | None = None,
     elsewhere: Container[str] = (),
 ) -> LoadPlan:
-    """Which tensor fills what.
+    """Plans which tensor fills which parameter.
 
     Args:
         shapes: checkpoint key → shape.
@@ -97,10 +97,10 @@ def plan_load(
         ):
             continue
         for param, part in _sources_of(key, shape, rule, match.groupdict(), specs, num_experts, faults):
-            held = plan.setdefault(param, {})
-            if part.expert in held:
-                faults.add("doubly mapped", f"{key} and {held[part.expert].key}")
-            held[part.expert] = part
+            sources = plan.setdefault(param, {})
+            if part.expert in sources:
+                faults.add("doubly mapped", f"{key} and {sources[part.expert].key}")
+            sources[part.expert] = part
     for missing in _missing(plan, specs, rules, num_experts):
         faults.add("missing", missing)
     faults.check(source)
@@ -116,8 +116,8 @@ def _sources_of(
     num_experts: int,
     faults: Faults,
 ) -> list[tuple[str, Source]]:
-    """What a checkpoint tensor is to each parameter that its rule names; nothing where one is not there."""
-    found = []
+    """Returns the source for each parameter of a tensor's rule; none where one is not there."""
+    sources = []
     for target in rule.targets:
         param = target.param.replace("{l}", str(groups.get("l")))
         spec = specs.get(param)
@@ -133,8 +133,8 @@ def _sources_of(
             # Still counts as present, so that it is not also listed as missing.
         # A stacked tensor holds every expert's matrix, so that it collides with keys by expert.
         experts = range(num_experts) if stacked else (expert,)
-        found += [(param, Source(key, target.transform, e)) for e in experts]
-    return found
+        sources += [(param, Source(key, target.transform, e)) for e in experts]
+    return sources
 
 
 def _missing(
@@ -143,9 +143,9 @@ def _missing(
     """Canonical checkpoint keys of the parameters, or parts of them, that nothing fills."""
     for param in specs:
         key, per_expert = canonical_key(param, rules)
-        held = plan.get(param, {})
+        sources = plan.get(param, {})
         for expert in range(num_experts) if per_expert else (None,):
-            if expert not in held:
+            if expert not in sources:
                 yield key.replace("{e}", str(expert))
 
 

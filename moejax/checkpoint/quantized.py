@@ -51,7 +51,7 @@ class Matrix(NamedTuple):
 
 @dataclass
 class QuantizedPlan:
-    """What of a checkpoint is quantized.
+    """Quantized part of a checkpoint.
 
     Attributes:
         formats: path of each quantized parameter → its format.
@@ -65,7 +65,7 @@ class QuantizedPlan:
 
 
 def convention_of(config: Mapping[str, Any], path: Path) -> Convention | None:
-    """What the `config.json` at `path` says of quantization; None where it says nothing.
+    """Returns the quantization that the `config.json` at `path` declares; None where it declares none.
 
     Raises:
         ConfigError, CheckpointError: see `moejax.quantization.checkpoints.parse.parse_quantization`.
@@ -73,19 +73,19 @@ def convention_of(config: Mapping[str, Any], path: Path) -> Convention | None:
     raw = config.get("quantization_config")
     if raw is None:
         return None
-    found = parse_quantization(raw, str(path))
-    for note in found.notes:
+    convention = parse_quantization(raw, str(path))
+    for note in convention.notes:
         logger.warning("%s: %s", path.parent, note)
-    return found
+    return convention
 
 
 def refuse_quantized(keys: Iterable[str], source: str) -> None:
     """Raises `CheckpointError` where tensors can only be of quantized weights, and nothing says of which."""
-    found = [key for key in keys if key.rpartition(".")[2] in MARKS]
-    if found:
+    marked = [key for key in keys if key.rpartition(".")[2] in MARKS]
+    if marked:
         raise CheckpointError(
-            f"{source}: {len(found)} tensors are of quantized weights, {found[0]} the first, and config.json "
-            "has no quantization_config; add the one that the checkpoint was published with"
+            f"{source}: {len(marked)} tensors are of quantized weights, {marked[0]} the first, and "
+            "config.json has no quantization_config; add the one that the checkpoint was published with"
         )
 
 
@@ -99,7 +99,7 @@ def plan_quantized(
     tied: bool,
     elsewhere: Collection[str] = (),
 ) -> QuantizedPlan:
-    """Which parameters are quantized, how, and where their tensors are.
+    """Plans which parameters are quantized, how, and where their tensors are.
 
     Args:
         files: whatever is wrong is added to its faults.
@@ -108,10 +108,10 @@ def plan_quantized(
     """
     plan, rules = QuantizedPlan(), tuple(rules)
     for module, names in _modules(files).items():
-        found = _place(module, rules)
-        if found is None:  # of no module that we know: `plan_load` lists them
+        place = _place(module, rules)
+        if place is None:  # of no module that we know: `plan_load` lists them
             continue
-        param, expert = found
+        param, expert = place
         vector = param in specs and len(specs[param].shape) < 2
         coded = files.dtypes.get(f"{module}.weight", STORED_DTYPES[0]) not in STORED_DTYPES
         marked = bool(names & MARKS) or (coded and not vector)
@@ -140,11 +140,11 @@ class Module(NamedTuple):
 
 def _modules(files: TensorFiles) -> dict[str, set[str]]:
     """Module → last names of its tensors."""
-    found: dict[str, set[str]] = defaultdict(set)
+    names: dict[str, set[str]] = defaultdict(set)
     for key in files.shapes:
         module, _, name = key.rpartition(".")
-        found[module].add(name)
-    return found
+        names[module].add(name)
+    return names
 
 
 def _place(module: str, rules: Sequence[Rule]) -> tuple[str, int | None] | None:
@@ -159,7 +159,7 @@ def _place(module: str, rules: Sequence[Rule]) -> tuple[str, int | None] | None:
 
 
 def role_of(param: str) -> Role:
-    """What the conventions call a parameter."""
+    """Returns the role that the conventions give to a parameter."""
     if param.startswith("embedding"):
         return "embedding"
     named: dict[str, Role] = {"router": "router", "shared_gate": "shared_gate", "lm_head": "head"}
@@ -190,10 +190,10 @@ def _judge(
         files.faults.add(LEFT_OUT if supported else "quantized embeddings, not supported", module.name)
         plan.matrices.setdefault(param, {})  # not missing, too
         return
-    held = plan.matrices.setdefault(param, {})
-    if expert in held:
-        files.faults.add("doubly mapped", f"{module.name} and {held[expert].module}")
-    held[expert] = _matrix(module, verdict.scheme, files, spec)
+    matrices = plan.matrices.setdefault(param, {})
+    if expert in matrices:
+        files.faults.add("doubly mapped", f"{module.name} and {matrices[expert].module}")
+    matrices[expert] = _matrix(module, verdict.scheme, files, spec)
 
 
 def _matrix(module: Module, scheme: Scheme, files: TensorFiles, spec: ParamSpec) -> Matrix:
@@ -212,9 +212,9 @@ def _matrix(module: Module, scheme: Scheme, files: TensorFiles, spec: ParamSpec)
         read.append(name)
         shape, dtype = files.shapes[key], files.dtypes[key]
         if shape not in need.shapes:
-            wanted = " or ".join(str(list(other)) for other in need.shapes)
+            shapes = " or ".join(str(list(other)) for other in need.shapes)
             hint = scheme.hint(name, shape, D, F)
-            files.faults.add("misshapen", f"{key} is {list(shape)}, expected {wanted}{hint}")
+            files.faults.add("misshapen", f"{key} is {list(shape)}, expected {shapes}{hint}")
         if dtype not in need.dtypes:
             kind = "of a dtype that config.json does not mean"
             files.faults.add(kind, f"{key} is {dtype}, expected {' or '.join(need.dtypes)}")
@@ -231,19 +231,19 @@ def _settle(
     num_experts: int,
 ) -> None:
     """Settles each parameter's format; its experts must all be there, in the same."""
-    for param, held in plan.matrices.items():
+    for param, matrices in plan.matrices.items():
         key, per_expert = canonical_key(param, rules)
         experts: Iterable[int | None] = range(num_experts) if per_expert else (None,)
         formats: dict[WeightFormat, str] = {}
         for expert in experts:
             module = key.removesuffix(".weight").replace("{e}", str(expert))
-            matrix = held.get(expert)
+            matrix = matrices.get(expert)
             if matrix is None:
                 whole = f"{module}.weight"
-                if held and whole in files.shapes:
+                if matrices and whole in files.shapes:
                     files.faults.add("in full precision beside quantized experts", whole)
-                elif held:
-                    files.faults.add("missing", f"{module}.{next(iter(held.values())).scheme.main}")
+                elif matrices:
+                    files.faults.add("missing", f"{module}.{next(iter(matrices.values())).scheme.main}")
                 plan.taken.add(whole)
                 continue
             dtype = files.dtypes.get(f"{matrix.module}.{matrix.scheme.scale}")
@@ -294,13 +294,13 @@ def fill_quantized(
             name: empty_blocks(param.get_metadata("spec"), where(key))
             for name, (key, param) in targets.items()
         }
-        for expert, places in _wanted(blocks, slots if None not in matrices else ()).items():
+        for expert, places in _destinations(blocks, slots if None not in matrices else ()).items():
             matrix = matrices[expert]
             arrays = _read(matrix, fmt, files, declared, faults, whole=weight is None)
             for out, name, spans in places:
                 if name in arrays:
                     out[...] = arrays[name][tuple(slice(*span) for span in spans)]
-        if faults.found:
+        if faults.by_kind:
             continue
         for name, (key, param) in targets.items():
             spec = param.get_metadata("spec")
@@ -318,20 +318,20 @@ def _targets(path: str, weight: QuantizedWeight | None, params: Mapping[str, Any
     }
 
 
-def _wanted(
+def _destinations(
     blocks: Mapping[str, Sequence[Any]], slots: Sequence[int]
 ) -> dict[int | None, list[tuple[np.ndarray, str, Any]]]:
     """Expert → the places that its matrix fills: array, part, and which of the part. None is the whole."""
-    found: dict[int | None, list[tuple[np.ndarray, str, Any]]] = defaultdict(list)
-    for name, held in blocks.items():
-        for block in held:
+    destinations: dict[int | None, list[tuple[np.ndarray, str, Any]]] = defaultdict(list)
+    for name, parts in blocks.items():
+        for block in parts:
             if not slots:
-                found[None].append((block.values, name, block.spans))
+                destinations[None].append((block.values, name, block.spans))
                 continue
             first, stop = block.spans[0]
             for slot in range(first, stop):
-                found[slots[slot]].append((block.values[slot - first], name, block.spans[1:]))
-    return found
+                destinations[slots[slot]].append((block.values[slot - first], name, block.spans[1:]))
+    return destinations
 
 
 def _read(
@@ -342,18 +342,18 @@ def _read(
     Nothing where they are unusable.
     """
     D, F = declared.canonical_shape[-2:]
-    found = Faults()
+    misfits = Faults()
 
     def complain(name: str, what: str) -> None:
-        found.add("with values that do not fit config.json", f"{matrix.module}.{name}: {what}")
+        misfits.add("with values that do not fit config.json", f"{matrix.module}.{name}: {what}")
 
     tensors = {name: files.read(f"{matrix.module}.{name}", ()) for name in matrix.tensors}
     parts = matrix.scheme.read(tensors, D, F, complain)
-    for kind, named in found.found.items():
+    for kind, named in misfits.by_kind.items():
         for what in named:
             faults.add(kind, what)
-    if found.found or not whole:
-        return {} if found.found else parts
+    if misfits.by_kind or not whole:
+        return {} if misfits.by_kind else parts
     values = dequantized(parts, fmt, D, F)
     if not usable(matrix.module, values, declared.dtype, faults):
         return {}

@@ -31,7 +31,7 @@ Gather = Callable[[jax.Array], np.ndarray]
 
 @dataclass(frozen=True)
 class QuantizedSave:
-    """How a model's quantized weights are written.
+    """Plan for writing a model's quantized weights.
 
     Attributes:
         config: the `quantization_config`.
@@ -54,39 +54,39 @@ class QuantizedSave:
             module, scheme, declared = self.modules[path], self.schemes[path], weight.stands_for
             slots = expert_slots(path, declared, expert_of, num_experts)
             params = {name: getattr(weight, name) for name in PARTS}
-            held = {name: gather(param[...]) for name, param in params.items() if param is not None}
+            arrays = {name: gather(param[...]) for name, param in params.items() if param is not None}
             D, F = declared.canonical_shape[-2:]
             for expert in range(num_experts) if EXPERT in module else (None,):
-                one = held if expert is None else {k: v[slots.index(expert)] for k, v in held.items()}
+                one = arrays if expert is None else {k: v[slots.index(expert)] for k, v in arrays.items()}
                 for name, value in scheme.write(one, D, F).items():
                     yield f"{module}.{name}".replace(EXPERT, str(expert)), np.ascontiguousarray(value)
 
 
-def plan_save(model: Decoder, rules: Sequence[Rule], wanted: str, gather: Gather) -> QuantizedSave | None:
-    """None for a model without quantized weights.
+def plan_save(model: Decoder, rules: Sequence[Rule], layout: str, gather: Gather) -> QuantizedSave | None:
+    """Plans how quantized weights are written; None for a model without any.
 
     Args:
-        wanted: one of `FORMATS`; "auto" is compressed-tensors where that can say everything.
+        layout: one of `FORMATS`; "auto" is compressed-tensors where that can say everything.
 
     Raises:
         ConfigError: an unknown format, or compressed-tensors was asked for and has no words for a weight.
     """
-    check_choice("quantized_format", wanted, FORMATS)
+    check_choice("quantized_format", layout, FORMATS)
     weights = dict(quantized_weights(model))
     if not weights:
         return None
     modules = {path: _module(path, rules) for path in weights}
-    reasons = {} if wanted == "moejax" else _reasons(weights, gather)
-    if reasons and wanted == "compressed-tensors":
+    reasons = {} if layout == "moejax" else _reasons(weights, gather)
+    if reasons and layout == "compressed-tensors":
         path, why = next(iter(reasons.items()))
         raise ConfigError(
             f"compressed-tensors cannot say {len(reasons)} of {len(weights)} weights, {path} "
             f"({weights[path].format.name}) the first: {why}; use quantized_format='moejax'"
         )
-    own = wanted == "moejax" or bool(reasons)
+    native = layout == "moejax" or bool(reasons)
     formats = {modules[path]: weight.format for path, weight in weights.items()}
-    schemes = {path: (OwnScheme if own else scheme_for)(weight.format) for path, weight in weights.items()}
-    if own:
+    schemes = {path: (OwnScheme if native else scheme_for)(weight.format) for path, weight in weights.items()}
+    if native:
         config = own_config({module.replace(EXPERT, "*"): fmt for module, fmt in formats.items()})
     else:
         config = compressed_config(formats, _left(model, rules))
@@ -99,16 +99,16 @@ def _module(path: str, rules: Sequence[Rule]) -> str:
 
 def _left(model: Decoder, rules: Sequence[Rule]) -> list[str]:
     """Modules of the linear layers in full precision."""
-    found = []
+    modules = []
     for path, spec in specs(model).items():
         if path.endswith((".kernel", ".gate_proj", ".up_proj", ".down_proj")) and len(spec.shape) > 1:
-            found.append(_module(path, rules))
-    return found
+            modules.append(_module(path, rules))
+    return modules
 
 
 def _reasons(weights: dict[str, QuantizedWeight], gather: Gather) -> dict[str, str]:
     """Paths of weights that compressed-tensors cannot say, and why."""
-    found = {}
+    reasons = {}
     for path, weight in weights.items():
         why = why_not(weight.format)
         if why is None and weight.tensor_scale is not None:
@@ -117,5 +117,5 @@ def _reasons(weights: dict[str, QuantizedWeight], gather: Gather) -> dict[str, s
             if any(scale != 0 and divisor_of(scale) is None for scale in scales):
                 why = "it stores the reciprocal of a tensor's scale, which float32 does not have"
         if why is not None:
-            found[path] = why
-    return found
+            reasons[path] = why
+    return reasons

@@ -29,7 +29,7 @@ from moejax.sharding.axes import SINGLE, Axes, all_gather
 
 
 class DecoderCache(Protocol):
-    """What a decoder needs of a key/value cache: a part for each layer, and itself again with new parts."""
+    """Interface to a key/value cache: a part for each layer, and the same cache with new parts."""
 
     def layer(self, index: int) -> LayerCache: ...
 
@@ -139,9 +139,9 @@ class Decoder(nnx.Module):
         self.is_first, self.is_last = self.stage[0] == 0, self.stage[-1] == every[-1]
         table = self.is_first or (self.is_last and tied)
         self.embedding = Embedding(config.vocab_size, D, dtype, scale, axes.tensor) if table else None
-        own = {str(i): DecoderLayer(config, i, moe, dtype, kernels, parallel, axes) for i in self.stage}
+        modules = {str(i): DecoderLayer(config, i, moe, dtype, kernels, parallel, axes) for i in self.stage}
         # A list's paths count from 0, a stage's from its first layer on.
-        self.layers = nnx.List(own.values()) if self.stage == every else nnx.Dict(own)
+        self.layers = nnx.List(modules.values()) if self.stage == every else nnx.Dict(modules)
         self.norm = RMSNorm(D, "embed", dtype, config.rms_norm_eps, kernels) if self.is_last else None
         head = self.is_last and not tied
         shape = (D, config.vocab_size)
@@ -198,7 +198,7 @@ class Decoder(nnx.Module):
         rope_lens: jax.Array | None = None,
         routing: Recorded | None = None,
     ) -> tuple[jax.Array, Any, tuple[RoutingTrace | None, ...]]:
-        """All layers that are here, and the final norm where they are the last ones.
+        """Runs all layers that are here, and the final norm where they are the last ones.
 
         Args:
             x: `[B, T, D]`, the embedded tokens or what the stage before has returned. The rest as in
@@ -229,7 +229,7 @@ class Decoder(nnx.Module):
         return out, cache, tuple(traces)
 
     def _replays(self, routing: Recorded | None, tokens: tuple[int, ...]) -> list[Replay | None]:
-        """One for each layer that is here.
+        """Returns the replayed routing of each layer that is here.
 
         Raises:
             ConfigError: see `hidden`.
@@ -239,15 +239,15 @@ class Decoder(nnx.Module):
             return [None] * len(layers)
         if len(routing) != len(layers):
             raise ConfigError(f"routing: {len(routing)} entries for {len(layers)} layers; give one a layer")
-        found: list[Replay | None] = []
+        replays: list[Replay | None] = []
         for number, layer, recorded in zip(self.stage, layers, routing, strict=True):
             if layer.moe is not None:
-                found.append(layer.moe.check_replay(f"layer {number}", recorded, tokens))
+                replays.append(layer.moe.check_replay(f"layer {number}", recorded, tokens))
             elif recorded is None:
-                found.append(None)
+                replays.append(None)
             else:
                 raise ConfigError(f"routing: layer {number} is dense and has no router; give None")
-        return found
+        return replays
 
     def in_order(self) -> list[DecoderLayer]:
         """The layers that are here."""

@@ -1,4 +1,4 @@
-"""What a model family is: how its Hugging Face configuration reads and writes."""
+"""Model families: how each one's Hugging Face configuration is read and written."""
 
 import dataclasses
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class Family:
 
 
 def _same(name: str, config: ModelConfig, back: ModelConfig) -> bool:
-    """Whether a field survived writing, as far as it has any effect."""
+    """Returns whether a field survived writing, as far as it has any effect."""
     if name == "rope":
         return rope_to_hf(config.rope) == rope_to_hf(back.rope)
     if name == "intermediate_size" and all(config.moe_layers):

@@ -55,7 +55,7 @@ class HfFields:
         return default
 
     def require(self, *names: str) -> Any:
-        """As `take`, but a missing field is a `ConfigError`."""
+        """Takes a field as `take` does; a missing one is a `ConfigError`."""
         value = self.take(*names)
         if value is None:
             raise ConfigError(f"{self.source}: missing field {' or '.join(map(repr, names))}")
@@ -64,15 +64,15 @@ class HfFields:
     def only(self, name: str, value: Any) -> None:
         """Accepts a field at one value; any other is a `ConfigError` that names it."""
         self.taken.add(name)
-        found = self.raw.get(name)
-        if found is not None and found != value:
+        given = self.raw.get(name)
+        if given is not None and given != value:
             raise ConfigError(
-                f"{self.source}: {name}={found!r} changes the computation and is not implemented "
+                f"{self.source}: {name}={given!r} changes the computation and is not implemented "
                 f"(only {value!r} is)"
             )
 
     def rope(self, *, default_theta: float, max_position_embeddings: int) -> RopeConfig:
-        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
         theta = self.take("rope_theta", default=default_theta)
         new, old = self.raw.get("rope_parameters"), self.raw.get("rope_scaling")
         if new is not None and old is not None and new != old:
@@ -133,7 +133,7 @@ class HfFields:
 
 
 def sparse_layers(fields: HfFields, num_layers: int) -> tuple[bool, ...]:
-    """Which layers hold experts, from Qwen's `decoder_sparse_step` and `mlp_only_layers`."""
+    """Returns which layers hold experts, from Qwen's `decoder_sparse_step` and `mlp_only_layers`."""
     step = int(fields.take("decoder_sparse_step", default=1))
     dense = set(fields.take("mlp_only_layers", default=()))
     strange = sorted(i for i in dense if not isinstance(i, int) or not 0 <= i < num_layers)

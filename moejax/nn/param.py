@@ -24,7 +24,7 @@ Init = Literal["normal", "zeros", "ones"]
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a tensor is.
+    """Declaration of a tensor.
 
     Attributes:
         shape: its dimensions.
@@ -66,7 +66,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def iter_params(model: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
-    """Every parameter of `model` with its dotted path, in a stable order."""
+    """Yields every parameter of `model` with its dotted path, in a stable order."""
     for path, node in sorted(nnx.iter_graph(model), key=lambda item: [str(p) for p in item[0]]):
         if isinstance(node, nnx.Param):
             yield path_name(path), node
@@ -108,7 +108,7 @@ OnValue = Callable[[str, nnx.Param, jax.Array], None]
 
 
 def assign(name: str, param: nnx.Param, value: jax.Array) -> None:
-    """The `OnValue` of a model that keeps every value as it is."""
+    """Stores a value as it is: the `OnValue` of a model that is not quantized on the way."""
     param.set_value(value)
 
 

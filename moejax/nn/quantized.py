@@ -39,8 +39,8 @@ class QuantizedWeight(nnx.Module):
         def part(name: str) -> nnx.Param | None:
             if name not in parts:
                 return None
-            found = parts[name]
-            return declare(ParamSpec(found.shape, found.axes, found.dtype, "zeros"))
+            declared = parts[name]
+            return declare(ParamSpec(declared.shape, declared.axes, declared.dtype, "zeros"))
 
         self.values = part("values")
         self.scales = part("scales")
@@ -52,9 +52,9 @@ class QuantizedWeight(nnx.Module):
         self.implementation = "xla"
 
     def tensor(self) -> QTensor:
-        """What it holds, in a call of the model or outside."""
-        held = {name: getattr(self, name) for name in PARTS}
-        arrays: dict[str, Any] = {name: None if param is None else param[...] for name, param in held.items()}
+        """Returns the weight's arrays, in a call of the model or outside."""
+        params = {name: getattr(self, name) for name in PARTS}
+        arrays: dict[str, Any] = {n: None if param is None else param[...] for n, param in params.items()}
         return QTensor(**arrays, format=self.format, pack=self.pack)
 
     def set(self, tensor: QTensor) -> None:
@@ -73,7 +73,7 @@ Weight = nnx.Param | QuantizedWeight
 
 
 def weight_of(weight: Weight) -> jax.Array | QTensor:
-    """What a product takes of either."""
+    """Returns the operand of a product, from a plain or a quantized weight."""
     return weight.tensor() if isinstance(weight, QuantizedWeight) else weight[...]
 
 
@@ -91,7 +91,7 @@ def arrays_of(weight: Weight) -> list[nnx.Param]:
 
 
 def quantized_weights(model: nnx.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Every quantized weight with the path of the parameter that it stands for."""
+    """Yields every quantized weight with the path of the parameter that it stands for."""
     for path, node in sorted(nnx.iter_graph(model), key=lambda item: [str(p) for p in item[0]]):
         if isinstance(node, QuantizedWeight):
             yield ".".join(str(part) for part in path), node
@@ -99,7 +99,7 @@ def quantized_weights(model: nnx.Module) -> Iterator[tuple[str, QuantizedWeight]
 
 def weight_size(model: nnx.Module) -> tuple[int, int]:
     """Bytes of all parameters as held, scales and vectors included, and how many numbers they stand for."""
-    held = stands = 0
+    num_bytes = stands = 0
     parts = set()
     for path, weight in quantized_weights(model):
         stands += math.prod(weight.stands_for.shape)
@@ -107,9 +107,9 @@ def weight_size(model: nnx.Module) -> tuple[int, int]:
     for path, param in iter_params(model):
         spec = param.get_metadata("spec")
         size = math.prod(spec.shape)
-        held += size * jnp.dtype(spec.dtype).itemsize
+        num_bytes += size * jnp.dtype(spec.dtype).itemsize
         stands += 0 if path in parts else size
-    return held, stands
+    return num_bytes, stands
 
 
 def replace_weights(model: nnx.Module, formats: Mapping[str, WeightFormat]) -> dict[str, QuantizedWeight]:

@@ -1,4 +1,4 @@
-"""Where a step's floating-point operations and bytes go: layer by layer, operation by operation.
+"""Floating-point operations and bytes of a step, by layer and by operation.
 
 From the configuration, the lengths and the experts that were really visited; numbers only, no JAX. The names
 of the operations are also the `jax.named_scope`s of the model, by which a profile is held against this
@@ -55,7 +55,7 @@ OPERATIONS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class OpCost:
-    """What one operation of one layer (None: outside of the layers) does; see the module."""
+    """Work of one operation of one layer (None: outside of the layers) in a step; see the module."""
 
     layer: int | None
     operation: str
@@ -87,9 +87,9 @@ def attribute(
     assignments: Sequence[float] | np.ndarray | None = None,
     dtype: str | None = None,
     kv_dtype: str | None = None,
-    held: HeldWeights | None = None,
+    weights: HeldWeights | None = None,
 ) -> list[OpCost]:
-    """One step, or what a mean one does.
+    """Counts the work of one step, or of a mean one.
 
     Args:
         new_tokens: `[R]`, tokens that the step computes of each row; 1 in decode.
@@ -100,7 +100,7 @@ def attribute(
         assignments: `[L]`, (token, expert) pairs that ran, where a capacity has dropped some; None: all.
         dtype: of weights and activations; None: the configuration's.
         kv_dtype: of the cache; None: `dtype`.
-        held: weights as they are held (`moejax.perf.memory.held_weights`); None: all in `dtype`.
+        weights: weights as they are held (`moejax.perf.memory.held_weights`); None: all in `dtype`.
 
     Raises:
         ConfigError: lengths that are none, or hits for another number of layers.
@@ -116,7 +116,7 @@ def attribute(
         raise ConfigError(
             f"expert hits of shape {visited.shape} for {config.num_layers} layers; give one each"
         )
-    count = _Counter(config, dtype or config.dtype, kv_dtype or dtype or config.dtype, held, phase)
+    count = _Counter(config, dtype or config.dtype, kv_dtype or dtype or config.dtype, weights, phase)
     sampled = float(new.size if logits is None else logits)
     tokens = float(new.sum())
     ops = [count.embedding(tokens), count.rope(tokens)]
@@ -133,17 +133,17 @@ class _Counter:
     """The formulas of one model."""
 
     def __init__(
-        self, config: ModelConfig, dtype: str, kv_dtype: str, held: HeldWeights | None, phase: str
+        self, config: ModelConfig, dtype: str, kv_dtype: str, weights: HeldWeights | None, phase: str
     ) -> None:
-        self.config, self.held, self.phase = config, held, phase
+        self.config, self.held_weights, self.phase = config, weights, phase
         self.size = DTYPE_BYTES[dtype]
         self.kv_bytes = 2 * config.num_kv_heads * kv_head_bytes(config.head_dim, kv_dtype)
 
     def weights(self, layer: int | None, operation: str, params: float) -> float:
         """Bytes of an operation's matrices; of one expert where it is the experts'."""
-        if self.held is None:
+        if self.held_weights is None:
             return params * self.size
-        return self.held.parts.get((layer, operation), 0.0)
+        return self.held_weights.parts.get((layer, operation), 0.0)
 
     def op(
         self, layer: int | None, operation: str, *, flops: float = 0.0, weights: float = 0.0,
@@ -193,7 +193,7 @@ class _Counter:
         if not config.moe_layers[layer]:
             hidden = config.intermediate_size
             return [norm, self.product(layer, "mlp", tokens, 3 * D * hidden, 2 * D + 4 * hidden)]
-        found = [
+        ops = [
             norm,
             self.product(layer, "router", tokens, D * E, D + 2 * E),
             # Rows are gathered by expert, and come back weighted.
@@ -203,9 +203,9 @@ class _Counter:
         ]
         if shared := config.shared_expert_intermediate_size:
             # Its gate, of D numbers, is left out of the formula, but not of weights as held.
-            found.append(self.product(layer, "shared_expert", tokens, 3 * D * shared, 2 * D + 4 * shared))
-        other = 0.0 if self.held is None else self.held.parts.get((layer, "other"), 0.0)
-        return [*found, self.op(layer, "other", weights=other)] if other else found
+            ops.append(self.product(layer, "shared_expert", tokens, 3 * D * shared, 2 * D + 4 * shared))
+        other = 0.0 if self.held_weights is None else self.held_weights.parts.get((layer, "other"), 0.0)
+        return [*ops, self.op(layer, "other", weights=other)] if other else ops
 
     def experts(
         self, layer: int, operation: str, rows: float, hits: float, params: int, width: int
@@ -215,13 +215,13 @@ class _Counter:
 
     def head(self, tokens: float, sampled: float) -> list[OpCost]:
         D, V = self.config.hidden_size, self.config.vocab_size
-        found = [
+        ops = [
             self.norm(None, tokens, D),
             self.product(None, "lm_head", sampled, D * V, D + V),
             self.op(None, "sampling", elements=sampled * V),
         ]
-        other = 0.0 if self.held is None else self.held.parts.get((None, "other"), 0.0)
-        return [*found, self.op(None, "other", weights=other)] if other else found
+        other = 0.0 if self.held_weights is None else self.held_weights.parts.get((None, "other"), 0.0)
+        return [*ops, self.op(None, "other", weights=other)] if other else ops
 
 
 def query_key_pairs(new: np.ndarray, seen: np.ndarray, window: int | None) -> np.ndarray:
@@ -239,22 +239,22 @@ def query_key_pairs(new: np.ndarray, seen: np.ndarray, window: int | None) -> np
 
 def by_operation(ops: Iterable[OpCost]) -> list[OpCost]:
     """Sums over the layers, in the order of `OPERATIONS`; their layer is None."""
-    found = summed((replace(op, layer=None) for op in ops), lambda op: (op.operation, op.phase))
+    sums = summed((replace(op, layer=None) for op in ops), lambda op: (op.operation, op.phase))
     order = list(OPERATIONS)
-    return sorted(found, key=lambda op: (op.phase, order.index(op.operation)))
+    return sorted(sums, key=lambda op: (op.phase, order.index(op.operation)))
 
 
 def by_layer(ops: Iterable[OpCost]) -> dict[int | None, OpCost]:
     """Sum of each layer (None: what is outside of the layers), as operation "all"."""
-    found = summed((replace(op, operation="all", phase="all") for op in ops), lambda op: op.layer)
-    return {op.layer: op for op in found}
+    sums = summed((replace(op, operation="all", phase="all") for op in ops), lambda op: op.layer)
+    return {op.layer: op for op in sums}
 
 
 def total(ops: Iterable[OpCost]) -> OpCost:
     """Sum over everything, as operation and phase "all"."""
     zero = OpCost(None, "all", "all")
-    found = summed((replace(op, layer=None, operation="all", phase="all") for op in ops), lambda op: 0)
-    return found[0] if found else zero
+    sums = summed((replace(op, layer=None, operation="all", phase="all") for op in ops), lambda op: 0)
+    return sums[0] if sums else zero
 
 
 _SUMS = ("flops", "weight_bytes", "cache_bytes", "activation_bytes")
@@ -265,7 +265,7 @@ def _place(op: OpCost) -> object:
 
 
 def summed(ops: Iterable[OpCost], key: Callable[[OpCost], object] = _place) -> list[OpCost]:
-    """One for each key (layer, operation and phase), with the names of its first."""
+    """Returns one sum for each key (layer, operation and phase), with the names of its first."""
     groups: dict[object, list[OpCost]] = {}
     for op in ops:
         groups.setdefault(key(op), []).append(op)
@@ -304,12 +304,12 @@ def bounds(ops: Sequence[OpCost], hardware: Hardware, dtype: str) -> Bounds:
     peak, bandwidth = _peaks(hardware, dtype)
     each = tuple(bound(op.flops, op.bytes, peak, bandwidth) for op in ops)
     whole = bound(sum(op.flops for op in ops), sum(op.bytes for op in ops), peak, bandwidth)
-    return Bounds(hardware.kind, each, whole, sum(found.seconds for found in each))
+    return Bounds(hardware.kind, each, whole, sum(one.seconds for one in each))
 
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Of a device's peaks, as fractions; above 1 only where the peak is understated. None: no known peak.
+    """Used fractions of a device's peaks; above 1 only where the peak is understated. None: no known peak.
 
     `mfu` is model FLOP utilisation (PaLM, Chowdhery et al., arXiv 2204.02311, appendix B): the FLOPs that the
     model's products need, per second, over the peak. What a program computes besides (padding, experts that
@@ -325,7 +325,7 @@ class Utilisation:
 
 
 def utilisation(ops: Iterable[OpCost], seconds: float, hardware: Hardware | None, dtype: str) -> Utilisation:
-    """What `ops` used of a device that took `seconds` for them.
+    """Returns the fractions of a device's peaks that `ops` used in `seconds`.
 
     Raises:
         ValueError: no time at all.

@@ -81,7 +81,7 @@ class CommTerm:
 
 @dataclass(frozen=True)
 class Exchange:
-    """How tokens travel to their experts (`moejax.moe.expert_parallel`), as far as bytes depend on it.
+    """Exchange of tokens (`moejax.moe.expert_parallel`), as far as bytes depend on it.
 
     Attributes:
         method: one of `EXCHANGES`; "none" where all expert ranks see all tokens.
@@ -125,12 +125,12 @@ class _Terms:
 
     sizes: dict[str, int]
     passes: int
-    found: list[CommTerm] = field(default_factory=list)
+    terms: list[CommTerm] = field(default_factory=list)
 
     def add(self, operation: str, kind: str, role: str, operand_bytes: float, count: int = 1) -> None:
         if self.sizes[role] > 1 and count:
             times = count * self.passes
-            self.found.append(CommTerm(operation, kind, role, self.sizes[role], times, operand_bytes))
+            self.terms.append(CommTerm(operation, kind, role, self.sizes[role], times, operand_bytes))
 
 
 def step_comm(
@@ -166,13 +166,13 @@ def step_comm(
     Raises:
         ConfigError: an exchange is needed and not given, or given where there is none.
     """
-    own = range(model.num_layers) if layers is None else layers
+    stage_layers = range(model.num_layers) if layers is None else layers
     sizes = role_sizes(model, parallel)
     terms = _Terms(sizes, passes)
     itemsize = DTYPE_BYTES[dtype or model.dtype]
     hidden = tokens * model.hidden_size * itemsize
-    sparse = sum(model.moe_layers[layer] for layer in own)
-    first, last = own[0] == 0, own[-1] == model.num_layers - 1
+    sparse = sum(model.moe_layers[layer] for layer in stage_layers)
+    first, last = stage_layers[0] == 0, stage_layers[-1] == model.num_layers - 1
     exchange = exchange or Exchange()
     if sparse and (sizes["exchange"] > 1) != (exchange.method != "none"):
         raise ConfigError(
@@ -184,15 +184,15 @@ def step_comm(
         terms.add("embedding", "all-reduce", "tensor", hidden)
     if model.qk_norm == "projection":
         # The mean square of the whole projection, float32 [N, 1].
-        terms.add("qk_norm", "all-reduce", "tensor", tokens * _FLOAT, len(own))
-        terms.add("qk_norm", "all-reduce", "kv", tokens * _FLOAT, len(own))
-    terms.add("attention", "all-reduce", "tensor", hidden, len(own))
+        terms.add("qk_norm", "all-reduce", "tensor", tokens * _FLOAT, len(stage_layers))
+        terms.add("qk_norm", "all-reduce", "kv", tokens * _FLOAT, len(stage_layers))
+    terms.add("attention", "all-reduce", "tensor", hidden, len(stage_layers))
     if sparse:
         row = model.hidden_size * itemsize
         for term in exchange_terms(exchange, parallel, tokens, row, model.num_experts_per_tok):
             terms.add(*term, count=sparse)
     terms.add("experts", "all-reduce", "tensor", hidden, sparse)
-    terms.add("mlp", "all-reduce", "tensor", hidden, len(own) - sparse)
+    terms.add("mlp", "all-reduce", "tensor", hidden, len(stage_layers) - sparse)
     if last:
         logits = model.vocab_size // sizes["tensor"] * itemsize
         terms.add("logits", "all-gather", "tensor", rows * logits)
@@ -203,17 +203,17 @@ def step_comm(
         # Each layer's assignments to each expert; and how many were dropped or rerouted, where that is not
         # known to be 0 when the program is compiled.
         overflow = 2 if exchange.lossy or exchange.choices > 1 else 0
-        terms.add("routing", "all-reduce", "data", (len(own) * model.num_experts + overflow) * _INT)
+        terms.add("routing", "all-reduce", "data", (len(stage_layers) * model.num_experts + overflow) * _INT)
     if parallel.pp > 1:
         if not last:
             terms.add("pipeline", "collective-permute", "pipeline", hidden)
         elif slots is not None:
             terms.add("pipeline", "collective-permute", "pipeline", (slots + 1) * _INT)
-    return terms.found
+    return terms.terms
 
 
 def _sampling(terms: _Terms, tokens: int, rows: int, logprobs: int, scored: bool) -> None:
-    """What the host reads of every data group: tokens; log-probability, rank, and the likeliest; scores."""
+    """Adds each data group's host reads: tokens; log-probability, rank, and the likeliest; scores."""
     terms.add("sampling", "all-gather", "data", rows * _INT)
     if logprobs >= 0:
         terms.add("sampling", "all-gather", "data", rows * _FLOAT, 2)
@@ -279,7 +279,7 @@ class Read(Protocol):
 
 
 class Difference(NamedTuple):
-    """Where formulas and program do not agree: operand bytes of a device and step, and executions."""
+    """Disagreement of formulas and program: operand bytes of a device and step, and executions."""
 
     axes: tuple[str, ...] | None
     kind: str
@@ -313,13 +313,13 @@ def compare(terms: Iterable[CommTerm], collectives: Iterable[Read], axes: Any) -
         entry = sums[names, term.kind]
         entry[0] += term.count * term.operand_bytes
         entry[2] += term.count
-    for found in collectives:
-        if found.executions is None:
-            raise ValueError(f"{found.kind} over {found.axes} runs an unknown number of times")
-        if found.axes != ():
-            entry = sums[found.axes, found.kind]
-            entry[1] += found.executions * found.operand_bytes
-            entry[3] += found.executions
+    for collective in collectives:
+        if collective.executions is None:
+            raise ValueError(f"{collective.kind} over {collective.axes} runs an unknown number of times")
+        if collective.axes != ():
+            entry = sums[collective.axes, collective.kind]
+            entry[1] += collective.executions * collective.operand_bytes
+            entry[3] += collective.executions
     ordered = sorted(sums.items(), key=lambda item: (str(item[0][0]), item[0][1]))
     return [
         Difference(names, kind, expected, got, int(planned), int(ran))

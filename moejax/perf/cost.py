@@ -1,4 +1,4 @@
-"""What a decode step must at least move and compute, from the configuration and the experts it visits."""
+"""Least bytes and operations of a decode step, from the configuration and the experts it visits."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StepCost:
-    """Of one decode step of a batch: bytes that must be read, and multiply-adds times two."""
+    """Cost of one decode step of a batch: bytes that must be read, and multiply-adds times two."""
 
     weight_bytes: float
     cache_bytes: float
@@ -46,7 +46,7 @@ def decode_step_cost(
     *,
     dtype: str | None = None,
     kv_dtype: str | None = None,
-    held: HeldWeights | None = None,
+    weights: HeldWeights | None = None,
 ) -> StepCost:
     """Lower bound of a decode step.
 
@@ -57,7 +57,7 @@ def decode_step_cost(
             dense layer), as recorded from real routing.
         dtype: storage of the weights; None is the configuration's.
         kv_dtype: storage of the cache; None is `dtype`.
-        held: weights as they are held (`moejax.perf.memory.held_weights`); None: all in `dtype`.
+        weights: weights as they are held (`moejax.perf.memory.held_weights`); None: all in `dtype`.
 
     Norms, biases and activations are left out: they are small, and a bound must not exceed the truth. It is
     the sum of `moejax.perf.attribution.attribute`.
@@ -70,7 +70,7 @@ def decode_step_cost(
         hits=mean_hits,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        held=held,
+        weights=weights,
     )
     done = total(ops)
     return StepCost(done.weight_bytes, done.cache_bytes, done.flops)

@@ -68,8 +68,8 @@ class LinkTime:
 def link_seconds(
     terms: Iterable[CommTerm], hardware: Hardware, parallel: ParallelConfig, model: ModelConfig
 ) -> LinkTime | None:
-    """None where the rate of a link that is used is not known."""
-    found = []
+    """Returns the time on each link; None where the rate of a link that is used is not known."""
+    times = []
     for term in terms:
         group, nodes = spread(term.role, parallel, model)
         outside = leaving(term.kind, group, nodes)
@@ -80,8 +80,8 @@ def link_seconds(
         # A data sheet counts both directions of NVLink.
         seconds = within / (link / 2) if within and link else 0.0
         away = between / network if between and network else 0.0
-        found.append(TermTime(term, seconds, away, term.count * latency(term.kind, group, nodes)))
-    return LinkTime(tuple(found))
+        times.append(TermTime(term, seconds, away, term.count * latency(term.kind, group, nodes)))
+    return LinkTime(tuple(times))
 
 
 def leaving(kind: str, group: int, nodes: int) -> float:
@@ -130,7 +130,7 @@ def spread(role: str, parallel: ParallelConfig, model: ModelConfig) -> tuple[int
 
 
 def _others(role: str, device: int, parallel: ParallelConfig, model: ModelConfig) -> tuple[int, ...]:
-    """What the devices of one group have in common: their places on all other axes."""
+    """Returns the places on all other axes, which the devices of one group share."""
     rest, tp = divmod(device, parallel.tp)
     rest, local = divmod(rest, parallel.ep // parallel.expert_nodes)
     rest, node = divmod(rest, parallel.expert_nodes)

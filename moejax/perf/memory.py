@@ -57,7 +57,7 @@ def device_memory(
     dtype: str | None = None,
     stages: Sequence[Sequence[int]] | None = None,
 ) -> list[StageMemory]:
-    """What each device of each pipeline stage holds between steps.
+    """Returns the bytes that each device of each pipeline stage holds between steps.
 
     Activations, the step's buffers and the sampler's state are not counted.
 
@@ -81,19 +81,19 @@ def device_memory(
     kv_heads = model.num_kv_heads // parallel.kv_split(model.num_kv_heads)
     token_bytes = 2 * kv_heads * kv_head_bytes(model.head_dim, dtype or model.dtype)
     layer_cache = num_blocks * block_size * token_bytes
-    held = [[0, 0] for _ in parts]
+    weight_bytes = [[0, 0] for _ in parts]
     for name, spec in specs.items():
         size = tensor_bytes(name, spec, model, parallel)
         for stage in _places(name, model, parts):
-            held[stage]["expert" not in spec.axes] += size
+            weight_bytes[stage]["expert" not in spec.axes] += size
     return [
         StageMemory(tuple(part), experts, others, len(part) * layer_cache)
-        for part, (experts, others) in zip(parts, held, strict=True)
+        for part, (experts, others) in zip(parts, weight_bytes, strict=True)
     ]
 
 
 def held_weights(model: ModelConfig, specs: Mapping[str, Declared]) -> HeldWeights:
-    """What a decode step has to read, from declarations with quantized weights or without.
+    """Returns the bytes that a decode step reads, from declarations with quantized weights or without.
 
     Args:
         specs: dotted path → declaration of every tensor of the whole model. Vectors and norms are left out;
@@ -164,9 +164,9 @@ def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: Parall
 
 
 def _itemsize(dtype: Any) -> int:
-    """Of a NumPy-like dtype, or of its name."""
-    found = getattr(dtype, "itemsize", None)
-    return int(found) if isinstance(found, int) else DTYPE_BYTES[str(dtype)]
+    """Returns the bytes of an element of a NumPy-like dtype, or of its name."""
+    itemsize = getattr(dtype, "itemsize", None)
+    return int(itemsize) if isinstance(itemsize, int) else DTYPE_BYTES[str(dtype)]
 
 
 def _stages(model: ModelConfig, parallel: ParallelConfig) -> list[tuple[int, ...]]:
@@ -174,11 +174,11 @@ def _stages(model: ModelConfig, parallel: ParallelConfig) -> list[tuple[int, ...
         if parallel.pp > 1:
             raise ConfigError(f"parallel.pp={parallel.pp}: the layers of each stage must be given")
         return [tuple(range(model.num_layers))]
-    found, begin = [], 0
+    stages, begin = [], 0
     for count in parallel.stage_layers:
-        found.append(tuple(range(begin, begin + count)))
+        stages.append(tuple(range(begin, begin + count)))
         begin += count
-    return found
+    return stages
 
 
 def _places(name: str, model: ModelConfig, parts: Sequence[Sequence[int]]) -> list[int]:

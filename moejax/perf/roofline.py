@@ -30,7 +30,7 @@ def bound(flops: float, bytes_: float, peak: float, bandwidth: float) -> Bound:
 
 
 def step_bound(cost: Work, hardware: Hardware | None, dtype: str) -> Bound | None:
-    """None where the device's bandwidth is not known. Compute counts where its peak is known."""
+    """Returns a step's bound; None without a known bandwidth. Compute counts where its peak is known."""
     if hardware is None or hardware.bandwidth is None:
         return None
     return bound(cost.flops, cost.bytes, hardware.flops.get(dtype, float("inf")), hardware.bandwidth)

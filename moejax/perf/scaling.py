@@ -1,4 +1,4 @@
-"""What a step takes on a mesh, modelled: each stage's roofline on its device, then its collectives.
+"""Modelled time of a step on a mesh: each stage's roofline on its device, then its collectives.
 
     stage = max(bytes / bandwidth, FLOPs / peak) + link time          (nothing overlaps)
     step  = sum of the stages + (microbatches - 1) · the slowest      (GPipe, arXiv 1811.06965)
@@ -85,7 +85,7 @@ def model_step(
     """
     dtype = dtype or model.dtype
     part = _part(phase, microbatches)
-    own: list[tuple[float, float, float, float]] = []
+    stage_times: list[tuple[float, float, float, float]] = []
     per_role: list[dict[str, float]] = []
     terms, linked = [], True
     for stage in stages:
@@ -101,18 +101,18 @@ def model_step(
         memory, compute = _roofline(model, parallel, hardware, stage, part, dtype)
         link = link_seconds(sent, hardware, parallel, model)
         linked &= link is not None
-        own.append((memory, compute, link.transfer if link else 0.0, link.latency if link else 0.0))
+        stage_times.append((memory, compute, link.transfer if link else 0.0, link.latency if link else 0.0))
         roles: dict[str, float] = defaultdict(float)
         for term in sent:
             roles[term.role] += microbatches * term.total_bytes
         per_role.append(dict(roles))
         terms.append(tuple(sent))
-    times = [max(memory, compute) + transfer + latency for memory, compute, transfer, latency in own]
+    times = [max(memory, compute) + transfer + latency for memory, compute, transfer, latency in stage_times]
     slowest = max(range(len(times)), key=lambda i: times[i])
     seconds = sum(times) + (microbatches - 1) * times[slowest]
     busy = microbatches * sum(times) / len(times)
     most = max(per_role, key=lambda roles: sum(roles.values()))
-    return StepModel(seconds, *own[slowest], 1.0 - busy / seconds, linked, most, tuple(terms))
+    return StepModel(seconds, *stage_times[slowest], 1.0 - busy / seconds, linked, most, tuple(terms))
 
 
 def _part(phase: Phase, microbatches: int) -> Phase:

@@ -35,7 +35,7 @@ class HeldWeights:
 
     @property
     def always(self) -> float:
-        """Of those that every step reads: all but the experts'."""
+        """Bytes of the weights that every step reads: all but the experts'."""
         return sum(size for (_, name), size in self.parts.items() if name not in EXPERT_OPERATIONS)
 
     @property

@@ -13,7 +13,7 @@ from moejax.routing.capture import RoutingCapture, count_experts
 
 
 def prefill_steps(lengths: Sequence[int], token_budget: int) -> list[tuple[list[int], list[int], int]]:
-    """How prompts that arrive together are cut into steps: first come, first served, each step full.
+    """Cuts prompts that arrive together into steps: first come, first served, each step full.
 
     What rows that decode already take of the budget is not counted, so that there are never more steps here
     than in an engine.
@@ -50,7 +50,7 @@ def prefill(
     hits: Sequence[float] | np.ndarray,
     dtype: str | None = None,
     kv_dtype: str | None = None,
-    held: HeldWeights | None = None,
+    weights: HeldWeights | None = None,
 ) -> list[OpCost]:
     """Whole prompts in as many steps as the budget of tokens makes of them, see `prefill_steps`; a step after
     the first reads the weights, and a prompt's earlier chunks from the cache, again.
@@ -63,7 +63,7 @@ def prefill(
         for new, context, ended in prefill_steps(lengths, token_budget)
         for op in attribute(
             config, new_tokens=new, context=context, phase="prefill", hits=hits, logits=ended, dtype=dtype,
-            kv_dtype=kv_dtype, held=held,
+            kv_dtype=kv_dtype, weights=weights,
         )
     ]  # fmt: skip
     return summed(ops)
@@ -75,10 +75,9 @@ def captured_steps(
     *,
     dtype: str | None = None,
     kv_dtype: str | None = None,
-    held: HeldWeights | None = None,
+    weights: HeldWeights | None = None,
 ) -> Iterator[tuple[int, list[OpCost]]]:
-    """Each step of a routing trace with what it did: its rows, their lengths and the experts they visited
-    are the trace's own.
+    """Counts the work of each step of a routing trace, with the trace's rows, lengths and visited experts.
 
     Yields:
         (step number, operations) in order. A step that computes parts of prompts and decodes is "mixed".
@@ -108,6 +107,6 @@ def captured_steps(
         sampled = int(np.count_nonzero(context >= ends[rows_of[:, 0]]))
         ops = attribute(
             config, new_tokens=new, context=context, phase=phase, hits=hits, logits=sampled,
-            assignments=ran, dtype=dtype, kv_dtype=kv_dtype, held=held,
+            assignments=ran, dtype=dtype, kv_dtype=kv_dtype, weights=weights,
         )  # fmt: skip
         yield int(capture.step[first]), ops

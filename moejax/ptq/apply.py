@@ -2,9 +2,9 @@
 
 Data-free weights (round-to-nearest) are quantized one after another, each float weight released before the
 next. With calibration the model goes through layer by layer: the calibration set's hidden states wait on the
-host (in `work_dir`, if there is one), one layer's statistics are gathered from its float weights, its weights
-are quantized, and the set moves on through the quantized layer. So the most memory is the model, one layer's
-Gram matrices and one batch.
+host (in `work_dir`, if there is one), one layer's statistics are collected from its float weights, they are
+quantized, and the set moves on through the quantized layer. So the most memory is the model, one layer's Gram
+matrices and one batch.
 
 The set moves on through the layer's DEQUANTIZED weights, in the model's dtype: what the quantized layer
 computes, except that activations are not rounded where a format quantizes them too.
@@ -27,7 +27,7 @@ from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params, specs
 from moejax.nn.quantized import PARTS, quantized_weights, replace_weights
 from moejax.ptq.batches import HiddenStates
-from moejax.ptq.collect_statistics import Gatherer
+from moejax.ptq.collect_statistics import StatisticsCollector
 from moejax.ptq.fold import store
 from moejax.ptq.layerwise import StageWork, expert_counts, scaling_method
 from moejax.ptq.methods import Rounded, weight_report
@@ -131,7 +131,7 @@ class _Run:
         self.batch_size = min(quant.calibration.batch_size, len(tokens))
 
     def all(self, fingerprint: Mapping[str, str]) -> list[StageReport]:
-        """Every stage, those in `work_dir` read from there."""
+        """Quantizes every stage, or reads it from `work_dir`, and returns their reports."""
         folder = self.quant.calibration.work_dir
         work = WorkDir(folder, fingerprint) if folder else None
         try:
@@ -151,18 +151,18 @@ class _Run:
         """Takes over the stages that an earlier run has finished."""
         reports: list[StageReport] = []
         while work is not None and len(reports) < len(self.stages):
-            found = work.load(len(reports))
-            if found is None:
+            stored = work.load(len(reports))
+            if stored is None:
                 break
-            arrays, values = found
+            arrays, values = stored
             stage, part = self.stages[len(reports)], self.parts[len(reports)]
             params = stage.params()
             for name in values["folded_params"]:
                 params[name].set_value(jnp.asarray(arrays[f"param {name}"]))
             tensors = {}
             for name, one in part.items():
-                held = {p: arrays.get(f"tensor {name} {p}") for p in PARTS}
-                fields: dict[str, Any] = {p: None if a is None else jnp.asarray(a) for p, a in held.items()}
+                saved = {p: arrays.get(f"tensor {name} {p}") for p in PARTS}
+                fields: dict[str, Any] = {p: None if a is None else jnp.asarray(a) for p, a in saved.items()}
                 D = params[name].get_metadata("spec").canonical_shape[-2]
                 tensors[stage.prefix + name] = QTensor(**fields, format=one.format, pack=one.format.pack(D))
             _place(self.model, tensors)
@@ -191,15 +191,15 @@ class _Run:
         total = len(self.stages)
 
         def batched(share: float) -> None:
-            # Gathering, rounding and moving on take about as long as each other.
+            # Statistics, rounding and moving on take about as long as each other.
             self.say((number + share / 3) / total, f"calibrating {stage.name}")
 
-        gathered = Gatherer(stage, part, self.quant.calibration, hidden, batched)
-        gathered.run()
+        collector = StatisticsCollector(stage, part, self.quant.calibration, hidden, batched)
+        collector.run()
         self.say((number + 1 / 3) / total, f"quantizing {stage.name}")
-        done = StageWork(stage, part, self.quant, gathered).run()
-        counts, cold = expert_counts(gathered)
-        del gathered  # and the Gram matrices with it
+        done = StageWork(stage, part, self.quant, collector).run()
+        counts, cold = expert_counts(collector)
+        del collector  # and the Gram matrices with it
         report, changed = self._install(stage, part, done)
         out = self._advance(number, stage, hidden, work) if number + 1 < total else hidden
         tensors = {stage.prefix + name: one.tensor for name, one in done.rounded.items()}
@@ -260,8 +260,8 @@ class _Run:
 
 def _part(stage: Stage, chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
     """A stage's weights by their path in it."""
-    found = {name: chosen.get(stage.prefix + name) for name in stage.params()}
-    return {name: one for name, one in found.items() if one is not None}
+    choices = {name: chosen.get(stage.prefix + name) for name in stage.params()}
+    return {name: one for name, one in choices.items() if one is not None}
 
 
 def _place(model: Decoder, tensors: Mapping[str, QTensor]) -> None:
@@ -318,7 +318,7 @@ def _checked(tokens: np.ndarray | None, model: Decoder, quant: QuantConfig) -> n
 
 
 def _fingerprint(model: Decoder, quant: QuantConfig, tokens: Any) -> dict[str, str]:
-    """What must be the same for a run to go on."""
+    """Returns the values that must agree for an interrupted run to be resumed."""
     settings = dataclasses.replace(
         quant,
         kv_cache="auto",

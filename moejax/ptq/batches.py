@@ -22,7 +22,7 @@ class Batch(NamedTuple):
 
 
 class HiddenStates:
-    """What the stage reads next, `[S, L, D]` in the model's dtype: an array, or a file read page by page."""
+    """Inputs of the next stage, `[S, L, D]` in the model's dtype: an array, or a file read page by page."""
 
     def __init__(self, values: np.ndarray, batch_size: int) -> None:
         self.values = values
@@ -30,7 +30,7 @@ class HiddenStates:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any, batch_size: int, path: Path | None) -> "HiddenStates":
-        """To be filled; on disk at `path`, in memory without one.
+        """Returns states to be filled; on disk at `path`, in memory without one.
 
         Raises:
             OutputError: the disk has no room for it.
@@ -59,7 +59,7 @@ class HiddenStates:
         return int(self.values.shape[0] * self.values.shape[1])
 
     def batches(self) -> Iterator[Batch]:
-        """All sequences in order; all batches have one shape, so that one program runs them."""
+        """Yields all sequences in order, in batches of one shape, so that one program runs them."""
         S, T, D = self.values.shape
         for start in range(0, S, self.batch_size):
             rows = slice(start, min(start + self.batch_size, S))
@@ -71,5 +71,5 @@ class HiddenStates:
             yield Batch(rows, jnp.asarray(x), jnp.asarray(valid))
 
     def put(self, batch: Batch, x: jax.Array) -> None:
-        """What has become of a batch."""
+        """Stores the stage's outputs for a batch."""
         self.values[batch.rows] = np.asarray(x)[: batch.rows.stop - batch.rows.start]

@@ -22,7 +22,7 @@ Batched = Callable[[float], None]
 """Called with the share of the calibration set that a pass has seen."""
 
 
-class Gatherer:
+class StatisticsCollector:
     """Runs the calibration set through a stage of the float model.
 
     Attributes:
@@ -43,8 +43,8 @@ class Gatherer:
         self._graph, self._state = nnx.split(stage.module)
         self._calibration, self._hidden, self._batched = calibration, hidden, batched
         self._widths = {name: _width(stage, name) for name in _needed(stage, chosen)}
-        self._taps = tuple(
-            (site.name, site.tap)
+        self._observers = tuple(
+            (site.name, site.observed)
             for site in stage.sites
             if site.name in self._widths and site.name != EXPERTS_HIDDEN
         )
@@ -67,10 +67,10 @@ class Gatherer:
 
     def run(self) -> None:
         """Collects the plain statistics, and those of the first chunk of experts on the way."""
-        stats = {name: Statistics.zeros((), self._widths[name]) for name, _ in self._taps}
+        stats = {name: Statistics.zeros((), self._widths[name]) for name, _ in self._observers}
         stats |= self._empty_experts()
-        stats = self._collect(stats, 0, self._taps)
-        self.plain = {name: stats[name] for name, _ in self._taps}
+        stats = self._collect(stats, 0, self._observers)
+        self.plain = {name: stats[name] for name, _ in self._observers}
         if self.num_experts:
             self._held = 0, self._covered(0, stats)
 
@@ -85,25 +85,25 @@ class Gatherer:
         names = [name for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in self._widths]
         return {name: Statistics.zeros((self.chunk,), self._widths[name]) for name in names}
 
-    def _collect(self, stats: Stats, first: int, taps: Any) -> Stats:
+    def _collect(self, stats: Stats, first: int, observers: Any) -> Stats:
         for batch in self._hidden.batches():
             start = jnp.int32(first)
-            stats = collect(self._graph, self._state, stats, batch.x, batch.valid, start, taps=taps)
+            stats = collect(self._graph, self._state, stats, batch.x, batch.valid, start, observers=observers)
             self._batched(batch.rows.stop / len(self._hidden.values))
         return stats
 
     def _covered(self, first: int, stats: Stats) -> dict[str, Covered]:
-        own = {name: stats[name] for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in stats}
-        count = next(iter(own.values())).count
+        visited = {name: stats[name] for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in stats}
+        count = next(iter(visited.values())).count
         cold = cold_experts(count, self._min_tokens)
         part = slice(first, first + self.chunk)
         self.visits[part], self.cold[part] = np.asarray(count), np.asarray(cold)
-        other = self._fallback(first, np.flatnonzero(np.asarray(cold))) if bool(cold.any()) else own
-        how = self._calibration.fallback
-        return {name: cover(own[name], other[name], cold, how) for name in own}
+        other = self._fallback(first, np.flatnonzero(np.asarray(cold))) if bool(cold.any()) else visited
+        fallback = self._calibration.fallback
+        return {name: cover(visited[name], other[name], cold, fallback) for name in visited}
 
     def _fallback(self, first: int, experts: np.ndarray) -> Stats:
-        """What the cold experts make of all tokens, or of a sample of them."""
+        """Returns the cold experts' statistics over all tokens, or over a sample of them."""
         stats, stride = self._empty_experts(), 1
         if self._calibration.fallback == "all":
             stride = max(1, -(-self._hidden.num_tokens // SAMPLE_TOKENS))
@@ -126,13 +126,13 @@ def chunk_of(num_experts: int, bytes_each: int, bound: int | None = None) -> int
 
 def _needed(stage: Stage, chosen: Mapping[str, Chosen]) -> list[str]:
     """Names of the statistics that the stage's calibrated weights need."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for site in stage.sites:
         for reader in site.readers:
             if reader in chosen and chosen[reader].calibrated:
                 # The experts' common input has common scales, from the statistics of all tokens.
-                found |= {site.name: None, statistics_of(reader, site): None}
-    return list(found)
+                names |= {site.name: None, statistics_of(reader, site): None}
+    return list(names)
 
 
 def _width(stage: Stage, name: str) -> int:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.ptq.sites import EXPERTS_HIDDEN, Site, Stage
+from moejax.ptq.sites import EXPERTS_HIDDEN, QuantizationSite, Stage
 
 BIASED = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 """Projections whose bias is scaled with their outputs where they are a source."""
@@ -35,7 +35,7 @@ def store(param: nnx.Param, value: jax.Array) -> None:
     param.set_value(value.astype(spec.dtype))
 
 
-def tie(values: jax.Array, site: Site, how: str) -> jax.Array:
+def tie(values: jax.Array, site: QuantizationSite, reduction: str) -> jax.Array:
     """Makes a site's channels equal that must share a scale.
 
     Args:
@@ -46,7 +46,7 @@ def tie(values: jax.Array, site: Site, how: str) -> jax.Array:
         return values
     *lead, C = values.shape
     heads = values.reshape(*lead, C // (site.group * site.head_dim), site.group, site.head_dim)
-    reduced = (jnp.mean if how == "mean" else jnp.max)(heads, axis=-2, keepdims=True)
+    reduced = (jnp.mean if reduction == "mean" else jnp.max)(heads, axis=-2, keepdims=True)
     return jnp.broadcast_to(reduced, heads.shape).reshape(*lead, C)
 
 
@@ -62,7 +62,7 @@ class Folds:
         self.rows: dict[str, jax.Array] = {}
         self.outputs: dict[str, jax.Array] = {}
 
-    def add(self, site: Site, scales: jax.Array) -> None:
+    def add(self, site: QuantizationSite, scales: jax.Array) -> None:
         """Scales of a whole site: float32 `[C]`; `[E, C]` for what the experts' down projections read."""
         assert site.blocked is None, site
         for reader in site.readers:
@@ -77,7 +77,7 @@ class Folds:
             self.outputs[f"{projection}.bias"] = scales
 
     def touches(self, name: str) -> bool:
-        """Whether a parameter changes."""
+        """Returns whether a parameter changes."""
         return name in self.rows or name in self.outputs
 
     def apply(self, name: str, value: jax.Array, part: slice = slice(None)) -> jax.Array:
@@ -124,6 +124,6 @@ def fold(stage: Stage, scales: Mapping[str, jax.Array]) -> list[str]:
     return folds.write(stage.params())
 
 
-def experts_site(stage: Stage) -> Site | None:
+def experts_site(stage: Stage) -> QuantizationSite | None:
     """The site of the experts' down projections; None in a stage without experts."""
     return next((site for site in stage.sites if site.name == EXPERTS_HIDDEN), None)

@@ -1,9 +1,9 @@
-"""One stage of the model: statistics, scales, folding, rounding.
+"""Quantization of one stage of the model: statistics, scales, folding, rounding.
 
 In this order, as GPTQ and AWQ have it: the stage's float weights see what the quantized stages before it
 give out; all its statistics are taken at once; scales of all sites are found from the weights as they are and
 folded together; each weight is then rounded with its statistics divided by its site's scales. Experts go
-through in chunks, so that the Gram matrices held are bounded (`gather.GRAM_BYTES`).
+through in chunks, so that the Gram matrices held are bounded (`collect_statistics.GRAM_BYTES`).
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ import numpy as np
 
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig
-from moejax.ptq.collect_statistics import Gatherer
+from moejax.ptq.collect_statistics import StatisticsCollector
 from moejax.ptq.fold import Folds, canonical, experts_site, tie
 from moejax.ptq.methods import Rounded, joined, quantize
-from moejax.ptq.sites import EXPERTS_HIDDEN, EXPERTS_IN, Site, Stage, statistics_of
+from moejax.ptq.sites import EXPERTS_HIDDEN, EXPERTS_IN, QuantizationSite, Stage, statistics_of
 from moejax.quantization.awq import best_scales, scale_errors
 from moejax.quantization.calibration import Statistics
 from moejax.quantization.rules import Chosen
@@ -28,9 +28,9 @@ SCALED = ("awq", "smoothquant")
 """Methods that scale what a weight reads."""
 
 
-class Done(NamedTuple):
-    """What a stage has become: quantized weights by their path in the stage, the folds of the others, sites
-    folded, and notes."""
+class QuantizedStage(NamedTuple):
+    """Quantized stage: quantized weights by their path in the stage, the folds of the others, folded sites,
+    and notes."""
 
     rounded: dict[str, Rounded]
     folds: Folds
@@ -38,7 +38,7 @@ class Done(NamedTuple):
     notes: list[str]
 
 
-def scaling_method(site: Site, chosen: Mapping[str, Chosen], prefix: str = "") -> str | None:
+def scaling_method(site: QuantizationSite, chosen: Mapping[str, Chosen], prefix: str = "") -> str | None:
     """The method that scales a site; None where none does.
 
     Raises:
@@ -57,31 +57,31 @@ class StageWork:
     """Quantizes one stage's `chosen` weights; the model is only read."""
 
     def __init__(
-        self, stage: Stage, chosen: Mapping[str, Chosen], quant: QuantConfig, gathered: Gatherer
+        self, stage: Stage, chosen: Mapping[str, Chosen], quant: QuantConfig, collector: StatisticsCollector
     ) -> None:
-        self.stage, self.chosen, self.quant, self.gathered = stage, chosen, quant, gathered
+        self.stage, self.chosen, self.quant, self.collector = stage, chosen, quant, collector
         self.params = stage.params()
         self.folds = Folds()
         self.folded: list[str] = []
         self.notes: list[str] = []
 
-    def run(self) -> Done:
-        """All weights of the stage."""
-        own = experts_site(self.stage)
+    def run(self) -> QuantizedStage:
+        """Quantizes all weights of the stage."""
+        experts = experts_site(self.stage)
         for site in self.stage.sites:
-            if site is not own:
+            if site is not experts:
                 self._scale(site)
-        rounded = self._experts(own)
+        rounded = self._experts(experts)
         for site in self.stage.sites:
             for reader in site.readers:
                 if reader in self.chosen and reader not in rounded:
-                    stats = self._divided(self.gathered.plain.get(site.name), reader)
+                    stats = self._divided(self.collector.plain.get(site.name), reader)
                     rounded[reader] = self._round(reader, slice(None), stats)
-        return Done(rounded, self.folds, self.folded, self.notes)
+        return QuantizedStage(rounded, self.folds, self.folded, self.notes)
 
     # --- Scales ---------------------------------------------------------------------------------------------
 
-    def _scale(self, site: Site) -> None:
+    def _scale(self, site: QuantizationSite) -> None:
         """Finds and adds the scales of a site that all tokens pass."""
         method = scaling_method(site, self.chosen, self.stage.prefix)
         if method is None:
@@ -90,7 +90,7 @@ class StageWork:
             self.notes.append(f"{site.name} is not scaled ({method}), because {site.blocked}")
             return
         readers = [r for r in site.readers if r in self.chosen and self.chosen[r].method == method]
-        stats = self.gathered.plain[site.name]
+        stats = self.collector.plain[site.name]
         if method == "smoothquant":
             rows = row_maxima([canonical(self.params[r]) for r in readers], 0)
             scales = scales_of_maxima(
@@ -101,19 +101,19 @@ class StageWork:
             scales = best_scales(activations, self._errors(site, readers, activations)).scales
         self._fold(site, scales)
 
-    def _errors(self, site: Site, readers: list[str], activations: jax.Array) -> jax.Array:
+    def _errors(self, site: QuantizationSite, readers: list[str], activations: jax.Array) -> jax.Array:
         """AWQ's output error of each exponent, summed over a site's readers and, chunk by chunk, experts."""
         routed = [r for r in readers if statistics_of(r, site) == EXPERTS_IN]
         others = [r for r in readers if r not in routed]
         total = jnp.zeros(self.quant.awq_grid + 1, jnp.float32)
         if others:
             weights = [canonical(self.params[r]) for r in others]
-            grams = [self.gathered.plain[site.name].gram] * len(others)
+            grams = [self.collector.plain[site.name].gram] * len(others)
             total += self._scale_errors(weights, grams, activations, others)
-        for first in self.gathered.chunks if routed else ():
-            part = slice(first, first + self.gathered.chunk)
+        for first in self.collector.chunks if routed else ():
+            part = slice(first, first + self.collector.chunk)
             weights = [canonical(self.params[r])[part] for r in routed]
-            covered = self.gathered.experts(first)[EXPERTS_IN]
+            covered = self.collector.experts(first)[EXPERTS_IN]
             # What a fallback saw stands for the expert's own tokens, and counts as they do.
             gram = covered.statistics.mean_gram() * covered.visits.astype(jnp.float32)[:, None, None]
             total += self._scale_errors(weights, [gram] * len(routed), activations, routed)
@@ -134,31 +134,31 @@ class StageWork:
             percentile=quant.percentile,
         )
 
-    def _fold(self, site: Site, scales: jax.Array) -> None:
+    def _fold(self, site: QuantizationSite, scales: jax.Array) -> None:
         self.folds.add(site, scales)
         self.folded.append(site.name)
 
     # --- Experts --------------------------------------------------------------------------------------------
 
-    def _experts(self, own: Site | None) -> dict[str, Rounded]:
+    def _experts(self, site: QuantizationSite | None) -> dict[str, Rounded]:
         """The experts' weights, chunk by chunk; the scales of what down reads are each expert's own."""
-        if own is None:
+        if site is None:
             return {}
         names = [f"moe.experts.{name}_proj" for name in ("gate", "up", "down")]
         names = [name for name in names if name in self.chosen]
-        method = scaling_method(own, self.chosen, self.stage.prefix)
+        method = scaling_method(site, self.chosen, self.stage.prefix)
         parts: dict[str, list[Rounded]] = {name: [] for name in names}
         if method is not None:
-            found = [self._down_scales(method, first) for first in self.gathered.chunks]
-            self._fold(own, jnp.concatenate(found))
-        for first in self.gathered.chunks if names else ():
-            part = slice(first, first + self.gathered.chunk)
-            covered = self.gathered.experts(first) if self._calibrated(names) else {}
+            scales = [self._down_scales(method, first) for first in self.collector.chunks]
+            self._fold(site, jnp.concatenate(scales))
+        for first in self.collector.chunks if names else ():
+            part = slice(first, first + self.collector.chunk)
+            covered = self.collector.experts(first) if self._calibrated(names) else {}
             for name in names:
                 key = EXPERTS_HIDDEN if name.endswith("down_proj") else EXPERTS_IN
                 stats = covered[key].statistics if key in covered else None
                 parts[name].append(self._round(name, part, self._divided(stats, name, part)))
-        if names and not self.gathered.chunks:
+        if names and not self.collector.chunks:
             for name in names:  # no expert is calibrated
                 parts[name].append(self._round(name, slice(None), None))
         return {name: joined(done) for name, done in parts.items()}
@@ -168,8 +168,8 @@ class StageWork:
 
     def _down_scales(self, method: str, first: int) -> jax.Array:
         """float32 `[C, F]`."""
-        name, part = "moe.experts.down_proj", slice(first, first + self.gathered.chunk)
-        stats = self.gathered.experts(first)[EXPERTS_HIDDEN].statistics
+        name, part = "moe.experts.down_proj", slice(first, first + self.collector.chunk)
+        stats = self.collector.experts(first)[EXPERTS_HIDDEN].statistics
         w = canonical(self.params[name])[part]
         if method == "smoothquant":
             return scales_of_maxima(stats.max_abs, row_maxima([w], 1), alpha=self.quant.smoothing)
@@ -194,8 +194,8 @@ class StageWork:
         return quantize(name, self.folds.apply(name, value, part), self.chosen[name], self.quant, stats)
 
 
-def expert_counts(gathered: Gatherer) -> tuple[list[int] | None, list[int]]:
+def expert_counts(collector: StatisticsCollector) -> tuple[list[int] | None, list[int]]:
     """Tokens that visited each expert, and the experts that fell back; None where none is calibrated."""
-    if not gathered.num_experts or (gathered.visits < 0).all():
+    if not collector.num_experts or (collector.visits < 0).all():
         return None, []
-    return [int(n) for n in gathered.visits], [int(e) for e in np.flatnonzero(gathered.cold)]
+    return [int(n) for n in collector.visits], [int(e) for e in np.flatnonzero(collector.cold)]

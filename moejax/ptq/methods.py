@@ -1,4 +1,4 @@
-"""One weight, folded and with its statistics, through its method; and what that did to it."""
+"""Quantization of one weight, folded and with its statistics, by its method; and its error."""
 
 import dataclasses
 import time
@@ -50,8 +50,8 @@ def quantize(
         scale = static_input_scale(stats.max_abs, fmt)
     if chosen.method == "gptq":
         assert stats is not None, path
-        how = {"damping": quant.damping, "act_order": quant.act_order, "block": quant.gptq_block}
-        done = gptq(w, stats.mean_gram(), fmt, **how, **ranges, input_scale=scale)
+        options = {"damping": quant.damping, "act_order": quant.act_order, "block": quant.gptq_block}
+        done = gptq(w, stats.mean_gram(), fmt, **options, **ranges, input_scale=scale)
         tensor, damping, raised = done.tensor, done.damping, done.raised
     elif chosen.method == "awq":
         assert stats is not None, path
@@ -116,7 +116,7 @@ def weight_report(
 
 
 def _floats(values: jax.Array) -> list[float]:
-    """Of a leading axis that lies on several processes, none."""
+    """Returns the values, or none where the leading axis lies on several processes."""
     if not values.is_fully_addressable:
         return []
     return [float(v) for v in np.asarray(values).reshape(-1)]

@@ -1,9 +1,9 @@
-"""Taps: modules that stand in another's place, see what it reads, and hand everything on.
+"""Observers: modules that stand in another's place, see what it reads, and hand everything on.
 
-A tapped layer exists only while a program is traced: the compiled function takes the layer apart and puts it
-together anew with taps in it, so that the model itself never changes and a tap costs nothing where its
-statistics are not asked for. Statistics are summed over all tokens that are real; an expert's over the tokens
-that are routed to it, whichever way the layer then runs its experts.
+An observed layer exists only while a program is traced: the compiled function takes the layer apart and puts
+it together anew with observers in it, so that the model itself never changes and an observer costs nothing
+where its statistics are not asked for. Statistics are summed over all tokens that are real; an expert's over
+the tokens that are routed to it, whichever way the layer then runs its experts.
 """
 
 import functools
@@ -29,7 +29,7 @@ BLOCK_ROWS = 256
 Stats = dict[str, Statistics]
 
 
-class Tap(nnx.Module):
+class Observer(nnx.Module):
     """Calls `see` with the arguments of `inner`, then `inner`."""
 
     def __init__(self, inner: nnx.Module, see: Callable[..., None]) -> None:
@@ -41,11 +41,11 @@ class Tap(nnx.Module):
 
 
 def observe_at(module: nnx.Module, path: str, see: Callable[..., None]) -> None:
-    """Puts a tap in the place of the module at a dotted path below `module`."""
+    """Puts an observer in the place of the module at a dotted path below `module`."""
     *parents, name = path.split(".")
     for parent in parents:
         module = getattr(module, parent)
-    setattr(module, name, Tap(getattr(module, name), see))
+    setattr(module, name, Observer(getattr(module, name), see))
 
 
 def run_stage(module: nnx.Module, x: jax.Array, valid: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def advance(graph: Any, state: Any, x: jax.Array, valid: jax.Array) -> jax.Array
     return run_stage(nnx.merge(graph, state), x, valid)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "taps"), donate_argnames=("stats",))
+@functools.partial(jax.jit, static_argnames=("graph", "observers"), donate_argnames=("stats",))
 def collect(
     graph: Any,
     state: Any,
@@ -76,7 +76,7 @@ def collect(
     valid: jax.Array,
     first: jax.Array,
     *,
-    taps: tuple[tuple[str, str], ...],
+    observers: tuple[tuple[str, str], ...],
 ) -> Stats:
     """Adds what one batch shows to `stats`.
 
@@ -85,7 +85,7 @@ def collect(
         stats: what to collect, by name; those of experts are of as many experts as they have room for.
         x: `[B, T, D]`, the stage's input. valid: bool `[B, T]`, False for padding.
         first: int32, the first of these experts.
-        taps: name of statistics without an expert axis → module to tap.
+        observers: name of statistics without an expert axis → module to observe.
     """
     module, seen = nnx.merge(graph, state), dict(stats)
     mask = valid.reshape(-1)
@@ -96,7 +96,7 @@ def collect(
 
         observe_at(module, path, see)
 
-    for name, path in taps:
+    for name, path in observers:
         watch(name, path)
     if EXPERTS_IN in stats or EXPERTS_HIDDEN in stats:
         experts = module.moe.experts

@@ -1,4 +1,4 @@
-"""What quantization did to a model, as values. No JAX here."""
+"""Report of a model's quantization, as values. No JAX here."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -9,7 +9,7 @@ from moejax.core import html
 
 @dataclass(frozen=True)
 class WeightReport:
-    """One weight; lists have an entry for each expert, or one for a weight without experts.
+    """Report of one weight; lists have an entry for each expert, or one for a weight without experts.
 
     Attributes:
         path: in the model, without a last `.kernel`.
@@ -94,12 +94,12 @@ class QuantReport:
 
     @property
     def weights(self) -> list[WeightReport]:
-        """Of all stages."""
+        """Reports of the weights of all stages."""
         return [weight for stage in self.stages for weight in stage.weights]
 
     @property
     def quantized_bits_per_weight(self) -> float:
-        """As `bits_per_weight`, over the quantized weights only."""
+        """Average bits per weight, as `bits_per_weight`, over the quantized weights only."""
         numbers = sum(8 * w.bytes / w.bits_per_weight for w in self.weights)
         return 8 * sum(w.bytes for w in self.weights) / numbers if numbers else 0.0
 
@@ -115,7 +115,7 @@ class QuantReport:
 
     @property
     def notes(self) -> list[str]:
-        """Of all stages, each once, in order; the same note of several layers with their number."""
+        """Notes of all stages, each once, in order; a note of several layers with their number."""
         counts = Counter(note for stage in self.stages for note in stage.notes)
         return [note if n == 1 else f"{note} ({n} layers)" for note, n in counts.items()]
 
@@ -144,7 +144,7 @@ class QuantReport:
         return html.card(f"quantized: {self.method}, {self.format}", html.facts(about), stages, *notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON's own types."""
+        """Returns the report in JSON's own types."""
         return {
             **asdict(self),
             "bits_per_weight": self.bits_per_weight,

@@ -1,4 +1,4 @@
-"""Where weights read: which ones share an input, what precedes it, and which statistics are theirs.
+"""Quantization sites: which weights share an input, what precedes it, and which statistics they need.
 
 A SITE is an activation that one or more weights read. Scaling its channels by 1/s and the rows of all its
 readers by s leaves the model as it is; 1/s goes into what makes the activation, the site's SOURCE:
@@ -35,12 +35,12 @@ EXPERTS_IN, EXPERTS_HIDDEN = "moe.experts", "moe.experts.down_proj"
 
 
 @dataclass(frozen=True)
-class Site:
-    """One activation; see the module.
+class QuantizationSite:
+    """One activation that weights read; see the module.
 
     Attributes:
         name: also of its statistics over all tokens.
-        tap: module whose input it is.
+        observed: module whose input it is.
         readers: parameters.
         source: parameter that 1/s goes into: a norm's vector, or a weight whose outputs make the activation.
         group: query heads that share an output head of the source, and so a scale.
@@ -49,7 +49,7 @@ class Site:
     """
 
     name: str
-    tap: str
+    observed: str
     readers: tuple[str, ...]
     source: str
     group: int = 1
@@ -76,14 +76,14 @@ class Stage:
     name: str
     prefix: str
     module: nnx.Module
-    sites: tuple[Site, ...]
+    sites: tuple[QuantizationSite, ...]
 
     def params(self) -> dict[str, nnx.Param]:
-        """By their path in the stage."""
+        """Returns the parameters by their path in the stage."""
         return dict(iter_params(self.module))
 
 
-def statistics_of(reader: str, site: Site) -> str:
+def statistics_of(reader: str, site: QuantizationSite) -> str:
     """The name of the statistics that a weight is calibrated with."""
     if reader in ("moe.experts.gate_proj", "moe.experts.up_proj"):
         return EXPERTS_IN
@@ -97,21 +97,21 @@ def stages_of(model: Decoder) -> list[Stage]:
         for i, layer in zip(model.stage, model.in_order(), strict=True)
     ]
     if model.lm_head is not None and model.norm is not None:
-        site = Site("lm_head", "lm_head", ("lm_head.kernel",), "norm.scale")
+        site = QuantizationSite("lm_head", "lm_head", ("lm_head.kernel",), "norm.scale")
         stages.append(Stage("lm_head", "", Head(model.norm, model.lm_head), (site,)))
     return stages
 
 
-def layer_sites(layer: DecoderLayer) -> tuple[Site, ...]:
-    """Of one decoder layer."""
+def layer_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
+    """Returns the quantization sites of one decoder layer."""
     config = layer.attention.config
     qkv = tuple(f"attention.{name}_proj.kernel" for name in "qkv")
     clip = None
     if config.clip_qkv is not None:
         clip = f"clip_qkv={config.clip_qkv:g} stands between v_proj and it"
     sites = [
-        Site("attention", "attention.q_proj", qkv, "input_norm.scale"),
-        Site(
+        QuantizationSite("attention", "attention.q_proj", qkv, "input_norm.scale"),
+        QuantizationSite(
             "attention.o_proj",
             "attention.o_proj",
             ("attention.o_proj.kernel",),
@@ -124,15 +124,17 @@ def layer_sites(layer: DecoderLayer) -> tuple[Site, ...]:
     norm = "post_attention_norm.scale"
     if layer.moe is None:
         gated = ("mlp.gate_proj.kernel", "mlp.up_proj.kernel")
-        return (*sites, Site("mlp", "mlp.gate_proj", gated, norm), _down("mlp"))
+        return (*sites, QuantizationSite("mlp", "mlp.gate_proj", gated, norm), _down("mlp"))
     readers = ["moe.router.kernel", "moe.experts.gate_proj", "moe.experts.up_proj"]
     if layer.moe.shared_expert is not None:
         readers += [f"moe.shared_expert.{name}_proj.kernel" for name in ("gate", "up")]
         readers += ["moe.shared_gate.kernel"]
         sites.append(_down("moe.shared_expert"))
-    experts = Site(EXPERTS_HIDDEN, "moe.experts", ("moe.experts.down_proj",), "moe.experts.up_proj")
-    return (*sites, Site("moe", "moe.router", tuple(readers), norm), experts)
+    read = ("moe.experts.down_proj",)
+    experts = QuantizationSite(EXPERTS_HIDDEN, "moe.experts", read, "moe.experts.up_proj")
+    return (*sites, QuantizationSite("moe", "moe.router", tuple(readers), norm), experts)
 
 
-def _down(mlp: str) -> Site:
-    return Site(f"{mlp}.down_proj", f"{mlp}.down_proj", (f"{mlp}.down_proj.kernel",), f"{mlp}.up_proj.kernel")
+def _down(mlp: str) -> QuantizationSite:
+    down = f"{mlp}.down_proj"
+    return QuantizationSite(down, down, (f"{down}.kernel",), f"{mlp}.up_proj.kernel")

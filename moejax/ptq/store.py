@@ -1,4 +1,4 @@
-"""What is done, stage by stage, in a folder: a run that was killed goes on after the last whole stage.
+"""Folder of finished stages: a run that was killed goes on after the last whole stage.
 
     work_dir/run.json            fingerprint: of the weights, the configuration, the tokens
     work_dir/stage_003.npz       a stage's quantized tensors, its folded parameters and its report
@@ -30,7 +30,7 @@ META = "meta"
 
 
 class WorkDir:
-    """One run's folder, locked against other runs until `close`.
+    """Folder of one run, locked against other runs until `close`.
 
     Raises:
         ConfigError: it holds another run, or one is at work in it.
@@ -64,10 +64,10 @@ class WorkDir:
             atomic_write_text(path, dump_json(dict(fingerprint), indent=2) + "\n")
             return
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            found = {}
-        other = [key for key, value in fingerprint.items() if found.get(key) != value]
+            stored = {}
+        other = [key for key, value in fingerprint.items() if stored.get(key) != value]
         if other:
             raise ConfigError(
                 f"quant.calibration.work_dir: {self.folder} holds another run (different {', '.join(other)});"
@@ -108,7 +108,7 @@ class WorkDir:
         self._remove_hidden(before=number)
 
     def hidden_path(self, number: int) -> Path:
-        """Where stage `number`'s output is written; `commit_hidden` puts it in place."""
+        """Returns the path that stage `number`'s output is written to; `commit_hidden` renames it."""
         return self.folder / f"hidden_{number:03d}.tmp"
 
     def commit_hidden(self, number: int, hidden: HiddenStates) -> None:
@@ -118,7 +118,7 @@ class WorkDir:
         os.replace(self.hidden_path(number), self._hidden(number))
 
     def open_hidden(self, number: int, shape: tuple[int, ...], dtype: Any, batch_size: int) -> HiddenStates:
-        """What came out of a finished stage.
+        """Opens the output of a finished stage.
 
         Raises:
             ConfigError: the file is gone.
@@ -132,7 +132,7 @@ class WorkDir:
         return HiddenStates.opened(shape, dtype, batch_size, path)
 
     def remove_hidden(self) -> None:
-        """At the end: nothing reads them any more."""
+        """Removes all hidden states, which nothing reads after the last stage."""
         self._remove_hidden(before=None)
 
     def _remove_hidden(self, before: int | None) -> None:

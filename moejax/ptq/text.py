@@ -56,8 +56,8 @@ def calibration_tokens(
 
 def _encoder(tokenizer: Encoder) -> Callable[[str], Sequence[int]]:
     def encode(text: str) -> Sequence[int]:
-        found = tokenizer.encode(text, add_special_tokens=False)
-        return found if isinstance(found, list) else found.ids
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        return encoding if isinstance(encoding, list) else encoding.ids
 
     return encode
 
@@ -67,12 +67,12 @@ def _stream(
 ) -> np.ndarray:
     """int32 tokens of the texts, one after another, until there are enough."""
     parts: list[np.ndarray] = []
-    found = 0
+    count = 0
     for text in texts:
         ids = [*encode(text), *([] if end is None else [end])]
         parts.append(np.array(ids, np.int32))
-        found += len(ids)
-        if enough is not None and found >= enough:
+        count += len(ids)
+        if enough is not None and count >= enough:
             break
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
@@ -91,14 +91,14 @@ def _read(path: str) -> str:
         ) from None
 
 
-def _too_short(source: str, found: int, calibration: CalibrationConfig) -> str:
+def _too_short(source: str, tokens: int, calibration: CalibrationConfig) -> str:
     samples, length = calibration.num_samples, calibration.seq_len
     start = (
-        f"quant.calibration.text: {source} has {found} tokens, but num_samples={samples} × seq_len={length} "
+        f"quant.calibration.text: {source} has {tokens} tokens, but num_samples={samples} × seq_len={length} "
         f"needs {samples * length}"
     )
-    if found < 2:
+    if tokens < 2:
         return f"{start}; give a longer text"
-    least = found // length
-    lower = f"lower num_samples to at most {least}" if least else f"lower seq_len to at most {found}"
+    least = tokens // length
+    lower = f"lower num_samples to at most {least}" if least else f"lower seq_len to at most {tokens}"
     return f"{start}; {lower}, or give a longer text"

@@ -1,4 +1,4 @@
-"""From weights to codes and back: what every quantization method and every product shares.
+"""Conversion of weights to codes and back, shared by every quantization method and every product.
 
 Pure functions on arrays, vectorised over leading axes (experts), usable in and out of `jit` with the same
 bits. Shapes: D inputs, F outputs; codes are `[..., F, D]`; scales, steps and zero points are grids
@@ -185,7 +185,7 @@ def _step(scales: jax.Array, tensor_scale: jax.Array | None, fmt: WeightFormat) 
 def step_and_zero(
     scales: jax.Array, zeros: jax.Array | None, tensor_scale: jax.Array | None, fmt: WeightFormat
 ) -> tuple[jax.Array, jax.Array]:
-    """What the stored arrays say of a code: float32 `step` and `zero`, both `[..., G, O]`.
+    """Returns float32 `step` and `zero` of the codes, both `[..., G, O]`, from the stored arrays.
 
     `zero` is 8 for symmetric int4, whose codes are stored with that offset, and 0 where there is none.
     """
@@ -347,11 +347,11 @@ def quantize_activations(
 
 def why_no_kernel(fmt: WeightFormat, D: int) -> str | None:
     """Why the GPU kernels have no product with a weight of D inputs in this format; None where they have."""
-    found = _kernel_format(fmt)
-    if isinstance(found, str):
-        return f"{fmt.name}: {found}"
-    if D % found.block:
-        return f"{fmt.name}: the kernel's inputs are a multiple of {found.block}, here {D}"
+    kernel_format = _kernel_format(fmt)
+    if isinstance(kernel_format, str):
+        return f"{fmt.name}: {kernel_format}"
+    if D % kernel_format.block:
+        return f"{fmt.name}: the kernel's inputs are a multiple of {kernel_format.block}, here {D}"
     return None
 
 

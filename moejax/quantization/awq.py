@@ -154,12 +154,12 @@ def _scale_errors(
         scales = scales_at(activations, jnp.full(batch, exponent))
         total = jnp.zeros(batch, jnp.float32)
         for w, gram, fmt in zip(weights, grams, formats, strict=True):
-            own = tuple(range(len(batch), w.ndim - 2))
-            s = scales.reshape(*batch, *(1 for _ in own), D, 1)
+            own_axes = tuple(range(len(batch), w.ndim - 2))
+            s = scales.reshape(*batch, *(1 for _ in own_axes), D, 1)
             w = w.astype(jnp.float32)
             scaled = w * s
             low, high = ranges(scaled, fmt, clip, percentile)
-            total += jnp.sum(output_error(_rounded(scaled, low, high, fmt) / s - w, gram), axis=own)
+            total += jnp.sum(output_error(_rounded(scaled, low, high, fmt) / s - w, gram), axis=own_axes)
         return total
 
     return lax.map(error_at, jnp.linspace(0.0, 1.0, grid + 1, dtype=jnp.float32))
@@ -189,8 +189,8 @@ def scales_at(activations: jax.Array, exponent: jax.Array) -> jax.Array:
     """
     seen = (activations > 0) & jnp.isfinite(activations)
     largest = jnp.max(jnp.where(seen, activations, 0.0), axis=-1, keepdims=True)
-    held = jnp.maximum(activations, SMALLEST_ACTIVATION * largest)
-    log = jnp.log(jnp.where(seen, held, 1.0)) * exponent[..., None]
+    bounded = jnp.maximum(activations, SMALLEST_ACTIVATION * largest)
+    log = jnp.log(jnp.where(seen, bounded, 1.0)) * exponent[..., None]
     top = jnp.max(jnp.where(seen, log, -jnp.inf), axis=-1, keepdims=True)
     bottom = jnp.min(jnp.where(seen, log, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(seen, jnp.exp(log - 0.5 * (top + bottom)), 1.0)
@@ -262,16 +262,16 @@ def _search_factors(
         error, factors = state
         rows = functools.partial(lax.dynamic_slice_in_dim, start_index=g * size, slice_size=size, axis=1)
         members, gram_rows, now = rows(w), rows(gram), rows(error)
-        own = lax.dynamic_slice_in_dim(gram_rows, g * size, size, axis=2)
-        others = _product(gram_rows, error) - _product(own, now)
+        own_gram = lax.dynamic_slice_in_dim(gram_rows, g * size, size, axis=2)
+        others = _product(gram_rows, error) - _product(own_gram, now)
         bounds = [lax.dynamic_slice_in_dim(bound, g, 1, axis=1) for bound in (low, high)]
 
         def rounding_error(factor: jax.Array) -> jax.Array:
             return _rounded(members, bounds[0] * factor, bounds[1] * factor, fmt) - members
 
         def cost(factor: jax.Array) -> jax.Array:
-            found = rounding_error(factor)
-            by_output = jnp.sum(found * (_product(own, found) + 2 * others), axis=1)
+            rounding = rounding_error(factor)
+            by_output = jnp.sum(rounding * (_product(own_gram, rounding) + 2 * others), axis=1)
             return _sum_outputs(by_output, columns, fmt)
 
         costs = lax.map(cost, candidates)

@@ -47,7 +47,7 @@ class Statistics:
 
     @classmethod
     def zeros(cls, lead: tuple[int, ...], D: int) -> "Statistics":
-        """Of no tokens."""
+        """Returns the statistics of no tokens."""
         return cls(
             jnp.zeros((*lead, D, D), jnp.float32),
             jnp.zeros((*lead, D), jnp.float32),
@@ -64,7 +64,7 @@ class Statistics:
         return self.sum_abs / jnp.maximum(self.count, 1).astype(jnp.float32)[..., None]
 
     def plus(self, other: "Statistics") -> "Statistics":
-        """Of both their tokens."""
+        """Returns the statistics over the tokens of both."""
         return Statistics(
             self.gram + other.gram,
             self.sum_abs + other.sum_abs,
@@ -73,7 +73,7 @@ class Statistics:
         )
 
     def divided(self, scales: jax.Array) -> "Statistics":
-        """Of x / scales, float32 `[..., D]` (or `[D]` for all): what folding leaves to read."""
+        """Returns the statistics of x / scales, float32 `[..., D]` (or `[D]` for all) after folding."""
         s = jnp.broadcast_to(scales, self.sum_abs.shape)
         gram = self.gram / (s[..., :, None] * s[..., None, :])
         return Statistics(gram, self.sum_abs / s, self.max_abs / s, self.count)
@@ -113,18 +113,18 @@ def cold_experts(count: jax.Array, min_tokens: int) -> jax.Array:
     return count < min_tokens
 
 
-def cover(own: Statistics, other: Statistics, cold: jax.Array, fallback: str) -> Covered:
+def cover(visited: Statistics, other: Statistics, cold: jax.Array, fallback: str) -> Covered:
     """Puts the fallback in cold experts' place.
 
     Args:
-        own: `[E, …]`, of each expert's own tokens.
+        visited: `[E, …]`, of each expert's own tokens.
         other: `[E, …]`; at cold experts what the fallback has seen: all tokens ("shared") or the sample
             ("all"). Elsewhere it is not read.
         cold: bool `[E]`.
     """
-    instead = other if fallback == "shared" else own.plus(other)
+    instead = other if fallback == "shared" else visited.plus(other)
 
     def pick(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(cold.reshape(-1, *(1,) * (a.ndim - 1)), b, a)
 
-    return Covered(jax.tree.map(pick, own, instead), own.count, cold)
+    return Covered(jax.tree.map(pick, visited, instead), visited.count, cold)

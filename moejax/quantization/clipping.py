@@ -1,4 +1,4 @@
-"""Which range of weights a scale covers: everything (minmax), or less, so that the many are finer.
+"""Range of weights that a scale covers: everything (minmax), or less, for finer steps of the majority.
 
 A range is `low, high`, float32 `[..., G, O]`, one for each scale of the format, which
 `arithmetic.scales_from_range` makes of it. Weights outside saturate. All methods are vectorised over ranges,
@@ -108,13 +108,13 @@ def _in_chunks(
         pieces = next(n for n in range(1, F + 1) if F % n == 0 and (D * F // n <= chunk or n == F))
     parts = jnp.moveaxis(w.reshape(count, D, pieces, F // pieces), 2, 1)
     parts = parts.reshape(count * pieces, D, F // pieces)
-    found = jax.lax.map(method, parts, batch_size=max(1, chunk // (D * F // pieces)))
+    ranges = jax.lax.map(method, parts, batch_size=max(1, chunk // (D * F // pieces)))
 
     def back(grid: jax.Array) -> jax.Array:
         G, columns = fmt.scale_shape(D, F)
         return jnp.moveaxis(grid.reshape(count, pieces, G, -1), 1, 2).reshape(*lead, G, columns)
 
-    return back(found[0]), back(found[1])
+    return back(ranges[0]), back(ranges[1])
 
 
 def _minmax(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -122,8 +122,8 @@ def _minmax(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _within(groups: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a threshold on magnitudes leaves of the range. One of zero would make a group of zeros of the few
-    weights that are not, and leaves everything."""
+    """Cuts the range down to a threshold on magnitudes. A threshold of zero would make a group of zeros of
+    the few weights that are not, and leaves the range whole."""
     low, high = _minmax(groups)
     threshold = jnp.where(threshold > 0, threshold, jnp.inf)
     return jnp.maximum(low, -threshold), jnp.minimum(high, threshold)

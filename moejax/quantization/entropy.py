@@ -60,12 +60,12 @@ def clipping_thresholds(
     relative, weight = relative.reshape(rows, -1), weight.reshape(rows, -1)
     largest = relative.max(-1)
     share = relative / jnp.where(largest > 0, largest, 1.0)[:, None]
-    found = _least_divergence(_histogram(share, weight, bins), fmt) * largest
-    return found.reshape(*lead, *grid) * unit
+    thresholds = _least_divergence(_histogram(share, weight, bins), fmt) * largest
+    return thresholds.reshape(*lead, *grid) * unit
 
 
 def _bins(count: int, fmt: WeightFormat) -> int:
-    """Of a histogram of `count` weights; 0 where they are too few for one."""
+    """Returns the number of bins of a histogram of `count` weights; 0 where they are too few for one."""
     bins = min(BINS, 1 << max(0, (count // PER_BIN).bit_length() - 1))
     return bins if bins >= PER_CODE * _magnitudes(fmt)[0].size else 0
 

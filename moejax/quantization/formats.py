@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a weight is stored, and what its product's other operand becomes.
+    """Storage format of a weight, and quantization of its product's other operand.
 
     Attributes:
         group: inputs that share a scale, for "group"; rows and columns of a block, for "block"; else 0.
@@ -93,17 +93,17 @@ class WeightFormat:
 
     @property
     def bits(self) -> int:
-        """Of one code."""
+        """Bits of one code."""
         return BITS[self.numbers]
 
     @property
     def packed(self) -> bool:
-        """Two codes a byte."""
+        """True if a byte holds two codes."""
         return self.bits == 4
 
     @property
     def code_dtype(self) -> Any:
-        """Of one code, not packed."""
+        """Dtype of one code, not packed."""
         return jnp.dtype(jnp.uint8 if self.packed else self.numbers)
 
     @property
@@ -171,20 +171,20 @@ class WeightFormat:
         width = D // 2 if self.packed else D
         scale = {"e8m0": jnp.uint8}.get(self.scale_dtype) or jnp.dtype(self.scale_dtype)
         place = (*lead_axes, split_in, split_out)
-        found = {
+        parts = {
             "values": Part((*lead, F, width), self.code_dtype, (*lead_axes, out_axis, in_axis)),
             "scales": Part((*lead, G, O), jnp.dtype(scale), place),
         }
         if not self.symmetric:
             zero = jnp.uint8 if self.numbers == "int4" else jnp.int8
-            found["zeros"] = Part((*lead, G, O), jnp.dtype(zero), place)
+            parts["zeros"] = Part((*lead, G, O), jnp.dtype(zero), place)
         if self.has_tensor_scale:
-            found["tensor_scale"] = Part((*lead, 1, 1), jnp.dtype(jnp.float32), (*lead_axes, None, None))
+            parts["tensor_scale"] = Part((*lead, 1, 1), jnp.dtype(jnp.float32), (*lead_axes, None, None))
         if self.indexed:
-            found["group_index"] = Part((*lead, D), jnp.dtype(jnp.int32), (*lead_axes, in_axis))
+            parts["group_index"] = Part((*lead, D), jnp.dtype(jnp.int32), (*lead_axes, in_axis))
         if self.activations == "static":
-            found["input_scale"] = Part((*lead, 1), jnp.dtype(jnp.float32), (*lead_axes, None))
-        return found
+            parts["input_scale"] = Part((*lead, 1), jnp.dtype(jnp.float32), (*lead_axes, None))
+        return parts
 
     def bits_held(self, shape: tuple[int, ...]) -> int:
         """Bits of all arrays of a weight `[..., D, F]`, scales included."""
@@ -233,12 +233,12 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays, as held."""
+        """Bytes of all arrays as stored in memory."""
         return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(self))
 
 
 def default_scale_dtype(granularity: str) -> ScaleDtype:
-    """Of groups bfloat16, whose rounding is absorbed because codes are rounded with it; else float32."""
+    """Returns bfloat16 for groups (codes rounded with it absorb its rounding), else float32."""
     return "bfloat16" if granularity == "group" else "float32"
 
 

@@ -162,7 +162,7 @@ def check_input_scale(method: str, fmt: WeightFormat, input_scale: jax.Array | N
 
 
 def damping_note(path: str, result: GptqResult) -> str | None:
-    """One line on the matrices of `path` whose damping was raised; None where none was. Waits for them."""
+    """Returns one line on the matrices of `path` whose damping was raised, or None. Waits for them."""
     raised, damping = np.asarray(result.raised), np.asarray(result.damping)
     if not raised.any():
         return None
@@ -288,10 +288,10 @@ class _Loop(NamedTuple):
             influence = lax.dynamic_slice_in_dim(factor, start, self.block, axis=1)
             within = lax.dynamic_slice_in_dim(influence, start, self.block, axis=2)
             belongs = lax.dynamic_slice_in_dim(groups, start, self.block, axis=1)
-            found, errors = self._block(inner, within, belongs, grid)
+            block_codes, errors = self._block(inner, within, belongs, grid)
             # U is zero left of the block; what this adds to the block itself is not read again.
             rows -= jnp.einsum("nbd,nbf->ndf", influence, errors, precision=HIGHEST)
-            return rows, lax.dynamic_update_slice_in_dim(codes, found, start, axis=1), grid
+            return rows, lax.dynamic_update_slice_in_dim(codes, block_codes, start, axis=1), grid
 
         blocks = (self.D + pad) // self.block
         _, codes, grid = lax.fori_loop(0, blocks, one_block, (rows, codes, grid))
@@ -301,7 +301,7 @@ class _Loop(NamedTuple):
         """The grid with the scales of the group that begins at `start`, if one does."""
         size = self.fmt.group
 
-        def found() -> _Grid:
+        def new_grid() -> _Grid:
             members = lax.dynamic_slice_in_dim(rows, start, size, axis=1)
             new, _ = _static_grid(members, self.fmt, self.clip, self.percentile)
             place = start // size
@@ -310,8 +310,8 @@ class _Loop(NamedTuple):
             )
 
         if size == self.block:
-            return found()
-        return lax.cond(start % size == 0, found, lambda: grid)
+            return new_grid()
+        return lax.cond(start % size == 0, new_grid, lambda: grid)
 
     def _block(
         self, rows: jax.Array, within: jax.Array, groups: jax.Array, grid: _Grid
@@ -329,10 +329,10 @@ class _Loop(NamedTuple):
             start = k * size
             part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
             influence = part(within)
-            own = lax.dynamic_slice_in_dim(influence, start, size, axis=2)
-            found, error = self._sub_block(part(rows), own, part(groups), grid)
+            part_influence = lax.dynamic_slice_in_dim(influence, start, size, axis=2)
+            part_codes, error = self._sub_block(part(rows), part_influence, part(groups), grid)
             rows -= jnp.einsum("nbd,nbf->ndf", influence, error, precision=HIGHEST)
-            codes = lax.dynamic_update_slice_in_dim(codes, found, start, axis=1)
+            codes = lax.dynamic_update_slice_in_dim(codes, part_codes, start, axis=1)
             return rows, codes, lax.dynamic_update_slice_in_dim(errors, error, start, axis=1)
 
         state = (rows, jnp.zeros(rows.shape, self.fmt.code_dtype), jnp.zeros_like(rows))
@@ -342,18 +342,18 @@ class _Loop(NamedTuple):
     def _sub_block(
         self, rows: jax.Array, within: jax.Array, groups: jax.Array, grid: _Grid
     ) -> tuple[jax.Array, jax.Array]:
-        """As `_block`, row by row."""
+        """Quantizes like `_block`, row by row."""
         step, zero = self._by_output(grid.step), self._by_output(grid.zero)
 
         def one_row(carry: jax.Array, i: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             row = lax.dynamic_index_in_dim(carry, i, axis=1, keepdims=False)
             influence = lax.dynamic_index_in_dim(within, i, axis=1, keepdims=False)
-            own = lax.dynamic_index_in_dim(influence, i, axis=1)
+            diagonal = lax.dynamic_index_in_dim(influence, i, axis=1)
             group = lax.dynamic_index_in_dim(groups, i, axis=1)[:, :, None]
             s = jnp.take_along_axis(step, group, axis=1)[:, 0]
             z = jnp.take_along_axis(zero, group, axis=1)[:, 0]
             code = round_to_codes(row, s, z, self.fmt)
-            error = (row - codes_to_values(code, s, z, self.fmt)) / own
+            error = (row - codes_to_values(code, s, z, self.fmt)) / diagonal
             return carry - influence[:, :, None] * error[:, None, :], (code, error)
 
         _, (codes, errors) = lax.scan(one_row, rows, jnp.arange(rows.shape[1]))

@@ -22,7 +22,7 @@ KV_FORMATS = tuple(KV_LARGEST)
 
 
 def bits_dtype(dtype: Any) -> Any:
-    """What codes of a dtype are held as outside of kernels: int8 as it is, 8-bit floats as uint8.
+    """Returns the dtype that stores codes outside of kernels: int8 for int8, uint8 for 8-bit floats.
 
     XLA:CPU moves 8-bit floats by way of float16: a loop that writes into an array converts all of it twice.
     """
@@ -40,7 +40,7 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def round_trip(x: jax.Array, dtype: Any) -> jax.Array:
-    """What a cache of `dtype` gives back of x `[..., Dh]`, in x's dtype: the plain twin of a quantized cache.
+    """Returns x `[..., Dh]` after a trip through `dtype`: the plain twin of a quantized cache.
 
     x itself where `dtype` is not one of `KV_FORMATS`.
     """

@@ -1,4 +1,4 @@
-"""What a quantized weight costs in the layer's output: the measure that GPTQ and AWQ make small.
+"""Error of a layer's output due to a quantized weight: the measure that GPTQ and AWQ minimise.
 
 With inputs X `[tokens, D]` and an error dW `[D, F]` of the weight, ‖X dW‖² = tr(dWᵀ G dW) with the Gram
 matrix G = XᵀX. It is exact for the tokens that G was summed over, and no activation needs to be kept.

@@ -15,7 +15,7 @@ from moejax.quantization.formats import QTensor, WeightFormat
 def round_to_nearest(
     w: jax.Array, fmt: WeightFormat, *, clip: Clip = "minmax", percentile: float = 99.9
 ) -> QTensor:
-    """Each weight becomes the nearest code of its scale.
+    """Rounds each weight to the nearest code of its scale.
 
     Args:
         w: `[..., D, F]`, of any floating dtype, finite; rounded in float32.

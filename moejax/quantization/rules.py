@@ -1,4 +1,4 @@
-"""Which weight gets which method and format.
+"""Rules that give each weight its method and format.
 
 A rule's pattern is matched against whole paths of weights without their last `.kernel`:
 `layers.3.moe.experts.down_proj`, `layers.0.attention.q_proj`, `lm_head`. `*` stands for any characters, dots
@@ -30,7 +30,7 @@ CALIBRATED = ("gptq", "awq", "smoothquant")
 
 @dataclass(frozen=True)
 class Chosen:
-    """What becomes of one weight: a method other than "none", and its format."""
+    """Quantization chosen for one weight: a method other than "none", and its format."""
 
     method: str
     format: WeightFormat
@@ -42,7 +42,7 @@ class Chosen:
 
 
 def weight_name(path: str) -> str:
-    """What patterns are matched with: the parameter's path without a last `.kernel`."""
+    """Returns the name that patterns are matched with: the parameter's path without a last `.kernel`."""
     return path.removesuffix(".kernel")
 
 
@@ -53,7 +53,7 @@ def protected(path: str) -> str | None:
 
 
 def needs_text(quant: QuantConfig) -> bool:
-    """Whether some method or format of the configuration calibrates, whatever the model's weights are."""
+    """Returns whether some method or format calibrates, whatever the model's weights are."""
     pairs: list[tuple[str, str]] = [(quant.method, quant.format)]
     pairs += [(r.method or quant.method, r.format or quant.format) for r in quant.rules]
     return any(m in CALIBRATED or (m == "rtn" and parse_format(f).activations == "static") for m, f in pairs)
@@ -107,7 +107,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _decides(rule: QuantRule, pattern: re.Pattern[str], path: str) -> bool:
-    """Whether a rule speaks about this weight."""
+    """Returns whether a rule applies to this weight."""
     if not pattern.fullmatch(weight_name(path)):
         return False
     name = protected(path)
@@ -129,7 +129,7 @@ def _check(path: str, shape: tuple[int, ...], method: str, fmt: WeightFormat) ->
 
 
 def _why_unused(rules: Iterable[QuantRule], index: int, weights: Mapping[str, tuple[int, ...]]) -> str:
-    """One line for a rule that decided for no weight."""
+    """Returns one line that explains why a rule decided for no weight."""
     rules = list(rules)
     pattern = rules[index].pattern
     compiled = _compile(pattern)
@@ -154,5 +154,5 @@ def _why_unused(rules: Iterable[QuantRule], index: int, weights: Mapping[str, tu
 def nearest(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
     """The patterns over layers (numbers become `*`) of the weights that are most like `pattern`."""
     general = {re.sub(r"(?<=\.)\d+(?=\.)", "*", weight_name(path)) for path in paths}
-    wanted = re.sub(r"(?<=\.)\d+(?=\.)", "*", pattern)
-    return difflib.get_close_matches(wanted, sorted(general), n=count, cutoff=0.0)
+    general_pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", pattern)
+    return difflib.get_close_matches(general_pattern, sorted(general), n=count, cutoff=0.0)

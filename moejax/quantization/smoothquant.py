@@ -26,7 +26,7 @@ LARGEST_SCALE = 1e4
 def smoothing_scales(
     activations: jax.Array, weights: Sequence[jax.Array], *, alpha: float = 0.5
 ) -> jax.Array:
-    """What the weights' rows are multiplied by and what precedes is divided by, float32 `[*batch, D]`.
+    """Returns the factors, float32 `[*batch, D]`, of the weights' rows and divisors of what precedes.
 
     Args:
         activations: max |x| of each input over tokens, `[*batch, D]`. Inputs whose scale must be one number
@@ -44,13 +44,13 @@ def smoothing_scales(
 
 def row_maxima(weights: Sequence[jax.Array], batch_axes: int) -> jax.Array:
     """max |w| of each input over outputs, weights and all but the first `batch_axes` axes: `[*batch, D]`."""
-    found = None
+    maxima = None
     for w in weights:
         axes = (*range(batch_axes, w.ndim - 2), w.ndim - 1)
         one = jnp.max(jnp.abs(w.astype(jnp.float32)), axis=axes)
-        found = one if found is None else jnp.maximum(found, one)
-    assert found is not None, "no weights"
-    return found
+        maxima = one if maxima is None else jnp.maximum(maxima, one)
+    assert maxima is not None, "no weights"
+    return maxima
 
 
 def scales_of_maxima(activations: jax.Array, rows: jax.Array, *, alpha: float = 0.5) -> jax.Array:
@@ -64,7 +64,7 @@ def scales_of_maxima(activations: jax.Array, rows: jax.Array, *, alpha: float = 
 
 
 def static_input_scale(activations: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """What one code of the activations stands for, float32 `[..., 1]`: the largest |x| is the largest code.
+    """Returns the value of one activation code, float32 `[..., 1]`: the largest |x| becomes the largest code.
 
     Args:
         activations: max |x| of each input over tokens, `[..., D]`, of the inputs as the product gets them (so

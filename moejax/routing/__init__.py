@@ -1,1 +1,1 @@
-"""What routers chose, recorded: the format, generators, and what can be read from it. Numpy only."""
+"""Recorded choices of routers: the trace format, generators, and analyses. Numpy only."""

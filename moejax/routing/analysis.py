@@ -1,4 +1,4 @@
-"""What a routing trace says of the experts: loads and their skew, bursts, who goes with whom. Numpy only.
+"""Statistics of a routing trace's experts: loads and their skew, bursts, who goes with whom. Numpy only.
 
 How soon experts are visited again is `moejax.routing.locality`, what two traces differ in
 `moejax.routing.difference`; both are named here too. R rows (tokens), L layers, E experts, k visited by a
@@ -41,7 +41,7 @@ _TABLES = 10
 
 
 class Skew(NamedTuple):
-    """How unevenly loads `[..., E]` are spread; each float64 `[...]`, NaN where there is no load.
+    """Unevenness of loads `[..., E]`; each float64 `[...]`, NaN where there is no load.
 
     Attributes:
         max_over_mean: 1 is even, E the worst; what a step waits for where each expert is a device's.
@@ -86,7 +86,7 @@ def loads_of(capture: RoutingCapture, num_layers: int) -> Ints:
 
 
 def skew(counts: ArrayLike) -> Skew:
-    """Of loads `[..., E]`, all >= 0."""
+    """Returns the skew of loads `[..., E]`, all >= 0."""
     loads = np.asarray(counts, np.float64)
     E = loads.shape[-1]
     total = loads.sum(-1)
@@ -178,7 +178,7 @@ def burstiness(capture: RoutingCapture, windows: int = 32) -> Floats:
 
 
 def layer_index(capture: RoutingCapture, layer: int) -> int:
-    """Where a layer of the model stands in the trace.
+    """Returns the index in the trace of a layer of the model.
 
     Raises:
         ConfigError: the trace does not have it.
@@ -217,8 +217,8 @@ def co_activation_lift(counts: ArrayLike) -> Floats:
     a = margin / np.sqrt(total) if total else margin
     for _ in range(200):
         rest = a.sum() - a
-        wanted = np.divide(margin, rest, out=np.zeros_like(a), where=rest > 0)
-        a = np.sqrt(a * wanted)
+        ratio = np.divide(margin, rest, out=np.zeros_like(a), where=rest > 0)
+        a = np.sqrt(a * ratio)
     expected = np.outer(a, a)
     np.fill_diagonal(expected, 0.0)
     return np.divide(met, expected, out=np.full_like(met, np.nan), where=expected > 0)
@@ -241,8 +241,8 @@ def transition(capture: RoutingCapture, layer: int, *, first_choices: bool = Fal
         return _pairs(capture, at, at + 1)
     E = capture.num_experts
     here, there = (capture.ids[:, i, 0].astype(np.int64) for i in (at, at + 1))
-    made = (here < E) & (there < E)
-    return np.bincount(here[made] * E + there[made], minlength=E * E).reshape(E, E)
+    routed = (here < E) & (there < E)
+    return np.bincount(here[routed] * E + there[routed], minlength=E * E).reshape(E, E)
 
 
 def mutual_information(table: ArrayLike) -> float:
@@ -275,7 +275,7 @@ def _plain_information(counts: NDArray[np.integer]) -> float:
 def _pairs(capture: RoutingCapture, one: int, other: int) -> Ints:
     """int64 `[E, E]`: tokens that visit the row's expert in layer index `one`, the column's in `other`."""
     E = capture.num_experts
-    found = np.zeros((E, E), np.int64)
+    pairs = np.zeros((E, E), np.int64)
     for first in range(0, capture.num_rows, _CHUNK):
         part = capture.ids[first : first + _CHUNK]
         visited = []
@@ -284,8 +284,8 @@ def _pairs(capture: RoutingCapture, one: int, other: int) -> Ints:
             np.put_along_axis(hot, part[:, at].astype(np.int64), np.float32(1), axis=1)
             visited.append(hot[:, :E])
         # Sums of at most 2^16 ones are exact in float32.
-        found += (visited[0].T @ visited[1]).astype(np.int64)
-    return found
+        pairs += (visited[0].T @ visited[1]).astype(np.int64)
+    return pairs
 
 
 def _require_rows(capture: RoutingCapture) -> None:

@@ -172,7 +172,7 @@ class RoutingCapture:
         return dataclasses.replace(self, **columns)
 
     def phase(self, name: str) -> "RoutingCapture":
-        """Its "prefill" or its "decode" rows."""
+        """Returns its "prefill" or its "decode" rows."""
         if name not in ("prefill", "decode"):
             raise ConfigError(f"a routing trace has the phases prefill and decode, not {name!r}")
         return self.select(self.prefill if name == "prefill" else ~self.prefill)

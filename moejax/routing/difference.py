@@ -1,4 +1,4 @@
-"""What two routing traces of one shape differ in. Numpy only."""
+"""Differences of two routing traces of one shape. Numpy only."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -65,20 +65,20 @@ def compare_captures(one: RoutingCapture, other: RoutingCapture) -> TraceCompari
             )
     mine, theirs = _matching_rows(one, other)
     L, E = len(one.layers), one.num_experts
-    differ, shared, made = np.zeros(L, np.int64), np.zeros(L, np.int64), np.zeros(L, np.int64)
+    differ, shared, visits = np.zeros(L, np.int64), np.zeros(L, np.int64), np.zeros(L, np.int64)
     for first in range(0, len(mine), _CHUNK):
         part = slice(first, first + _CHUNK)
         a, b = one.ids[mine[part]], other.ids[theirs[part]]
         differ += (np.sort(a, -1) != np.sort(b, -1)).any(-1).sum(0)
         real = a < E
         shared += ((a[..., :, None] == b[..., None, :]).any(-1) & real).sum((0, 2))
-        made += real.sum((0, 2))
+        visits += real.sum((0, 2))
     nothing = np.full(L, np.nan)
     return TraceComparison(
         js_divergence(one.counts(), other.counts()),
         len(mine),
         differ / len(mine) if len(mine) else nothing,
-        np.divide(shared, made, out=nothing.copy(), where=made > 0),
+        np.divide(shared, visits, out=nothing.copy(), where=visits > 0),
     )
 
 
@@ -99,7 +99,7 @@ def _matching_rows(one: RoutingCapture, other: RoutingCapture) -> tuple[Ints, In
 
 
 def _request_keys(capture: RoutingCapture) -> list[tuple[str, int]]:
-    """Of each request its prompt's hash and how many of that hash stand before it."""
+    """Returns each request's prompt hash, and how many earlier requests have the same."""
     seen: Counter[str] = Counter()
     keys = []
     for request in capture.requests:

@@ -70,7 +70,7 @@ class _Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of a trace; rows go by request, then by position: R = requests · length."""
+    """Shape of a trace; rows go by request, then by position: R = requests · length."""
 
     num_experts: int
     top_k: int
@@ -130,9 +130,9 @@ def generate(
     chosen = check_params(kind, params)
     rng = np.random.default_rng(seed)
     draw = _MAKERS[kind](rng, shape, chosen)
-    made = {"kind": kind, **chosen, "seed": seed, "requests": requests}
-    made |= {"prompt_len": prompt_len, "output_len": output_len}
-    return _arrange(shape, draw, {"generator": made})
+    settings = {"kind": kind, **chosen, "seed": seed, "requests": requests}
+    settings |= {"prompt_len": prompt_len, "output_len": output_len}
+    return _arrange(shape, draw, {"generator": settings})
 
 
 def _check_shape(
@@ -168,7 +168,7 @@ def _check_shape(
 
 
 def check_params(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters of a kind, those not given with their defaults.
+    """Returns all parameters of a kind, those not given with their defaults.
 
     Raises:
         ConfigError: one that the kind does not have, or out of its range.
@@ -178,8 +178,8 @@ def check_params(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             others = [other for other, names in PARAMS.items() if name in names]
             whose = f"; {', '.join(others)} {'have' if len(others) > 1 else 'has'} it" if others else ""
-            own = f"it has {', '.join(known)}" if known else "it has no parameters"
-            raise ConfigError(f"generate.{name} is no parameter of kind {kind!r}: {own}{whose}")
+            choices = f"it has {', '.join(known)}" if known else "it has no parameters"
+            raise ConfigError(f"generate.{name} is no parameter of kind {kind!r}: {choices}{whose}")
         rule = known[name]
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         whole = number and float(value).is_integer()

@@ -1,4 +1,4 @@
-"""How soon a trace's experts are visited again, and how many a stretch of it visits. Numpy only.
+"""Reuse of a trace's experts over time, and how many of them a stretch of it visits. Numpy only.
 
 A sequence is the tokens of one sample of a request in the order of their positions; of a token that was
 computed twice (after preemption) the first computation counts.
@@ -20,7 +20,7 @@ UNITS = ("tokens", "steps")
 
 
 class TemporalLocality(NamedTuple):
-    """How likely a sequence comes back to an expert. L layers, D distances.
+    """Likelihood that a sequence comes back to an expert. L layers, D distances.
 
     Attributes:
         reuse: float64 `[L]`: of the visits by a token that has a next one, the share whose expert that next
@@ -68,7 +68,7 @@ class _Sequences(NamedTuple):
 
     @property
     def follows(self) -> NDArray[np.bool_]:
-        """Of each but the last: the next one is the same sequence's next token."""
+        """True for each row but the last if the next one is the same sequence's next token."""
         return (np.diff(self.sequence) == 0) & (np.diff(self.position) == 1)
 
 
@@ -85,37 +85,37 @@ def _sequences(capture: RoutingCapture) -> _Sequences:
 
 
 def temporal_locality(capture: RoutingCapture, most: int = DISTANCES) -> TemporalLocality:
-    """Of every layer.
+    """Measures how soon sequences come back to an expert, in every layer.
 
     Args:
         most: D, the longest distance told apart.
     """
-    found = _sequences(capture)
-    ids = capture.ids[found.rows]
+    sequences = _sequences(capture)
+    ids = capture.ids[sequences.rows]
     E, L = capture.num_experts, len(capture.layers)
-    span = int(found.position.max(initial=0)) + 1
+    span = int(sequences.position.max(initial=0)) + 1
     # A row with a next one of its sequence.
-    leads = np.append(found.follows, False) if len(found.rows) else np.zeros(0, bool)
+    leads = np.append(sequences.follows, False) if len(sequences.rows) else np.zeros(0, bool)
     reuse, chance, farther, first = (np.full(L, np.nan) for _ in range(4))
     distances = np.full((L, most), np.nan)
     for layer in range(L):
         chosen = ids[:, layer].astype(np.int64)
-        made = chosen < E
-        visits = int(made.sum())
+        routed = chosen < E
+        visits = int(routed.sum())
         if not visits:
             continue
-        keys = (found.sequence[:, None] * E + chosen) * span + found.position[:, None]
-        keys = np.sort(keys[made])
+        keys = (sequences.sequence[:, None] * E + chosen) * span + sequences.position[:, None]
+        keys = np.sort(keys[routed])
         again = keys[1:] // span == keys[:-1] // span
         gaps = np.diff(keys)[again]
         by_gap = np.bincount(np.minimum(gaps, most + 1), minlength=most + 2)
         distances[layer] = by_gap[1 : most + 1] / visits
         farther[layer], first[layer] = by_gap[most + 1] / visits, 1 - len(gaps) / visits
-        could = int(made[leads].sum())
+        could = int(routed[leads].sum())
         if could:
             reuse[layer] = by_gap[1] / could
-        loads = np.bincount(chosen[made], minlength=E).astype(np.float64)
-        tokens = int(made.any(axis=1).sum())
+        loads = np.bincount(chosen[routed], minlength=E).astype(np.float64)
+        tokens = int(routed.any(axis=1).sum())
         chance[layer] = (loads**2).sum() / (visits * tokens)
     return TemporalLocality(reuse, chance, distances, farther, first)
 
@@ -139,8 +139,8 @@ def working_set(capture: RoutingCapture, layer: int | None = None, unit: str = "
     if not capture.num_rows:
         raise ConfigError("routing trace: it has no rows; capture some steps first")
     if unit == "tokens":
-        found = _sequences(capture)
-        rows, sequence = found.rows, found.sequence
+        sequences = _sequences(capture)
+        rows, sequence = sequences.rows, sequences.sequence
         starts = np.flatnonzero(np.r_[True, np.diff(sequence) != 0])
         time = np.arange(len(rows)) - starts[sequence]
         lengths = np.diff(np.append(starts, len(rows)))
@@ -161,8 +161,8 @@ def _curve(
     """float64 `[W]` of one layer: ids `[R, k]` visited at `time` `[R]` of a sequence of `lengths` `[S]`."""
     S, span = len(lengths), int(lengths.max()) + 2
     chosen = ids.astype(np.int64)
-    made = chosen < E
-    visits = ((sequence[:, None] * E + chosen) * span + time[:, None] + 1)[made]
+    routed = chosen < E
+    visits = ((sequence[:, None] * E + chosen) * span + time[:, None] + 1)[routed]
     # Just before and just after each sequence stands a visit of every expert, so that gaps have two ends.
     pairs = np.arange(S * E, dtype=np.int64) * span
     ends = pairs + np.repeat(lengths + 1, E)
@@ -184,9 +184,9 @@ def step_numbers(capture: RoutingCapture) -> Ints:
 def hits_per_step(capture: RoutingCapture) -> Ints:
     """int64 `[steps, L]`: distinct experts that a step visits, whose weights it has to read."""
     steps = step_numbers(capture)[:, None]
-    found = np.zeros((capture.num_steps, len(capture.layers)), np.int64)
+    hits = np.zeros((capture.num_steps, len(capture.layers)), np.int64)
     for layer in range(len(capture.layers)):
         seen = np.zeros((capture.num_steps, capture.num_experts + 1), bool)
         seen[steps, capture.ids[:, layer]] = True
-        found[:, layer] = seen[:, :-1].sum(1)
-    return found
+        hits[:, layer] = seen[:, :-1].sum(1)
+    return hits

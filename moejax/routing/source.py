@@ -30,13 +30,13 @@ def check_trace(key: str, path: object) -> str:
 
 def trace_names(paths: Iterable[str]) -> list[str]:
     """A short name for each: the folder's or the file's own, numbered where several would have the same."""
-    found: list[str] = []
+    names: list[str] = []
     for path in paths:
         place = Path(path).resolve()
         stem = place.parent if place.name == CAPTURE_FILE else place
         name = re.sub(r"[^\w.-]+", "_", stem.name.removesuffix(".npz")) or "trace"
         number, first = 2, name
-        while name in found:
+        while name in names:
             name, number = f"{first}_{number}", number + 1
-        found.append(name)
-    return found
+        names.append(name)
+    return names

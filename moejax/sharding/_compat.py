@@ -1,4 +1,4 @@
-"""What `moejax.sharding` takes from outside JAX's public interface; tried with JAX 0.10.2, 0.11 and 0.12."""
+"""JAX's non-public parts that `moejax.sharding` uses; tried with JAX 0.10.2, 0.11 and 0.12."""
 
 from typing import Any
 

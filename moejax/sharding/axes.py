@@ -62,7 +62,7 @@ def psum(x: jax.Array, names: Names) -> jax.Array:
 
 
 def all_gather(x: jax.Array, names: Names, axis: int = 0) -> jax.Array:
-    """All devices' parts one after another along an array axis."""
+    """Returns all devices' parts one after another along an array axis."""
     return jax.lax.all_gather(x, names, axis=axis % x.ndim, tiled=True) if names else x
 
 

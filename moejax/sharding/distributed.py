@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the environment says of this process.
+    """This process's place among all, as the environment gives it.
 
     Attributes:
         index, count: which process, of how many.
@@ -75,7 +75,7 @@ class ProcessInfo:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Which process this is; a single one where nothing is said. The JAX_* variables come before SLURM's.
+    """Reads which process this is; by default a single one. The JAX_* variables come before SLURM's.
 
     Raises:
         ConfigError: variables are missing, malformed or contradict each other; it names them.
@@ -113,7 +113,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
 
 
 def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """This task of a SLURM step; None outside of one, and for a step of one task."""
+    """Reads this task of a SLURM step; None outside of one, and for a step of one task."""
     if not environ.get("SLURM_PROCID") or not environ.get("SLURM_NTASKS"):
         return None
     count = _whole("SLURM_NTASKS", environ["SLURM_NTASKS"], 1)
@@ -187,7 +187,7 @@ class _Processes:
         self._old_hook(kind, error, trace)
 
     def _leave(self) -> None:
-        """At the interpreter's end, in order or on an error."""
+        """Leaves the program at the interpreter's end, in order or on an error."""
         import jax
 
         for stream in (sys.stdout, sys.stderr):
@@ -268,7 +268,7 @@ def reserve_cpu_threads() -> None:
 
 
 def process_index() -> int:
-    """This process's number; 0 for a process by itself."""
+    """Returns this process's number; 0 for a process by itself."""
     return _joined.info.index if _joined else 0
 
 

@@ -104,8 +104,8 @@ def bytes_on_wire(collective: Collective) -> float:
 
 
 def collectives(compiled: Any, mesh: Any) -> list[Collective]:
-    """Every collective that a program runs, in the order of its text. One of a computation that is called in
-    several places appears for each.
+    """Returns every collective that a program runs, in the order of its text, once for each call of the
+    computation that it stands in.
 
     Args:
         compiled: a `jax.stages.Compiled`, or HLO text.
@@ -116,16 +116,16 @@ def collectives(compiled: Any, mesh: Any) -> list[Collective]:
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     program = _Program(text, mesh)
-    found = list(program.visit(program.entry, 1, ()))
-    missed = program.names() - {collective.name for collective in found}
+    instructions = list(program.visit(program.entry, 1, ()))
+    missed = program.names() - {collective.name for collective in instructions}
     if missed:
         raise HloError(f"the entry computation does not lead to the collectives {', '.join(sorted(missed))}")
-    return found
+    return instructions
 
 
-def taken(found: Iterable[Collective], choose: Callable[[Branch], int]) -> list[Collective]:
-    """What runs if each conditional takes the branch that `choose` names for any of its branches."""
-    return [c for c in found if all(branch.number == choose(branch) for branch in c.branches)]
+def taken(instructions: Iterable[Collective], choose: Callable[[Branch], int]) -> list[Collective]:
+    """Returns the collectives that run if `choose` names the branch taken at each conditional."""
+    return [c for c in instructions if all(branch.number == choose(branch) for branch in c.branches)]
 
 
 class _Instruction(NamedTuple):
@@ -160,7 +160,7 @@ class _Program:
             raise HloError("the text has no ENTRY computation")
 
     def names(self) -> set[str]:
-        """Every collective instruction in the text."""
+        """Returns the names of all collective instructions in the text."""
         lines = itertools.chain.from_iterable(c.values() for c in self.computations.values())
         return {line.name for line in lines if _kind(line.opcode)}
 
@@ -276,12 +276,12 @@ def _operand(text: str, scope: dict[str, _Instruction]) -> str:
 
 
 def _shapes(text: str) -> list[Shape]:
-    """All arrays in a shape; a token or opaque value is none."""
-    found = []
+    """Returns all arrays in a shape; a token or opaque value is none."""
+    shapes = []
     for dtype, dims in _ARRAY.findall(text):
         if dtype not in ("token", "opaque"):
-            found.append(Shape(dtype, tuple(numbers(dims.replace("<=", "")))))
-    return found
+            shapes.append(Shape(dtype, tuple(numbers(dims.replace("<=", "")))))
+    return shapes
 
 
 def _branches(rest: str, called: dict[str, str]) -> list[str]:
@@ -292,5 +292,5 @@ def _branches(rest: str, called: dict[str, str]) -> list[str]:
 
 
 def _op_name(text: str) -> str:
-    found = OP_NAME.search(text)
-    return found[1] if found else ""
+    match = OP_NAME.search(text)
+    return match[1] if match else ""

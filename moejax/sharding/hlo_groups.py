@@ -1,4 +1,4 @@
-"""Which devices of a mesh a collective's groups join, from the ways in which HLO text spells them.
+"""Groups of mesh devices that a collective joins, read from every way in which HLO text spells them.
 
 Device numbers in HLO are positions in the mesh, row by row, whatever the devices' own ids.
 """
@@ -73,12 +73,12 @@ class Grid:
 
 def _groups(attributes: str, name: str) -> list[list[int]]:
     """The groups in any of HLO's three spellings; empty for "all devices"."""
-    if found := _GROUPS.search(attributes):
-        return [numbers(group) for group in re.findall(r"\{([\d,]+)\}", found[1])]
-    if found := _IOTA.search(attributes):
-        return _iota(found[2], found[3]).reshape(numbers(found[1])).tolist()
-    if found := _MESH.search(attributes):
-        return _mesh_groups(found[1], found[2], found[3], name)
+    if match := _GROUPS.search(attributes):
+        return [numbers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])]
+    if match := _IOTA.search(attributes):
+        return _iota(match[2], match[3]).reshape(numbers(match[1])).tolist()
+    if match := _MESH.search(attributes):
+        return _mesh_groups(match[1], match[2], match[3], name)
     raise HloError(f"{name}: no replica_groups that can be read in {attributes!r}")
 
 

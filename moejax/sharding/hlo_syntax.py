@@ -1,4 +1,4 @@
-"""How a line of XLA's HLO text is written: what the readers of collectives and of profiles share."""
+"""Syntax of a line of XLA's HLO text, shared by the readers of collectives and of profiles."""
 
 import re
 

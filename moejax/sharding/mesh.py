@@ -1,4 +1,4 @@
-"""From a `ParallelConfig` to meshes, one per pipeline stage, and the axes' names.
+"""Meshes of a `ParallelConfig`, one per pipeline stage, and the axes' names.
 
     device number = ((((pp · dp) · node) · local) · tp), the last fastest
 
@@ -90,10 +90,10 @@ def make_axes(parallel: ParallelConfig, num_kv_heads: int) -> Axes:
 
 def _cut(sizes: dict[str, int], name: str, first: int, rest: str) -> dict[str, int]:
     """`sizes` with an axis cut into `first` devices times the rest."""
-    found: dict[str, int] = {}
+    sizes_after: dict[str, int] = {}
     for other, size in sizes.items():
-        found |= {name: first, rest: size // first} if other == name else {other: size}
-    return found
+        sizes_after |= {name: first, rest: size // first} if other == name else {other: size}
+    return sizes_after
 
 
 def virtual_devices(count: int) -> None:

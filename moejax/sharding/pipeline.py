@@ -86,31 +86,31 @@ def _balance(costs: Sequence[float], parts: int, first: float, last: float) -> l
         return float(sums[b] - sums[a]) + (first if part == 0 else 0.0) + (last if part == parts - 1 else 0.0)
 
     def best(join: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
-        # found[b]: the least of parts 0 … p that end at b, and their ends.
-        found: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+        # least[b]: the least of parts 0 … p that end at b, and their ends.
+        least: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
         for part in range(parts):
             new: dict[int, tuple[float, list[int]]] = {}
-            for a, (value, ends) in found.items():
+            for a, (value, ends) in least.items():
                 for b in range(a + 1, L - (parts - part - 1) + 1):
-                    own = cost(part, a, b)
-                    total = join(value, own)
-                    if own <= limit and (b not in new or total < new[b][0]):
+                    part_cost = cost(part, a, b)
+                    total = join(value, part_cost)
+                    if part_cost <= limit and (b not in new or total < new[b][0]):
                         new[b] = (total, [*ends, b])
-            found = new
-        return found[L]
+            least = new
+        return least[L]
 
     most, _ = best(max, np.inf)
-    _, ends = best(lambda value, own: value + own * own, most)
+    _, ends = best(lambda value, cost: value + cost * cost, most)
     return ends
 
 
 def stage_config(model: ModelConfig, layers: range) -> ModelConfig:
     """The configuration with these layers only: of a stage's cache, and of what it records."""
-    own = slice(layers.start, layers.stop)
+    part = slice(layers.start, layers.stop)
     return model.replace(
         num_layers=len(layers),
-        moe_layers=model.moe_layers[own],
-        sliding_windows=model.sliding_windows[own],
+        moe_layers=model.moe_layers[part],
+        sliding_windows=model.sliding_windows[part],
     )
 
 
@@ -118,7 +118,7 @@ def stage_config(model: ModelConfig, layers: range) -> ModelConfig:
 
 
 class StageTime(NamedTuple):
-    """When a stage ran a microbatch of a step: seconds of one clock."""
+    """Start and end of a stage's work on a microbatch of a step, in seconds of one clock."""
 
     step: int
     microbatch: int
@@ -128,7 +128,7 @@ class StageTime(NamedTuple):
 
 
 def schedule(costs: np.ndarray) -> np.ndarray:
-    """When each stage ends each microbatch, `[S, M]`, from how long it takes, `[S, M]`.
+    """Returns when each stage ends each microbatch, `[S, M]`, from how long each takes, `[S, M]`.
 
     A stage takes the microbatches in order, each as soon as it has ended the one before and the stage before
     it has ended this one.
@@ -183,11 +183,11 @@ def measured_bubble(times: Sequence[StageTime]) -> float:
     if not steps:
         raise ConfigError("no stage times were measured; set measure_bubble and run steps")
     work = whole = 0.0
-    for number, found in steps.items():
-        stages, microbatches = (1 + max(key[i] for key in found) for i in (0, 1))
-        if len(found) != stages * microbatches:
-            raise ConfigError(f"step {number}: {len(found)} of {stages}·{microbatches} stage times")
-        costs = np.array([[found[s, m] for m in range(microbatches)] for s in range(stages)])
+    for number, durations in steps.items():
+        stages, microbatches = (1 + max(key[i] for key in durations) for i in (0, 1))
+        if len(durations) != stages * microbatches:
+            raise ConfigError(f"step {number}: {len(durations)} of {stages}·{microbatches} stage times")
+        costs = np.array([[durations[s, m] for m in range(microbatches)] for s in range(stages)])
         work += float(costs.sum())
         whole += stages * float(schedule(costs)[-1, -1])
     return 1.0 - work / whole
@@ -195,7 +195,7 @@ def measured_bubble(times: Sequence[StageTime]) -> float:
 
 # -- moving ----------------------------------------------------------------------------------------------
 
-How = Literal["permute", "put"]
+Method = Literal["permute", "put"]
 Programs = Callable[[str, Any, Callable[[], Any], Callable[[], tuple[Any, ...]]], Callable[..., Any]]
 """Finds or compiles a program: `moejax.engine.step.ledger.CompileLedger.get`."""
 
@@ -225,10 +225,10 @@ class Transfer:
         target: MeshDevices,
         programs: Programs | None = None,
         *,
-        how: How = "permute",
+        method: Method = "permute",
         name: str = "transfer",
     ) -> None:
-        self.source, self.target, self.how, self.name = source, target, how, name
+        self.source, self.target, self.method, self.name = source, target, method, name
         self._programs = programs or self._compile
         self._own: dict[Any, Any] = {}
         self._empty: dict[TransferKey, list[jax.Array]] = {}
@@ -246,7 +246,7 @@ class Transfer:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The array on the target's devices. On the source's it stays."""
-        if self.how == "put":
+        if self.method == "put":
             return jax.device_put(x, self._arrived)
         if not self._joint.addressable_devices:
             return _assemble(x, self._arrived, [])
@@ -279,7 +279,7 @@ class Transfer:
         return self._programs(self.name, key, build, lambda: (struct,))
 
     def _zeros(self, key: TransferKey) -> list[jax.Array]:
-        """What stands in the target's places of the joint array, on this process's devices of it."""
+        """Returns zeros in the target's places of the joint array, on this process's devices of it."""
         if not self._receiving:
             return []
         shape = self._arrived.shard_shape(key.shape)

@@ -1,4 +1,4 @@
-"""From logical axes to mesh axes: where each tensor lies."""
+"""Sharding rules: the mesh axes of each logical axis, and so where each tensor lies."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -33,7 +33,7 @@ def make_rules(axes: Axes) -> Rules:
 
 
 def partition(name: str, spec: Declared, rules: Rules, axes: Axes) -> PartitionSpec:
-    """Where a tensor's dimensions are split.
+    """Returns the mesh axes over which a tensor's dimensions are split.
 
     Raises:
         ConfigError: a dimension does not divide, or two of them would be split over the same mesh axis.

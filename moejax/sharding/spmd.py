@@ -28,7 +28,7 @@ class SingleDevice:
         return jnp.zeros(shape, dtype)
 
     def struct(self, shape: tuple[int, ...], dtype: Any, *split: Any) -> Any:
-        """What `zeros` returns, as shape, dtype and sharding."""
+        """Returns the shape, dtype and sharding of what `zeros` returns."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def put(self, by_group: np.ndarray) -> Any:
@@ -36,7 +36,7 @@ class SingleDevice:
         return by_group
 
     def ready(self, tree: Any) -> Any:
-        """What a call returned, waited for where that is needed, see `moejax.sharding.distributed.settle`."""
+        """Waits for a call's result where needed, see `moejax.sharding.distributed.settle`."""
         return tree
 
     def gather_groups(self, tree: Any) -> Any:
@@ -78,7 +78,7 @@ class MeshDevices(SingleDevice):
 
     @property
     def here(self) -> bool:
-        """Whether any of its devices is this process's."""
+        """True if any of its devices is this process's."""
         return any(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
 
     def sharding(self, *parts: Any) -> NamedSharding:
@@ -129,8 +129,8 @@ class MeshDevices(SingleDevice):
         output_specs = jax.tree.map(lambda x: PartitionSpec(data) if x else PartitionSpec(), by_group)
 
         def per_device(*leaves: jax.Array) -> Any:
-            found = function(*jax.tree.unflatten(tree, leaves))
-            new, extra = found if output else (found, ())
+            result = function(*jax.tree.unflatten(tree, leaves))
+            new, extra = result if output else (result, ())
             return tuple(jax.tree.leaves(new)), extra
 
         mapped = jax.shard_map(

@@ -17,7 +17,7 @@ from moejax.train.tokenizer import END_OF_TEXT
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card reports beyond the configuration.
+    """Facts that a card reports beyond the configuration.
 
     Attributes:
         command: what was typed.

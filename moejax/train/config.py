@@ -1,4 +1,4 @@
-"""What a training run is: the model's shape, the optimiser's schedule, the checkpoints. No JAX, no Hydra."""
+"""A training run's configuration: model shape, optimiser schedule, checkpoints. No JAX, no Hydra."""
 
 from dataclasses import dataclass, field
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""From documents to batches. Which tokens a sequence holds is a pure function of (seed, its number).
+"""Batches of documents. The tokens of a sequence are a pure function of (seed, its number).
 
 An epoch shuffles the documents, strings them together (each ends in `<|endoftext|>`), starts at a random
 offset below `seq_len`, cuts the stream into windows of `seq_len + 1` tokens that overlap by one, and shuffles
@@ -22,7 +22,7 @@ HELD_OUT_CHARACTERS = 100_000
 
 @dataclass(frozen=True)
 class TrainingText:
-    """What a run trains on and is measured by.
+    """Text that a run trains on and is evaluated on.
 
     Attributes:
         corpus: all documents of both parts.
@@ -104,7 +104,7 @@ class Batches:
         return np.stack([self._window(i) for i in range(sequence, sequence + self._batch_size)])
 
     def epochs(self, sequence: int) -> float:
-        """How many times the text has been seen before sequence number `sequence`."""
+        """Returns how many times the text has been seen before sequence number `sequence`."""
         return sequence / self.windows_per_epoch
 
     def _window(self, index: int) -> np.ndarray:
@@ -126,7 +126,7 @@ class Batches:
 def held_out_batches(
     stream: np.ndarray, *, batch_size: int, seq_len: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Every token of a stream, but its first, as a target exactly once.
+    """Yields every token of a stream, but its first, as a target exactly once.
 
     Windows follow one another without overlap of targets; a window's first tokens see little context, as in
     training.

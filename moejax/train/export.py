@@ -35,7 +35,7 @@ SAMPLING = tuple(SamplingParams(max_tokens=96, temperature=0.7, seed=i) for i in
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and the measurement of the rounded weights as they were read back."""
+    """Exported model, and the measurement of the rounded weights as they were read back."""
 
     directory: Path
     held_out: HeldOut

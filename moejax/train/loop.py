@@ -97,15 +97,15 @@ def run_identity(config: TrainConfig) -> dict[str, Any]:
     return flat
 
 
-def check_identity(found: dict[str, Any], wanted: dict[str, Any], directory: str) -> None:
+def check_identity(stored: dict[str, Any], current: dict[str, Any], directory: str) -> None:
     """Raises `CheckpointError` naming the keys that differ between a checkpoint's run and this one."""
-    different = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
+    different = [key for key in sorted({*stored, *current}) if stored.get(key) != current.get(key)]
     if not different:
         return
     said = [
         "the text (another Python version's library)"
         if key == "text"
-        else f"{key} ({found.get(key)!r} there, {wanted.get(key)!r} here)"
+        else f"{key} ({stored.get(key)!r} there, {current.get(key)!r} here)"
         for key in different
     ]
     raise CheckpointError(
@@ -134,7 +134,7 @@ class _Run:
         self._held_out = text.held_out
 
     def all_steps(self) -> None:
-        """Every step that is left, with logging, evaluation and checkpoints as configured."""
+        """Runs every step that is left, with logging, evaluation and checkpoints as configured."""
         config = self.config
         if self.start == config.steps:
             logger.info("the newest checkpoint is of the last step: nothing left to train")
@@ -191,11 +191,11 @@ class _Run:
         step = self.checkpoints.latest
         if step is None:
             return fresh
-        found = self.checkpoints.metadata(step)
-        check_identity(found.get("identity", {}), self.identity, self.config.checkpoint_dir)
+        metadata = self.checkpoints.metadata(step)
+        check_identity(metadata.get("identity", {}), self.identity, self.config.checkpoint_dir)
         logger.info("resuming after step %d from %s", step, self.config.checkpoint_dir)
-        self.seconds = float(found.get("seconds", 0.0))
-        self.cpu_seconds = float(found.get("cpu_seconds", 0.0))
+        self.seconds = float(metadata.get("seconds", 0.0))
+        self.cpu_seconds = float(metadata.get("cpu_seconds", 0.0))
         return self.checkpoints.load(step, fresh)
 
     def _compile(self) -> Any:
@@ -248,7 +248,7 @@ class _Run:
 
 
 def define_metrics(tracker: Tracker) -> None:
-    """Which end of a curve is its summary."""
+    """Defines the end of each curve that is its summary."""
     tracker.define_metric("train/cross_entropy", summary="min")
     tracker.define_metric("held_out/perplexity", summary="min")
     tracker.define_metric("train/tokens_per_s", summary="mean")

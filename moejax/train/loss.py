@@ -25,7 +25,7 @@ class LossParts(NamedTuple):
 
 
 class RoutingCounts(NamedTuple):
-    """What the routers of one batch did, per expert layer.
+    """Counts of the routers' choices in one batch, per expert layer.
 
     Attributes:
         chosen: int32 `[L, E]`, assignments that the router asked for.

@@ -26,7 +26,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def decayed(params: Any) -> Any:
-    """Which parameters decay: matrices and stacks of them. Norm scales do not: their place is near 1."""
+    """Marks the parameters that decay: matrices and stacks of them, but no norm scales (they are near 1)."""
     return jax.tree.map(lambda value: value.ndim > 1, params)
 
 

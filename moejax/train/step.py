@@ -24,7 +24,7 @@ Params = dict[str, Any]
 
 
 class TrainState(NamedTuple):
-    """All that a run needs to go on; the checkpoints hold exactly this.
+    """State that a run needs to go on; the checkpoints hold exactly this.
 
     Attributes:
         params: nested dictionary of float32 arrays.

@@ -114,7 +114,7 @@ def test_half_of_the_devices_read_their_half(directories, family, preset, layout
     placed = placement(PRESETS[preset], config)(specs(model))
     for devices in (jax.devices()[:4], jax.devices()[4:]):
         files, faults = read_half(directories[family], model, PRESETS[preset], devices)
-        assert not faults.found
+        assert not faults.by_kind
         expected = 0
         for name, spec in specs(model).items():
             size = 4 * int(np.prod(spec.shape))
@@ -271,9 +271,9 @@ def test_not_finite_weights_are_named_once_by_who_reads_them(directories, tmp_pa
     assert EXPERT.format(7, UP) in str(caught.value)
     model, kind = Decoder(config), "with NaN or infinite values"
     _, faults = read_half(directory, model, PRESETS["ep8"], jax.devices()[:4])
-    assert list(faults.found[kind]) == ["model.embed_tokens.weight"]
+    assert list(faults.by_kind[kind]) == ["model.embed_tokens.weight"]
     _, faults = read_half(directory, model, PRESETS["ep8"], jax.devices()[7:])
-    assert list(faults.found[kind]) == ["model.embed_tokens.weight", EXPERT.format(7, UP)]
+    assert list(faults.by_kind[kind]) == ["model.embed_tokens.weight", EXPERT.format(7, UP)]
 
 
 def test_too_large_for_float16_is_named(directories, tmp_path):

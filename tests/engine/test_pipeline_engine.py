@@ -235,7 +235,7 @@ def test_moving_by_device_put_gives_the_same(build: Any, single: Any) -> None:
     llm = build(engine=dataclasses.replace(ENGINE, max_model_len=47), pp=2)
     transfers: list[Transfer] = [*llm.runner._onward, llm.runner._back]
     for transfer in transfers:
-        transfer.how = "put"
+        transfer.method = "put"
     agree(greedy(llm), single())
     assert not any("transfer" in row["function"] for row in llm.ledger.rows())
 

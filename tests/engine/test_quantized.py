@@ -333,13 +333,13 @@ def test_costs_count_what_is_held() -> None:
     size = 3 * 128 * 128
     assert held.expert.tolist() == [size / 2 + size / 32 * 2, size + 3 * 128 * 4]
     hits = np.array([3.0, 5.0])
-    cost = decode_step_cost(llm.config, 2, 10.0, hits, held=held)
+    cost = decode_step_cost(llm.config, 2, 10.0, hits, weights=held)
     assert cost.weight_bytes == held.always + 3 * held.expert[0] + 5 * held.expert[1]
     plain = decode_step_cost(llm.config, 2, 10.0, hits)
     assert plain.cache_bytes == cost.cache_bytes and plain.flops == cost.flops
     floats = held_weights(config, specs(Decoder(config)))
     gates = 2 * 128 * 4  # of the shared experts, which the formula leaves out
-    assert decode_step_cost(config, 2, 10.0, hits, held=floats).weight_bytes == pytest.approx(
+    assert decode_step_cost(config, 2, 10.0, hits, weights=floats).weight_bytes == pytest.approx(
         plain.weight_bytes + gates
     )
     whole = sum(tensor_bytes(name, spec, config, ParallelConfig()) for name, spec in declared.items())

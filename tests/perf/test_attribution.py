@@ -131,7 +131,7 @@ def test_weights_as_they_are_held() -> None:
     the shared experts' gates, which the formula leaves out."""
     declared = specs(Decoder(CONFIG))
     held = held_weights(CONFIG, declared)
-    own, plain = decode(held=held), decode()
+    own, plain = decode(weights=held), decode()
     gates = 40 * 4
     for op, other in zip(own, plain, strict=True):
         extra = gates if op.operation == "shared_expert" else 0
@@ -140,7 +140,7 @@ def test_weights_as_they_are_held() -> None:
         name: spec if ".experts." not in name else _Half(spec.shape, spec.axes)
         for name, spec in declared.items()
     }
-    small = decode(held=held_weights(CONFIG, halved))
+    small = decode(weights=held_weights(CONFIG, halved))
     for op, other in zip(small, own, strict=True):
         ratio = 2 if op.operation.startswith("experts_") else 1
         assert ratio * op.weight_bytes == other.weight_bytes

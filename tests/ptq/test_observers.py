@@ -1,4 +1,4 @@
-"""Statistics: what taps gather is what the weights read, for each linear layer and each expert."""
+"""Statistics: what observers collect is what the weights read, for each linear layer and each expert."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,9 +6,9 @@ import pytest
 
 from moejax.core.quant import CalibrationConfig
 from moejax.nn.activation import activation
-from moejax.ptq import collect_statistics as gather
+from moejax.ptq import collect_statistics
 from moejax.ptq.batches import HiddenStates
-from moejax.ptq.collect_statistics import Gatherer, chunk_of
+from moejax.ptq.collect_statistics import StatisticsCollector, chunk_of
 from moejax.ptq.fold import canonical
 from moejax.ptq.sites import stages_of
 from moejax.quantization.calibration import SAMPLE_TOKENS, Statistics, cover
@@ -24,13 +24,13 @@ def everything(stage):
     return {name: GPTQ for site in stage.sites for name in site.readers}
 
 
-def gathered(model, ids, layer=1, calibration=None, batch_size=4):
+def collected(model, ids, layer=1, calibration=None, batch_size=4):
     """Statistics of one layer of a float model, whose input comes from the layers before it."""
     stage, x = stages_of(model)[layer], np.asarray(model.embed(jnp.asarray(ids)))
     for before in model.in_order()[:layer]:
         x = np.asarray(_layer_output(before, jnp.asarray(x)))
     calibration = calibration or CalibrationConfig(min_tokens=0)
-    found = Gatherer(stage, everything(stage), calibration, HiddenStates(x, batch_size))
+    found = StatisticsCollector(stage, everything(stage), calibration, HiddenStates(x, batch_size))
     found.run()
     return found, x
 
@@ -115,7 +115,7 @@ def check(found: Statistics, rows: np.ndarray, lengths=(32, 32, 32)):
 def test_every_weight_of_a_layer(family, layout, execution):
     """6 samples in batches of 4: the second batch is half padding, which must not count."""
     model, ids = build(FAMILIES[family], layout=layout, execution=execution), tokens()
-    found, x = gathered(model, ids)
+    found, x = collected(model, ids)
     plain, experts = reference(model, x)
     assert set(found.plain) == set(plain)
     for name, rows in plain.items():
@@ -130,7 +130,7 @@ def test_every_weight_of_a_layer(family, layout, execution):
 
 def test_a_dense_layer():
     model = build(FAMILIES["qwen3_moe"])
-    found, x = gathered(model, tokens(), layer=0)
+    found, x = collected(model, tokens(), layer=0)
     plain, _ = reference(model, x, layer=0)
     assert set(found.plain) == set(plain) == {"attention", "attention.o_proj", "mlp", "mlp.down_proj"}
     for name, rows in plain.items():
@@ -144,9 +144,9 @@ def _entry(stats, e):
 
 def test_chunks_of_experts_see_the_same(monkeypatch):
     model, ids = build(FAMILIES["qwen2_moe"]), tokens()
-    whole, _ = gathered(model, ids)
-    monkeypatch.setattr(gather, "GRAM_BYTES", 2 * 4 * (32**2 + 16**2))
-    parts, _ = gathered(model, ids)
+    whole, _ = collected(model, ids)
+    monkeypatch.setattr(collect_statistics, "GRAM_BYTES", 2 * 4 * (32**2 + 16**2))
+    parts, _ = collected(model, ids)
     assert parts.chunk == 2 and list(parts.chunks) == [0, 2, 4, 6]
     for first in (0, 2, 4, 6, 2):
         for name, covered in parts.experts(first).items():
@@ -171,9 +171,9 @@ def test_the_bound_gives_a_divisor_and_at_least_one():
 @pytest.mark.parametrize("layout", ["edf", "efd"])
 def test_cold_experts_fall_back(fallback, layout):
     model, ids = build(FAMILIES["qwen2_moe"], layout=layout), tokens()
-    plain, _ = gathered(model, ids)
+    plain, _ = collected(model, ids)
     least = int(np.median(plain.visits)) + 1
-    found, x = gathered(model, ids, calibration=CalibrationConfig(min_tokens=least, fallback=fallback))
+    found, x = collected(model, ids, calibration=CalibrationConfig(min_tokens=least, fallback=fallback))
     _, experts = reference(model, x)
     visits = np.array([int(mine.sum()) for mine in experts["rows"]])
     assert 0 < (visits < least).sum() < 8
@@ -191,10 +191,10 @@ def test_cold_experts_fall_back(fallback, layout):
 
 
 def test_the_sample_of_fallback_all_is_bounded(monkeypatch):
-    monkeypatch.setattr(gather, "SAMPLE_TOKENS", 16)
+    monkeypatch.setattr(collect_statistics, "SAMPLE_TOKENS", 16)
     model, ids = build(FAMILIES["mixtral"]), tokens()  # 96 tokens: every 6th
     calibration = CalibrationConfig(min_tokens=10_000, fallback="all")
-    found, x = gathered(model, ids, calibration=calibration, batch_size=3)
+    found, x = collected(model, ids, calibration=calibration, batch_size=3)
     _, experts = reference(model, x)
     sample = experts["in"][::6]
     for e, mine in enumerate(experts["rows"]):

@@ -12,7 +12,7 @@ from moejax.core.quant import CalibrationConfig, QuantConfig, QuantRule
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from moejax.nn.quantized import quantized_weights
-from moejax.ptq import collect_statistics as gather
+from moejax.ptq import collect_statistics
 from moejax.ptq.apply import quantize_model
 from moejax.ptq.fold import fold
 from moejax.ptq.methods import quantize as round_one
@@ -24,7 +24,7 @@ from moejax.quantization.rtn import round_to_nearest
 from moejax.quantization.rules import Chosen
 from tests.numerics import assert_close, relative_l2, tolerance
 from tests.ptq.models import BASE, FAMILIES, build, in_float, logits, quant, tokens
-from tests.ptq.test_observers import gathered
+from tests.ptq.test_observers import collected
 
 
 def quantized(family, method, fmt, *, layout="edf", config=None, **how):
@@ -97,7 +97,7 @@ def test_gptq_loses_on_weights_and_wins_on_outputs_and_awq_is_no_worse_than_roun
     by_gptq = quantized("qwen2_moe", "gptq", fmt, rules=rules)[1]
     by_awq = quantized("qwen2_moe", "awq", fmt, rules=rules)[1]
     source = build(FAMILIES["qwen2_moe"])
-    found, _ = gathered(source, tokens(), layer=0)
+    found, _ = collected(source, tokens(), layer=0)
     stage, plain = stages_of(source)[0], {}
     for site in stage.sites:
         for name in set(site.readers) & set(stage.params()):
@@ -119,8 +119,8 @@ def test_gptq_loses_on_weights_and_wins_on_outputs_and_awq_is_no_worse_than_roun
 
 
 def test_gptq_takes_each_experts_own_hessian():
-    """Against the core, called by hand with statistics gathered from the same model."""
-    found, _ = gathered(build(FAMILIES["qwen2_moe"]), tokens(), layer=0)
+    """Against the core, called by hand with statistics collected from the same model."""
+    found, _ = collected(build(FAMILIES["qwen2_moe"]), tokens(), layer=0)
     model, _ = quantized("qwen2_moe", "gptq", "int4_g8")
     name = "layers.0.moe.experts.down_proj"
     weight = dict(quantized_weights(model))[name]
@@ -149,7 +149,7 @@ def test_the_second_layer_sees_what_the_quantized_first_gives_out():
 def test_chunks_of_experts_give_the_same_model(method, monkeypatch):
     fmt = "w8a8" if method == "smoothquant" else "int4_g8"
     whole, report = quantized("qwen2_moe", method, fmt, min_tokens=25)
-    monkeypatch.setattr(gather, "GRAM_BYTES", 2 * 4 * (32**2 + 16**2))
+    monkeypatch.setattr(collect_statistics, "GRAM_BYTES", 2 * 4 * (32**2 + 16**2))
     parts, again = quantized("qwen2_moe", method, fmt, min_tokens=25)
     for (name, a), (_, b) in zip(quantized_weights(whole), quantized_weights(parts), strict=True):
         # Sums over experts in another order: a weight on the edge may fall to the other side.
@@ -159,7 +159,7 @@ def test_chunks_of_experts_give_the_same_model(method, monkeypatch):
 
 
 def test_progress_does_not_go_back_where_experts_take_several_passes(monkeypatch):
-    monkeypatch.setattr(gather, "GRAM_BYTES", 2 * 4 * (32**2 + 16**2))
+    monkeypatch.setattr(collect_statistics, "GRAM_BYTES", 2 * 4 * (32**2 + 16**2))
     shares: list[float] = []
     say = lambda share, text: shares.append(share)  # noqa: E731
     quantize_model(build(FAMILIES["qwen2_moe"]), quant("gptq", "int8"), tokens(), progress=say)
@@ -191,7 +191,7 @@ def test_a_hessian_that_is_not_positive_definite_raises_damping_and_says_so():
 @pytest.mark.parametrize("method", ["rtn", "smoothquant", "gptq"])
 def test_static_activation_scales_cover_what_was_seen(method):
     model, _ = quantized("qwen2_moe", method, "w8a8_static", min_tokens=0)
-    found, _ = gathered(build(FAMILIES["qwen2_moe"]), tokens(), layer=0)
+    found, _ = collected(build(FAMILIES["qwen2_moe"]), tokens(), layer=0)
     held = {name: weight.tensor() for name, weight in quantized_weights(model)}
     assert all((np.asarray(t.input_scale) > 0).all() for t in held.values())
     if method == "smoothquant":

@@ -149,7 +149,7 @@ def test_a_transfer_is_one_collective_permute_and_equals_device_put(
     for source, target in ((places[0], places[1]), (places[-1], places[0])):
         whole = jnp.arange(places[0].groups * 15).reshape(-1, 3).astype(dtype)
         x = jax.device_put(whole, source.sharding(plan.axes.data or None))
-        permute, put = Transfer(source, target), Transfer(source, target, how="put")
+        permute, put = Transfer(source, target), Transfer(source, target, method="put")
         moved, plain = permute(x), put(x)
         assert moved.sharding == plain.sharding
         assert moved.sharding.device_set == set(target.mesh.devices.flat)

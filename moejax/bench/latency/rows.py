@@ -71,7 +71,7 @@ def _bounds(
     declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
     held = held_weights(llm.config, declared)
     batch, kv = item.case.batch_size, llm.kv_cache_dtype
-    cost = decode_step_cost(llm.config, batch, context, item.decode_hits, kv_dtype=kv, held=held)
+    cost = decode_step_cost(llm.config, batch, context, item.decode_hits, kv_dtype=kv, weights=held)
     found["decode_step_mbytes"] = cost.bytes / 1e6
     bound = step_bound(cost, hardware, llm.config.dtype)
     if bound is not None and median_tpot_ms:

@@ -45,7 +45,7 @@ class SpeedMeter:
         context = self.speed.prompt_len + self.speed.output_len / 2
         held = held_weights(config, specs(llm.model))
         kv = llm.kv_cache_dtype
-        cost = decode_step_cost(config, batch, context, self.hits, kv_dtype=kv, held=held)
+        cost = decode_step_cost(config, batch, context, self.hits, kv_dtype=kv, weights=held)
         found = step_bound(cost, hardware, config.dtype)
         return None if found is None else (batch / found.seconds, found.limit)
 

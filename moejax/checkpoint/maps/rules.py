@@ -56,7 +56,7 @@ def source_shape(transform: Transform, shape: tuple[int, ...], num_experts: int)
 
 
 def source_index(transform: Transform, index: Index, shape: tuple[int, ...], expert: int | None) -> Index:
-    """What of the checkpoint tensor holds `index` of a parameter, or of one expert's matrix, of `shape`.
+    """Returns the checkpoint tensor's index for `index` of a parameter of `shape`, or of one expert's matrix.
 
     Args:
         index: a slice with start and stop for each dimension.
@@ -71,7 +71,7 @@ def source_index(transform: Transform, index: Index, shape: tuple[int, ...], exp
 
 
 def apply_transform(transform: Transform, value: np.ndarray) -> np.ndarray:
-    """What `source_index` says, read → that part of the parameter, or of one expert's matrix (a view)."""
+    """Returns a view in the parameter's (or one expert's) layout of the part that `source_index` selects."""
     if transform.startswith("fused"):
         return value[0].T
     return value.T if transform == "transpose" else value

@@ -45,7 +45,7 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.program import PagedOutput
 from moejax.engine.step.runner import StepResult
-from moejax.sharding.pipeline import How, StageTime, Transfer, measured_bubble
+from moejax.sharding.pipeline import Method, StageTime, Transfer, measured_bubble
 from moejax.sharding.spmd import MeshDevices
 
 
@@ -106,7 +106,7 @@ class PipelineRunner(BucketRunner):
         replay: RoutingReplay | None = None,
         *,
         microbatches: int = 1,
-        transfer: How = "permute",
+        transfer: Method = "permute",
     ) -> None:
         whole, groups = stages[0][0].whole, stages[0][1].groups
         super().__init__(whole, config, cache, ledger, kernels, replay, groups=groups)
@@ -117,11 +117,11 @@ class PipelineRunner(BucketRunner):
         ]
         places = [place for _, place in stages]
         self._onward = [
-            Transfer(source, target, ledger.get, how=transfer, name=f"transfer {i} to {i + 1}")
+            Transfer(source, target, ledger.get, method=transfer, name=f"transfer {i} to {i + 1}")
             for i, (source, target) in enumerate(pairwise(places))
         ]
         back = f"transfer {len(places) - 1} to 0"
-        self._back = Transfer(places[-1], places[0], ledger.get, how=transfer, name=back)
+        self._back = Transfer(places[-1], places[0], ledger.get, method=transfer, name=back)
         # The process that has each stage's outputs; one that has part in all stages needs no other's.
         self._owners = [min(d.process_index for d in place.mesh.devices.flat) for place in places]
         holders = [{d.process_index for d in place.mesh.devices.flat} for place in places]

@@ -27,7 +27,7 @@ def why_not(fmt: WeightFormat) -> str | None:
 
 
 def layout_name(fmt: WeightFormat) -> str:
-    """How compressed-tensors calls the layout that it gives such weights itself."""
+    """Returns the layout name that compressed-tensors itself gives to weights of this format."""
     if fmt.numbers == "float4_e2m1fn":
         return "nvfp4-pack-quantized" if fmt.has_tensor_scale else "mxfp4-pack-quantized"
     if fmt.scale_dtype == "e8m0":
@@ -38,12 +38,12 @@ def layout_name(fmt: WeightFormat) -> str:
 
 
 def scheme_for(fmt: WeightFormat) -> WrittenScheme:
-    """What writes such weights."""
+    """Returns the scheme that writes weights of this format."""
     return layout(layout_name(fmt), fmt)
 
 
 def compressed_config(formats: Mapping[str, WeightFormat], left: Iterable[str]) -> dict[str, Any]:
-    """One format for all is said of "Linear", which other libraries know best; several name their modules.
+    """Returns a config that targets "Linear", known to most libraries, or with several formats their modules.
 
     Args:
         formats: every quantized module, with `EXPERT` for all experts.
@@ -101,12 +101,12 @@ def _names(modules: Iterable[str], others: Iterable[str]) -> list[str]:
         number = re.search(r"\.layers\.(\d+)\.", module)
         layers.setdefault(shape, []).append(number.group(1) if number else "")
     elsewhere = {re.sub(r"\.layers\.\d+\.", ".layers.{l}.", module) for module in others}
-    found = []
+    patterns = []
     for shape, numbers in layers.items():
         if "{l}" not in shape and EXPERT not in shape:
-            found.append(shape)
+            patterns.append(shape)
             continue
         layer = f"(?:{'|'.join(numbers)})" if shape in elsewhere else r"\d+"
         text = re.escape(shape).replace(r"\{l\}", layer).replace(r"\{e\}", r"\d+")
-        found.append(f"re:{text}$")
-    return sorted(found)
+        patterns.append(f"re:{text}$")
+    return sorted(patterns)

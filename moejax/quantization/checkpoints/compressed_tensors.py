@@ -34,7 +34,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Args:
-    """One `QuantizationArgs`: of weights, or of what goes in."""
+    """One `QuantizationArgs`, of weights or of input activations."""
 
     bits: int
     type: str
@@ -87,8 +87,8 @@ class CompressedTensors(Convention):
         exact = [scheme for targets, scheme in self.groups if module in targets]
         pattern = [s for targets, s in self.groups if any(_named(module, name) for name in targets)]
         kind = [s for targets, s in self.groups if any(name in classes for name in targets)]
-        if found := exact or pattern or kind:
-            return Verdict(found[0])
+        if schemes := exact or pattern or kind:
+            return Verdict(schemes[0])
         # A router is a `Linear` to some writers only.
         loose = [s for targets, s in self.groups if role == "router" and "Linear" in targets]
         return Verdict(loose[0], must=False) if loose else Verdict(None)
@@ -198,10 +198,10 @@ def _format(name: str, weights: Args, where: str) -> WeightFormat:
         )
     if weights.bits == 4 and weights.type == "float":
         fmt = NVFP4 if name.startswith("nvfp4") else MXFP4
-        wanted = "tensor_group" if fmt == NVFP4 else "group"
-        if (weights.strategy, weights.group, weights.symmetric) != (wanted, fmt.group, True):
+        strategy = "tensor_group" if fmt == NVFP4 else "group"
+        if (weights.strategy, weights.group, weights.symmetric) != (strategy, fmt.group, True):
             raise ConfigError(
-                f"{where}.weights: {name} is symmetric in groups of {fmt.group} (strategy {wanted!r}), not "
+                f"{where}.weights: {name} is symmetric in groups of {fmt.group} (strategy {strategy!r}), not "
                 f"{weights.strategy!r} of {weights.group}"
             )
         return fmt
@@ -229,7 +229,7 @@ def _format(name: str, weights: Args, where: str) -> WeightFormat:
 
 
 def _activations(fmt: WeightFormat, inputs: Args | None) -> tuple[Activations, str]:
-    """How the product's other operand is quantized, and what is not done of what was asked for."""
+    """Returns the other operand's quantization, and a note on what was asked for but is not done."""
     if inputs is None:
         return "none", ""
     same = inputs.bits == 8 == fmt.bits and inputs.type == ("int" if fmt.numbers == "int8" else "float")

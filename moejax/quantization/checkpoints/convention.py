@@ -1,4 +1,4 @@
-"""What a `quantization_config` says of each linear layer of a checkpoint."""
+"""Verdicts of a `quantization_config` on each linear layer of a checkpoint."""
 
 import re
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ Excluded = Literal["yes", "perhaps", "no"]
 
 
 class Verdict(NamedTuple):
-    """What the configuration says of a module.
+    """A module's quantization according to the configuration.
 
     Attributes:
         scheme: how it is quantized; None where it must be in full precision.
@@ -41,7 +41,7 @@ class Convention(ABC):
 
     @abstractmethod
     def verdict(self, module: str, role: Role) -> Verdict:
-        """Of a module such as `model.layers.0.mlp.experts.3.gate_proj`."""
+        """Returns the verdict on a module such as `model.layers.0.mlp.experts.3.gate_proj`."""
 
 
 class QuantFields:
@@ -92,12 +92,12 @@ class QuantFields:
 
 
 def excluded(module: str, names: Iterable[str]) -> Excluded:
-    """Whether a list of modules that are not quantized names this one.
+    """Returns whether a list of modules that are not quantized names this one.
 
     Libraries look for the names anywhere in a module's, so that "gate" would reach `gate_proj`; what was
     meant is the part of the path `gate`. Where only the former holds, the tensors decide.
     """
-    found: Excluded = "no"
+    verdict: Excluded = "no"
     for name in names:
         if name.startswith("re:"):
             if re.match(name[3:], module):
@@ -105,8 +105,8 @@ def excluded(module: str, names: Iterable[str]) -> Excluded:
         elif f".{name.strip('.')}." in f".{module}.":
             return "yes"
         elif name in module:
-            found = "perhaps"
-    return found
+            verdict = "perhaps"
+    return verdict
 
 
 def listed(module: str, role: Role, scheme: Scheme, left_out: Iterable[str]) -> Verdict:
@@ -116,5 +116,5 @@ def listed(module: str, role: Role, scheme: Scheme, left_out: Iterable[str]) -> 
     """
     if role == "embedding":
         return Verdict(None)
-    found = excluded(module, left_out)
-    return Verdict(None) if found == "yes" else Verdict(scheme, must=role == "linear" and found == "no")
+    left = excluded(module, left_out)
+    return Verdict(None) if left == "yes" else Verdict(scheme, must=role == "linear" and left == "no")

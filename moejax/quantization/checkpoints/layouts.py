@@ -53,7 +53,7 @@ ONE: tuple[Shape, ...] = ((1,), ())
 
 @dataclass(frozen=True)
 class _Scaled(WrittenScheme):
-    """What all have: scales, zero points of int8, scales of activations."""
+    """Base of the layouts with scales, int8 zero points and activation scales."""
 
     def grid(self, D: int, F: int) -> tuple[Shape, ...]:
         """Shapes of the scales."""
@@ -174,8 +174,8 @@ class PackedScheme(_Scaled):
             else:
                 parts["zeros"] = zeros
         if "weight_g_idx" in tensors:
-            found = tensors["weight_g_idx"]
-            index = group_index("weight_g_idx", found, fmt, D, complain, 'actorder is not "group"')
+            indices = tensors["weight_g_idx"]
+            index = group_index("weight_g_idx", indices, fmt, D, complain, 'actorder is not "group"')
             if index is not None:
                 parts["group_index"] = index
         return parts

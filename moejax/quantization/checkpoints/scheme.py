@@ -1,4 +1,4 @@
-"""How the tensors of one quantized matrix look in a checkpoint, and what of ours they become.
+"""Schemes: the checkpoint tensors of one quantized matrix, and their conversion to our arrays.
 
 A matrix of D inputs and F outputs is a module of the checkpoint, `model.layers.0.self_attn.q_proj`, whose
 tensors differ in their last name: `qweight`, `weight_scale`, ... A `Scheme` says which of them there must be
@@ -85,7 +85,7 @@ class Scheme(ABC):
         return dataclasses.replace(self.format, scale_dtype=SCALE_DTYPES[dtype])
 
     def hint(self, name: str, shape: Shape, D: int, F: int) -> str:
-        """What a tensor of another shape looks like, as `"; …"`, or nothing."""
+        """Returns a hint at the group size that a tensor of another shape has, as `": …"`, or nothing."""
         if name != self.scale or self.format.granularity != "group" or len(shape) != 2:
             return ""
         groups = next((n for n, other in (shape, shape[::-1]) if other == F), 0)
@@ -127,12 +127,12 @@ def check_zeros(name: str, zeros: np.ndarray, middle: int, complain: Complain, h
     """Zero points of a symmetric format."""
     if (zeros != middle).any():
         low, high = int(zeros.min()), int(zeros.max())
-        found = f"{low}" if low == high else f"from {low} to {high}"
-        complain(name, f"zero points {found} where a symmetric format has {middle}{hint}")
+        values = f"{low}" if low == high else f"from {low} to {high}"
+        complain(name, f"zero points {values} where a symmetric format has {middle}{hint}")
 
 
 def group_index(
-    name: str, found: np.ndarray, fmt: WeightFormat, D: int, complain: Complain, order: str
+    name: str, indices: np.ndarray, fmt: WeightFormat, D: int, complain: Complain, order: str
 ) -> np.ndarray | None:
     """int32 `[D]` for an indexed format; else None, and the groups must go by place.
 
@@ -141,11 +141,11 @@ def group_index(
     """
     G = groups_of(fmt, D)
     if fmt.indexed:
-        if found.min(initial=0) < 0 or found.max(initial=0) >= G:
-            complain(name, f"groups from {found.min()} to {found.max()}, and there are {G}")
-        return found.astype(np.int32)
+        if indices.min(initial=0) < 0 or indices.max(initial=0) >= G:
+            complain(name, f"groups from {indices.min()} to {indices.max()}, and there are {G}")
+        return indices.astype(np.int32)
     by_place = np.arange(D) // fmt.group if fmt.granularity == "group" else np.zeros(D)
-    if not (found == by_place).all() and not (found == -1).all():
+    if not (indices == by_place).all() and not (indices == -1).all():
         complain(name, f"groups are not in order, although {order}")
     return None
 
