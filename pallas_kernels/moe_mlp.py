@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dtypes import wide_type
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_swiglu import grouped_swiglu
-from pallas_kernels.groups import ACTIVATIONS, block_m_for
+from pallas_kernels.groups import block_m_for
 from pallas_kernels.moe_combine import moe_combine
 from pallas_kernels.moe_permute import moe_permute
 
@@ -26,7 +25,6 @@ def moe_mlp(
     activation: str = "silu",
     total_experts: int | None = None,
     implementation: str = "pallas_triton",
-    swiglu_implementation: str | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
     """`Σ_j weights[t, j] · (act(x[t] @ gate[e]) · (x[t] @ up[e])) @ down[e]`, e = ids[t, j].
@@ -41,7 +39,6 @@ def moe_mlp(
         block_m: height of blocks (`pallas_kernels.groups`); None: `block_m_for`.
         total_experts: of all devices, where these E are a part of them: what `block_m` is chosen by.
         implementation: of all four operations, "pallas_triton" or "reference".
-        swiglu_implementation: of `grouped_swiglu`, if another ("triton_jit").
         interpret: None: on CPU only.
 
     Raises:
@@ -50,15 +47,7 @@ def moe_mlp(
     how: dict[str, Any] = {"implementation": implementation, "interpret": interpret}
     slots = sort_into_slots(ids, weights, gate.shape[0], block_m, total_experts, how)
     hidden = grouped_swiglu(
-        x,
-        gate,
-        up,
-        slots.tokens,
-        *slots.table,
-        block_m=slots.block_m,
-        activation=activation,
-        implementation=swiglu_implementation or implementation,
-        interpret=interpret,
+        x, gate, up, slots.tokens, *slots.table, block_m=slots.block_m, activation=activation, **how
     )
     out = grouped_matmul(
         hidden, down, slots.own, *slots.table, block_m=slots.block_m, row_scale=slots.scale, **how
@@ -107,24 +96,3 @@ def sort_into_slots(
     own = jnp.where(made, jnp.arange(count, dtype=jnp.int32), count)
     scale = weights.reshape(A)[jnp.minimum(groups.row_assignment, A - 1)]
     return Slots(tokens, own, scale, (groups.block_expert, groups.num_blocks), groups.slot_of, block_m)
-
-
-def moe_mlp_dense(
-    x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    *,
-    activation: str = "silu",
-) -> jax.Array:
-    """The same by computing every expert on every token: what `moe_mlp` is tested against."""
-    wide = wide_type(x.dtype)
-    total = jnp.zeros(x.shape, wide)
-    for expert in range(gate.shape[0]):
-        g, u, d = (w[expert].astype(wide) for w in (gate, up, down))
-        y = (ACTIVATIONS[activation](x.astype(wide) @ g) * (x.astype(wide) @ u)) @ d
-        weight = jnp.sum(jnp.where(ids == expert, weights.astype(wide), 0), axis=1)
-        total = total + jnp.where((ids == expert).any(axis=1)[:, None], weight[:, None] * y, 0)
-    return total.astype(x.dtype)

@@ -112,20 +112,6 @@ class QuantizedTensor:
         return sum(p.size * jnp.dtype(p.dtype).itemsize for p in parts if p is not None)
 
 
-def fp8_tensor(values: jax.Array, scales: jax.Array) -> QuantizedTensor:
-    """From a checkpoint's linear layer: `float8_e4m3fn [..., F, D]` (or its bits), as stored.
-
-    Args:
-        scales: `weight_scale_inv [..., ⌈F/128⌉, ⌈D/128⌉]`, or per output `[..., F, 1]`.
-    """
-    if values.dtype != jnp.uint8:
-        values = jax.lax.bitcast_convert_type(values, jnp.uint8)
-    per_output = scales.shape[-2:] == (values.shape[-2], 1)
-    return QuantizedTensor(
-        values, jnp.swapaxes(scales, -1, -2), None, Format("fp8", 0 if per_output else FP8_BLOCK)
-    )
-
-
 def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> dict[str, int]:
     """Shapes and dtypes of a weight; returns its sizes by name.
 

@@ -253,12 +253,3 @@ def save_latency_plots(
         "backends": backends_beside(result),
     }
     return save_figures(figures, out_dir)
-
-
-def save_training_plot(
-    rows: Iterable[Mapping[str, Any]],
-    out_dir: str | os.PathLike[str],
-    result: Mapping[str, Any] | None = None,
-) -> list[Path]:
-    """`training.png` in `out_dir` as a list of one path, or of none without a loss."""
-    return save_figures({"training": training_curve(rows, result)}, out_dir)

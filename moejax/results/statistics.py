@@ -77,16 +77,6 @@ def bootstrap_interval(
     return Interval(float(reduce(array)), float(low), float(high), confidence, array.size)
 
 
-def mean_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval:
-    """Student's t interval of the mean: for roughly normal samples, and better than a bootstrap at few."""
-    array = _samples(values)
-    mean = float(array.mean())
-    if array.size < 2:
-        return Interval(mean, mean, mean, confidence, array.size)
-    half = float(stats.t.ppf(0.5 + confidence / 2, array.size - 1) * array.std(ddof=1) / np.sqrt(array.size))
-    return Interval(mean, mean - half, mean + half, confidence, array.size)
-
-
 def paired_ratio(
     values: ArrayLike, baseline: ArrayLike, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> Interval:

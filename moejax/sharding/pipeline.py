@@ -142,34 +142,11 @@ def schedule(costs: np.ndarray) -> np.ndarray:
     return ends
 
 
-def bubble_fraction(stages: int, microbatches: int, costs: Any = None) -> float:
-    """Part of the devices' time in one step for which they wait (GPipe, Huang et al., arXiv 1811.06965).
-
-    (S - 1) / (S - 1 + M) for equal stages; by simulation of the schedule for unequal ones, where the time is
-    that from the first stage's start to the last one's end. Steps that follow each other without a pause
-    overlap at their ends (`PipelineRunner`), so this is what a step alone has.
-
-    Args:
-        costs: time of each stage `[S]`, or of each stage and microbatch `[S, M]`; None: all equal.
-
-    Raises:
-        ConfigError: a number below 1, or costs of another shape or below 0.
-    """
-    S, M = stages, microbatches
-    if S < 1 or M < 1:
-        raise ConfigError(f"a pipeline of stages={S} and microbatches={M}: each must be at least 1")
-    if costs is None:
-        return (S - 1) / (S - 1 + M)
-    times = np.asarray(costs, np.float64)
-    if times.shape not in ((S,), (S, M)) or times.min() < 0:
-        raise ConfigError(f"costs must be [{S}] or [{S}, {M}] times of at least 0, got {costs!r}")
-    times = np.repeat(times[:, None], M, axis=1) if times.ndim == 1 else times
-    whole = S * float(schedule(times)[-1, -1])
-    return 1.0 - float(times.sum()) / whole if whole else 0.0
-
-
 def measured_bubble(times: Sequence[StageTime]) -> float:
-    """The same of measured stage times, over all their steps.
+    """Part of the devices' time for which they wait, of measured stage times over all their steps.
+
+    A step's time is that from the first stage's start to the last one's end. Steps that follow each other
+    without a pause overlap at their ends (`PipelineRunner`), so this is what steps alone have.
 
     They were taken one after another (each program is waited for), so what counts is how long each took; when
     it would have run beside the others is `schedule`'s.

@@ -208,15 +208,6 @@ class Telemetry:
             self._points = halve(self._points)
             self._stride_s *= 2
 
-    def seconds_per_sample(self, repeats: int = 100) -> float:
-        """What one sample takes, all probes together; nothing of it is kept."""
-        last, totals = self._read(), Totals()
-        start = self._clock()
-        for _ in range(repeats):
-            found = self._read()
-            totals.add(self.config.interval_s, last, found)
-        return (self._clock() - start) / repeats
-
     def summary(self, *keys: Hashable, output_tokens: int | None = None) -> Reading:
         """Flat metrics of the parts named `keys`, or without any of all; empty if telemetry is switched off.
 

@@ -14,7 +14,7 @@ from moejax.core.errors import CompileError, ConfigError
 from moejax.engine.pipeline.runner import Microbatch, PipelineRunner
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.step.sampler import SamplerMode
-from moejax.sharding.pipeline import Transfer, bubble_fraction
+from moejax.sharding.pipeline import Transfer
 from tests.engine.mesh_models import BASE, checkpoint, prompts
 
 pytestmark = pytest.mark.multidevice
@@ -313,7 +313,6 @@ def test_the_bubble_is_measured(build: Any) -> None:
     assert len(steps) == 4
     # Whatever the times are: two stages with two microbatches wait for at least a part, and never only wait.
     assert 0 < llm.runner.bubble() < 1
-    assert bubble_fraction(2, 2) == pytest.approx(1 / 3)
 
 
 def test_a_failed_step_leaves_a_working_engine(

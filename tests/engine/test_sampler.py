@@ -16,14 +16,12 @@ from moejax.engine.step.sampler import (
     SamplerMode,
     SamplingArrays,
     filter_scores,
-    initial_seen,
-    mark_seen,
     penalize,
     sample,
     sampler_mode,
-    sampling_arrays,
 )
 from tests.engine.tiny import PROPERTY, log_softmax
+from tests.oracles.contiguous import sampling_arrays
 
 V = 13
 FULL = SamplerMode(greedy=False, filters=True, penalty=True, logprobs=5)
@@ -241,15 +239,6 @@ def test_greedy_heeds_the_penalty(logits: np.ndarray, bits: int) -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
     want = reference_penalized(logits, seen, 2.0).argmax()
     assert int(run(logits[None], [params], seen=seen[None]).tokens[0]) == want
-
-
-def test_seen_holds_prompt_and_output() -> None:
-    seen = initial_seen([[1, 1, 4], [0]], 3, 6)
-    np.testing.assert_array_equal(seen, np.array([[0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0], [0] * 6], bool))
-    grown = np.asarray(mark_seen(jnp.asarray(seen), jnp.array([5, 0, 2], jnp.int32)))
-    want = seen.copy()
-    want[0, 5] = want[2, 2] = True
-    np.testing.assert_array_equal(grown, want)
 
 
 # -- distribution --------------------------------------------------------------------------------------

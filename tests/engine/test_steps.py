@@ -17,7 +17,7 @@ from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step import functions as steps
 from moejax.engine.step.ledger import CompileLedger
-from moejax.engine.step.sampler import SamplerMode, sample, sampling_arrays
+from moejax.engine.step.sampler import SamplerMode, sample
 from moejax.models.decoder import Decoder
 from tests.engine.conftest import ENGINE
 from tests.engine.tiny import (
@@ -31,7 +31,14 @@ from tests.engine.tiny import (
     write_model,
 )
 from tests.numerics import relative_error, tolerance
-from tests.oracles.contiguous import ContiguousEngine, Row, batch_bucket, slot_bucket, token_bucket
+from tests.oracles.contiguous import (
+    ContiguousEngine,
+    Row,
+    batch_bucket,
+    sampling_arrays,
+    slot_bucket,
+    token_bucket,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -5,11 +5,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.dtypes import wide_type
 from pallas_kernels.errors import KernelError
-from pallas_kernels.moe_mlp import moe_mlp, moe_mlp_dense
+from pallas_kernels.groups import ACTIVATIONS
+from pallas_kernels.moe_mlp import moe_mlp
 from tests.kernels.contract import limit_for, normal
 from tests.kernels.groups import one_hot, patterns
 from tests.numerics import assert_close
+
+
+def moe_mlp_dense(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    activation: str = "silu",
+) -> jax.Array:
+    """`moe_mlp` by computing every expert on every token."""
+    wide = wide_type(x.dtype)
+    total = jnp.zeros(x.shape, wide)
+    for expert in range(gate.shape[0]):
+        g, u, d = (w[expert].astype(wide) for w in (gate, up, down))
+        y = (ACTIVATIONS[activation](x.astype(wide) @ g) * (x.astype(wide) @ u)) @ d
+        weight = jnp.sum(jnp.where(ids == expert, weights.astype(wide), 0), axis=1)
+        total = total + jnp.where((ids == expert).any(axis=1)[:, None], weight[:, None] * y, 0)
+    return total.astype(x.dtype)
 
 
 @pytest.mark.contract

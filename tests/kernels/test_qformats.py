@@ -14,7 +14,6 @@ from pallas_kernels.qformats import (
     QuantizedTensor,
     check_quantized,
     dequantize,
-    fp8_tensor,
     pack_nibbles,
     quantize,
     quantize_rows,
@@ -85,11 +84,12 @@ def test_fp8_checkpoint(rng):
     weight = rng.normal(size=(F, D)).astype(ml_dtypes.float8_e4m3fn)
     scale = rng.uniform(0.5, 2, (2, 3)).astype(np.float32)
     want = weight.astype(np.float32) * np.repeat(np.repeat(scale, 128, 0), 128, 1)[:F, :D]
-    q = fp8_tensor(jnp.asarray(weight), jnp.asarray(scale))
-    assert q.format == Format("fp8", 128) and q.shape == (D, F)
+    values = jnp.asarray(weight.view(np.uint8))
+    q = QuantizedTensor(values, jnp.asarray(scale.T), None, Format("fp8", 128))
+    assert q.shape == (D, F)
     np.testing.assert_array_equal(dequantize(q), want.T)
     outputs = rng.uniform(0.5, 2, (F, 1)).astype(np.float32)
-    q = fp8_tensor(jnp.asarray(weight), jnp.asarray(outputs))
+    q = QuantizedTensor(values, jnp.asarray(outputs.T), None, Format("fp8", 0))
     np.testing.assert_array_equal(dequantize(q), (weight.astype(np.float32) * outputs).T)
 
 

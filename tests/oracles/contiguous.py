@@ -20,12 +20,10 @@ from moejax.engine.step.sampler import (
     Sampled,
     SamplerMode,
     SamplingArrays,
-    initial_seen,
-    mark_seen,
     read_logprobs,
     sample,
     sampler_mode,
-    sampling_arrays,
+    sampling_values,
 )
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
@@ -212,6 +210,25 @@ def _step_output(
     sampled: Sampled, traces: tuple[RoutingTrace | None, ...], num_experts: int, record: bool
 ) -> StepOutput:
     return StepOutput(sampled, *routing_counts(traces, num_experts)) if record else StepOutput(sampled, None)
+
+
+def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingArrays:
+    """`sampling_values` on the device."""
+    return SamplingArrays(**{k: jnp.asarray(v) for k, v in sampling_values(params, seeds).items()})
+
+
+@jax.named_scope("sampling")
+def mark_seen(seen: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Adds each row's new token to `seen` `[B, V]`."""
+    return seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
+
+
+def initial_seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -> np.ndarray:
+    """bool `[rows, V]`: the tokens of each prompt."""
+    seen = np.zeros((rows, vocab_size), np.bool_)
+    for row, prompt in enumerate(prompts):
+        seen[row, np.asarray(prompt, np.int64)] = True
+    return seen
 
 
 class ContiguousEngine:

@@ -18,7 +18,6 @@ from moejax.sharding.pipeline import (
     StageTime,
     Transfer,
     TransferKey,
-    bubble_fraction,
     layer_costs,
     measured_bubble,
     schedule,
@@ -91,25 +90,18 @@ def test_stages_as_asked(tiny_config: ModelConfig) -> None:
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (2, 2), (4, 4), (4, 16), (3, 5)])
 def test_equal_stages_wait_as_gpipe_says(stages: int, microbatches: int) -> None:
+    """(S - 1) / (S - 1 + M), Huang et al., arXiv 1811.06965."""
+    times = [StageTime(7, m, s, 9.0, 9.5) for s in range(stages) for m in range(microbatches)]
     wanted = (stages - 1) / (stages - 1 + microbatches)
-    assert bubble_fraction(stages, microbatches) == wanted
-    assert bubble_fraction(stages, microbatches, [2.5] * stages) == pytest.approx(wanted, abs=1e-12)
-    square = np.full((stages, microbatches), 0.5)
-    assert bubble_fraction(stages, microbatches, square) == pytest.approx(wanted, abs=1e-12)
+    assert measured_bubble(times) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_unequal_stages() -> None:
     # Stages of 1 and 3: the second starts at 1 and works for 3·4 without a pause.
-    assert bubble_fraction(2, 4, [1, 3]) == pytest.approx(1 - 16 / (2 * 13))
+    assert schedule(np.array([[1.0] * 4, [3.0] * 4]))[-1, -1] == 13
     # Microbatches of 1 and 2 in the first stage, 3 and 1 in the second: ends 1, 3 and 4, 5.
     ends = schedule(np.array([[1.0, 2.0], [3.0, 1.0]]))
     assert ends.tolist() == [[1.0, 3.0], [4.0, 5.0]]
-    assert bubble_fraction(2, 2, [[1, 2], [3, 1]]) == pytest.approx(1 - 7 / 10)
-    for wrong in ([1.0], [[1.0], [1.0]], [1.0, -1.0]):
-        with pytest.raises(ConfigError, match="costs must be"):
-            bubble_fraction(2, 2, wrong)
-    with pytest.raises(ConfigError, match="at least 1"):
-        bubble_fraction(2, 0)
 
 
 def test_measured_times_are_put_beside_each_other() -> None:

@@ -89,11 +89,6 @@ def sampling_values(params: Sequence[SamplingParams], seeds: Sequence[int]) -> d
     }
 
 
-def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingArrays:
-    """`sampling_values` on the device."""
-    return SamplingArrays(**{k: jnp.asarray(v) for k, v in sampling_values(params, seeds).items()})
-
-
 @jax.named_scope("sampling")
 def sample(
     logits: jax.Array,
@@ -195,20 +190,6 @@ def draw(scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
         return row + jax.random.gumbel(key, row.shape, row.dtype)
 
     return first_argmax(jax.vmap(one)(scores, seed, step))
-
-
-@jax.named_scope("sampling")
-def mark_seen(seen: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Adds each row's new token to `seen` `[B, V]`."""
-    return seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
-
-
-def initial_seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -> np.ndarray:
-    """bool `[rows, V]`: the tokens of each prompt."""
-    seen = np.zeros((rows, vocab_size), np.bool_)
-    for row, prompt in enumerate(prompts):
-        seen[row, np.asarray(prompt, np.int64)] = True
-    return seen
 
 
 def read_logprobs(sampled: Sampled, wanted: Sequence[int | None]) -> list[Logprob | None]:
