@@ -38,7 +38,7 @@ class Blocks(Protocol):
 
 
 class Scheduling(Protocol):
-    """What the loop needs of `moejax.engine.scheduling.scheduler.Scheduler`, or of several behind one."""
+    """A `moejax.engine.scheduling.scheduler.Scheduler`, or several as one, as far as the loop needs it."""
 
     @property
     def allocator(self) -> Blocks: ...
@@ -192,7 +192,7 @@ class Engine:
                     raise AssertionError("the engine is idle and a request has not ended")
 
     def step(self) -> bool:
-        """One turn of the loop. False if there was nothing to do.
+        """Runs one turn of the loop. False if there was nothing to do.
 
         A step that fails ends the requests in it with finish reason "error"; all others are computed anew.
         """

@@ -121,7 +121,7 @@ class LLM:
         return self.stages[0]
 
     def variant(self, engine: EngineConfig) -> "LLM":
-        """The same weights and tokenizer behind an engine of its own.
+        """Returns the same weights and tokenizer behind an engine of its own.
 
         Raises:
             ConfigError: `engine` asks for another execution of the experts, which belongs to the weights, or
@@ -182,7 +182,7 @@ class LLM:
         return self.generate(prompts, sampling_params)
 
     def chat_prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """A conversation's token ids by the model's chat template.
+        """Returns a conversation's token ids by the model's chat template.
 
         Raises:
             RequestError: no tokenizer or template, or messages that the template rejects.
@@ -192,7 +192,7 @@ class LLM:
         return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
     def score(self, sequences: Sequence[Prompt]) -> list[np.ndarray]:
-        """float32 arrays of length n - 1: log p(token t | tokens < t) for each sequence of n tokens.
+        """Returns log p(token t | tokens < t) for each sequence of n tokens, float32 arrays of length n - 1.
 
         Raises:
             RequestError: as for `generate`, or a sequence of fewer than two tokens.
@@ -230,11 +230,11 @@ class LLM:
 
     @property
     def kv_cache_dtype(self) -> str:
-        """What keys and values are stored in: the model's dtype, or that of 8-bit codes with scales."""
+        """The dtype that keys and values are stored in: the model's, or that of 8-bit codes with scales."""
         return self._resolved.kv_cache.value
 
     def step(self) -> bool:
-        """One step of the engine, for whatever is queued. False if there was nothing to do."""
+        """Runs one step of the engine, for whatever is queued. False if there was nothing to do."""
         return self.engine.step()
 
     def abort(self, request_id: str) -> None:
@@ -245,7 +245,7 @@ class LLM:
                 self.engine.abort(request)
 
     def stats(self) -> dict[str, Any]:
-        """What the engine holds now, and sums since the start or `reset_stats`."""
+        """Returns counts of what the engine holds now, and sums since the start or `reset_stats`."""
         with self.engine.lock:
             return {
                 **self.engine.state(),
@@ -302,7 +302,7 @@ class LLM:
 
     @property
     def routing(self) -> RoutingRecord:
-        """What requests with `record_routing` have recorded."""
+        """The expert counts that requests with `record_routing` have recorded."""
         return self.runner.routing
 
     @property
@@ -311,8 +311,9 @@ class LLM:
         return self.routing.counts
 
     def routing_capture(self) -> RoutingCapture:
-        """What every token computed since the start or `reset_capture` visited, in every layer, as it ran;
-        tokens that nobody got are there too (one past the end of a sequence, computed before that was known).
+        """Returns the experts that every token computed since the start or `reset_capture` visited, by layer.
+
+        Tokens that nobody got are there too (one past the end of a sequence, computed before that was known).
 
         Not seen: what `parallel.exchange_capacity` drops is there as if it had run, since the sender does not
         learn what it was. `meta` has that capacity; `routing.overflow` counts.

@@ -1,4 +1,4 @@
-"""What a notebook shows of an `LLM`."""
+"""The card that a notebook shows of an `LLM`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What the engine did, step by step and in sum. No JAX here."""
+"""Records of the engine's steps, one by one and in sum. No JAX here."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -31,7 +31,7 @@ def choose_grouped_matmul(
     block_rows: int | None = None,
     kernels: str = "xla",
 ) -> Resolution:
-    """Implementation of the grouped expert products on a platform ("cpu", "gpu").
+    """Chooses what runs the grouped expert products on a platform ("cpu", "gpu").
 
     "blocks_uniform" has blocks of one height, `block_rows` if given; "blocks_mixed" has several, each
     expert's its own.
@@ -54,7 +54,7 @@ def choose_grouped_matmul(
 
 
 def choose_kernels(asked: str, platform: str, unsupported: str | None) -> Resolution:
-    """What attention, norms and router run on: "xla" or an implementation of `pallas_kernels`.
+    """Chooses what attention, norms and router run on: "xla" or an implementation of `pallas_kernels`.
 
     Args:
         unsupported: what of this model the kernels cannot do.
@@ -91,7 +91,7 @@ def compute_capability(platform: str) -> str | None:
 def choose_quantized(
     asked: str, platform: str, capability: str | None = None, unsupported: str | None = None
 ) -> Resolution:
-    """Implementation of the products with quantized weights (`moejax.ops.quantized_matmul`).
+    """Chooses what runs the products with quantized weights (`moejax.ops.quantized_matmul`).
 
     Args:
         capability: of the GPU, "8.0"; None where it is not known.
@@ -155,7 +155,7 @@ def block_rows_for(assignments: int, num_experts: int, transposed: bool = False)
 
 
 def choose_expert_layout(asked: str, platform: str, product: str = "auto") -> Resolution:
-    """How an engine's experts lie in memory, see `moejax.core.config.MoeConfig`.
+    """Chooses how an engine's experts lie in memory, see `moejax.core.config.MoeConfig`.
 
     Args:
         product: what they run on.

@@ -44,7 +44,7 @@ class QuantizationPlan:
 
     @property
     def calibrates(self) -> bool:
-        """Whether weights are quantized once the whole model is there, not as each arrives."""
+        """Tells whether weights are quantized once the whole model is there, not as each arrives."""
         return any(chosen.calibrated for chosen in self.weights.values())
 
 

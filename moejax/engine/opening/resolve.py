@@ -214,7 +214,7 @@ def _engine_limits(engine: EngineConfig, parallel: ParallelConfig, config: Model
 
 
 def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) -> list[SingleDevice]:
-    """The devices of each pipeline stage that an engine runs on.
+    """Returns the devices of each pipeline stage that an engine runs on.
 
     Raises:
         ConfigError: the model cannot be spread so, or there are too few devices.
@@ -239,8 +239,7 @@ def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) ->
 def unsupported_by_kernels(
     config: ModelConfig, engine: EngineConfig, capability: str | None = None
 ) -> str | None:
-    """What of a model, of the cache's shape, or of the device the GPU kernels do not take; None if they take
-    it all.
+    """Returns what of a model, of the cache's shape, or of the device the GPU kernels do not take, or None.
 
     Args:
         capability: of the GPU, "8.0"; None where it is not known.
@@ -259,7 +258,7 @@ def unsupported_by_kernels(
 
 
 def cache_dtype(asked: str, config: ModelConfig) -> Resolution:
-    """The dtype of the key/value cache, with the reason. The choice is checked by `QuantConfig`."""
+    """Decides the dtype of the key/value cache, with the reason. The choice is checked by `QuantConfig`."""
     key, plain = "quant.kv_cache", kv_head_bytes(config.head_dim, config.dtype)
     if asked == "auto":
         return Resolution(key, config.dtype, "the model's dtype")
@@ -271,7 +270,7 @@ def cache_dtype(asked: str, config: ModelConfig) -> Resolution:
 def _exchanges(
     config: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, place: SingleDevice, platform: str
 ) -> list[Resolution]:
-    """How tokens travel to their experts in the largest steps; each smaller one decides for itself.
+    """Decides how tokens travel to experts in the largest steps; each smaller one decides for itself.
 
     Raises:
         ConfigError: what was asked for cannot run here.
@@ -347,6 +346,6 @@ def _given(name: str, value: Any, kind: Any) -> Any:
 
 
 def default_cache_dir() -> str:
-    """Where compiled programs are kept, below `cache_root`."""
+    """Returns the folder of compiled programs, below `cache_root`."""
     # XLA's CPU programs depend on the host's instruction set; JAX's key covers versions and options.
     return str(cache_root() / "xla" / f"{jax.__version__}-{jax.default_backend()}")

@@ -109,7 +109,7 @@ def cache_blocks(
     kv_dtype: str | None = None,
     kernels: str = "xla",
 ) -> Resolution:
-    """Blocks of the key/value cache (of each data-parallel group), with the reason.
+    """Decides the number of blocks of the key/value cache (of each data-parallel group), with the reason.
 
     Args:
         kv_dtype: of the cache; None: the model's.
@@ -151,13 +151,13 @@ def cache_blocks(
 
 
 def _kernels_take(codes: int) -> bool:
-    """Whether Pallas can index a layer's codes, of one byte each: it counts in 32 signed bits up to 4 GiB and
-    in 64 above (`pallas_kernels.kv.check_pool_size`)."""
+    """Tells whether Pallas can index a layer's codes, of one byte each: it counts in 32 signed bits up to
+    4 GiB and in 64 above (`pallas_kernels.kv.check_pool_size`)."""
     return codes <= 2**31 or codes > 2**32
 
 
 def _cache_memory(engine: EngineConfig, devices: int) -> tuple[float, str]:
-    """Bytes on each device, and why so many."""
+    """Returns the cache's bytes on each device, and why so many."""
     if engine.kv_cache_memory_gb is not None:
         return engine.kv_cache_memory_gb * 1e9, "engine.kv_cache_memory_gb"
     device = jax.local_devices()[0]

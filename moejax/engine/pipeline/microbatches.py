@@ -104,7 +104,7 @@ def _cut_chunks(plan: StepPlan, parts: list[_Cut]) -> None:
 
 
 def _ends(items: int, count: int) -> list[int]:
-    """Where `count` parts of nearly the same length end, the first ones longer."""
+    """Returns where `count` parts of nearly the same length end, the first ones longer."""
     each, more = divmod(items, count) if count else (0, 0)
     return [each * (i + 1) + min(i + 1, more) for i in range(count)]
 

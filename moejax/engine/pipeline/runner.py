@@ -290,7 +290,7 @@ class PipelineRunner(BucketRunner):
         return self._output(microbatch)
 
     def _output(self, microbatch: Microbatch) -> PagedOutput:
-        """What the stages gave, put together in the order of their layers.
+        """Puts the stages' outputs together in the order of their layers.
 
         Where the stages are in several processes, these tell each other.
         """

@@ -30,7 +30,7 @@ from moejax.sharding.spmd import MeshDevices, SingleDevice
 
 
 class StageOutput(NamedTuple):
-    """What a stage's step gives.
+    """The output of a stage's step.
 
     Attributes:
         x: `[S + T, D]`, what the next stage takes, by group; None from the last one.
@@ -121,7 +121,7 @@ class Stage(DeviceRunner):
 
     @property
     def here(self) -> bool:
-        """Whether this process has a part in it."""
+        """Tells whether this process has a part in it."""
         return self.place.here
 
     def reset(self) -> None:
@@ -194,7 +194,7 @@ class Stage(DeviceRunner):
         return self.ledger.get("step", key, build, shapes)
 
     def _nothing(self, key: StepKey) -> StageOutput:
-        """What stands for the output of a stage that is not here: its shapes, and zeros for the host."""
+        """Returns a stand-in for the output of a stage that is not here: shapes, and zeros for the host."""
         model, S, T = self.functions.config, self.groups * key.rows, self.groups * key.tokens
 
         def zeros(wanted: bool, *shape: int, dtype: Any = np.int32) -> Any:

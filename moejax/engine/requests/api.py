@@ -1,4 +1,4 @@
-"""What a user asks of the engine and what comes back; names follow vLLM. No JAX here."""
+"""Requests of the engine and their results, as users see them; names follow vLLM. No JAX here."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -22,7 +22,7 @@ StopString = Annotated[str, Must(bool, "a string that is not empty")]
 
 @dataclass(frozen=True)
 class SamplingParams(Checked, error=RequestError):
-    """How the tokens of one request are chosen.
+    """The choice of one request's tokens.
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.

@@ -1,4 +1,4 @@
-"""What callers pass, checked and brought to one form: prompts, parameters, conversations."""
+"""Checks what callers pass and brings it to one form: prompts, parameters, conversations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

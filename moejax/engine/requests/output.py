@@ -8,7 +8,7 @@ from moejax.engine.requests.tokenizer import Tokenizer
 
 @dataclass
 class StreamChunk:
-    """What one step added to one sample of a streamed request.
+    """The part of a streamed request's sample that one step added.
 
     The chunks' `text` joined is the sample's final text: text that may turn out to be the start of a stop
     string is held back until that is decided.

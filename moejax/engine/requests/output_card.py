@@ -1,4 +1,4 @@
-"""What a notebook shows of a request's output. No JAX here."""
+"""The card that a notebook shows of a request's output. No JAX here."""
 
 from typing import TYPE_CHECKING
 

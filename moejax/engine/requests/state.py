@@ -57,7 +57,7 @@ class RequestState:
         return builder.finished
 
     def take_scores(self, sequence: Sequence, start: int, part: np.ndarray) -> None:
-        """The log-probabilities of one chunk of the prompt, from position `start` on."""
+        """Takes the log-probabilities of one chunk of the prompt, from position `start` on."""
         if start == 0:
             self.scores.clear()  # a preempted sequence begins again
         self.scores.append(part)

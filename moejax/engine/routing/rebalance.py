@@ -31,7 +31,7 @@ from moejax.routing.capture import RoutingCapture
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """What a change of placement did.
+    """The effect of a change of placement.
 
     Attributes:
         comparison: balance on the loads before and after, weights and bytes moved.
@@ -80,14 +80,14 @@ def expert_layers(stages: Sequence[Decoder]) -> list[tuple[MoELayer, ReplicaTabl
 
 
 def current_placement(stages: Sequence[Decoder], devices: int) -> Placement:
-    """What is on the devices now, of the layers with experts."""
+    """Returns the placement on the devices now, of the layers with experts."""
     layers = expert_layers(stages)
     held = np.stack([replicas.expert_of() for _, replicas in layers])
     return Placement(held, layers[0][1].num_experts, devices)
 
 
 def bytes_per_expert(stages: Sequence[Decoder]) -> int:
-    """Of one expert of one layer."""
+    """Returns the bytes of one expert of one layer."""
     moe, replicas = expert_layers(stages)[0]
     return sum(array[...].nbytes for array in moe.experts.arrays()) // replicas.num_physical
 

@@ -81,11 +81,11 @@ class RoutingRecorder:
         self._filled = BLOCK_ROWS  # of the last block
 
     def next_step(self) -> None:
-        """What is added from now on was computed in one step."""
+        """Begins a step: rows added from now on were computed in it."""
         self._steps += 1
 
     def add(self, plan: Plan, rows: int, ids: Any, weights: Any) -> None:
-        """What a step, or a microbatch of it, computed.
+        """Takes the rows that a step, or a microbatch of it, computed.
 
         Args:
             plan: what it was asked for.
@@ -189,7 +189,7 @@ def check_capture(capture: bool, model: ModelConfig) -> None:
 
 
 def recorder(runner: Records) -> RoutingRecorder:
-    """What a runner captures into.
+    """Returns the recorder that a runner captures into.
 
     Raises:
         ConfigError: it captures nothing.

@@ -13,7 +13,7 @@ from moejax.engine.scheduling.sequence import Sequence, State
 
 
 class GroupedBlocks:
-    """What is asked of an allocator, summed over the groups'."""
+    """The groups' allocators, counted as one."""
 
     def __init__(self, groups: list[BlockAllocator]) -> None:
         self._groups = groups

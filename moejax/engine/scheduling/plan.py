@@ -1,4 +1,4 @@
-"""What one step computes: made by the scheduler, read by runners and batch builders. No JAX.
+"""The plan of one step: made by the scheduler, read by runners and batch builders. No JAX.
 
 decodes     d0 d1 …              one row each
 chunks      c0 f f  c1  c2 f …   a row for each chunk's sequence, then one for each fork that starts with it
@@ -22,7 +22,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes. Rows: the decodes, then each chunk's sequence followed by its new forks.
+    """The work of one step. Rows: the decodes, then each chunk's sequence followed by its new forks.
 
     Attributes:
         decodes: sequences that compute one token, and `positions` where.
@@ -116,4 +116,4 @@ class GroupPlan:
 
 
 Plan = StepPlan | GroupPlan
-"""What the loop and runners read."""
+"""A step's plan as the loop and runners read it."""

@@ -1,4 +1,4 @@
-"""Which tokens the next step computes. Host code on plain values: no JAX, no text, no clock.
+"""Decides which tokens the next step computes. Host code on plain values: no JAX, no text, no clock.
 
     add → waiting ──admit──→ running ──finish/abort──→ finished
               ↑                 │
@@ -292,7 +292,7 @@ class Scheduler:
                 return True
 
     def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
-        """As much of a prompt as the budget allows; returns its tokens. Its blocks are there already."""
+        """Adds as much of a prompt as the budget allows, and returns its tokens; its blocks are there."""
         todo = sequence.length - sequence.computed
         if todo <= 0 or is_complete(sequence):
             return 0
@@ -382,12 +382,12 @@ def end_reason(sequence: Sequence) -> FinishReason | None:
 
 
 def is_complete(sequence: Sequence) -> bool:
-    """Whether its last token is sampled, though perhaps not read yet."""
+    """Tells whether its last token is sampled, though perhaps not read yet."""
     return not sequence.score and len(sequence.tokens) + sequence.pending >= sequence.max_length
 
 
 def decodes_next(sequence: Sequence) -> bool:
-    """Whether one token is all it needs to sample the next. A prompt's last token alone counts too."""
+    """Tells whether one token is all it needs to sample the next. A prompt's last token alone counts too."""
     length = len(sequence.tokens) + sequence.pending
     if length - sequence.computed != 1 or sequence.computed == 0:
         return False

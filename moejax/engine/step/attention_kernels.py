@@ -1,4 +1,4 @@
-"""What the GPU kernels must be told of a step: block tables, lengths, and where each token is stored.
+"""Tells the GPU kernels of a step: block tables, lengths, and where each token is stored.
 
 The batch's S places for decodes come first among the sequences, then S for chunks:
 

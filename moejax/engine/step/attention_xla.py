@@ -1,4 +1,4 @@
-"""What `ops.paged_attention` must be told of a step: blocks by owner for decodes, tiles and runs for chunks.
+"""Tells `ops.paged_attention` of a step: blocks by owner for decodes, tiles and runs for chunks.
 
 One of the two plans a batch can carry, see `batch.metadata_of`; the other is `attention_kernels`.
 """
@@ -84,7 +84,7 @@ def _decodes(
     counts: list[int],
     owners: int,
 ) -> None:
-    """Where each row writes, and who owns each block that is read."""
+    """Fills in where each row writes, and who owns each block that is read."""
     D = len(plan.decodes)
     positions = np.asarray(plan.positions)
     starts = np.fromiter(accumulate(counts, initial=0), np.int64, D + 1)

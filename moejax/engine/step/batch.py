@@ -337,7 +337,7 @@ def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:
 
 
 def _fill_penalty(views: dict[str, np.ndarray], plan: StepPlan) -> None:
-    """What each row has seen: its slot's set, its parent's, or nothing yet."""
+    """Fills in what each row has seen: its slot's set, its parent's, or nothing yet."""
     views["seen_as"][:] = np.arange(len(views["seen_as"]))
     row = len(plan.decodes)
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):

@@ -1,4 +1,4 @@
-"""What runners on devices have in common: batches padded to buckets, warm-up, results read by the host."""
+"""The common part of runners on devices: batches padded to buckets, warm-up, results read by the host."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ from moejax.engine.step.sampler import SamplerMode, read_logprobs
 
 
 class Rows(NamedTuple):
-    """What a batch holds, as the host must know it to read the result.
+    """The rows of a batch, as the host must know them to read the result.
 
     Attributes:
         wanted: how many likeliest tokens each row wants to know; None where nobody does.

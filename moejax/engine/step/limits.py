@@ -43,10 +43,18 @@ class StepKey(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What no step changes: slots, tokens in a block, most blocks of one sequence, ends of the segments, and
-    the implementation of the GPU kernels ("xla" for none; with kernels there is one segment, and block tables
-    instead of lists of blocks). `capture`: steps return each token's routing. `replay`: (MoE layers, experts
-    per token) where they are told it."""
+    """The sizes and options that no step changes.
+
+    Attributes:
+        slots: sequences that run at a time.
+        block_size: tokens in a block.
+        table_width: most blocks of one sequence.
+        segment_ends: blocks before the end of each segment.
+        kernels: implementation of the GPU kernels, "xla" for none. With kernels there is one segment, and
+            block tables instead of lists of blocks.
+        capture: whether steps return each token's routing.
+        replay: (MoE layers, experts per token) where steps are told it.
+    """
 
     slots: int
     block_size: int

@@ -19,7 +19,7 @@ from moejax.sharding.spmd import SingleDevice
 
 
 class DeviceState(NamedTuple):
-    """What a step hands the next, all donated.
+    """The state that a step hands the next, all donated.
 
     Attributes:
         pages: the segments that the step reads and writes.
@@ -34,9 +34,14 @@ class DeviceState(NamedTuple):
 
 
 class PagedOutput(NamedTuple):
-    """What the host reads after a step: sampled rows `[S]`; counts int32 `[L, E]` and overflow int32 `[2]`
-    where routing is recorded; prompt_logprobs float32 `[T]` where chunks are scored; captured, of the S + T
-    tokens, where it is."""
+    """The arrays that the host reads after a step.
+
+    Attributes:
+        sampled: of the rows `[S]`.
+        counts, overflow: int32 `[L, E]` and `[2]`, where routing is recorded.
+        prompt_logprobs: float32 `[T]`, where chunks are scored.
+        captured: of the S + T tokens, where routing is captured.
+    """
 
     sampled: Sampled
     counts: jax.Array | None
@@ -115,7 +120,7 @@ def run_layers(
 
 
 def capture(traces: Sequence[RoutingTrace | None], num_experts: int) -> Captured | None:
-    """What these layers chose; None where none has experts."""
+    """Returns the experts that these layers chose; None where no layer has any."""
     found = [trace for trace in traces if trace is not None]
     if not found:
         return None

@@ -1,5 +1,4 @@
-"""What computes a step. The scheduler knows only this protocol: the device runner, the fake one of the tests
-and later one that only knows costs stand behind it. No JAX here."""
+"""The protocol by which the loop has steps computed, on devices or by the tests' fake. No JAX here."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +9,7 @@ from moejax.engine.scheduling.plan import Plan
 
 
 class StepResult(NamedTuple):
-    """What a step gave.
+    """The result of a step.
 
     Attributes:
         tokens: one a row of the plan; of rows that sample nothing it is to be ignored.
