@@ -262,8 +262,8 @@ def cache_dtype(asked: str, config: ModelConfig) -> Resolution:
     key, plain = "quant.kv_cache", kv_head_bytes(config.head_dim, config.dtype)
     if asked == "auto":
         return Resolution(key, config.dtype, "the model's dtype")
-    held = kv_head_bytes(config.head_dim, asked)
-    why = f"asked for; {held} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
+    coded = kv_head_bytes(config.head_dim, asked)
+    why = f"asked for; {coded} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
     return Resolution(key, asked, why)
 
 
@@ -277,7 +277,7 @@ def _exchanges(
     """
     if not place.axes.expert or not any(config.moe_layers):
         return []
-    found = []
+    exchanges = []
     for name, tokens in (
         (f"decode, {engine.max_num_seqs} rows", engine.max_num_seqs),
         (f"prefill, {engine.max_num_batched_tokens} tokens", engine.max_num_batched_tokens),
@@ -292,8 +292,8 @@ def _exchanges(
             platform=platform,
             num_local=(config.num_experts + parallel.redundant_experts) // parallel.ep,
         )
-        found.append(choice._replace(key=f"parallel.exchange ({name})"))
-    return found
+        exchanges.append(choice._replace(key=f"parallel.exchange ({name})"))
+    return exchanges
 
 
 def find_model(

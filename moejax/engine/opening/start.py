@@ -132,7 +132,7 @@ def cache_blocks(
                 "engine.kernels=xla"
             )
         return Resolution(key, str(engine.num_blocks), f"asked for; {engine.num_blocks * size / 1e6:.0f} MB")
-    wanted = engine.max_num_seqs * -(-max_model_len // engine.block_size)
+    needed = engine.max_num_seqs * -(-max_model_len // engine.block_size)
     memory, why = _cache_memory(engine, parallel.num_devices)
     fitting = int(memory // size)
     if fitting < 1:
@@ -140,13 +140,13 @@ def cache_blocks(
             f"engine.kv_cache_memory_gb: {memory / 1e9:.3g} GB ({why}) do not hold one block of "
             f"{engine.block_size} tokens, {size / 1e9:.3g} GB; raise it or lower engine.block_size"
         )
-    if not _kernels_take(min(wanted, fitting) * codes):
+    if not _kernels_take(min(needed, fitting) * codes):
         return Resolution(
             key, str(2**31 // codes), f"the most that the GPU kernels take of a cache in {kv_dtype}"
         )
-    if wanted <= fitting:
-        reason = f"{engine.max_num_seqs} sequences of {max_model_len} tokens; {wanted * size / 1e6:.0f} MB"
-        return Resolution(key, str(wanted), reason)
+    if needed <= fitting:
+        reason = f"{engine.max_num_seqs} sequences of {max_model_len} tokens; {needed * size / 1e6:.0f} MB"
+        return Resolution(key, str(needed), reason)
     return Resolution(key, str(fitting), f"{memory / 1e9:.3g} GB: {why}")
 
 

@@ -154,21 +154,21 @@ class PipelineRunner(BucketRunner):
         keys = [self.builder.key(part.plan) for part in parts]
         # One program for those with chunks, one for those without.
         common = {key.tokens > 0: [k for k in keys if (k.tokens > 0) == (key.tokens > 0)] for key in keys}
-        made = []
+        launched = []
         for place, (part, key) in enumerate(zip(parts, keys, strict=True)):
             key, buffer = self.builder.build(part.plan, self.builder.common(common[key.tokens > 0]))
             microbatch = self._microbatch(key, buffer, place)
             microbatch.needs = self._needs(part.plan)
             copies = [group.copies for group in part.plan.groups]
             microbatch.copies = copies if any(copies) else []
-            made.append((microbatch, part, Rows.of(part.plan, key)))
+            launched.append((microbatch, part, Rows.of(part.plan, key)))
         self._steps += 1
-        for microbatch, part, _ in made:
-            for group, mine in enumerate(part.plan.groups):
-                for _, sequence in mine.sampling_rows():
+        for microbatch, part, _ in launched:
+            for group, group_plan in enumerate(part.plan.groups):
+                for _, sequence in group_plan.sampling_rows():
                     self._sampled_by[group, sequence.slot] = microbatch.number
             self._start(microbatch)
-        return LaunchedPipeline(made, len(plan.sequences), plan.chunk_tokens)
+        return LaunchedPipeline(launched, len(plan.sequences), plan.chunk_tokens)
 
     def collect(self, handle: LaunchedPipeline) -> StepResult:
         """Reads a step's result; this is where the host waits for the devices."""
@@ -190,8 +190,8 @@ class PipelineRunner(BucketRunner):
                 tokens[row] = token
             if result.logprobs is not None:
                 logprobs = logprobs or [None] * handle.rows
-                for row, found in zip(part.rows, result.logprobs, strict=True):
-                    logprobs[row] = found
+                for row, logprob in zip(part.rows, result.logprobs, strict=True):
+                    logprobs[row] = logprob
             if result.prompt_logprobs is not None:
                 scores = np.zeros(handle.chunk_tokens, np.float32) if scores is None else scores
                 first = 0
@@ -263,9 +263,9 @@ class PipelineRunner(BucketRunner):
     # -- parts -------------------------------------------------------------------------------------------
 
     def _microbatch(self, key: StepKey, buffer: np.ndarray, place: int) -> Microbatch:
-        made = Microbatch(self._numbers, self._steps, place, key, buffer)
+        microbatch = Microbatch(self._numbers, self._steps, place, key, buffer)
         self._numbers += 1
-        return made
+        return microbatch
 
     def _sampled_in(self, sequence: Sequence) -> int:
         """The microbatch that sampled what it decodes next."""
@@ -309,8 +309,8 @@ class PipelineRunner(BucketRunner):
             counts = np.concatenate([np.asarray(output.counts) for output in outputs])
             overflow = np.sum([np.asarray(output.overflow) for output in outputs], axis=0)
         captured: Any = None
-        if found := [output.captured for output in outputs if output.captured is not None]:
-            captured = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *found)
+        if traced := [output.captured for output in outputs if output.captured is not None]:
+            captured = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *traced)
         return PagedOutput(last.sampled, counts, overflow, last.prompt_logprobs, captured)
 
     def _copier(self, segments: int) -> Any:
@@ -319,13 +319,13 @@ class PipelineRunner(BucketRunner):
     def _thinned(self, max_total_len: int) -> Buckets:
         """Those of a whole step, and those of one microbatch of a full step."""
         whole = self._all_buckets(self.buckets.segments.num_blocks)
-        found = whole.thinned(self.config, max_total_len)
+        thinned = whole.thinned(self.config, max_total_len)
         rows = whole.rows_for(-(-self.config.max_num_seqs // self.microbatches))
         last = whole.tokens_for(min(whole.tokens[-1], whole.rows[-1] * max_total_len))
         tokens = whole.tokens_for(-(-last // self.microbatches))
         return Buckets(
-            tuple(sorted({*found.rows, rows})),
-            tuple(sorted({*found.tokens, tokens})),
-            found.segments,
-            found.segment_counts,
+            tuple(sorted({*thinned.rows, rows})),
+            tuple(sorted({*thinned.tokens, tokens})),
+            thinned.segments,
+            thinned.segment_counts,
         )

@@ -70,20 +70,20 @@ def expert_layers(stages: Sequence[Decoder]) -> list[tuple[MoELayer, ReplicaTabl
     Raises:
         ConfigError: they are on one.
     """
-    found = []
+    layers = []
     for layer in (layer for stage in stages for layer in stage.in_order()):
         if layer.moe is not None and layer.moe.replicas is not None:
-            found.append((layer.moe, layer.moe.replicas))
-    if not found:
+            layers.append((layer.moe, layer.moe.replicas))
+    if not layers:
         raise ConfigError("rebalance: experts are on one device (parallel.ep=1); there is nothing to balance")
-    return found
+    return layers
 
 
 def current_placement(stages: Sequence[Decoder], devices: int) -> Placement:
     """Returns the placement on the devices now, of the layers with experts."""
     layers = expert_layers(stages)
-    held = np.stack([replicas.expert_of() for _, replicas in layers])
-    return Placement(held, layers[0][1].num_experts, devices)
+    experts = np.stack([replicas.expert_of() for _, replicas in layers])
+    return Placement(experts, layers[0][1].num_experts, devices)
 
 
 def bytes_per_expert(stages: Sequence[Decoder]) -> int:
@@ -168,13 +168,13 @@ def apply_placement(stages: Sequence[Decoder], new: Placement, loads: np.ndarray
 
 def sources(was: np.ndarray, now: np.ndarray, slots_per_device: int) -> np.ndarray:
     """int32 `[P]`: the slot that each new slot's expert is taken from, on its own device if it is there."""
-    found = np.zeros(len(now), np.int32)
+    taken_from = np.zeros(len(now), np.int32)
     for slot, expert in enumerate(now):
         holders = np.flatnonzero(was == expert)
         near = holders[holders // slots_per_device == slot // slots_per_device]
         # Far ones are spread over the replicas, so that not all read from one device.
-        found[slot] = near[0] if len(near) else holders[slot % len(holders)]
-    return found
+        taken_from[slot] = near[0] if len(near) else holders[slot % len(holders)]
+    return taken_from
 
 
 @functools.lru_cache(maxsize=64)

@@ -73,8 +73,8 @@ class RoutingReplay:
                 no request is given anything.
         """
         with self._lock:
-            found = self._find(requests, kind)
-        for request, tables in zip(requests, found, strict=True):
+            tables_of = self._find(requests, kind)
+        for request, tables in zip(requests, tables_of, strict=True):
             for sequence, table in zip(request.sequences, tables, strict=True):
                 sequence.routing = table
                 # The token sampled at the last recorded position is the last that it can have.
@@ -84,7 +84,7 @@ class RoutingReplay:
     def _find(self, requests: Sequence[RequestState], kind: str) -> list[list[np.ndarray]]:
         """Each request's `_tables`; counts what is given out, unless it raises."""
         taken: Counter[str] = Counter()
-        found = []
+        tables_of = []
         for i, request in enumerate(requests):
             prompt = request.output.prompt_token_ids
             key = hash_tokens(prompt)
@@ -100,9 +100,9 @@ class RoutingReplay:
                 )
             index = recorded[(self._taken[key] + taken[key]) % len(recorded)]
             taken[key] += 1
-            found.append(self._tables(request, index, f"{kind} {i}"))
+            tables_of.append(self._tables(request, index, f"{kind} {i}"))
         self._taken.update(taken)
-        return found
+        return tables_of
 
     def fill(self, views: Mapping[str, np.ndarray], plan: StepPlan, rows: int) -> None:
         """Writes the rows of a plan into `replay_ids` and `replay_weights`, int32 `[S + T, L, k]`.
@@ -111,33 +111,34 @@ class RoutingReplay:
             rows: S.
         """
         decodes = zip(plan.decodes, plan.positions, strict=True)
-        found = [np.asarray([sequence.routing[position] for sequence, position in decodes], np.int64)]
-        found += [c.sequence.routing[c.start : c.start + c.count] for c in plan.chunks]
+        trace_rows = [np.asarray([sequence.routing[position] for sequence, position in decodes], np.int64)]
+        trace_rows += [c.sequence.routing[c.start : c.start + c.count] for c in plan.chunks]
         places = [np.arange(len(plan.decodes))]
         if plan.chunks:
             # Static batching's padding visits the experts of the first token, as a padded loop's would one's.
             tokens = max(plan.min_tokens, plan.chunk_tokens)
-            found.append(np.repeat(found[1][:1], tokens - plan.chunk_tokens))
+            trace_rows.append(np.repeat(trace_rows[1][:1], tokens - plan.chunk_tokens))
             places.append(np.arange(rows, rows + tokens))
-        place, row = np.concatenate(places), np.concatenate(found)
+        place, row = np.concatenate(places), np.concatenate(trace_rows)
         views["replay_ids"][place] = self._ids[row]
         views["replay_weights"][place] = self._bits[row]
 
     def _tables(self, request: RequestState, index: int, name: str) -> list[np.ndarray]:
         """Each sample's rows of the trace by position, from 0 without a gap."""
         first = request.sequences[0]
-        prompt_len, wanted = first.prompt_len, first.max_length - (not first.score)
-        own = [self._rows(index, sample) for sample in range(self._samples)]
-        recorded = sum(bool(len(rows)) for rows in own)
+        prompt_len, needed = first.prompt_len, first.max_length - (not first.score)
+        by_sample = [self._rows(index, sample) for sample in range(self._samples)]
+        recorded = sum(bool(len(rows)) for rows in by_sample)
         if not first.score and len(request.sequences) > recorded:
             raise RequestError(
                 f"{name}: n={len(request.sequences)}, and the replayed routing trace has {recorded} of its"
                 f" samples; lower n to at most {recorded}"
             )
         # A fork's prompt was computed by the first of its group.
-        whole = next((rows[:prompt_len] for rows in own if len(rows) and rows[0] >= 0), own[0][:0])
+        roots = (rows[:prompt_len] for rows in by_sample if len(rows) and rows[0] >= 0)
+        whole = next(roots, by_sample[0][:0])
         tables = []
-        for rows in own[: len(request.sequences)]:
+        for rows in by_sample[: len(request.sequences)]:
             table = np.full(max(len(rows), len(whole)), -1, np.int64)
             table[: len(rows)] = rows
             missing = table[: len(whole)] < 0
@@ -151,10 +152,10 @@ class RoutingReplay:
                 f"{name} has {prompt_len} tokens, and the replayed routing trace has {have} of this request;"
                 " record whole requests, or generate longer ones"
             )
-        if have < wanted and not ends:
+        if have < needed and not ends:
             raise RequestError(
                 f"{name}: its {prompt_len} tokens and max_tokens={first.max_length - prompt_len} need the"
-                f" routing of {wanted}, and the replayed trace has {have} of this request; lower max_tokens"
+                f" routing of {needed}, and the replayed trace has {have} of this request; lower max_tokens"
                 f" to at most {have + 1 - prompt_len}"
             )
         return tables
@@ -165,9 +166,9 @@ class RoutingReplay:
         low, high = np.searchsorted(self._keys, (key, key + 1))
         rows = np.sort(self._order[low:high])
         positions = self._position[rows]
-        found = np.full(int(positions.max()) + 1 if len(rows) else 0, -1, np.int64)
-        found[positions] = rows
-        return found
+        last_rows = np.full(int(positions.max()) + 1 if len(rows) else 0, -1, np.int64)
+        last_rows[positions] = rows
+        return last_rows
 
 
 def open_replay(path: str | os.PathLike[str] | None, model: ModelConfig) -> RoutingReplay | None:

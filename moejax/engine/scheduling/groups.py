@@ -86,8 +86,8 @@ class GroupScheduler:
         taken, first = [], 0
         for group, part in zip(self.groups, plan.groups, strict=True):
             rows = part.sequences
-            found = group.postprocess(part, tokens[first : first + len(rows)])
-            taken += [(first + row, sequence) for row, sequence in found]
+            taken_here = group.postprocess(part, tokens[first : first + len(rows)])
+            taken += [(first + row, sequence) for row, sequence in taken_here]
             first += len(rows)
             for sequence in rows:
                 self._forget_ended(sequence)

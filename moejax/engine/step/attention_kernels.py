@@ -29,14 +29,14 @@ BLANK = {"slot_mapping": -1}
 def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
     """Fields of the buffer. `chunk_kv_len` and `chunk_count` are by row, 0 for a row without a chunk."""
     S, T = key.rows, key.tokens
-    found: dict[str, tuple[int, ...]] = {
+    fields: dict[str, tuple[int, ...]] = {
         "slot_mapping": (S + T,),
         "table": (S, limits.table_width),
         "kv_len": (S,),
     }
     if T:
-        found |= {"chunk_kv_len": (S,), "chunk_count": (S,)}
-    return found
+        fields |= {"chunk_kv_len": (S,), "chunk_count": (S,)}
+    return fields
 
 
 def unpack(take: Callable[[str], jax.Array], key: StepKey) -> KernelPlan:

@@ -28,13 +28,13 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
     """Fields of the buffer; `position` is the batch's own."""
     S, T, N, R = key.rows, key.tokens, key.blocks, key.owners
     Z = limits.segment_ends.index(N) + 1
-    found: dict[str, tuple[int, ...]] = dict.fromkeys(("write_row", "write_block", "write_offset"), (S,))
-    found |= {"write_ends": (Z,), "owner": (N, R), "logical": (N,)}
+    fields: dict[str, tuple[int, ...]] = dict.fromkeys(("write_row", "write_block", "write_offset"), (S,))
+    fields |= {"write_ends": (Z,), "owner": (N, R), "logical": (N,)}
     if T:
         tiles, runs = max_tiles(S, T), max_runs(S, T, limits.block_size)
-        found |= dict.fromkeys(_TILES, (tiles,)) | dict.fromkeys(_RUNS, (runs,))
-        found |= {"run_ends": (Z,), "num_tiles": (1,), "table": (S, min(limits.table_width, N))}
-    return found
+        fields |= dict.fromkeys(_TILES, (tiles,)) | dict.fromkeys(_RUNS, (runs,))
+        fields |= {"run_ends": (Z,), "num_tiles": (1,), "table": (S, min(limits.table_width, N))}
+    return fields
 
 
 def max_tiles(rows: int, tokens: int) -> int:

@@ -184,14 +184,14 @@ class BatchBuilder:
             key: a bucket that holds the plan; None: the least.
         """
         plans = plan.groups
-        held = [_held(plan) for plan in plans]
+        blocks_of = [_held(plan) for plan in plans]
         if key is None:
             key = self.common(
-                [self._key(plan, blocks) for plan, (blocks, _) in zip(plans, held, strict=True)]
+                [self._key(plan, blocks) for plan, (blocks, _) in zip(plans, blocks_of, strict=True)]
             )
         length = layout(key, self.limits)[1]
         buffer = np.zeros(len(plans) * length, np.int32)
-        for i, (plan, (blocks, counts)) in enumerate(zip(plans, held, strict=True)):
+        for i, (plan, (blocks, counts)) in enumerate(zip(plans, blocks_of, strict=True)):
             self._fill(buffer[i * length : (i + 1) * length], plan, key, blocks, counts)
         return key, buffer
 
@@ -203,10 +203,10 @@ class BatchBuilder:
         shared = int(np.bincount(held).max()) if D and self.limits.kernels == "xla" else 1
         segments = self.buckets.segments_for(highest + 1)
         tokens = plan.chunk_tokens
-        wanted = max(tokens, plan.min_tokens) if tokens else 0
+        computed = max(tokens, plan.min_tokens) if tokens else 0
         return StepKey(
             rows=self.buckets.rows_for(len(rows)),
-            tokens=self.buckets.tokens_for(wanted),
+            tokens=self.buckets.tokens_for(computed),
             blocks=self.buckets.segments.ends[segments - 1],
             owners=1 << (shared - 1).bit_length(),
             mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),

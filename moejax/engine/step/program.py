@@ -121,23 +121,23 @@ def run_layers(
 
 def capture(traces: Sequence[RoutingTrace | None], num_experts: int) -> Captured | None:
     """Returns the experts that these layers chose; None where no layer has any."""
-    found = [trace for trace in traces if trace is not None]
-    if not found:
+    sparse = [trace for trace in traces if trace is not None]
+    if not sparse:
         return None
-    ids = jnp.stack([trace.ids[:, 0] for trace in found], axis=1)
-    return Captured(ids.astype(id_dtype(num_experts)), jnp.stack([t.weights[:, 0] for t in found], axis=1))
+    ids = jnp.stack([trace.ids[:, 0] for trace in sparse], axis=1)
+    return Captured(ids.astype(id_dtype(num_experts)), jnp.stack([t.weights[:, 0] for t in sparse], axis=1))
 
 
 def replayed(model: Decoder, whole: Replay) -> list[Replay | None]:
     """`[S + T, L, k]` of the whole model → `[S + T, 1, k]` for each layer here, None for a dense one."""
     assert whole.weights is not None
-    found: list[Replay | None] = []
+    by_layer: list[Replay | None] = []
     for layer in model.stage:
         place = sum(model.config.moe_layers[:layer])
         sparse = model.config.moe_layers[layer]
         parts = (whole.ids[:, place, None], whole.weights[:, place, None]) if sparse else None
-        found.append(None if parts is None else Replay(*parts))
-    return found
+        by_layer.append(None if parts is None else Replay(*parts))
+    return by_layer
 
 
 def finish(
