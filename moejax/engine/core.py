@@ -17,31 +17,22 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import StepError
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
+from moejax.engine.scheduling.groups import GroupedBlocks
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.stats import EngineStats, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
 
 
-class Blocks(Protocol):
-    """The cache, to be counted."""
-
-    @property
-    def num_used(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-
-
 class Scheduling(Protocol):
     """A `moejax.engine.scheduling.scheduler.Scheduler`, or several as one, as far as the loop needs it."""
 
     @property
-    def allocator(self) -> Blocks: ...
+    def allocator(self) -> BlockAllocator | GroupedBlocks: ...
     @property
     def running(self) -> list[Sequence]: ...
     @property
