@@ -81,14 +81,13 @@ def test_host_modules_do_not_import_jax(module):
     assert "jax" not in modules_after(f"import {module}")
 
 
-# Imports inside functions that may close a circle: cards and lazy names are looked up at first use.
+# Imports at first use that close a circle: notebook cards, the package's names, a tracker by its kind.
 LAZY = {
     ("moejax", "moejax.engine.llm"),
     ("moejax.engine.requests.api", "moejax.engine.requests.output_card"),
     ("moejax.engine.llm", "moejax.engine.llm_card"),
     ("moejax.results.compare.comparison", "moejax.report.compare_tables"),
     ("moejax.tracking.base", "moejax.tracking.jsonl"),
-    ("experiments.launch.variants", "experiments.launch.notebook"),
 }
 
 
