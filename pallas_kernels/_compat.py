@@ -1,4 +1,4 @@
-"""All that depends on JAX's version or on its private parts: Pallas calls, interpretation, cross-lowering.
+"""Uses of JAX that depend on its version or on private parts: Pallas calls, interpretation, cross-lowering.
 
 Tried with JAX 0.10.2, 0.11.2 and 0.12.0. Differences met:
 - 0.10.2 lowers a `pallas_call` without Triton parameters through Mosaic, so parameters are always passed;
@@ -58,7 +58,7 @@ def inline_ptx(ptx: str, x: jax.Array, *, constraints: str, pack: int, dtype: An
 
 
 def should_interpret(interpret: bool | None) -> bool:
-    """None: interpret on CPU, compile elsewhere."""
+    """Returns whether to interpret; None interprets on CPU and compiles elsewhere."""
     return jax.default_backend() == "cpu" if interpret is None else interpret
 
 
@@ -122,8 +122,8 @@ def triton_call(
         import jax_triton  # on a jaxlib without CUDA this raises, too
     except ImportError as error:
         why = " ".join(str(error).split())[:100]
-        wanted = "jax-triton on a CUDA jaxlib: pip install 'moejax[cuda12]' (or [cuda13])"
-        raise KernelError(op, name, f"{type(error).__name__}: {why}", wanted) from error
+        remedy = "jax-triton on a CUDA jaxlib: pip install 'moejax[cuda12]' (or [cuda13])"
+        raise KernelError(op, name, f"{type(error).__name__}: {why}", remedy) from error
     return jax_triton.triton_call(
         *arguments,
         kernel=kernel(),
@@ -168,9 +168,9 @@ def lower_for_cuda(function: Callable[..., Any], arguments: Any, capability: int
         warnings.simplefilter("ignore", DeprecationWarning)
         traced = jax.jit(lambda kwargs: function(**kwargs)).trace(arguments)
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
-    found: list[Any] = []
-    _collect(module.operation, found)
-    return [_read(op) for op in found]
+    calls: list[Any] = []
+    _collect(module.operation, calls)
+    return [_read(op) for op in calls]
 
 
 @contextlib.contextmanager
@@ -184,15 +184,15 @@ def _abstract_device(capability: int) -> Iterator[None]:
         yield
 
 
-def _collect(operation: Any, found: list[Any]) -> None:
+def _collect(operation: Any, calls: list[Any]) -> None:
     for region in operation.regions:
         for block in region:
             for op in block:
                 op = op.operation
                 target = op.attributes["call_target_name"] if op.name == "stablehlo.custom_call" else None
                 if target is not None and "triton" in str(target):
-                    found.append(op)
-                _collect(op, found)
+                    calls.append(op)
+                _collect(op, calls)
 
 
 def _read(op: Any) -> Lowered:

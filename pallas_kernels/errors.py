@@ -1,4 +1,4 @@
-"""What a kernel says of bad input, when it is traced."""
+"""Errors of a kernel on bad input, raised when it is traced."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

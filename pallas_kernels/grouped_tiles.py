@@ -1,4 +1,4 @@
-"""What the tiled products over groups have in common: a program's tile, the reduction's loads, defaults.
+"""Shared parts of the tiled products over groups: a program's tile, the reduction's loads, defaults.
 
 out[block, f-tile]   one program: rows of one block, gathered from x, times a column of tiles of its
                      expert's weights, which stream through shared memory along the reduction
@@ -58,7 +58,7 @@ class Tile(NamedTuple):
     expert: jax.Array
     slots: jax.Array
     rows: jax.Array
-    made: jax.Array
+    filled: jax.Array
     cols: jax.Array
 
 
@@ -79,7 +79,7 @@ def place(pid: jax.Array, used: jax.Array, n_tiles: int, group: int) -> tuple[ja
 def read_tile(
     rows_ref: Any, block_ref: Any, block: jax.Array, f: jax.Array, *, R: int, block_m: int, block_n: int
 ) -> Tile:
-    """What the program needs to know of its block."""
+    """Reads the tile of a program: its block's expert, slots, rows and columns."""
     slots = block * block_m + jnp.arange(block_m, dtype=jnp.int32)
     rows = load(rows_ref.at[slots])
     cols = f * block_n + jnp.arange(block_n, dtype=jnp.int32)
@@ -90,7 +90,7 @@ def load_rows(x_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Arr
     """`x[rows, first : first + block_k]`, 0 in padding: what is masked is not read from memory either."""
     D = x_ref.shape[1]
     k = first + jnp.arange(block_k, dtype=jnp.int32)
-    mask = tile.made[:, None]
+    mask = tile.filled[:, None]
     if D % block_k:
         mask = mask & (k < D)[None, :]
     return load(x_ref.at[tile.rows[:, None], k[None, :]], mask=mask, other=0.0)
@@ -111,6 +111,6 @@ def load_weights(w_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.
 
 
 def out_mask(tile: Tile, F: int) -> jax.Array:
-    """Where the program writes: not in padding."""
-    mask = tile.made[:, None] & jnp.full(tile.cols.shape, True)[None, :]
+    """Returns the mask of what the program writes: everything but padding."""
+    mask = tile.filled[:, None] & jnp.full(tile.cols.shape, True)[None, :]
     return mask & (tile.cols < F)[None, :] if F % tile.cols.shape[0] else mask

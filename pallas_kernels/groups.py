@@ -18,7 +18,7 @@ from pallas_kernels.errors import KernelError, bind_shapes, check_dtype, check_t
 
 
 class Permutation(NamedTuple):
-    """Where each assignment stands.
+    """Slots of the assignments, sorted by expert in padded blocks.
 
     Attributes:
         row_assignment: int32 `[P]`: the assignment in each slot; A = T·k in a slot that is padding.

@@ -23,7 +23,7 @@ KV_DTYPES = (*KV_FLOATS, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def is_quantized(dtype: Any) -> bool:
-    """Whether pools of that dtype come with scales."""
+    """Returns whether pools of that dtype come with scales."""
     return str(jnp.dtype(dtype)) in KV_LARGEST
 
 

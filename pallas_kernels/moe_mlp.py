@@ -44,15 +44,15 @@ def moe_mlp(
     Raises:
         KernelError: see the four operations.
     """
-    how: dict[str, Any] = {"implementation": implementation, "interpret": interpret}
-    slots = sort_into_slots(ids, weights, gate.shape[0], block_m, total_experts, how)
+    options: dict[str, Any] = {"implementation": implementation, "interpret": interpret}
+    slots = sort_into_slots(ids, weights, gate.shape[0], block_m, total_experts, options)
     hidden = grouped_swiglu(
-        x, gate, up, slots.tokens, *slots.table, block_m=slots.block_m, activation=activation, **how
+        x, gate, up, slots.tokens, *slots.table, block_m=slots.block_m, activation=activation, **options
     )
     out = grouped_matmul(
-        hidden, down, slots.own, *slots.table, block_m=slots.block_m, row_scale=slots.scale, **how
+        hidden, down, slots.rows, *slots.table, block_m=slots.block_m, row_scale=slots.scale, **options
     )
-    return moe_combine(out, slots.slot_of, **how)
+    return moe_combine(out, slots.slot_of, **options)
 
 
 class Slots(NamedTuple):
@@ -68,7 +68,7 @@ class Slots(NamedTuple):
     """
 
     tokens: jax.Array
-    own: jax.Array
+    rows: jax.Array
     scale: jax.Array
     table: tuple[jax.Array, jax.Array]
     slot_of: jax.Array
@@ -81,18 +81,18 @@ def sort_into_slots(
     num_experts: int,
     block_m: int | None,
     total_experts: int | None,
-    how: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> Slots:
-    """The first step of an expert layer; arguments as of `moe_mlp`."""
+    """Sorts assignments into slots, an expert layer's first step; arguments as of `moe_mlp`."""
     (T, k), E = ids.shape, num_experts
     A = T * k
     if block_m is None:
         block_m = block_m_for(max(1, A * E // (total_experts or E)), E)
-    groups = moe_permute(ids, num_experts=E, block_m=block_m, **how)
+    groups = moe_permute(ids, num_experts=E, block_m=block_m, **options)
     count = groups.row_assignment.shape[0]
     # XLA makes these three of the table in one small kernel.
-    made = groups.row_assignment < A
+    filled = groups.row_assignment < A
     tokens = groups.row_assignment // k  # T, so none, in padding
-    own = jnp.where(made, jnp.arange(count, dtype=jnp.int32), count)
+    rows = jnp.where(filled, jnp.arange(count, dtype=jnp.int32), count)
     scale = weights.reshape(A)[jnp.minimum(groups.row_assignment, A - 1)]
-    return Slots(tokens, own, scale, (groups.block_expert, groups.num_blocks), groups.slot_of, block_m)
+    return Slots(tokens, rows, scale, (groups.block_expert, groups.num_blocks), groups.slot_of, block_m)

@@ -1,4 +1,4 @@
-"""What an operation consists of: a contract, implementations, named shapes.
+"""Parts of an operation: a contract, implementations, named shapes.
 
     reference        plain jnp; what every implementation is tested against
     implementations  by name; each has a configuration class, a heuristic and a space to search

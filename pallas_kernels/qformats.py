@@ -61,7 +61,7 @@ class Format:
 
     @property
     def name(self) -> str:
-        """As in spec names: `w4a16_g64z`."""
+        """Name of the format as in spec names: `w4a16_g64z`."""
         return self.kind + (f"_g{self.group}" if self.group else "") + ("z" if self.zeros else "")
 
     @property
@@ -77,7 +77,7 @@ class Format:
         return FP8_BLOCK if self.kind == "fp8" and self.group else 1
 
     def shapes(self, D: int, F: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of values and scales, without leading axes."""
+        """Returns the shapes of values and scales, without leading axes."""
         values = (F, D // 2 if self.kind == "w4a16" else D)
         rows = -(-D // self.group) if self.group else 1
         return values, (rows, -(-F // self.scale_columns))
@@ -107,7 +107,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         parts = (self.values, self.scales, self.zeros)
         return sum(p.size * jnp.dtype(p.dtype).itemsize for p in parts if p is not None)
 

@@ -50,20 +50,21 @@ def quantized_moe_mlp(
     Raises:
         KernelError: see the operations.
     """
-    how: dict[str, Any] = {"implementation": implementation, "interpret": interpret}
-    own = {name: function for name, function in (rounding or {}).items() if function is not None}
-    layer = _Layer(sort_into_slots(ids, weights, gate.shape[0], block_m, total_experts, how), own, how)
+    options: dict[str, Any] = {"implementation": implementation, "interpret": interpret}
+    rounded = {name: function for name, function in (rounding or {}).items() if function is not None}
+    slots = sort_into_slots(ids, weights, gate.shape[0], block_m, total_experts, options)
+    layer = _Layer(slots, rounded, options)
     hidden = layer.hidden(x, gate, up, activation)
-    out = layer.product("down", hidden, down, layer.slots.own, row_scale=layer.slots.scale)
-    return moe_combine(out, layer.slots.slot_of, **how)
+    out = layer.product("down", hidden, down, slots.rows, row_scale=slots.scale)
+    return moe_combine(out, slots.slot_of, **options)
 
 
 class _Layer(NamedTuple):
-    """What the products of one layer share."""
+    """Arguments that the products of one layer share."""
 
     slots: Slots
     rounding: Mapping[str, Rounding]
-    how: Mapping[str, Any]
+    options: Mapping[str, Any]
 
     def hidden(
         self,
@@ -73,14 +74,14 @@ class _Layer(NamedTuple):
         activation: str,
     ) -> jax.Array:
         """`[P, F]` in x's dtype."""
-        slots, own = self.slots, "gate" in self.rounding or "up" in self.rounding
-        both: dict[str, Any] = {"block_m": slots.block_m, "activation": activation, **self.how}
-        if not own and isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
+        slots, rounded = self.slots, "gate" in self.rounding or "up" in self.rounding
+        both: dict[str, Any] = {"block_m": slots.block_m, "activation": activation, **self.options}
+        if not rounded and isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
             if gate.format == up.format:
                 rows, scale = quantize_rows(x) if gate.format.kind == "w8a8" else (x, None)
                 both |= {"x_scale": scale, "out_dtype": x.dtype}
                 return quantized_grouped_swiglu(rows, gate, up, slots.tokens, *slots.table, **both)
-        elif not own and not isinstance(gate, QuantizedTensor) and not isinstance(up, QuantizedTensor):
+        elif not rounded and not isinstance(gate, QuantizedTensor) and not isinstance(up, QuantizedTensor):
             return grouped_swiglu(x, gate, up, slots.tokens, *slots.table, **both)
         pair = {"gate": gate, "up": up}
         first, second = (self.product(name, x, w, slots.tokens) for name, w in pair.items())
@@ -97,12 +98,12 @@ class _Layer(NamedTuple):
         """`[P, ·]` in x's dtype: row `rows[p]` of x by the matrix of slot p's expert."""
         slots, scale, out_dtype = self.slots, None, x.dtype
         if name in self.rounding:
-            expert = jnp.repeat(slots.table[0], slots.block_m, total_repeat_length=slots.own.shape[0])
+            expert = jnp.repeat(slots.table[0], slots.block_m, total_repeat_length=slots.rows.shape[0])
             x, scale = self.rounding[name](x[jnp.minimum(rows, x.shape[0] - 1)], expert)
-            rows = slots.own
+            rows = slots.rows
         elif isinstance(w, QuantizedTensor) and w.format.kind == "w8a8":
             x, scale = quantize_rows(x)
-        given: dict[str, Any] = {"block_m": slots.block_m, "row_scale": row_scale, **self.how}
+        given: dict[str, Any] = {"block_m": slots.block_m, "row_scale": row_scale, **self.options}
         if not isinstance(w, QuantizedTensor):
             return grouped_matmul(x, w, rows, *slots.table, **given)
         given |= {"x_scale": scale, "out_dtype": out_dtype}

@@ -1,4 +1,4 @@
-"""Which configuration a problem runs with: explicit, tuned, nearest tuned, heuristic, in this order.
+"""Configuration that a problem runs with: explicit, tuned, nearest tuned, heuristic, in this order.
 
 Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune`. A table of a
 device that could not be timed (A100 here) is made from the static report; its entries say `"timed": false`.
@@ -73,15 +73,15 @@ def configure(
         return Configured(config, "explicit")
     device = device or device_key()
     rows = [row for row in read_table(data, device, op.name) if row.implementation == implementation]
-    found = _nearest(rows, problem, op.sizes)
-    if found is None:
+    match = _nearest(rows, problem, op.sizes)
+    if match is None:
         return Configured(kind.heuristic(problem), f"heuristic: no table of {device} has a similar problem")
-    entry, distance = found
-    how = "tuned" if entry.timed else "chosen by the static model, untimed,"
+    entry, distance = match
+    origin = "tuned" if entry.timed else "chosen by the static model, untimed,"
     where = (
         "for this problem" if distance == 0 else f"for the nearest problem {_sizes(entry.problem, op.sizes)}"
     )
-    return Configured(kind.config_type(**entry.config), f"{how} {where} on {device}")
+    return Configured(kind.config_type(**entry.config), f"{origin} {where} on {device}")
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Who owns which cache block. Host bookkeeping only: no JAX, no keys, no values.
+"""Ownership of cache blocks. Host bookkeeping only: no JAX, no keys, no values.
 
 A sequence's block table lists its blocks in the order of its tokens: block j holds positions
 [j·block_size, (j + 1)·block_size). Tables may share blocks (`fork`); a shared block is read by all and
@@ -104,18 +104,18 @@ class BlockAllocator:
         Raises:
             AssertionError: says which block is wrong, and how.
         """
-        held = Counter(block for table in tables for block in table)
+        uses = Counter(block for table in tables for block in table)
         free = set(self._free)
         if len(free) != len(self._free):
             raise AssertionError("a block is on the free list twice")
         for block, count in enumerate(self._refcount):
-            if count != held[block]:
-                raise AssertionError(f"block {block} has refcount {count} and is in {held[block]} tables")
+            if count != uses[block]:
+                raise AssertionError(f"block {block} has refcount {count} and is in {uses[block]} tables")
             if (count == 0) != (block in free):
                 raise AssertionError(
                     f"block {block} has refcount {count} and is {'' if block in free else 'not '}free"
                 )
-        if strange := [block for block in {*held, *free} if not 0 <= block < self.num_blocks]:
+        if strange := [block for block in {*uses, *free} if not 0 <= block < self.num_blocks]:
             raise AssertionError(f"blocks {strange} do not exist")
         if any(self._free[(i - 1) // 2] > block for i, block in enumerate(self._free) if i):
             raise AssertionError("the free list is not a heap: the lowest block would not be first")

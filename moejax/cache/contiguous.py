@@ -60,7 +60,7 @@ class ContiguousView(NamedTuple):
 
 
 class ContiguousLayer(NamedTuple):
-    """One layer's part. Implements `moejax.ops.attention.LayerCache`."""
+    """One layer's keys and values. Implements `moejax.ops.attention.LayerCache`."""
 
     k: jax.Array
     v: jax.Array

@@ -67,7 +67,7 @@ class BlockPool:
         self._segments[: len(pages)] = pages
 
     def shapes(self, count: int) -> Any:
-        """What `take(count)` returns, as shapes and dtypes; makes nothing."""
+        """Returns the shapes and dtypes of `take(count)`; makes nothing."""
         return tuple(self._make(size, self._place.struct) for size in self.layout.sizes[:count])
 
     def reset(self) -> None:
@@ -85,17 +85,17 @@ class BlockPool:
         return sum(array.nbytes for array in jax.tree.leaves(self._segments))
 
     def _make(self, size: int, make: Callable[..., Any]) -> tuple[Segment, ...]:
-        """Every layer's segment of `size` blocks: arrays by `SingleDevice.zeros`, shapes by
+        """Makes every layer's segment of `size` blocks: arrays by `SingleDevice.zeros`, shapes by
         `SingleDevice.struct`."""
         K = self._config.num_kv_heads // self._place.axes.size(self._heads)
         Dh, bs = self._config.head_dim, self._block_size
         keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
-        held, codes = self._dtype, None
+        dtype, codes = self._dtype, None
         if is_quantized(self._dtype):
-            held, codes = bits_dtype(self._dtype) if self._transposed_keys else self._dtype, str(self._dtype)
+            dtype, codes = bits_dtype(self._dtype) if self._transposed_keys else self._dtype, str(self._dtype)
 
         def layer() -> Segment:
-            pages = make(keys, held, self._heads), make((size, K, bs, Dh), held, self._heads)
+            pages = make(keys, dtype, self._heads), make((size, K, bs, Dh), dtype, self._heads)
             if codes is None:
                 return Segment(*pages)
             scales = [make((size, K, bs), jnp.dtype(jnp.float32), self._heads) for _ in range(2)]
@@ -126,7 +126,7 @@ class PagedCache(NamedTuple):
 
 
 class PagedLayer(NamedTuple):
-    """One layer's part. Implements `moejax.ops.attention.LayerCache` for a flat batch: q `[N, 1, H, Dh]`."""
+    """One layer's segments, as `moejax.ops.attention.LayerCache` of a flat batch: q `[N, 1, H, Dh]`."""
 
     segments: Segments
     plan: AttentionPlan

@@ -1,4 +1,4 @@
-"""How the pool of cache blocks is cut into segments. Host arithmetic only: no JAX.
+"""Partition of the pool of cache blocks into segments. Host arithmetic only: no JAX.
 
 XLA:CPU cannot read part of an array without copying it, so the pool is several arrays ("segments") of growing
 size. A step is compiled for a number of segments and reads exactly these: 8, 16, 32, 48, 64, 96, 128, 192,

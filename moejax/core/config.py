@@ -161,7 +161,7 @@ class ModelConfig(Checked):
 
 @dataclass(frozen=True)
 class MoeConfig(Checked, section="engine.moe"):
-    """How the expert layers are executed; it changes speed, and with `capacity` also the result.
+    """Execution of the expert layers; it changes speed, and with `capacity` also the result.
 
     `capacity_factor` c gives each expert room for ceil(c · T · k / E) of a batch's T·k assignments.
     `grouped_matmul` names the implementation of `grouped`'s products (`moejax.ops.dispatch`); `block_rows`

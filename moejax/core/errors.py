@@ -14,7 +14,7 @@ class MoejaxError(Exception):
     """Base of every error that the user can mend. The text says what is wrong and what to do."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback: the user's own line that led here, and the message."""
+        """Replaces IPython's traceback by the user's own line that led here, and the message."""
         frames = [f for f in traceback.extract_tb(self.__traceback__) if not _ours(f.filename)]
         where = [f"line {frames[-1].lineno}: {frames[-1].line}", ""] if frames and frames[-1].line else []
         return [*where, f"{type(self).__name__}: {self}"]
@@ -61,10 +61,10 @@ class OutputError(MoejaxError, OSError):
 
 
 def _ours(filename: str) -> bool:
-    """Whether a frame's file is Python's, a library's or this one's, and not what the user wrote."""
+    """Returns whether a frame's file is Python's, a library's or this one's, and not what the user wrote."""
     path, library = Path(filename), Path(__file__).parents[1]
-    own = (library, library.with_name("experiments"))
-    return "site-packages" in path.parts or any(folder in path.parents for folder in own)
+    libraries = (library, library.with_name("experiments"))
+    return "site-packages" in path.parts or any(folder in path.parents for folder in libraries)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -74,6 +74,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """One line for an unknown name: what it is, the nearest valid name, and all valid names."""
+    """Returns one line on an unknown name: what it is, the nearest valid name, and all valid names."""
     names = sorted(known)
     return f"unknown {kind} {name!r}{did_you_mean(name, names)} (known: {', '.join(names) or 'none'})"

@@ -56,7 +56,7 @@ def dump_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """One text per value: sorted keys, no spaces. Made for hashing."""
+    """Returns one text per value, for hashing: sorted keys, no spaces."""
     return json.dumps(
         to_jsonable(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False
     )

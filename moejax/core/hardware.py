@@ -86,10 +86,10 @@ def get_hardware(kind: str, device_kind: str) -> Hardware | None:
         ConfigError: an unknown kind.
     """
     if kind == "auto":
-        found = detect(device_kind)
-        if found is None:
+        detected = detect(device_kind)
+        if detected is None:
             return None
-        kind = found
+        kind = detected
     if kind not in KNOWN:
         raise ConfigError(f"hardware.kind: {unknown('device', kind, (*KNOWN, 'auto'))}")
     hardware = KNOWN[kind]

@@ -1,4 +1,4 @@
-"""How a model is spread over devices: plain values, no JAX."""
+"""Layout of a model over devices: plain values, no JAX."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What tokens cost, from a device's hourly price and a measured throughput. No JAX here."""
+"""Cost of tokens, from a device's hourly price and a measured throughput. No JAX here."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _Currency = Annotated[str, Must(lambda word: word.strip() and len(word) <= 8, "a
 
 @dataclass(frozen=True)
 class Price:
-    """What one device costs: `per_hour` in units of `currency`. The key is `hardware.price_per_hour`."""
+    """Price of one device: `per_hour` in units of `currency`. The key is `hardware.price_per_hour`."""
 
     per_hour: float
     currency: str = "USD"

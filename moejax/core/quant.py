@@ -1,4 +1,4 @@
-"""What to quantize, how, and from which text: the values behind `quant=` in Python and `configs/quant/`."""
+"""Choice of quantization and its calibration text: the values behind `quant=` and `configs/quant/`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -93,7 +93,7 @@ class QuantConfig(Checked, section="quant"):
 
     @property
     def is_none(self) -> bool:
-        """Nothing is changed."""
+        """True if nothing is changed."""
         return self.method == "none" and self.kv_cache == "auto" and not self.rules
 
     @property

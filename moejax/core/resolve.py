@@ -1,4 +1,4 @@
-"""From "auto" to a value and the reason for it, decided once, kept and reported with every result."""
+"""Values chosen for "auto" with their reasons, decided once, kept and reported with every result."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -20,38 +20,37 @@ class Resolution(NamedTuple):
         return f"{self.key} = {self.value} ({self.reason})"
 
 
-def resolve_platform(asked: str) -> Resolution:
+def resolve_platform(requested: str) -> Resolution:
     """The platform that computation runs on.
 
     Raises:
         DeviceError: a GPU was asked for and JAX sees none.
     """
     key, present = "engine.platform", jax.default_backend()
-    if asked == "auto":
+    if requested == "auto":
         return Resolution(key, present, "JAX's default backend")
-    if asked == present:
+    if requested == present:
         return Resolution(key, present, "asked for")
     try:
-        jax.devices(asked)
+        jax.devices(requested)
     except RuntimeError:
-        hint = (
-            "install moejax[cuda12] or [cuda13] on a CUDA machine" if asked == "gpu" else "see JAX_PLATFORMS"
-        )
+        install = "install moejax[cuda12] or [cuda13] on a CUDA machine"
+        hint = install if requested == "gpu" else "see JAX_PLATFORMS"
         raise DeviceError(
-            f"engine.platform={asked}: JAX sees no such device, only {present}; {hint}"
+            f"engine.platform={requested}: JAX sees no such device, only {present}; {hint}"
         ) from None
     raise DeviceError(
-        f"engine.platform={asked}: JAX's default backend is {present}; set JAX_PLATFORMS="
-        f"{'cuda' if asked == 'gpu' else asked} before starting"
+        f"engine.platform={requested}: JAX's default backend is {present}; set JAX_PLATFORMS="
+        f"{'cuda' if requested == 'gpu' else requested} before starting"
     )
 
 
-def resolve_dtype(asked: str, stored: str, platform: str) -> Resolution:
+def resolve_dtype(requested: str, stored: str, platform: str) -> Resolution:
     """The dtype of weights, cache and activations."""
     key = "model.dtype"
-    if asked != "auto":
-        check_choice(key, asked, (*DTYPES, "auto"))
-        return Resolution(key, asked, "asked for")
+    if requested != "auto":
+        check_choice(key, requested, (*DTYPES, "auto"))
+        return Resolution(key, requested, "asked for")
     if platform == "cpu":
         return Resolution(key, "float32", f"bfloat16 products are slow on CPU; checkpoint is {stored}")
     return Resolution(key, stored, "as the checkpoint's configuration says")

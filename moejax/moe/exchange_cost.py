@@ -1,4 +1,4 @@
-"""What `moejax.perf.comm` must know of an exchange: its sizes, by the arithmetic that the exchange uses."""
+"""Sizes of an exchange for `moejax.perf.comm`, by the arithmetic that the exchange uses."""
 
 from moejax.core.config import ModelConfig
 from moejax.core.parallel import ParallelConfig

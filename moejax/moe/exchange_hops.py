@@ -1,7 +1,7 @@
 """Exchange of tokens by all-to-alls of equal parts: in one hop over all expert ranks, or first between nodes.
 
 A hop sends each token once to each destination that holds any of its experts, in a buffer `[R, C, …]` with
-room for C rows a pair; the destination's one result row travels back through the same places. A two-hop
+capacity for C rows a pair; the destination's one result row travels back through the same places. A two-hop
 exchange is a hop whose "experts" are the second hop, whose tokens are in the order of their source node, then
 of their token there (two hops: Rajbhandari et al., DeepSpeed-MoE, arXiv 2201.05596; once a node: DeepSeek-V3,
 arXiv 2412.19437, section 3.2.2).
@@ -47,7 +47,7 @@ class Hop(NamedTuple):
 
 
 def make_hops(axes: Axes, num_local: int, nodes_first: bool) -> list[Hop]:
-    """One hop, or with `nodes_first` two where the expert axis has both a node and a local part."""
+    """Returns one hop, or with `nodes_first` two where the expert axis has both a node and a local part."""
     if not nodes_first or not axes.node or not axes.local:
         return [Hop(axes.exchange, axes.size(axes.exchange), num_local)]
     local = axes.size(axes.local)
@@ -62,13 +62,13 @@ def exchange_hops(
     parts: Sequence[Part],
     hops: Sequence[Hop],
     run: Run,
-    beside: Callable[[Part], jax.Array] | None,
+    overlapped: Callable[[Part], jax.Array] | None,
     capacity: float | None,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Every part's results `[N, D]`, and the number of assignments that found no room, int32.
+    """Returns every part's results `[N, D]`, and the number of assignments beyond the capacity, int32.
 
-    Parts do not wait for each other: all stand in one branch, with room for the fullest. `beside` is computed
-    there too, and added. Without a capacity `run` is traced once a bucket of the buckets.
+    Parts do not wait for each other: all stand in one branch, with capacity for the fullest. `overlapped` is
+    computed there too, and added. Without a capacity `run` is traced once for each bucket.
     """
     tokens, top_k = max(part.x.shape[0] for part in parts), parts[0].ids.shape[1]
     plans = [plan_sends(part.ids // hops[0].experts_per_rank, hops[0].size) for part in parts]
@@ -83,7 +83,7 @@ def exchange_hops(
         outs, dropped = [], jnp.zeros((), jnp.int32)
         for part, plan in zip(parts, plans, strict=True):
             out, lost = _through(part, plan, hops, capacities, run, capacity is not None)
-            outs.append(out if beside is None else out + beside(part))
+            outs.append(out if overlapped is None else out + overlapped(part))
             dropped = dropped if lost is None else dropped + jnp.sum(lost)
         return outs, dropped
 
@@ -98,7 +98,7 @@ def exchange_hops(
 def _bucket(
     parts: Sequence[Part], plans: Sequence[SendPlan], hops: Sequence[Hop], buckets: Sequence[tuple[int, ...]]
 ) -> jax.Array:
-    """int32: the lowest bucket with room for all rows of all devices, the same on all of them."""
+    """Returns the lowest bucket, int32, that holds all rows of all devices, the same on all of them."""
     needs = [jnp.max(jnp.stack([plan.counts for plan in plans]))]
     if len(hops) == 2:
         # The rows of a device's second hop are those that its partners on all nodes have for a rank.
@@ -110,7 +110,7 @@ def _bucket(
         need > jnp.asarray(capacities, jnp.int32)
         for need, capacities in zip(needs, zip(*buckets, strict=True), strict=True)
     ]
-    # Rungs rise, so those that are too low for one hop or the other are the first few.
+    # Buckets rise, so those that are too low for one hop or the other are the first few.
     bucket = jnp.sum(jnp.any(jnp.stack(short), axis=0), dtype=jnp.int32)
     return pmax(bucket, tuple(name for hop in hops for name in hop.names))
 
@@ -118,9 +118,9 @@ def _bucket(
 def _through(
     part: Part, plan: SendPlan, hops: Sequence[Hop], capacities: tuple[int, ...], run: Run, lossy: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Results `[N, D]`, and if `lossy` each token's assignments that found no room, int32 `[N]`."""
-    hop, room = hops[0], capacities[0]
-    there = _send(part, plan, hop, room)
+    """Returns results `[N, D]`, and if `lossy` each token's assignments beyond the capacity, int32 `[N]`."""
+    hop, capacity = hops[0], capacities[0]
+    there = _send(part, plan, hop, capacity)
     lost: jax.Array | None = None
     if hops[1:]:
         further = plan_sends(there.ids // hops[1].experts_per_rank, hops[1].size)
@@ -129,23 +129,23 @@ def _through(
         rows = run(*there)
     fields = [rows] if lost is None else [rows, lost[:, None]]
     words = pack(*fields)
-    back = all_to_all(words.reshape(hop.size, room, -1), hop.names).reshape(words.shape)
+    back = all_to_all(words.reshape(hop.size, capacity, -1), hop.names).reshape(words.shape)
     came = unpack(back, *((field.shape[1], field.dtype) for field in fields))
 
     home = homes(plan)
-    made, position = (home.rank < hop.size) & (home.slot < room), home.rank * room + home.slot
-    out = sum_rows(came[0], position, made)
+    sent, position = (home.rank < hop.size) & (home.slot < capacity), home.rank * capacity + home.slot
+    out = sum_rows(came[0], position, sent)
     if not lossy:
         return out, None
-    late = overflow(plan, room)
-    return out, late if lost is None else late + sum_rows(came[1], position, made)[:, 0]
+    late = overflow(plan, capacity)
+    return out, late if lost is None else late + sum_rows(came[1], position, sent)[:, 0]
 
 
-def _send(part: Part, plan: SendPlan, hop: Hop, room: int) -> Part:
-    """What this device receives: `[R·C, …]`, ids of the destination's own numbering, `experts_per_rank`
+def _send(part: Part, plan: SendPlan, hop: Hop, capacity: int) -> Part:
+    """Sends rows; returns what this device receives, `[R·C, …]`, ids of its own numbering, `experts_per_rank`
     for none."""
     (_, D), k = part.x.shape, part.ids.shape[1]
-    slot, rank = jnp.arange(room, dtype=jnp.int32), jnp.arange(hop.size, dtype=jnp.int32)
+    slot, rank = jnp.arange(capacity, dtype=jnp.int32), jnp.arange(hop.size, dtype=jnp.int32)
     token = tokens_at(plan, *jnp.broadcast_arrays(rank[:, None], slot[None]))  # [R, C]
     filled = slot[None] < plan.counts[:, None]
     there = (plan.dest[token] == rank[:, None, None]) & filled[:, :, None]
@@ -154,5 +154,5 @@ def _send(part: Part, plan: SendPlan, hop: Hop, room: int) -> Part:
     )
     weights = jnp.where(there, part.weights[token], 0.0)
     words = all_to_all(pack(part.x[token], ids, weights), hop.names)
-    fields = unpack(words.reshape(hop.size * room, -1), (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32))
-    return Part(*fields)
+    words = words.reshape(hop.size * capacity, -1)
+    return Part(*unpack(words, (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32)))

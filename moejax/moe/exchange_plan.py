@@ -1,4 +1,4 @@
-"""Which of a device's tokens go to which destination, and where the results come back from.
+"""Plan of an exchange: which of a device's tokens go to which destination, and where results come back from.
 
     token                 0   1   2   3
     goes to               a   ab  -   b
@@ -34,7 +34,7 @@ class SendPlan(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """Where each token's rows are, J = min(k, R) at most, by rising destination.
+    """Places of each token's rows, J = min(k, R) at most, by rising destination.
 
     Attributes:
         rank: int32 `[J, N]`: destination; R where the token has fewer.
@@ -73,18 +73,18 @@ def tokens_at(plan: SendPlan, rank: jax.Array, slot: jax.Array) -> jax.Array:
     """
     R, N = plan.upto.shape
     rank = jnp.minimum(rank, R - 1)
-    wanted = (plan.first[rank] + slot + 1)[..., None]
+    ordinal = (plan.first[rank] + slot + 1)[..., None]
     length = N if N <= _ONE_BLOCK else 1 << math.ceil(math.log2(N) / 2)
     blocks = -(-N // length)
     padding = ((0, 0), (0, blocks * length - N))
     upto = jnp.pad(plan.upto, padding, constant_values=jnp.iinfo(jnp.int32).max).reshape(R, blocks, length)
-    block = jnp.sum(upto[:, :, -1][rank] < wanted, axis=-1, dtype=jnp.int32)
-    within = jnp.sum(upto[rank, jnp.minimum(block, blocks - 1)] < wanted, axis=-1, dtype=jnp.int32)
+    block = jnp.sum(upto[:, :, -1][rank] < ordinal, axis=-1, dtype=jnp.int32)
+    within = jnp.sum(upto[rank, jnp.minimum(block, blocks - 1)] < ordinal, axis=-1, dtype=jnp.int32)
     return jnp.minimum(block * length + within, N - 1)
 
 
 def homes(plan: SendPlan) -> Homes:
-    """Where each token's rows are."""
+    """Returns the places of each token's rows."""
     (R, N), k = plan.upto.shape, plan.dest.shape[1]
     before = jnp.cumsum(send_hits(plan.dest, R), axis=0, dtype=jnp.int32)
     order = jnp.arange(min(k, R), dtype=jnp.int32)
@@ -100,23 +100,23 @@ def slots(plan: SendPlan, rank: jax.Array, token: jax.Array) -> jax.Array:
     return plan.upto[rank, token] - plan.first[rank] - 1
 
 
-def overflow(plan: SendPlan, room: int) -> jax.Array:
-    """int32 `[N]`: a token's assignments whose row is not among the first `room` for its destination."""
+def overflow(plan: SendPlan, capacity: int) -> jax.Array:
+    """int32 `[N]`: a token's assignments whose row is not among the first `capacity` for its destination."""
     (N, k), R = plan.dest.shape, plan.first.shape[0]
     token = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[:, None], (N, k))
-    late = slots(plan, plan.dest, token) >= room
+    late = slots(plan, plan.dest, token) >= capacity
     return jnp.sum((plan.dest < R) & late, axis=1, dtype=jnp.int32)
 
 
-def sum_rows(rows: jax.Array, position: jax.Array, made: jax.Array) -> jax.Array:
+def sum_rows(rows: jax.Array, position: jax.Array, sent: jax.Array) -> jax.Array:
     """Sum of each token's rows, in the order of their destinations, in float32 at least.
 
-    rows `[M, D]`, position int32 and made bool `[J, N]` → `[N, D]` of the rows' dtype. Rows that were not
+    rows `[M, D]`, position int32 and sent bool `[J, N]` → `[N, D]` of the rows' dtype. Rows that were not
     made may hold anything.
     """
     narrow = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4
     wide = jnp.float32 if narrow else rows.dtype
     total = jnp.zeros((position.shape[1], rows.shape[1]), wide)
-    for at, valid in zip(jnp.where(made, position, 0), made, strict=True):
+    for at, valid in zip(jnp.where(sent, position, 0), sent, strict=True):
         total = total + jnp.where(valid[:, None], rows[at].astype(wide), 0)
     return total.astype(rows.dtype)

@@ -60,7 +60,7 @@ def plan_ragged(sizes: jax.Array, me: jax.Array) -> tuple[Offsets, Offsets]:
 
 
 def exchange_ragged(
-    part: Part, hop: Hop, run: Run, beside: Callable[[Part], jax.Array] | None, ragged: RaggedAllToAll
+    part: Part, hop: Hop, run: Run, overlapped: Callable[[Part], jax.Array] | None, ragged: RaggedAllToAll
 ) -> jax.Array:
     """Results `[N, D]`; nothing is dropped.
 
@@ -90,7 +90,7 @@ def exchange_ragged(
     home = homes(plan)
     position = plan.first[jnp.minimum(home.rank, R - 1)] + home.slot
     out = sum_rows(unpack(came, (rows.shape[1], rows.dtype))[0], position, home.rank < R)
-    return out if beside is None else out + beside(part)
+    return out if overlapped is None else out + overlapped(part)
 
 
 def emulated_ragged_all_to_all(

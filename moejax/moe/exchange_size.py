@@ -1,4 +1,4 @@
-"""How much room an exchange of tokens needs, and how many bytes it moves. Plain numbers, no JAX.
+"""Capacity that an exchange of tokens needs, and bytes that it moves. Plain numbers, no JAX.
 
 A device has N tokens (rows of `hidden` elements), each with k experts, and R expert ranks exchange them.
 Bytes are those that a device sends to the others, every pair exchanging directly; what stays at home is not
@@ -29,8 +29,8 @@ class HopSize(NamedTuple):
 
 
 def share(top_k: int, experts_per_rank: int, num_experts: int) -> float:
-    """How likely one of a token's k experts is among a given `experts_per_rank` of all, if all choices of k
-    different experts are equally likely."""
+    """Returns the probability that one of a token's k experts is among `experts_per_rank` given ones, if all
+    choices of k different experts are equally likely."""
     if top_k > num_experts - experts_per_rank:
         return 1.0
     return 1.0 - math.comb(num_experts - experts_per_rank, top_k) / math.comb(num_experts, top_k)
@@ -41,10 +41,10 @@ def mean_rows(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[float]:
 
     After a hop a device holds what its G partners sent it: rows of G·N tokens.
     """
-    num_experts, held, means = hops[0].size * hops[0].experts_per_rank, tokens, []
+    num_experts, rows, means = hops[0].size * hops[0].experts_per_rank, tokens, []
     for hop in hops:
-        means.append(held * share(top_k, hop.experts_per_rank, num_experts))
-        held *= hop.size
+        means.append(rows * share(top_k, hop.experts_per_rank, num_experts))
+        rows *= hop.size
     return means
 
 
@@ -55,10 +55,10 @@ def most_rows(tokens: int, hops: Sequence[HopSize]) -> list[int]:
 
 def fixed_capacities(tokens: int, top_k: int, hops: Sequence[HopSize], capacity: float) -> tuple[int, ...]:
     """Rows between a pair of devices on each hop: ceil(capacity · mean), at least 1, at most all."""
-    means, capacities, held = mean_rows(tokens, top_k, hops), [], tokens
+    means, capacities, rows = mean_rows(tokens, top_k, hops), [], tokens
     for hop, mean in zip(hops, means, strict=True):
-        capacities.append(min(held, max(1, math.ceil(capacity * mean))))
-        held = hop.size * capacities[-1]
+        capacities.append(min(rows, max(1, math.ceil(capacity * mean))))
+        rows = hop.size * capacities[-1]
     return tuple(capacities)
 
 
@@ -78,9 +78,9 @@ def capacity_buckets(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[t
     for step in range(steps + 1):
         capacities: list[int] = []
         for number, (low, top) in enumerate(zip(first, most, strict=True)):
-            room = top if step == steps else min(top, _blocks(low * (top / low) ** (step / steps)))
+            rows = top if step == steps else min(top, _blocks(low * (top / low) ** (step / steps)))
             # Not more than what the hop before it brings.
-            capacities.append(min(room, hops[number - 1].size * capacities[-1]) if capacities else room)
+            capacities.append(min(rows, hops[number - 1].size * capacities[-1]) if capacities else rows)
         if tuple(capacities) not in buckets:
             buckets.append(tuple(capacities))
     return buckets
@@ -97,7 +97,7 @@ def row_bytes(hidden: int, itemsize: int, top_k: int) -> int:
 
 
 def allgather_bytes(tokens: int, hidden: int, itemsize: int, top_k: int, ranks: int) -> int:
-    """Every token to every other rank, and a result from there: (R - 1)·N rows there and back."""
+    """Returns the bytes of every token to every other rank, and of a result back: (R - 1)·N rows each."""
     return (ranks - 1) * tokens * row_bytes(hidden, itemsize, top_k)
 
 

@@ -55,7 +55,7 @@ WORTH_BYTES_NODES = 250_000
 class Dispatched(NamedTuple):
     """Attributes:
     out: `[N, D]`, this device's tokens: the weighted sum over all their experts (a part of it, over tp).
-    dropped: int32 scalar: assignments of this device's tokens that found no room; 0 without a capacity.
+    dropped: int32 scalar: assignments of this device's tokens beyond the capacity; 0 without a capacity.
     """
 
     out: jax.Array
@@ -86,9 +86,9 @@ def dispatch_experts(
         method: one of `METHODS`, or "ragged_emulated", the twin of "ragged" for any platform. Where
             `axes.exchange` is empty there is no exchange whatever it says ("none" will do), and `out` is a
             part of the sum over `axes.expert`.
-        capacity: room for c times the mean rows between a pair of ranks under "all_to_all" and on each hop of
+        capacity: c times the mean rows between a pair of ranks under "all_to_all" and on each hop of
             "hierarchical"; what does not fit is dropped, the last tokens first, and counted. None: nothing is
-            dropped. The other methods have room for everything.
+            dropped. The other methods take everything.
         microbatches: parts of the tokens whose exchanges and products do not depend on each other.
         shared: what else each token needs, (x `[n, D]`) → `[n, D]`, added to `out`: it stands beside the
             exchange, inside its branches, and neither waits for the other.
@@ -103,7 +103,7 @@ def dispatch_experts(
     if method not in METHODS and method not in known and (axes.exchange or method != "none"):
         raise ConfigError(f"parallel.exchange: {unknown('exchange', method, METHODS)}")
     none = jnp.zeros((), jnp.int32)
-    beside = None if shared is None else lambda part: shared(part.x)
+    overlapped = None if shared is None else lambda part: shared(part.x)
     if not axes.exchange:
         part = Part(x, *_own(ids, weights, index(axes.expert), num_local))
         out = run(*part)
@@ -111,13 +111,13 @@ def dispatch_experts(
     parts = _split(Part(x, ids, weights), microbatches)
     dropped = none
     if method == "allgather":
-        outs = [_gathered(part, num_local, axes, run, beside) for part in parts]
+        outs = [_gathered(part, num_local, axes, run, overlapped) for part in parts]
     elif method in known:
         hop, ragged = make_hops(axes, num_local, nodes_first=False)[0], known[method]
-        outs = [exchange_ragged(part, hop, run, beside, ragged) for part in parts]
+        outs = [exchange_ragged(part, hop, run, overlapped, ragged) for part in parts]
     else:
         hops = make_hops(axes, num_local, nodes_first=method == "hierarchical")
-        outs, dropped = exchange_hops(parts, hops, run, beside, capacity)
+        outs, dropped = exchange_hops(parts, hops, run, overlapped, capacity)
     return Dispatched(outs[0] if len(outs) == 1 else jnp.concatenate(outs), dropped)
 
 
@@ -131,25 +131,25 @@ def _split(part: Part, count: int) -> list[Part]:
 
 def _own(ids: jax.Array, weights: jax.Array, rank: jax.Array, num_local: int) -> tuple[jax.Array, jax.Array]:
     """ids of a rank's own numbering, `num_local` for all others'; weights 0 there."""
-    own = ids - rank * num_local
-    mine = (own >= 0) & (own < num_local)
-    return jnp.where(mine, own, num_local), jnp.where(mine, weights, 0.0)
+    local = ids - rank * num_local
+    mine = (local >= 0) & (local < num_local)
+    return jnp.where(mine, local, num_local), jnp.where(mine, weights, 0.0)
 
 
 def _gathered(
-    part: Part, num_local: int, axes: Axes, run: Run, beside: Callable[[Part], jax.Array] | None
+    part: Part, num_local: int, axes: Axes, run: Run, overlapped: Callable[[Part], jax.Array] | None
 ) -> jax.Array:
-    """All tokens to all ranks; each rank's part of every token's sum is added where the token is at home."""
+    """Sends all tokens to all ranks; adds up each rank's part of a token's sum where the token is at home."""
     D, k = part.x.shape[1], part.ids.shape[1]
     words = all_gather(pack(*part), axes.exchange)
     x, ids, weights = unpack(words, (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32))
     rows = run(x, *_own(ids, weights, index(axes.exchange), num_local))
     out = reduce_scatter(rows, axes.exchange)
-    return out if beside is None else out + beside(part)
+    return out if overlapped is None else out + overlapped(part)
 
 
 def choose_exchange(
-    asked: str,
+    requested: str,
     *,
     tokens: int,
     hidden: int,
@@ -173,15 +173,15 @@ def choose_exchange(
         ConfigError: what was asked for cannot run here.
     """
     if not axes.exchange:
-        if asked not in ("auto", "none", *METHODS):
-            choose(asked, METHODS, Resolution(KEY, "none", ""))
-        if asked in METHODS:
+        if requested not in ("auto", "none", *METHODS):
+            choose(requested, METHODS, Resolution(KEY, "none", ""))
+        if requested in METHODS:
             raise ConfigError(
-                f"parallel.exchange={asked}: no tokens are exchanged, all expert ranks see the same ones "
+                f"parallel.exchange={requested}: no tokens are exchanged, all expert ranks see the same ones "
                 "(parallel.attention=tensor, or ep=1); use parallel.exchange=auto"
             )
         return Resolution(KEY, "none", "all expert ranks see all tokens")
-    chosen = choose(asked, METHODS, _auto(tokens, hidden, itemsize, top_k, axes, num_local))
+    chosen = choose(requested, METHODS, _auto(tokens, hidden, itemsize, top_k, axes, num_local))
     if chosen.value == "ragged" and platform not in ("gpu", "cuda", "rocm"):
         raise ConfigError(
             f"parallel.exchange=ragged: XLA has no ragged all-to-all on {platform}, only on gpu; "

@@ -82,7 +82,7 @@ class Experts(nnx.Module):
         return self.gate_proj, self.up_proj, self.down_proj
 
     def arrays(self) -> list[nnx.Param]:
-        """All parameters, each with E first."""
+        """Returns all parameters, each with E first."""
         return [array for weight in self.weights() for array in arrays_of(weight)]
 
     def stacks(self) -> tuple[Stack, Stack, Stack]:
@@ -110,7 +110,7 @@ class Experts(nnx.Module):
         return ExpertsOutput(run(x, routing, config), routing, zero, zero)
 
     def _dense(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
-        """Every expert on every token, weighted by 0 where the router did not choose it."""
+        """Runs every expert on every token, weighted by 0 where the router did not choose it."""
         act = activation(self.act)
         table = jnp.zeros((x.shape[0], self.num_experts + 1), routing.weights.dtype)
         table = table.at[jnp.arange(x.shape[0])[:, None], routing.ids].add(routing.weights)
@@ -135,51 +135,51 @@ class Experts(nnx.Module):
         N, k = routing.ids.shape
         E, act, stacks = self.num_experts, activation(self.act), self.stacks()
         transposed = all(stack.by_rows for stack in stacks)
-        how: dict[str, Any] = {"act": act, "split": self.split}
+        options: dict[str, Any] = {"act": act, "split": self.split}
         chosen = dispatch.choose_grouped_matmul(config.grouped_matmul, block_rows=config.block_rows).value
         if chosen == "pallas_triton":
             return self._kernels(x, routing, chosen)
         if chosen == "blocks_mixed":
             singles, heights = dispatch.mixed_block_heights(N, transposed)
-            fitted = plan_mixed_blocks(routing.ids, E, singles, heights)
+            mixed = plan_mixed_blocks(routing.ids, E, singles, heights)
             out = grouped_swiglu_mixed(
-                x[fitted.order // k],
+                x[mixed.order // k],
                 *stacks,
-                fitted.single,
-                fitted.blocks,
+                mixed.single,
+                mixed.blocks,
                 heights=heights,
-                **how,
+                **options,
             )
-            return combine(out, fitted, routing.weights)
+            return combine(out, mixed, routing.weights)
         rows = config.block_rows or dispatch.block_rows_for(N * k, E, transposed)
         plan = plan_blocks(routing.ids, E, rows)
         sorted_x = x[plan.order // k]
         if chosen == "blocks_uniform":
             blocks = (plan.block_expert, plan.block_start, plan.num_blocks)
-            out = grouped_swiglu_uniform(sorted_x, *stacks, *blocks, block_rows=rows, **how)
+            out = grouped_swiglu_uniform(sorted_x, *stacks, *blocks, block_rows=rows, **options)
         else:
-            out = grouped_swiglu_ragged(sorted_x, *stacks, plan.counts, **how)
+            out = grouped_swiglu_ragged(sorted_x, *stacks, plan.counts, **options)
         return combine(out, plan, routing.weights)
 
     def _kernels(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array:
-        """By the GPU kernels; ids equal to E are no expert's, and get no rows."""
+        """Runs the GPU kernels; ids equal to E are no expert's, and get no rows."""
         from pallas_kernels.moe_mlp import moe_mlp
         from pallas_kernels.quantized_moe_mlp import quantized_moe_mlp
 
-        how: dict[str, Any] = {"activation": KERNEL_NAMES[self.act], "implementation": implementation}
+        options: dict[str, Any] = {"activation": KERNEL_NAMES[self.act], "implementation": implementation}
         stacks = dict(zip(("gate", "up", "down"), self.stacks(), strict=True))
         if not any(isinstance(stack.weight, QTensor) for stack in stacks.values()):
-            return moe_mlp(x, routing.ids, routing.weights, *self.matrices(x.dtype), **how)
+            return moe_mlp(x, routing.ids, routing.weights, *self.matrices(x.dtype), **options)
         operands = [kernel_operand(stack, x.dtype) for stack in stacks.values()]
         rounding = {
             name: kernel_rounding(stack, operand, self.split if name == "down" else ())
             for (name, stack), operand in zip(stacks.items(), operands, strict=True)
             if stack.quantizes_rows
         }
-        return quantized_moe_mlp(x, routing.ids, routing.weights, *operands, rounding=rounding, **how)
+        return quantized_moe_mlp(x, routing.ids, routing.weights, *operands, rounding=rounding, **options)
 
     def _capacity(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
-        """Each expert takes at most C rows; buffers `[E, C, D]`, so gradients are batched products."""
+        """Gives each expert at most C rows; buffers `[E, C, D]`, so gradients are batched products."""
         N, k = routing.ids.shape
         E = self.num_experts
         C = capacity(N, k, E, config.capacity_factor)
@@ -223,8 +223,8 @@ def kernel_operand(stack: Stack, dtype: Any) -> "jax.Array | QuantizedTensor":
 
 
 def kernel_rounding(stack: Stack, operand: Any, split: Names) -> Any:
-    """How rows are rounded before a product by GPU kernels, see `pallas_kernels.quantized_moe_mlp`; None
-    where the kernels' own way will do."""
+    """Returns how rows are rounded before a product by GPU kernels, see `pallas_kernels.quantized_moe_mlp`;
+    None where the kernels' own way will do."""
     assert isinstance(stack.weight, QTensor)
     floats = isinstance(operand, jax.Array)
     if not floats and not split and stack.weight.format.activations == "dynamic":
@@ -256,7 +256,7 @@ def slot_in_expert(ids: jax.Array, num_experts: int) -> jax.Array:
 
 
 def reroute(
-    routing: Routing, num_experts: int, room: int, normalize: bool
+    routing: Routing, num_experts: int, limit: int, normalize: bool
 ) -> tuple[Routing, jax.Array, jax.Array]:
     """Sends assignments that overflow to the token's next best expert that still has room.
 
@@ -275,22 +275,22 @@ def reroute(
     real = routing.ids < E
 
     def some_pending(state: Any) -> jax.Array:
-        pending, _, _, _, asked = state
-        return jnp.any(pending & (asked < E)[:, None])
+        pending, _, _, _, tried = state
+        return jnp.any(pending & (tried < E)[:, None])
 
     def one_round(state: Any) -> Any:
-        pending, ids, slots, used, asked = state
+        pending, ids, slots, used, tried = state
         # A token's pending assignments ask for consecutive places of its ranking.
         asking = pending.astype(jnp.int32)
-        place = asked[:, None] + jnp.cumsum(asking, axis=1) - asking
-        wanted = jnp.take_along_axis(ranking, jnp.minimum(place, E - 1), axis=1)
-        wanted = jnp.where(pending & (place < E), wanted, E)
-        slot = slot_in_expert(wanted, E) + jnp.append(used, 0)[wanted]
-        accepted = (wanted < E) & (slot < room)
-        ids, slots = jnp.where(accepted, wanted, ids), jnp.where(accepted, slot, slots)
-        used = used + jnp.zeros(E + 1, jnp.int32).at[jnp.where(accepted, wanted, E)].add(1)[:E]
-        asked = jnp.minimum(asked + jnp.sum(asking, axis=1), E)
-        return pending & ~accepted, ids, slots, used, asked
+        place = tried[:, None] + jnp.cumsum(asking, axis=1) - asking
+        next_best = jnp.take_along_axis(ranking, jnp.minimum(place, E - 1), axis=1)
+        next_best = jnp.where(pending & (place < E), next_best, E)
+        slot = slot_in_expert(next_best, E) + jnp.append(used, 0)[next_best]
+        accepted = (next_best < E) & (slot < limit)
+        ids, slots = jnp.where(accepted, next_best, ids), jnp.where(accepted, slot, slots)
+        used = used + jnp.zeros(E + 1, jnp.int32).at[jnp.where(accepted, next_best, E)].add(1)[:E]
+        tried = jnp.minimum(tried + jnp.sum(asking, axis=1), E)
+        return pending & ~accepted, ids, slots, used, tried
 
     start = (
         real,
@@ -300,9 +300,9 @@ def reroute(
         jnp.zeros(N, jnp.int32),
     )
     _, ids, slots, _, _ = jax.lax.while_loop(some_pending, one_round, start)
-    made = ids < E
-    weights = jnp.where(made, jnp.take_along_axis(probabilities, jnp.minimum(ids, E - 1), axis=1), 0.0)
+    ran = ids < E
+    weights = jnp.where(ran, jnp.take_along_axis(probabilities, jnp.minimum(ids, E - 1), axis=1), 0.0)
     if normalize:
         total = jnp.sum(weights, axis=1, keepdims=True)
         weights = weights / jnp.where(total > 0, total, 1.0)
-    return Routing(ids, weights, routing.logits), slots, jnp.sum(made & (ids != routing.ids), dtype=jnp.int32)
+    return Routing(ids, weights, routing.logits), slots, jnp.sum(ran & (ids != routing.ids), dtype=jnp.int32)

@@ -19,7 +19,7 @@ from moejax.sharding.axes import SINGLE, Axes, psum
 
 
 class RoutingTrace(NamedTuple):
-    """What one layer's router did in one call.
+    """Record of one layer's router in one call.
 
     Attributes:
         ids: int32 `[B, T, k]`, experts that ran, by falling router probability; E where none did (padding,
@@ -106,7 +106,7 @@ class MoELayer(nnx.Module):
         return out.reshape(B, T, D), trace
 
     def check_replay(self, name: str, recorded: Any, tokens: tuple[int, ...]) -> Replay | None:
-        """What `__call__` takes of a `Replay` or a `RoutingTrace`; None for None. Raises `ConfigError`."""
+        """Returns `__call__`'s form of a `Replay` or `RoutingTrace`; None for None. Raises `ConfigError`."""
         if recorded is None:
             return None
         replay = Replay(recorded.ids, recorded.weights)
@@ -139,7 +139,7 @@ class MoELayer(nnx.Module):
             platform=jax.default_backend(),
             num_local=self.experts.num_experts,
         )
-        beside = self.shared_expert is not None and self.parallel.overlap_shared
+        overlap = self.shared_expert is not None and self.parallel.overlap_shared
         done = dispatch_experts(
             x,
             physical,
@@ -150,10 +150,10 @@ class MoELayer(nnx.Module):
             method=method.value,
             capacity=self.parallel.exchange_capacity,
             microbatches=self.parallel.dispatch_microbatches,
-            shared=self._shared if beside else None,
+            shared=self._shared if overlap else None,
         )
         out = done.out
-        if self.shared_expert is not None and not beside:
+        if self.shared_expert is not None and not overlap:
             # The plain order: the shared expert waits for the routed ones.
             x, out = jax.lax.optimization_barrier((x, out))
             out = out + self._shared(x)

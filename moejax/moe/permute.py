@@ -1,4 +1,4 @@
-"""From a token's list of experts to an expert's list of tokens, cut into blocks of equal height.
+"""Conversion of tokens' lists of experts to experts' lists of tokens, cut into blocks of equal height.
 
     assignments (token-major)   t0e2 t0e0 t1e2 t1e1 …
     sorted by expert            e0: t0 | e1: t1 | e2: t0 t1 | …      (stable: token order within an expert)
@@ -17,7 +17,7 @@ from moejax.moe.router import expert_counts
 
 
 class BlockPlan(NamedTuple):
-    """Where each assignment's row stands.
+    """Positions of the assignments' rows, and blocks of one height.
 
     Attributes:
         order: int32 `[A]`, A = N·k: assignment at each sorted position.
@@ -57,8 +57,8 @@ class Blocks(NamedTuple):
     num: jax.Array
 
 
-class FittedPlan(NamedTuple):
-    """Where each assignment's row stands, and the blocks of each height: `order`, `row_of` and `counts` as in
+class MixedPlan(NamedTuple):
+    """Positions of the assignments' rows, and blocks of several heights: `order`, `row_of` and `counts` as in
     `BlockPlan`, `single` the blocks of one row, `blocks` those of each of the plan's heights."""
 
     order: jax.Array
@@ -77,7 +77,7 @@ def plan_blocks(ids: jax.Array, num_experts: int, block_rows: int) -> BlockPlan:
     return BlockPlan(order, row_of, counts, blocks.expert, blocks.start, blocks.num)
 
 
-def plan_mixed_blocks(ids: jax.Array, num_experts: int, singles: int, heights: tuple[int, ...]) -> FittedPlan:
+def plan_mixed_blocks(ids: jax.Array, num_experts: int, singles: int, heights: tuple[int, ...]) -> MixedPlan:
     """Sorts assignments by expert and covers each expert's rows with blocks of one or more heights.
 
     An expert's rows fill blocks of the greatest height; what is left goes one row at a time if it is at most
@@ -90,7 +90,7 @@ def plan_mixed_blocks(ids: jax.Array, num_experts: int, singles: int, heights: t
     order, row_of, counts = _sort(ids, num_experts)
     A, first = order.shape[0], jnp.cumsum(counts) - counts
     if not heights:
-        return FittedPlan(order, row_of, counts, _lay(counts, first, counts, 1, A), ())
+        return MixedPlan(order, row_of, counts, _lay(counts, first, counts, 1, A), ())
     top = heights[-1]
     whole = counts // top
     rest = counts - whole * top
@@ -106,7 +106,7 @@ def plan_mixed_blocks(ids: jax.Array, num_experts: int, singles: int, heights: t
             blocks.append(_lay(whole + mine, first, counts, height, A // height + most))
         else:
             blocks.append(_lay(mine, tail, rest, height, most))
-    return FittedPlan(order, row_of, counts, single, tuple(blocks))
+    return MixedPlan(order, row_of, counts, single, tuple(blocks))
 
 
 def _sort(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -129,7 +129,7 @@ def _lay(blocks: jax.Array, first: jax.Array, rows: jax.Array, height: int, most
     return Blocks(expert, first[expert] + within * height, (first + rows)[expert], last_block[-1])
 
 
-def combine(rows: jax.Array, plan: BlockPlan | FittedPlan, weights: jax.Array) -> jax.Array:
+def combine(rows: jax.Array, plan: BlockPlan | MixedPlan, weights: jax.Array) -> jax.Array:
     """Weighted sum of each token's expert outputs, in the token's own expert order (so deterministic).
 
     rows `[≥ A, D]` in sorted order, weights `[N, k]` → `[N, D]`. Rows of assignments that were not made
@@ -137,5 +137,5 @@ def combine(rows: jax.Array, plan: BlockPlan | FittedPlan, weights: jax.Array) -
     """
     N, k = weights.shape
     picked = rows[plan.row_of].reshape(N, k, -1)
-    made = (weights != 0)[..., None]
-    return jnp.sum(jnp.where(made, picked, 0) * weights[..., None].astype(rows.dtype), axis=1)
+    ran = (weights != 0)[..., None]
+    return jnp.sum(jnp.where(ran, picked, 0) * weights[..., None].astype(rows.dtype), axis=1)

@@ -1,4 +1,4 @@
-"""Which device holds which experts: replicas for hot experts, balanced devices, and what a change costs.
+"""Placement of experts on devices: replicas for hot experts, balanced devices, and what a change costs.
 
 Expert parallelism waits for the most loaded device, so the figure is balancedness: the load of the heaviest
 device over the mean (1 is best). `plan_placement` takes counted loads and returns a `Placement` by DeepSeek's
@@ -24,7 +24,7 @@ _MAX_LOAD = 1e100  # larger ones could not be added up
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which expert each physical slot holds. Immutable, equal by value.
+    """Expert of each physical slot. Immutable, equal by value.
 
     Attributes:
         physical_to_logical: int32 `[L, P]`.

@@ -94,9 +94,9 @@ def _with_copies(slots: Ints, loads: Floats, devices: int) -> Ints:
         slots: `[rows, P / n]`.
         loads: of experts `[rows, E / n]`, for which the copies are counted anew.
     """
-    wanted = replicate(loads, slots.shape[1], devices)
+    replicas = replicate(loads, slots.shape[1], devices)
     result = slots.reshape(len(slots), devices, -1).copy()
-    for table, copies, share in zip(result, wanted, loads / wanted, strict=True):
+    for table, copies, share in zip(result, replicas, loads / replicas, strict=True):
         free = table < 0
         before = np.bincount(table[~free], minlength=len(copies))
         for expert in np.flatnonzero(before > copies):

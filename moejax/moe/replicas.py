@@ -43,14 +43,14 @@ class ReplicaTable(nnx.Module):
     def expert_of(self) -> np.ndarray:
         """int32 `[P]`: the expert that each physical one is."""
         table, count = np.asarray(self.physical[...]), np.asarray(self.count[...])
-        found = np.zeros(self.num_physical, np.int32)
+        experts = np.zeros(self.num_physical, np.int32)
         for expert in range(self.num_experts):
-            found[table[expert, : count[expert]]] = expert
-        return found
+            experts[table[expert, : count[expert]]] = expert
+        return experts
 
 
 def tables(expert_of: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each physical expert's expert, int `[P]` → `ReplicaTable`'s two tables. Every expert must be there."""
+    """Returns `ReplicaTable`'s tables for the expert in each place, int `[P]`; every expert must be there."""
     placement = Placement(expert_of[None], num_experts, 1)
     table, count = placement.logical_to_physical(len(expert_of) - num_experts + 1)[0], placement.replicas[0]
     turn = np.arange(table.shape[1])[None, :] % count[:, None]
@@ -60,11 +60,11 @@ def tables(expert_of: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndar
 def held_experts(model: nnx.Module) -> dict[str, list[int]] | None:
     """Dotted path → the expert in each place, of every stacked tensor that does not hold each once and in
     order; None if all do."""
-    found: dict[str, list[int]] = {}
+    ids: dict[str, list[int]] = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, ReplicaTable):
-            held = node.expert_of().tolist()
-            if held != list(range(node.num_experts)):
+            experts = node.expert_of().tolist()
+            if experts != list(range(node.num_experts)):
                 layer = path_name(path[:-1])
-                found |= {f"{layer}.experts.{name}": held for name in ("gate_proj", "up_proj", "down_proj")}
-    return found or None
+                ids |= {f"{layer}.experts.{name}": experts for name in ("gate_proj", "up_proj", "down_proj")}
+    return ids or None

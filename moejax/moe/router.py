@@ -78,8 +78,8 @@ class Router(nnx.Module):
         if self.kernels != "xla":
             from pallas_kernels.topk_router import topk_router
 
-            how: dict[str, Any] = {"renormalize": self.normalize, "implementation": self.kernels}
-            return topk_router(logits, k=self.top_k, **how)
+            options: dict[str, Any] = {"renormalize": self.normalize, "implementation": self.kernels}
+            return topk_router(logits, k=self.top_k, **options)
         weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
         if self.normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -124,13 +124,13 @@ def check_replay(name: str, replay: Replay, tokens: tuple[int, ...], top_k: int,
         if not jnp.issubdtype(array.dtype, kind):
             raise ConfigError(f"routing: {name}: {part} cannot be {array.dtype}")
     if not isinstance(ids, jax.core.Tracer):
-        found = np.sort(np.asarray(ids), axis=-1)
-        if found.size and (found.min() < 0 or found.max() > num_experts):
+        ordered = np.sort(np.asarray(ids), axis=-1)
+        if ordered.size and (ordered.min() < 0 or ordered.max() > num_experts):
             raise ConfigError(
-                f"routing: {name}: ids from {found.min()} to {found.max()}, and the model has"
+                f"routing: {name}: ids from {ordered.min()} to {ordered.max()}, and the model has"
                 f" {num_experts} experts (0 to {num_experts - 1}; {num_experts} for none)"
             )
-        if ((found[..., 1:] == found[..., :-1]) & (found[..., 1:] < num_experts)).any():
+        if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < num_experts)).any():
             raise ConfigError(f"routing: {name}: a token has the same expert twice")
     return Replay(
         jnp.asarray(ids).astype(jnp.int32),

@@ -13,7 +13,7 @@ MAX_SCORE_ELEMENTS = 1 << 26
 
 
 class LayerCache(Protocol):
-    """What an attention layer needs of one layer's key/value cache."""
+    """Interface of an attention layer to one layer's key/value cache."""
 
     def update_and_attend(
         self,

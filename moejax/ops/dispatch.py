@@ -12,21 +12,21 @@ from moejax.core.resolve import Resolution
 GROUPED_MATMUL = ("blocks_mixed", "blocks_uniform", "ragged_dot", "pallas_triton")
 
 
-def choose(asked: str, known: tuple[str, ...], auto: Resolution) -> Resolution:
+def choose(requested: str, known: tuple[str, ...], auto: Resolution) -> Resolution:
     """Returns `auto` for "auto", else the name that was asked for, under the key of `auto`.
 
     Raises:
         ConfigError: the name is not known.
     """
-    if asked == "auto":
+    if requested == "auto":
         return auto
-    if asked not in known:
-        raise ConfigError(f"{auto.key}: {unknown('implementation', asked, (*known, 'auto'))}")
-    return Resolution(auto.key, asked, "asked for")
+    if requested not in known:
+        raise ConfigError(f"{auto.key}: {unknown('implementation', requested, (*known, 'auto'))}")
+    return Resolution(auto.key, requested, "asked for")
 
 
 def choose_grouped_matmul(
-    asked: str = "auto",
+    requested: str = "auto",
     platform: str | None = None,
     block_rows: int | None = None,
     kernels: str = "xla",
@@ -50,10 +50,10 @@ def choose_grouped_matmul(
     else:
         why = "on CPU ragged_dot computes all experts; this only those that are hit, in blocks of their size"
         auto = Resolution(key, "blocks_mixed", why)
-    return choose(asked, GROUPED_MATMUL, auto)
+    return choose(requested, GROUPED_MATMUL, auto)
 
 
-def choose_kernels(asked: str, platform: str, unsupported: str | None) -> Resolution:
+def choose_kernels(requested: str, platform: str, unsupported: str | None) -> Resolution:
     """Chooses what attention, norms and router run on: "xla" or an implementation of `pallas_kernels`.
 
     Args:
@@ -69,9 +69,9 @@ def choose_kernels(asked: str, platform: str, unsupported: str | None) -> Resolu
         auto = Resolution(key, "xla", f"the GPU kernels do not take {unsupported}")
     else:
         auto = Resolution(key, "pallas_triton", "GPU kernels on a GPU")
-    chosen = choose(asked, KERNELS, auto)
+    chosen = choose(requested, KERNELS, auto)
     if chosen.value != "xla" and unsupported is not None:
-        raise ConfigError(f"engine.kernels={asked} does not take {unsupported}; use engine.kernels=xla")
+        raise ConfigError(f"engine.kernels={requested} does not take {unsupported}; use engine.kernels=xla")
     return chosen
 
 
@@ -89,7 +89,7 @@ def compute_capability(platform: str) -> str | None:
 
 
 def choose_quantized(
-    asked: str, platform: str, capability: str | None = None, unsupported: str | None = None
+    requested: str, platform: str, capability: str | None = None, unsupported: str | None = None
 ) -> Resolution:
     """Chooses what runs the products with quantized weights (`moejax.ops.quantized_matmul`).
 
@@ -112,15 +112,15 @@ def choose_quantized(
         auto = Resolution(key, "xla", f"no GPU kernels: {cannot}")
     else:
         auto = Resolution(key, "pallas_triton", "GPU kernels on a GPU, which have every format here")
-    chosen = choose(asked, QUANTIZED_MATMUL, auto)
+    chosen = choose(requested, QUANTIZED_MATMUL, auto)
     if chosen.value == "pallas_triton" and cannot is not None:
         raise ConfigError(f"{key}=pallas_triton: the kernels cannot run: {cannot}; use {key}=xla")
     return chosen
 
 
 def mixed_block_heights(tokens: int, transposed: bool = False) -> tuple[int, tuple[int, ...]]:
-    """For "blocks_mixed" on CPU: up to how many rows of an expert go one at a time, and the heights of its
-    blocks.
+    """Returns for "blocks_mixed" on CPU up to how many rows of an expert go one at a time, and the block
+    heights.
 
     Single rows read transposed experts without a copy, and again from the cache: up to 16 tokens there is
     nothing else. An expert gets a row a token at most, so that few tokens need few heights; each costs a
@@ -154,7 +154,7 @@ def block_rows_for(assignments: int, num_experts: int, transposed: bool = False)
     return 64
 
 
-def choose_expert_layout(asked: str, platform: str, product: str = "auto") -> Resolution:
+def choose_expert_layout(requested: str, platform: str, product: str = "auto") -> Resolution:
     """Chooses how an engine's experts lie in memory, see `moejax.core.config.MoeConfig`.
 
     Args:
@@ -167,4 +167,4 @@ def choose_expert_layout(asked: str, platform: str, product: str = "auto") -> Re
         auto = Resolution(key, "efd", "on CPU a single row's product reads transposed experts without a copy")
     else:
         auto = Resolution(key, "edf", f"the products' own order on {platform}")
-    return choose(asked, ("edf", "efd"), auto)
+    return choose(requested, ("edf", "efd"), auto)

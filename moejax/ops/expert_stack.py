@@ -45,7 +45,7 @@ class Stack:
 
     @property
     def elements(self) -> int:
-        """Of one matrix."""
+        """Elements of one matrix."""
         return math.prod(self.weight.shape[1:])
 
     def times(self, x: jax.Array, expert: jax.Array) -> jax.Array:

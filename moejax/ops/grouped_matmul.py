@@ -111,7 +111,7 @@ def _swiglu(
     return (out.astype(jnp.float32) * scale).astype(rows.dtype)
 
 
-class FittedBlocks(Protocol):
+class MixedBlocks(Protocol):
     """Blocks of one height (`moejax.moe.permute.Blocks`): int32 `[M]` each, and an int32 scalar."""
 
     @property
@@ -129,8 +129,8 @@ def grouped_swiglu_mixed(
     gate: Matrices,
     up: Matrices,
     down: Matrices,
-    single: FittedBlocks,
-    blocks: Sequence[FittedBlocks],
+    single: MixedBlocks,
+    blocks: Sequence[MixedBlocks],
     *,
     heights: tuple[int, ...],
     act: Callable[[jax.Array], jax.Array],
@@ -156,9 +156,9 @@ def grouped_swiglu_mixed(
 
     def run(rows: jax.Array, product: Product, width: int) -> jax.Array:
         padded = jnp.pad(rows, ((0, most), (0, 0)))
-        out = _fitted_loop(padded, A, product, single, 1, jnp.zeros((A + most, width), rows.dtype))
+        out = _mixed_loop(padded, A, product, single, 1, jnp.zeros((A + most, width), rows.dtype))
         for group, height in zip(blocks, heights, strict=True):
-            out = _fitted_loop(padded, A, product, group, height, out)
+            out = _mixed_loop(padded, A, product, group, height, out)
         return out
 
     if not heights and not (split and third.quantizes_rows):
@@ -168,8 +168,8 @@ def grouped_swiglu_mixed(
     return _swiglu(run, rows, first, second, third, act, split)
 
 
-def _fitted_loop(
-    padded: jax.Array, A: int, product: Product, blocks: FittedBlocks, height: int, out: jax.Array
+def _mixed_loop(
+    padded: jax.Array, A: int, product: Product, blocks: MixedBlocks, height: int, out: jax.Array
 ) -> jax.Array:
     """Blocks of one height: `padded` `[A + some, ·]` → `out` with their rows written."""
     unroll = _unroll(height)
@@ -184,8 +184,8 @@ def _fitted_loop(
         for start, end, y in done:
             if height > 1:
                 # Another height's loop may have written the rows past the expert's last.
-                own = (start + jnp.arange(height, dtype=jnp.int32) < end)[:, None]
-                y = jnp.where(own, y, jax.lax.dynamic_slice(out, (start, 0), (height, out.shape[1])))
+                in_expert = (start + jnp.arange(height, dtype=jnp.int32) < end)[:, None]
+                y = jnp.where(in_expert, y, jax.lax.dynamic_slice(out, (start, 0), (height, out.shape[1])))
             out = jax.lax.dynamic_update_slice(out, y, (start, 0))
         return out
 
@@ -197,7 +197,7 @@ def _single_rows(
     gate: Stack,
     up: Stack,
     down: Stack,
-    single: FittedBlocks,
+    single: MixedBlocks,
     together: tuple[int, ...],
     *,
     act: Callable[[jax.Array], jax.Array],
@@ -253,7 +253,7 @@ def _single_rows(
 
 
 def rows_together(rows: int, elements: int) -> tuple[int, ...]:
-    """For `_single_rows`: how many of at most `rows` rows a turn takes, by the elements of one matrix.
+    """Returns how many of at most `rows` rows a turn of `_single_rows` takes, by the elements of one matrix.
 
     Each row of a turn costs compilation, and a greater matrix takes its time anyway: 24 % less for 2^17
     elements, 9 for 2^19, 4 for 3 * 2^19 (docs/log.md).

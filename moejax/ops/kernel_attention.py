@@ -11,7 +11,7 @@ from moejax.ops.kv_segments import Segment
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KernelPlan:
-    """What a step's tokens read and write; R sequences, N tokens.
+    """Indices of a step's reads and writes; R sequences, N tokens.
 
     Attributes:
         slot_mapping: int32 `[N]`, block · block_size + offset of each token; -1 stores nothing.

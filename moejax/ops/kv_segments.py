@@ -124,10 +124,10 @@ def write_rows(segments: Segments, k: jax.Array, v: jax.Array, plan: DecodePlan)
     def body(i: jax.Array, segment: Segment) -> Segment:
         row, block, offset = plan.write_row[i], plan.write_block[i], plan.write_offset[i]
 
-        def put(axis: int, held: jax.Array, new: jax.Array) -> jax.Array:
+        def put(axis: int, pool: jax.Array, new: jax.Array) -> jax.Array:
             new = jnp.expand_dims(jax.lax.dynamic_slice_in_dim(new, row, 1), axis)
-            start = [offset if i == axis else block if i == 0 else 0 for i in range(held.ndim)]
-            return jax.lax.dynamic_update_slice(held, new, start)
+            start = [offset if i == axis else block if i == 0 else 0 for i in range(pool.ndim)]
+            return jax.lax.dynamic_update_slice(pool, new, start)
 
         return _each(put, segment, tokens)
 
@@ -149,11 +149,11 @@ def write_runs(segments: Segments, k: jax.Array, v: jax.Array, plan: ChunkPlan) 
         first = plan.run_start[i] - offset + size
         mine = (offsets >= offset) & (offsets < offset + plan.run_count[i])
 
-        def put(axis: int, held: jax.Array, new: jax.Array) -> jax.Array:
+        def put(axis: int, pool: jax.Array, new: jax.Array) -> jax.Array:
             new = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(new, first, size), 0, axis - 1)
-            old = jax.lax.dynamic_index_in_dim(held, block, keepdims=False)
+            old = jax.lax.dynamic_index_in_dim(pool, block, keepdims=False)
             here = jnp.expand_dims(mine, [other for other in range(old.ndim) if other != axis - 1])
-            return jax.lax.dynamic_update_index_in_dim(held, jnp.where(here, new, old), block, 0)
+            return jax.lax.dynamic_update_index_in_dim(pool, jnp.where(here, new, old), block, 0)
 
         return _each(put, segment, tokens)
 
@@ -191,8 +191,8 @@ def load_blocks(segments: Segments, blocks: jax.Array) -> Segment:
         segment = sum((block >= end).astype(jnp.int32) for end in ends[:-1])
         return jax.lax.switch(segment, [from_segment(z) for z in range(len(segments))])
 
-    found = [one(blocks[i]) for i in range(blocks.shape[0])]
-    return _each(lambda axis, *parts: jnp.concatenate(parts, axis=axis - 1), *found)
+    copies = [one(blocks[i]) for i in range(blocks.shape[0])]
+    return _each(lambda axis, *parts: jnp.concatenate(parts, axis=axis - 1), *copies)
 
 
 def segment_starts(segments: Segments) -> list[int]:
@@ -216,9 +216,9 @@ def copy_blocks(segments: Segments, source: jax.Array, destination: jax.Array, c
             inside = (local >= 0) & (local < segment.num_blocks)
             at = jnp.where(inside, local, 0)
 
-            def put(held: jax.Array, new: jax.Array, inside: jax.Array = inside, at: jax.Array = at):
-                old = jax.lax.dynamic_index_in_dim(held, at, keepdims=False)
-                return jax.lax.dynamic_update_index_in_dim(held, jnp.where(inside, new, old), at, 0)
+            def put(pool: jax.Array, new: jax.Array, inside: jax.Array = inside, at: jax.Array = at):
+                old = jax.lax.dynamic_index_in_dim(pool, at, keepdims=False)
+                return jax.lax.dynamic_update_index_in_dim(pool, jnp.where(inside, new, old), at, 0)
 
             done.append(jax.tree.map(put, segment, block))
         return tuple(done)

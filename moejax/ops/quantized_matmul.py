@@ -102,8 +102,8 @@ def _twin(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
     # The barrier keeps the product from being merged with the decoding: it is, to the bit, the one that the
     # same weight gives when it is stored in floating point, `[D, F]`.
     whole = jax.lax.optimization_barrier(dequantize(weight, x.dtype))
-    wanted = None if out == x.dtype else out
-    return jnp.matmul(rounded_activations(x, weight, split), whole, preferred_element_type=wanted)
+    preferred = None if out == x.dtype else out
+    return jnp.matmul(rounded_activations(x, weight, split), whole, preferred_element_type=preferred)
 
 
 def _xla(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
@@ -132,7 +132,7 @@ def _xla(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
 
 
 def _splits_in_halves(weight: QTensor) -> bool:
-    """Whether each half of a piece of packed bytes has whole groups, or is part of one."""
+    """Returns whether each half of a piece of packed bytes has whole groups, or is part of one."""
     fmt, half = weight.format, weight.pack // 2
     by_place = fmt.granularity != "block" and not fmt.indexed
     return by_place and (not fmt.group or fmt.group % weight.pack == 0 or half % fmt.group == 0)
@@ -224,5 +224,5 @@ def _integer_dot(x: jax.Array, stored: jax.Array, zero: jax.Array | None) -> jax
 
 
 def exact_terms(*, symmetric: bool) -> int:
-    """How many products of an int8 with an int8 (less a zero point) float32 adds up exactly."""
+    """Returns how many products of an int8 with an int8 (less a zero point) float32 adds up exactly."""
     return _EXACT // (128 * (128 if symmetric else 255))

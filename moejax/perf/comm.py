@@ -260,9 +260,9 @@ def exchange_terms(
         # What the second hop dropped goes home with the first hop's results.
         lost = _INT if two_hops and exchange.lossy else 0
         for _ in parts:
-            for number, ((role, size), room) in enumerate(zip(hops, exchange.capacities, strict=True)):
-                yield "dispatch", "all-to-all", role, size * room * there
-                yield "combine", "all-to-all", role, size * room * (back + (lost if number == 0 else 0))
+            for number, ((role, size), capacity) in enumerate(zip(hops, exchange.capacities, strict=True)):
+                yield "dispatch", "all-to-all", role, size * capacity * there
+                yield "combine", "all-to-all", role, size * capacity * (back + (lost if number == 0 else 0))
 
 
 class Read(Protocol):

@@ -26,16 +26,16 @@ def prefill_steps(lengths: Sequence[int], token_budget: int) -> list[tuple[list[
     steps: list[tuple[list[int], list[int], int]] = []
     new: list[int] = []
     context: list[int] = []
-    ended = room = 0
+    ended = left = 0
     for length in lengths:
         done = 0
         while done < length:
-            if not room:
+            if not left:
                 if new:
                     steps.append((new, context, ended))
-                new, context, ended, room = [], [], 0, token_budget
-            part = min(length - done, room)
-            done, room = done + part, room - part
+                new, context, ended, left = [], [], 0, token_budget
+            part = min(length - done, left)
+            done, left = done + part, left - part
             new.append(part)
             context.append(done)
             ended += done == length

@@ -54,7 +54,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `name` is `topic:if` or `module:asyncio.queues`."""
+    """One text of the corpus. `name` is `topic:if` or `module:asyncio.queues`."""
 
     name: str
     text: str
@@ -68,7 +68,7 @@ class Corpus:
     held_out: tuple[Document, ...]
 
     def describe(self) -> str:
-        """One line of counts for logs and the model card."""
+        """Returns one line of counts for logs and the model card."""
         parts = ((name, getattr(self, name)) for name in ("train", "held_out"))
         return "; ".join(
             f"{name}: {len(docs)} documents, {characters(docs)} characters" for name, docs in parts
@@ -106,7 +106,7 @@ def name_hash(name: str) -> float:
 
 
 def collect(stdlib: Path) -> list[Document]:
-    """All documents of a standard library, without repeated paragraphs; topics first.
+    """Collects all documents of a standard library, without repeated paragraphs; topics first.
 
     Raises:
         ConfigError: `stdlib` holds no Python sources or no topics.
@@ -139,11 +139,11 @@ def _topics(stdlib: Path) -> dict[str, str]:
 
 def _sources(stdlib: Path) -> Iterator[tuple[str, Path]]:
     """(module name, file) of every module to read, sorted by path."""
-    found = []
+    paths = []
     for folder, names, files in os.walk(stdlib):
         names[:] = [n for n in names if n not in SKIPPED_FOLDERS and not n.startswith("config-")]
-        found += [Path(folder, f) for f in files if f.endswith(".py") and not f.startswith(SKIPPED_FILES)]
-    for path in sorted(found, key=lambda path: path.relative_to(stdlib).as_posix()):
+        paths += [Path(folder, f) for f in files if f.endswith(".py") and not f.startswith(SKIPPED_FILES)]
+    for path in sorted(paths, key=lambda path: path.relative_to(stdlib).as_posix()):
         parts = path.relative_to(stdlib).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path
 
@@ -196,7 +196,7 @@ def _comments(source: str, tree: ast.Module) -> list[tuple[int, str]]:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether most characters are letters and spaces, and there are words enough for a sentence."""
+    """Returns whether most characters are letters and spaces, with enough words for a sentence."""
     letters = sum(char.isalpha() or char.isspace() for char in text)
     return letters >= _PROSE_SHARE * len(text) and len(text.split()) >= 4
 

@@ -71,7 +71,7 @@ def flash_attention_reference(
 def _largest(
     scores: jax.Array, sinks: jax.Array | None, K: int, wide: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What to take off the scores `[B, K, G, Tq, Tk]`, finite, and the sinks `[1, K, G, 1, 1]`."""
+    """Returns a finite shift of the scores `[B, K, G, Tq, Tk]`, and the sinks `[1, K, G, 1, 1]`."""
     largest = scores.max(-1, keepdims=True)
     sink = None
     if sinks is not None:

@@ -33,8 +33,8 @@ def grouped_matmul_reference(
         undefined (here 0).
     """
     R, wide = x.shape[0], wide_type(x.dtype)
-    made = (rows >= 0) & (rows < R)
-    picked = jnp.where(made[:, None], x[jnp.clip(rows, 0, R - 1)], 0)
+    filled = (rows >= 0) & (rows < R)
+    picked = jnp.where(filled[:, None], x[jnp.clip(rows, 0, R - 1)], 0)
 
     def block(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         tile, expert = args
@@ -45,4 +45,4 @@ def grouped_matmul_reference(
     out = jnp.where(used[:, None, None], out, 0).reshape(len(rows), -1)
     if row_scale is not None:
         out = out * row_scale[:, None].astype(wide)
-    return jnp.where(made[:, None], out, 0).astype(x.dtype if out_dtype is None else out_dtype)
+    return jnp.where(filled[:, None], out, 0).astype(x.dtype if out_dtype is None else out_dtype)

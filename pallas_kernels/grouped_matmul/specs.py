@@ -16,8 +16,8 @@ def make_spec(
     groups = spec_groups(model, tokens, routing) if ids is None else given_groups(model, ids)
     dtype = jnp.bfloat16
     P, E, D, F = len(groups.row_assignment), model.experts, model.expert_hidden, model.hidden
-    made = groups.row_assignment < groups.slot_of.size
-    rows = jnp.where(made, jnp.arange(P), P).astype(jnp.int32)
+    filled = groups.row_assignment < groups.slot_of.size
+    rows = jnp.where(filled, jnp.arange(P), P).astype(jnp.int32)
 
     def make(key: jax.Array) -> dict[str, jax.Array]:
         a, b, c = jax.random.split(key, 3)

@@ -32,8 +32,8 @@ def grouped_swiglu_reference(
         `num_blocks`, is undefined (here 0).
     """
     R, wide = x.shape[0], wide_type(x.dtype)
-    made = (rows >= 0) & (rows < R)
-    picked = jnp.where(made[:, None], x[jnp.clip(rows, 0, R - 1)], 0)
+    filled = (rows >= 0) & (rows < R)
+    picked = jnp.where(filled[:, None], x[jnp.clip(rows, 0, R - 1)], 0)
 
     def block(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         tile, expert = args
@@ -45,4 +45,4 @@ def grouped_swiglu_reference(
     out = jax.lax.map(block, (picked.reshape(-1, block_m, x.shape[1]), block_expert))
     used = jnp.arange(len(block_expert)) < num_blocks[0]
     out = jnp.where(used[:, None, None], out, 0).reshape(len(rows), -1)
-    return jnp.where(made[:, None], out, 0).astype(x.dtype)
+    return jnp.where(filled[:, None], out, 0).astype(x.dtype)

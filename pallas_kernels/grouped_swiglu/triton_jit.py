@@ -22,7 +22,7 @@ def kernel() -> Any:
 
 
 def constants(R: int, D: int, F: int, block_m: int, activation: str, config: Config) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """Returns the constants that the kernel is compiled for."""
     return {
         "R": R,
         "D": D,

@@ -22,7 +22,7 @@ def grouped_swiglu_kernel(
     GROUP: tl.constexpr,
     ACT: tl.constexpr,
 ):
-    """One (block, f-tile) a program; the order is that of `pallas_kernels.grouped_tiles.place`."""
+    """Computes one (block, f-tile) a program, in the order of `pallas_kernels.grouped_tiles.place`."""
     N_TILES: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     EVEN_N: tl.constexpr = F % BLOCK_N == 0
     pid = tl.program_id(0)
@@ -39,7 +39,7 @@ def grouped_swiglu_kernel(
             f = within // height
         slots = block * BLOCK_M + tl.arange(0, BLOCK_M)
         rows = tl.load(rows_ptr + slots)
-        made = (rows >= 0) & (rows < R)
+        filled = (rows >= 0) & (rows < R)
         cols = f * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = cols < F
         k = tl.arange(0, BLOCK_K)
@@ -55,7 +55,7 @@ def grouped_swiglu_kernel(
         for i in range(0, D, BLOCK_K):
             x_at = x_ptr + row_at[:, None] + k[None, :]
             if D % BLOCK_K == 0:
-                x = tl.load(x_at, mask=made[:, None], other=0.0)
+                x = tl.load(x_at, mask=filled[:, None], other=0.0)
                 if EVEN_N:
                     g = tl.load(gate_ptr + step)
                     u = tl.load(up_ptr + step)
@@ -64,7 +64,7 @@ def grouped_swiglu_kernel(
                     u = tl.load(up_ptr + step, mask=inside[None, :], other=0.0)
             else:
                 left = k < D - i
-                x = tl.load(x_at, mask=made[:, None] & left[None, :], other=0.0)
+                x = tl.load(x_at, mask=filled[:, None] & left[None, :], other=0.0)
                 mask = left[:, None] & inside[None, :]
                 g = tl.load(gate_ptr + step, mask=mask, other=0.0)
                 u = tl.load(up_ptr + step, mask=mask, other=0.0)
@@ -86,6 +86,6 @@ def grouped_swiglu_kernel(
             out = tl.maximum(gate, 0.0) * up
         at = out_ptr + slots.to(tl.int64)[:, None] * F + cols[None, :]
         if EVEN_N:
-            tl.store(at, out.to(out_ptr.dtype.element_ty), mask=made[:, None])
+            tl.store(at, out.to(out_ptr.dtype.element_ty), mask=filled[:, None])
         else:
-            tl.store(at, out.to(out_ptr.dtype.element_ty), mask=made[:, None] & inside[None, :])
+            tl.store(at, out.to(out_ptr.dtype.element_ty), mask=filled[:, None] & inside[None, :])

@@ -1,4 +1,4 @@
-"""Each token's expert outputs, weighted and added in a fixed order."""
+"""Sum of each token's weighted expert outputs in a fixed order."""
 
 from pallas_kernels.moe_combine.api import OP, moe_combine
 

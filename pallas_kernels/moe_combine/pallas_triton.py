@@ -50,11 +50,11 @@ def _kernel(*refs: Any, config: Config, T: int, k: int, weighted: bool) -> None:
     total = jnp.zeros((config.rows, config.cols), jnp.float32)
     for j in range(k):
         slot = load(slot_ref.at[token * k + j], mask=token < T, other=P)
-        made = (slot >= 0) & (slot < P)
-        mask = made[:, None] & (col < D)[None, :]
+        filled = (slot >= 0) & (slot < P)
+        mask = filled[:, None] & (col < D)[None, :]
         row = load(y_ref.at[slot[:, None], col[None, :]], mask=mask, other=0.0).astype(jnp.float32)
         if weighted:
-            row = row * load(refs[2].at[token * k + j], mask=made, other=0.0)[:, None]
+            row = row * load(refs[2].at[token * k + j], mask=filled, other=0.0)[:, None]
         total = total + row
     mask = (token < T)[:, None] & (col < D)[None, :]
     store(out_ref.at[token[:, None], col[None, :]], total.astype(out_ref.dtype), mask=mask)

@@ -20,9 +20,9 @@ def moe_combine_reference(y: jax.Array, slot_of: jax.Array, weights: jax.Array |
     total = jnp.zeros((slot_of.shape[0], y.shape[1]), wide)
     for j in range(k):
         slot = slot_of[:, j]
-        made = (slot >= 0) & (slot < P)
+        filled = (slot >= 0) & (slot < P)
         row = y[jnp.clip(slot, 0, P - 1)].astype(wide)
         if weights is not None:
             row = row * weights[:, j, None].astype(wide)
-        total = total + jnp.where(made[:, None], row, 0)
+        total = total + jnp.where(filled[:, None], row, 0)
     return total.astype(y.dtype)

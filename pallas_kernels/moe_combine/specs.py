@@ -21,13 +21,13 @@ def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
     def make(key: jax.Array) -> dict[str, jax.Array]:
         return {"y": jax.random.normal(key, (P, D), dtype), "slot_of": jnp.asarray(groups.slot_of)}
 
-    made = int(groups.counts.sum())
+    rows = int(groups.counts.sum())
     return Spec(
         name=spec_name(model, phase, tokens, routing),
         make=make,
         static={},
         problem=problem(tokens, k, P, D, dtype, False),
-        cost=Cost(flops=1.0 * made * D, bytes=2.0 * (made + tokens) * D + 4.0 * tokens * k, unit="float32"),
+        cost=Cost(flops=1.0 * rows * D, bytes=2.0 * (rows + tokens) * D + 4.0 * tokens * k, unit="float32"),
         tags=spec_tags(model, phase, tokens, routing),
     )
 

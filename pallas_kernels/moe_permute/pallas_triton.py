@@ -171,7 +171,7 @@ def moe_permute_pallas(
     n = cdiv(A, config.tile)
     whole = BlockSpec(memory_space=None)
     sizes = {"tile": config.tile, "sub": config.sub, "A": A, "E": E}
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "interpret": interpret,
@@ -185,7 +185,7 @@ def moe_permute_pallas(
             in_specs=[whole],
             out_specs=whole,
             out_shape=jax.ShapeDtypeStruct((n, E), jnp.int32),
-            **how,
+            **options,
         )
         inputs.append(count(flat))
     shapes = [(P,), (P // block_m,), (1,), (E,), (A,)]
@@ -196,7 +196,7 @@ def moe_permute_pallas(
         in_specs=[whole] * len(inputs),
         out_specs=[whole] * len(shapes),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
-        **how,
+        **options,
     )
     rows, blocks, number, counts, slots = place(*inputs)
     return Permutation(rows, blocks, number, counts, slots.reshape(T, k))

@@ -84,8 +84,8 @@ def check_config(op: str, config: Any, w: QuantizedTensor) -> None:
     most = fmt.scale_columns if fmt.scale_columns > 1 else 256
     powers = all(n > 0 and n & (n - 1) == 0 for n in tile)
     good = powers and 16 <= tile[0] <= most and tile[1] >= least
-    wanted = f"powers of two, block_n 16 to {most}, block_k at least {least}, with {fmt.name}"
-    check_that(op, "config", good, f"block_n={tile[0]}, block_k={tile[1]}", wanted)
+    expected = f"powers of two, block_n 16 to {most}, block_k at least {least}, with {fmt.name}"
+    check_that(op, "config", good, f"block_n={tile[0]}, block_k={tile[1]}", expected)
 
 
 def quantized_grouped_matmul(

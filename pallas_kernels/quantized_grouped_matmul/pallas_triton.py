@@ -45,7 +45,7 @@ class Config:
 
 
 def once_pays(fmt: Format, rows: int) -> bool:
-    """Whether to dequantize once for `rows` rows per matrix.
+    """Returns whether to dequantize once for `rows` rows per matrix.
 
     Decoding costs about 4 instructions a weight for every 128 rows, which is 1.4e-13 s on an H100 if nothing
     hides it; a decoded copy costs its write and its reading back, 1.2e-12 s a weight. Fused kernels decode
@@ -122,7 +122,7 @@ def tiles(
     fmt: Format, block_m: int, blocks: int, F: int, matrices: int
 ) -> list[tuple[int, int, int, int, int]]:
     """Candidates: what fits shared memory and registers, split only where programs are few."""
-    found: list[tuple[int, int, int, int, int]] = []
+    candidates: list[tuple[int, int, int, int, int]] = []
     few, enough = block_m <= 32, 2 * _MULTIPROCESSORS
     code, x_size = 0.5 if fmt.kind == "w4a16" else 1.0, 1 if fmt.kind == "w8a8" else 2
     for block_n in (32, 64, 128) if few else (64, 128):
@@ -135,8 +135,8 @@ def tiles(
                     shared = stages * block_k * (x_size * block_m + matrices * code * block_n)
                     sums = matrices * block_m * block_n / (32 * warps) * (2 if fmt.group else 1)
                     if shared <= 100 * 1024 and sums <= 128:
-                        found.extend((block_n, block_k, split, warps, stages) for split in splits)
-    return found
+                        candidates.extend((block_n, block_k, split, warps, stages) for split in splits)
+    return candidates
 
 
 def _read(problem: Problem) -> tuple[Format, int, int]:

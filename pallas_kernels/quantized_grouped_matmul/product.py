@@ -45,7 +45,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which rows and which matrix a block has; see `pallas_kernels.groups`."""
+    """Rows and matrix of each block; see `pallas_kernels.groups`."""
 
     rows: jax.Array
     block_expert: jax.Array

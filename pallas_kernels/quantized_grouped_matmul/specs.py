@@ -55,7 +55,7 @@ def problem(
     P: int, D: int, F: int, E: int, block_m: int, dtype: Any, fmt: Format, activation: str | None = None
 ) -> Problem:
     """D is the reduction, F the columns of the output; with an activation there are two matrices."""
-    found: dict[str, int | str] = {
+    sizes: dict[str, int | str] = {
         "P": P,
         "D": D,
         "F": F,
@@ -67,11 +67,11 @@ def problem(
         "zeros": int(fmt.zeros),
         "matrices": 1 if activation is None else 2,
     }
-    return found if activation is None else found | {"activation": activation}
+    return sizes if activation is None else sizes | {"activation": activation}
 
 
 def weight_bytes(fmt: Format, D: int, F: int) -> float:
-    """Of one matrix with bfloat16 scales."""
+    """Returns the bytes of one matrix with bfloat16 scales."""
     (outputs, inputs), (rows, columns) = fmt.shapes(D, F)
     return outputs * inputs + rows * columns * (3.0 if fmt.zeros else 2.0)
 
@@ -103,14 +103,14 @@ def make_down(
     """A spec of the routing of that name (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
     groups = spec_groups(model, tokens, routing) if ids is None else given_groups(model, ids)
     P, E, D, F = len(groups.row_assignment), model.experts, model.expert_hidden, model.hidden
-    made = groups.row_assignment < groups.slot_of.size
+    filled = groups.row_assignment < groups.slot_of.size
 
     def make(key: jax.Array) -> dict[str, Any]:
         a, b, c = jax.random.split(key, 3)
         return {
             "x": jax.random.normal(a, (P, D), jnp.bfloat16),
             "w": random_quantized(b, (E, D, F), fmt),
-            "rows": jnp.where(made, jnp.arange(P), P).astype(jnp.int32),
+            "rows": jnp.where(filled, jnp.arange(P), P).astype(jnp.int32),
             **_table(groups),
             "row_scale": jax.random.uniform(c, (P,), jnp.float32),
         }

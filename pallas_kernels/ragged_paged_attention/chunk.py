@@ -25,7 +25,7 @@ from pallas_kernels.ragged_paged_attention.tiles import (
 
 
 def query_tiles(cu_q_lens: jax.Array, T: int, tile_q: int) -> tuple[jax.Array, jax.Array]:
-    """Which queries each program takes: int32 `[tiles]` twice, sequence and its first query; -1 for no work.
+    """Returns each program's queries: int32 `[tiles]` twice, sequence and its first query; -1 for no work.
 
     Sequences with one query are not among them. A sequence's last tile comes first: it has the most keys.
     """

@@ -107,7 +107,7 @@ def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
 
 
 def reduce_warps(a: Attention, splits: int) -> int:
-    """Of the reduction, which holds all parts of a row at once: at least 32 numbers a thread."""
+    """Returns the warps of the reduction, which holds a row's parts at once: at least 32 numbers a thread."""
     return max(1, min(8, next_power_of_2(splits) * a.Dp // 1024))
 
 

@@ -22,7 +22,7 @@ _MOST_ROWS = 128
 
 @dataclass(frozen=True)
 class Config:
-    """All tile sizes are powers of two of at least 16.
+    """Tile sizes, all powers of two of at least 16.
 
     Attributes:
         splits: parts of a context in decode; they need not be a power of two.
@@ -77,21 +77,21 @@ def heuristic(problem: Problem) -> Config:
 
 
 def space(problem: Problem) -> Iterable[Config]:
-    """Of a decode-only problem the decode kernel's fields vary, else the chunk kernel's."""
+    """Varies the decode kernel's fields for a decode-only problem, else the chunk kernel's."""
     base = heuristic(problem)
     if problem["decode"]:
         tiles = [t for t in (base.decode_tile // 2, base.decode_tile, base.decode_tile * 2) if 16 <= t <= 128]
         splits = sorted({max(1, base.splits // 2), base.splits, base.splits * 2})
         choices = itertools.product(splits, tiles, (4, 8), (3, 5, 7))
-        found = {
+        configs = {
             replace(base, splits=n, decode_tile=t, decode_warps=w, decode_stages=s) for n, t, w, s in choices
         }
     else:
         least = next_power_of_2(int(problem["H"]) // int(problem["K"]))
         rows = [r for r in (64, 128) if r >= least]
         choices = itertools.product(rows, (32, 64, 128), (4, 8), (3, 5))
-        found = {replace(base, rows=r, tile=t, num_warps=w, num_stages=s) for r, t, w, s in choices}
-    return sorted(found | {base}, key=lambda c: tuple(vars(c).values()))
+        configs = {replace(base, rows=r, tile=t, num_warps=w, num_stages=s) for r, t, w, s in choices}
+    return sorted(configs | {base}, key=lambda c: tuple(vars(c).values()))
 
 
 def supports(problem: Problem) -> str | None:

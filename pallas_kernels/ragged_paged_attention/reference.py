@@ -60,8 +60,8 @@ def ragged_paged_attention_reference(
 
     def of_sequences(pages: jax.Array, scales: jax.Array | None) -> jax.Array:
         """`[S, K, M·bs, Dh]`, with zeros where nothing is needed."""
-        own = jnp.clip(block_table, 0, N - 1)
-        rows = dequantize_kv(pages[own], None if scales is None else scales[own]).astype(wide)
+        blocks = jnp.clip(block_table, 0, N - 1)
+        rows = dequantize_kv(pages[blocks], None if scales is None else scales[blocks]).astype(wide)
         rows = jnp.moveaxis(rows, 2, 1).reshape(S, K, M * bs, Dh)
         return jnp.where(needed[:, None, :, None], rows, jnp.zeros_like(rows))
 

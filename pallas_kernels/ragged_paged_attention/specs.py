@@ -105,7 +105,7 @@ def make_spec(
 def _cost(
     sizes: Mapping[str, int], sequences: Sequence[tuple[int, int]], kv: Any, window: int | None
 ) -> Cost:
-    """Each key and value that a query sees read once, queries read and results written."""
+    """Costs reading each key and value that a query sees once, reading queries and writing results."""
     pairs = needed = 0
     for queries, keys in sequences:
         position = np.arange(keys - queries, keys)

@@ -1,4 +1,4 @@
-"""What both kernels do with a tile of keys: gather its pages, score, and go one step of the running softmax.
+"""Tiles of keys in both kernels: gathering pages, scores, and one step of the running softmax.
 
 Softmax in base 2, with a running maximum (FlashAttention-2, arXiv 2307.08691).
 
@@ -58,7 +58,7 @@ class Attention:
 
     @property
     def score_factor(self) -> float:
-        """What makes scores of products: the softmax's exponent in base 2, or the soft cap's argument."""
+        """Factor from products to scores: the softmax's exponent in base 2, or the soft cap's argument."""
         return self.scale * LOG2E if self.soft_cap is None else self.scale / self.soft_cap
 
     @property

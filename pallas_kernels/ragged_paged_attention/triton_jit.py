@@ -29,7 +29,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Config:
-    """As the decode fields of `pallas_triton.Config`."""
+    """Decode fields of `pallas_triton.Config`."""
 
     splits: int
     tile: int
@@ -38,14 +38,14 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """That of the Pallas kernel."""
+    """Returns the decode fields of the Pallas kernel's heuristic."""
     return _decode_fields(pallas_triton.heuristic(problem))
 
 
 def space(problem: Problem) -> Iterable[Config]:
-    """That of the Pallas kernel."""
-    found = {_decode_fields(config) for config in pallas_triton.space({**problem, "decode": 1})}
-    return sorted(found, key=lambda c: tuple(vars(c).values()))
+    """Returns the distinct decode fields of the Pallas kernel's space."""
+    configs = {_decode_fields(config) for config in pallas_triton.space({**problem, "decode": 1})}
+    return sorted(configs, key=lambda c: tuple(vars(c).values()))
 
 
 def _decode_fields(config: pallas_triton.Config) -> Config:
@@ -77,7 +77,7 @@ def reduce_kernel() -> Any:
 
 
 def split_constants(a: Attention, config: Config) -> dict[str, Any]:
-    """What the first kernel is compiled for."""
+    """Returns the constants that the first kernel is compiled for."""
     return {
         "H": a.H,
         "K": a.K,
@@ -98,7 +98,7 @@ def split_constants(a: Attention, config: Config) -> dict[str, Any]:
 
 
 def reduce_constants(a: Attention, config: Config) -> dict[str, Any]:
-    """What the second kernel is compiled for."""
+    """Returns the constants that the second kernel is compiled for."""
     return {
         "T": a.T,
         "S": a.S,

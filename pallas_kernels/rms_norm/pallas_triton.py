@@ -22,7 +22,7 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """One row a program until the card is full; about 16 elements a thread."""
+    """Returns one row a program until the card is full; about 16 elements a thread."""
     T, D = int(problem["T"]), int(problem["D"])
     rows = 1 if T <= 1024 else 4
     return Config(rows, num_warps=max(1, min(8, rows * next_power_of_2(D) // (32 * 16))))

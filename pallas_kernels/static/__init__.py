@@ -1,4 +1,4 @@
-"""What compilers say of the kernels, on machines without a GPU: lower, compile to cubin, count.
+"""Compilers' reports on the kernels, on machines without a GPU: lower, compile to cubin, count.
 
 `jax.jit(...).lower(lowering_platforms=("cuda",))` gives each Pallas kernel's Triton IR; the Triton wheel
 turns it into PTX and its `ptxas` into a cubin for sm_80 or sm_90, in a subprocess, because a compiler can

@@ -77,7 +77,7 @@ class StaticReport:
     triton: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the report in JSON's own types."""
         return {"jax": self.jax, "triton": self.triton, "rows": [asdict(row) for row in self.rows]}
 
 
@@ -86,11 +86,11 @@ def report_op(
     compiler: Compiler,
     *,
     targets: Sequence[str] = tuple(TARGETS),
-    wanted: Callable[[str, Spec], bool] = lambda implementation, spec: True,
+    select: Callable[[str, Spec], bool] = lambda implementation, spec: True,
     config: Any = None,
     data: Path = DATA,
 ) -> StaticReport:
-    """Compiles every spec that `wanted(implementation, spec)` keeps, with its default configuration.
+    """Compiles every spec that `select(implementation, spec)` keeps, with its default configuration.
 
     Args:
         config: an explicit configuration instead; then all specs kept must be of its implementation.
@@ -100,7 +100,7 @@ def report_op(
     def jobs() -> Iterator[dict[str, Any]]:
         for name, kind in op.implementations.items():
             for spec in op.specs:
-                if not wanted(name, spec) or kind.supports(spec.problem) is not None:
+                if not select(name, spec) or kind.supports(spec.problem) is not None:
                     continue
                 for target in targets:
                     chosen = configure(
@@ -117,7 +117,7 @@ def report_op(
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
-    """What is wrong with default configurations, a line each: the static gate.
+    """Returns the faults of default configurations, a line each: the static gate.
 
     No kernel may fail to compile, spill, take more shared memory than a block may have, or do a matrix
     product outside the tensor cores (float32 products excepted: they are exact on purpose).
@@ -207,6 +207,6 @@ def _source_job(source: TritonSource, capability: int) -> dict[str, Any]:
 def _filled(row: Row, result: dict[str, Any]) -> Row:
     values = {**asdict(row), **{k: v for k, v in result.items() if k != "died"}}
     if "error" not in result:
-        found = occupancy(TARGETS[row.target], result["registers"], result["shared"], row.num_warps)
-        values |= {"blocks_per_sm": found.blocks, "occupancy": found.share, "limiter": found.limiter}
+        occupied = occupancy(TARGETS[row.target], result["registers"], result["shared"], row.num_warps)
+        values |= {"blocks_per_sm": occupied.blocks, "occupancy": occupied.share, "limiter": occupied.limiter}
     return Row(**values)

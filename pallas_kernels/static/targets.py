@@ -1,4 +1,4 @@
-"""What a streaming multiprocessor holds, and how many blocks of a kernel fit on one.
+"""Resources of a streaming multiprocessor, and how many blocks of a kernel fit on one.
 
 Source: CUDA C++ Programming Guide, "Compute Capabilities" (technical specifications).
 """

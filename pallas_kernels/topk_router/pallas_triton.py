@@ -26,7 +26,7 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """At least a warp's width of logits, at most 16 a thread; one warp, so that reductions need no barrier.
+    """Takes a warp's width to 16 logits a thread; one warp, so that reductions need no barrier.
 
     The picks follow one another, so a program's time is their latency: few rows, one per thread group, and
     as many programs as there are. Several rows in a warp pick side by side.

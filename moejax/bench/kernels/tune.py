@@ -163,7 +163,7 @@ def candidates(kind: Implementation, spec: Spec, most: int) -> list[Any]:
 
 def _static(op: Op, name: str, spec: Spec, compiler: Compiler, target: str, config: Any) -> list[Row]:
     report = report_op(
-        op, compiler, targets=(target,), wanted=lambda i, s: i == name and s is spec, config=config
+        op, compiler, targets=(target,), select=lambda i, s: i == name and s is spec, config=config
     )
     return report.rows
 

@@ -236,11 +236,11 @@ def _wire(
         buckets = [tuple(mean_rows(tokens, k, hops))]
     elif method != "allgather":
         buckets = list(capacity_buckets(tokens, k, hops))
-    holds = [room for room in buckets if all(a >= b for a, b in zip(room, need, strict=False))]
+    holds = [each for each in buckets if all(a >= b for a, b in zip(each, need, strict=False))]
     sizes = {"exchange": parallel.ep, "node": parallel.expert_nodes}
     sizes["local"] = parallel.ep // parallel.expert_nodes
     found = []
-    for room in (buckets[0], (holds or buckets)[0 if holds else -1]):
-        terms = exchange_terms(Exchange(method, room, len(buckets)), parallel, tokens, row, k)
+    for capacities in (buckets[0], (holds or buckets)[0 if holds else -1]):
+        terms = exchange_terms(Exchange(method, capacities, len(buckets)), parallel, tokens, row, k)
         found.append(sum(wire_bytes(kind, size, sizes[role]) for _, kind, role, size in terms))
     return found[0], found[1]

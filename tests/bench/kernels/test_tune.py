@@ -40,7 +40,7 @@ def test_more_bytes_in_flight_are_predicted_faster(compiler):
 
     def predicted(config):
         rows = report_op(
-            op, compiler, targets=("sm_80",), wanted=lambda i, s: s.name == "toy_16", config=config
+            op, compiler, targets=("sm_80",), select=lambda i, s: s.name == "toy_16", config=config
         ).rows
         return predict_us(rows)
 
