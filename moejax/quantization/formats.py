@@ -24,11 +24,12 @@ float32 scale for the tensor.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from moejax.core.checked import Checked, NonNegativeInt
 from moejax.core.errors import ConfigError, unknown
 
 Numbers = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
@@ -48,7 +49,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WeightFormat:
+class WeightFormat(Checked, section="weight format"):
     """Storage format of a weight, and quantization of its product's other operand.
 
     Attributes:
@@ -63,24 +64,14 @@ class WeightFormat:
 
     numbers: Numbers
     granularity: Granularity = "channel"
-    group: int = 0
+    group: NonNegativeInt = 0
     symmetric: bool = True
     scale_dtype: ScaleDtype = "float32"
     activations: Activations = "none"
     indexed: bool = False
 
     def __post_init__(self) -> None:
-        for key, known in (
-            ("numbers", Numbers),
-            ("granularity", Granularity),
-            ("scale_dtype", ScaleDtype),
-            ("activations", Activations),
-        ):
-            if getattr(self, key) not in get_args(known):
-                choices = ", ".join(get_args(known))
-                raise ConfigError(
-                    f"weight format: {key} must be one of {choices}, got {getattr(self, key)!r}"
-                )
+        super().__post_init__()
         grouped = self.granularity in ("group", "block")
         if grouped != (self.group > 0):
             raise ConfigError(f"weight format: granularity {self.granularity!r} with group {self.group}")
