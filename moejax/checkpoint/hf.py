@@ -315,7 +315,7 @@ def _tensors(
         flip = transposed[name.split(".", 2)[-1]]
         spec = param.get_metadata("spec")
         slots = expert_slots(name, spec, expert_of, model.config.num_experts)
-        value = _gathered(param[...]).astype(dtype, copy=False)
+        value = spec.without_padding(_gathered(param[...])).astype(dtype, copy=False)
         if spec.transposed:
             value = value.swapaxes(-1, -2)
         for expert in range(model.config.num_experts) if per_expert else (None,):

@@ -27,13 +27,16 @@ class Block(NamedTuple):
     """A part of a parameter, as stored by the model.
 
     Attributes:
-        spans: start and stop along each dimension.
+        spans: start and stop along each dimension, padding left out.
         devices: those that hold it; none for a parameter without a sharding, of which it is the whole.
+        values: what they hold.
+        unpadded: the part of `values` that `spans` names, a view; the rest are zeros.
     """
 
     spans: Spans
     devices: tuple[jax.Device, ...]
     values: np.ndarray
+    unpadded: np.ndarray
 
 
 def fill_model(
@@ -114,7 +117,9 @@ def read_blocks(
     blocks = empty_blocks(spec, sharding, devices)
     reads: dict[tuple[Source, Spans], list[np.ndarray]] = {}
     for block in blocks:
-        spans, out = block.spans, block.values
+        spans, out = block.spans, block.unpadded
+        if not out.size:
+            continue
         if spec.transposed:
             spans, out = (*spans[:-2], spans[-1], spans[-2]), out.swapaxes(-1, -2)
         if None in sources:
@@ -137,11 +142,17 @@ def read_blocks(
 def empty_blocks(
     spec: ParamSpec, sharding: Sharding | None, devices: Collection[jax.Device] | None = None
 ) -> list[Block]:
-    """The distinct parts of a parameter that some devices hold, not filled yet."""
+    """The distinct parts of a parameter that some devices hold, not filled yet but for padding."""
     blocks = []
     for spans, holders in _spans(spec, sharding, devices).items():
-        shape = tuple(stop - start for start, stop in spans)
-        blocks.append(Block(spans, tuple(holders), aligned_empty(shape, spec.dtype)))
+        values = aligned_empty(tuple(stop - start for start, stop in spans), spec.dtype)
+        if spec.padding:
+            values[...] = 0
+        true = tuple(
+            (min(start, n), min(stop, n)) for (start, stop), n in zip(spans, spec.true_shape, strict=True)
+        )
+        unpadded = values[tuple(slice(stop - start) for start, stop in true)]
+        blocks.append(Block(true, tuple(holders), values, unpadded))
     return blocks
 
 

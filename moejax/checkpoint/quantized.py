@@ -326,11 +326,11 @@ def _destinations(
     for name, parts in blocks.items():
         for block in parts:
             if not slots:
-                destinations[None].append((block.values, name, block.spans))
+                destinations[None].append((block.unpadded, name, block.spans))
                 continue
             first, stop = block.spans[0]
             for slot in range(first, stop):
-                destinations[slots[slot]].append((block.values[slot - first], name, block.spans[1:]))
+                destinations[slots[slot]].append((block.unpadded[slot - first], name, block.spans[1:]))
     return destinations
 
 

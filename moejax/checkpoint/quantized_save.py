@@ -54,7 +54,11 @@ class QuantizedSave:
             module, scheme, declared = self.modules[path], self.schemes[path], weight.stands_for
             slots = expert_slots(path, declared, expert_of, num_experts)
             params = {name: getattr(weight, name) for name in PARTS}
-            arrays = {name: gather(param[...]) for name, param in params.items() if param is not None}
+            arrays = {
+                name: param.get_metadata("spec").without_padding(gather(param[...]))
+                for name, param in params.items()
+                if param is not None
+            }
             D, F = declared.canonical_shape[-2:]
             for expert in range(num_experts) if EXPERT in module else (None,):
                 one = arrays if expert is None else {k: v[slots.index(expert)] for k, v in arrays.items()}

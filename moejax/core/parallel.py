@@ -102,6 +102,10 @@ class ParallelConfig(Checked, section="parallel"):
     def is_single(self) -> bool:
         return self.num_devices == 1 and not self.redundant_experts
 
+    def padded_vocab(self, vocab_size: int) -> int:
+        """Rows of embedding and output projection together with the zeros that let them divide."""
+        return vocab_size + -vocab_size % self.tensor_size
+
     def kv_split(self, num_kv_heads: int) -> int:
         """Parts that key/value heads are split into; a tensor group beyond that holds copies."""
         return math.gcd(self.tensor_size, num_kv_heads)
@@ -129,7 +133,6 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, devices: int) -
     kv = model.num_kv_heads
     if kv % tensor and tensor % kv:
         faults.append(f"num_key_value_heads {kv} neither divides {split} nor is a multiple of it")
-    divides("vocab_size", model.vocab_size, tensor, split)
     if any(model.moe_layers):
         physical = model.num_experts + parallel.redundant_experts
         what = "num_experts" if not parallel.redundant_experts else "num_experts + parallel.redundant_experts"

@@ -112,7 +112,8 @@ class Decoder(nnx.Module):
 
     With `parallel` and the `axes` of its mesh the declared shapes are still the whole model's, but a call
     must come from within `shard_map`, where every device has its part of the weights
-    (`moejax.sharding.rules`).
+    (`moejax.sharding.rules`). A vocabulary that does not divide by the devices is padded with zeros, of which
+    logits show nothing.
 
     With `layers` it is a pipeline stage: these layers only, under their paths in the whole model, the
     embedding where they are the first ones and norm and output projection where they are the last (with tied
@@ -138,14 +139,17 @@ class Decoder(nnx.Module):
         self.stage = every if layers is None else layers
         self.is_first, self.is_last = self.stage[0] == 0, self.stage[-1] == every[-1]
         table = self.is_first or (self.is_last and tied)
-        self.embedding = Embedding(config.vocab_size, D, dtype, scale, axes.tensor) if table else None
+        V, padding = config.vocab_size, -config.vocab_size % axes.size(axes.tensor)
+        self.embedding = Embedding(V, D, dtype, scale, axes.tensor, padding) if table else None
         modules = {str(i): DecoderLayer(config, i, moe, dtype, kernels, parallel, axes) for i in self.stage}
         # A list's paths count from 0, a stage's from its first layer on.
         self.layers = nnx.List(modules.values()) if self.stage == every else nnx.Dict(modules)
         self.norm = RMSNorm(D, "embed", dtype, config.rms_norm_eps, kernels) if self.is_last else None
-        head = self.is_last and not tied
-        shape = (D, config.vocab_size)
-        self.lm_head = Linear(shape, ("embed", "vocab"), dtype, scale=scale) if head else None
+        self.lm_head = (
+            Linear((D, V), ("embed", "vocab"), dtype, scale=scale, padding=padding)
+            if self.is_last and not tied
+            else None
+        )
         self.config = config
         self.axes = axes
         if seed is not None:
@@ -260,8 +264,10 @@ class Decoder(nnx.Module):
         """`[..., D]` → float32 `[..., V]`."""
         if self.lm_head is None:
             assert self.embedding is not None, "only the last stage has logits"
-            return self.embedding.attend(x).astype(jnp.float32)
-        return all_gather(self.lm_head(x), self.axes.tensor, axis=-1).astype(jnp.float32)
+            logits = self.embedding.attend(x)
+        else:
+            logits = all_gather(self.lm_head(x), self.axes.tensor, axis=-1)
+        return logits[..., : self.config.vocab_size].astype(jnp.float32)
 
     def __call__(
         self,

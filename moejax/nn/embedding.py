@@ -13,11 +13,14 @@ from moejax.sharding.axes import Names, all_gather, index, psum
 class Embedding(nnx.Module):
     """A table `[V, D]`; `attend` reuses it as output projection where embeddings are tied.
 
-    `split` names mesh axes that the vocabulary is split over.
+    `split` names mesh axes that the vocabulary, with its `padding`, is split over.
     """
 
-    def __init__(self, vocab_size: int, dim: int, dtype: Any, scale: float, split: Names = ()) -> None:
-        self.table = declare(ParamSpec((vocab_size, dim), ("vocab", "embed"), dtype, "normal", scale))
+    def __init__(
+        self, vocab_size: int, dim: int, dtype: Any, scale: float, split: Names = (), padding: int = 0
+    ) -> None:
+        spec = ParamSpec((vocab_size, dim), ("vocab", "embed"), dtype, "normal", scale)
+        self.table = declare(spec.padded(padding))
         self.split = split
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -32,5 +35,5 @@ class Embedding(nnx.Module):
         return psum(jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype)), self.split)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """`[..., D]` → logits `[..., V]`."""
+        """`[..., D]` → logits `[..., V]`, those of padding included."""
         return all_gather(x @ self.table[...].T, self.split, axis=-1)

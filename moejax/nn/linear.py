@@ -17,6 +17,7 @@ class Linear(nnx.Module):
 
     `split` names mesh axes that the input dimension is split over: each device's product is then a part of
     the sum (row-parallel, Megatron-LM, arXiv 1909.08053). `reduce` names them where the sum is made here.
+    `padding` is for an axis "vocab" (`ParamSpec.padding`).
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class Linear(nnx.Module):
         scale: float = 0.02,
         reduce: Names = (),
         split: Names = (),
+        padding: int = 0,
     ) -> None:
-        self.kernel: Weight = declare(ParamSpec(shape, axes, dtype, "normal", scale))
-        self.bias = declare(ParamSpec(shape[1:], axes[1:], dtype, "zeros")) if bias else None
+        self.kernel: Weight = declare(ParamSpec(shape, axes, dtype, "normal", scale).padded(padding))
+        self.bias = declare(ParamSpec(shape[1:], axes[1:], dtype, "zeros").padded(padding)) if bias else None
         self.reduce = reduce
         self.split = split or reduce
 

@@ -6,10 +6,11 @@ one place that says what a tensor is.
 """
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from moejax.core.errors import ConfigError
 
 Init = Literal["normal", "zeros", "ones"]
+Array = TypeVar("Array", jax.Array, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class ParamSpec:
         scale: standard deviation of `normal`.
         transposed: the tensor is stored with its last two dimensions swapped against the order that the key
             tables and initialisers speak of; `shape` and `axes` are as stored.
+        padding: zeros at the end of the axis "vocab", which let it divide by the devices. They count in
+            `shape`, and are no part of the model: nothing draws, reads or writes them.
     """
 
     shape: tuple[int, ...]
@@ -42,14 +46,40 @@ class ParamSpec:
     init: Init = "normal"
     scale: float = 0.02
     transposed: bool = False
+    padding: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
     @property
     def canonical_shape(self) -> tuple[int, ...]:
-        """The shape in the order that the key tables speak of."""
-        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        """The shape in the order that the key tables speak of, without padding."""
+        shape = self.true_shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    @property
+    def true_shape(self) -> tuple[int, ...]:
+        """The shape as stored, without padding."""
+        return tuple(n - self._added(axis) for n, axis in zip(self.shape, self.axes, strict=True))
+
+    def padded(self, padding: int) -> "ParamSpec":
+        """The tensor with so many zeros at the end of its axis "vocab"; itself if it has none."""
+        if "vocab" not in self.axes:
+            return self
+        spec = replace(self, padding=padding)
+        shape = (n + spec._added(axis) for n, axis in zip(self.shape, self.axes, strict=True))
+        return replace(spec, shape=tuple(shape))
+
+    def with_padding(self, value: jax.Array) -> jax.Array:
+        """`true_shape` → `shape`."""
+        return jnp.pad(value, [(0, self._added(axis)) for axis in self.axes]) if self.padding else value
+
+    def without_padding(self, value: Array) -> Array:
+        """`shape` → `true_shape`."""
+        return value[tuple(slice(n) for n in self.true_shape)] if self.padding else value
+
+    def _added(self, axis: str | None) -> int:
+        return self.padding if axis == "vocab" else 0
 
     def struct(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
@@ -171,7 +201,7 @@ def _initial_value(
     value = (spec.scale * value).astype(spec.dtype)
     value = jnp.swapaxes(value, -1, -2) if spec.transposed else value
     if slots is None:
-        return value
+        return spec.with_padding(value)
     between = _whole_experts(sharding, value.shape)
     if between is not None:
         value = jax.lax.with_sharding_constraint(value, between)
@@ -194,11 +224,5 @@ def _whole_experts(sharding: Sharding | None, shape: tuple[int, ...]) -> NamedSh
 
 
 def num_params(model: nnx.Module) -> int:
-    """Number of scalar parameters; works on abstract models too."""
-    total = 0
-    for spec in specs(model).values():
-        size = 1
-        for dim in spec.shape:
-            size *= dim
-        total += size
-    return total
+    """Number of scalar parameters, padding left out; works on abstract models too."""
+    return sum(math.prod(spec.true_shape) for spec in specs(model).values())

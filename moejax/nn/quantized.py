@@ -40,7 +40,8 @@ class QuantizedWeight(nnx.Module):
             if name not in parts:
                 return None
             declared = parts[name]
-            return declare(ParamSpec(declared.shape, declared.axes, declared.dtype, "zeros"))
+            part_spec = ParamSpec(declared.shape, declared.axes, declared.dtype, "zeros")
+            return declare(part_spec.padded(spec.padding))
 
         self.values = part("values")
         self.scales = part("scales")
@@ -98,17 +99,17 @@ def quantized_weights(model: nnx.Module) -> Iterator[tuple[str, QuantizedWeight]
 
 
 def weight_size(model: nnx.Module) -> tuple[int, int]:
-    """Bytes of all parameters as held, scales and vectors included, and how many numbers they stand for."""
+    """Bytes of all parameters as held, with scales, vectors and padding, and how many numbers of the model these
+    stand for."""
     num_bytes = stands = 0
     parts = set()
     for path, weight in quantized_weights(model):
-        stands += math.prod(weight.stands_for.shape)
+        stands += math.prod(weight.stands_for.true_shape)
         parts |= {f"{path}.{name}" for name in PARTS}
     for path, param in iter_params(model):
         spec = param.get_metadata("spec")
-        size = math.prod(spec.shape)
-        num_bytes += size * jnp.dtype(spec.dtype).itemsize
-        stands += 0 if path in parts else size
+        num_bytes += math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize
+        stands += 0 if path in parts else math.prod(spec.true_shape)
     return num_bytes, stands
 
 

@@ -194,7 +194,7 @@ def step_comm(
     terms.add("experts", "all-reduce", "tensor", hidden, sparse)
     terms.add("mlp", "all-reduce", "tensor", hidden, len(stage_layers) - sparse)
     if last:
-        logits = model.vocab_size // sizes["tensor"] * itemsize
+        logits = parallel.padded_vocab(model.vocab_size) // sizes["tensor"] * itemsize
         terms.add("logits", "all-gather", "tensor", rows * logits)
         parts, part_rows = scored
         terms.add("scores", "all-gather", "tensor", part_rows * logits, parts)

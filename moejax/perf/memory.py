@@ -139,7 +139,8 @@ def _operation(pieces: Sequence[str]) -> str:
 def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: ParallelConfig) -> int:
     """Bytes of a tensor on each device, by the rules of `moejax.sharding.rules`.
 
-    Experts count with the redundant ones, whether or not the declaration has them.
+    Experts count with the redundant ones, and a vocabulary with its padding, whether or not the declaration
+    has them.
 
     Raises:
         ConfigError: a dimension does not divide.
@@ -156,6 +157,8 @@ def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: Parall
     for axis, length in zip(spec.axes, spec.shape, strict=True):
         if axis == "expert" and length == model.num_experts:
             length += parallel.redundant_experts
+        elif axis == "vocab":
+            length = parallel.padded_vocab(length)
         ways = splits.get(axis or "", 1)
         if length % ways:
             raise ConfigError(f"{name}: axis {axis!r} of {length} does not divide over {ways} devices")

@@ -162,4 +162,4 @@ def _table(model: ModelConfig, parallel: ParallelConfig, stage: StageMemory) -> 
     last = stage.layers[-1] == model.num_layers - 1
     if stage.layers[0] != 0 or (model.tie_word_embeddings and last):
         return 0.0
-    return model.vocab_size * model.hidden_size / parallel.tensor_size
+    return parallel.padded_vocab(model.vocab_size) * model.hidden_size / parallel.tensor_size

@@ -3,6 +3,7 @@
 So the model is never whole in both forms.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence
@@ -64,9 +65,12 @@ class QuantizeOnLoad:
         if program is None:
 
             def run(value: jax.Array) -> tuple[QTensor, jax.Array]:
-                w = jnp.swapaxes(value, -1, -2) if spec.transposed else value
+                w = spec.without_padding(value)  # which a tensor's percentile would see
+                w = jnp.swapaxes(w, -1, -2) if spec.transposed else w
                 q = round_to_nearest(w, fmt, clip=quant.clip, percentile=quant.percentile)
-                return q, errors(w.astype(jnp.float32), q, None)[0]
+                parts = specs(QuantizedWeight(spec, fmt)).items()
+                padded = {name: part.with_padding(getattr(q, name)) for name, part in parts}
+                return dataclasses.replace(q, **padded), errors(w.astype(jnp.float32), q, None)[0]
 
             out = None if placed is None else (_like(spec, fmt, placed), None)
             program = self._programs[spec, fmt, place] = jax.jit(run, out_shardings=out)

@@ -65,7 +65,6 @@ def test_sizes() -> None:
         ({"ep": 5, "attention": "data"}, "num_experts 16 % ep=5 = 1"),
         ({"pp": 4}, "num_hidden_layers 3 are fewer than pp=4"),
         ({"pp": 2, "stage_layers": [1, 1]}, "parallel.stage_layers [1, 1] add up to 2 of 3 layers"),
-        ({"tp": 7}, "vocab_size 96 % tp=7 = 5"),
         ({"tp": 7}, "moe_intermediate_size 16 % tp=7 = 2"),
         ({"tp": 7}, "intermediate_size 48 % tp=7 = 6"),
         ({"tp": 16}, "16 devices are needed and 8 are there"),

@@ -1,4 +1,6 @@
-"""Small models of every family whose dimensions divide by eight devices, and checkpoints of them."""
+"""Small models of every family whose dimensions divide by eight devices, and checkpoints of them.
+
+Vocabularies do not, but for one: they are padded."""
 
 from pathlib import Path
 
@@ -31,18 +33,19 @@ BASE = ModelConfig(
 FAMILIES = {
     # Fewer key/value heads than devices, and a dense layer among the others.
     "qwen3_moe": BASE.replace(
-        head_dim=16, num_layers=3, moe_layers=(True, False, True), sliding_windows=(None,) * 3
+        vocab_size=97, head_dim=16, num_layers=3, moe_layers=(True, False, True), sliding_windows=(None,) * 3
     ),
     "mixtral": BASE.replace(
         family="mixtral", qk_norm="none", num_kv_heads=8, num_experts=8, num_experts_per_tok=2,
         sliding_windows=(12, 12), intermediate_size=16,
     ),
     "olmoe": BASE.replace(
-        family="olmoe", qk_norm="projection", num_kv_heads=4, norm_topk_prob=False, intermediate_size=16
+        family="olmoe", vocab_size=99, qk_norm="projection", num_kv_heads=4, norm_topk_prob=False,
+        intermediate_size=16,
     ),
     "qwen2_moe": BASE.replace(
-        family="qwen2_moe", qk_norm="none", qkv_bias=True, shared_expert_intermediate_size=24,
-        tie_word_embeddings=True,
+        family="qwen2_moe", vocab_size=101, qk_norm="none", qkv_bias=True,
+        shared_expert_intermediate_size=24, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 

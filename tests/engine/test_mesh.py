@@ -35,7 +35,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # 1e-5 of their range.
 RELATIVE = 1e-5
 
-GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=5)
+# More log-probabilities than tokens: those of all.
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=128)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def single(model: Any) -> Any:
-    """What one device gives: tokens, log-probabilities of the likeliest, scores."""
+    """What one device gives: tokens, log-probabilities of the whole vocabulary, scores."""
 
     @functools.cache
     def run(family: str, skewed: bool, count: int) -> Any:
@@ -63,7 +64,10 @@ def outcome(llm: LLM, count: int) -> Any:
     asked = prompts(count)
     done = llm.generate(asked, GREEDY)
     tokens = [out.outputs[0].token_ids for out in done]
-    top = [[sorted(step.top.values()) for step in out.outputs[0].logprobs or []] for out in done]
+    steps = [step.top for out in done for step in out.outputs[0].logprobs or []]
+    every = range(llm.config.vocab_size)
+    assert all(sorted(top) == list(every) for top in steps)
+    top = [[values[token] for token in every] for values in steps]
     scores = llm.score([p for p in asked if len(p) > 1])
     return tokens, np.asarray(top), np.concatenate(scores)
 

@@ -22,6 +22,8 @@ MODELS = {
     "shared expert, biases": small_model(),
     "norm over the projection": small_model(family="olmoe", qk_norm="projection", dtype="bfloat16"),
     "norm of heads, tied": small_model(family="qwen3_moe", qk_norm="head", tie_word_embeddings=True),
+    "a padded vocabulary": small_model(vocab_size=99),
+    "a padded vocabulary, tied": small_model(vocab_size=99, tie_word_embeddings=True),
     "one key head": small_model(num_kv_heads=1, shared_expert_intermediate_size=0),
 }
 
@@ -93,10 +95,24 @@ def test_stages() -> None:
 def test_misfits_are_errors() -> None:
     model = small_model()
     declared = specs(Decoder(model))
-    odd = specs(Decoder(model.replace(vocab_size=90)))
-    with pytest.raises(ConfigError, match=r"embedding.table: axis 'vocab' of 90 does not divide over 8"):
+    odd = specs(Decoder(model.replace(intermediate_size=90)))
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.*: axis 'mlp' of 90 does not divide over 8"):
         device_memory(model, LAYOUTS["tp8"], odd, num_blocks=1, block_size=1)
     with pytest.raises(ConfigError, match="the layers of each stage must be given"):
         device_memory(model, ParallelConfig(pp=2), declared, num_blocks=1, block_size=1)
     with pytest.raises(ConfigError, match="do not hold the 3 layers in order"):
         device_memory(model, ParallelConfig(pp=2), declared, num_blocks=1, block_size=1, stages=[[0], [2]])
+
+
+@pytest.mark.parametrize(("layout", "padded"), [("tp8", 104), ("dp_attention_ep4_tp2", 100), ("single", 99)])
+def test_a_vocabulary_counts_with_its_padding(layout: str, padded: int) -> None:
+    """Declared with it or without."""
+    model, parallel = small_model(vocab_size=99), LAYOUTS[layout]
+    own, other = (
+        {path: spec for path, spec in specs(each).items() if "vocab" in spec.axes}
+        for each in (decoder(model, parallel), Decoder(model))
+    )
+    per_device = padded // parallel.tensor_size * model.hidden_size * 4
+    for declared in (own, other):
+        found = {path: tensor_bytes(path, spec, model, parallel) for path, spec in declared.items()}
+        assert found == {"embedding.table": per_device, "lm_head.kernel": per_device}

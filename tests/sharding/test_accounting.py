@@ -44,7 +44,8 @@ ENGINE = EngineConfig(
     moe=MoeConfig(grouped_matmul="ragged_dot"),
 )
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = small_model(num_layers=2, moe_layers=(True, False), sliding_windows=(None, None))
+# The vocabulary is padded wherever it is split.
+MODEL = small_model(vocab_size=99, num_layers=2, moe_layers=(True, False), sliding_windows=(None, None))
 
 HERE = [name for name, layout in PRESETS.items() if 1 < layout.num_devices <= 8]
 OTHERS = [
@@ -206,6 +207,7 @@ MODELS = {
     "norm over the projection": MODEL.replace(family="olmoe", qk_norm="projection"),
     "tied, one key head": MODEL.replace(num_kv_heads=1, tie_word_embeddings=True),
     "float16": MODEL.replace(dtype="float16"),
+    "a vocabulary that divides": MODEL.replace(vocab_size=96),
 }
 
 

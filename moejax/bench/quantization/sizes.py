@@ -44,7 +44,7 @@ def model_sizes(model: Decoder) -> Sizes:
         size = int(param[...].nbytes)
         spec = stands_for.get(path) or param.get_metadata("spec")
         # A quantized weight counts once, with its codes.
-        numbers = 0 if path != name and part != "values" else math.prod(spec.shape)
+        numbers = 0 if path != name and part != "values" else math.prod(spec.true_shape)
         total += size
         parameters += numbers
         if len(spec.shape) >= 2 and protected(path) is None:

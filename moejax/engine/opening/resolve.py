@@ -163,6 +163,10 @@ def resolve(
         # Not silently: the kernels were perhaps asked for by name.
         why = "it runs over a projection that is split over devices, of which a kernel sees a part"
         resolutions.append(Resolution("engine.kernels (QK norm)", "xla", why))
+    vocab, padded = config.vocab_size, parallel.padded_vocab(config.vocab_size)
+    if padded > vocab:
+        why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
+        resolutions.append(Resolution("vocab_size", str(padded), why))
     return ResolvedEngine(
         parallel=parallel,
         engine=engine,
