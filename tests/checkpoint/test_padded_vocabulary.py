@@ -1,7 +1,6 @@
 """Weights of a vocabulary that is padded for a mesh: drawn, read, rounded and saved without it."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +8,11 @@ from safetensors.numpy import load_file
 
 from moejax import QuantConfig
 from moejax.checkpoint.hf import load_config, load_pretrained, save_pretrained
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantRule
-from moejax.engine.opening.quantize import QuantizationPlan
-from moejax.engine.opening.weights import build_model, make_places
+from moejax.engine.opening.resolve import resolve
+from moejax.engine.opening.weights import load
 from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params, specs
 from moejax.nn.quantized import weight_size
@@ -37,16 +36,15 @@ TP8 = ParallelConfig(tp=8)
 def on_mesh(
     config: ModelConfig, parallel: ParallelConfig, source: Path | None, quant: QuantConfig | None = None
 ) -> Decoder:
-    """As an engine opens it."""
-    moe = MoeConfig()
-    places = make_places(parallel, config, moe)
-    store: Any = {}
-    if quant is not None:
-        plan = QuantizationPlan(quant, parallel, config, moe, places, "cpu", "grouped")
-        store = {"store": plan.rounding.at(places[0])}
-    model = build_model(config, parallel, places[0], moe, "xla", source, 3, **store)
-    if quant is not None:
-        plan.finish([model])
+    """Returns the model as an engine opens it: from a directory, or with random weights."""
+    resolved = resolve(
+        config if source is None else source,
+        parallel=parallel,
+        quant=quant,
+        seed=3,
+        load_format="dummy" if source is None else "auto",
+    )
+    (model,) = load(resolved).stages
     return model
 
 
