@@ -13,22 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from moejax.report.compare_plots import forest
-from moejax.report.compare_tables import plain_table, verdicts_table
+from moejax.report.compare_tables import verdicts_table
 from moejax.report.figure import new_figure, save_figures
 from moejax.report.style import COLORS, run_title
-from moejax.report.tables import number
+from moejax.report.tables import Column, add_columns, number, plain_table
 from moejax.results.compare.samples import CASE_FIELDS, case_name
 from moejax.results.metric_names import short_name
 from moejax.results.statistics import Interval
 from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
 
 _COLUMNS = (
-    ("TTFT\np50", "median_ttft_ms"),
-    ("TPOT\np50", "median_tpot_ms"),
-    ("ITL\np99", "p99_itl_ms"),
-    ("E2E\np50", "median_e2el_ms"),
-    ("tok/s", "output_throughput"),
-    ("good\nreq/s", "request_goodput"),
+    Column("TTFT\np50", "median_ttft_ms"),
+    Column("TPOT\np50", "median_tpot_ms"),
+    Column("ITL\np99", "p99_itl_ms"),
+    Column("E2E\np50", "median_e2el_ms"),
+    Column("tok/s", "output_throughput"),
+    Column("good\nreq/s", "request_goodput"),
 )
 
 
@@ -95,15 +95,13 @@ def cases_table(result: Mapping[str, Any]) -> Table:
     )
     table.add_column("variant", overflow="fold")
     table.add_column("case", no_wrap=True)
-    columns = [column for column in _COLUMNS if any(row.get(column[1]) is not None for row in rows)]
-    for title, _ in columns:
-        table.add_column(title, justify="right", no_wrap=True)
+    columns = add_columns(table, _COLUMNS, rows)
     table.add_column("same\ntokens", justify="right", no_wrap=True)
     table.add_column("rounds", justify="right", no_wrap=True)
     for row in rows:
         equal = row["equal_requests"]
         same = Text("–" if equal is None else f"{100 * equal:.0f}%", style="" if equal == 1 else "yellow")
-        figures = [number(row.get(key)) for _, key in columns]
+        figures = [column.text(row) for column in columns]
         table.add_row(row["variant"], _case(row), *figures, same, number(row["rounds"]))
     return table
 

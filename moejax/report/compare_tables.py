@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from moejax.report.style import commit_name, device_name, model_name
-from moejax.report.tables import number
+from moejax.report.tables import number, plain_table
 from moejax.results.compare.comparison import RunComparison
 from moejax.results.compare.inputs import MISSING, UNKNOWN, Difference
 from moejax.results.compare.runs import Run
@@ -21,19 +20,6 @@ _MOST_CASES = 24  # verdicts by case of one run
 _MOST_COLUMNS = 4  # runs side by side; more go below one another
 _CELL = 34  # characters of an input's value
 _COLORS = {"better": "green", "worse": "red", "too few": "yellow", "not comparable": "yellow"}
-
-
-def plain_table(title: str, caption: str | None = None) -> Table:
-    """An empty table in the comparison's look."""
-    return Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
 
 
 def comparison_tables(comparison: RunComparison) -> list[Table]:

@@ -25,6 +25,7 @@ from moejax.results.compare.inputs import flatten
 from moejax.results.compare.runs import Run, load_runs
 from moejax.results.compare.samples import Cases
 from moejax.results.metric_names import lower_is_better, short_name
+from moejax.results.metrics import is_number
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "assets" / "report.html.j2"
 MOST_BYTES = 5_000_000
@@ -167,14 +168,14 @@ def _differences(comparison: RunComparison | None) -> list[dict[str, Any]]:
 def _metrics(runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
     """Every flat metric of any run: the usual ones, and the rest (all of them where none is usual)."""
     found = dict.fromkeys(
-        name for run in runs for name, value in run.result["metrics"].items() if _is_number(value)
+        name for run in runs for name, value in run.result["metrics"].items() if is_number(value)
     )
     usual = [name for name in _FIRST if name in found] or list(found)
     rows = []
     for name in [*usual, *(name for name in found if name not in usual)]:
         values = [run.result["metrics"].get(name) for run in runs]
         base = values[0]
-        ratios = [v / base if _is_number(v) and _is_number(base) and base else None for v in values[1:]]
+        ratios = [v / base if is_number(v) and is_number(base) and base else None for v in values[1:]]
         rows.append(
             {
                 "name": name,
@@ -217,7 +218,7 @@ def _rooflines(runs: Sequence[Run]) -> list[tuple[str, Figure, str]]:
     for run in runs[:_MOST_ROOFLINES]:
         try:
             figure = roofline_figure(run.result)
-        except ConfigError:  # no account, or no peaks: the page is no worse for it
+        except ConfigError:  # no cost breakdown, or no peaks: the page is no worse for it
             continue
         text = (
             f"{run.label}: operations by phase against what memory and compute allow; stars are whole phases."
@@ -255,16 +256,12 @@ def _figures(runs: Sequence[Run], comparison: RunComparison | None) -> list[dict
     ]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _cell(value: Any) -> Cell:
-    return (number(value), _raw(value)) if _is_number(value) or value is None else (_cut(value), "")
+    return (number(value), _raw(value)) if is_number(value) or value is None else (_cut(value), "")
 
 
 def _raw(value: Any) -> str:
-    return repr(float(value)) if _is_number(value) else ""
+    return repr(float(value)) if is_number(value) else ""
 
 
 def _cut(value: Any) -> str:

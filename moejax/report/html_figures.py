@@ -18,6 +18,7 @@ from moejax.report.style import COLORS
 from moejax.results.compare.runs import Run
 from moejax.results.compare.samples import Cases, case_name, latency_values
 from moejax.results.metric_names import lower_is_better, short_name
+from moejax.results.pareto import pareto
 
 _MARKERS = "osD^vP*X"
 _MOST_CASES = 4
@@ -77,7 +78,7 @@ def _draw_trade_off(
                 point[4], point[2:4], xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7,
                 color="#555555",
             )  # fmt: skip
-    front = pareto([(p[2], p[3]) for p in points], more_y=lower_is_better(y) is not True)
+    front = frontier([(p[2], p[3]) for p in points], more_y=lower_is_better(y) is not True)
     if len(front) > 1:
         axis.step(*zip(*front, strict=True), where="post", color="#888888", linewidth=1, linestyle="--",
                   label="Pareto frontier", zorder=0)  # fmt: skip
@@ -96,15 +97,10 @@ def _draw_trade_off(
     return figure
 
 
-def pareto(points: Sequence[tuple[float, float]], *, more_y: bool = True) -> list[tuple[float, float]]:
+def frontier(points: Sequence[tuple[float, float]], *, more_y: bool = True) -> list[tuple[float, float]]:
     """The points with no other that has less x and better y, by rising x."""
-    sign = 1.0 if more_y else -1.0
-    best, front = -np.inf, []
-    for x, y in sorted(points, key=lambda p: (p[0], -sign * p[1])):
-        if sign * y > best:
-            best = sign * y
-            front.append((x, y))
-    return front
+    losses = [-y if more_y else y for _, y in points]
+    return [points[i] for i in pareto([x for x, _ in points], losses)]
 
 
 def distributions(cases: Sequence[Cases]) -> Figure | None:

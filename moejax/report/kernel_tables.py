@@ -4,11 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.tables import number
+from moejax.report.tables import number, plain_table
 
 
 def print_static(result: Mapping[str, Any], console: Console) -> None:
@@ -32,7 +31,7 @@ def static_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     Kernels and models are headings of their own, or names would leave no room for figures at 100 columns.
     """
     targets = list(dict.fromkeys(row["target"] for row in rows))
-    table = _table(
+    table = plain_table(
         op,
         "reg: registers a thread (+ spilled bytes); KB: shared memory; occ: warps resident, by what is\n"
         "limited (r, s, w, b); mma: mma.sync or wgmma in the code; cp: cp.async;\n"
@@ -113,7 +112,7 @@ def bench_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     What has no time is marked; `bench_faults` says why.
     """
     gains = any(row.get("speedup_over_bf16") for row in rows)
-    table = _table(
+    table = plain_table(
         op,
         "µs: median; ±: half the interquartile range, %; bound: least µs at this device's measured rates;\n"
         "of it: bound over time, %; x ours: time over our fastest; err: distance from the reference"
@@ -175,7 +174,7 @@ def print_tuned(result: Mapping[str, Any], console: Console) -> None:
     """A line per spec: the winner, and what it saves over the heuristic's configuration."""
     timed = result["metrics"]["timed"]
     what = "timed" if timed else "by the static model, untimed"
-    table = _table(
+    table = plain_table(
         f"tuned, {what}",
         "x: the heuristic's time over the winner's; =: the winner is the heuristic's configuration",
     )
@@ -195,15 +194,3 @@ def print_tuned(result: Mapping[str, Any], console: Console) -> None:
             "–" if base is None or not row["us"] else f"{base / row['us']:.2f}",
         )
     console.print(table)
-
-
-def _table(title: str, caption: str) -> Table:
-    return Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )

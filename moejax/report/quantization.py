@@ -7,34 +7,45 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from moejax.report.figure import new_figure, round_ticks, save_figures
 from moejax.report.style import COLORS, run_title
+from moejax.report.tables import Column, plain_table
 
-# Title, key in a row, what the figure is multiplied with; two tables, each for 100 columns.
-_LOSSES: tuple[tuple[str, str, float], ...] = (
-    ("bits per\nweight", "bits_per_weight", 1),
-    ("cache\nbits", "cache_bits", 1),
-    ("model\nMB", "model_bytes", 1e-6),
-    ("perplexity", "perplexity", 1),
-    ("KL\nmnat", "kl", 1e3),
-    ("top-1\n%", "top1_agreement", 100),
+
+def _figure(value: Any) -> str:
+    """Three digits."""
+    if isinstance(value, float) and not np.isfinite(value):
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    size = abs(value)
+    return f"{value:,.{0 if size >= 1000 else 1 if size >= 100 else 2}f}"
+
+
+# Two tables, each for 100 columns.
+_LOSSES: tuple[Column, ...] = (
+    Column("bits per\nweight", "bits_per_weight", 1, _figure),
+    Column("cache\nbits", "cache_bits", 1, _figure),
+    Column("model\nMB", "model_bytes", 1e-6, _figure),
+    Column("perplexity", "perplexity", 1, _figure),
+    Column("KL\nmnat", "kl", 1e3, _figure),
+    Column("top-1\n%", "top1_agreement", 100, _figure),
 )
-_ROUTING: tuple[tuple[str, str, float], ...] = (
-    ("flips\n%", "router_flips", 100),
-    ("own\n%", "router_flips_replayed", 100),
-    ("shift\n%", "load_shift", 100),
-    ("error %\nrare", "expert_error_rare", 100),
-    ("\npopular", "expert_error_popular", 100),
-    ("\nby load", "expert_error_weighted", 100),
-    ("rank\ncorr.", "popularity_correlation", 1),
-    ("quantize\ns", "quantize_seconds", 1),
-    ("decode\ntok/s", "decode_tokens_per_s", 1),
-    ("\n×", "decode_ratio", 1),
-    ("% of\nbound", "decode_percent_of_bound", 1),
+_ROUTING: tuple[Column, ...] = (
+    Column("flips\n%", "router_flips", 100, _figure),
+    Column("own\n%", "router_flips_replayed", 100, _figure),
+    Column("shift\n%", "load_shift", 100, _figure),
+    Column("error %\nrare", "expert_error_rare", 100, _figure),
+    Column("\npopular", "expert_error_popular", 100, _figure),
+    Column("\nby load", "expert_error_weighted", 100, _figure),
+    Column("rank\ncorr.", "popularity_correlation", 1, _figure),
+    Column("quantize\ns", "quantize_seconds", 1, _figure),
+    Column("decode\ntok/s", "decode_tokens_per_s", 1, _figure),
+    Column("\n×", "decode_ratio", 1, _figure),
+    Column("% of\nbound", "decode_percent_of_bound", 1, _figure),
 )
 _LOSSES_NOTE = """\
 loss: of perplexity, % of full precision, with its bootstrap interval; ~ inside the noise
@@ -48,16 +59,6 @@ by load: as a token meets it, each expert's weighted with its load; rank corr.: 
 _DECODE_NOTE = """\
 decode: on this {device}, × full precision's; bound: what memory bandwidth and compute allow for what is held
 """
-
-
-def _figure(value: Any) -> str:
-    """Three digits."""
-    if value is None or (isinstance(value, float) and not np.isfinite(value)):
-        return "–"
-    if isinstance(value, int):
-        return f"{value:,}"
-    size = abs(value)
-    return f"{value:,.{0 if size >= 1000 else 1 if size >= 100 else 2}f}"
 
 
 def losses_table(result: Mapping[str, Any]) -> Table:
@@ -74,27 +75,22 @@ def routing_table(result: Mapping[str, Any]) -> Table:
     return _table([c for c in result["cases"] if c["error"] is None], _ROUTING, "routing, experts, time")
 
 
-def _table(
-    cases: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str, float]], title: str
-) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    kept = [c for c in columns if any(case.get(c[1]) is not None for case in cases)]
+def _table(cases: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str) -> Table:
+    table = plain_table(title, padding=(0, 1, 0, 0), collapse_padding=False)
+    kept = [c for c in columns if any(case.get(c.key) is not None for case in cases)]
     if len({case.get("cache_bits") for case in cases if case["error"] is None}) < 2:
-        kept = [c for c in kept if c[1] != "cache_bits"]
+        kept = [c for c in kept if c.key != "cache_bits"]
     table.add_column("method", no_wrap=True)
-    for name, key, _ in kept:
-        table.add_column(name, justify="right", no_wrap=True)
-        if key == "perplexity":
+    for column in kept:
+        table.add_column(column.title, justify="right", no_wrap=True)
+        if column.key == "perplexity":
             table.add_column("loss %\n[interval]", justify="right", no_wrap=True)
             table.add_column("of that\nrouting", justify="right", no_wrap=True)
     for case in cases:
         cells = [case["name"]]
-        for _, key, scale in kept:
-            value = case.get(key)
-            cells.append(_figure(None if value is None else value if scale == 1 else value * scale))
-            if key == "perplexity":
+        for column in kept:
+            cells.append(column.text(case))
+            if column.key == "perplexity":
                 cells += [_loss(case), _routing_part(case)]
         table.add_row(*cells, style=None if case["error"] is None else "red")
     return table

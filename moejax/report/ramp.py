@@ -8,48 +8,43 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from moejax.report.figure import new_figure, round_ticks, save_figures
 from moejax.report.style import COLORS, run_title
-from moejax.report.tables import number, stderr_console
+from moejax.report.tables import Column, add_columns, plain_table, share, stderr_console, three_digits
 
 Row = Mapping[str, Any]
 
 _COLUMNS = (
-    ("req/s\noffered", "request_rate"),
-    ("\nserved", "request_throughput"),
-    ("\ngood", "request_goodput"),
-    ("kept\nup, %", "followed"),
-    ("TTFT\np50", "median_ttft_ms"),
-    ("\np99", "p99_ttft_ms"),
-    ("TPOT\np50", "median_tpot_ms"),
-    ("\np99", "p99_tpot_ms"),
-    ("tok/s\nuser", "tokens_per_s_per_user"),
-    ("\ndevice", "tokens_per_s_per_device"),
+    Column("req/s\noffered", "request_rate", cell=three_digits),
+    Column("\nserved", "request_throughput", cell=three_digits),
+    Column("\ngood", "request_goodput", cell=three_digits),
+    Column("kept\nup, %", "followed", cell=share),
+    Column("TTFT\np50", "median_ttft_ms", cell=three_digits),
+    Column("\np99", "p99_ttft_ms", cell=three_digits),
+    Column("TPOT\np50", "median_tpot_ms", cell=three_digits),
+    Column("\np99", "p99_tpot_ms", cell=three_digits),
+    Column("tok/s\nuser", "tokens_per_s_per_user", cell=three_digits),
+    Column("\ndevice", "tokens_per_s_per_device", cell=three_digits),
 )
 
 
 def ramp_table(result: Mapping[str, Any]) -> Table:
     """A line per rate in rising order, mode by mode; the knee and saturated rates are marked."""
-    table = Table(
-        title=f"ramp: {run_title(result)}",
-        caption="times in ms; kept up: requests ended over requests come, while they came;\n"
+    table = plain_table(
+        f"ramp: {run_title(result)}",
+        "times in ms; kept up: requests ended over requests come, while they came;\n"
         "tok/s user: a request's output over its time from asking to the last token",
-        title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-        collapse_padding=True,
-    )  # fmt: skip
+    )
     rows = result["cases"]
-    kept = [item for item in _COLUMNS if any(row.get(item[1]) is not None for row in rows)]
-    for heading, _ in kept:
-        table.add_column(heading, justify="right", no_wrap=True)
+    columns = add_columns(table, _COLUMNS, rows)
     table.add_column("")
     modes = result["ramp"]
     for mode in modes:
         for row in _rising(rows, mode):
-            cells = [_cell(row.get(key), key) for _, key in kept]
+            cells = [column.text(row) for column in columns]
             mark = "knee" if row["case"] == mode["knee_case"] else "saturated" if row["saturated"] else ""
             name = f"{_name(mode)} " if len(modes) > 1 else ""
             table.add_row(*cells, f"{name}{mark}".strip(), style="bold" if mark == "knee" else None)
@@ -181,14 +176,6 @@ def _rising(rows: Sequence[Row], mode: Row) -> list[Row]:
 
 def _name(mode: Row) -> str:
     return str(mode["batching"] if mode["backend"] == "moejax" else mode["backend"])
-
-
-def _cell(value: Any, key: str) -> str:
-    if key == "followed" and value is not None:
-        return f"{100 * value:.0f}"
-    if not isinstance(value, float) or 0 < value < 0.01:
-        return number(value)
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def _log(axis: Axes, which: str, values: Sequence[float]) -> None:

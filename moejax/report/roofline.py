@@ -1,6 +1,7 @@
 """Table and plots of `result["roofline"]`: operations against the device's roof, measured against bound.
 
-Any result that has the account (`bench.common.roofline.account`) will do; a profile's has measured times too.
+Any result with a cost breakdown (`bench.common.roofline.cost_breakdown`) will do; a profile's has measured
+times too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +12,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from moejax.core.errors import ConfigError
 from moejax.report.figure import new_figure, save_figures
 from moejax.report.style import COLORS, run_title
-from moejax.report.tables import number
+from moejax.report.tables import number, plain_table
 
 _REST = {"launch_overhead": "between instructions", "host_gap": "host", "unattributed": "not attributed"}
 _PHASE_COLORS = {"decode": COLORS[0], "prefill": COLORS[1], "mixed": COLORS[2]}
@@ -47,16 +47,13 @@ def print_profile(result: Mapping[str, Any], console: Console) -> None:
 def profile_table(phase: Mapping[str, Any], kind: str) -> Table:
     """One phase: measured, bound and excess of each operation, and the rest of the step."""
     what = "decode step" if phase["phase"] == "decode" else "prompts"
-    table = Table(
-        title=f"{what}: {number(phase['plain_ms'])} ms, {number(phase['measured_ms'])} under the profiler;"
+    table = plain_table(
+        f"{what}: {number(phase['plain_ms'])} ms, {number(phase['measured_ms'])} under the profiler;"
         f" bound {number(phase['bound_ms'])} ms ({phase['limit']}, {kind})\n"
         f"MFU {_percent(phase['mfu'])}, MBU {_percent(phase['mbu'])}",
-        caption="measured: under the profiler; bound: least time on the device, by FLOPs and by bytes\n"
+        "measured: under the profiler; bound: least time on the device, by FLOPs and by bytes\n"
         "of weights and cache; excess: measured - bound; rates: those over measured",
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        collapse_padding=False,
     )
     table.add_column("operation", no_wrap=True)
     for name in ("measured\nms", "share\n%", "bound\nms", "limit", "excess\nms", "\nGFLOP/s", "\nGB/s"):
@@ -126,9 +123,9 @@ def roofline_figure(result: Mapping[str, Any], case: int | None = None) -> Figur
         case: row of `cases` whose phases are shown, where the result has several; None: all.
 
     Raises:
-        ConfigError: the result, or that case, has no account, or its device no known peaks.
+        ConfigError: the result, or that case, has no cost breakdown, or its device no known peaks.
     """
-    phases, hardware = _accounts(result, case), result.get("hardware") or {}
+    phases, hardware = _breakdowns(result, case), result.get("hardware") or {}
     dtype = phases[0]["dtype"]
     peak, bandwidth = (hardware.get("flops") or {}).get(dtype), hardware.get("bandwidth")
     if not peak or not bandwidth:
@@ -136,7 +133,7 @@ def roofline_figure(result: Mapping[str, Any], case: int | None = None) -> Figur
     figure, (axis,) = new_figure("Roofline", result, 8.6, 5.6)
     points = [point for phase in phases for point in _points(phase, peak, bandwidth)]
     if not points:
-        raise ConfigError("the result's account has no operation with both FLOPs and bytes")
+        raise ConfigError("the result's cost breakdown has no operation with both FLOPs and bytes")
     names = list(dict.fromkeys(name for _, name, *_ in points))
     marks = {name: "*" if name == "all" else _MARKS[min(i, len(_MARKS) - 1)] for i, name in enumerate(
         sorted(names, key=lambda name: name == "all"))}  # fmt: skip
@@ -206,7 +203,7 @@ def residual_figure(result: Mapping[str, Any]) -> Figure:
     Raises:
         ConfigError: the result has no measured times.
     """
-    phases = [phase for phase in _accounts(result) if phase.get("measured_ms")]
+    phases = [phase for phase in _breakdowns(result) if phase.get("measured_ms")]
     if not phases:
         raise ConfigError("the result has no time of single operations; python -m experiments.profile has")
     most = max(len(_bars(phase)) for phase in phases)
@@ -249,13 +246,13 @@ def save_profile_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
     return save_figures(figures, out_dir)
 
 
-def _accounts(result: Mapping[str, Any], case: int | None = None) -> list[Mapping[str, Any]]:
+def _breakdowns(result: Mapping[str, Any], case: int | None = None) -> list[Mapping[str, Any]]:
     phases = [phase for phase in result.get("roofline") or [] if phase.get("operations")]
     cases = sorted({phase["case"] for phase in phases if "case" in phase})
     if case is not None and phases:
         phases = [phase for phase in phases if phase.get("case") == case]
         if not phases:
-            raise ConfigError(f"the result has no roofline account of case {case} (it has {cases})")
+            raise ConfigError(f"the result has no roofline of case {case} (it has {cases})")
     if not phases:
-        raise ConfigError("the result has no roofline account; it is older, or of an experiment without one")
+        raise ConfigError("the result has no roofline; it is older, or of an experiment without one")
     return phases

@@ -4,28 +4,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from moejax.report.style import run_title
-from moejax.report.tables import number
+from moejax.report.tables import Column, add_columns, number, plain_table
 
-# Title, key in a row, what the figure is multiplied with.
-_Columns = Sequence[tuple[str, str, float]]
-_SKEW: _Columns = (
-    ("max /\nmean", "max_over_mean", 1),
-    ("entropy\n%", "entropy", 100),
-    ("Gini", "gini", 1),
-    ("Zipf\nexp.", "zipf_exponent", 1),
-    ("bursts\n×", "burstiness", 1),
-    ("reuse\n%", "reuse", 100),
-    ("chance\n%", "reuse_by_chance", 100),
-    ("next\nbits", "next_layer_bits", 1),
-    ("hits\nprefill", "prefill_hits", 1),
-    ("\ndecode", "decode_hits", 1),
+
+def _cell(value: Any) -> str:
+    """Two digits after the point below ten, one above; whole numbers as they are."""
+    if isinstance(value, float) and not np.isfinite(value):
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{1 if abs(value) >= 10 else 2}f}"
+
+
+_SKEW = (
+    Column("max /\nmean", "max_over_mean", 1, _cell),
+    Column("entropy\n%", "entropy", 100, _cell),
+    Column("Gini", "gini", 1, _cell),
+    Column("Zipf\nexp.", "zipf_exponent", 1, _cell),
+    Column("bursts\n×", "burstiness", 1, _cell),
+    Column("reuse\n%", "reuse", 100, _cell),
+    Column("chance\n%", "reuse_by_chance", 100, _cell),
+    Column("next\nbits", "next_layer_bits", 1, _cell),
+    Column("hits\nprefill", "prefill_hits", 1, _cell),
+    Column("\ndecode", "decode_hits", 1, _cell),
 )
-_SIZE: _Columns = (("tokens", "rows", 1), ("steps", "steps", 1))
+_SIZE = (Column("tokens", "rows", 1, _cell), Column("steps", "steps", 1, _cell))
 _MOST_LAYERS = 48
 _NOTE = """\
 max/mean, entropy (of even), Gini: of the experts' loads; Zipf: the likeliest exponent
@@ -101,23 +106,11 @@ def _difference(row: Mapping[str, Any]) -> str:
 
 
 def _table(
-    title: str, first: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], columns: _Columns
+    title: str, first: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]
 ) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = plain_table(title, padding=(0, 1, 0, 0), collapse_padding=False)
     table.add_column(first, overflow="fold", max_width=24)
-    kept = [c for c in columns if any(row.get(c[1]) is not None for row in rows)]
-    for name, _, _ in kept:
-        table.add_column(name, justify="right", no_wrap=True)
+    kept = add_columns(table, columns, rows)
     for name, row in zip(names, rows, strict=True):
-        table.add_row(name, *(_cell(row.get(key), scale) for _, key, scale in kept))
+        table.add_row(name, *(column.text(row) for column in kept))
     return table
-
-
-def _cell(value: Any, scale: float) -> str:
-    if value is None or (isinstance(value, float) and not np.isfinite(value)):
-        return "–"
-    if isinstance(value, int) and scale == 1:
-        return f"{value:,}"
-    return f"{value * scale:,.{1 if abs(value * scale) >= 10 else 2}f}"

@@ -7,42 +7,39 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from moejax.report.figure import new_figure, save_figures
 from moejax.report.style import COLORS, run_title
-from moejax.report.tables import number, stderr_console
+from moejax.report.tables import Column, plain_table, share, stderr_console
 
 _COLUMNS = (
-    ("phase", "phase"),
-    ("requests", "requests"),
-    ("done", "done"),
-    ("aborted", "aborted"),
-    ("left", "left"),
-    ("failed", "failed"),
-    ("tokens", "tokens"),
-    ("tok/s", "output_throughput"),
-    ("preempted", "preemptions"),
-    ("cache\n%", "cache_use_peak"),
-    ("TPOT\nratio", "tpot_ratio"),
+    Column("phase", "phase", left=True),
+    Column("requests", "requests"),
+    Column("done", "done"),
+    Column("aborted", "aborted"),
+    Column("left", "left"),
+    Column("failed", "failed"),
+    Column("tokens", "tokens"),
+    Column("tok/s", "output_throughput", cell=lambda value: f"{value:,.0f}"),
+    Column("preempted", "preemptions"),
+    Column("cache\n%", "cache_use_peak", cell=share),
+    Column("TPOT\nratio", "tpot_ratio", cell=lambda value: f"{value:.2f}"),
 )
 
 
 def stress_table(result: Mapping[str, Any]) -> Table:
     """A line per phase, all rounds together."""
-    table = Table(
-        title=f"stress: {run_title(result)}",
-        caption="cache: most blocks in use; TPOT ratio: of the probes, most after the phase over before all",
-        title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-        collapse_padding=True,
-    )  # fmt: skip
-    for heading, key in _COLUMNS:
-        table.add_column(heading, justify="left" if key == "phase" else "right", no_wrap=True)
+    table = plain_table(
+        f"stress: {run_title(result)}",
+        "cache: most blocks in use; TPOT ratio: of the probes, most after the phase over before all",
+    )
+    for column in _COLUMNS:
+        table.add_column(column.title, justify="left" if column.left else "right", no_wrap=True)
     table.add_column("")
     for row in result["cases"]:
-        cells = [_cell(row.get(key), key) for _, key in _COLUMNS]
+        cells = [column.text(row) for column in _COLUMNS]
         table.add_row(*cells, "ok" if row["passed"] else "[red]FAILED[/red]")
     return table
 
@@ -105,11 +102,3 @@ def save_stress_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str]
         OutputError: it cannot be written.
     """
     return save_figures({"stress": stress_figure(result)}, out_dir)
-
-
-def _cell(value: Any, key: str) -> str:
-    if key == "cache_use_peak" and value is not None:
-        return f"{100 * value:.0f}"
-    if key == "tpot_ratio" and value is not None:
-        return f"{value:.2f}"
-    return f"{value:,.0f}" if isinstance(value, float) else number(value)

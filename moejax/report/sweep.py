@@ -5,7 +5,6 @@ what `sweep.json` holds, or a sweep's folder by `load_sweep`. No JAX here.
 """
 
 import dataclasses
-import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,8 +22,9 @@ from rich.table import Table
 from moejax.core.errors import ConfigError
 from moejax.report.figure import new_figure, round_ticks, save_figure
 from moejax.report.style import COLORS
-from moejax.report.tables import number, stderr_console
+from moejax.report.tables import number, plain_table, stderr_console
 from moejax.results.metric_names import lower_is_better
+from moejax.results.metrics import is_number
 from moejax.results.result import load_result
 from moejax.results.sweep import job_rows, read_sweep, swept_keys
 
@@ -102,17 +101,14 @@ def metrics_of(sweep: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str,
         axes = {"job", "case", *axes_of(sweep, rows)}
         keys = dict.fromkeys(key for row in rows for key in row if key not in axes)
         usual = tuple((key, key) for key in keys if _varies(rows, key))[:_MOST_METRICS]
-    return [item for item in usual if any(_is_number(row.get(item[1])) for row in rows)]
+    return [item for item in usual if any(is_number(row.get(item[1])) for row in rows)]
 
 
 def sweep_table(sweep: Mapping[str, Any]) -> Table:
     """A line per case of each finished job; the best of each metric is bold."""
     rows = sweep_rows(sweep)
     axes, metrics = axes_of(sweep, rows, every=True), metrics_of(sweep, rows)
-    table = Table(
-        title=f"sweep: {sweep['experiment']}, {len(sweep['jobs'])} jobs", title_justify="left",
-        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
-    )  # fmt: skip
+    table = plain_table(f"sweep: {sweep['experiment']}, {len(sweep['jobs'])} jobs")
     for name in ("job", *(_SHORT.get(axis, axis) for axis in axes)):
         table.add_column(name, justify="right")
     for heading, _ in metrics:
@@ -134,7 +130,7 @@ def sweep_figure(sweep: Mapping[str, Any], result: Mapping[str, Any] | None = No
     axes, metrics = axes_of(sweep, rows), metrics_of(sweep, rows)[:_PLOTTED]
     if len(rows) < 2 or not axes or not metrics:
         return None
-    numeric = [axis for axis in axes if all(_is_number(row.get(axis)) for row in rows)]
+    numeric = [axis for axis in axes if all(is_number(row.get(axis)) for row in rows)]
     title = f"Sweep of {sweep['experiment']}"
     if len(numeric) >= 2:
         return _heat_maps(title, rows, axes, _best_axes(numeric), metrics, result or {})
@@ -239,7 +235,7 @@ def _grid(
     for i, y in enumerate(ys):
         for j, x in enumerate(xs):
             found = [row.get(key) for row in rows if row.get(pair[0]) == y and row.get(pair[1]) == x]
-            numbers: list[Any] = [value for value in found if _is_number(value)]
+            numbers: list[Any] = [value for value in found if is_number(value)]
             if numbers:
                 grid[i, j] = np.mean(numbers)
     return grid
@@ -269,7 +265,7 @@ def _lines(
     for axis, (heading, key) in zip(panels, metrics, strict=True):
         for index, which in enumerate(series):
             mine = [row for row in rows if tuple(row.get(a) for a in others) == which]
-            points = sorted((row[across], row[key]) for row in mine if _is_number(row.get(key)))
+            points = sorted((row[across], row[key]) for row in mine if is_number(row.get(key)))
             label = ", ".join(_axis_value(value) for value in which)
             if points:
                 x, y = zip(*points, strict=True)
@@ -298,7 +294,7 @@ def _bars(
     height = 1.6 + 0.28 * len(rows)
     figure, panels = new_figure(title, result, max(6.0, 3.4 * len(metrics)), height, 1, len(metrics))
     for axis, (heading, key) in zip(panels, metrics, strict=True):
-        values = [row[key] if _is_number(row.get(key)) else 0.0 for row in rows]
+        values = [row[key] if is_number(row.get(key)) else 0.0 for row in rows]
         bars = axis.barh(range(len(rows)), values, color=COLORS[0])
         axis.bar_label(bars, [number(row.get(key)) for row in rows], fontsize=7, padding=2)
         axis.set_yticks(range(len(rows)), labels if axis is panels[0] else [""] * len(rows), fontsize=8)
@@ -332,24 +328,20 @@ def _codes(column: Sequence[str]) -> list[int]:
 
 
 def _values(rows: Sequence[Row], axis: str) -> list[Any]:
-    return sorted({row[axis] for row in rows if _is_number(row.get(axis))})
+    return sorted({row[axis] for row in rows if is_number(row.get(axis))})
 
 
 def _best(rows: Sequence[Row], key: str) -> Row | None:
     """The row with the best value, where better has a direction and the rows differ."""
-    known = [row for row in rows if _is_number(row.get(key))]
+    known = [row for row in rows if is_number(row.get(key))]
     lower = lower_is_better(key)
     if lower is None or not _varies(known, key):
         return None
     return (min if lower else max)(known, key=lambda row: row[key])
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _varies(rows: Sequence[Row], key: str) -> bool:
-    return len({row.get(key) for row in rows if _is_number(row.get(key))}) > 1
+    return len({row.get(key) for row in rows if is_number(row.get(key))}) > 1
 
 
 def _axis_value(value: Any) -> str:

@@ -1,7 +1,8 @@
 """Tables for the terminal. They go wherever the caller's console does, by default to stderr: stdout is for
 what programs read. No JAX here."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,65 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax.report.style import has_peers, mode_label, run_title
-
-# Column title and key in a case's row. Short, because they must fit 80 columns.
-_LATENCY_COLUMNS: tuple[tuple[str, str], ...] = (
-    ("batch", "batch_size"),
-    ("in", "prompt_len"),
-    ("out", "output_len"),
-    ("TTFT\np50", "median_ttft_ms"),
-    ("\np99", "p99_ttft_ms"),
-    ("TPOT\np50", "median_tpot_ms"),
-    ("\np99", "p99_tpot_ms"),
-    ("ITL\np99", "p99_itl_ms"),
-    ("E2E\np50", "median_e2el_ms"),
-    ("\np99", "p99_e2el_ms"),
-    ("tok/s", "output_throughput"),
-    ("% of\nroof", "roofline_percent"),
-)
-
-_THROUGHPUT_COLUMNS: tuple[tuple[str, str], ...] = (
-    ("batching", "batching"),
-    ("TTFT\np50", "median_ttft_ms"),
-    ("\np99", "p99_ttft_ms"),
-    ("TPOT\np50", "median_tpot_ms"),
-    ("ITL\np99", "p99_itl_ms"),
-    ("req/s", "request_throughput"),
-    ("good\nreq/s", "request_goodput"),
-    ("tok/s", "output_throughput"),
-    ("seqs", "mean_batch_size"),
-    ("cache\n%", "cache_use_peak"),
-    ("pad\n%", "padding_waste"),
-)
-_SHARES = ("cache_use_peak", "padding_waste")
-
-# Where other engines were measured too: fewer figures of each, and what it is to the first one.
-_LATENCY_BESIDE: tuple[tuple[str, str], ...] = (
-    ("backend", "backend"),
-    ("batch", "batch_size"),
-    ("in", "prompt_len"),
-    ("out", "output_len"),
-    ("TTFT\np50", "median_ttft_ms"),
-    ("TPOT\np50", "median_tpot_ms"),
-    ("tok/s", "output_throughput"),
-    ("% of\nroof", "roofline_percent"),
-    ("TTFT\nratio", "ttft_ratio"),
-    ("TPOT\nratio", "tpot_ratio"),
-    ("same\ntok %", "tokens_agree_percent"),
-)
-_THROUGHPUT_BESIDE: tuple[tuple[str, str], ...] = (
-    ("backend", "backend"),
-    ("batching", "batching"),
-    ("TTFT\np50", "median_ttft_ms"),
-    ("\np99", "p99_ttft_ms"),
-    ("TPOT\np50", "median_tpot_ms"),
-    ("req/s", "request_throughput"),
-    ("good\nreq/s", "request_goodput"),
-    ("tok/s", "output_throughput"),
-    ("tok/s\nratio", "output_ratio"),
-    ("same\ntok %", "tokens_agree_percent"),
-)
-_NAMES = ("backend", "batching")
 
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
 _LOG_WIDTH = 140
@@ -95,6 +37,114 @@ def number(value: Any) -> str:
     return f"{value:,.{0 if size >= 1000 or size == 0 else 1 if size >= 100 else 2 if size >= 1 else 4}f}"
 
 
+def three_digits(value: Any) -> str:
+    """A cell of about three digits: eleven must fit 80 columns."""
+    if not isinstance(value, float) or 0 < value < 0.01:
+        return number(value)
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def share(value: Any) -> str:
+    """A cell of a share, in per cent."""
+    return f"{100 * value:.{1 if 0 < value < 0.01 else 0}f}" if isinstance(value, float) else number(value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table of rows.
+
+    Attributes:
+        title: its heading.
+        key: in a row.
+        scale: what a number is multiplied with.
+        cell: writes a value.
+        left: whether it is aligned to the left, as words are.
+    """
+
+    title: str
+    key: str
+    scale: float = 1
+    cell: Callable[[Any], str] = number
+    left: bool = False
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """Returns a row's cell, "–" where the row has no value."""
+        value = row.get(self.key)
+        return "–" if value is None else self.cell(value if self.scale == 1 else value * self.scale)
+
+
+def plain_table(title: str | None = None, caption: str | None = None, **look: Any) -> Table:
+    """Returns an empty table in the look of all tables here; `look` is Rich's."""
+    usual = {"title_justify": "left", "caption_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False}
+    return Table(title=title, caption=caption, **{**usual, "collapse_padding": True, **look})
+
+
+def add_columns(table: Table, columns: Iterable[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Adds the columns that any row fills, another would only take width, and returns them."""
+    kept = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
+    for column in kept:
+        table.add_column(column.title, justify="left" if column.left else "right", no_wrap=True)
+    return kept
+
+
+# Titles are short, because tables must fit 80 columns.
+_LATENCY_COLUMNS: tuple[Column, ...] = (
+    Column("batch", "batch_size"),
+    Column("in", "prompt_len"),
+    Column("out", "output_len"),
+    Column("TTFT\np50", "median_ttft_ms"),
+    Column("\np99", "p99_ttft_ms"),
+    Column("TPOT\np50", "median_tpot_ms"),
+    Column("\np99", "p99_tpot_ms"),
+    Column("ITL\np99", "p99_itl_ms"),
+    Column("E2E\np50", "median_e2el_ms"),
+    Column("\np99", "p99_e2el_ms"),
+    Column("tok/s", "output_throughput"),
+    Column("% of\nroof", "roofline_percent"),
+)
+
+_THROUGHPUT_COLUMNS: tuple[Column, ...] = (
+    Column("batching", "batching", left=True),
+    Column("TTFT\np50", "median_ttft_ms", cell=three_digits),
+    Column("\np99", "p99_ttft_ms", cell=three_digits),
+    Column("TPOT\np50", "median_tpot_ms", cell=three_digits),
+    Column("ITL\np99", "p99_itl_ms", cell=three_digits),
+    Column("req/s", "request_throughput", cell=three_digits),
+    Column("good\nreq/s", "request_goodput", cell=three_digits),
+    Column("tok/s", "output_throughput", cell=three_digits),
+    Column("seqs", "mean_batch_size", cell=three_digits),
+    Column("cache\n%", "cache_use_peak", cell=share),
+    Column("pad\n%", "padding_waste", cell=share),
+)
+
+# Where other engines were measured too: fewer figures of each, and what it is to the first one.
+_LATENCY_BESIDE: tuple[Column, ...] = (
+    Column("backend", "backend", left=True),
+    Column("batch", "batch_size", cell=three_digits),
+    Column("in", "prompt_len", cell=three_digits),
+    Column("out", "output_len", cell=three_digits),
+    Column("TTFT\np50", "median_ttft_ms", cell=three_digits),
+    Column("TPOT\np50", "median_tpot_ms", cell=three_digits),
+    Column("tok/s", "output_throughput", cell=three_digits),
+    Column("% of\nroof", "roofline_percent", cell=three_digits),
+    Column("TTFT\nratio", "ttft_ratio", cell=three_digits),
+    Column("TPOT\nratio", "tpot_ratio", cell=three_digits),
+    Column("same\ntok %", "tokens_agree_percent", cell=three_digits),
+)
+_THROUGHPUT_BESIDE: tuple[Column, ...] = (
+    Column("backend", "backend", left=True),
+    Column("batching", "batching", left=True),
+    Column("TTFT\np50", "median_ttft_ms", cell=three_digits),
+    Column("\np99", "p99_ttft_ms", cell=three_digits),
+    Column("TPOT\np50", "median_tpot_ms", cell=three_digits),
+    Column("req/s", "request_throughput", cell=three_digits),
+    Column("good\nreq/s", "request_goodput", cell=three_digits),
+    Column("tok/s", "output_throughput", cell=three_digits),
+    Column("tok/s\nratio", "output_ratio", cell=three_digits),
+    Column("same\ntok %", "tokens_agree_percent", cell=three_digits),
+)
+
+
 def latency_table(result: Mapping[str, Any]) -> Table:
     """One line per case: TTFT, TPOT, ITL and E2E at the median and the 99th percentile, and tokens/s; beside
     peers a line for each backend, with ratios."""
@@ -102,19 +152,18 @@ def latency_table(result: Mapping[str, Any]) -> Table:
     if any(case.get("roofline_percent") is not None for case in result["cases"]):
         caption += "roof: the least time per output token that memory and compute allow, over the measured"
     beside = has_peers(result)
-    table, keys = _cases_table(
-        result,
-        _LATENCY_BESIDE if beside else _LATENCY_COLUMNS,
-        title=f"{result.get('experiment', '')}: {run_title(result)}",
-        caption=caption.rstrip(";\n") + _beside_caption(result),
+    table = plain_table(
+        f"{result.get('experiment', '')}: {run_title(result)}",
+        caption.rstrip(";\n") + _beside_caption(result),
     )
+    columns = add_columns(table, _LATENCY_BESIDE if beside else _LATENCY_COLUMNS, result["cases"])
     before = None
     for case in result["cases"]:
         shape = tuple(case.get(key) for key in ("batch_size", "prompt_len", "output_len"))
         if beside and before not in (None, shape):
             table.add_section()
         before = shape
-        table.add_row(*(_figure(case.get(key), key) if beside else number(case.get(key)) for key in keys))
+        table.add_row(*(column.text(case) for column in columns))
     return table
 
 
@@ -129,25 +178,6 @@ def _beside_caption(result: Mapping[str, Any]) -> str:
     return text
 
 
-def _cases_table(
-    result: Mapping[str, Any], columns: Sequence[tuple[str, str]], *, title: str, caption: str
-) -> tuple[Table, list[str]]:
-    """An empty table with the columns that any case fills (another would only take width), and their keys."""
-    table = Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    kept = [c for c in columns if any(case.get(c[1]) is not None for case in result["cases"])]
-    for name, key in kept:
-        table.add_column(name, justify="left" if key in _NAMES else "right", no_wrap=True)
-    return table, [key for _, key in kept]
-
-
 def throughput_table(result: Mapping[str, Any]) -> Table:
     """One line per batching mode, and below two of them the first one's figures over the second's; beside
     peers a line for each backend, with ratios."""
@@ -156,17 +186,16 @@ def throughput_table(result: Mapping[str, Any]) -> Table:
         "times in ms; tok/s: output tokens; seqs: mean sequences in a step;\n"
         "cache: most blocks in use; pad: padding in computed tokens"
     )
-    table, keys = _cases_table(
-        result,
-        _THROUGHPUT_BESIDE if beside else _THROUGHPUT_COLUMNS,
-        title=f"{result.get('experiment', '')}: {run_title(result)}\n{_traffic(cases[0])}",
-        caption="times in ms; tok/s: output tokens" + _beside_caption(result) if beside else caption,
+    table = plain_table(
+        f"{result.get('experiment', '')}: {run_title(result)}\n{_traffic(cases[0])}",
+        "times in ms; tok/s: output tokens" + _beside_caption(result) if beside else caption,
     )
+    columns = add_columns(table, _THROUGHPUT_BESIDE if beside else _THROUGHPUT_COLUMNS, cases)
     for case in cases:
-        table.add_row(*(_figure(case.get(key), key) for key in keys))
+        table.add_row(*(column.text(case) for column in columns))
     if len(cases) == 2 and not beside:
         table.add_section()
-        ratios = [_ratio(cases[0].get(key), cases[1].get(key)) for key in keys[1:]]
+        ratios = [_ratio(cases[0].get(column.key), cases[1].get(column.key)) for column in columns[1:]]
         table.add_row("ratio", *ratios, style="bold")
     return table
 
@@ -180,15 +209,6 @@ def _traffic(case: Mapping[str, Any]) -> str:
         + (f", at most {case['max_num_seqs']} running" if case["max_num_seqs"] else "")
         + f"; mean {case['prompt_len']} in, {case['output_len']} out"
     )
-
-
-def _figure(value: Any, key: str) -> str:
-    """A cell of about three digits: eleven must fit 80 columns. Shares are in per cent."""
-    if isinstance(value, float) and key in _SHARES:
-        return f"{100 * value:.{1 if 0 < value < 0.01 else 0}f}"
-    if not isinstance(value, float) or 0 < value < 0.01:
-        return number(value)
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def _ratio(value: float | None, base: float | None) -> str:
@@ -222,7 +242,7 @@ def backends_table(result: Mapping[str, Any]) -> Table | None:
     peak. None without peers."""
     if not has_peers(result):
         return None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = plain_table()
     for name in ("backend", "versions", "weights as", "threads", "weights\nMB", "process\npeak MB"):
         table.add_column(name, justify="right" if "MB" in name or name == "threads" else "left")
     for backend in result.get("backends", []):

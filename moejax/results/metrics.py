@@ -217,3 +217,8 @@ def record_row(record: RequestRecord, origin: float = 0.0) -> dict[str, Any]:
         "e2el_ms": times.e2e * 1e3 if done else None,
         "itl_ms": [step * 1e3 for step in times.itl] if done else [],
     }
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a result is a finite number; true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from moejax.core.files import to_jsonable
 from moejax.results.metric_names import lower_is_better
+from moejax.results.metrics import is_number
 from moejax.tracking.base import Scalar, Tracker
 
 CDF_METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -54,7 +55,7 @@ def publish(
         plots, files: written ones; pictures are shown, files kept as the artifact `EXPERIMENT-result`.
     """
     cases = result.get("cases", [])
-    names = dict.fromkeys(key for row in cases for key, value in row.items() if _is_number(value))
+    names = dict.fromkeys(key for row in cases for key, value in row.items() if is_number(value))
     tracker.define_metric("case/index")
     for name in names:
         best = {True: "min", False: "max", None: "none"}[lower_is_better(name)]
@@ -63,7 +64,7 @@ def publish(
         tracker.define_metric(f"case/{name}", step_metric="case/index", summary=best)
     step = 0
     for step, row in enumerate(cases, start=1):
-        values = {f"case/{name}": row[name] for name in names if _is_number(row.get(name))}
+        values = {f"case/{name}": row[name] for name in names if is_number(row.get(name))}
         tracker.log({"case/index": step - 1, **values}, step=step - 1)
     over_time = _columns(timeline) if timeline is not None else _timeline(result)
     for prefix, curves in (("timeline", over_time), ("telemetry", _telemetry(result))):
@@ -191,10 +192,6 @@ def _counts(result: Mapping[str, Any]) -> NDArray[np.float64] | None:
     return counts if counts.ndim == 2 and counts.sum() > 0 else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     plain = [k for k in columns if all(row.get(k) is None or isinstance(row[k], _PLAIN) for row in rows)]
@@ -234,7 +231,7 @@ def _log_curves(tracker: Tracker, prefix: str, curves: Mapping[str, Sequence[Any
     count = len(curves["time_s"])
     places = np.unique(np.linspace(0, count - 1, min(count, _CURVE_POINTS)).round().astype(int))
     for place in places:
-        row = {f"{prefix}/{k}": v[place] for k, v in curves.items() if _is_number(v[place])}
+        row = {f"{prefix}/{k}": v[place] for k, v in curves.items() if is_number(v[place])}
         tracker.log(row, step=step)
         step += 1
     return step

@@ -15,7 +15,7 @@ from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import orders
 from moejax.bench.ab.run import run_ab
-from moejax.bench.ab.variants import CONTROL, Member, Variant, token_agreement
+from moejax.bench.ab.variants import CONTROL, Arm, Variant, token_agreement
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.traffic import Lengths, ThroughputWorkload
@@ -122,8 +122,8 @@ def test_equal_variants_have_no_winner_more_often_than_alpha(tmp_path):
     """The whole rule on paired rounds, drawn and not run: many seeds."""
     cases = [{"batch_size": 1, "prompt_len": 4, "output_len": 5}]
 
-    def member(name, rng, common, factor=1.0):
-        found = Member(Variant(name, [], Clocked(), {}))
+    def arm(name, rng, common, factor=1.0):
+        found = Arm(Variant(name, [], Clocked(), {}))
         for round_ in range(12):
             noise = factor * common[round_] * np.exp(0.02 * rng.standard_t(2))
             found.rounds[round_, 0] = {
@@ -138,9 +138,9 @@ def test_equal_variants_have_no_winner_more_often_than_alpha(tmp_path):
         for seed in range(seeds):
             rng = np.random.default_rng(seed)
             common = np.exp(np.cumsum(rng.normal(0, 0.05, 12)))
-            members = [member(n, rng, common) for n in ("a", CONTROL)] + [member("b", rng, common, factor)]
-            metrics = judged_metrics(members, cases, ())
-            found = judge(members[0], members[1], members[2:], metrics, ["B=1"])
+            arms = [arm(n, rng, common) for n in ("a", CONTROL)] + [arm("b", rng, common, factor)]
+            metrics = judged_metrics(arms, cases, ())
+            found = judge(arms[0], arms[1], arms[2:], metrics, ["B=1"])
             wins += any(verdict.decided for verdict in found.verdicts)
         return wins / seeds
 

@@ -38,7 +38,7 @@ def run(llm: LLM, out: Path, kind: str = "auto") -> dict[str, Any]:
 @pytest.mark.optimized
 @pytest.mark.slow
 def test_a_profile(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Parts add up to the step, nearly all is attributed, and the account agrees with what ran."""
+    """Parts add up to the step, nearly all is attributed, and the cost breakdown agrees with what ran."""
     run(llm, tmp_path)
     result = load_result(tmp_path)
     assert [row["phase"] for row in result["cases"]] == ["prefill", "decode"]

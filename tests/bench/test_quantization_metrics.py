@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moejax.bench.quantization.metrics import WindowBootstrap, pareto, popularity_errors, total_variation
+from moejax.bench.quantization.metrics import WindowBootstrap, popularity_errors, total_variation
 from moejax.bench.quantization.rows import (
     FULL,
     against_rtn,
@@ -11,6 +11,7 @@ from moejax.bench.quantization.rows import (
     loss_fields,
     mark_pareto,
 )
+from moejax.results.pareto import pareto
 
 TOKENS = np.array([4, 4, 2])
 

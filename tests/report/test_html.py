@@ -152,8 +152,8 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
 
 def test_pareto_frontier_by_hand() -> None:
     points = [(1.0, 5.0), (2.0, 4.0), (2.0, 7.0), (3.0, 7.0), (4.0, 9.0)]
-    assert html_figures.pareto(points) == [(1.0, 5.0), (2.0, 7.0), (4.0, 9.0)]
-    assert html_figures.pareto(points, more_y=False) == [(1.0, 5.0), (2.0, 4.0)]
+    assert html_figures.frontier(points) == [(1.0, 5.0), (2.0, 7.0), (4.0, 9.0)]
+    assert html_figures.frontier(points, more_y=False) == [(1.0, 5.0), (2.0, 4.0)]
 
 
 def test_distributions_are_quantiles_of_the_shared_cases_and_small(tmp_path: Path) -> None:

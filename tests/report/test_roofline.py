@@ -1,4 +1,4 @@
-"""Table and plots of a roofline account: what a reader sees of a result made by hand."""
+"""Table and plots of a roofline: what a reader sees of a result made by hand."""
 
 import io
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moejax.bench.common.roofline import account
+from moejax.bench.common.roofline import cost_breakdown
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import Hardware
 from moejax.perf.attribution import OpCost
@@ -25,7 +25,7 @@ OPS = [
 def result(measured: bool = True, **changes: Any) -> dict[str, Any]:
     device = Hardware("made_up", 1e9, {"float32": 1e10}, None, None, "measured")
     spent = {"qkv_projection": 3.0, "attention": 4.5, "norm": 0.5, "kv_write": 0.01}
-    phase = account(
+    phase = cost_breakdown(
         OPS, device, "float32", seconds=0.009, kinds=["h100"], measured_ms=spent if measured else None
     )
     if measured:
@@ -101,7 +101,7 @@ def test_one_case_of_several() -> None:
     shown["roofline"] = [{**shown["roofline"][0], "case": i} for i in (0, 2)]
     (both,), (one,) = roofline_figure(shown).axes, roofline_figure(shown, case=2).axes
     assert len(both.lines) - 1 == 2 * (len(one.lines) - 1)
-    with pytest.raises(ConfigError, match=r"no roofline account of case 1 \(it has \[0, 2\]\)"):
+    with pytest.raises(ConfigError, match=r"no roofline of case 1 \(it has \[0, 2\]\)"):
         roofline_figure(shown, case=1)
 
 
@@ -119,7 +119,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_results_that_show_nothing() -> None:
-    with pytest.raises(ConfigError, match="has no roofline account"):
+    with pytest.raises(ConfigError, match="has no roofline"):
         roofline_figure({"metrics": {}})
     with pytest.raises(ConfigError, match="bandwidth and its peak for float32"):
         roofline_figure(result() | {"hardware": None})

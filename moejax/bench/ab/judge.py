@@ -1,4 +1,4 @@
-"""From rounds to verdicts: each member's ratio to the baseline, pair by pair."""
+"""From rounds to verdicts: each arm's ratio to the baseline, pair by pair."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moejax.bench.ab.variants import Member, token_agreement
+from moejax.bench.ab.variants import Arm, token_agreement
 from moejax.results.metric_names import JUDGED, latency_name, percentile_of
 from moejax.results.statistics import Interval, paired_ratio, sign_effect, signed_rank_test
 from moejax.results.verdict import NO_FLOOR, Floor, Trial, Verdict, decide
@@ -43,14 +43,12 @@ def _half_width(ratio: Interval) -> float:
     return max(ratio.high - ratio.estimate, ratio.estimate - ratio.low) / ratio.estimate
 
 
-def judged_metrics(
-    members: Sequence[Member], cases: Sequence[dict[str, Any]], chosen: Sequence[str]
-) -> list[str]:
-    """The metrics that every pass of every member has: those asked for, or the usual ones. A fixed batch's
+def judged_metrics(arms: Sequence[Arm], cases: Sequence[dict[str, Any]], chosen: Sequence[str]) -> list[str]:
+    """The metrics that every pass of every arm has: those asked for, or the usual ones. A fixed batch's
     rate says what its end-to-end latency has said, and is left out."""
     rates = any("request_rate" in case for case in cases)
     names = chosen or [name for name in JUDGED if latency_name(name) or rates]
-    passes = [metrics for member in members for metrics in member.rounds.values()]
+    passes = [metrics for arm in arms for metrics in arm.rounds.values()]
     return [name for name in names if all((metrics.get(name) or 0) > 0 for metrics in passes)]
 
 
@@ -65,22 +63,22 @@ def too_few_values(name: str, cases: Sequence[dict[str, Any]]) -> bool:
 
 
 def judge(
-    baseline: Member,
-    control: Member,
-    others: Sequence[Member],
+    baseline: Arm,
+    control: Arm,
+    others: Sequence[Arm],
     metrics: Sequence[str],
     cases: Sequence[str],
 ) -> Judged:
     """Verdicts on what has been measured so far. `cases` are the cases' labels."""
     rounds = 1 + max(round_ for round_, _ in baseline.rounds)
     table = {
-        (member.name, metric): _values(member, metric, rounds, len(cases))
-        for member in (baseline, control, *others)
+        (arm.name, metric): _values(arm, metric, rounds, len(cases))
+        for arm in (baseline, control, *others)
         for metric in metrics
     }
 
-    def trial(member: Member, metric: str, case: int | None, floor: Floor = NO_FLOOR) -> Trial:
-        mine, theirs = table[baseline.name, metric], table[member.name, metric]
+    def trial(arm: Arm, metric: str, case: int | None, floor: Floor = NO_FLOOR) -> Trial:
+        mine, theirs = table[baseline.name, metric], table[arm.name, metric]
         # Over all cases: their geometric mean in each round.
         one, two = (
             np.exp(np.log(values).mean(axis=1)) if case is None else values[:, case]
@@ -90,7 +88,7 @@ def judge(
         return Trial(
             metric=metric,
             case=label,
-            run=member.name,
+            run=arm.name,
             baseline=baseline.name,
             value=float(np.median(two)),
             base=float(np.median(one)),
@@ -100,13 +98,13 @@ def judge(
             samples=(rounds, rounds),
             paired=True,
             floor=floor,
-            blocked=_blocked(baseline, member, metric),
+            blocked=_blocked(baseline, arm, metric),
         )
 
     places: list[int | None] = [None] if len(cases) == 1 else [None, *range(len(cases))]
     controls = {(m, c): trial(control, m, c) for c in places for m in metrics}
     floors = {key: _floor(found) for key, found in controls.items()}
-    overall = [trial(member, m, None, floors[m, None]) for member in others for m in metrics]
+    overall = [trial(arm, m, None, floors[m, None]) for arm in others for m in metrics]
     each = [trial(b, m, c, floors[m, c]) for b in others for c in places if c is not None for m in metrics]
     return Judged(
         control=tuple(decide([controls[m, None] for m in metrics], unit="rounds")),
@@ -115,9 +113,9 @@ def judge(
     )
 
 
-def _values(member: Member, metric: str, rounds: int, cases: int) -> Values:
+def _values(arm: Arm, metric: str, rounds: int, cases: int) -> Values:
     """[rounds, cases]"""
-    return np.array([[member.rounds[r, c][metric] for c in range(cases)] for r in range(rounds)], np.float64)
+    return np.array([[arm.rounds[r, c][metric] for c in range(cases)] for r in range(rounds)], np.float64)
 
 
 def _floor(control: Trial) -> Floor:
@@ -126,8 +124,8 @@ def _floor(control: Trial) -> Floor:
     return Floor(min(1.0, control.ratio.low), max(1.0, control.ratio.high), _WHY)
 
 
-def _blocked(baseline: Member, member: Member, metric: str) -> str | None:
-    """Why a metric of a member says nothing: it is of whole requests, and theirs have other lengths."""
+def _blocked(baseline: Arm, arm: Arm, metric: str) -> str | None:
+    """Why a metric of a arm says nothing: it is of whole requests, and theirs have other lengths."""
     parts = latency_name(metric)
     if (parts is not None and parts.latency != "e2el") or metric in (
         "output_throughput",
@@ -135,8 +133,7 @@ def _blocked(baseline: Member, member: Member, metric: str) -> str | None:
     ):
         return None
     same = [
-        token_agreement(member.tokens[case], tokens)["equal_lengths"]
-        for case, tokens in baseline.tokens.items()
+        token_agreement(arm.tokens[case], tokens)["equal_lengths"] for case, tokens in baseline.tokens.items()
     ]
     if all(same):
         return None

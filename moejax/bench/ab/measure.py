@@ -1,6 +1,6 @@
 """The measured passes of an A/B run: a plan of cases, and for each a way to run it once on a backend.
 
-A case is run on all members before the next case comes, so that a pair's two passes are moments apart. The
+A case is run on all arms before the next case comes, so that a pair's two passes are moments apart. The
 order within it is drawn at random, and the next round takes it backwards: a drift of the machine and the
 effect of who ran before then fall on all alike.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.bench.ab.variants import Member
+from moejax.bench.ab.variants import Arm
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.backends.peer_ratios import blank_unknown
@@ -32,7 +32,7 @@ Encode = Callable[[str], Sequence[int]] | None
 
 
 class Load(ABC):
-    """What every member is given: cases, the same for all.
+    """What every arm is given: cases, the same for all.
 
     Attributes:
         slo: objectives for goodput; seed: the workload's.
@@ -171,48 +171,48 @@ class TrafficLoad(Load):
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def warm_up_all(members: Sequence[Member], load: Load) -> None:
-    """Compiles and warms up every member, and keeps the tokens that each gives for the same requests. From
+def warm_up_all(arms: Sequence[Arm], load: Load) -> None:
+    """Compiles and warms up every arm, and keeps the tokens that each gives for the same requests. From
     here on a compilation is a defect."""
     count = len(load.cases)
-    with progress("compiling and warming up", total=len(members) * count) as task:
-        for member in members:
-            task.describe(f"compiling and warming up ({member.name})")
+    with progress("compiling and warming up", total=len(arms) * count) as task:
+        for arm in arms:
+            task.describe(f"compiling and warming up ({arm.name})")
             for case in range(count):
-                load.warm_up(member.variant.backend, case)
-                member.tokens[case] = load.tokens(member.variant.backend, case)
+                load.warm_up(arm.variant.backend, case)
+                arm.tokens[case] = load.tokens(arm.variant.backend, case)
                 task.advance()
-            if (llm := engine_of(member.variant.backend)) is not None:
+            if (llm := engine_of(arm.variant.backend)) is not None:
                 llm.ledger.warmed_up = True
 
 
-def orders(members: int, rng: np.random.Generator) -> Callable[[int], list[int]]:
-    """round → the members' order: drawn at random in even rounds, the last one backwards in odd ones. The
+def orders(arms: int, rng: np.random.Generator) -> Callable[[int], list[int]]:
+    """round → the arms' order: drawn at random in even rounds, the last one backwards in odd ones. The
     rounds must be asked for one after the other."""
     last: list[int] = []
 
     def order(round_: int) -> list[int]:
         nonlocal last
-        last = list(reversed(last)) if round_ % 2 else [int(i) for i in rng.permutation(members)]
+        last = list(reversed(last)) if round_ % 2 else [int(i) for i in rng.permutation(arms)]
         return last
 
     return order
 
 
 def run_rounds(
-    members: Sequence[Member], load: Load, rounds: range, order: Callable[[int], list[int]], task: Task
+    arms: Sequence[Arm], load: Load, rounds: range, order: Callable[[int], list[int]], task: Task
 ) -> None:
-    """Measures all members in every round; fills them."""
+    """Measures all arms in every round; fills them."""
     for round_ in rounds:
-        gc.collect()  # now, and not on one member's behalf in another's time
+        gc.collect()  # now, and not on one arm's behalf in another's time
         turns = order(round_)
         for case in range(len(load.cases)):
             for position, index in enumerate(turns):
-                member = members[index]
-                records, seconds, rows = load.run(member.variant.backend, case)
+                arm = arms[index]
+                records, seconds, rows = load.run(arm.variant.backend, case)
                 found = dict(compute_metrics(records, seconds, load.slo))
-                known = member.variant.backend.itl_known
-                member.rounds[round_, case] = blank_unknown(found, itl_known=known)
-                extra = {"variant": member.name, "iteration": round_, "position": position}
-                member.rows += [{**row, "case": case, **extra} for row in rows]
+                known = arm.variant.backend.itl_known
+                arm.rounds[round_, case] = blank_unknown(found, itl_known=known)
+                extra = {"variant": arm.name, "iteration": round_, "position": position}
+                arm.rows += [{**row, "case": case, **extra} for row in rows]
         task.advance()

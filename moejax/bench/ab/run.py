@@ -1,4 +1,4 @@
-"""`run_ab`: members, rounds, verdicts, result, report."""
+"""`run_ab`: arms, rounds, verdicts, result, report."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import Judged, judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
-from moejax.bench.ab.variants import CONTROL, Member, Variant, token_agreement
+from moejax.bench.ab.variants import CONTROL, Arm, Variant, token_agreement
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.backends.provenance import encoder
@@ -48,17 +48,17 @@ def run_ab(
     """
     variants = [variants[0], _control(variants[0]), *variants[1:]]
     load = _load(workload, [variant.backend for variant in variants])
-    members = [Member(variant) for variant in variants]
+    arms = [Arm(variant) for variant in variants]
     _ = run.hardware  # an unknown kind is refused here, before anything runs
     first = [variants[0].backend]
     run.start_backends(first, seed=load.seed, workload=load.hash, seeds={"ab": ab.seed}, variant="ab")
-    warm_up_all(members, load)
-    judged = _measure(members, load, ab)
-    result = _build(run, members, load, judged, ab.metrics)
+    warm_up_all(arms, load)
+    judged = _measure(arms, load, ab)
+    result = _build(run, arms, load, judged, ab.metrics)
     requests = [
         {**row, "case": _place(index, row["case"], load)}
-        for index, member in enumerate(members)
-        for row in member.rows
+        for index, arm in enumerate(arms)
+        for row in arm.rows
     ]
     return run.finish(result, requests=requests, tables={"verdicts": result["verdicts"]})
 
@@ -78,29 +78,27 @@ def _control(baseline: Variant) -> Variant:
     return dataclasses.replace(baseline, name=CONTROL, backend=backend, shares=baseline.name)
 
 
-def _measure(members: Sequence[Member], load: Load, ab: AbSection) -> Judged:
+def _measure(arms: Sequence[Arm], load: Load, ab: AbSection) -> Judged:
     """All rounds, and what they come to. With a target the number of rounds follows the intervals' width and
     never who is ahead, which would favour a chance lead; what is left is that intervals which look narrow by
     chance stop it a little early."""
     labels = [case_name(_shown(case)) for case in load.cases]
-    order = orders(len(members), np.random.default_rng(ab.seed))
+    order = orders(len(arms), np.random.default_rng(ab.seed))
     most = ab.rounds if ab.target is None else ab.max_rounds
     done = 0
     with progress("measuring", total=most) as task:
         while True:
             stop = ab.rounds if not done else min(done + _LOOK_EVERY, most)
-            run_rounds(members, load, range(done, stop), order, task)
+            run_rounds(arms, load, range(done, stop), order, task)
             done = stop
             chosen = [
-                m
-                for m in judged_metrics(members, load.cases, ab.metrics)
-                if not too_few_values(m, load.cases)
+                m for m in judged_metrics(arms, load.cases, ab.metrics) if not too_few_values(m, load.cases)
             ]
             if not chosen:
                 raise ConfigError(
                     f"ab.metrics: no pass has values enough of {', '.join(ab.metrics) or 'any'}"
                 )
-            judged = judge(members[0], members[1], members[2:], chosen, labels)
+            judged = judge(arms[0], arms[1], arms[2:], chosen, labels)
             if done >= most or ab.target is None or judged.half_width() <= ab.target:
                 return judged
             task.describe(f"measuring, intervals ±{judged.half_width():.1%}")
@@ -112,23 +110,23 @@ def _shown(case: Mapping[str, Any]) -> dict[str, Any]:
     return {name: case[name] for name in names if case[name] is not None}
 
 
-def _place(member: int, case: int, load: Load) -> int:
-    """The row of a member's case in the result."""
-    return member * len(load.cases) + case
+def _place(arm: int, case: int, load: Load) -> int:
+    """The row of a arm's case in the result."""
+    return arm * len(load.cases) + case
 
 
-def _rows(members: Sequence[Member], load: Load) -> list[dict[str, Any]]:
-    """A row a member and case: the medians over rounds of each pass's metrics, and how far its tokens agree
+def _rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
+    """A row a arm and case: the medians over rounds of each pass's metrics, and how far its tokens agree
     with the baseline's."""
     rows = []
-    for index, member in enumerate(members):
+    for index, arm in enumerate(arms):
         for case, fields in enumerate(load.cases):
-            passes = [metrics for (_, c), metrics in sorted(member.rounds.items()) if c == case]
-            agreed = token_agreement(member.tokens[case], members[0].tokens[case])
+            passes = [metrics for (_, c), metrics in sorted(arm.rounds.items()) if c == case]
+            agreed = token_agreement(arm.tokens[case], arms[0].tokens[case])
             head = {
                 "case": _place(index, case, load),
-                "variant": member.name,
-                "backend": member.variant.backend.name,
+                "variant": arm.name,
+                "backend": arm.variant.backend.name,
             }
             rows.append({**head, **fields, "rounds": len(passes), **agreed, **_medians(passes)})
     return rows
@@ -143,20 +141,20 @@ def _medians(passes: Sequence[Metrics]) -> Metrics:
 
 
 def _build(
-    run: ExperimentRun, members: Sequence[Member], load: Load, judged: Judged, asked: Sequence[str]
+    run: ExperimentRun, arms: Sequence[Arm], load: Load, judged: Judged, asked: Sequence[str]
 ) -> Result:
     """Returns the result; `asked` are the metrics that were to be judged."""
-    rows = _rows(members, load)
-    metrics: dict[str, Any] = {"rounds": rows[0]["rounds"], "variants": len(members) - 1}
+    rows = _rows(arms, load)
+    metrics: dict[str, Any] = {"rounds": rows[0]["rounds"], "variants": len(arms) - 1}
     for verdict in (*judged.control, *judged.verdicts):
         trial, ratio = verdict.trial, verdict.trial.ratio
         if ratio is not None:
             bounds = {"": ratio.estimate, "_low": ratio.low, "_high": ratio.high}
             metrics |= {f"ratio_{trial.metric}_{trial.run}{end}": value for end, value in bounds.items()}
-    engines = {member.name: llm for member in members if (llm := engine_of(member.variant.backend))}
+    engines = {arm.name: llm for arm in arms if (llm := engine_of(arm.variant.backend))}
     ledgers = [{**row, "variant": name} for name, llm in engines.items() for row in llm.ledger.rows()]
     metrics["recompiles_after_warmup"] = sum(bool(row["after_warmup"]) for row in ledgers)
-    first = engine_of(members[0].variant.backend)
+    first = engine_of(arms[0].variant.backend)
     judged_names = {verdict.trial.metric for verdict in judged.verdicts}
     return run.result(
         metrics=metrics,
@@ -165,14 +163,14 @@ def _build(
         slo=dataclasses.asdict(load.slo),
         compile_ledger=ledgers,
         resolved=as_dict(first.resolutions) if first is not None else {},
-        variants=[_described(member.variant) for member in members],
+        variants=[_described(arm.variant) for arm in arms],
         verdicts=[verdict.row() for verdict in judged.verdicts],
         case_verdicts=[verdict.row() for verdict in judged.case_verdicts],
         control=[verdict.row() for verdict in judged.control],
         iterations=[
-            {"case": _place(index, case, load), "variant": member.name, "iteration": round_, **found}
-            for index, member in enumerate(members)
-            for (round_, case), found in sorted(member.rounds.items())
+            {"case": _place(index, case, load), "variant": arm.name, "iteration": round_, **found}
+            for index, arm in enumerate(arms)
+            for (round_, case), found in sorted(arm.rounds.items())
         ],
         not_judged=[name for name in asked if name not in judged_names],
     )

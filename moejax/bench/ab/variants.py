@@ -31,7 +31,7 @@ class Variant:
 
 
 @dataclass
-class Member:
+class Arm:
     """A variant with what was measured of it.
 
     Attributes:

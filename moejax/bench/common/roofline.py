@@ -1,4 +1,4 @@
-"""A result's account of where FLOPs and bytes go, `result["roofline"]`, and utilisation in its rows."""
+"""Where FLOPs and bytes go, `result["roofline"]`, and utilisation in a result's rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from moejax.core.hardware import KNOWN, Hardware
 from moejax.perf.attribution import OpCost, bounds, by_operation, total, utilisation
 
 
-def account(
+def cost_breakdown(
     ops: Sequence[OpCost],
     hardware: Hardware | None,
     dtype: str,
@@ -16,7 +16,8 @@ def account(
     kinds: Iterable[str] = (),
     measured_ms: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """One phase: sums by operation, their bounds on the device, and on others by their data sheets.
+    """Returns one phase's cost breakdown: sums by operation, their bounds on the device, and on others by
+    their data sheets.
 
     Args:
         ops: of one phase, layer by layer.

@@ -1,4 +1,5 @@
-"""What an engine's steps do, by its weights as held, its cache and its limits (`moejax.perf.attribution`)."""
+"""The FLOPs and bytes of an engine's steps, by its weights as held, its cache and its limits
+(`moejax.perf.attribution`)."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.bench.common.roofline import account, utilisation_percent
+from moejax.bench.common.roofline import cost_breakdown, utilisation_percent
 from moejax.bench.workload import LatencyCase
 from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM
@@ -25,13 +26,13 @@ OTHER_DEVICES = ("a100_80gb", "h100", "h200")
 _SUMMED_AT = 1 << 15
 
 
-class EngineAccount:
-    """Attribution of what `llm` runs."""
+class EngineSteps:
+    """Attributes the steps that `llm` runs to operations."""
 
     def __init__(self, llm: LLM) -> None:
         declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
         self.llm, self.dtype = llm, llm.config.dtype
-        self._how: dict[str, Any] = {
+        self._model: dict[str, Any] = {
             "kv_dtype": llm.kv_cache_dtype,
             "held": held_weights(llm.config, declared),
         }
@@ -42,14 +43,14 @@ class EngineAccount:
         context = case.prompt_len + case.output_len / 2
         ones, seen = [1] * case.batch_size, [context] * case.batch_size
         return attribute(
-            self.llm.config, new_tokens=ones, context=seen, phase="decode", hits=hits, **self._how
+            self.llm.config, new_tokens=ones, context=seen, phase="decode", hits=hits, **self._model
         )
 
     def prefill(self, case: LatencyCase, hits: np.ndarray) -> list[OpCost]:
         """All steps of a batch's prompts together; hits `[L]`, of a mean step."""
         budget = self.llm.engine_config.max_num_batched_tokens
         lengths = [case.prompt_len] * case.batch_size
-        return prefill(self.llm.config, lengths, budget, hits=hits, **self._how)
+        return prefill(self.llm.config, lengths, budget, hits=hits, **self._model)
 
     def requests(self, records: Iterable[RequestRecord]) -> list[OpCost]:
         """FLOPs of whole requests, whatever steps they ran in; bytes depend on those, and are 0."""
@@ -59,20 +60,20 @@ class EngineAccount:
         tokens, sampled = zip(*lengths, strict=True)
         none = [0.0] * self.llm.config.num_layers
         rows = {"new_tokens": tokens, "context": tokens, "logits": sum(sampled)}
-        ops = attribute(self.llm.config, **rows, phase="mixed", hits=none, **self._how)
+        ops = attribute(self.llm.config, **rows, phase="mixed", hits=none, **self._model)
         return [OpCost(op.layer, op.operation, op.phase, op.flops) for op in ops]
 
-    def captured(self, capture: RoutingCapture) -> list[OpCost]:
+    def traced(self, capture: RoutingCapture) -> list[OpCost]:
         """All steps of a routing trace, by layer, operation and phase."""
         waiting: list[OpCost] = []
-        for _, ops in captured_steps(self.llm.config, capture, **self._how):
+        for _, ops in captured_steps(self.llm.config, capture, **self._model):
             waiting += ops
             if len(waiting) > _SUMMED_AT:  # a long run has millions of them
                 waiting = summed(waiting)
         return summed(waiting)
 
 
-def latency_account(
+def latency_step_costs(
     llm: LLM,
     case: LatencyCase,
     hits: Mapping[str, np.ndarray | None],
@@ -80,7 +81,7 @@ def latency_account(
     median_tpot_ms: float | None,
     hardware: Hardware | None,
 ) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-    """Of a fixed batch: utilisation for its row, and its phases' accounts.
+    """Returns a fixed batch's utilisation, for its row, and the cost breakdown of each of its phases.
 
     Decode goes by the median time per output token, prefill by the time until every prompt of an iteration
     has its first token, the host's part included.
@@ -89,9 +90,9 @@ def latency_account(
         hits: by phase, of a mean recorded step; None where none was recorded.
         records: of all iterations, `batch_size` after `batch_size`.
     """
-    found = EngineAccount(llm)
+    engine = EngineSteps(llm)
     row: dict[str, float | None] = {}
-    accounts = []
+    costs = []
     for phase, seconds, prefix in (
         ("prefill", _first_tokens(records, case.batch_size), "prefill_"),
         ("decode", median_tpot_ms / 1e3 if median_tpot_ms else None, ""),
@@ -99,10 +100,10 @@ def latency_account(
         mean = hits.get(phase)
         if mean is None:
             continue
-        ops = found.prefill(case, mean) if phase == "prefill" else found.decode(case, mean)
-        row |= utilisation_percent(ops, seconds, hardware, found.dtype, prefix)
-        accounts.append(account(ops, hardware, found.dtype, seconds=seconds, kinds=OTHER_DEVICES))
-    return row, accounts
+        ops = engine.prefill(case, mean) if phase == "prefill" else engine.decode(case, mean)
+        row |= utilisation_percent(ops, seconds, hardware, engine.dtype, prefix)
+        costs.append(cost_breakdown(ops, hardware, engine.dtype, seconds=seconds, kinds=OTHER_DEVICES))
+    return row, costs
 
 
 def traffic_utilisation(
@@ -111,7 +112,7 @@ def traffic_utilisation(
     steps: Sequence[StepRecord],
     hardware: Hardware | None,
     capture: RoutingCapture | None = None,
-    captured: Sequence[StepRecord] = (),
+    traced: Sequence[StepRecord] = (),
 ) -> dict[str, float | None]:
     """`mfu_percent` and `mbu_percent` over the time in which the engine was busy.
 
@@ -120,40 +121,40 @@ def traffic_utilisation(
 
     Args:
         hardware: one device.
-        capture: the trace of the steps `captured`.
+        capture: the trace of the steps `traced`.
     """
     busy = sum(step.seconds for step in steps)
     if hardware is not None:
         hardware = together(hardware, llm.parallel_config.num_devices)
-    found = EngineAccount(llm)
-    row = utilisation_percent(found.requests(records), busy or None, hardware, found.dtype)
+    engine = EngineSteps(llm)
+    row = utilisation_percent(engine.requests(records), busy or None, hardware, engine.dtype)
     row["mbu_percent"] = None
-    if capture is not None and (seconds := sum(step.seconds for step in captured)):
-        ops = found.captured(capture)
-        row["mbu_percent"] = utilisation_percent(ops, seconds, hardware, found.dtype)["mbu_percent"]
+    if capture is not None and (seconds := sum(step.seconds for step in traced)):
+        ops = engine.traced(capture)
+        row["mbu_percent"] = utilisation_percent(ops, seconds, hardware, engine.dtype)["mbu_percent"]
     return row
 
 
-def traffic_accounts(
-    llm: LLM, capture: RoutingCapture, captured: Sequence[StepRecord], hardware: Hardware | None
+def traffic_step_costs(
+    llm: LLM, capture: RoutingCapture, traced: Sequence[StepRecord], hardware: Hardware | None
 ) -> list[dict[str, Any]]:
-    """Accounts of a run's prefill, decode and mixed steps, all of each kind together.
+    """Returns the cost breakdowns of a run's prefill, decode and mixed steps, all of each kind together.
 
     Args:
-        capture: the routing trace of the steps `captured`.
+        capture: the routing trace of the steps `traced`.
         hardware: one device.
     """
-    found = EngineAccount(llm)
+    engine = EngineSteps(llm)
     if hardware is not None:
         hardware = together(hardware, llm.parallel_config.num_devices)
     seconds = dict.fromkeys(("prefill", "decode", "mixed"), 0.0)
-    for step in captured:
+    for step in traced:
         kind = "mixed" if step.prefill_tokens and step.decode_tokens else "decode"
         seconds[kind if step.decode_tokens else "prefill"] += step.seconds
-    ops = found.captured(capture)
+    ops = engine.traced(capture)
     parts = {phase: [op for op in ops if op.phase == phase] for phase in seconds}
     return [
-        account(part, hardware, found.dtype, seconds=seconds[phase] or None, kinds=OTHER_DEVICES)
+        cost_breakdown(part, hardware, engine.dtype, seconds=seconds[phase] or None, kinds=OTHER_DEVICES)
         for phase, part in parts.items()
         if part
     ]

@@ -25,7 +25,7 @@ class CaseData:
         counts, decode_hits, prefill_hits, overflow: recorded routing (ours only): assignments [L, E] by
             phase, mean experts hit in a decode and in a prefill step [L], dropped and rerouted assignments.
         trace: of the recording pass, where the engine captures routing.
-        accounts: FLOPs and bytes of its phases (`moejax.bench.common.roofline.account`), made with its row.
+        step_costs: FLOPs and bytes of its phases, from `moejax.bench.common.roofline.cost_breakdown`.
     """
 
     case: LatencyCase
@@ -39,7 +39,7 @@ class CaseData:
     prefill_hits: np.ndarray | None = None
     overflow: dict[str, int] = field(default_factory=dict)
     trace: RoutingCapture | None = None
-    accounts: list[dict[str, Any]] = field(default_factory=list)
+    step_costs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def iterations(self) -> list[tuple[list[RequestRecord], float]]:

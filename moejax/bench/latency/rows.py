@@ -5,7 +5,7 @@ from typing import Any
 
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.backends.peer_ratios import against_first, agreement, blank_unknown
-from moejax.bench.common.step_cost import latency_account
+from moejax.bench.common.step_cost import latency_step_costs
 from moejax.bench.latency.cases import CaseData
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware
@@ -54,7 +54,7 @@ def _row(item: CaseData, workload: WorkloadConfig, hardware: Hardware | None, in
     if llm is not None and item.decode_hits is not None:
         row |= _bounds(llm, item, hardware, row.get("median_tpot_ms"))
         hits = {"decode": item.decode_hits, "prefill": item.prefill_hits}
-        used, item.accounts = latency_account(
+        used, item.step_costs = latency_step_costs(
             llm, item.case, hits, item.records, row.get("median_tpot_ms"), hardware
         )
         row |= used

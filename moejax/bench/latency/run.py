@@ -75,7 +75,7 @@ def _build(
         metrics["recompiles_after_warmup"] = len(llm.ledger.recompiles)
         extra = {
             "routing": _routing(llm, data),
-            "roofline": [{"case": i, **account} for i, item in enumerate(data) for account in item.accounts],
+            "roofline": [{"case": i, **cost} for i, item in enumerate(data) for cost in item.step_costs],
         }
     return run.result(
         metrics=metrics,

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Captured:
+class ProfiledRun:
     """What was run.
 
     Attributes:
@@ -70,7 +70,7 @@ def check(llm: LLM, workload: ProfileWorkload) -> None:
         )
 
 
-def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> Captured:
+def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> ProfiledRun:
     """Warms up, records the routing, and measures: without the profiler and with it.
 
     Args:
@@ -105,7 +105,7 @@ def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> Captured:
             for phase in ("prefill", "decode")
         }
         task.advance()
-        found = Captured(Path(), [], hits)
+        found = ProfiledRun(Path(), [], hits)
         llm.ledger.warmed_up = True
         before = llm.on_step
         try:

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.bench.common.roofline import account
-from moejax.bench.common.step_cost import EngineAccount
+from moejax.bench.common.roofline import cost_breakdown
+from moejax.bench.common.step_cost import EngineSteps
 from moejax.bench.profile.attribute import HOST, LAUNCH, UNKNOWN, PhaseTimes, attribute_trace
-from moejax.bench.profile.capture import Captured, capture, check
+from moejax.bench.profile.capture import ProfiledRun, capture, check
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.profile.trace import TraceError, read_trace
 from moejax.bench.run import ExperimentRun
@@ -56,21 +56,21 @@ def run_profile(llm: LLM, workload: ProfileWorkload, section: ProfileSection, ru
         checkpoint=llm.model_dir,
         workload=workload_hash(workload.as_latency()),
     )
-    captured = capture(llm, workload, run.out_dir / "trace")
-    times = attribute_trace(read_trace(captured.file), captured.programs)
+    profiled = capture(llm, workload, run.out_dir / "trace")
+    times = attribute_trace(read_trace(profiled.file), profiled.programs)
     phases = [
-        _phase(phase, times[phase], captured, ops, hardware, llm, section)
-        for phase, ops in attribution(llm, workload, captured.hits).items()
+        _phase(phase, times[phase], profiled, ops, hardware, llm, section)
+        for phase, ops in attribution(llm, workload, profiled.hits).items()
         if times[phase].units
     ]
     result = run.result(
-        metrics=_metrics(phases, captured, llm),
+        metrics=_metrics(phases, profiled, llm),
         cases=[_row(phase, workload) for phase in phases],
         engine=llm,
         hardware=hardware,
         roofline=[{k: v for k, v in phase.items() if k != "instructions"} for phase in phases],
     )
-    detail = {"schema": 1, "trace": str(captured.file.relative_to(run.out_dir)), "phases": phases}
+    detail = {"schema": 1, "trace": str(profiled.file.relative_to(run.out_dir)), "phases": phases}
     file = atomic_write_text(run.out_dir / PROFILE_FILE, dump_json(detail, indent=2) + "\n")
     operations = [
         {"phase": phase["phase"], **{name: row.get(name) for name in _TRACKED}}
@@ -83,11 +83,11 @@ def run_profile(llm: LLM, workload: ProfileWorkload, section: ProfileSection, ru
 def attribution(
     llm: LLM, workload: ProfileWorkload, hits: Mapping[str, np.ndarray]
 ) -> dict[str, list[OpCost]]:
-    """Of the prompts' steps together, and of a mean decode step."""
-    found = EngineAccount(llm)
+    """Returns the costs of the prompts' steps together, and of a mean decode step."""
+    steps = EngineSteps(llm)
     return {
-        "prefill": found.prefill(workload.case, hits["prefill"]),
-        "decode": found.decode(workload.case, hits["decode"]),
+        "prefill": steps.prefill(workload.case, hits["prefill"]),
+        "decode": steps.decode(workload.case, hits["decode"]),
     }
 
 
@@ -106,19 +106,19 @@ def _hardware(run: ExperimentRun, dtype: str) -> Hardware:
 def _phase(
     phase: str,
     times: PhaseTimes,
-    captured: Captured,
+    profiled: ProfiledRun,
     ops: Sequence[OpCost],
     hardware: Hardware,
     llm: LLM,
     section: ProfileSection,
 ) -> dict[str, Any]:
-    """One phase's account: of a mean decode step, or of all steps that one batch's prompts take."""
+    """Returns one phase's costs: of a mean decode step, or of all steps that one batch's prompts take."""
     dtype = llm.config.dtype
-    prefilled = statistics.median(captured.prefill_seconds)
-    plain = prefilled if phase == "prefill" else _decode_seconds(captured.plain)
+    prefilled = statistics.median(profiled.prefill_seconds)
+    plain = prefilled if phase == "prefill" else _decode_seconds(profiled.plain)
     to_ms = 1 / times.units / 1e6
     measured = {name: spent * to_ms for name, spent in times.by_operation().items()}
-    found = account(
+    found = cost_breakdown(
         ops, hardware, dtype, seconds=plain, kinds=section.compare,
         measured_ms={name: spent for name, spent in measured.items() if name not in REST},
     )  # fmt: skip
@@ -127,7 +127,7 @@ def _phase(
     for row in found["operations"]:
         row["share"] = row["measured_ms"] / wall
     ranked = sorted(times.instructions.items(), key=lambda item: -item[1])[: section.top]
-    lines = {(p.key, name): line for p in captured.programs for name, line in p.instructions.items()}
+    lines = {(p.key, name): line for p in profiled.programs for name, line in p.instructions.items()}
     return found | {
         "units": times.units,
         "measured_units": times.measured,
@@ -152,7 +152,7 @@ def _phase(
 
 
 def _unforeseen(measured: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows for operations that took time and are in no account, such as unpacking the inputs."""
+    """Rows for operations that took time and are in no cost breakdown, such as unpacking the inputs."""
     known = {row["operation"] for row in rows}
     return [
         {
@@ -192,7 +192,7 @@ def _percent(part: float | None) -> float | None:
     return None if part is None else 100 * part
 
 
-def _metrics(phases: Sequence[Mapping[str, Any]], captured: Captured, llm: LLM) -> dict[str, Any]:
+def _metrics(phases: Sequence[Mapping[str, Any]], profiled: ProfiledRun, llm: LLM) -> dict[str, Any]:
     """Decode's figures by their plain names, prefill's after `prefill_`."""
     metrics: dict[str, Any] = {}
     for phase in phases:
@@ -207,7 +207,7 @@ def _metrics(phases: Sequence[Mapping[str, Any]], captured: Captured, llm: LLM) 
         }
         for name in REST:
             metrics[f"{prefix}{name}_percent"] = 100 * phase[f"{name}_ms"] / phase["measured_ms"]
-    metrics["profiler_slowdown"] = _decode_seconds(captured.traced) / _decode_seconds(captured.plain)
+    metrics["profiler_slowdown"] = _decode_seconds(profiled.traced) / _decode_seconds(profiled.plain)
     metrics["compile_seconds"] = llm.ledger.seconds
     metrics["recompiles_after_warmup"] = len(llm.ledger.recompiles)
     return metrics

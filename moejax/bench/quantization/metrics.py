@@ -6,7 +6,6 @@ window, not a token, is drawn, because the losses within one go together. Window
 so the intervals are a little too narrow where the text has few documents.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -163,12 +162,3 @@ def _weighted(error: Floats, share: Floats, seen: NDArray[np.bool_]) -> tuple[fl
         return float("nan"), 0.0
     each = squares[measured] / known[measured]
     return float(np.sqrt(each.mean())), float((share.sum(1) - known)[loaded].mean())
-
-
-def pareto(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
-    """Indices of points that none beats in both (or equals in one and beats in the other), by rising cost."""
-    found: list[int] = []
-    for i in sorted(range(len(costs)), key=lambda i: (costs[i], losses[i])):
-        if not found or losses[i] < losses[found[-1]]:
-            found.append(i)
-    return found

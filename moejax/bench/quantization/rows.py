@@ -6,12 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moejax.bench.quantization.metrics import (
-    PopularityErrors,
-    WindowBootstrap,
-    pareto,
-    total_variation,
-)
+from moejax.bench.quantization.metrics import PopularityErrors, WindowBootstrap, total_variation
+from moejax.results.pareto import pareto
 from moejax.results.statistics import Interval
 
 FULL = "full precision"

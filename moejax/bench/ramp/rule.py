@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.driver import ServedRequest, TrafficRun
+from moejax.results.pareto import pareto
 
 # One request in twenty, and one besides, may wait at any instant without that being a queue that grows: the
 # last arrivals always wait for the step that runs.
@@ -85,16 +86,8 @@ def pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Places of the rows that no other beats in both tokens/s/user and tokens/s/device, in rising order of
     the former."""
     places = [i for i, row in enumerate(rows) if row["tokens_per_s_per_user"] is not None]
-    points = {i: (rows[i]["tokens_per_s_per_user"], rows[i]["tokens_per_s_per_device"]) for i in places}
-    front = [
-        i
-        for i in places
-        if not any(
-            all(a >= b for a, b in zip(points[j], points[i], strict=True)) and points[j] != points[i]
-            for j in places
-        )
-    ]
-    return sorted(front, key=lambda i: points[i])
+    user, device = ([-rows[i][f"tokens_per_s_per_{of}"] for i in places] for of in ("user", "device"))
+    return [places[i] for i in reversed(pareto(user, device))]
 
 
 def _end(item: ServedRequest, start: float) -> float:

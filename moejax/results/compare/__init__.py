@@ -25,6 +25,7 @@ from moejax.results.compare.judge import NOISE_FLOOR, noise_floor, trials
 from moejax.results.compare.runs import Run, load_runs
 from moejax.results.compare.samples import Cases, latency_values
 from moejax.results.metric_names import EXACT, JUDGED, RATES, latency_name
+from moejax.results.metrics import is_number
 from moejax.results.verdict import Floor, Trial, Verdict, decide, exact_verdict
 
 __all__ = [
@@ -126,12 +127,7 @@ def _seen_noise(found: Sequence[Trial], same: set[str]) -> list[Trial]:
 
 def _numeric(runs: Sequence[Run]) -> dict[str, None]:
     """Every metric that any run has a number for."""
-    return {
-        name: None
-        for run in runs
-        for name, value in run.result["metrics"].items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
+    return {name: None for run in runs for name, value in run.result["metrics"].items() if is_number(value)}
 
 
 def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]:
