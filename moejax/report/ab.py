@@ -17,7 +17,7 @@ from moejax.report.compare_tables import verdicts_table
 from moejax.report.figure import new_figure, save_figures
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import Column, add_columns, number, plain_table
-from moejax.results.compare.samples import CASE_FIELDS, case_name
+from moejax.results.compare.samples import short_case_name
 from moejax.results.metric_names import short_name
 from moejax.results.statistics import Interval
 from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
@@ -102,13 +102,8 @@ def cases_table(result: Mapping[str, Any]) -> Table:
         equal = row["equal_requests"]
         same = Text("–" if equal is None else f"{100 * equal:.0f}%", style="" if equal == 1 else "yellow")
         figures = [column.text(row) for column in columns]
-        table.add_row(row["variant"], _case(row), *figures, same, number(row["rounds"]))
+        table.add_row(row["variant"], short_case_name(row), *figures, same, number(row["rounds"]))
     return table
-
-
-def _case(row: Mapping[str, Any]) -> str:
-    names = ("request_rate",) if "request_rate" in row else CASE_FIELDS[-3:]
-    return case_name({name: row[name] for name in names if row.get(name) is not None})
 
 
 def print_ab(result: Mapping[str, Any], console: Console) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moejax.core.files import to_jsonable
+from moejax.report.style import case_label
 from moejax.results.metric_names import lower_is_better
 from moejax.results.metrics import is_number
 from moejax.tracking.base import Scalar, Tracker
@@ -144,12 +145,8 @@ def case_name(case: Mapping[str, Any], index: int) -> str:
     words = [str(case[key]) for key in ("backend", "batching", "name") if case.get(key)]
     rate = case.get("request_rate")
     words += [f"rate={rate}"] if rate is not None else []
-    words += [
-        f"{letter}={case[key]}"
-        for letter, key in (("B", "batch_size"), ("P", "prompt_len"), ("N", "output_len"))
-        if case.get(key) is not None
-    ]
-    return " ".join(words) or f"case {index}"
+    words.append(case_label(case, " "))
+    return " ".join(filter(None, words)) or f"case {index}"
 
 
 def expert_load_table(result: Mapping[str, Any]) -> Table:

@@ -15,9 +15,10 @@ from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import orders
 from moejax.bench.ab.run import run_ab
-from moejax.bench.ab.variants import CONTROL, Arm, Variant, token_agreement
+from moejax.bench.ab.variants import CONTROL, Arm, Variant
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.bench.common.agreement import token_agreement
 from moejax.bench.traffic import Lengths, ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError

@@ -13,7 +13,7 @@ from moejax.bench.common.timeline import bin_steps, step_metrics
 from moejax.engine.requests.api import RequestMetrics
 from moejax.engine.stats import StepRecord
 from moejax.report import tables, throughput_plots
-from moejax.report.tables import _figure as cell_figure
+from moejax.report.tables import share, three_digits
 from moejax.results.compare import compare
 from moejax.results.metrics import RequestRecord, Slo, case_row
 from moejax.results.result import build_result, write_result
@@ -211,6 +211,6 @@ def test_throughput_results_compare(tmp_path: Path) -> None:
 
 
 def test_a_small_share_is_in_per_cent_too() -> None:
-    assert cell_figure(0.00415, "cache_use_peak") == "0.4"
-    assert cell_figure(0.5375, "cache_use_peak") == "54"
-    assert cell_figure(0.00415, "median_tpot_ms") == "0.0042"
+    assert share(0.00415) == "0.4"
+    assert share(0.5375) == "54"
+    assert three_digits(0.00415) == "0.0042"

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moejax.bench.ab.variants import Arm, token_agreement
+from moejax.bench.ab.variants import Arm
+from moejax.bench.common.agreement import token_agreement
 from moejax.results.metric_names import JUDGED, latency_name, percentile_of
 from moejax.results.statistics import Interval, paired_ratio, sign_effect, signed_rank_test
 from moejax.results.verdict import NO_FLOOR, Floor, Trial, Verdict, decide

@@ -1,7 +1,7 @@
 """`run_ab`: arms, rounds, verdicts, result, report."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,17 +9,18 @@ import numpy as np
 from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import Judged, judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
-from moejax.bench.ab.variants import CONTROL, Arm, Variant, token_agreement
+from moejax.bench.ab.variants import CONTROL, Arm, Variant
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.backends.provenance import encoder
+from moejax.bench.common.agreement import token_agreement
 from moejax.bench.run import ExperimentRun
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError
 from moejax.core.resolve import as_dict
 from moejax.report.progress import progress
-from moejax.results.compare.samples import case_name
+from moejax.results.compare.samples import short_case_name
 from moejax.results.metrics import Metrics
 from moejax.results.result import Result
 
@@ -82,7 +83,7 @@ def _measure(arms: Sequence[Arm], load: Load, ab: AbSection) -> Judged:
     """All rounds, and what they come to. With a target the number of rounds follows the intervals' width and
     never who is ahead, which would favour a chance lead; what is left is that intervals which look narrow by
     chance stop it a little early."""
-    labels = [case_name(_shown(case)) for case in load.cases]
+    labels = [short_case_name(case) for case in load.cases]
     order = orders(len(arms), np.random.default_rng(ab.seed))
     most = ab.rounds if ab.target is None else ab.max_rounds
     done = 0
@@ -102,12 +103,6 @@ def _measure(arms: Sequence[Arm], load: Load, ab: AbSection) -> Judged:
             if done >= most or ab.target is None or judged.half_width() <= ab.target:
                 return judged
             task.describe(f"measuring, intervals ±{judged.half_width():.1%}")
-
-
-def _shown(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that tell cases apart."""
-    names = ("request_rate",) if "request_rate" in case else ("batch_size", "prompt_len", "output_len")
-    return {name: case[name] for name in names if case[name] is not None}
 
 
 def _place(arm: int, case: int, load: Load) -> int:

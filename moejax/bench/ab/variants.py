@@ -48,25 +48,3 @@ class Arm:
     @property
     def name(self) -> str:
         return self.variant.name
-
-
-def token_agreement(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """How far two runs of the same requests agree: `equal_requests`, the share with the same tokens
-    throughout, `equal_lengths`, and `first_difference`, the earliest place at which any part (None: none).
-    All None where a side's tokens are not known: a server may only count them."""
-    if any(not len(tokens) for tokens in (*mine, *theirs)):
-        return dict.fromkeys(("equal_requests", "equal_lengths", "first_difference"))
-    places = [_first_difference(a, b) for a, b in zip(mine, theirs, strict=True)]
-    parted = [place for place in places if place is not None]
-    return {
-        "equal_requests": 1.0 - len(parted) / len(places) if places else 1.0,
-        "equal_lengths": all(len(a) == len(b) for a, b in zip(mine, theirs, strict=True)),
-        "first_difference": min(parted, default=None),
-    }
-
-
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    if list(one) == list(other):
-        return None
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

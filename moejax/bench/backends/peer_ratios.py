@@ -57,26 +57,6 @@ def _output(records: Sequence[RequestRecord], seconds: float) -> float | None:
 _VALUES = {"ttft": _ttft, "tpot": _tpot, "e2el": _e2el, "output": _output}
 
 
-def agreement(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float | None:
-    """Per cent of the reference's tokens that a backend gave as well, up to the first difference of each
-    request: from there on the two continue different texts. None where a side's tokens are not known.
-
-    Greedy tokens of one model agree except where two logits are nearly equal and another order of summation
-    turns them round; in lower precision that is more often so.
-    """
-    if len(tokens) != len(reference):
-        return None
-    same = total = 0
-    for ours, theirs in zip(tokens, reference, strict=True):
-        if not len(ours) or not len(theirs):
-            return None
-        length = min(len(ours), len(theirs))
-        equal = np.equal(ours[:length], theirs[:length])
-        same += length if equal.all() else int(equal.argmin())
-        total += len(theirs)
-    return 100 * same / total if total else None
-
-
 def blank_unknown(row: dict[str, Any], *, itl_known: bool) -> dict[str, Any]:
     """A row without the inter-token latencies of a backend whose tokens' instants are partly made up."""
     if itl_known:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from moejax.bench.backends.moejax import engine_of
-from moejax.bench.backends.peer_ratios import against_first, agreement, blank_unknown
+from moejax.bench.backends.peer_ratios import against_first, blank_unknown
+from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.common.step_cost import latency_step_costs
 from moejax.bench.latency.cases import CaseData
 from moejax.bench.workload import WorkloadConfig
@@ -37,7 +38,7 @@ def _set_beside(data: Sequence[CaseData], rows: Sequence[dict[str, Any]], worklo
         if item is not first:
             row |= against_first(item.iterations, first.iterations)
         if item is not reference and workload.temperature == 0:
-            row["tokens_agree_percent"] = agreement(item.tokens, reference.tokens)
+            row["tokens_agree_percent"] = percent_agreed(item.tokens, reference.tokens)
 
 
 def _row(item: CaseData, workload: WorkloadConfig, hardware: Hardware | None, index: int) -> dict[str, Any]:

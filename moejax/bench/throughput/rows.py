@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moejax.bench.backends.moejax import MoejaxBackend
-from moejax.bench.backends.peer_ratios import against_first, agreement, blank_unknown
+from moejax.bench.backends.peer_ratios import against_first, blank_unknown
+from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.common.step_cost import traffic_utilisation
 from moejax.bench.common.timeline import step_metrics
 from moejax.bench.throughput.modes import Mode
@@ -31,7 +32,7 @@ def mode_rows(
         row |= against_first(_iterations(mode), _iterations(modes[0]))
     for mode, row in zip(modes, rows, strict=True):
         if mode.backend.name != ours.backend.name and workload.temperature == 0:
-            row["tokens_agree_percent"] = agreement(
+            row["tokens_agree_percent"] = percent_agreed(
                 *([item.token_ids for item in one.runs[0].served] for one in (mode, ours))
             )
     return rows

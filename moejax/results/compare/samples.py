@@ -188,6 +188,12 @@ def case_name(fields: Mapping[str, Any]) -> str:
     return " ".join(parts)
 
 
+def short_case_name(row: Mapping[str, Any]) -> str:
+    """A case by what it is offered: its request rate, or the batch and the lengths."""
+    names = ("request_rate",) if "request_rate" in row else CASE_FIELDS[-3:]
+    return case_name({name: row[name] for name in names if row.get(name) is not None})
+
+
 def modes_differ(cases: Cases) -> bool:
     """Whether a run's cases are different ways of serving, of which no average says anything."""
     keys = [cases.fields(index) for index in range(len(cases.rows))]

@@ -11,7 +11,8 @@ from rich.console import Console
 import moejax
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend
-from moejax.bench.backends.peer_ratios import against_first, agreement, blank_unknown
+from moejax.bench.backends.peer_ratios import against_first, blank_unknown
+from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.latency import run_latency
 from moejax.bench.objective import known_objectives
 from moejax.bench.throughput import run_throughput
@@ -58,11 +59,15 @@ def test_ratios_without_anything_to_divide_are_none() -> None:
 
 
 def test_tokens_agree_up_to_the_first_that_does_not() -> None:
-    assert agreement([[1, 2, 3, 4]], [[1, 2, 3, 4]]) == 100.0
+    assert percent_agreed([[1, 2, 3, 4]], [[1, 2, 3, 4]]) == 100.0
     # What comes after a difference continues another text, even where it coincides.
-    assert agreement([[1, 9, 3, 4], [5, 6, 7, 9]], [[1, 2, 3, 4], [5, 6, 7, 8]]) == 50.0
-    assert agreement([[1, 2]], [[1, 2, 3, 4]]) == 50.0
-    assert agreement([[]], [[1]]) is None and agreement([], []) is None and agreement([[1]], []) is None
+    assert percent_agreed([[1, 9, 3, 4], [5, 6, 7, 9]], [[1, 2, 3, 4], [5, 6, 7, 8]]) == 50.0
+    assert percent_agreed([[1, 2]], [[1, 2, 3, 4]]) == 50.0
+    assert (
+        percent_agreed([[]], [[1]]) is None
+        and percent_agreed([], []) is None
+        and percent_agreed([[1]], []) is None
+    )
 
 
 def test_made_up_instants_give_no_inter_token_latency() -> None:

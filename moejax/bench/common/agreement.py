@@ -1,0 +1,44 @@
+"""How far the tokens of two engines agree on the same requests.
+
+Greedy tokens of one model agree except where two logits are nearly equal and another order of summation turns
+them round; in lower precision that is more often so. No JAX here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def percent_agreed(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float | None:
+    """Returns the per cent of the reference's tokens that an engine gave as well, up to the first difference
+    of each request: from there on the two continue different texts. None where a side's tokens are not
+    known."""
+    if len(tokens) != len(reference) or any(not len(row) for row in (*tokens, *reference)):
+        return None
+    same = sum(_agreed(ours, theirs) for ours, theirs in zip(tokens, reference, strict=True))
+    total = sum(len(theirs) for theirs in reference)
+    return 100 * same / total if total else None
+
+
+def token_agreement(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Returns how far two runs of the same requests agree: `equal_requests`, the share with the same tokens
+    throughout, `equal_lengths`, and `first_difference`, the earliest place at which any part (None: none).
+    All None where a side's tokens are not known: a server may only count them."""
+    if any(not len(tokens) for tokens in (*mine, *theirs)):
+        return dict.fromkeys(("equal_requests", "equal_lengths", "first_difference"))
+    places = [_first_difference(a, b) for a, b in zip(mine, theirs, strict=True)]
+    parted = [place for place in places if place is not None]
+    return {
+        "equal_requests": 1.0 - len(parted) / len(places) if places else 1.0,
+        "equal_lengths": all(len(a) == len(b) for a, b in zip(mine, theirs, strict=True)),
+        "first_difference": min(parted, default=None),
+    }
+
+
+def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens before the first that differ, or before the shorter one's end."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    return None if list(one) == list(other) else _agreed(one, other)
