@@ -33,7 +33,7 @@ _DEVICES = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H100 80GB HBM3"}
 
 
 def dot(a: jax.Array, b: jax.Array, *, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
-    """Tile product on the tensor cores: float32 out, int32 for int8; float32 operands in full precision.
+    """Multiplies tiles on the tensor cores: float32 out, int32 for int8; float32 in full precision.
 
     a `[m, k]` (`[k, m]` with `trans_a`), b `[k, n]` (`[n, k]` with `trans_b`), of one dtype; all of m, n, k
     at least 16 (k 32 for int8).
@@ -46,7 +46,7 @@ def dot(a: jax.Array, b: jax.Array, *, trans_a: bool = False, trans_b: bool = Fa
 
 
 def inline_ptx(ptx: str, x: jax.Array, *, constraints: str, pack: int, dtype: Any) -> jax.Array:
-    """An elementwise function of x in PTX, `pack` elements at a time; compiled kernels only.
+    """Computes an elementwise function of x in PTX, `pack` elements at a time; compiled kernels only.
 
     Interpretation knows nothing of PTX: callers have the same function in jnp beside it.
     """
@@ -75,7 +75,7 @@ def pallas_call(
     interpret: bool | None = None,
     input_output_aliases: dict[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """`pl.pallas_call` lowered to Triton. Interpreted on CPU unless `interpret` says otherwise.
+    """Calls `pl.pallas_call` lowered to Triton. Interpreted on CPU unless `interpret` says otherwise.
 
     Interpretation allocates outputs poisoned (NaN, or the least integer), so that a kernel which leaves some
     of its output unwritten shows.
@@ -106,7 +106,7 @@ def triton_call(
     constants: Mapping[str, Any],
     interpret: bool | None = None,
 ) -> Any:
-    """A `@triton.jit` kernel called through jax-triton, whose output follows its `arguments`.
+    """Calls a `@triton.jit` kernel through jax-triton, whose output follows its `arguments`.
 
     Args:
         kernel: imports triton and returns the function.
@@ -156,7 +156,7 @@ class Lowered(NamedTuple):
 
 
 def lower_for_cuda(function: Callable[..., Any], arguments: Any, capability: int) -> list[Lowered]:
-    """The Triton kernels in `function(**arguments)`, in order, without a GPU.
+    """Returns the Triton kernels in `function(**arguments)`, in order, without a GPU.
 
     Args:
         function: calls Pallas with `interpret=False`.

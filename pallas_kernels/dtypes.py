@@ -6,5 +6,5 @@ import jax.numpy as jnp
 
 
 def wide_type(*dtypes: Any) -> Any:
-    """float64 if any of the types is, else float32. (`jnp.promote_types` refuses under strict promotion.)"""
+    """Returns float64 if any type is, else float32. (`jnp.promote_types` refuses under strict promotion.)"""
     return jnp.float64 if any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes) else jnp.float32

@@ -15,7 +15,7 @@ _LEAST_NORMAL = 2.0**-6
 
 
 def decode_e4m3(bits: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """The values of uint8 codes in `dtype` (bfloat16, float16 or wider); exact.
+    """Returns the values of uint8 codes in `dtype` (bfloat16, float16 or wider); exact.
 
     The seven magnitude bits go to where a 16-bit float has exponent and mantissa, the exponent re-biased by
     addition. A subnormal code m then reads as v = (1 + m/8) 2^-7 in place of m 2^-9 = 2v - 2^-6; for every
@@ -35,7 +35,7 @@ def decode_e4m3(bits: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def encode_e4m3(x: jax.Array) -> jax.Array:
-    """uint8 codes of the nearest e4m3 numbers (ties to even), saturating at ±448; NaN stays NaN."""
+    """Returns uint8 codes of the nearest e4m3 numbers (ties to even), saturating at ±448; NaN stays NaN."""
     x = x.astype(jnp.float32)
     word = jax.lax.bitcast_convert_type(x, jnp.int32)
     a = jnp.minimum(jnp.abs(x), MAX)
@@ -50,7 +50,7 @@ def encode_e4m3(x: jax.Array) -> jax.Array:
 
 
 def encode_e5m2(x: jax.Array) -> jax.Array:
-    """uint8 codes of the nearest e5m2 numbers (ties to even), saturating at ±57344; NaN stays NaN."""
+    """Returns uint8 codes of the nearest e5m2 numbers (ties to even), saturating at ±57344; NaN stays NaN."""
     x = x.astype(jnp.float32)
     word = jax.lax.bitcast_convert_type(x, jnp.int32)
     a = jnp.minimum(jnp.abs(x), 57344.0)

@@ -62,7 +62,7 @@ def spec_tags(model: ModelShape, phase: str, tokens: int, routing: str) -> froze
 
 
 def lay_out(ids: np.ndarray, num_experts: int, block_m: int) -> Groups:
-    """Plain numpy twin of `moe_permute`."""
+    """Computes as a plain numpy twin of `moe_permute`."""
     T, k = ids.shape
     A = T * k
     P = padded_rows(A, num_experts, block_m)
@@ -85,11 +85,11 @@ def lay_out(ids: np.ndarray, num_experts: int, block_m: int) -> Groups:
 
 @lru_cache(maxsize=64)
 def spec_groups(model: ModelShape, tokens: int, routing: str) -> Groups:
-    """The groups of a spec, with the height of blocks that `moe_mlp` would choose."""
+    """Returns the groups of a spec, with the height of blocks that `moe_mlp` would choose."""
     return given_groups(model, expert_ids(model, tokens, routing))
 
 
 def given_groups(model: ModelShape, ids: np.ndarray) -> Groups:
-    """The groups of a given routing, int `[tokens, top_k]`, of all experts; an id beyond them is none."""
+    """Returns the groups of a routing, int `[tokens, top_k]`, of all experts; an id beyond them is none."""
     local = ids.size * model.experts // model.total_experts
     return lay_out(ids, model.experts, block_m_for(max(local, 1), model.experts))

@@ -27,7 +27,7 @@ class Config:
 
 
 def candidates(problem: Problem, best: Config, widths: Sequence[int], *, matrices: int) -> list[Config]:
-    """`best` and the tiles that fit shared memory and a thread's registers.
+    """Returns `best` and the tiles that fit shared memory and a thread's registers.
 
     Args:
         widths: values of `block_n`. matrices: weights that a program multiplies with.
@@ -63,7 +63,7 @@ class Tile(NamedTuple):
 
 
 def place(pid: jax.Array, used: jax.Array, n_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:
-    """(block, f-tile) of a program below `used · n_tiles`.
+    """Returns (block, f-tile) of a program below `used · n_tiles`.
 
     Programs run roughly in order. `group` neighbouring blocks are taken together, one f-tile after the other,
     so that blocks of one expert share its weights in L2, and the group's rows of x stay there, too.
@@ -87,7 +87,7 @@ def read_tile(
 
 
 def load_rows(x_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Array:
-    """`x[rows, first : first + block_k]`, 0 in padding: what is masked is not read from memory either."""
+    """Loads `x[rows, first : first + block_k]`, 0 in padding: masked rows are not read from memory."""
     D = x_ref.shape[1]
     k = first + jnp.arange(block_k, dtype=jnp.int32)
     mask = tile.filled[:, None]
@@ -97,7 +97,7 @@ def load_rows(x_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Arr
 
 
 def load_weights(w_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Array:
-    """`w[expert, first : first + block_k, cols]`, 0 outside."""
+    """Loads `w[expert, first : first + block_k, cols]`, 0 outside."""
     _, D, F = w_ref.shape
     k = first + jnp.arange(block_k, dtype=jnp.int32)
     at = w_ref.at[tile.expert, k[:, None], tile.cols[None, :]]

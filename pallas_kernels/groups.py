@@ -37,7 +37,7 @@ class Permutation(NamedTuple):
 
 
 def padded_rows(assignments: int, num_experts: int, block_m: int) -> int:
-    """P: the most slots that A assignments can take, a multiple of `block_m`.
+    """Returns P: the most slots that A assignments can take, a multiple of `block_m`.
 
     Each expert that is hit leaves at most block_m - 1 slots of its last block empty.
     """
@@ -46,7 +46,7 @@ def padded_rows(assignments: int, num_experts: int, block_m: int) -> int:
 
 
 def block_m_for(assignments: int, num_experts: int) -> int:
-    """Height of blocks: an expert's rows should fit in one while its weights are what takes the time.
+    """Returns the height of blocks: an expert's rows should fit in one while its weights dominate time.
 
     While an expert has few rows, reading its weights is the cost and a block's height is free on the tensor
     cores, so the least of 16, 32 and 64 that holds about 1.5 times the mean. With many, 64 rows (a
@@ -64,7 +64,7 @@ def block_m_for(assignments: int, num_experts: int) -> int:
 
 
 def _erf(x: jax.Array) -> jax.Array:
-    """The error function in what Pallas lowers to Triton, which has no erf.
+    """Computes the error function in what Pallas lowers to Triton, which has no erf.
 
     Float64, so references, exactly; else Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26:
     off by 1.5e-7 at most, about a rounding of float32 near 1.

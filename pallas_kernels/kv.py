@@ -39,7 +39,7 @@ def check_pool_size(op: str, pages: jax.Array) -> None:
 
 
 def quantize_kv(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Symmetric quantization with one scale per row: per token and KV head.
+    """Quantizes symmetrically with one scale per row: per token and KV head.
 
     Args:
         x: `[..., Dh]`, floating; computed in float32 (float64 if x is).
@@ -60,7 +60,7 @@ def quantize_kv(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def dequantize_kv(values: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """`values * scale[..., None]` in float32 (float64 if either is); unquantized values are only widened.
+    """Returns `values * scale[..., None]` in float32 (float64 if either is); unquantized values only widen.
 
     Args:
         values: `[..., Dh]` of any of `KV_DTYPES`, or float64; scale: `[...]` or None.

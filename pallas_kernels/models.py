@@ -33,7 +33,7 @@ MODELS = (MIXTRAL, QWEN3, OLMOE, WIDE64)
 
 
 def expert_ids(shape: ModelShape, tokens: int, routing: str, seed: int = 0) -> np.ndarray:
-    """int32 `[tokens, top_k]`, distinct in a row: experts of all `total_experts`.
+    """Returns int32 `[tokens, top_k]`, distinct in a row: experts of all `total_experts`.
 
     "balanced" draws uniformly, "skewed" by Zipf's law with exponent 1 (a few experts take most tokens), as
     measured routers lie between the two. Drawn without replacement by the Gumbel top-k trick.

@@ -27,7 +27,7 @@ def moe_mlp(
     implementation: str = "pallas_triton",
     interpret: bool | None = None,
 ) -> jax.Array:
-    """`Σ_j weights[t, j] · (act(x[t] @ gate[e]) · (x[t] @ up[e])) @ down[e]`, e = ids[t, j].
+    """Computes `Σ_j weights[t, j] · (act(x[t] @ gate[e]) · (x[t] @ up[e])) @ down[e]`, e = ids[t, j].
 
     The hidden activations are rounded to x's dtype, and so is each expert's output, after its weight. Nothing
     is dropped; the sum over j is in float32 and in order, so that results are the same bits every time.

@@ -112,7 +112,7 @@ class Op:
     carries: Mapping[str, int] = field(default_factory=dict)
 
     def spec(self, name: str) -> Spec:
-        """The spec of that name.
+        """Returns the spec of that name.
 
         Raises:
             KeyError: unknown; the message lists what there is.

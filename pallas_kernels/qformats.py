@@ -159,7 +159,7 @@ def pack_nibbles(values: jax.Array) -> jax.Array:
 
 
 def unpack_nibbles(packed: jax.Array) -> jax.Array:
-    """The inverse of `pack_nibbles`."""
+    """Inverts `pack_nibbles`."""
     *lead, half = packed.shape
     blocks = packed.reshape(*lead, 2 * half // PACK, PACK // 2)
     pair = jnp.stack([blocks & jnp.uint8(15), blocks >> jnp.uint8(4)], axis=-2)
@@ -174,7 +174,7 @@ def _spread(scales: jax.Array, D: int, F: int, fmt: Format) -> jax.Array:
 
 
 def dequantize(w: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
-    """`[..., D, F]` in `dtype`, computed in float32 (float64 where the scales or `dtype` are)."""
+    """Returns `[..., D, F]` in `dtype`, computed in float32 (float64 where the scales or `dtype` are)."""
     D, F = w.shape[-2:]
     wide = wide_type(w.scales.dtype, dtype)
     if w.format.kind == "fp8":
@@ -191,7 +191,7 @@ def dequantize(w: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def quantize(w: jax.Array, fmt: Format, scale_dtype: Any = jnp.float32) -> QuantizedTensor:
-    """Round-to-nearest. Symmetric formats map the largest magnitude of a group to the largest code.
+    """Rounds to nearest. Symmetric formats map the largest magnitude of a group to the largest code.
 
     Raises:
         KernelError: D is not a multiple of the format's group or pack block.
@@ -229,7 +229,7 @@ def quantize(w: jax.Array, fmt: Format, scale_dtype: Any = jnp.float32) -> Quant
 def random_quantized(
     key: jax.Array, shape: tuple[int, ...], fmt: Format, scale_dtype: Any = jnp.bfloat16
 ) -> QuantizedTensor:
-    """Any codes at all (fp8: but NaN), scaled as weights of variance about 1/D. Cheap at any size."""
+    """Returns any codes at all (fp8: but NaN), scaled as weights of variance about 1/D. Cheap at any size."""
     *lead, D, F = shape
     a, b, c = jax.random.split(key, 3)
     value_shape, scale_shape = fmt.shapes(D, F)

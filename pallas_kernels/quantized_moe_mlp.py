@@ -35,7 +35,7 @@ def quantized_moe_mlp(
     implementation: str = "pallas_triton",
     interpret: bool | None = None,
 ) -> jax.Array:
-    """`moe_mlp` with any of the three stacks quantized, each in a format of its own.
+    """Computes `moe_mlp` with any of the three stacks quantized, each in a format of its own.
 
     Gate and up of one format are one kernel, which keeps both products in registers; of two formats they are
     two, and their results meet in x's dtype.
@@ -73,7 +73,7 @@ class _Layer(NamedTuple):
         up: jax.Array | QuantizedTensor,
         activation: str,
     ) -> jax.Array:
-        """`[P, F]` in x's dtype."""
+        """Returns `[P, F]` in x's dtype."""
         slots, rounded = self.slots, "gate" in self.rounding or "up" in self.rounding
         both: dict[str, Any] = {"block_m": slots.block_m, "activation": activation, **self.options}
         if not rounded and isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
@@ -95,7 +95,7 @@ class _Layer(NamedTuple):
         rows: jax.Array,
         row_scale: jax.Array | None = None,
     ) -> jax.Array:
-        """`[P, ·]` in x's dtype: row `rows[p]` of x by the matrix of slot p's expert."""
+        """Returns `[P, ·]` in x's dtype: row `rows[p]` of x by the matrix of slot p's expert."""
         slots, scale, out_dtype = self.slots, None, x.dtype
         if name in self.rounding:
             expert = jnp.repeat(slots.table[0], slots.block_m, total_repeat_length=slots.rows.shape[0])

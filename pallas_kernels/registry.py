@@ -21,7 +21,7 @@ OPS = (
 
 
 def load_op(name: str) -> Op:
-    """The operation `pallas_kernels.<name>.OP`.
+    """Returns the operation `pallas_kernels.<name>.OP`.
 
     Raises:
         KeyError: unknown; the message lists what there is.

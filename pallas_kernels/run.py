@@ -17,7 +17,7 @@ def run(
     config: Any = None,
     interpret: bool | None = None,
 ) -> Any:
-    """`op`'s result by that implementation, or by its reference; never by another.
+    """Returns `op`'s result by that implementation, or by its reference; never by another.
 
     Raises:
         KernelError: an unknown implementation, or one that does not support the problem.

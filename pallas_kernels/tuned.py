@@ -41,7 +41,7 @@ class Configured(NamedTuple):
 
 
 def device_key(device_kind: str | None = None) -> str:
-    """Folder of a device's tables: "a100", "h100", "h200", or the kind in lower case ("cpu")."""
+    """Returns the folder of a device's tables: "a100", "h100", "h200", or the kind in lower case ("cpu")."""
     kind = (jax.devices()[0].device_kind if device_kind is None else device_kind).lower()
     for known in ("a100", "h100", "h200"):
         if known in kind:
@@ -58,7 +58,7 @@ def configure(
     device: str | None = None,
     data: Path = DATA,
 ) -> Configured:
-    """The configuration to run `problem` with, and why.
+    """Returns the configuration to run `problem` with, and why.
 
     Raises:
         TypeError: an explicit `config` of another implementation.
@@ -86,7 +86,7 @@ def configure(
 
 @lru_cache(maxsize=256)
 def read_table(data: Path, device: str, op: str) -> tuple[Entry, ...]:
-    """A device's table for an operation; empty if there is none."""
+    """Returns a device's table for an operation; empty if there is none."""
     path = data / device / f"{op}.json"
     if not path.exists():
         return ()
@@ -107,13 +107,13 @@ def write_table(data: Path, device: str, op: str, entries: Iterable[Entry], **ab
 
 
 def config_dict(config: Any) -> dict[str, Any]:
-    """A configuration as a flat dictionary."""
+    """Returns a configuration as a flat dictionary."""
     return dataclasses.asdict(config)
 
 
 def _nearest(rows: Iterable[Entry], problem: Problem, sizes: tuple[str, ...]) -> tuple[Entry, float] | None:
-    """The row equal in all but sizes, whose sizes are nearest in their logarithms, and that distance; None if
-    none is near enough."""
+    """Returns the row equal in all but sizes, whose sizes are nearest in their logarithms, and that distance;
+    None if none is near enough."""
     best = None
     for row in rows:
         if row.problem.keys() != problem.keys():

@@ -63,7 +63,7 @@ class BlockAllocator:
         return new
 
     def fork(self, table: Sequence[int]) -> list[int]:
-        """A second table that shares every block of `table`."""
+        """Returns a second table that shares every block of `table`."""
         for block in table:
             self._refcount[block] += 1
         return list(table)

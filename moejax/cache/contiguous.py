@@ -32,7 +32,7 @@ class ContiguousCache(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, batch: int, num_slots: int, dtype: Any) -> ContiguousCache:
-    """A zeroed cache for `batch` sequences of up to `num_slots` tokens."""
+    """Returns a zeroed cache for `batch` sequences of up to `num_slots` tokens."""
     shape = (batch, config.num_kv_heads, num_slots, config.head_dim)
     layers = range(config.num_layers)
     return ContiguousCache(

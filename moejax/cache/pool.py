@@ -22,7 +22,7 @@ transposed."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: Any, kv_split: int = 1) -> int:
-    """Bytes of one block over all layers on one device, scales included; `kv_split` devices share the
+    """Returns a block's bytes over all layers on one device, scales included; `kv_split` devices share the
     key/value heads."""
     heads = config.num_kv_heads // kv_split
     per_token = 2 * heads * kv_head_bytes(config.head_dim, str(jnp.dtype(dtype)))
@@ -58,7 +58,7 @@ class BlockPool:
         self._segments: list[tuple[Segment, ...]] = []
 
     def take(self, count: int) -> Pages:
-        """The first `count` segments; `put` must follow if they are donated."""
+        """Returns the first `count` segments; `put` must follow if they are donated."""
         while len(self._segments) < count:
             self._segments.append(self._make(self.layout.sizes[len(self._segments)], self._place.zeros))
         return tuple(self._segments[:count])

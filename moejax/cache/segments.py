@@ -37,11 +37,11 @@ class SegmentLayout:
         return self.ends[-1]
 
     def segments_for(self, blocks: int) -> int:
-        """Number of segments that hold blocks 0 to `blocks` - 1; at least 1."""
+        """Returns the number of segments that hold blocks 0 to `blocks` - 1; at least 1."""
         return int(np.searchsorted(self.ends, max(blocks, 1), side="left")) + 1
 
     def locate(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Segment and index within the segment of each block, int32."""
+        """Returns the segment and index within the segment of each block, int32."""
         ends = np.asarray(self.ends)
         segment = np.searchsorted(ends, blocks, side="right").astype(np.int32)
         starts = ends - np.asarray(self.sizes)

@@ -55,7 +55,7 @@ def shipped_models() -> list[str]:
 
 
 def resolve_model_dir(model: str | os.PathLike[str]) -> Path:
-    """A shipped model's name or a directory → its directory.
+    """Maps a shipped model's name or a directory to its directory.
 
     Raises:
         ConfigError: neither; the message names the shipped models.
@@ -84,7 +84,7 @@ def read_json(path: Path) -> Any:
 
 
 def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
-    """`ModelConfig` of a model directory or shipped name.
+    """Returns `ModelConfig` of a model directory or shipped name.
 
     Raises:
         ConfigError, CheckpointError: see `moejax.models.registry.config_from_hf`.
@@ -97,7 +97,7 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, all present.
+    """Returns the safetensors files of a checkpoint, all present.
 
     Raises:
         CheckpointError: none, or a shard that the index names is missing.
@@ -298,7 +298,7 @@ def _write(out: Path, config: str, tensors: Tensors, limit: int) -> None:
 def _tensors(
     model: Decoder, dtype: Any, expert_of: ExpertOf | None, quantized: QuantizedSave | None
 ) -> Tensors:
-    """(key, array) in the layout of the family's table, one at a time."""
+    """Yields (key, array) in the layout of the family's table, one at a time."""
     rules = TABLES[model.config.family]
     transposed = {
         target.param.split(".", 2)[-1]: target.transform == "transpose"
@@ -324,7 +324,7 @@ def _tensors(
 
 
 def _gathered(x: jax.Array) -> np.ndarray:
-    """The whole array on the host, in process 0 at least, and no longer than the caller keeps it.
+    """Returns the whole array on the host, in process 0 at least, and no longer than the caller keeps it.
 
     `np.asarray(x)` of an array that lives on would leave its copy with it.
     """
@@ -347,7 +347,7 @@ def _gathered(x: jax.Array) -> np.ndarray:
 
 
 def _write_shards(tensors: Tensors, out: Path, limit: int) -> list[tuple[Path, list[str], int]]:
-    """Temporary shard files with the keys that each holds."""
+    """Returns temporary shard files with the keys that each holds."""
     shards: list[tuple[Path, list[str], int]] = []
     current: dict[str, np.ndarray] = {}
     size = 0

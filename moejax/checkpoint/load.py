@@ -77,7 +77,7 @@ def fill_model(
 
 
 def expert_slots(name: str, spec: ParamSpec, expert_of: ExpertOf | None, num_experts: int) -> Sequence[int]:
-    """The expert in each slot of a parameter's expert axis.
+    """Returns the expert in each slot of a parameter's expert axis.
 
     Raises:
         ConfigError: the model has more slots than experts and nobody said what is in them, or it lacks some.
@@ -105,7 +105,7 @@ def read_blocks(
     slots: Sequence[int] = (),
     devices: Collection[jax.Device] | None = None,
 ) -> list[Block]:
-    """The distinct parts of a parameter that some devices hold, in its dtype.
+    """Returns the distinct parts of a parameter that some devices hold, in its dtype.
 
     Args:
         sources: expert (or None) → where it is stored.
@@ -142,7 +142,7 @@ def read_blocks(
 def empty_blocks(
     spec: ParamSpec, sharding: Sharding | None, devices: Collection[jax.Device] | None = None
 ) -> list[Block]:
-    """The distinct parts of a parameter that some devices hold, not filled yet but for padding."""
+    """Returns the distinct parts of a parameter that some devices hold, unfilled but for padding."""
     blocks = []
     for spans, holders in _spans(spec, sharding, devices).items():
         values = aligned_empty(tuple(stop - start for start, stop in spans), spec.dtype)
@@ -159,7 +159,7 @@ def empty_blocks(
 def _spans(
     spec: ParamSpec, sharding: Sharding | None, devices: Collection[jax.Device] | None
 ) -> dict[Spans, list[jax.Device]]:
-    """The distinct parts with the devices that hold each."""
+    """Returns the distinct parts with the devices that hold each."""
     if sharding is None:
         return {tuple((0, size) for size in spec.shape): []}
     served = sharding.addressable_devices if devices is None else devices
@@ -173,7 +173,7 @@ def _spans(
 
 
 def to_array(spec: ParamSpec, sharding: Sharding | None, blocks: Iterable[Block]) -> jax.Array:
-    """The parameter, of blocks that are filled."""
+    """Returns the parameter, of blocks that are filled."""
     if sharding is None:
         (block,) = blocks
         return jax.device_put(block.values, may_alias=True)
@@ -188,7 +188,7 @@ def to_array(spec: ParamSpec, sharding: Sharding | None, blocks: Iterable[Block]
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An uninitialised array that starts at a multiple of 64 bytes.
+    """Returns an uninitialised array that starts at a multiple of 64 bytes.
 
     On CPU, JAX takes such an array over without a copy.
     """

@@ -73,7 +73,7 @@ class Checkpoints:
             ) from error
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """The JSON that was saved with a step.
+        """Returns the JSON that was saved with a step.
 
         Raises:
             CheckpointError: the checkpoint is damaged.
@@ -84,7 +84,7 @@ class Checkpoints:
             raise self._damaged(step, error) from error
 
     def load(self, step: int, like: Any) -> Any:
-        """The pytree of a step, with the structure, shapes, dtypes and devices of `like` (which is not read).
+        """Reads the pytree of a step, with structure, shapes, dtypes and devices of `like` (itself unread).
 
         Raises:
             CheckpointError: the checkpoint is damaged or holds another tree.

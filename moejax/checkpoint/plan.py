@@ -140,7 +140,7 @@ def _sources_of(
 def _missing(
     plan: LoadPlan, specs: Mapping[str, ParamSpec], rules: tuple[Rule, ...], num_experts: int
 ) -> Iterable[str]:
-    """Canonical checkpoint keys of the parameters, or parts of them, that nothing fills."""
+    """Returns canonical checkpoint keys of the parameters, or parts of them, that nothing fills."""
     for param in specs:
         key, per_expert = canonical_key(param, rules)
         sources = plan.get(param, {})
@@ -150,7 +150,7 @@ def _missing(
 
 
 def canonical_key(param: str, rules: Iterable[Rule]) -> tuple[str, bool]:
-    """The checkpoint key, with `{e}` left open, that a parameter is written under."""
+    """Returns the checkpoint key, with `{e}` left open, that a parameter is written under."""
     layer = param.split(".")[1] if param.startswith("layers.") else ""
     for rule in rules:
         if not rule.canonical:

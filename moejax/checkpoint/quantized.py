@@ -139,7 +139,7 @@ class Module(NamedTuple):
 
 
 def _modules(files: TensorFiles) -> dict[str, set[str]]:
-    """Module → last names of its tensors."""
+    """Returns the last names of each module's tensors."""
     names: dict[str, set[str]] = defaultdict(set)
     for key in files.shapes:
         module, _, name = key.rpartition(".")
@@ -148,7 +148,7 @@ def _modules(files: TensorFiles) -> dict[str, set[str]]:
 
 
 def _place(module: str, rules: Sequence[Rule]) -> tuple[str, int | None] | None:
-    """The parameter that a module's weight fills, and the expert; None for what is no matrix."""
+    """Returns the parameter that a module's weight fills, and the expert; None for what is no matrix."""
     for rule in rules:
         match = rule.pattern.fullmatch(f"{module}.weight")
         if match and len(rule.targets) == 1:
@@ -197,7 +197,7 @@ def _judge(
 
 
 def _matrix(module: Module, scheme: Scheme, files: TensorFiles, spec: ParamSpec) -> Matrix:
-    """A matrix whose tensors are as its scheme says, or else the faults."""
+    """Returns a matrix whose tensors are as its scheme says, or else the faults."""
     D, F = spec.canonical_shape[-2:]
     needs = scheme.needs(D, F)
     read = []
@@ -310,7 +310,7 @@ def fill_quantized(
 
 
 def _targets(path: str, weight: QuantizedWeight | None, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Part ("" for floating-point values) → path and parameter."""
+    """Returns path and parameter of each part ("" for floating-point values)."""
     if weight is None:
         return {"": (path, params[path])}
     return {
@@ -321,7 +321,7 @@ def _targets(path: str, weight: QuantizedWeight | None, params: Mapping[str, Any
 def _destinations(
     blocks: Mapping[str, Sequence[Any]], slots: Sequence[int]
 ) -> dict[int | None, list[tuple[np.ndarray, str, Any]]]:
-    """Expert → the places that its matrix fills: array, part, and which of the part. None is the whole."""
+    """Returns the places that each expert's matrix fills: array, part, and spans of it. None is the whole."""
     destinations: dict[int | None, list[tuple[np.ndarray, str, Any]]] = defaultdict(list)
     for name, parts in blocks.items():
         for block in parts:
@@ -337,7 +337,7 @@ def _destinations(
 def _read(
     matrix: Matrix, fmt: WeightFormat, files: TensorFiles, declared: ParamSpec, faults: Faults, *, whole: bool
 ) -> Arrays:
-    """The parts of one matrix; with `whole` its values, in the order and dtype of the declaration, as "".
+    """Reads the parts of one matrix; with `whole` its values, in the declaration's order and dtype, as "".
 
     Nothing where they are unusable.
     """

@@ -49,7 +49,7 @@ class QuantizedSave:
     def tensors(
         self, gather: Gather, num_experts: int, expert_of: ExpertOf | None
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """(key, array), weight by weight. All processes must go through them."""
+        """Yields (key, array), weight by weight. All processes must go through them."""
         for path, weight in self.weights.items():
             module, scheme, declared = self.modules[path], self.schemes[path], weight.stands_for
             slots = expert_slots(path, declared, expert_of, num_experts)

@@ -79,7 +79,7 @@ class TensorFiles:
                 self.faults.add(kind, f"{key} is {self.dtypes[key]}")
 
     def read(self, key: str, index: Index) -> np.ndarray:
-        """A copy of a part of a tensor, in its stored dtype.
+        """Returns a copy of a part of a tensor, in its stored dtype.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -97,7 +97,7 @@ class TensorFiles:
         return value
 
     def _octets(self, key: str, path: Path) -> np.ndarray:
-        """A tensor of one byte an element, mapped into memory."""
+        """Returns a tensor of one byte an element, mapped into memory."""
         if path not in self._starts:
             with open(path, "rb") as file:
                 size = int.from_bytes(file.read(8), "little")

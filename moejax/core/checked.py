@@ -151,7 +151,7 @@ _SCALARS: dict[type, tuple[str, Any, Callable[[Any], Any] | None]] = {
 def _one_of(
     arms: list[_Rule], words: str, test: Callable[[Any], bool] | None = None, optional: bool = False
 ) -> _Rule:
-    """The first of several rules that takes the value, and a condition on what it returns."""
+    """Returns the first of several rules that takes the value, and a condition on what it returns."""
 
     def take(key: str, value: Any) -> Any:
         if value is None and optional:

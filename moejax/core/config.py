@@ -163,7 +163,7 @@ class ModelConfig(Checked):
 class MoeConfig(Checked, section="engine.moe"):
     """Execution of the expert layers; it changes speed, and with `capacity` also the result.
 
-    `capacity_factor` c gives each expert room for ceil(c · T · k / E) of a batch's T·k assignments.
+    `capacity_factor` c gives each expert capacity for ceil(c · T · k / E) of a batch's T·k assignments.
     `grouped_matmul` names the implementation of `grouped`'s products (`moejax.ops.dispatch`); `block_rows`
     fixes the height of "blocks_uniform"'s blocks (None: by the mean rows an expert gets).
     `expert_layout` is how the experts' matrices lie in memory: "edf" (gate and up `[E, D, F]`, down

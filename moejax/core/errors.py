@@ -68,7 +68,7 @@ def _ours(filename: str) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the nearest of `known`, or the empty string if none is near."""
+    """Returns `"; did you mean 'x'?"` for the nearest of `known`, or the empty string if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -19,7 +19,7 @@ from moejax.core.errors import OutputError
 
 
 def to_jsonable(value: Any) -> Any:
-    """`value` as JSON's own types. NaN and the infinities become None, because JSON has no words for them.
+    """Converts `value` to JSON's own types. NaN and infinities, which JSON does not have, become None.
 
     Dataclasses and mappings become dicts with string keys, tuples, sets (sorted) and arrays become lists,
     numpy scalars and 0-d arrays become numbers, paths and enum members their text and value.
@@ -51,7 +51,7 @@ def to_jsonable(value: Any) -> Any:
 
 
 def dump_json(value: Any, *, indent: int | None = None) -> str:
-    """`value` through `to_jsonable` as strict JSON text, keys in the order given."""
+    """Returns `value` through `to_jsonable` as strict JSON text, keys in the order given."""
     return json.dumps(to_jsonable(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
@@ -89,7 +89,7 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """`atomic_write_bytes` of `text` in UTF-8."""
+    """Writes `text` in UTF-8 by `atomic_write_bytes`."""
     return atomic_write_bytes(path, text.encode("utf-8"))
 
 

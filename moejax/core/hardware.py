@@ -68,7 +68,7 @@ KNOWN: dict[str, Hardware] = {
 
 
 def detect(device_kind: str) -> str | None:
-    """A known kind for JAX's `device_kind` text, or None."""
+    """Returns a known kind for JAX's `device_kind` text, or None."""
     text = device_kind.lower()
     for mark, kind in (("a100", "a100_80gb"), ("h100", "h100"), ("h200", "h200"), ("cpu", "cpu")):
         if mark in text:
@@ -77,7 +77,7 @@ def detect(device_kind: str) -> str | None:
 
 
 def get_hardware(kind: str, device_kind: str) -> Hardware | None:
-    """The device to hold results against.
+    """Returns the device to hold results against.
 
     Args:
         kind: a known kind, or "auto" to go by `device_kind` (None where that is not known).
@@ -100,7 +100,7 @@ def get_hardware(kind: str, device_kind: str) -> Hardware | None:
 
 
 def together(hardware: Hardware, devices: int) -> Hardware:
-    """Several devices as one, to bound what they do together. Virtual CPU devices share one machine's."""
+    """Returns several devices as one, to bound their joint work. Virtual CPU devices share one machine's."""
     if devices == 1 or hardware.kind == "cpu":
         return hardware
 
@@ -112,7 +112,7 @@ def together(hardware: Hardware, devices: int) -> Hardware:
 
 
 def measure_read_bandwidth(size_bytes: int = 1 << 28, repeats: int = 5) -> float:
-    """Bytes per second that all of this machine's cores together read from memory, best of `repeats`.
+    """Returns the bytes per second that this machine's cores together read from memory, best of `repeats`.
 
     By XLA's own reduction over an array much larger than the caches.
     """

@@ -19,18 +19,18 @@ _CELL = "padding:.05em 1em .05em 0;vertical-align:top;background:none"
 
 
 def cut(value: object, limit: int) -> str:
-    """`value` as text; more than `limit` characters are cut, and said to be."""
+    """Returns `value` as text; more than `limit` characters are cut, and said to be."""
     shown = str(value)
     return shown if len(shown) <= limit else f"{shown[:limit]}… ({len(shown) - limit:,} more characters)"
 
 
 def text(value: object) -> str:
-    """`value` escaped."""
+    """Returns `value` escaped."""
     return escape(cut(value, _MOST))
 
 
 def note(value: object, *, color: str | None = None, strong: bool = False) -> str:
-    """A line below the rest, in small print unless it is strong or has a CSS colour."""
+    """Returns a line below the rest, in small print unless it is strong or has a CSS colour."""
     style = _MUTED if color is None and not strong else "white-space:pre-line"
     style += f";color:{escape(color)}" if color else ""
     style += ";font-weight:600" if strong else ""
@@ -38,12 +38,12 @@ def note(value: object, *, color: str | None = None, strong: bool = False) -> st
 
 
 def heading(value: object) -> str:
-    """Above a part of a card."""
+    """Returns the heading of a part of a card."""
     return f'<div style="margin-top:.5em;{_TITLE};font-size:.95em;white-space:pre-line">{text(value)}</div>'
 
 
 def facts(pairs: Mapping[str, object]) -> str:
-    """A line per name and value; those whose value is None are left out."""
+    """Returns a line per name and value; those whose value is None are left out."""
     rows = [[name, value] for name, value in pairs.items() if value is not None]
     return table((), rows, right=())
 
@@ -80,5 +80,5 @@ def table(
 
 
 def card(title: object, *parts: str) -> str:
-    """`parts`, HTML from this module, in a frame under a title."""
+    """Returns `parts`, HTML from this module, in a frame under a title."""
     return f'<div style="{_CARD}"><div style="{_TITLE}">{text(title)}</div>{"".join(parts)}</div>'

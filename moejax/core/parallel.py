@@ -27,7 +27,7 @@ class ParallelConfig(Checked, section="parallel"):
             dimensions are split over ep · tp devices, which all see the same tokens. "data": each ep rank
             has its own requests and cache (data-parallel attention), and tokens travel to their experts.
         exchange: how they travel (`moejax.moe.expert_parallel`); "auto" goes by payload.
-        exchange_capacity: room for c times the mean number of rows that a pair of ranks exchanges; what does
+        exchange_capacity: c times the mean number of rows that a pair of ranks exchanges; what does
             not fit is dropped and counted. None: sized from the true maximum, so that nothing is lost.
         redundant_experts: physical experts beyond the model's own, for replicas of hot ones.
         overlap_shared: the first exchange and the shared expert do not wait for each other.

@@ -29,7 +29,7 @@ class Price:
         check("hardware.currency", self.currency, _Currency)
 
     def per_million(self, devices: int, tokens_per_s: float | None) -> float:
-        """The cost of a million tokens that `devices` devices together make at `tokens_per_s`.
+        """Returns the cost of a million tokens that `devices` devices together make at `tokens_per_s`.
 
         Raises:
             ConfigError: no devices, or no throughput: a price without it says nothing of tokens.
@@ -48,8 +48,8 @@ class Price:
     def metrics(
         self, devices: int, output_throughput: float | None, total_throughput: float | None
     ) -> dict[str, float | None]:
-        """`cost_per_million_output_tokens` and `cost_per_million_tokens` (input and output); None where
-        nothing was completed. Each holds the whole price: the two are not to be added."""
+        """Returns `cost_per_million_output_tokens` and `cost_per_million_tokens` (input and output); None
+        where nothing was completed. Each holds the whole price: the two are not to be added."""
         rates = {
             "cost_per_million_output_tokens": output_throughput,
             "cost_per_million_tokens": total_throughput,

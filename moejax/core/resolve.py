@@ -21,7 +21,7 @@ class Resolution(NamedTuple):
 
 
 def resolve_platform(requested: str) -> Resolution:
-    """The platform that computation runs on.
+    """Returns the platform that computation runs on.
 
     Raises:
         DeviceError: a GPU was asked for and JAX sees none.
@@ -46,7 +46,7 @@ def resolve_platform(requested: str) -> Resolution:
 
 
 def resolve_dtype(requested: str, stored: str, platform: str) -> Resolution:
-    """The dtype of weights, cache and activations."""
+    """Returns the dtype of weights, cache and activations."""
     key = "model.dtype"
     if requested != "auto":
         check_choice(key, requested, (*DTYPES, "auto"))
@@ -57,5 +57,5 @@ def resolve_dtype(requested: str, stored: str, platform: str) -> Resolution:
 
 
 def as_dict(resolutions: Iterable[Resolution]) -> dict[str, dict[str, str]]:
-    """key → value and reason, for a result file."""
+    """Returns key → value and reason, for a result file."""
     return {r.key: {"value": r.value, "reason": r.reason} for r in resolutions}

@@ -71,8 +71,8 @@ class DecoderLayer(nnx.Module):
         cache: Any,
         replay: Replay | None = None,
     ) -> tuple[jax.Array, jax.Array, Any, RoutingTrace | None]:
-        """x and residual `[B, T, D]`, whose sum comes in → (x and residual whose sum goes out, updated cache
-        layer, trace of an expert layer). The sum is left to the next norm, where a kernel does it."""
+        """Maps x and residual `[B, T, D]`, whose sum comes in, to (x and residual whose sum goes out, updated
+        cache layer, trace of an expert layer). The sum is left to the next norm, where a kernel does it."""
         x, attended, cache = self.attend(x, residual, rope, positions, cache)
         x, out, trace = self.feed_forward(x, attended, valid, replay)
         return x, out, cache, trace
@@ -85,7 +85,7 @@ class DecoderLayer(nnx.Module):
         positions: jax.Array,
         cache: Any,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """The first half → (x and residual whose sum goes on, updated cache layer)."""
+        """Runs the first half; returns (x and residual whose sum goes on, updated cache layer)."""
         normed, x = self.input_norm.add(x, residual)
         attended, cache = self.attention(normed, rope, positions, cache)
         return x, attended, cache
@@ -93,7 +93,7 @@ class DecoderLayer(nnx.Module):
     def feed_forward(
         self, x: jax.Array, residual: jax.Array | None, valid: jax.Array | None, replay: Replay | None = None
     ) -> tuple[jax.Array, jax.Array, RoutingTrace | None]:
-        """The second half → (x and residual whose sum goes out, trace of an expert layer)."""
+        """Runs the second half; returns (x and residual whose sum goes out, trace of an expert layer)."""
         normed, x = self.post_attention_norm.add(x, residual)
         if self.moe is not None:
             return x, *self.moe(normed, valid, replay)
@@ -165,7 +165,7 @@ class Decoder(nnx.Module):
         rope_lens: jax.Array | None = None,
         routing: Recorded | None = None,
     ) -> tuple[jax.Array, Any, tuple[RoutingTrace | None, ...]]:
-        """The final norm's output.
+        """Returns the final norm's output.
 
         Args:
             tokens, positions: int32 `[B, T]`.
@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("embedding")
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """int32 `[...]` → `[..., D]`, what the first layer takes."""
+        """Maps int32 `[...]` to `[..., D]`, what the first layer takes."""
         assert self.embedding is not None, "only the first stage embeds tokens"
         return self.embedding(tokens)
 
@@ -254,14 +254,14 @@ class Decoder(nnx.Module):
         return replays
 
     def in_order(self) -> list[DecoderLayer]:
-        """The layers that are here."""
+        """Returns the layers that are here."""
         if isinstance(self.layers, nnx.List):
             return list(self.layers)
         return [self.layers[str(i)] for i in self.stage]
 
     @jax.named_scope("lm_head")
     def logits(self, x: jax.Array) -> jax.Array:
-        """`[..., D]` → float32 `[..., V]`."""
+        """Maps `[..., D]` to float32 `[..., V]`."""
         if self.lm_head is None:
             assert self.embedding is not None, "only the last stage has logits"
             logits = self.embedding.attend(x)

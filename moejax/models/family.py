@@ -35,7 +35,7 @@ class Family:
         return config
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """A `config.json` for transformers.
+        """Returns a `config.json` for transformers.
 
         Raises:
             ConfigError: the family's `config.json` has no words for something in `config`, so that a model
@@ -86,7 +86,7 @@ def _same(name: str, config: ModelConfig, back: ModelConfig) -> bool:
 
 
 def common_fields(fields: HfFields, *, default_theta: float, default_eps: float) -> dict[str, Any]:
-    """The fields that all families share, as keyword arguments of `ModelConfig`."""
+    """Returns the fields that all families share, as keyword arguments of `ModelConfig`."""
     hidden, heads = int(fields.require("hidden_size")), int(fields.require("num_attention_heads"))
     layers = int(fields.require("num_hidden_layers"))
     longest = int(fields.require("max_position_embeddings"))

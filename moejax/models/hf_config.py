@@ -47,7 +47,7 @@ class HfFields:
         self.taken: set[str] = set()
 
     def take(self, *names: str, default: Any = None) -> Any:
-        """The first of `names` that is present and not null, else `default`. All of them count as taken."""
+        """Takes the first of `names` that is present and not null, else `default`. All count as taken."""
         self.taken.update(names)
         for name in names:
             if self.raw.get(name) is not None:
@@ -99,7 +99,7 @@ class HfFields:
         return RopeConfig(kind=kind, theta=float(theta), **fields)
 
     def special_tokens(self) -> dict[str, Any]:
-        """bos, eos (one or several) and pad ids as `ModelConfig` keeps them."""
+        """Returns bos, eos (one or several) and pad ids as `ModelConfig` keeps them."""
         eos = self.take("eos_token_id", default=())
         eos = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
         return {
@@ -109,7 +109,7 @@ class HfFields:
         }
 
     def dtype(self) -> str:
-        """The dtype that the checkpoint says it is in; float32 if it does not say."""
+        """Returns the dtype that the checkpoint says it is in; float32 if it does not say."""
         name = str(self.take("dtype", "torch_dtype", default="float32"))
         return name.removeprefix("torch.")
 
@@ -145,7 +145,7 @@ def sparse_layers(fields: HfFields, num_layers: int) -> tuple[bool, ...]:
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 writes it; earlier versions read `rope_theta`/`rope_scaling`."""
+    """Returns `rope_parameters` as of transformers 5; earlier versions read `rope_theta`/`rope_scaling`."""
     out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     used: dict[str, tuple[str, ...]] = {
         "default": (),

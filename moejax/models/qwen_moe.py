@@ -10,7 +10,7 @@ from moejax.models.hf_config import HfFields, sparse_layers
 
 
 def _qwen2_windows(fields: HfFields, layers: int) -> tuple[int | None, ...]:
-    """Per-layer windows; without `layer_types`, transformers' rule: even layers below max_window_layers."""
+    """Returns each layer's window; without `layer_types`, those of even layers below max_window_layers."""
     types = fields.take("layer_types")
     use, window = bool(fields.take("use_sliding_window", default=False)), fields.take("sliding_window")
     below = int(fields.take("max_window_layers", default=28))

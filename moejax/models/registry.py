@@ -20,7 +20,7 @@ def get_family(name: str, source: str = "config.json") -> Family:
 
 
 def config_from_hf(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
-    """A Hugging Face `config.json`, as a dictionary, → `ModelConfig`.
+    """Maps a Hugging Face `config.json`, as a dictionary to `ModelConfig`.
 
     Raises:
         ConfigError: unsupported `model_type`, missing or bad fields, or fields that change the computation
@@ -40,5 +40,5 @@ def config_from_hf(raw: dict[str, Any], source: str = "config.json") -> ModelCon
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `config_from_hf`."""
+    """Inverts `config_from_hf`."""
     return get_family(config.family).to_hf(config)

@@ -7,7 +7,7 @@ from moejax.perf.comm import Exchange
 
 
 def exchange_hops(method: str, model: ModelConfig, parallel: ParallelConfig) -> list[HopSize]:
-    """The all-to-alls that a token goes through on its way to its experts."""
+    """Returns the all-to-alls that a token goes through on its way to its experts."""
     experts = (model.num_experts + parallel.redundant_experts) // parallel.ep
     nodes = parallel.expert_nodes
     local = parallel.ep // nodes
@@ -19,7 +19,7 @@ def exchange_hops(method: str, model: ModelConfig, parallel: ParallelConfig) -> 
 def exchange_cost(
     method: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, *, bucket: int = 0
 ) -> Exchange:
-    """An exchange of `tokens` tokens a device, as large as it gets under the given routing.
+    """Returns the cost of exchanging `tokens` tokens a device, as large as it gets under the given routing.
 
     Args:
         method: as `moejax.moe.expert_parallel.choose_exchange` resolved it.

@@ -13,8 +13,8 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def pack(*arrays: jax.Array) -> jax.Array:
-    """`[…, n_i]` each, of any dtypes → words `[…, W]`. A word is as wide as the first array's element, but at
-    most 4 bytes; W is the sum of n_i · itemsize_i / (bytes of a word).
+    """Maps `[…, n_i]` each, of any dtypes to words `[…, W]`. A word is as wide as the first array's element,
+    but at most 4 bytes; W is the sum of n_i · itemsize_i / (bytes of a word).
 
     Raises:
         ValueError: an array's elements are not whole words.

@@ -46,17 +46,17 @@ class Homes(NamedTuple):
 
 
 def send_hits(dest: jax.Array, size: int) -> jax.Array:
-    """int32 `[N, k]` destinations → bool `[R, N]`: whether a token goes to r."""
+    """Maps int32 `[N, k]` destinations to bool `[R, N]`: whether a token goes to r."""
     return jnp.any(dest[None] == jnp.arange(size, dtype=jnp.int32)[:, None, None], axis=2)
 
 
 def send_counts(dest: jax.Array, size: int) -> jax.Array:
-    """int32 `[N, k]` destinations → int32 `[R]`: tokens that go to each."""
+    """Maps int32 `[N, k]` destinations to int32 `[R]`: tokens that go to each."""
     return jnp.sum(send_hits(dest, size), axis=1, dtype=jnp.int32)
 
 
 def plan_sends(dest: jax.Array, size: int) -> SendPlan:
-    """int32 `[N, k]` destinations in [0, R], R = `size` for none → SendPlan."""
+    """Maps int32 `[N, k]` destinations in [0, R], R = `size` for none to SendPlan."""
     hits = send_hits(dest, size)
     upto = jnp.cumsum(hits.reshape(-1), dtype=jnp.int32).reshape(hits.shape)
     ends = upto[:, -1]
@@ -65,7 +65,7 @@ def plan_sends(dest: jax.Array, size: int) -> SendPlan:
 
 
 def tokens_at(plan: SendPlan, rank: jax.Array, slot: jax.Array) -> jax.Array:
-    """Token of the row in place `slot` among those for `rank`; any token where there is no such row.
+    """Returns the token of the row in place `slot` among those for `rank`; any token without such a row.
 
     The token is the first up to which there are that many rows. Searched in two steps, in the ends of about
     √N blocks of tokens and then within one: a few operations that vectorise, where halving takes log₂ N
@@ -95,13 +95,13 @@ def homes(plan: SendPlan) -> Homes:
 
 
 def slots(plan: SendPlan, rank: jax.Array, token: jax.Array) -> jax.Array:
-    """A token's place among the rows for a destination it goes to; any number elsewhere."""
+    """Returns a token's place among the rows for a destination it goes to; any number elsewhere."""
     rank = jnp.minimum(rank, plan.first.shape[0] - 1)
     return plan.upto[rank, token] - plan.first[rank] - 1
 
 
 def overflow(plan: SendPlan, capacity: int) -> jax.Array:
-    """int32 `[N]`: a token's assignments whose row is not among the first `capacity` for its destination."""
+    """Counts each token's assignments, int32 `[N]`, whose row is beyond the `capacity` of its destination."""
     (N, k), R = plan.dest.shape, plan.first.shape[0]
     token = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[:, None], (N, k))
     late = slots(plan, plan.dest, token) >= capacity
@@ -109,7 +109,7 @@ def overflow(plan: SendPlan, capacity: int) -> jax.Array:
 
 
 def sum_rows(rows: jax.Array, position: jax.Array, sent: jax.Array) -> jax.Array:
-    """Sum of each token's rows, in the order of their destinations, in float32 at least.
+    """Returns the sum of each token's rows, in the order of their destinations, in float32 at least.
 
     rows `[M, D]`, position int32 and sent bool `[J, N]` → `[N, D]` of the rows' dtype. Rows that were not
     made may hold anything.

@@ -48,7 +48,7 @@ class Offsets(NamedTuple):
 
 
 def plan_ragged(sizes: jax.Array, me: jax.Array) -> tuple[Offsets, Offsets]:
-    """The way there and the way back of device `me`, from sizes int32 `[R, R]`: rows from s to d.
+    """Returns the way there and the way back of device `me`, from sizes int32 `[R, R]`: rows from s to d.
 
     A source's rows are sorted by destination, a destination's by source, both without gaps.
     """
@@ -103,7 +103,7 @@ def emulated_ragged_all_to_all(
     *,
     axis_name: Names,
 ) -> jax.Array:
-    """`jax.lax.ragged_all_to_all` with one slice a device, from all-gathers of everything: runs anywhere.
+    """Emulates `jax.lax.ragged_all_to_all`, one slice a device, by all-gathers of everything: runs anywhere.
 
     Where the sender's and the receiver's sizes differ, which the real one forbids, rows are left out.
     """

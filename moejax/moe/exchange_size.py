@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Room for a pair of ranks comes in blocks of this many rows, as the experts' products do.
+# Capacity for a pair of ranks comes in blocks of this many rows, as the experts' products do.
 BLOCK_ROWS = 8
-# Rungs of a buckets at most: each is one more copy of the experts' program to compile.
+# Buckets at most: each is one more copy of the experts' program to compile.
 MOST_BUCKETS = 4
 
 
@@ -92,7 +92,7 @@ def _blocks(rows: float) -> int:
 
 
 def row_bytes(hidden: int, itemsize: int, top_k: int) -> int:
-    """A row there (with its ids and weights) and back."""
+    """Returns the bytes of a row there (with its ids and weights) and back."""
     return 2 * hidden * itemsize + 8 * top_k
 
 
@@ -102,14 +102,14 @@ def allgather_bytes(tokens: int, hidden: int, itemsize: int, top_k: int, ranks: 
 
 
 def all_to_all_bytes(rows: int, hidden: int, itemsize: int, top_k: int, ranks: int) -> int:
-    """`rows` between each pair of ranks, there and back: a bucket of `capacity_buckets`, N at worst."""
+    """Returns the bytes of `rows` between each pair of ranks, there and back: a bucket, N at worst."""
     return (ranks - 1) * rows * row_bytes(hidden, itemsize, top_k)
 
 
 def hierarchical_bytes(
     capacities: Sequence[int], hidden: int, itemsize: int, top_k: int, nodes: int, local: int
 ) -> tuple[int, int]:
-    """(between nodes, within the node), there and back: `capacities` rows on each of the two hops.
+    """Returns (between nodes, within the node), there and back: `capacities` rows on each of the two hops.
 
     Without a capacity; with one, the way back between nodes has 4 bytes more a row (`exchange_hops`).
     """
@@ -119,5 +119,5 @@ def hierarchical_bytes(
 
 
 def ragged_bytes(rows: float, hidden: int, itemsize: int, top_k: int, ranks: int) -> float:
-    """`rows` that really go from a rank to another, in the mean over pairs, and each rank's R counts."""
+    """Returns the bytes of `rows`, the mean over pairs of ranks of those really sent, and of R counts."""
     return (ranks - 1) * (rows * row_bytes(hidden, itemsize, top_k) + 4 * ranks)

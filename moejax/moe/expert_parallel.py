@@ -75,7 +75,7 @@ def dispatch_experts(
     microbatches: int = 1,
     shared: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Dispatched:
-    """The routed experts of this device's tokens. Called by every device of the exchange axes alike.
+    """Runs the routed experts of this device's tokens. Called by every device of the exchange axes alike.
 
     Args:
         x: `[N, D]`.
@@ -122,7 +122,7 @@ def dispatch_experts(
 
 
 def _split(part: Part, count: int) -> list[Part]:
-    """`count` parts of nearly the same number of tokens, the first ones longer; none is empty."""
+    """Returns `count` parts of nearly the same number of tokens, the first ones longer; none is empty."""
     N = part.x.shape[0]
     count = min(count, N)
     ends = [(N * number + count - 1) // count for number in range(count + 1)]
@@ -130,7 +130,7 @@ def _split(part: Part, count: int) -> list[Part]:
 
 
 def _own(ids: jax.Array, weights: jax.Array, rank: jax.Array, num_local: int) -> tuple[jax.Array, jax.Array]:
-    """ids of a rank's own numbering, `num_local` for all others'; weights 0 there."""
+    """Returns ids of a rank's own numbering, `num_local` for all others'; weights 0 there."""
     local = ids - rank * num_local
     mine = (local >= 0) & (local < num_local)
     return jnp.where(mine, local, num_local), jnp.where(mine, weights, 0.0)

@@ -78,7 +78,7 @@ class Experts(nnx.Module):
         return int(self.arrays()[0][...].shape[0])
 
     def weights(self) -> tuple[Weight, Weight, Weight]:
-        """gate, up and down."""
+        """Returns gate, up and down."""
         return self.gate_proj, self.up_proj, self.down_proj
 
     def arrays(self) -> list[nnx.Param]:
@@ -86,7 +86,7 @@ class Experts(nnx.Module):
         return [array for weight in self.weights() for array in arrays_of(weight)]
 
     def stacks(self) -> tuple[Stack, Stack, Stack]:
-        """gate, up and down as they are stored, for products expert by expert."""
+        """Returns gate, up and down as they are stored, for products expert by expert."""
         gate, up, down = (self._stack(weight) for weight in self.weights())
         return gate, up, down
 
@@ -96,13 +96,13 @@ class Experts(nnx.Module):
         return Stack(weight[...], transposed=self.transposed)
 
     def matrices(self, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """gate, up `[E, D, F]` and down `[E, F, D]`, whatever the layout; quantized ones in `dtype`."""
+        """Returns gate, up `[E, D, F]` and down `[E, F, D]` in any layout; quantized ones in `dtype`."""
         gate, up, down = (stack.matrix(dtype) for stack in self.stacks())
         return gate, up, down
 
     @jax.named_scope("experts_dispatch")
     def __call__(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
-        """x `[N, D]` → ExpertsOutput, by the execution that `config` names."""
+        """Maps x `[N, D]` to ExpertsOutput, by the execution that `config` names."""
         if config.execution == "capacity":
             return self._capacity(x, routing, config)
         zero = jnp.zeros((), jnp.int32)
@@ -131,7 +131,7 @@ class Experts(nnx.Module):
         return total
 
     def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
-        """Sorted by expert, in blocks of one expert each; nothing is dropped."""
+        """Runs rows sorted by expert, in blocks of one expert each; nothing is dropped."""
         N, k = routing.ids.shape
         E, act, stacks = self.num_experts, activation(self.act), self.stacks()
         transposed = all(stack.by_rows for stack in stacks)
@@ -212,7 +212,7 @@ class Experts(nnx.Module):
 
 
 def kernel_operand(stack: Stack, dtype: Any) -> "jax.Array | QuantizedTensor":
-    """A stack as the GPU kernels take it: codes where they are to run on them, else floats."""
+    """Returns a stack as the GPU kernels take it: codes where they are to run on them, else floats."""
     if isinstance(stack.weight, QTensor) and stack.implementation == "pallas_triton":
         operand = to_kernel(stack.weight)
         if operand is None:
@@ -245,7 +245,7 @@ def capacity(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
 
 
 def slot_in_expert(ids: jax.Array, num_experts: int) -> jax.Array:
-    """int32 `[N, k]`: an assignment's place in its expert's queue.
+    """Returns int32 `[N, k]`: an assignment's place in its expert's queue.
 
     First choices come before second choices, then token order, so that overflow hits the least wanted.
     """

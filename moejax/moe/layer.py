@@ -72,7 +72,7 @@ class MoELayer(nnx.Module):
     def __call__(
         self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None
     ) -> tuple[jax.Array, RoutingTrace]:
-        """x `[B, T, D]`, valid bool `[B, T]` → (`[B, T, D]`, trace).
+        """Maps x `[B, T, D]`, valid bool `[B, T]` to (`[B, T, D]`, trace).
 
         An unused trace costs nothing: under `jit` what is not returned is not computed.
 
@@ -114,13 +114,13 @@ class MoELayer(nnx.Module):
 
     @jax.named_scope("shared_expert")
     def _shared(self, x: jax.Array) -> jax.Array:
-        """x `[n, D]` → `[n, D]`; where its hidden dimension is split, this device's part of the sum."""
+        """Maps x `[n, D]` to `[n, D]`; where its hidden dimension is split, this device's part of the sum."""
         assert self.shared_expert is not None and self.shared_gate is not None
         return jax.nn.sigmoid(self.shared_gate(x)) * self.shared_expert(x)
 
     @jax.named_scope("experts_dispatch")
     def _spread(self, x: jax.Array, routing: Routing) -> ExpertsOutput:
-        """x `[N, D]` → the sum over the experts' devices; those along `axes.tensor` are still apart."""
+        """Maps x `[N, D]` to the sum over the experts' devices; those along `axes.tensor` are still apart."""
         assert self.replicas is not None
         physical = self.replicas(routing.ids)
 

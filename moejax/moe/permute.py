@@ -5,7 +5,7 @@
     blocks of `block_rows`      each block belongs to one expert; a short last block is padded
 
 `block_expert` maps a block to its expert, so that a kernel or loop needs one weight matrix a block. Blocks
-can also be fitted to each expert's rows (`plan_mixed_blocks`): of several heights, the least that holds them.
+can also follow each expert's rows (`plan_mixed_blocks`): of several heights, the least that holds them.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class BlockPlan(NamedTuple):
 
 
 def max_blocks(assignments: int, num_experts: int, block_rows: int) -> int:
-    """The most blocks that A assignments can need: each expert may leave one block part empty."""
+    """Returns the most blocks that A assignments can need: each expert may leave one block part empty."""
     return min(assignments, assignments // block_rows + min(num_experts, assignments))
 
 
@@ -110,7 +110,7 @@ def plan_mixed_blocks(ids: jax.Array, num_experts: int, singles: int, heights: t
 
 
 def _sort(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`order`, `row_of` and `counts`, see `BlockPlan`."""
+    """Returns `order`, `row_of` and `counts`, see `BlockPlan`."""
     flat = ids.reshape(-1)
     A = flat.shape[0]
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -130,7 +130,7 @@ def _lay(blocks: jax.Array, first: jax.Array, rows: jax.Array, height: int, most
 
 
 def combine(rows: jax.Array, plan: BlockPlan | MixedPlan, weights: jax.Array) -> jax.Array:
-    """Weighted sum of each token's expert outputs, in the token's own expert order (so deterministic).
+    """Sums each token's weighted expert outputs, in the token's own expert order (so deterministic).
 
     rows `[≥ A, D]` in sorted order, weights `[N, k]` → `[N, D]`. Rows of assignments that were not made
     may hold anything: they are masked, not only multiplied by 0.

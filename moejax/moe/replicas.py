@@ -41,7 +41,7 @@ class ReplicaTable(nnx.Module):
         return jnp.where(ids < self.num_experts, physical, self.num_physical)
 
     def expert_of(self) -> np.ndarray:
-        """int32 `[P]`: the expert that each physical one is."""
+        """Returns int32 `[P]`: the expert that each physical one is."""
         table, count = np.asarray(self.physical[...]), np.asarray(self.count[...])
         experts = np.zeros(self.num_physical, np.int32)
         for expert in range(self.num_experts):
@@ -58,8 +58,8 @@ def tables(expert_of: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndar
 
 
 def held_experts(model: nnx.Module) -> dict[str, list[int]] | None:
-    """Dotted path → the expert in each place, of every stacked tensor that does not hold each once and in
-    order; None if all do."""
+    """Returns, by dotted path, the expert in each place, of every stacked tensor that does not hold each once
+    and in order; None if all do."""
     ids: dict[str, list[int]] = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, ReplicaTable):

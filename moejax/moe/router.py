@@ -64,8 +64,8 @@ class Router(nnx.Module):
 
     @jax.named_scope("router")
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
-        """x `[N, D]`, valid bool `[N]` (False for padding) → Routing, of `replay`'s `[N, k]` where given; its
-        logits are the router's own in any case."""
+        """Maps x `[N, D]`, valid bool `[N]` (False for padding) to Routing, of `replay`'s `[N, k]` where
+        given; its logits are the router's own in any case."""
         logits = matmul_of(x, self.kernel, out_dtype=jnp.float32)
         ids, weights = self._choose(logits) if replay is None else self._again(logits, replay)
         if valid is not None:
@@ -74,7 +74,7 @@ class Router(nnx.Module):
         return Routing(ids.astype(jnp.int32), weights, logits)
 
     def _choose(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """logits `[N, E]` → ids and weights `[N, k]`."""
+        """Maps logits `[N, E]` to ids and weights `[N, k]`."""
         if self.kernels != "xla":
             from pallas_kernels.topk_router import topk_router
 
@@ -86,7 +86,7 @@ class Router(nnx.Module):
         return ids, weights
 
     def _again(self, logits: jax.Array, replay: Replay) -> tuple[jax.Array, jax.Array]:
-        """logits `[N, E]` → the ids of `replay`, and their weights."""
+        """Maps logits `[N, E]` to the ids of `replay`, and their weights."""
         ids = replay.ids
         if replay.weights is not None:
             return ids, replay.weights
@@ -100,7 +100,7 @@ class Router(nnx.Module):
 
 
 def check_replay(name: str, replay: Replay, tokens: tuple[int, ...], top_k: int, num_experts: int) -> Replay:
-    """`replay` as int32 and float32 arrays.
+    """Returns `replay` as int32 and float32 arrays.
 
     What values it holds can be looked at only outside of `jit`; the rest is checked in any case.
 
@@ -139,5 +139,5 @@ def check_replay(name: str, replay: Replay, tokens: tuple[int, ...], top_k: int,
 
 
 def expert_counts(ids: jax.Array, num_experts: int) -> jax.Array:
-    """int32 `[E]`: assignments per expert; ids equal to E (none) are not counted."""
+    """Returns int32 `[E]`: assignments per expert; ids equal to E (none) are not counted."""
     return jnp.zeros(num_experts + 1, jnp.int32).at[ids.reshape(-1)].add(1)[:num_experts]

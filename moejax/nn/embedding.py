@@ -24,7 +24,7 @@ class Embedding(nnx.Module):
         self.split = split
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 `[...]` → `[..., D]`."""
+        """Maps int32 `[...]` to `[..., D]`."""
         table = self.table[...]
         if not self.split:
             return jnp.take(table, tokens, axis=0, mode="clip")

@@ -34,5 +34,5 @@ class GatedMLP(nnx.Module):
         self.act = act
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., D]` → `[..., D]`."""
+        """Maps `[..., D]` to `[..., D]`."""
         return self.down_proj(activation(self.act)(self.gate_proj(x)) * self.up_proj(x))

@@ -86,12 +86,12 @@ class ParamSpec:
 
 
 def declare(spec: ParamSpec) -> nnx.Param:
-    """An abstract parameter that carries its declaration as the metadata `spec`."""
+    """Returns an abstract parameter that carries its declaration as the metadata `spec`."""
     return nnx.Param(spec.struct(), spec=spec)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """`("layers", 0, "moe")` → `"layers.0.moe"`."""
+    """Maps `("layers", 0, "moe")` to `"layers.0.moe"`."""
     return ".".join(str(part) for part in path)
 
 
@@ -103,7 +103,7 @@ def iter_params(model: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
 
 
 def specs(model: nnx.Module) -> dict[str, ParamSpec]:
-    """Dotted path → declaration of every parameter."""
+    """Returns the declaration by dotted path of every parameter."""
     return {name: param.get_metadata("spec") for name, param in iter_params(model)}
 
 
@@ -116,7 +116,7 @@ slot i.
 
 
 def slots_of(name: str, spec: ParamSpec, expert_of: ExpertOf | None) -> tuple[int, ...] | None:
-    """The expert in each slot of a parameter; None for one that `expert_of` does not name.
+    """Returns the expert in each slot of a parameter; None for one that `expert_of` does not name.
 
     Raises:
         ConfigError: it names another number of slots than there are, or leaves out an expert below its
@@ -210,8 +210,8 @@ def _initial_value(
 
 
 def _whole_experts(sharding: Sharding | None, shape: tuple[int, ...]) -> NamedSharding | None:
-    """`sharding` with its first axis's parts moved to another that is whole, so that experts can be copied
-    from slot to slot within each device. None where there is no such axis."""
+    """Returns `sharding` with its first axis's parts moved to another that is whole, so that experts can be
+    copied from slot to slot within each device. None where there is no such axis."""
     if not isinstance(sharding, NamedSharding):
         return None
     parts = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
@@ -224,5 +224,5 @@ def _whole_experts(sharding: Sharding | None, shape: tuple[int, ...]) -> NamedSh
 
 
 def num_params(model: nnx.Module) -> int:
-    """Number of scalar parameters, padding left out; works on abstract models too."""
+    """Returns the number of scalar parameters, padding left out; works on abstract models too."""
     return sum(math.prod(spec.true_shape) for spec in specs(model).values())

@@ -79,13 +79,13 @@ def weight_of(weight: Weight) -> jax.Array | QTensor:
 
 
 def matmul_of(x: jax.Array, weight: Weight, *, split: Names = (), out_dtype: Any = None) -> jax.Array:
-    """`x @ weight` by the weight's implementation; see `moejax.ops.quantized_matmul.matmul`."""
+    """Computes `x @ weight` by the weight's implementation; see `moejax.ops.quantized_matmul.matmul`."""
     implementation = weight.implementation if isinstance(weight, QuantizedWeight) else "xla"
     return matmul(x, weight_of(weight), implementation, split=split, out_dtype=out_dtype)
 
 
 def arrays_of(weight: Weight) -> list[nnx.Param]:
-    """The parameters that a weight consists of."""
+    """Returns the parameters that a weight consists of."""
     if not isinstance(weight, QuantizedWeight):
         return [weight]
     return [param for name in PARTS if (param := getattr(weight, name)) is not None]

@@ -14,13 +14,13 @@ from moejax.core.config import ModelConfig, RopeConfig
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """float32 `[Dh/2]`: theta^(-2i/Dh)."""
+    """Returns float32 `[Dh/2]`: theta^(-2i/Dh)."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """YaRN (arXiv 2309.00071, §3.2-3.4): interpolate slow dimensions, keep fast ones, ramp between."""
+    """Applies YaRN (arXiv 2309.00071, §3.2-3.4): interpolates slow dimensions, keeps fast ones, or blends."""
     original = rope.original_max_position_embeddings
     assert original is not None
 
@@ -51,7 +51,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Llama 3.1: divide long wavelengths by the factor, keep short ones, blend between."""
+    """Applies Llama 3.1's rule: divides long wavelengths by the factor, keeps short ones, blends between."""
     original = rope.original_max_position_embeddings
     assert original is not None
     plain = inverse_frequencies(head_dim, rope.theta)
@@ -79,7 +79,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 def rope_tables(
     config: ModelConfig, positions: jax.Array, seq_lens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 `[B, T, Dh/2]`.
+    """Returns cos and sin, float32 `[B, T, Dh/2]`.
 
     Args:
         positions: int32 `[B, T]`.
@@ -98,7 +98,7 @@ def rope_tables(
 
 
 def _dynamic(config: ModelConfig, seq_lens: jax.Array) -> jax.Array:
-    """float32 `[B, Dh/2]`: NTK-aware base that grows with the sequence."""
+    """Returns float32 `[B, Dh/2]`: NTK-aware base that grows with the sequence."""
     dim, longest, factor = config.head_dim, config.max_position_embeddings, config.rope.factor
     length = jnp.maximum(seq_lens, longest).astype(jnp.float32)
     base = config.rope.theta * ((factor * length / longest) - (factor - 1)) ** (dim / (dim - 2))

@@ -42,7 +42,7 @@ def attention(
     window: int | None = None,
     scale: float,
 ) -> jax.Array:
-    """Grouped-query attention; softmax in float32.
+    """Computes grouped-query attention; softmax in float32.
 
     Args:
         q: `[B, T, H, Dh]`; query heads h·G to h·G + G - 1 share key head h.
@@ -64,7 +64,7 @@ def attention(
 
 
 def visible(q_positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
-    """bool `[B, T, S]`: whether the query at a position sees the key in a slot."""
+    """Returns bool `[B, T, S]`: whether the query at a position sees the key in a slot."""
     p = q_positions[:, :, None]
     slots = slots[None, None, :]
     seen = slots <= p
@@ -87,7 +87,7 @@ def _attention(q, k, v, q_positions, *, window, scale):
 
 
 def _chunked(q, k, v, q_positions, *, window, scale, chunk):
-    """The same in parts of `chunk` queries, so that the score matrix stays small."""
+    """Computes the same in parts of `chunk` queries, so that the score matrix stays small."""
     B, T, H, Dh = q.shape
     parts = -(-T // chunk)
     pad = parts * chunk - T

@@ -128,9 +128,9 @@ def mixed_block_heights(tokens: int, transposed: bool = False) -> tuple[int, tup
     """
     if transposed and tokens <= 16:
         return tokens, ()
-    singles, ladder = (6, (12, 32, 64, 128)) if transposed else (1, (4, 16, 32, 64, 128))
+    singles, candidates = (6, (12, 32, 64, 128)) if transposed else (1, (4, 16, 32, 64, 128))
     heights: list[int] = []
-    for height in ladder:
+    for height in candidates:
         if tokens <= max((singles, *heights)):
             break
         heights.append(min(height, tokens))

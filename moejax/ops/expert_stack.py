@@ -49,7 +49,7 @@ class Stack:
         return math.prod(self.weight.shape[1:])
 
     def times(self, x: jax.Array, expert: jax.Array) -> jax.Array:
-        """`x @ matrix` of one expert, x `[M, D]`. It slices first: no stack is transposed or decoded."""
+        """Computes one expert's `x @ matrix`, x `[M, D]`. Slices first: no stack is transposed or decoded."""
 
         def slice_of(array: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(array, expert, 0, keepdims=False)
@@ -60,25 +60,25 @@ class Stack:
         return x @ (one.T if self.transposed else one)
 
     def each(self, x: jax.Array, split: Names = ()) -> jax.Array:
-        """x `[E, M, D]` → `[E, M, F]`, expert by expert; `split` as in `matmul`."""
+        """Maps x `[E, M, D]` to `[E, M, F]`, expert by expert; `split` as in `matmul`."""
         if isinstance(self.weight, QTensor):
             return matmul(x, self.weight, self.implementation, split=split)
         return jnp.einsum("emd,efd->emf" if self.transposed else "emd,edf->emf", x, self.weight)
 
     def one(self, x: jax.Array, weight: jax.Array | QTensor, split: Names = ()) -> jax.Array:
-        """x `[M, D]` by a slice of `weight`, as a scan over it gives them."""
+        """Multiplies x `[M, D]` by a slice of `weight`, as a scan over it gives them."""
         if isinstance(weight, QTensor):
             return matmul(x, weight, self.implementation, split=split)
         return x @ (weight.T if self.transposed else weight)
 
     def matrix(self, dtype: Any = jnp.float32) -> jax.Array:
-        """`[E, D, F]`; a quantized stack whole, in `dtype`."""
+        """Returns `[E, D, F]`; a quantized stack whole, in `dtype`."""
         if isinstance(self.weight, QTensor):
             return dequantize(self.weight, dtype)
         return jnp.swapaxes(self.weight, 1, 2) if self.transposed else self.weight
 
     def codes_of(self, rows: jax.Array, expert: jax.Array, split: Names = ()) -> tuple[jax.Array, jax.Array]:
-        """Codes `[A, D]` and float32 scales `[A, 1]` of rows, each its expert's, of a stack that wants them.
+        """Returns codes `[A, D]` and float32 scales `[A, 1]` of rows, each its expert's, for quantized rows.
 
         Args:
             expert: int32 `[A]`, below E.
@@ -99,7 +99,7 @@ class Stack:
         return (codes.astype(jnp.float32) * scale).astype(rows.dtype)
 
     def without_activations(self) -> "Stack":
-        """The same for rows that are rounded already."""
+        """Returns the same for rows that are rounded already."""
         if not isinstance(self.weight, QTensor):
             return self
         fmt = dataclasses.replace(self.weight.format, activations="none")
@@ -109,5 +109,5 @@ class Stack:
 
 
 def as_stack(weight: "jax.Array | Stack", transposed: bool) -> Stack:
-    """An array with its order, or what is a stack already."""
+    """Returns an array with its order, or what is a stack already."""
     return weight if isinstance(weight, Stack) else Stack(weight, transposed=transposed)

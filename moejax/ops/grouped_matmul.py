@@ -32,7 +32,7 @@ def grouped_swiglu_uniform(
     transposed: bool = False,
     split: Names = (),
 ) -> jax.Array:
-    """`(act(x @ gate[e]) * (x @ up[e])) @ down[e]` for each block of rows and its expert e.
+    """Computes `(act(x @ gate[e]) * (x @ up[e])) @ down[e]` for each block of rows and its expert e.
 
     Blocks must come in rising order of `block_start`: a block writes `block_rows` rows, of which those past
     its group's end are overwritten by the next group's first block.
@@ -85,7 +85,7 @@ def _swiglu(
     act: Callable[[jax.Array], jax.Array],
     split: Names,
 ) -> jax.Array:
-    """The expert layer by `run(rows, product, width)`, which applies a product of that width block by block.
+    """Computes the expert layer by `run(rows, product, width)`, which applies a product block by block.
 
     Where the hidden rows are rounded with scales over several devices, the devices meet between two runs:
     never within one, whose length is each device's own.
@@ -137,7 +137,7 @@ def grouped_swiglu_mixed(
     transposed: bool = False,
     split: Names = (),
 ) -> jax.Array:
-    """The same over blocks fitted to each expert's rows: one loop for single rows and one a height.
+    """Computes the same over blocks mixed by each expert's rows: one loop for single rows and one a height.
 
     On CPU a block costs a copy of its expert's matrices out of the stack plus its rows, padding included, so
     that one height for all either reads a favoured expert many times or pads the others (docs/log.md).
@@ -277,7 +277,7 @@ def grouped_swiglu_ragged(
     act: Callable[[jax.Array], jax.Array],
     split: Names = (),
 ) -> jax.Array:
-    """The same by `jax.lax.ragged_dot`: rows `[A, D]` sorted by expert, counts int32 `[E]` → `[A, D]`.
+    """Computes the same by `jax.lax.ragged_dot`, from rows `[A, D]` sorted by expert and counts int32 `[E]`.
 
     Quantized stacks are dequantized whole, in the rows' dtype.
     """

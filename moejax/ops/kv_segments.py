@@ -102,14 +102,14 @@ _TOKEN_AXIS = (3, 2, 2, 2)
 
 
 def _each(function: Callable[..., jax.Array], *segments: Segment) -> Segment:
-    """`function(token axis, an array of each segment)` for each of the arrays that they have."""
+    """Computes `function(token axis, an array of each segment)` for each of the arrays that they have."""
     leaves = zip(*(jax.tree.leaves(segment) for segment in segments), strict=True)
     done = [function(axis, *arrays) for axis, arrays in zip(_TOKEN_AXIS, leaves, strict=False)]
     return jax.tree.unflatten(jax.tree.structure(segments[0]), done)
 
 
 def _as_stored(segment: Segment, k: jax.Array, v: jax.Array) -> Segment:
-    """k and v `[N, K, Dh]` in a segment's dtype, or as codes with scales `[N, K]`."""
+    """Converts k and v `[N, K, Dh]` to a segment's dtype, or as codes with scales `[N, K]`."""
     if segment.codes is None:
         return Segment(k.astype(segment.keys.dtype), v.astype(segment.values.dtype))
     (keys, key_scale), (values, value_scale) = (quantize_kv(x, jnp.dtype(segment.codes)) for x in (k, v))
@@ -172,8 +172,8 @@ def _each_segment(
 
 
 def load_blocks(segments: Segments, blocks: jax.Array) -> Segment:
-    """P blocks, copied out of their segments and joined: keys `[K, Dh, P·bs]`, values `[K, P·bs, Dh]`, scales
-    `[K, P·bs]`."""
+    """Returns P blocks, copied out of their segments and joined: keys `[K, Dh, P·bs]`, values `[K, P·bs,
+    Dh]`, scales `[K, P·bs]`."""
     ends = [a + segment.num_blocks for a, segment in zip(segment_starts(segments), segments, strict=True)]
 
     def one(block: jax.Array) -> Segment:
@@ -196,7 +196,7 @@ def load_blocks(segments: Segments, blocks: jax.Array) -> Segment:
 
 
 def segment_starts(segments: Segments) -> list[int]:
-    """First block of each segment."""
+    """Returns the first block of each segment."""
     starts, total = [], 0
     for segment in segments:
         starts.append(total)

@@ -84,7 +84,7 @@ def paged_attention(
 
 
 def decode_attention(q: jax.Array, segments: Segments, plan: DecodePlan, window: int | None) -> jax.Array:
-    """q `[S, K, G, Dh]`, already scaled → `[S, K, G, Dh]`. Rows that own no block give 0."""
+    """Maps q `[S, K, G, Dh]`, already scaled to `[S, K, G, Dh]`. Rows that own no block give 0."""
     S, K, G, Dh = q.shape
     N, R = plan.owner.shape
     size = segments[0].block_size
@@ -138,13 +138,13 @@ def decode_attention(q: jax.Array, segments: Segments, plan: DecodePlan, window:
 
 
 def _joined(parts: Sequence[Any]) -> jax.Array:
-    """The segments' arrays, one after another."""
+    """Returns the segments' arrays, one after another."""
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _product(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) -> jax.Array:
-    """x times what a segment holds. Codes are multiplied in float32, or in x's bfloat16, which holds them
-    exactly; their sums, which no scale has brought to size yet, are float32."""
+    """Multiplies x by what a segment holds. Codes are multiplied in float32, or in x's bfloat16, which holds
+    them exactly; their sums, which no scale has brought to size yet, are float32."""
     if codes is None:
         return jnp.einsum(equation, x, stored)
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
@@ -153,7 +153,7 @@ def _product(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) 
 
 
 def _block_products(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) -> jax.Array:
-    """`_product` for each of n blocks, x and stored `[n, …]`; codes a few blocks at a time."""
+    """Computes `_product` for each of n blocks, x and stored `[n, …]`; codes a few blocks at a time."""
     n, at_a_time = stored.shape[0], max(1, CODES_AT_A_TIME // (stored.size // stored.shape[0]))
     if codes is None or n <= at_a_time:
         return _product(equation, x, stored, codes)
@@ -169,13 +169,13 @@ def _block_products(equation: str, x: jax.Array, stored: jax.Array, codes: str |
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """0 for what is not finite, so that a sequence gone wrong stays alone with it: 0 · NaN is NaN. Its own
-    residual stream keeps the NaN."""
+    """Puts 0 for what is not finite, so that a sequence gone wrong stays alone with it: 0 · NaN is NaN.
+    Its own residual stream keeps the NaN."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
 def chunk_attention(q: jax.Array, segments: Segments, plan: ChunkPlan, window: int | None) -> jax.Array:
-    """q `[T, K, G, Dh]`, already scaled → `[T, K, G, Dh]`."""
+    """Maps q `[T, K, G, Dh]`, already scaled to `[T, K, G, Dh]`."""
     T, K, G, Dh = q.shape
     tile = tile_rows(T)
     size = segments[0].block_size

@@ -41,7 +41,7 @@ def matmul(
     split: Names = (),
     out_dtype: Any = None,
 ) -> jax.Array:
-    """`x @ weight`, x `[..., D]` and weight `[D, F]` → `[..., F]`.
+    """Computes `x @ weight`, x `[..., D]` and weight `[D, F]` → `[..., F]`.
 
     A weight `[E, D, F]` multiplies x `[E, ..., D]`, expert by expert.
 
@@ -75,7 +75,7 @@ def matmul(
 
 
 def activation_codes(x: jax.Array, weight: QTensor, split: Names = ()) -> tuple[jax.Array, jax.Array]:
-    """x `[..., D]` in the numbers of the weight's format: codes `[..., D]`, float32 scales `[..., 1]`.
+    """Returns x `[..., D]` in the weight's numbers: codes `[..., D]`, float32 scales `[..., 1]`.
 
     Args:
         split: mesh axes that D is split over; a dynamic scale is of the whole token.
@@ -91,7 +91,7 @@ def activation_codes(x: jax.Array, weight: QTensor, split: Names = ()) -> tuple[
 
 
 def rounded_activations(x: jax.Array, weight: QTensor, split: Names = ()) -> jax.Array:
-    """x in its dtype as the product sees it: codes times scale where the format quantizes activations."""
+    """Returns x in its dtype as the product sees it: codes times scale for quantized activations."""
     if weight.format.activations == "none":
         return x
     codes, scale = activation_codes(x, weight, split)
@@ -107,9 +107,9 @@ def _twin(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
 
 
 def _xla(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
-    """x `[N, D]`. Its codes and the weight's are small numbers, exact in any dtype: products are rounded
-    by their sum in float32 alone, and scales come last. Scales of groups differ along the sum: there the
-    weight is dequantized on the way into the product."""
+    """Multiplies x `[N, D]`. Its codes and the weight's are small numbers, exact in any dtype: products are
+    rounded by their sum in float32 alone, and scales come last. Scales of groups differ along the sum: there
+    the weight is dequantized on the way into the product."""
     fmt, scale = weight.format, None
     left = x
     if fmt.activations != "none":
@@ -139,7 +139,7 @@ def _splits_in_halves(weight: QTensor) -> bool:
 
 
 def _packed_dot(x: jax.Array, weight: QTensor) -> jax.Array:
-    """x `[..., D]` by four-bit codes → float32 `[..., F]`, as two products.
+    """Maps x `[..., D]` by four-bit codes to float32 `[..., F]`, as two products.
 
     A byte's nibbles are half a piece of inputs apart. Rather than put them in order, which no CPU does fast,
     the inputs are taken in the order of the low nibbles, and then in that of the high ones.
@@ -166,8 +166,8 @@ def _packed_dot(x: jax.Array, weight: QTensor) -> jax.Array:
 
 
 def _of_half(grid: jax.Array, group: int, piece: int, half: int) -> jax.Array:
-    """`[F or 1, G]`, of the groups in all inputs → those of the low (0) or high nibbles, each with as many
-    inputs: `[F or 1, G', 1]`."""
+    """Maps `[F or 1, G]`, of the groups in all inputs to those of the low (0) or high nibbles, each with as
+    many inputs: `[F or 1, G', 1]`."""
     if group and group < piece:
         within = piece // group  # groups of a piece, of which the first half are in the low nibbles
         grid = grid.reshape(grid.shape[0], -1, 2, within // 2)[:, :, half].reshape(grid.shape[0], -1)
@@ -190,14 +190,14 @@ def _kernel(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
 
 
 def _dot(x: jax.Array, stored: jax.Array) -> jax.Array:
-    """x `[..., D]` and stored `[F, D]`, of one dtype → float32 `[..., F]`."""
+    """Maps x `[..., D]` and stored `[F, D]`, of one dtype to float32 `[..., F]`."""
     # On CPU a vector's product in this form takes half the time of the contraction of the last axes.
     return jnp.matmul(x, stored.T, preferred_element_type=jnp.float32)
 
 
 def _integer_dot(x: jax.Array, stored: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """int8 x `[..., D]` and stored `[F, D]`, less its zero points `[1, F or 1]` → float32 `[..., F]`: the
-    exact sum, rounded once.
+    """Maps int8 x `[..., D]` and stored `[F, D]`, less its zero points `[1, F or 1]` to float32 `[..., F]`:
+    the exact sum, rounded once.
 
     CPUs have no fast product of int8: there the codes are floats, and the sum goes by parts short enough to
     be exact in float32.

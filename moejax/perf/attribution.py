@@ -140,7 +140,7 @@ class _Counter:
         self.kv_bytes = 2 * config.num_kv_heads * kv_head_bytes(config.head_dim, kv_dtype)
 
     def weights(self, layer: int | None, operation: str, params: float) -> float:
-        """Bytes of an operation's matrices; of one expert where it is the experts'."""
+        """Returns the bytes of an operation's matrices; of one expert where it is the experts'."""
         if self.held_weights is None:
             return params * self.size
         return self.held_weights.parts.get((layer, operation), 0.0)
@@ -149,7 +149,7 @@ class _Counter:
         self, layer: int | None, operation: str, *, flops: float = 0.0, weights: float = 0.0,
         cache: float = 0.0, elements: float = 0.0,
     ) -> OpCost:  # fmt: skip
-        """`elements`: read or written between operations."""
+        """Returns an operation's cost; `elements` are read or written between operations."""
         return OpCost(layer, operation, self.phase, flops, weights, cache, elements * self.size)
 
     def product(self, layer: int | None, operation: str, rows: float, params: float, width: float) -> OpCost:
@@ -183,7 +183,7 @@ class _Counter:
         ]  # fmt: skip
 
     def norm(self, layer: int | None, tokens: float, width: int) -> OpCost:
-        """Sum and residual read, sum and result written."""
+        """Costs reading sum and residual, writing sum and result."""
         return self.op(layer, "norm", elements=4 * tokens * width + width)
 
     def feed_forward(self, layer: int, tokens: float, hits: float, assignments: float) -> list[OpCost]:
@@ -225,7 +225,7 @@ class _Counter:
 
 
 def query_key_pairs(new: np.ndarray, seen: np.ndarray, window: int | None) -> np.ndarray:
-    """`[R]`: keys that a row's new queries see together, each its own and the ones before it in the window.
+    """Returns `[R]`: keys that a row's new queries see together, each itself and earlier ones in its window.
 
     The last of n new tokens sees min(c, w) of c; the one before it min(c - 1, w), and so on.
     """
@@ -245,13 +245,13 @@ def by_operation(ops: Iterable[OpCost]) -> list[OpCost]:
 
 
 def by_layer(ops: Iterable[OpCost]) -> dict[int | None, OpCost]:
-    """Sum of each layer (None: what is outside of the layers), as operation "all"."""
+    """Returns the sum of each layer (None: what is outside of the layers), as operation "all"."""
     sums = summed((replace(op, operation="all", phase="all") for op in ops), lambda op: op.layer)
     return {op.layer: op for op in sums}
 
 
 def total(ops: Iterable[OpCost]) -> OpCost:
-    """Sum over everything, as operation and phase "all"."""
+    """Returns the sum over everything, as operation and phase "all"."""
     zero = OpCost(None, "all", "all")
     sums = summed((replace(op, layer=None, operation="all", phase="all") for op in ops), lambda op: 0)
     return sums[0] if sums else zero
@@ -292,7 +292,7 @@ class Bounds:
 
 
 def bounds(ops: Sequence[OpCost], hardware: Hardware, dtype: str) -> Bounds:
-    """Time bounds by the roofline, of all `ops` together and one by one. Activations do not count.
+    """Returns time bounds by the roofline, of all `ops` together and one by one. Activations do not count.
 
     Args:
         ops: one step's, or any number of steps' (`attribute`, or sums of it).
@@ -342,7 +342,7 @@ def utilisation(ops: Iterable[OpCost], seconds: float, hardware: Hardware | None
 
 
 def _peaks(hardware: Hardware, dtype: str) -> tuple[float, float]:
-    """FLOP/s and bytes/s."""
+    """Returns FLOP/s and bytes/s."""
     peak, bandwidth = hardware.flops.get(dtype), hardware.bandwidth
     if not peak:
         known = ", ".join(sorted(hardware.flops)) or "none"

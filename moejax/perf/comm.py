@@ -85,11 +85,11 @@ class Exchange:
 
     Attributes:
         method: one of `EXCHANGES`; "none" where all expert ranks see all tokens.
-        capacities: rows that a pair of devices has room for, on each hop: a bucket of
+        capacities: rows that a pair of devices can exchange, on each hop: a bucket of
             `exchange_size.capacity_buckets`, of which the first holds an even routing and the last the worst
             case; with a capacity `fixed_capacities`. For "ragged" one number, the rows that a device sends to
             another in the mean, itself included.
-        choices: buckets of that buckets. With more than one a step first agrees on one.
+        choices: number of those buckets. With more than one a step first agrees on one.
         microbatches: parts that a step's tokens are exchanged in.
         lossy: there is a capacity, and what was dropped is counted.
     """
@@ -148,7 +148,7 @@ def step_comm(
     scored: tuple[int, int] = (0, 0),
     record: bool = False,
 ) -> list[CommTerm]:
-    """The collectives of one step of the engine, of each device of a pipeline stage.
+    """Returns the collectives of one step of the engine, of each device of a pipeline stage.
 
     Args:
         tokens: N, of one data group in one pass of the program: rows and chunk tokens, padding included.
@@ -226,7 +226,7 @@ def _sampling(terms: _Terms, tokens: int, rows: int, logprobs: int, scored: bool
 def exchange_terms(
     exchange: Exchange, parallel: ParallelConfig, tokens: int, row: int, top_k: int
 ) -> Iterator[tuple[str, str, str, float]]:
-    """(operation, kind, role, operand bytes) of each collective of one layer's exchange.
+    """Yields (operation, kind, role, operand bytes) of each collective of one layer's exchange.
 
     Args:
         tokens: of a device.

@@ -28,7 +28,7 @@ class StepCost:
 
 
 def attention_params(config: ModelConfig) -> int:
-    """Projection weights of one layer."""
+    """Returns projection weights of one layer."""
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return config.hidden_size * (2 * heads + 2 * kv)
 
@@ -48,7 +48,7 @@ def decode_step_cost(
     kv_dtype: str | None = None,
     weights: HeldWeights | None = None,
 ) -> StepCost:
-    """Lower bound of a decode step.
+    """Returns the lower bound of a decode step.
 
     Args:
         batch: rows, each with one new token.

@@ -85,7 +85,7 @@ def link_seconds(
 
 
 def leaving(kind: str, group: int, nodes: int) -> float:
-    """The part of what a device sends that leaves its node (see above)."""
+    """Returns the part of what a device sends that leaves its node (see above)."""
     if nodes <= 1 or group <= 1:
         return 0.0
     if kind == "collective-permute":

@@ -130,14 +130,14 @@ _OPERATIONS = {
 
 
 def _operation(pieces: Sequence[str]) -> str:
-    """The operation (`moejax.perf.attribution.OPERATIONS`) that a tensor's dotted path belongs to."""
+    """Returns the operation (`moejax.perf.attribution.OPERATIONS`) that a tensor's dotted path belongs to."""
     if "experts" in pieces:
         return "experts_down" if "down_proj" in pieces else "experts_gate_up"
     return next((_OPERATIONS[piece] for piece in pieces if piece in _OPERATIONS), "other")
 
 
 def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Bytes of a tensor on each device, by the rules of `moejax.sharding.rules`.
+    """Returns the bytes of a tensor on each device, by the rules of `moejax.sharding.rules`.
 
     Experts count with the redundant ones, and a vocabulary with its padding, whether or not the declaration
     has them.
@@ -197,5 +197,5 @@ def _places(name: str, model: ModelConfig, parts: Sequence[Sequence[int]]) -> li
 
 
 def largest(stages: Sequence[StageMemory]) -> StageMemory:
-    """The stage whose devices hold the most."""
+    """Returns the stage whose devices hold the most."""
     return max(stages, key=lambda stage: (stage.total, -math.inf if not stage.layers else -stage.layers[0]))

@@ -76,7 +76,7 @@ def model_step(
     microbatches: int = 1,
     dtype: str | None = None,
 ) -> StepModel:
-    """The step of a phase on a device kind.
+    """Returns the step of a phase on a device kind.
 
     Args:
         stages: what each stage's devices hold (`moejax.perf.memory.device_memory`).
@@ -116,7 +116,7 @@ def model_step(
 
 
 def _part(phase: Phase, microbatches: int) -> Phase:
-    """The largest of equal parts of a step."""
+    """Returns the largest of equal parts of a step."""
     tokens, rows, sequences = (
         math.ceil(n / microbatches) for n in (phase.tokens, phase.rows, phase.sequences)
     )

@@ -14,7 +14,7 @@ EXPERT_OPERATIONS = ("experts_gate_up", "experts_down")
 
 
 def kv_head_bytes(head_dim: int, dtype: str) -> int:
-    """Bytes of one token's key, or value, of one head in a cache of that dtype, scale included."""
+    """Returns the bytes of a token's key, or value, of one head in a cache of that dtype, scale included."""
     if dtype in KV_CODE_BYTES:
         return head_dim * KV_CODE_BYTES[dtype] + KV_SCALE_BYTES
     return head_dim * DTYPE_BYTES[dtype]

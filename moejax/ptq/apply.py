@@ -80,7 +80,7 @@ def quantize_model(
 
 
 def _rising(progress: Progress | None) -> Progress:
-    """A bar that never goes back, though a layer's experts may take several passes."""
+    """Returns a bar that never goes back, though a layer's experts may take several passes."""
     most = 0.0
 
     def say(share: float, text: str) -> None:
@@ -170,7 +170,7 @@ class _Run:
         return reports
 
     def _start(self, work: WorkDir | None, done: int) -> HiddenStates:
-        """The hidden states that the first stage still to do reads."""
+        """Returns the hidden states that the first stage still to do reads."""
         if done == len(self.stages):
             return HiddenStates(np.zeros((0, *self.shape[1:]), self.dtype), 1)
         if done:
@@ -259,7 +259,7 @@ class _Run:
 
 
 def _part(stage: Stage, chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
-    """A stage's weights by their path in it."""
+    """Returns a stage's weights by their path in it."""
     choices = {name: chosen.get(stage.prefix + name) for name in stage.params()}
     return {name: one for name, one in choices.items() if one is not None}
 
@@ -286,7 +286,7 @@ def _check_model(model: Decoder) -> None:
 
 
 def _checked(tokens: np.ndarray | None, model: Decoder, quant: QuantConfig) -> np.ndarray:
-    """Calibration tokens that the model can run."""
+    """Returns calibration tokens that the model can run."""
     config, most = model.config, model.config.max_position_embeddings
     if tokens is None:
         raise ConfigError(

@@ -47,7 +47,7 @@ class HiddenStates:
 
     @classmethod
     def opened(cls, shape: tuple[int, ...], dtype: Any, batch_size: int, path: Path) -> "HiddenStates":
-        """A file written before."""
+        """Opens a file written before."""
         return cls(np.memmap(path, dtype, "r", shape=shape), batch_size)
 
     @property

@@ -118,7 +118,7 @@ class StatisticsCollector:
 
 
 def chunk_of(num_experts: int, bytes_each: int, bound: int | None = None) -> int:
-    """The most experts, a divisor of their number, whose Gram matrices stay below the bound; at least 1."""
+    """Returns the most experts (a divisor of all) whose Gram matrices stay below the bound; at least 1."""
     bound = GRAM_BYTES if bound is None else bound
     fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and n * bytes_each <= bound]
     return max(fitting, default=1)

@@ -22,7 +22,7 @@ BIASED = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 
 
 def canonical(param: nnx.Param) -> jax.Array:
-    """A parameter's value in the order `[..., inputs, outputs]`, whichever way it is stored."""
+    """Returns a parameter's value in the order `[..., inputs, outputs]`, whichever way it is stored."""
     value = param[...]
     return jnp.swapaxes(value, -1, -2) if param.get_metadata("spec").transposed else value
 
@@ -81,7 +81,7 @@ class Folds:
         return name in self.rows or name in self.outputs
 
     def apply(self, name: str, value: jax.Array, part: slice = slice(None)) -> jax.Array:
-        """The folded parameter in float32.
+        """Returns the folded parameter in float32.
 
         Args:
             value: in canonical order; of the experts in `part` where it has an expert axis.
@@ -125,5 +125,5 @@ def fold(stage: Stage, scales: Mapping[str, jax.Array]) -> list[str]:
 
 
 def experts_site(stage: Stage) -> QuantizationSite | None:
-    """The site of the experts' down projections; None in a stage without experts."""
+    """Returns the site of the experts' down projections; None in a stage without experts."""
     return next((site for site in stage.sites if site.name == EXPERTS_HIDDEN), None)

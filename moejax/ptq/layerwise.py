@@ -39,7 +39,7 @@ class QuantizedStage(NamedTuple):
 
 
 def scaling_method(site: QuantizationSite, chosen: Mapping[str, Chosen], prefix: str = "") -> str | None:
-    """The method that scales a site; None where none does.
+    """Returns the method that scales a site; None where none does.
 
     Raises:
         ConfigError: two methods want to.
@@ -102,7 +102,7 @@ class StageWork:
         self._fold(site, scales)
 
     def _errors(self, site: QuantizationSite, readers: list[str], activations: jax.Array) -> jax.Array:
-        """AWQ's output error of each exponent, summed over a site's readers and, chunk by chunk, experts."""
+        """Returns AWQ's output error of each exponent, summed over a site's readers and their experts."""
         routed = [r for r in readers if statistics_of(r, site) == EXPERTS_IN]
         others = [r for r in readers if r not in routed]
         total = jnp.zeros(self.quant.awq_grid + 1, jnp.float32)
@@ -141,7 +141,7 @@ class StageWork:
     # --- Experts --------------------------------------------------------------------------------------------
 
     def _experts(self, site: QuantizationSite | None) -> dict[str, Rounded]:
-        """The experts' weights, chunk by chunk; the scales of what down reads are each expert's own."""
+        """Quantizes the experts' weights, chunk by chunk; down's inputs have scales for each expert."""
         if site is None:
             return {}
         names = [f"moe.experts.{name}_proj" for name in ("gate", "up", "down")]
@@ -167,7 +167,7 @@ class StageWork:
         return any(self.chosen[name].calibrated for name in names)
 
     def _down_scales(self, method: str, first: int) -> jax.Array:
-        """float32 `[C, F]`."""
+        """Returns float32 `[C, F]`."""
         name, part = "moe.experts.down_proj", slice(first, first + self.collector.chunk)
         stats = self.collector.experts(first)[EXPERTS_HIDDEN].statistics
         w = canonical(self.params[name])[part]

@@ -68,7 +68,7 @@ def quantize(
 
 @jax.jit
 def errors(w: jax.Array, tensor: QTensor, gram: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Norm of the weight's change over its norm, and the same of its outputs: float32 `[...]` each."""
+    """Returns the relative change of the weight's norm, and of its outputs': float32 `[...]` each."""
     change = dequantize(tensor) - w
 
     def share(part: jax.Array, whole: jax.Array) -> jax.Array:
@@ -91,7 +91,7 @@ def joined(parts: list[Rounded]) -> Rounded:
 def weight_report(
     path: str, chosen: Chosen, done: Rounded, float_bytes: int
 ) -> tuple[WeightReport, list[str]]:
-    """The report's entry, and notes."""
+    """Returns the report's entry, and notes."""
     shape = done.tensor.shape
     notes: list[str] = []
     if done.damping is not None and done.raised is not None:

@@ -49,7 +49,7 @@ def observe_at(module: nnx.Module, path: str, see: Callable[..., None]) -> None:
 
 
 def run_stage(module: nnx.Module, x: jax.Array, valid: jax.Array) -> jax.Array:
-    """A layer or the head on whole sequences: x `[B, T, D]`, valid bool `[B, T]` → what the next reads."""
+    """Runs a layer or the head on whole sequences: x `[B, T, D]`, valid bool `[B, T]`."""
     if isinstance(module, Head):
         return module(x)
     assert isinstance(module, DecoderLayer)
@@ -63,7 +63,7 @@ def run_stage(module: nnx.Module, x: jax.Array, valid: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("graph",))
 def advance(graph: Any, state: Any, x: jax.Array, valid: jax.Array) -> jax.Array:
-    """`run_stage` of a module taken apart by `nnx.split`."""
+    """Calls `run_stage` of a module taken apart by `nnx.split`."""
     return run_stage(nnx.merge(graph, state), x, valid)
 
 
@@ -148,7 +148,7 @@ def collect_unrouted(
 
 
 def _add_routed(experts: Experts, stats: Stats, x: jax.Array, ids: jax.Array, first: jax.Array) -> Stats:
-    """x `[N, D]`, ids `[N, k]`: sorted by expert and cut into blocks of one expert's rows."""
+    """Adds statistics of x `[N, D]`, ids `[N, k]`, sorted by expert and cut into blocks of one expert."""
     room = next(iter(_of_experts(stats).values())).count.shape[0]
     mine = (ids >= first) & (ids < first + room)
     local = jnp.where(mine, ids - first, room)
@@ -185,7 +185,7 @@ def _add_expert(
 
 
 def _matrix(experts: Experts, name: str, expert: jax.Array) -> jax.Array:
-    """`[D, F]` of one expert, whatever the layout."""
+    """Returns `[D, F]` of one expert, whatever the layout."""
     stored = getattr(experts, name)[...]
     one = jax.lax.dynamic_index_in_dim(stored, expert, keepdims=False)
     return one.T if experts.transposed else one

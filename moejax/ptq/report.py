@@ -156,7 +156,7 @@ class QuantReport:
 
 
 def _stage_cells(stage: StageReport) -> list[str]:
-    """A stage's row: its errors are means over its weights and their experts."""
+    """Returns a stage's row: its errors are means over its weights and their experts."""
     formats = ", ".join(dict.fromkeys(weight.format for weight in stage.weights))
     changed = [e for weight in stage.weights for e in weight.weight_error]
     outputs = [e for weight in stage.weights for e in weight.output_error or ()]
@@ -170,6 +170,6 @@ def _stage_cells(stage: StageReport) -> list[str]:
 
 
 def stage_report(raw: dict[str, Any], *, resumed: bool) -> StageReport:
-    """The inverse of `dataclasses.asdict`, after a way through JSON."""
+    """Inverts `dataclasses.asdict`, after a way through JSON."""
     weights = [WeightReport(**{**weight, "shape": tuple(weight["shape"])}) for weight in raw["weights"]]
     return StageReport(**{**raw, "weights": weights, "resumed": resumed})

@@ -64,7 +64,7 @@ class Head(nnx.Module):
         self.norm, self.lm_head = norm, lm_head
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[B, T, D]` → `[B, T, V]`."""
+        """Maps `[B, T, D]` to `[B, T, V]`."""
         return self.lm_head(self.norm(x))
 
 
@@ -84,14 +84,14 @@ class Stage:
 
 
 def statistics_of(reader: str, site: QuantizationSite) -> str:
-    """The name of the statistics that a weight is calibrated with."""
+    """Returns the name of the statistics that a weight is calibrated with."""
     if reader in ("moe.experts.gate_proj", "moe.experts.up_proj"):
         return EXPERTS_IN
     return site.name
 
 
 def stages_of(model: Decoder) -> list[Stage]:
-    """The decoder layers in order, and the head where the model has an output projection of its own."""
+    """Returns the decoder layers in order, and the head where the output projection is the model's own."""
     stages = [
         Stage(f"layer {i}", f"layers.{i}.", layer, layer_sites(layer))
         for i, layer in zip(model.stage, model.in_order(), strict=True)

@@ -75,7 +75,7 @@ class WorkDir:
             )
 
     def load(self, number: int) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-        """A finished stage's arrays and values; None where it is not done."""
+        """Returns a finished stage's arrays and values; None where it is not done."""
         path = self._stage(number)
         if not path.exists():
             return None
@@ -149,7 +149,7 @@ class WorkDir:
 
 
 def hash_arrays(arrays: Mapping[str, Any]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, one array on the host at a time."""
+    """Returns SHA-256 over names, dtypes, shapes and bytes, one array on the host at a time."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
         host = np.ascontiguousarray(np.asarray(arrays[name]))
@@ -159,5 +159,5 @@ def hash_arrays(arrays: Mapping[str, Any]) -> str:
 
 
 def hash_value(value: Any) -> str:
-    """SHA-256 of a plain value."""
+    """Returns SHA-256 of a plain value."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()

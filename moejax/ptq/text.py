@@ -24,7 +24,7 @@ class Encoder(Protocol):
 def calibration_tokens(
     calibration: CalibrationConfig, tokenizer: Encoder, *, end: int | None = None
 ) -> np.ndarray:
-    """int32 `[num_samples, seq_len]`.
+    """Returns int32 `[num_samples, seq_len]`.
 
     The text's documents (a file is one) are strung together in an order drawn by the seed, cut into windows
     of `seq_len` tokens, and windows are drawn without repeats. Of the corpus only as many documents are
@@ -65,7 +65,7 @@ def _encoder(tokenizer: Encoder) -> Callable[[str], Sequence[int]]:
 def _stream(
     texts: Any, encode: Callable[[str], Sequence[int]], end: int | None, enough: int | None
 ) -> np.ndarray:
-    """int32 tokens of the texts, one after another, until there are enough."""
+    """Returns int32 tokens of the texts, one after another, until there are enough."""
     parts: list[np.ndarray] = []
     count = 0
     for text in texts:

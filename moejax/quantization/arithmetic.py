@@ -45,7 +45,7 @@ def is_integer(fmt: WeightFormat) -> bool:
 
 
 def code_range(fmt: WeightFormat) -> tuple[int, int]:
-    """Least and largest code of an integer format, the offset of int4 included."""
+    """Returns the least and largest code of an integer format, the offset of int4 included."""
     if fmt.numbers == "int4":
         return (1, 15) if fmt.symmetric else (0, 15)
     assert fmt.numbers == "int8", fmt
@@ -56,7 +56,7 @@ def code_range(fmt: WeightFormat) -> tuple[int, int]:
 
 
 def pack(codes: jax.Array, piece: int) -> jax.Array:
-    """Codes below 16, `[..., D]`, two a byte: uint8 `[..., D/2]`.
+    """Returns codes below 16, `[..., D]`, two a byte: uint8 `[..., D/2]`.
 
     Args:
         piece: inputs of a piece of bytes (`WeightFormat.pack`), an even divisor of D.
@@ -68,7 +68,7 @@ def pack(codes: jax.Array, piece: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, piece: int) -> jax.Array:
-    """The inverse of `pack`: uint8 `[..., D]`."""
+    """Inverts `pack`: uint8 `[..., D]`."""
     *lead, half = packed.shape
     pieces = packed.reshape(*lead, 2 * half // piece, piece // 2)
     both = jnp.concatenate([pieces & jnp.uint8(15), pieces >> jnp.uint8(4)], axis=-1)
@@ -91,7 +91,7 @@ def encode_e2m1(x: jax.Array) -> jax.Array:
 
 
 def decode_e2m1(nibbles: jax.Array) -> jax.Array:
-    """float32 values; exact. The eight magnitudes lie on the greatest of three lines."""
+    """Returns float32 values; exact. The eight magnitudes lie on the greatest of three lines."""
     m = (nibbles & jnp.uint8(7)).astype(jnp.float32)
     value = jnp.maximum(jnp.maximum(0.5 * m, m - 2.0), 2.0 * m - 8.0)
     return jnp.where(nibbles >= jnp.uint8(8), -value, value)
@@ -138,7 +138,7 @@ def _block_scales(scale: jax.Array, some: jax.Array) -> tuple[jax.Array, jax.Arr
 def scales_from_range(
     low: jax.Array, high: jax.Array, fmt: WeightFormat
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Scales, zero points and tensor scale, in their stored dtypes, that cover ranges of weights.
+    """Returns scales, zero points and tensor scale, in their stored dtypes, that cover ranges of weights.
 
     A symmetric format maps the greater of |low| and |high| to its largest code (e8m0: see `_power_of_two`);
     an asymmetric one maps [min(low, 0), max(high, 0)] to all its codes, so that 0 is always a code. A group
@@ -199,12 +199,12 @@ def step_and_zero(
 
 
 def _values(codes: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """float32 value of each code, in steps, zero point not yet subtracted."""
+    """Returns the float32 value of each code, in steps, zero point not yet subtracted."""
     return decode_e2m1(codes) if fmt.numbers == "float4_e2m1fn" else codes.astype(jnp.float32)
 
 
 def round_to_codes(w: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """Nearest codes, ties to even, saturating; unpacked, in the dtype of `fmt.code_dtype`.
+    """Returns the nearest codes, ties to even, saturating; unpacked, in the dtype of `fmt.code_dtype`.
 
     Args:
         w, step, zero: float32, of shapes that broadcast against each other. w must be finite.
@@ -217,7 +217,7 @@ def round_to_codes(w: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFo
 
 
 def encode(x: jax.Array, numbers: str) -> jax.Array:
-    """float32 → float8 numbers (or float4 nibbles), nearest, ties to even, saturating.
+    """Maps float32 to float8 numbers (or float4 nibbles), nearest, ties to even, saturating.
 
     By integer arithmetic: compilers differ in how often they round on the way from float32 to float8.
     """
@@ -228,7 +228,7 @@ def encode(x: jax.Array, numbers: str) -> jax.Array:
 
 
 def codes_to_values(codes: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """`(code - zero) · step` in float32 for unpacked codes; the arrays broadcast against each other."""
+    """Computes `(code - zero) · step` in float32 for unpacked codes; the arrays broadcast."""
     values = _values(codes, fmt)
     if fmt.numbers == "int4" or not fmt.symmetric:
         values = values - zero
@@ -238,7 +238,7 @@ def codes_to_values(codes: jax.Array, step: jax.Array, zero: jax.Array, fmt: Wei
 def spread(
     grid: jax.Array, fmt: WeightFormat, D: int, F: int, group_index: jax.Array | None = None
 ) -> jax.Array:
-    """A grid `[..., G, O]`, one number for each weight: `[..., F, D]`.
+    """Spreads a grid `[..., G, O]` to one number for each weight: `[..., F, D]`.
 
     Args:
         group_index: int32 `[..., D]`, of indexed formats.
@@ -270,14 +270,14 @@ def assemble(
     group_index: jax.Array | None = None,
     input_scale: jax.Array | None = None,
 ) -> QTensor:
-    """A `QTensor` from unpacked codes `[..., F, D]` and the arrays of `scales_from_range`; packs."""
+    """Returns a `QTensor` from unpacked codes `[..., F, D]` and the arrays of `scales_from_range`; packs."""
     piece = fmt.pack(codes.shape[-1])
     values = pack(codes, piece) if fmt.packed else codes
     return QTensor(values, scales, zeros, tensor_scale, group_index, input_scale, fmt, piece)
 
 
 def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
-    """The weight as it lies in memory, `[..., F, D]` in `dtype`; computed in float32.
+    """Returns the weight as it lies in memory, `[..., F, D]` in `dtype`; computed in float32.
 
     Scales meet the codes by reshapes and broadcasts alone (no gather but by a group index), which a compiler
     fuses into one pass over the codes. Packed ones meet them in runs of half a piece, as they come out of the
@@ -301,7 +301,7 @@ def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def dequantize(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
-    """The weight, `[..., D, F]` in `dtype`; computed in float32."""
+    """Returns the weight, `[..., D, F]` in `dtype`; computed in float32."""
     return jnp.swapaxes(dequantize_stored(q, dtype), -1, -2)
 
 
@@ -346,7 +346,7 @@ def quantize_activations(
 
 
 def why_no_kernel(fmt: WeightFormat, D: int) -> str | None:
-    """Why the GPU kernels have no product with a weight of D inputs in this format; None where they have."""
+    """Returns why the GPU kernels have no product with such a weight of D inputs; None where they have."""
     kernel_format = _kernel_format(fmt)
     if isinstance(kernel_format, str):
         return f"{fmt.name}: {kernel_format}"
@@ -382,7 +382,7 @@ def _kernel_format(fmt: WeightFormat) -> qformats.Format | str:
 
 
 def to_kernel(q: QTensor) -> qformats.QuantizedTensor | None:
-    """The same arrays as the GPU kernels' weight, nothing copied; None where they have no such format."""
+    """Returns the arrays as the GPU kernels' weight, without copies; None where they have no such format."""
     D = q.shape[-2]
     if why_no_kernel(q.format, D) is not None:
         return None

@@ -124,7 +124,7 @@ def scale_errors(
     clip: Clip = "minmax",
     percentile: float = 99.9,
 ) -> jax.Array:
-    """Output error of each exponent, float32 `[grid + 1, *batch]`; arguments as `search_scales`.
+    """Returns the output error of each exponent, float32 `[grid + 1, *batch]`; arguments as `search_scales`.
 
     They add up over weights and experts: where those do not fit in memory at once, sum the results of several
     calls and give them to `best_scales`.
@@ -167,7 +167,7 @@ def _scale_errors(
 
 @jax.jit
 def best_scales(activations: jax.Array, errors: jax.Array) -> AwqScales:
-    """The scales of the exponent with the least error; of equal ones the smallest exponent.
+    """Returns the scales of the exponent with the least error; of equal ones the smallest exponent.
 
     Args:
         activations: mean |x|, float32 `[*batch, D]`.
@@ -181,7 +181,7 @@ def best_scales(activations: jax.Array, errors: jax.Array) -> AwqScales:
 
 
 def scales_at(activations: jax.Array, exponent: jax.Array) -> jax.Array:
-    """a^α / √(max · min) over the inputs seen, 1 for the others; float32 `[*batch, D]`.
+    """Returns a^α / √(max · min) over the inputs seen, 1 for the others; float32 `[*batch, D]`.
 
     Args:
         activations: mean |x|, float32 `[*batch, D]`.
@@ -197,7 +197,7 @@ def scales_at(activations: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def scale_gram(gram: jax.Array, scales: jax.Array) -> jax.Array:
-    """The Gram matrix `[..., D, D]` of inputs divided by `scales` `[..., D]` (same leading axes)."""
+    """Returns the Gram matrix `[..., D, D]` of inputs divided by `scales` `[..., D]` (same leading axes)."""
     return gram / (scales[..., :, None] * scales[..., None, :])
 
 
@@ -212,7 +212,7 @@ def search_clip(
     clip: Clip = "minmax",
     percentile: float = 99.9,
 ) -> AwqClip:
-    """Narrower ranges for each scale where that makes the output error smaller.
+    """Returns narrower ranges for each scale where that makes the output error smaller.
 
     Each range shrinks by one of `steps` + 1 factors from 1 to `least`. The groups of an output are searched
     one after the other, each with what the other groups' errors do to the output at that point (the paper's
@@ -249,7 +249,7 @@ def search_clip(
 def _search_factors(
     w: jax.Array, gram: jax.Array, low: jax.Array, high: jax.Array, candidates: jax.Array, fmt: WeightFormat
 ) -> jax.Array:
-    """The factor of each range, float32 `[n, G, O]`."""
+    """Returns the factor of each range, float32 `[n, G, O]`."""
     n, D, _ = w.shape
     _, G, columns = low.shape
     size = fmt.group if fmt.granularity in ("group", "block") else D
@@ -337,14 +337,14 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _codes(w: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """Codes `[..., F, D]` of `w` `[..., D, F]`."""
+    """Returns codes `[..., F, D]` of `w` `[..., D, F]`."""
     D, F = w.shape[-2:]
     step, zero = spread(step, fmt, D, F), spread(zero, fmt, D, F)
     return round_to_codes(jnp.swapaxes(w, -1, -2), step, zero, fmt)
 
 
 def _rounded(w: jax.Array, low: jax.Array, high: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """`w` `[..., D, F]` quantized in these ranges and dequantized, float32."""
+    """Returns `w` `[..., D, F]` quantized in these ranges and dequantized, float32."""
     D, F = w.shape[-2:]
     step, zero = step_and_zero(*scales_from_range(low, high, fmt), fmt)
     codes = _codes(w, step, zero, fmt)

@@ -56,11 +56,11 @@ class Statistics:
         )
 
     def mean_gram(self) -> jax.Array:
-        """float32 `[..., D, D]`: mean over tokens of x xᵀ; 0 where there were none."""
+        """Returns float32 `[..., D, D]`: mean over tokens of x xᵀ; 0 where there were none."""
         return self.gram / jnp.maximum(self.count, 1).astype(jnp.float32)[..., None, None]
 
     def mean_abs(self) -> jax.Array:
-        """float32 `[..., D]`: mean |x|; 0 where there were no tokens."""
+        """Returns float32 `[..., D]`: mean |x|; 0 where there were no tokens."""
         return self.sum_abs / jnp.maximum(self.count, 1).astype(jnp.float32)[..., None]
 
     def plus(self, other: "Statistics") -> "Statistics":
@@ -80,7 +80,7 @@ class Statistics:
 
 
 def of_rows(x: jax.Array, mask: jax.Array) -> Statistics:
-    """x `[N, D]`, mask bool `[N]` (False: no token) → the statistics of these rows, without leading axes."""
+    """Returns the statistics of rows x `[N, D]`, mask bool `[N]` (False: no token), without leading axes."""
     x = jnp.where(mask[:, None], x.astype(jnp.float32), 0.0)
     # Highest precision: GPUs would multiply float32 in TF32 otherwise, and a Hessian's small eigenvalues are
     # what GPTQ inverts.
@@ -109,7 +109,7 @@ class Covered(NamedTuple):
 
 
 def cold_experts(count: jax.Array, min_tokens: int) -> jax.Array:
-    """bool `[E]`: fewer than `min_tokens` tokens visit it."""
+    """Returns bool `[E]`: fewer than `min_tokens` tokens visit it."""
     return count < min_tokens
 
 

@@ -40,7 +40,7 @@ SHRINK_E8M0 = (1.0, 0.5, 2.0)
 def ranges(
     w: jax.Array, fmt: WeightFormat, clip: Clip = "minmax", percentile: float = 99.9, *, chunk: int = CHUNK
 ) -> tuple[jax.Array, jax.Array]:
-    """The range of each scale of a weight.
+    """Returns the range of each scale of a weight.
 
     Args:
         w: `[..., D, F]`, of any floating dtype, finite. Groups are by place, for indexed formats too.
@@ -62,7 +62,7 @@ def ranges(
 
 
 def members(w: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """The weights of each scale along the last axis: `[..., D, F]` → float32 `[..., G, O, n]`.
+    """Returns the weights of each scale along the last axis, float32 `[..., G, O, n]`.
 
     Blocks at the edges are filled up with zeros, which are in every range and have no rounding error.
     """

@@ -36,7 +36,7 @@ CANDIDATES = 128
 def clipping_thresholds(
     groups: jax.Array, fmt: WeightFormat, real: jax.Array | None = None
 ) -> jax.Array | None:
-    """The threshold of each range; it may lie above the range's largest magnitude.
+    """Returns the threshold of each range; it may lie above the range's largest magnitude.
 
     Args:
         groups: float32 `[..., G, O, n]`, the weights of each range.
@@ -106,7 +106,7 @@ def _cells(bins: int, fmt: WeightFormat) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _least_divergence(counts: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """The best threshold of each histogram `[R, bins]` as a share of all its bins, `[R]`.
+    """Returns the best threshold of each histogram `[R, bins]` as a share of all its bins, `[R]`.
 
     Σ p log(p / q) needs, of every code, only three sums over its bins: of p, of p log p, and how many have a
     weight. All come from running sums, at a cost of codes rather than bins.

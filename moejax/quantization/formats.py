@@ -138,7 +138,7 @@ class WeightFormat(Checked, section="weight format"):
         return 64 if D % 64 == 0 else 2
 
     def scale_shape(self, D: int, F: int) -> tuple[int, int]:
-        """`[G, O]`."""
+        """Returns `[G, O]`."""
         if self.granularity == "tensor":
             return 1, 1
         if self.granularity == "channel":
@@ -148,7 +148,7 @@ class WeightFormat(Checked, section="weight format"):
         return -(-D // self.group), -(-F // self.group)
 
     def parts(self, shape: tuple[int, ...], axes: tuple[str | None, ...] | None = None) -> dict[str, Part]:
-        """The arrays of a weight `[..., D, F]` by their attribute in `QTensor`.
+        """Returns the arrays of a weight `[..., D, F]` by their attribute in `QTensor`.
 
         Args:
             axes: logical axes of `shape`. Scales of groups and blocks go with the axes of what they scale.
@@ -249,7 +249,7 @@ KNOWN_FORMATS = (
 
 
 def parse_format(name: str) -> WeightFormat:
-    """The format of a name such as `int8`, `int4_g64_asym`, `fp8_block128`, `w8a8`, `mxfp4`.
+    """Returns the format of a name such as `int8`, `int4_g64_asym`, `fp8_block128`, `w8a8`, `mxfp4`.
 
     Raises:
         ConfigError: no such name.

@@ -192,7 +192,7 @@ def _reorder(hessian: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def _inverse_factor(hessian: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """U upper triangular with (H + damping · mean diagonal)⁻¹ = Uᵀ U up to a factor, and the damping used.
+    """Returns upper triangular U, (H + damping · mean diagonal)⁻¹ = Uᵀ U up to a factor, and the damping.
 
     H mirrored in both axes is L Lᵀ, so H is R Rᵀ with R, the mirror image of L, upper triangular; then
     H⁻¹ = R⁻ᵀ R⁻¹ and U = R⁻¹. One factorization, and no inverse of H is formed.
@@ -238,7 +238,7 @@ def _inverse_factor(hessian: jax.Array, damping: jax.Array) -> tuple[jax.Array, 
 def _static_grid(
     w: jax.Array, fmt: WeightFormat, clip: Clip, percentile: float
 ) -> tuple[_Grid, jax.Array | None]:
-    """The scales of the weights as they are, and nvfp4's second one."""
+    """Returns the scales of the weights as they are, and nvfp4's second one."""
     low, high = ranges(w, fmt, clip, percentile)
     scales, zeros, tensor_scale = scales_from_range(low, high, fmt)
     return _Grid(scales, zeros, *step_and_zero(scales, zeros, tensor_scale, fmt)), tensor_scale
@@ -262,7 +262,7 @@ class _Loop(NamedTuple):
     def run(
         self, rows: jax.Array, factor: jax.Array, groups: jax.Array, grid: _Grid
     ) -> tuple[jax.Array, _Grid]:
-        """Codes `[n, D, F]` of `rows` `[n, D, F]`, both in the loop's order, and the scales.
+        """Returns codes `[n, D, F]` of `rows` `[n, D, F]`, both in the loop's order, and the scales.
 
         Args:
             factor: U `[n, D, D]`.
@@ -298,7 +298,7 @@ class _Loop(NamedTuple):
         return codes[:, : self.D], grid
 
     def _scales_of_group(self, start: jax.Array, rows: jax.Array, grid: _Grid) -> _Grid:
-        """The grid with the scales of the group that begins at `start`, if one does."""
+        """Returns the grid with the scales of the group that begins at `start`, if one does."""
         size = self.fmt.group
 
         def new_grid() -> _Grid:
@@ -316,7 +316,7 @@ class _Loop(NamedTuple):
     def _block(
         self, rows: jax.Array, within: jax.Array, groups: jax.Array, grid: _Grid
     ) -> tuple[jax.Array, jax.Array]:
-        """Codes of a block's rows `[n, b, F]`, and their errors over U_ii.
+        """Returns codes of a block's rows `[n, b, F]`, and their errors over U_ii.
 
         Args:
             within: U's part `[n, b, b]`.
@@ -360,7 +360,7 @@ class _Loop(NamedTuple):
         return jnp.swapaxes(codes, 0, 1), jnp.swapaxes(errors, 0, 1)
 
     def _by_output(self, grid: jax.Array) -> jax.Array:
-        """`[n, G, F]` or `[n, G, 1]` of a grid whose blocks span several outputs."""
+        """Returns `[n, G, F]` or `[n, G, 1]` of a grid whose blocks span several outputs."""
         if self.fmt.granularity == "block":
             return jnp.repeat(grid, self.fmt.group, axis=2)[:, :, : self.F]
         return grid

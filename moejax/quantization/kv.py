@@ -30,12 +30,12 @@ def bits_dtype(dtype: Any) -> Any:
 
 
 def to_bits(codes: jax.Array) -> jax.Array:
-    """Codes as `bits_dtype`."""
+    """Returns codes as `bits_dtype`."""
     return jax.lax.bitcast_convert_type(codes, bits_dtype(codes.dtype))
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Codes of `dtype` again."""
+    """Returns codes of `dtype` again."""
     return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
 
 

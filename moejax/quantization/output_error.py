@@ -12,7 +12,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def output_error(difference: jax.Array, gram: jax.Array) -> jax.Array:
-    """tr(dWᵀ G dW), the squared error of the output summed over tokens and outputs.
+    """Returns tr(dWᵀ G dW), the squared error of the output summed over tokens and outputs.
 
     Args:
         difference: `[..., D, F]`, quantized weight minus weight.

@@ -47,7 +47,7 @@ def weight_name(path: str) -> str:
 
 
 def protected(path: str) -> str | None:
-    """The name that keeps this weight in full precision by default; None where nothing does."""
+    """Returns the name that keeps this weight in full precision by default; None where nothing does."""
     parts = path.split(".")
     return next((name for name in PROTECTED if name in parts), None)
 
@@ -60,7 +60,7 @@ def needs_text(quant: QuantConfig) -> bool:
 
 
 def resolve_rules(quant: QuantConfig, weights: Mapping[str, tuple[int, ...]]) -> dict[str, Chosen]:
-    """The weights to be quantized, in the order of `weights`.
+    """Returns the weights to be quantized, in the order of `weights`.
 
     Args:
         weights: path of every parameter → its shape `[..., D, F]` in canonical order. Vectors may be among
@@ -152,7 +152,7 @@ def _why_unused(rules: Iterable[QuantRule], index: int, weights: Mapping[str, tu
 
 
 def nearest(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
-    """The patterns over layers (numbers become `*`) of the weights that are most like `pattern`."""
+    """Returns the patterns over layers (numbers become `*`) of the weights that are most like `pattern`."""
     general = {re.sub(r"(?<=\.)\d+(?=\.)", "*", weight_name(path)) for path in paths}
     general_pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", pattern)
     return difflib.get_close_matches(general_pattern, sorted(general), n=count, cutoff=0.0)

@@ -43,7 +43,7 @@ def smoothing_scales(
 
 
 def row_maxima(weights: Sequence[jax.Array], batch_axes: int) -> jax.Array:
-    """max |w| of each input over outputs, weights and all but the first `batch_axes` axes: `[*batch, D]`."""
+    """Returns each input's max |w| over outputs, weights and all axes after `batch_axes`: `[*batch, D]`."""
     maxima = None
     for w in weights:
         axes = (*range(batch_axes, w.ndim - 2), w.ndim - 1)
@@ -54,7 +54,7 @@ def row_maxima(weights: Sequence[jax.Array], batch_axes: int) -> jax.Array:
 
 
 def scales_of_maxima(activations: jax.Array, rows: jax.Array, *, alpha: float = 0.5) -> jax.Array:
-    """max|x|^α / max|w|^(1-α) of maxima `[*batch, D]`, guarded; float32."""
+    """Returns max|x|^α / max|w|^(1-α) of maxima `[*batch, D]`, guarded; float32."""
     activations, rows = activations.astype(jnp.float32), rows.astype(jnp.float32)
     usable = (activations > 0) & (rows > 0) & jnp.isfinite(activations) & jnp.isfinite(rows)
     x, w = jnp.where(usable, activations, 1.0), jnp.where(usable, rows, 1.0)

@@ -60,7 +60,7 @@ class Skew(NamedTuple):
 
 
 def load_matrix(capture: RoutingCapture, phase: str | None = None) -> Ints:
-    """int64 `[L, E]`: assignments of each expert, of all rows or of those of one phase.
+    """Returns int64 `[L, E]`: assignments of each expert, of all rows or of those of one phase.
 
     Raises:
         ConfigError: an unknown phase.
@@ -69,7 +69,7 @@ def load_matrix(capture: RoutingCapture, phase: str | None = None) -> Ints:
 
 
 def loads_of(capture: RoutingCapture, num_layers: int) -> Ints:
-    """int64 `[num_layers, E]`: the loads with a row for every layer of the model, zeros where it is dense.
+    """Returns loads int64 `[num_layers, E]`, a row for every layer of the model, zeros where it is dense.
 
     What `LLM.rebalance` and other places want that count all layers.
 
@@ -108,7 +108,7 @@ def skew(counts: ArrayLike) -> Skew:
 
 
 def zipf_exponent(counts: ArrayLike) -> Floats:
-    """float64 `[...]`: the exponent of Zipf's law that makes the loads `[..., E]`, ranked, likeliest.
+    """Returns float64 `[...]`: the exponent of Zipf's law that makes the loads `[..., E]`, ranked, likeliest.
 
     Where the mean of log rank under p_i ∝ i^-s is the observed one (maximum likelihood; least squares through
     a log-log plot is biased: Clauset, Shalizi and Newman, 2009, appendix A). Ranking noise makes an even load
@@ -131,7 +131,7 @@ def zipf_exponent(counts: ArrayLike) -> Floats:
 
 
 def load_over_time(capture: RoutingCapture, windows: int = 64) -> tuple[Ints, Ints]:
-    """The loads of consecutive parts of the trace.
+    """Returns the loads of consecutive parts of the trace.
 
     Args:
         windows: at most; each has as nearly the same number of steps.
@@ -155,7 +155,7 @@ def load_over_time(capture: RoutingCapture, windows: int = 64) -> tuple[Ints, In
 
 
 def burstiness(capture: RoutingCapture, windows: int = 32) -> Floats:
-    """float64 `[L]`: how much more the experts' loads differ from window to window than by chance.
+    """Returns float64 `[L]`: how much more the experts' loads differ from window to window than by chance.
 
     Pearson's statistic of homogeneity over what it is in the mean for independent tokens of a popularity that
     stands still, an index of dispersion: Σ_w Σ_e (n_we - N_w p_e)² / (N_w p_e) / ((W - 1)(E - k)), where the
@@ -190,7 +190,7 @@ def layer_index(capture: RoutingCapture, layer: int) -> int:
 
 
 def co_activation(capture: RoutingCapture, layer: int) -> Ints:
-    """int64 `[E, E]`: tokens that visit both experts of a layer; on the diagonal, those that visit the one.
+    """Counts tokens that visit both experts of a layer, int64 `[E, E]`; on the diagonal, the one.
 
     Raises:
         ConfigError: the trace does not have the layer.
@@ -200,7 +200,7 @@ def co_activation(capture: RoutingCapture, layer: int) -> Ints:
 
 
 def co_activation_lift(counts: ArrayLike) -> Floats:
-    """float64 `[E, E]`: how many times as often two experts meet as their popularity alone would have it.
+    """Returns, float64 `[E, E]`, how many times as often two experts meet as popularity alone would have it.
 
     The expected numbers are a_i a_j with the a for which every expert meets others as often as it did:
     independence but for an expert never meeting itself (quasi-independence; Goodman, 1968). Against plain
@@ -225,8 +225,8 @@ def co_activation_lift(counts: ArrayLike) -> Floats:
 
 
 def transition(capture: RoutingCapture, layer: int, *, first_choices: bool = False) -> Ints:
-    """int64 `[E, E]`: tokens that visit one expert (row) in a layer and the other (column) in the next layer
-    with experts.
+    """Returns int64 `[E, E]`: tokens that visit one expert (row) in a layer and the other (column) in the
+    next layer with experts.
 
     Args:
         first_choices: count only a token's likeliest expert in each, so that each token counts once.
@@ -265,7 +265,7 @@ def mutual_information(table: ArrayLike) -> float:
 
 
 def _plain_information(counts: NDArray[np.integer]) -> float:
-    """Bits, of the shares as they are."""
+    """Returns the entropy in bits of the shares as they are."""
     joint = counts / counts.sum()
     seen = joint > 0
     apart = np.outer(joint.sum(1), joint.sum(0))
@@ -273,7 +273,7 @@ def _plain_information(counts: NDArray[np.integer]) -> float:
 
 
 def _pairs(capture: RoutingCapture, one: int, other: int) -> Ints:
-    """int64 `[E, E]`: tokens that visit the row's expert in layer index `one`, the column's in `other`."""
+    """Counts tokens, int64 `[E, E]`, with the row's expert in layer index `one`, the column's in `other`."""
     E = capture.num_experts
     pairs = np.zeros((E, E), np.int64)
     for first in range(0, capture.num_rows, _CHUNK):

@@ -124,7 +124,7 @@ class RoutingCapture:
         return html.card(f"routing trace ({self.origin})", html.facts(about), self._load_table())
 
     def _load_table(self) -> str:
-        """A row a layer: how uneven its experts' load is."""
+        """Returns a row a layer: how uneven its experts' load is."""
         counts = self.counts().astype(np.float64)
         rows = []
         for layer, load in zip(self.layers[:_MOST_LAYERS], counts, strict=False):
@@ -163,11 +163,11 @@ class RoutingCapture:
         return np.flatnonzero(np.r_[True, self.step[1:] != self.step[:-1]])
 
     def counts(self) -> np.ndarray:
-        """int64 `[L, E]`: assignments of each expert."""
+        """Returns int64 `[L, E]`: assignments of each expert."""
         return count_experts(self.ids, self.num_experts)
 
     def select(self, rows: np.ndarray) -> "RoutingCapture":
-        """The same trace with some of its rows: a mask or rising indices."""
+        """Returns the same trace with some of its rows: a mask or rising indices."""
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return dataclasses.replace(self, **columns)
 
@@ -256,17 +256,17 @@ def load_capture(path: str | os.PathLike[str]) -> RoutingCapture:
 
 
 def hash_tokens(tokens: Iterable[int]) -> str:
-    """A prompt's identity: sixteen hexadecimal digits over its token ids."""
+    """Returns a prompt's identity: sixteen hexadecimal digits over its token ids."""
     return hashlib.blake2b(np.asarray(list(tokens), np.int32).tobytes(), digest_size=8).hexdigest()
 
 
 def id_dtype(num_experts: int) -> type[np.unsignedinteger[Any]]:
-    """The narrowest unsigned type that holds every expert and the mark for none."""
+    """Returns the narrowest unsigned type that holds every expert and the mark for none."""
     return np.uint8 if num_experts <= 255 else np.uint16
 
 
 def count_experts(ids: np.ndarray, num_experts: int) -> np.ndarray:
-    """int64 `[L, E]` of ids `[R, L, k]`; the mark for none is not counted."""
+    """Returns int64 `[L, E]` of ids `[R, L, k]`; the mark for none is not counted."""
     layers = ids.shape[1]
     first = np.arange(layers)[None, :, None] * (num_experts + 1)
     counts = np.zeros(layers * (num_experts + 1), np.int64)
@@ -277,7 +277,7 @@ def count_experts(ids: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 def _short(value: object) -> str:
-    """A number, or how many and which layers."""
+    """Returns a number, or how many and which layers."""
     if isinstance(value, tuple):
         return f"{len(value)}" if value == tuple(range(len(value))) else f"{len(value)} ({list(value)})"
     return str(value)

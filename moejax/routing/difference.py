@@ -32,8 +32,8 @@ class TraceComparison(NamedTuple):
 
 
 def js_divergence(one: ArrayLike, other: ArrayLike) -> Floats:
-    """float64 `[...]`: Jensen-Shannon divergence of two loads `[..., E]` in bits (Lin, 1991): 0 for the same
-    distribution, 1 for two that share no expert; NaN where one has no load."""
+    """Returns float64 `[...]`: Jensen-Shannon divergence of two loads `[..., E]` in bits (Lin, 1991): 0 for
+    the same distribution, 1 for two that share no expert; NaN where one has no load."""
     shares = []
     for loads in (one, other):
         values = np.asarray(loads, np.float64)
@@ -45,7 +45,7 @@ def js_divergence(one: ArrayLike, other: ArrayLike) -> Floats:
 
 
 def compare_captures(one: RoutingCapture, other: RoutingCapture) -> TraceComparison:
-    """Loads, and token by token where both computed the same token.
+    """Compares loads, and token by token where both computed the same token.
 
     Requests belong together by their prompts' hashes, the n-th with a hash to the n-th; generated ones, which
     have none, by their order.

@@ -101,7 +101,7 @@ def generate(
     seed: int = 0,
     **params: Any,
 ) -> RoutingCapture:
-    """A routing trace of origin "generated"; the same arguments give the same trace.
+    """Returns a routing trace of origin "generated"; the same arguments give the same trace.
 
     Args:
         kind: "uniform": every expert has the same rate.
@@ -197,13 +197,13 @@ def check_params(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ranks(rng: np.random.Generator, shape: _Shape) -> NDArray[np.int64]:
-    """int64 `[L, E]`: each layer's experts by falling popularity."""
+    """Returns int64 `[L, E]`: each layer's experts by falling popularity."""
     each = np.tile(np.arange(shape.num_experts), (len(shape.layers), 1))
     return rng.permuted(each, axis=1)
 
 
 def _rates(shape: _Shape, order: NDArray[np.int64], exponent: float) -> NDArray[np.float32]:
-    """float32 `[L, E]`: rank i has the rate i^-exponent."""
+    """Returns float32 `[L, E]`: rank i has the rate i^-exponent."""
     by_rank = np.arange(1, shape.num_experts + 1, dtype=np.float64) ** -exponent
     rates = np.empty(order.shape)
     np.put_along_axis(rates, order, np.broadcast_to(by_rank, order.shape), axis=1)
@@ -305,7 +305,7 @@ def _grouped(
 def _pick(
     rng: np.random.Generator, shape: _Shape, rates: NDArray[np.float32], variant: NDArray[Any] | None
 ) -> _Draw:
-    """k different experts for every row and layer.
+    """Returns k different experts for every row and layer.
 
     Args:
         rates: `[V, L, E]`; 0 for an expert that must not be drawn.

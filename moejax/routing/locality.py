@@ -55,7 +55,7 @@ class WorkingSet(NamedTuple):
     experts: Floats
 
     def nbytes(self, expert_bytes: float) -> Floats:
-        """float64 `[W]`: of the weights in a window's working set, over all layers."""
+        """Returns float64 `[W]`: of the weights in a window's working set, over all layers."""
         return self.experts.sum(0) * expert_bytes
 
 
@@ -121,7 +121,7 @@ def temporal_locality(capture: RoutingCapture, most: int = DISTANCES) -> Tempora
 
 
 def working_set(capture: RoutingCapture, layer: int | None = None, unit: str = "tokens") -> WorkingSet:
-    """Exact over all sliding windows: a window misses an expert if it lies in a gap between its visits.
+    """Counts over all sliding windows: a window misses an expert if it lies in a gap between its visits.
 
     Args:
         layer: only this one of the model's layers (`experts` is then `[1, W]`).
@@ -158,7 +158,7 @@ def working_set(capture: RoutingCapture, layer: int | None = None, unit: str = "
 def _curve(
     ids: NDArray[np.unsignedinteger], sequence: Ints, time: Ints, lengths: Ints, windows: Ints, E: int
 ) -> Floats:
-    """float64 `[W]` of one layer: ids `[R, k]` visited at `time` `[R]` of a sequence of `lengths` `[S]`."""
+    """Returns a layer's float64 `[W]`: ids `[R, k]` visited at `time` `[R]`, lengths of sequences `[S]`."""
     S, span = len(lengths), int(lengths.max()) + 2
     chosen = ids.astype(np.int64)
     routed = chosen < E
@@ -176,13 +176,13 @@ def _curve(
 
 
 def step_numbers(capture: RoutingCapture) -> Ints:
-    """int64 `[R]`: each row's step, numbered from 0 without holes."""
+    """Returns int64 `[R]`: each row's step, numbered from 0 without holes."""
     starts = capture.step_starts
     return np.repeat(np.arange(len(starts)), np.diff(np.append(starts, capture.num_rows)))
 
 
 def hits_per_step(capture: RoutingCapture) -> Ints:
-    """int64 `[steps, L]`: distinct experts that a step visits, whose weights it has to read."""
+    """Returns int64 `[steps, L]`: distinct experts that a step visits, whose weights it has to read."""
     steps = step_numbers(capture)[:, None]
     hits = np.zeros((capture.num_steps, len(capture.layers)), np.int64)
     for layer in range(len(capture.layers)):

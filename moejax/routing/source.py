@@ -29,7 +29,7 @@ def check_trace(key: str, path: object) -> str:
 
 
 def trace_names(paths: Iterable[str]) -> list[str]:
-    """A short name for each: the folder's or the file's own, numbered where several would have the same."""
+    """Returns a short name for each: the folder's or the file's, numbered where several would be the same."""
     names: list[str] = []
     for path in paths:
         place = Path(path).resolve()

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def coordination_client() -> Any:
-    """The client of JAX's coordination service: a key-value store that all processes share.
+    """Returns the client of JAX's coordination service: a key-value store that all processes share.
 
     JAX exports `jax.distributed.initialize` and nothing that reaches what it has made.
     """
@@ -14,7 +14,7 @@ def coordination_client() -> Any:
 
 
 def slurm_coordinator() -> str:
-    """HOST:PORT on the job's first node, the same in every task, by JAX's own detection.
+    """Returns HOST:PORT on the job's first node, the same in every task, by JAX's own detection.
 
     `jax.distributed.initialize()` alone would use it too, but would also hide all GPUs but one from each
     task, even where a task has a whole node.

@@ -57,7 +57,7 @@ SINGLE = Axes()
 
 
 def psum(x: jax.Array, names: Names) -> jax.Array:
-    """The sum over all devices along the axes."""
+    """Returns the sum over all devices along the axes."""
     return jax.lax.psum(x, names) if names else x
 
 
@@ -67,20 +67,20 @@ def all_gather(x: jax.Array, names: Names, axis: int = 0) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, names: Names, axis: int = 0) -> jax.Array:
-    """The sum over all devices, of which each keeps its part of an array axis."""
+    """Returns the sum over all devices, of which each keeps its part of an array axis."""
     return jax.lax.psum_scatter(x, names, scatter_dimension=axis % x.ndim, tiled=True) if names else x
 
 
 def all_to_all(x: jax.Array, names: Names) -> jax.Array:
-    """`[R, …]`, row r for the axes' device r → `[R, …]`, row r from device r."""
+    """Maps `[R, …]`, row r for the axes' device r to `[R, …]`, row r from device r."""
     return jax.lax.all_to_all(x, names, 0, 0, tiled=True) if names else x
 
 
 def pmax(x: jax.Array, names: Names) -> jax.Array:
-    """The greatest value over all devices along the axes."""
+    """Returns the greatest value over all devices along the axes."""
     return jax.lax.pmax(x, names) if names else x
 
 
 def index(names: Names) -> jax.Array:
-    """int32: this device's number along the axes."""
+    """Returns int32: this device's number along the axes."""
     return jax.lax.axis_index(names) if names else jnp.zeros((), jnp.int32)

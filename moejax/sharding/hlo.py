@@ -99,7 +99,7 @@ class Collective:
 
 
 def bytes_on_wire(collective: Collective) -> float:
-    """Bytes that a device sends in one execution, by `moejax.perf.comm.wire_bytes`'s convention."""
+    """Returns the bytes a device sends in one execution, by `moejax.perf.comm.wire_bytes`'s convention."""
     return wire_bytes(collective.kind, collective.operand_bytes, collective.group_size)
 
 
@@ -165,7 +165,7 @@ class _Program:
         return {line.name for line in lines if _kind(line.opcode)}
 
     def visit(self, name: str, executions: int | None, branches: tuple[Branch, ...]) -> Iterator[Collective]:
-        """The collectives of a computation that runs so often, in the given branches."""
+        """Yields the collectives of a computation that runs so often, in the given branches."""
         if name not in self.computations:
             raise HloError(f"the computation {name} is called, but is not in the text")
         scope = self.computations[name]
@@ -235,13 +235,13 @@ def _parse_line(line: str) -> _Instruction | None:
 
 
 def _kind(opcode: str) -> str | None:
-    """The kind of a collective that starts here; its -done and -update are parts of it."""
+    """Returns the kind of a collective that starts here; its -done and -update are parts of it."""
     base = opcode.removesuffix("-start")
     return base if base in KINDS else None
 
 
 def _closing(text: str, start: int) -> int:
-    """Index of the bracket that closes the one at `start`."""
+    """Returns the index of the bracket that closes the one at `start`."""
     depth = 0
     for bracket in re.finditer(r"[()]", text[start:]):
         depth += 1 if bracket[0] == "(" else -1
@@ -265,7 +265,7 @@ def _split(text: str) -> list[str]:
 
 
 def _operand(text: str, scope: dict[str, _Instruction]) -> str:
-    """The shape of an operand: as written before its name, or as its own line says."""
+    """Returns the shape of an operand: as written before its name, or as its own line says."""
     shape, _, name = text.rpartition(" ")
     if shape:
         return shape

@@ -33,7 +33,7 @@ class Grid:
         self.places = np.stack(np.unravel_index(np.arange(self.size), self.shape), axis=1)
 
     def participants(self, kind: str, attributes: str, name: str) -> tuple[int, tuple[str, ...] | None]:
-        """(devices that take part with each other, the axes of size above 1 that they lie along or None)."""
+        """Returns (devices that take part together, the axes of size above 1 that they lie along or None)."""
         if kind == "collective-permute":
             pairs = _PAIRS.search(attributes)
             if pairs is None:
@@ -47,7 +47,7 @@ class Grid:
         return self._spanned(groups, name)
 
     def _spanned(self, groups: Sequence[Sequence[int]], name: str) -> tuple[int, tuple[str, ...] | None]:
-        """(devices of a group, the axes whose product the groups are)."""
+        """Returns (devices of a group, the axes whose product the groups are)."""
         devices = sorted(itertools.chain.from_iterable(groups))
         if devices != list(range(self.size)):
             raise HloError(
@@ -64,7 +64,7 @@ class Grid:
         return size, tuple(axis for axis, on in zip(self.names, along, strict=True) if on)
 
     def _moved(self, pairs: Sequence[Sequence[int]]) -> tuple[int, tuple[str, ...]]:
-        """(devices within the axes that some pair moves on, those axes)."""
+        """Returns (devices within the axes that some pair moves on, those axes)."""
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
         changed = (self.places[ends[:, 0]] != self.places[ends[:, 1]]).any(axis=0)
         size = math.prod(n for n, on in zip(self.shape, changed, strict=True) if on)
@@ -72,7 +72,7 @@ class Grid:
 
 
 def _groups(attributes: str, name: str) -> list[list[int]]:
-    """The groups in any of HLO's three spellings; empty for "all devices"."""
+    """Returns the groups in any of HLO's three spellings; empty for "all devices"."""
     if match := _GROUPS.search(attributes):
         return [numbers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])]
     if match := _IOTA.search(attributes):
@@ -83,7 +83,7 @@ def _groups(attributes: str, name: str) -> list[list[int]]:
 
 
 def _mesh_groups(mesh: str, ids: str | None, axes: str, name: str) -> list[list[int]]:
-    """`mesh['a'=2,'b'=4] {'a','b':(2)2}`: whole axes, and parts of an axis as `:(stride before it)size`."""
+    """Reads `mesh['a'=2,'b'=4] {'a','b':(2)2}`: whole axes, and parts of one as `:(stride before it)size`."""
     sizes = {key.strip(" '"): int(size) for key, size in (item.split("=") for item in mesh.split(","))}
     total = math.prod(sizes.values())
     order = _ORDER.fullmatch(ids or f"[{total}]")
@@ -107,12 +107,12 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str, name: str) -> list[list[
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
-    """0, 1, … laid out by `dims`, read in the order of dimensions `order` (None: as they are)."""
+    """Returns 0, 1, … laid out by `dims`, read in the order of dimensions `order` (None: as they are)."""
     shape = numbers(dims)
     laid = np.arange(math.prod(shape)).reshape(shape)
     return laid.transpose(numbers(order) if order else range(len(shape))).reshape(-1)
 
 
 def numbers(text: str) -> list[int]:
-    """`"0,2,4"` → `[0, 2, 4]`."""
+    """Maps `"0,2,4"` to `[0, 2, 4]`."""
     return [int(number) for number in text.split(",") if number]

@@ -32,7 +32,7 @@ class MeshPlan(NamedTuple):
 def make_mesh(
     parallel: ParallelConfig, num_kv_heads: int, devices: Sequence[jax.Device] | None = None
 ) -> MeshPlan:
-    """The first `num_devices` of the devices (None: all that JAX has) as meshes.
+    """Returns the first `num_devices` of the devices (None: all that JAX has) as meshes.
 
     Raises:
         ConfigError: there are too few, or the key/value heads do not divide along the axes.
@@ -89,7 +89,7 @@ def make_axes(parallel: ParallelConfig, num_kv_heads: int) -> Axes:
 
 
 def _cut(sizes: dict[str, int], name: str, first: int, rest: str) -> dict[str, int]:
-    """`sizes` with an axis cut into `first` devices times the rest."""
+    """Returns `sizes` with an axis cut into `first` devices times the rest."""
     sizes_after: dict[str, int] = {}
     for other, size in sizes.items():
         sizes_after |= {name: first, rest: size // first} if other == name else {other: size}

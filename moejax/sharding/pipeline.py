@@ -105,7 +105,7 @@ def _balance(costs: Sequence[float], parts: int, first: float, last: float) -> l
 
 
 def stage_config(model: ModelConfig, layers: range) -> ModelConfig:
-    """The configuration with these layers only: of a stage's cache, and of what it records."""
+    """Returns the configuration with these layers only: of a stage's cache, and of what it records."""
     part = slice(layers.start, layers.stop)
     return model.replace(
         num_layers=len(layers),
@@ -143,7 +143,7 @@ def schedule(costs: np.ndarray) -> np.ndarray:
 
 
 def measured_bubble(times: Sequence[StageTime]) -> float:
-    """Part of the devices' time for which they wait, of measured stage times over all their steps.
+    """Returns the part of the devices' time spent waiting, of measured stage times over all their steps.
 
     A step's time is that from the first stage's start to the last one's end. Steps that follow each other
     without a pause overlap at their ends (`PipelineRunner`), so this is what steps alone have.
@@ -222,7 +222,7 @@ class Transfer:
         self._receiving = set(self._arrived.addressable_devices)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The array on the target's devices. On the source's it stays."""
+        """Returns the array on the target's devices. On the source's it stays."""
         if self.method == "put":
             return jax.device_put(x, self._arrived)
         if not self._joint.addressable_devices:
@@ -239,7 +239,7 @@ class Transfer:
         return _assemble(x, self._arrived, arrived)
 
     def program(self, key: TransferKey) -> Any:
-        """The compiled program."""
+        """Returns the compiled program."""
         shape = (2 * key.shape[0], *key.shape[1:])
         struct = jax.ShapeDtypeStruct(shape, key.dtype, sharding=self._joint)
 

@@ -21,7 +21,7 @@ class Declared(Protocol):
 
 
 def make_rules(axes: Axes) -> Rules:
-    """Logical axis → mesh axes. What is not named is whole on every device."""
+    """Returns the mesh axes of each logical axis. What is not named is whole on every device."""
     return {
         "vocab": axes.tensor,
         "heads": axes.tensor,
@@ -57,7 +57,7 @@ def partition(name: str, spec: Declared, rules: Rules, axes: Axes) -> PartitionS
 
 
 def shardings(specs: Mapping[str, Declared], mesh: Mesh, axes: Axes) -> dict[str, NamedSharding]:
-    """Dotted path → sharding of every tensor.
+    """Returns the sharding of every tensor by dotted path.
 
     Raises:
         ConfigError: see `partition`.

@@ -32,7 +32,7 @@ class SingleDevice:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def put(self, by_group: np.ndarray) -> Any:
-        """A host array, by group, as a function's argument."""
+        """Returns a host array, by group, as a function's argument."""
         return by_group
 
     def ready(self, tree: Any) -> Any:
@@ -40,11 +40,11 @@ class SingleDevice:
         return tree
 
     def gather_groups(self, tree: Any) -> Any:
-        """Inside the function: what the groups have, one after another, equal on all devices."""
+        """Inside the function, joins the groups' values one after another, equal on all devices."""
         return tree
 
     def sum_groups(self, x: jax.Array) -> jax.Array:
-        """Inside the function: the sum over the groups."""
+        """Inside the function, returns the sum over the groups."""
         return x
 
     def compiled(
@@ -56,7 +56,7 @@ class SingleDevice:
         output: bool,
         by_group: Any = False,
     ) -> jax.stages.Wrapped:
-        """`function`, ready to be lowered for such arguments.
+        """Returns `function`, ready to be lowered for such arguments.
 
         Args:
             arguments: trees of arrays or of what `struct` gives.

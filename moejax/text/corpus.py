@@ -80,7 +80,7 @@ def characters(documents: Iterable[Document]) -> int:
 
 
 def build_corpus(held_out_fraction: float, stdlib: Path | None = None) -> Corpus:
-    """The corpus of the running Python, or of the standard library in the folder `stdlib`.
+    """Returns the corpus of the running Python, or of the standard library in the folder `stdlib`.
 
     Deterministic: it depends on the Python version alone. A document is held out if the hash of its name
     lies in the lowest `held_out_fraction`; so a new Python version moves no document between the parts.
@@ -101,7 +101,7 @@ def build_corpus(held_out_fraction: float, stdlib: Path | None = None) -> Corpus
 
 
 def name_hash(name: str) -> float:
-    """A number in [0, 1) that depends on the name only."""
+    """Returns a number in [0, 1) that depends on the name only."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") / 2**56
 
 
@@ -125,7 +125,7 @@ def collect(stdlib: Path) -> list[Document]:
 
 
 def _topics(stdlib: Path) -> dict[str, str]:
-    """`pydoc_data.topics.topics` without importing it."""
+    """Returns `pydoc_data.topics.topics` without importing it."""
     path = stdlib / "pydoc_data" / "topics.py"
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ def _topics(stdlib: Path) -> dict[str, str]:
 
 
 def _sources(stdlib: Path) -> Iterator[tuple[str, Path]]:
-    """(module name, file) of every module to read, sorted by path."""
+    """Yields (module name, file) of every module to read, sorted by path."""
     paths = []
     for folder, names, files in os.walk(stdlib):
         names[:] = [n for n in names if n not in SKIPPED_FOLDERS and not n.startswith("config-")]
@@ -149,7 +149,7 @@ def _sources(stdlib: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _prose(path: Path, module: str) -> list[str]:
-    """A source file's docstrings, each under its object's name, and comment blocks, in source order."""
+    """Returns a source file's docstrings, each under its object's name, and comment blocks, in order."""
     try:
         source = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
@@ -163,7 +163,7 @@ def _prose(path: Path, module: str) -> list[str]:
 
 
 def _docstrings(node: Documented, name: str, arguments: str = "") -> Iterator[tuple[int, str, str]]:
-    """(line, heading, docstring) of `node` and of what is defined in it."""
+    """Yields (line, heading, docstring) of `node` and of what is defined in it."""
     text = ast.get_docstring(node)
     if text and _is_prose(text):
         yield getattr(node, "lineno", 0), name + arguments, text
@@ -176,7 +176,7 @@ def _docstrings(node: Documented, name: str, arguments: str = "") -> Iterator[tu
 
 
 def _comments(source: str, tree: ast.Module) -> list[tuple[int, str]]:
-    """(line, text) of each block of full-line comments that is prose."""
+    """Returns (line, text) of each block of full-line comments that is prose."""
     within_string: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno != node.lineno:
@@ -202,7 +202,7 @@ def _is_prose(text: str) -> bool:
 
 
 def _clean(text: str, seen: set[str]) -> str:
-    """`text` without the paragraphs in `seen` (to which it adds its own), without addresses of people."""
+    """Drops the paragraphs in `seen` (to which it adds its own) from `text`, and addresses of people."""
     kept = []
     for paragraph in _BLANK_LINE.split(text.expandtabs().strip()):
         key = " ".join(paragraph.split())

@@ -35,7 +35,7 @@ class CardFacts:
 
 
 def model_card(config: TrainConfig, facts: CardFacts) -> str:
-    """Markdown with the front matter that Hugging Face reads."""
+    """Returns Markdown with the front matter that Hugging Face reads."""
     front = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: moejax\npipeline_tag: text-generation\n---"
     parts = [
         front,
@@ -49,7 +49,7 @@ def model_card(config: TrainConfig, facts: CardFacts) -> str:
 
 
 def _paragraph(text: str) -> str:
-    """Filled to 100 columns, however it is broken here."""
+    """Fills text to 100 columns, however it is broken here."""
     return textwrap.fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False)
 
 
@@ -144,7 +144,7 @@ def _samples(facts: CardFacts) -> str:
 
 
 def _fenced(text: str) -> str:
-    """Text that cannot end a Markdown code block."""
+    """Returns text that cannot end a Markdown code block."""
     return text.replace("```", "'''").rstrip("\n")
 
 
@@ -158,7 +158,7 @@ def _millions(count: Any) -> str:
 
 
 def _cost(result: TrainResult, tokens: int) -> str:
-    """Time and the kind of machine, never its name."""
+    """Returns time and the kind of machine, never its name."""
     device, cpu = device_info(), cpu_info()
     seconds = max(result.seconds, 1e-9)
     cost = f"{seconds / 60:.1f} minutes, {tokens / seconds:.0f} tokens/s"

@@ -61,7 +61,7 @@ def prepare_text(vocab_size: int, held_out_fraction: float) -> TrainingText:
 
 
 def sample_of(documents: Sequence[Document]) -> list[Document]:
-    """Whole documents, in order, each that still fits into `HELD_OUT_CHARACTERS`; at least one."""
+    """Returns whole documents, in order, each that still fits into `HELD_OUT_CHARACTERS`; at least one."""
     chosen: list[Document] = []
     room = HELD_OUT_CHARACTERS
     for document in documents:
@@ -72,7 +72,7 @@ def sample_of(documents: Sequence[Document]) -> list[Document]:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[np.ndarray]:
-    """int32 token ids of each document, `<|endoftext|>` last."""
+    """Returns int32 token ids of each document, `<|endoftext|>` last."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     encoded = tokenizer.encode_batch([document.text for document in documents])
     return [np.array([*item.ids, end], np.int32) for item in encoded]
@@ -99,8 +99,8 @@ class Batches:
         self._cached: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __call__(self, sequence: int) -> np.ndarray:
-        """int32 `[batch_size, seq_len + 1]`: the batch that starts at the data order's sequence number
-        `sequence`. Inputs are `[:, :-1]`, targets `[:, 1:]`."""
+        """Returns int32 `[batch_size, seq_len + 1]`: the batch that starts at the data order's sequence
+        number `sequence`. Inputs are `[:, :-1]`, targets `[:, 1:]`."""
         return np.stack([self._window(i) for i in range(sequence, sequence + self._batch_size)])
 
     def epochs(self, sequence: int) -> float:
@@ -113,7 +113,7 @@ class Batches:
         return stream[starts[place] : starts[place] + self._seq_len + 1]
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The token stream of an epoch and the first token of each window; the last epoch is kept."""
+        """Returns the token stream of an epoch and the first token of each window; the last epoch is kept."""
         if self._cached is None or self._cached[0] != epoch:
             rng = np.random.default_rng([self._seed, epoch])
             order = rng.permutation(len(self._documents))

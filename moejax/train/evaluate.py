@@ -51,5 +51,5 @@ class Evaluator:
 
 
 def load_shares(counts: np.ndarray) -> np.ndarray:
-    """`[L, E]` counts → each expert's share of its layer's assignments; 1/E is even."""
+    """Maps `[L, E]` counts to each expert's share of its layer's assignments; 1/E is even."""
     return counts / np.maximum(counts.sum(axis=-1, keepdims=True), 1)

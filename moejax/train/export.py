@@ -94,14 +94,14 @@ def export(
 
 
 def measure(config: TrainConfig, llm: LLM, text: str) -> HeldOut:
-    """Held-out perplexity and expert load of a loaded model."""
+    """Measures held-out perplexity and expert load of a loaded model."""
     assert llm.tokenizer is not None
     stream = np.array(llm.tokenizer.encode(text), np.int32)
     return Evaluator(config)(nnx.to_pure_dict(nnx.state(llm.model)), stream)
 
 
 def sample_texts(llm: LLM) -> list[tuple[str, str]]:
-    """(prompt, continuation) for each of `PROMPTS`, as they come."""
+    """Returns (prompt, continuation) for each of `PROMPTS`, as they come."""
     outputs = llm.generate(list(PROMPTS), list(SAMPLING))
     return [(prompt, output.outputs[0].text) for prompt, output in zip(PROMPTS, outputs, strict=True)]
 

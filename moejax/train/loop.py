@@ -86,7 +86,7 @@ def train(config: TrainConfig, tracker: Tracker, text: TrainingText | None = Non
 
 
 def run_identity(config: TrainConfig) -> dict[str, Any]:
-    """Dotted key → value of everything in the configuration that decides what is trained."""
+    """Returns the value by dotted key of everything in the configuration that decides what is trained."""
     flat: dict[str, Any] = {}
     for item in dataclasses.fields(TrainConfig):  # not a subclass's: where figures go changes nothing
         value = getattr(config, item.name)
@@ -184,7 +184,7 @@ class _Run:
         }
 
     def _first_state(self) -> TrainState:
-        """The newest checkpoint's state, with the clocks set to its time, or a fresh one."""
+        """Returns the newest checkpoint's state, with the clocks set to its time, or a fresh one."""
         if not self.config.resume:
             self.checkpoints.delete_all()
         fresh = init_state(self.config)
@@ -199,7 +199,7 @@ class _Run:
         return self.checkpoints.load(step, fresh)
 
     def _compile(self) -> Any:
-        """The step for this run's shapes, compiled here so that no step's time holds it."""
+        """Returns the step for this run's shapes, compiled here so that no step's time holds it."""
         began = time.perf_counter()
         batch = self.batches(int(self.state.sequence))
         compiled = make_train_step(self.config).lower(self.state, batch).compile()

@@ -43,7 +43,7 @@ def token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def chosen_experts(trace: RoutingTrace) -> jax.Array:
-    """int32 `[E]`: how often the router chose each expert, before any assignment was dropped.
+    """Returns int32 `[E]`: how often the router chose each expert, before any assignment was dropped.
 
     `trace.counts` would hide what overflowed, and the balance loss is there to see just that.
     """
@@ -52,7 +52,7 @@ def chosen_experts(trace: RoutingTrace) -> jax.Array:
 
 
 def load_balance_loss(trace: RoutingTrace) -> jax.Array:
-    """E · Σ_e f_e · P_e of one layer (Switch Transformer, Fedus et al., arXiv 2101.03961, eq. 4-6).
+    """Returns E · Σ_e f_e · P_e of one layer (Switch Transformer, Fedus et al., arXiv 2101.03961, eq. 4-6).
 
     f_e is the share of the layer's assignments that chose expert e (so Σ f = 1 for any k), P_e the mean
     router probability; the gradient goes through P. It is 1 when all experts are equally loaded and E when
@@ -69,7 +69,7 @@ def load_balance_loss(trace: RoutingTrace) -> jax.Array:
 
 
 def router_z_loss(trace: RoutingTrace) -> jax.Array:
-    """Mean over tokens of (log Σ_e exp logit_e)² (ST-MoE, Zoph et al., arXiv 2202.08906, eq. 5).
+    """Returns the mean over tokens of (log Σ_e exp logit_e)² (ST-MoE, Zoph et al., arXiv 2202.08906, eq. 5).
 
     It keeps router logits small, so that rounding them does not change the choice.
     """
@@ -84,7 +84,7 @@ def loss_parts(
     load_balance_coef: float,
     router_z_coef: float,
 ) -> tuple[LossParts, RoutingCounts]:
-    """The loss of a batch without padding.
+    """Returns the loss of a batch without padding.
 
     Args:
         logits: float32 `[B, T, V]`; targets: int32 `[B, T]`, the token after each position.

@@ -31,7 +31,7 @@ def decayed(params: Any) -> Any:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on gradients clipped to the norm `grad_clip`."""
+    """Returns AdamW (Loshchilov and Hutter, arXiv 1711.05101) on gradients clipped to norm `grad_clip`."""
     return optax.chain(
         optax.clip_by_global_norm(config.grad_clip),
         optax.adamw(

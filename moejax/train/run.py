@@ -92,7 +92,7 @@ def _result(
 
 
 def _plots(outcome: dict[str, Any], output_dir: Path) -> list[Path]:
-    """`training.png` (this start's part of the run) and `expert_load.png`, where there is data for them."""
+    """Draws `training.png` (this start's part of the run) and `expert_load.png`, where there is data."""
     figures = {
         "training": training_curve(
             load_metrics(output_dir),

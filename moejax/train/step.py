@@ -58,7 +58,7 @@ class EvalSums(NamedTuple):
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
-    """The decoder to train: a Qwen3-MoE without dense layers, float32."""
+    """Returns the configuration of the decoder to train: a Qwen3-MoE without dense layers, float32."""
     shape, layers = config.model, config.model.num_hidden_layers
     end = SPECIAL_TOKENS.index(END_OF_TEXT)
     return ModelConfig(
@@ -91,7 +91,7 @@ def model_config(config: TrainConfig) -> ModelConfig:
 
 
 def init_state(config: TrainConfig) -> TrainState:
-    """A fresh run's state. Weights depend on `config.seed` and their names only."""
+    """Returns a fresh run's state. Weights depend on `config.seed` and their names only."""
     model = Decoder(model_config(config), seed=config.seed)
     params = nnx.to_pure_dict(nnx.state(model))
     rng = jax.random.key_data(jax.random.key(config.seed))
@@ -101,12 +101,12 @@ def init_state(config: TrainConfig) -> TrainState:
 
 
 def build_model(config: ModelConfig, params: Params, moe: MoeConfig | None = None) -> Decoder:
-    """The module around arrays of a `TrainState`."""
+    """Returns the module around arrays of a `TrainState`."""
     return nnx.merge(nnx.graphdef(Decoder(config, moe=moe)), params)
 
 
 def add_noise(tokens: jax.Array, share: float, vocab_size: int, key: jax.Array) -> jax.Array:
-    """int32 `[B, T]` with about `share` of the tokens replaced by others, uniform over the vocabulary.
+    """Replaces about `share` of the tokens int32 `[B, T]` by others, uniform over the vocabulary.
 
     A regulariser for text that is seen many times ("data noising", Xie et al., arXiv 1703.02573). Only inputs
     are replaced, never targets, and never by a special token.
@@ -117,7 +117,7 @@ def add_noise(tokens: jax.Array, share: float, vocab_size: int, key: jax.Array) 
 
 
 def make_train_step(config: TrainConfig) -> Any:
-    """A compiled `(state, batch) -> (state, metrics)`; the state that goes in is donated.
+    """Returns a compiled `(state, batch) -> (state, metrics)`; the state that goes in is donated.
 
     batch is int32 `[B, T + 1]`: inputs are `[:, :-1]`, targets `[:, 1:]`.
     """
@@ -152,7 +152,7 @@ def make_train_step(config: TrainConfig) -> Any:
 
 
 def make_eval_step(config: ModelConfig) -> Callable[[Params, Any, Any], EvalSums]:
-    """A compiled `(params, tokens [B, T + 1], scored bool [B, T]) -> EvalSums`, dropless.
+    """Returns a compiled `(params, tokens [B, T + 1], scored bool [B, T]) -> EvalSums`, dropless.
 
     Positions that are not scored are padding and visit no expert.
     """

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A BPE of `vocab_size` entries, special tokens first. The same texts give the same tokenizer.
+    """Returns a BPE of `vocab_size` entries, special tokens first. The same texts give the same tokenizer.
 
     Raises:
         ConfigError: the texts are too short to fill it.

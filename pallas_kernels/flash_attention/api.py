@@ -46,7 +46,7 @@ def flash_attention(
     config: Any = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """Attention of q `[B, Tq, H, Dh]` over k and v `[B, Tk, K, Dh]`; see `flash_attention_reference`.
+    """Computes attention of q `[B, Tq, H, Dh]` on k and v `[B, Tk, K, Dh]`; see `flash_attention_reference`.
 
     Query i stands at position i + Tk - Tq unless `q_offset` says otherwise.
 

@@ -21,7 +21,7 @@ def flash_attention_reference(
     lengths: jax.Array | None = None,
     q_offset: int | None = None,
 ) -> jax.Array:
-    """Grouped-query attention; scores and softmax in float32 (float64 if q is).
+    """Computes grouped-query attention; scores and softmax in float32 (float64 if q is).
 
     Args:
         q: `[B, Tq, H, Dh]`; query heads h·G to h·G + G - 1, G = H / K, share key head h.

@@ -44,7 +44,7 @@ def grouped_matmul(
     config: Any = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """`row_scale[p] · (x[rows[p]] @ w[expert of p])` for each slot p; see `grouped_matmul_reference`.
+    """Computes `row_scale[p] · (x[rows[p]] @ w[expert of p])` by slot p; see `grouped_matmul_reference`.
 
     Args:
         x: `[R, D]`, w: `[E, D, F]`, of one dtype, bfloat16, float16 or float32.

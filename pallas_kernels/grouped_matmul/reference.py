@@ -19,7 +19,7 @@ def grouped_matmul_reference(
     row_scale: jax.Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """`out[p] = row_scale[p] · (x[rows[p]] @ w[e])`, e the expert of slot p's block.
+    """Computes `out[p] = row_scale[p] · (x[rows[p]] @ w[e])`, e the expert of slot p's block.
 
     Accumulated and scaled in float32 (float64 if x is), rounded once. See `pallas_kernels.groups` for slots.
 

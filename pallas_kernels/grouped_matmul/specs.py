@@ -12,7 +12,7 @@ from pallas_kernels.op import Cost, Spec
 def make_spec(
     model: ModelShape, phase: str, tokens: int, routing: str, ids: np.ndarray | None = None
 ) -> Spec:
-    """A spec of the routing of that name (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
+    """Makes the spec of a named routing (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
     groups = spec_groups(model, tokens, routing) if ids is None else given_groups(model, ids)
     dtype = jnp.bfloat16
     P, E, D, F = len(groups.row_assignment), model.experts, model.expert_hidden, model.hidden

@@ -51,7 +51,7 @@ def grouped_swiglu(
     config: Any = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """`act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])` for each slot p; see `grouped_swiglu_reference`.
+    """Computes `act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])` by slot p; `grouped_swiglu_reference`.
 
     Args:
         x: `[R, D]`, gate, up: `[E, D, F]`, of one dtype, bfloat16, float16 or float32.

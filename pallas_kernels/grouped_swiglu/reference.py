@@ -18,7 +18,7 @@ def grouped_swiglu_reference(
     block_m: int,
     activation: str = "silu",
 ) -> jax.Array:
-    """`out[p] = act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])`, e the expert of slot p's block.
+    """Computes `out[p] = act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])`, e the expert of slot p's block.
 
     Both products are accumulated in float32 (float64 if x is) and rounded once, after their product.
 

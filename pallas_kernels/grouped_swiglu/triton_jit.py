@@ -15,7 +15,7 @@ _TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
 def kernel() -> Any:
-    """The `@triton.jit` function. Imports triton."""
+    """Returns the `@triton.jit` function. Imports triton."""
     from pallas_kernels.grouped_swiglu.triton_kernel import grouped_swiglu_kernel
 
     return grouped_swiglu_kernel
@@ -69,7 +69,7 @@ def grouped_swiglu_triton(
 
 
 def sources(spec: Spec, config: Config) -> list[TritonSource]:
-    """The kernel of a spec, for the static report."""
+    """Returns the kernel of a spec, for the static report."""
     shapes, static = spec.abstract, spec.static
     (R, D), P, F = shapes["x"].shape, shapes["rows"].shape[0], shapes["gate"].shape[2]
     wide = _TYPES[str(shapes["x"].dtype)]

@@ -37,7 +37,7 @@ def moe_combine(
     config: Any = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """`Σ_j weights[t, j] · y[slot_of[t, j]]` for each token t; see `moe_combine_reference`.
+    """Computes `Σ_j weights[t, j] · y[slot_of[t, j]]` for each token t; see `moe_combine_reference`.
 
     Args:
         y: `[P, D]`, bfloat16, float16 or float32; what its padding slots hold does not matter, NaN included.

@@ -7,7 +7,7 @@ from pallas_kernels.dtypes import wide_type
 
 
 def moe_combine_reference(y: jax.Array, slot_of: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """`out[t] = Σ_j weights[t, j] · y[slot_of[t, j]]`, j rising, in float32 (float64 if y is), rounded once.
+    """Sums `out[t] = Σ_j weights[t, j] · y[slot_of[t, j]]`, j rising, in float32 (float64 if y is).
 
     Args:
         y: `[P, D]`; slot_of: int32 `[T, k]`; weights: float32 `[T, k]`, None for ones.

@@ -89,7 +89,7 @@ def _count_kernel(ids_ref: Any, hist_ref: Any, *, tile: int, sub: int, A: int, E
 
 
 def _totals(ids_ref: Any, hist_ref: Any, *, n: int, tile: int, sub: int, A: int, E: int) -> tuple[Any, Any]:
-    """int32 `[lanes]` twice: assignments of each expert, and those in tiles before this program's."""
+    """Returns int32 `[lanes]` twice: assignments of each expert, and those in tiles before this program's."""
     me, lanes = program_id(0), _lanes(E)
     expert = jnp.arange(lanes, dtype=jnp.int32)
 

@@ -103,7 +103,7 @@ def quantized_grouped_matmul(
     config: Any = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """`row_scale[p] · (x[rows[p]] @ w[expert of p])` for each slot p, w quantized.
+    """Computes `row_scale[p] · (x[rows[p]] @ w[expert of p])` for each slot p, w quantized.
 
     Args:
         x: `[R, D]`, bfloat16, float16 or float32. With a `w8a8` weight it is quantized per row on the way, or
@@ -165,7 +165,7 @@ def quantized_grouped_swiglu(
     config: Any = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """`act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])` for each slot p, e its expert, both quantized.
+    """Computes `act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])`, e the expert of slot p, both quantized.
 
     Args:
         gate, up: `[E, D, F]`, of one format.

@@ -61,7 +61,7 @@ def _dequantize(*args: Any, w: QuantizedTensor, ptx: bool) -> None:
 
 
 def dequantize_pallas(w: QuantizedTensor, dtype: Any, *, interpret: bool | None = None) -> jax.Array:
-    """`[..., D, F]`, at most one leading axis; see `pallas_kernels.qformats.dequantize`."""
+    """Returns `[..., D, F]`, at most one leading axis; see `pallas_kernels.qformats.dequantize`."""
     arrays = [w.values, w.scales] + ([] if w.zeros is None else [w.zeros])
     *lead, D, F = w.shape
     return pallas_call(

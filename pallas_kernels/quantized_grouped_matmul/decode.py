@@ -67,21 +67,21 @@ def _packed(body: str, codes: jax.Array, half: Any) -> jax.Array:
 
 
 def decode_fp8(codes: jax.Array, dtype: Any, ptx: bool) -> jax.Array:
-    """e4m3 bits, finite ones."""
+    """Decodes finite e4m3 bits."""
     half = _half(dtype)
     value = _packed(E4M3[jnp.dtype(half).name], codes, half) if ptx else decode_e4m3(codes, half)
     return value.astype(dtype)
 
 
 def decode_int8(codes: jax.Array, dtype: Any, ptx: bool) -> jax.Array:
-    """int8."""
+    """Decodes int8."""
     half = _half(dtype)
     value = _packed(INT8[jnp.dtype(half).name], codes, half) if ptx else codes.astype(half)
     return value.astype(dtype)
 
 
 def decode_nibbles(codes: jax.Array, high: bool, zero: jax.Array | None, dtype: Any, ptx: bool) -> jax.Array:
-    """The low or the high nibbles, less `zero` (uint8, broadcast; None: 8)."""
+    """Returns the low or the high nibbles, less `zero` (uint8, broadcast; None: 8)."""
     half = _half(dtype)
     base, number = (0x6400, 1024) if half == jnp.float16 else (0x4300, 128)
 

@@ -58,7 +58,7 @@ def once_pays(fmt: Format, rows: int) -> bool:
 def fused_tile(
     fmt: Format, block_m: int, blocks: int, D: int, F: int, matrices: int, wide: bool
 ) -> tuple[int, int, int, int, int]:
-    """block_n, block_k, split_k, num_warps, num_stages for `blocks` blocks of rows.
+    """Returns block_n, block_k, split_k, num_warps, num_stages for `blocks` blocks of rows.
 
     Args:
         wide: x is float32: products are multiply-adds, tiles small.
@@ -121,7 +121,7 @@ def space(problem: Problem) -> Iterable[Config]:
 def tiles(
     fmt: Format, block_m: int, blocks: int, F: int, matrices: int
 ) -> list[tuple[int, int, int, int, int]]:
-    """Candidates: what fits shared memory and registers, split only where programs are few."""
+    """Returns candidates: what fits shared memory and registers, split only where programs are few."""
     candidates: list[tuple[int, int, int, int, int]] = []
     few, enough = block_m <= 32, 2 * _MULTIPROCESSORS
     code, x_size = 0.5 if fmt.kind == "w4a16" else 1.0, 1 if fmt.kind == "w8a8" else 2
@@ -148,14 +148,14 @@ def _read(problem: Problem) -> tuple[Format, int, int]:
 def activations(
     x: jax.Array, x_scale: jax.Array | None, fmt: Format, interpret: bool | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """x and its scales as the kernel takes them."""
+    """Returns x and its scales as the kernel takes them."""
     if fmt.kind == "w8a8" and x_scale is None:
         return quantize_rows_pallas(x, interpret=interpret)
     return x, x_scale
 
 
 def out_type(x: jax.Array, out_dtype: Any) -> Any:
-    """The output's dtype; see the references."""
+    """Returns the output's dtype; see the references."""
     if out_dtype is not None:
         return out_dtype
     return jnp.float32 if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype

@@ -150,7 +150,7 @@ def product(
     out_dtype: Any,
     interpret: bool | None,
 ) -> jax.Array:
-    """`[P, F]` with blocks, `[R, F]` without.
+    """Returns `[P, F]` with blocks, `[R, F]` without.
 
     Args:
         x: `[R, D]`, int8 with x_scale float32 `[R]` for `w8a8`.
@@ -200,7 +200,7 @@ def product(
 
 
 def _join(parts: jax.Array, row_scale: jax.Array | None, activation: str | None, out_dtype: Any) -> jax.Array:
-    """The parts of a split reduction, in their order."""
+    """Returns the parts of a split reduction, in their order."""
     sums = parts.sum(axis=1)
     result = sums[0] if activation is None else ACTIVATIONS[activation](sums[0]) * sums[1]
     if row_scale is not None:

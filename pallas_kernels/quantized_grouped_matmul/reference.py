@@ -12,7 +12,7 @@ from pallas_kernels.qformats import Format, QuantizedTensor, dequantize, quantiz
 
 
 def as_multiplied(x: jax.Array, x_scale: jax.Array | None, fmt: Format, wide: Any) -> jax.Array:
-    """x as the product sees it: for `w8a8` rounded to eight bits, or that given as int8."""
+    """Returns x as the product sees it: for `w8a8` rounded to eight bits, or that given as int8."""
     if fmt.kind != "w8a8":
         return x.astype(wide)
     values, scale = quantize_rows(x) if x_scale is None else (x, x_scale)
@@ -31,7 +31,7 @@ def quantized_grouped_matmul_reference(
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """`grouped_matmul` of the dequantized weights; for `w8a8` of the dequantized activations, too.
+    """Computes `grouped_matmul` of the dequantized weights; for `w8a8` of the dequantized activations, too.
 
     Args:
         x: `[R, D]`; for `w8a8` also int8, then with x_scale float32 `[R]`.
@@ -59,7 +59,7 @@ def quantized_grouped_swiglu_reference(
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """`grouped_swiglu` of the dequantized weights (and activations); arguments as above."""
+    """Computes `grouped_swiglu` of the dequantized weights (and activations); arguments as above."""
     wide, out = dtypes(x, out_dtype, gate.scales)
     x = as_multiplied(x, x_scale, gate.format, wide)
     return grouped_swiglu_reference(

@@ -100,7 +100,7 @@ def make_down(
     fmt: Format,
     ids: np.ndarray | None = None,
 ) -> Spec:
-    """A spec of the routing of that name (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
+    """Makes the spec of a named routing (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
     groups = spec_groups(model, tokens, routing) if ids is None else given_groups(model, ids)
     P, E, D, F = len(groups.row_assignment), model.experts, model.expert_hidden, model.hidden
     filled = groups.row_assignment < groups.slot_of.size
@@ -133,7 +133,7 @@ def make_swiglu(
     fmt: Format,
     ids: np.ndarray | None = None,
 ) -> Spec:
-    """A spec of the routing of that name (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
+    """Makes the spec of a named routing (`models.expert_ids`), or of a given one, int `[tokens, top_k]`."""
     groups = spec_groups(model, tokens, routing) if ids is None else given_groups(model, ids)
     P, E, D, F = len(groups.row_assignment), model.experts, model.hidden, model.expert_hidden
 

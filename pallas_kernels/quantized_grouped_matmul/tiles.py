@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 def pieces(fmt: Format, block_k: int) -> list[list[Piece]]:
-    """A step's pieces, by groups that share a scale."""
+    """Returns a step's pieces, by groups that share a scale."""
     if fmt.kind == "w4a16":
         halves = [
             Piece(PACK * u + HALF * high, HALF, HALF * u, bool(high))
@@ -76,7 +76,7 @@ class Weight:
         return at, at < self.F if self.F % self.block_n else None
 
     def codes(self, first: Any, count: int, width: int) -> jax.Array:
-        """`[block_n, count]` of the stored bytes, `width` of which an output has; 0 outside."""
+        """Returns `[block_n, count]` of the stored bytes, `width` of which an output has; 0 outside."""
         at, (out, inside) = first + jnp.arange(count), self.outputs()
         mask = (at < width)[None, :] if self.D % self.block_k else None
         if inside is not None:
@@ -87,7 +87,7 @@ class Weight:
         return load(self.values.at[(*self.lead, out[:, None], at[None, :])], mask=mask, other=0)
 
     def of_group(self, ref: Any, row: Any) -> jax.Array:
-        """A row of scales or zeros, `[block_n]`; with `scale_columns` one number."""
+        """Returns a row of scales or zeros, `[block_n]`; with `scale_columns` one number."""
         if self.fmt.scale_columns > 1:
             return load(ref.at[(*self.lead, row, self.first // self.fmt.scale_columns)])
         out, inside = self.outputs()
@@ -102,7 +102,7 @@ class Weight:
         return scale[None, :] if scale.ndim else scale
 
     def tile(self, step: Any, piece: Piece, kept: dict[int, jax.Array], dtype: Any) -> jax.Array:
-        """Decoded codes `[block_n, count]` of a step's piece. `kept` has the bytes that two pieces share."""
+        """Decodes codes `[block_n, count]` of a step's piece. `kept` has the bytes that two pieces share."""
         k = step * self.block_k + piece.offset
         if self.fmt.kind == "w8a8":
             return self.codes(k, piece.size, self.D)
@@ -128,7 +128,7 @@ def reduce_tiles(
     steps: Any,
     block_m: int,
 ) -> tuple[jax.Array, ...]:
-    """`x @ w` for every weight, float32 `[block_m, block_n]`, over `steps` steps from step `first` on.
+    """Sums `x @ w` for every weight, float32 `[block_m, block_n]`, over `steps` steps from step `first`.
 
     Args:
         x_tile: (k, count) → x's inputs from k on, `[block_m, count]`, zero past the end; int8 for `w8a8`.

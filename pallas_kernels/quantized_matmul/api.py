@@ -39,7 +39,7 @@ def quantized_matmul(
     config: Any = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """`x @ w`, w quantized; see `quantized_matmul_reference`.
+    """Computes `x @ w`, w quantized; see `quantized_matmul_reference`.
 
     Args:
         x: `[T, D]`, bfloat16, float16 or float32. With a `w8a8` weight it is quantized per row on the way, or

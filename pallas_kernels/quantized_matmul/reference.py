@@ -12,7 +12,7 @@ from pallas_kernels.quantized_grouped_matmul.reference import as_multiplied, dty
 def quantized_matmul_reference(
     x: jax.Array, w: QuantizedTensor, *, x_scale: jax.Array | None = None, out_dtype: Any = None
 ) -> jax.Array:
-    """`x @ dequantize(w)`, for `w8a8` with dequantized activations; summed in float32 (float64 if x is).
+    """Computes `x @ dequantize(w)`, for `w8a8` of dequantized activations, in float32 (float64 if x is).
 
     Args:
         x: `[T, D]`; for `w8a8` also int8, then with x_scale float32 `[T]`.

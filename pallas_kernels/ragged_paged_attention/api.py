@@ -57,7 +57,7 @@ def ragged_paged_attention(
     config: Any = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """Attention of a flat batch over its sequences' pages, `[T, H, Dh]`; `ragged_paged_attention_reference`.
+    """Attends a flat batch to its sequences' pages, `[T, H, Dh]`; see `ragged_paged_attention_reference`.
 
     Args:
         q: `[T, H, Dh]`, bfloat16, float16 or float32; Dh a multiple of 8, up to 256.

@@ -106,7 +106,7 @@ def chunks(
     num_stages: int,
     interpret: bool | None,
 ) -> jax.Array:
-    """`out` with the rows of sequences with several queries written."""
+    """Returns `out` with the rows of sequences with several queries written."""
     seq, first = query_tiles(cu_q_lens, a.T, rows // a.G)
     whole = BlockSpec(memory_space=None)
     return pallas_call(

@@ -31,7 +31,7 @@ PADDING_ROWS = 64
 
 
 def _share(a: Attention, tile: int, splits: int, keys: jax.Array) -> tuple[jax.Array, ...]:
-    """The first key and tile, the tile past the last, and the tiles of each split."""
+    """Returns the first key and tile, the tile past the last, and the tiles of each split."""
     first_key = jnp.int32(0) if a.window is None else jnp.maximum(keys - a.window, 0)
     first, past = jax.lax.div(first_key, jnp.int32(tile)), _ceil_div(keys, tile)
     per_split = jnp.maximum(_ceil_div(past - first, splits), max(1, LEAST_KEYS // tile))
@@ -43,7 +43,7 @@ def _ceil_div(x: jax.Array, n: int) -> jax.Array:
 
 
 def _keys(seq: Any, lens_ref: Any, cu_ref: Any) -> tuple[jax.Array, jax.Array]:
-    """The row of q of a sequence, and how many keys it decodes over: 0 if it does not have one query."""
+    """Returns a sequence's row of q, and how many keys it decodes over: 0 if it does not have one query."""
     row = cu_ref[seq]
     return row, jnp.where(cu_ref[seq + 1] - row == 1, lens_ref[seq], 0)
 
@@ -127,7 +127,7 @@ def decode(
     num_stages: int,
     interpret: bool | None,
 ) -> jax.Array:
-    """`[T, H, Dh]`: rows of sequences with one query, zeros past the last; other rows are unwritten."""
+    """Writes `[T, H, Dh]`: rows of sequences with one query, zeros past the last; others stay unwritten."""
     whole = BlockSpec(memory_space=None)
     static: dict[str, Any] = {"a": a, "tile": tile, "splits": splits}
     part, lse = pallas_call(

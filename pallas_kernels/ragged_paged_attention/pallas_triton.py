@@ -102,7 +102,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def _context(problem: Problem) -> int:
-    """Most keys that one query reads."""
+    """Returns the most keys that one query reads."""
     window = int(problem["window"])
     return min(int(problem["context"]), window) if window else int(problem["context"])
 
@@ -112,7 +112,7 @@ def _itemsize(dtype: int | str) -> int:
 
 
 def _splits(problem: Problem, tile: int) -> int:
-    """The number of splits with the least modelled time, on A100 and H100 together.
+    """Returns the number of splits with the least modelled time, on A100 and H100 together.
 
     Unit: the time in which a program reads a tile of keys and values. A program takes two more to start and
     to finish, programs run in waves, and each split's partial result is written and read once in float32.

@@ -27,7 +27,7 @@ def ragged_paged_attention_reference(
     v_scale: jax.Array | None = None,
     max_q_len: int | None = None,
 ) -> jax.Array:
-    """Causal attention of each token over its own sequence's pages; softmax in float32 (float64 if q is).
+    """Attends each token causally to its sequence's pages; softmax in float32 (float64 if q is).
 
     Args:
         q: `[T, H, Dh]`; rows `cu_q_lens[s]` to `cu_q_lens[s + 1]` are sequence s's, the last of them at

@@ -50,7 +50,7 @@ def make_spec(
     sinks: bool = False,
     page: int = PAGE,
 ) -> Spec:
-    """bfloat16 queries over pages of dtype `kv`. `sequences`: queries and keys of each."""
+    """Returns bfloat16 queries over pages of dtype `kv`. `sequences`: queries and keys of each."""
     q_lens, kv_lens = np.array(sequences, np.int32).T
     T, S = int(q_lens.sum()), len(sequences)
     H, K, Dh = model.heads, model.kv_heads, model.head_dim

@@ -110,7 +110,7 @@ def dims(a: Attention, rows: jax.Array | None) -> tuple[jax.Array, jax.Array | N
 
 
 def start(a: Attention, rows: int) -> Running:
-    """Before the first key."""
+    """Returns the state before the first key."""
     unit = jnp.float32(_TINY) if a.quantized else None
     return Running(
         jnp.full((rows,), MASKED, jnp.float32),
@@ -182,7 +182,7 @@ def step(
 
 
 def values(a: Attention, state: Running) -> jax.Array:
-    """`acc` in the values' own unit."""
+    """Returns `acc` in the values' own unit."""
     if state.unit is None:
         return state.acc
     return state.acc * (state.unit * (_decode_factor(a) / _WEIGHT_HEADROOM))
@@ -191,7 +191,7 @@ def values(a: Attention, state: Running) -> jax.Array:
 def over_tiles(
     begin: jax.Array, end: jax.Array, tile: int, take: Callable[[jax.Array, Running], Running], state: Running
 ) -> Running:
-    """`take(keys, state)` for tiles `begin` to `end` of `tile` keys."""
+    """Applies `take(keys, state)` to tiles `begin` to `end` of `tile` keys."""
     return jax.lax.fori_loop(begin, end, lambda i, s: take(i * tile + jnp.arange(tile), s), state)
 
 
@@ -202,7 +202,7 @@ def _load(ref: Any, mask: jax.Array | None, other: Any) -> jax.Array:
 def _load_rows(
     a: Attention, ref: Any, page: jax.Array, head: jax.Array, slot: jax.Array, present: jax.Array | None
 ) -> jax.Array:
-    """`[C, Dp]` keys or values as the products take them, zero where absent."""
+    """Returns `[C, Dp]` keys or values as the products take them, zero where absent."""
     dim, mask = dims(a, present)
     at = ref.at[page[:, None], head, slot[:, None], dim[None, :]]
     x = _load(at, mask, jnp.zeros((), a.kv_dtype))
@@ -210,7 +210,7 @@ def _load_rows(
 
 
 def _decode(x: jax.Array) -> jax.Array:
-    """Stored numbers over `_decode_factor`, in float16, exactly.
+    """Returns stored numbers over `_decode_factor`, in float16, exactly.
 
     Not `fp8.decode_e4m3`, which spends three operations on the exponent's bias: here scores and values are
     scaled anyway. Not quantized_grouped_matmul's packed PTX, which is undefined for NaN and fixes a layout of

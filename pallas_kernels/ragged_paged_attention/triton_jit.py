@@ -63,14 +63,14 @@ def supports(problem: Problem) -> str | None:
 
 
 def split_kernel() -> Any:
-    """The `@triton.jit` function of the first pass. Imports triton."""
+    """Returns the `@triton.jit` function of the first pass. Imports triton."""
     from pallas_kernels.ragged_paged_attention.triton_kernel import paged_decode_kernel
 
     return paged_decode_kernel
 
 
 def reduce_kernel() -> Any:
-    """The `@triton.jit` function of the second pass. Imports triton."""
+    """Returns the `@triton.jit` function of the second pass. Imports triton."""
     from pallas_kernels.ragged_paged_attention.triton_kernel import paged_decode_reduce_kernel
 
     return paged_decode_reduce_kernel
@@ -185,7 +185,7 @@ def ragged_paged_attention_triton(
 
 
 def sources(spec: Spec, config: Config) -> list[TritonSource]:
-    """Both kernels of a spec, for the static report."""
+    """Returns both kernels of a spec, for the static report."""
     arrays: dict[str, Any] = dict(spec.abstract)
     static = spec.static
     sinks = arrays.get("sinks")

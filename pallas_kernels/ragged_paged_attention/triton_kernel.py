@@ -73,7 +73,7 @@ def paged_decode_kernel(
     KV: tl.constexpr,
     F32: tl.constexpr,
 ):
-    """A program: one split of one sequence's context, for the G query heads of one KV head."""
+    """Attends, in a program, one split of one sequence's context for the G query heads of one KV head."""
     G: tl.constexpr = H // K
     QUANTIZED: tl.constexpr = KV != "float"
     split = tl.program_id(0)
@@ -171,7 +171,7 @@ def paged_decode_reduce_kernel(
     SINKS: tl.constexpr,
     PADDING: tl.constexpr,
 ):
-    """A program: one head of one sequence; programs from S on write zeros to rows of no sequence."""
+    """Joins the splits of one head of one sequence; programs from S on write zeros to rows of no sequence."""
     program = tl.program_id(0)
     head = tl.program_id(1)
     dim = tl.arange(0, DP)

@@ -35,7 +35,7 @@ def rms_norm(
     config: Any = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(rms_norm(x + residual) · weight, x + residual)`; see `rms_norm_reference`.
+    """Computes `(rms_norm(x + residual) · weight, x + residual)`; see `rms_norm_reference`.
 
     Args:
         x, residual: `[T, D]` of one dtype, bfloat16, float16 or float32; weight: `[D]`, any of these.

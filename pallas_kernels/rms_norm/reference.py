@@ -9,7 +9,7 @@ from pallas_kernels.dtypes import wide_type
 def rms_norm_reference(
     x: jax.Array, weight: jax.Array, residual: jax.Array | None = None, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """`s = x + residual`; `s / sqrt(mean(s²) + eps) · weight`, the statistics in float32 (float64 if x is).
+    """Computes `s = x + residual`, `s / sqrt(mean(s²) + eps) · weight`; float32 statistics (float64 if x is).
 
     Args:
         x, residual: `[T, D]`; weight: `[D]`.

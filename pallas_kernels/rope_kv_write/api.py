@@ -48,7 +48,7 @@ def rope_kv_write(
     config: Any = None,
     interpret: bool | None = None,
 ) -> Written:
-    """`(q rotated, k_pages, v_pages, k_scale, v_scale)`; see `rope_kv_write_reference`.
+    """Computes `(q rotated, k_pages, v_pages, k_scale, v_scale)`; see `rope_kv_write_reference`.
 
     Args:
         q: `[T, H, Dh]`, k, v: `[T, K, Dh]`, of one dtype, bfloat16, float16 or float32; Dh a multiple of 8 up

@@ -51,7 +51,7 @@ def space(problem: Problem) -> Iterable[Config]:
 
 
 def _encode(x: jax.Array, dtype: Any) -> jax.Array:
-    """float32 within the dtype's range → the dtype, to nearest, ties to even.
+    """Maps float32 within the dtype's range to the dtype, to nearest, ties to even.
 
     By integer arithmetic: sm_80 has no conversion to 8-bit floats, and Pallas no rounding.
     """
@@ -133,7 +133,7 @@ def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R:
 
 
 def _columns(start: int, count: int) -> tuple[jax.Array, jax.Array | None]:
-    """A power of two of columns from `start`, and which are real (None: all)."""
+    """Returns a power of two of columns from `start`, and which are real (None: all)."""
     width = next_power_of_2(count)
     offset = jnp.arange(width, dtype=jnp.int32)
     return start + offset, None if count == width else offset < count

@@ -17,7 +17,7 @@ SECONDS_PER_KERNEL = 180
 
 
 def triton_version() -> str:
-    """Version of the Triton wheel.
+    """Returns the version of the Triton wheel.
 
     Raises:
         ModuleNotFoundError: it is not installed; the message says how to install it.
@@ -62,7 +62,7 @@ class Compiler:
         self._started.clear()
 
     def compile(self, jobs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The jobs' results, in order: see `pallas_kernels.static.worker`.
+        """Returns the jobs' results, in order: see `pallas_kernels.static.worker`.
 
         Compiling starts while `jobs`, which may be a generator, is still being drawn from.
         """

@@ -36,7 +36,7 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(target: Target, registers: int, shared: int, num_warps: int) -> Occupancy:
-    """Theoretical occupancy of a kernel.
+    """Returns the theoretical occupancy of a kernel.
 
     Args:
         registers: per thread; allocated in units of 256 a warp.

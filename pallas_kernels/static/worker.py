@@ -60,7 +60,7 @@ def compile_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _optimised(path: str, target: Any, options: dict[str, int]) -> str:
-    """The IR after Triton's first passes, which `triton.compile` skips for IR read from a file.
+    """Returns the IR after Triton's first passes, which `triton.compile` skips for IR read from a file.
 
     XLA runs them, too (compilation_pipeline_cuda.cc, MakeTTIR): one folds `acc + dot(a, b)` into one product.
     """
@@ -124,7 +124,7 @@ def measure(ptx: str, ttgir: str, log: str, shared: int) -> dict[str, Any]:
 
 
 def _bytes(instruction: str) -> int:
-    """Bytes per thread of `ld.global.v4.b32` and its like."""
+    """Returns the bytes per thread of `ld.global.v4.b32` and its like."""
     vector = re.search(r"\.v(\d)", instruction)
     width = re.search(r"\.[bufs](\d+)$", instruction)
     return (int(vector.group(1)) if vector else 1) * (int(width.group(1)) if width else 32) // 8

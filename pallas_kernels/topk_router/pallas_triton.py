@@ -52,14 +52,14 @@ def _width(E: int, groups: int) -> int:
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """int32 in the order of the floats; NaN as -inf, -0 as 0. All results are above `_TAKEN`."""
+    """Returns int32 in the order of the floats; NaN as -inf, -0 as 0. All results are above `_TAKEN`."""
     x = jnp.where(x != x, -jnp.inf, jnp.where(x == 0, 0.0, x))
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _pick(keys: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first highest key of each row: its index `[rows]`, and where it stands `[rows, width]`."""
+    """Returns the first highest key of each row: its index `[rows]`, and where it stands `[rows, width]`."""
     best = jnp.argmax(keys, axis=1).astype(jnp.int32)
     return best, column[None, :] == best[:, None]
 
@@ -129,7 +129,7 @@ def _kernel(
 
 
 def _keep_groups(keys: jax.Array, biased: jax.Array, groups: int, top_groups: int, by_two: bool) -> jax.Array:
-    """`keys` with `_TAKEN` outside of each row's best groups."""
+    """Returns `keys` with `_TAKEN` outside of each row's best groups."""
     rows, width = keys.shape
     shape = (rows, next_power_of_2(groups), width // next_power_of_2(groups))
     grouped = keys.reshape(shape)

@@ -24,7 +24,7 @@ def topk_router_reference(
     renormalize: bool = False,
     scale: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The k experts of the highest scores, in falling order, and their weights.
+    """Returns the k experts of the highest scores, in falling order, and their weights.
 
     Args:
         logits: `[T, E]`, floating; computed in float32 (float64 if logits are).

@@ -103,8 +103,8 @@ def test_an_even_routing_sends_what_the_formula_says() -> None:
 @pytest.mark.parametrize("method", ["allgather", "all_to_all", "hierarchical"])
 def test_wire_bytes_are_those_of_the_cost_model(method: str) -> None:
     parallel = ParallelConfig(ep=8, nodes=2, attention="data")
-    for rung, need in ((0, (1, 1)), (-1, (10**6, 10**6))):
-        exchange = exchange_cost(method, MODEL, parallel, 200, bucket=rung)
+    for bucket, need in ((0, (1, 1)), (-1, (10**6, 10**6))):
+        exchange = exchange_cost(method, MODEL, parallel, 200, bucket=bucket)
         terms = step_comm(MODEL, parallel, tokens=200, rows=1, exchange=exchange, layers=[0])
         want = sum(t.total_bytes for t in terms if t.operation in ("dispatch", "combine"))
         assert _wire(method, MODEL, parallel, 200, need if method == "hierarchical" else need[:1])[1] == want

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # A layout's sums run over up to eight parts in another order: with D, F and Dh·H of at most 64 terms, over
-# three layers, the residual stream moves by some 10 roundings of 2^-24 (6e-7); logits are held to the issue's
+# three layers, the residual stream moves by some 10 roundings of 2^-24 (6e-7); logits are held to
 # 1e-5 of their range.
 RELATIVE = 1e-5
 

@@ -33,7 +33,7 @@ def test_golden(name):
     model, _ = load_pretrained(directory, dtype="float32")
     logits, greedy = prefill_and_greedy(model, golden["tokens"], golden["greedy"].shape[1])
     assert golden["logits"].std() > 0.5 and len(np.unique(golden["greedy"])) > 8
-    # The limits of the oracle tests: invariant 1 of the design, and a stricter one on the whole.
+    # The limits of the oracle tests: one on each logit, and a stricter one on the whole.
     assert_close(logits, golden["logits"], 1e-4)
     assert relative_l2(logits, golden["logits"]) <= 1e-5
     np.testing.assert_array_equal(greedy, golden["greedy"])

@@ -176,7 +176,7 @@ def test_shared_expert_beside(layout, method):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("layout", "method"), METHODS)
 def test_with_the_engines_loop(layout, method, transposed):
-    """The fitted expert loop on received rows: those without a local expert get none of its time, and 0."""
+    """The mixed-block loop on received rows: those without a local expert get none of its time, and 0."""
 
     def run(rows, ids, weights, up, down):
         singles, heights = mixed_block_heights(rows.shape[0], transposed)

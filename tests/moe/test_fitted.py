@@ -1,4 +1,4 @@
-"""Blocks fitted to each expert's rows: the plan covers every row once, and the result is the plain loop's."""
+"""Blocks of mixed heights: the plan covers every row once, and the result is the plain loop's."""
 
 import functools
 
@@ -97,12 +97,12 @@ def check(x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> None:
     k = ids.shape[1]
     expected = reference.moe(x, ids, weights, *(np.asarray(w) for w in stacks("edf").matrices()))
     for layout in ("edf", "efd"):
-        fitted = compiled(layout, "blocks_mixed")(x, ids, weights)
+        mixed = compiled(layout, "blocks_mixed")(x, ids, weights)
         if not expected.any():
-            np.testing.assert_array_equal(fitted, expected)
+            np.testing.assert_array_equal(mixed, expected)
             continue
-        assert_close(fitted, expected, tolerance(D, F, k))
-        assert_close(fitted, compiled(layout, "blocks_uniform")(x, ids, weights), tolerance(D, F, k))
+        assert_close(mixed, expected, tolerance(D, F, k))
+        assert_close(mixed, compiled(layout, "blocks_uniform")(x, ids, weights), tolerance(D, F, k))
 
 
 def balanced(N: int, k: int, rng: np.random.Generator) -> np.ndarray:
@@ -181,9 +181,9 @@ def test_what_is_not_finite_stays_in_its_row(layout):
 def single_rows(x: jax.Array, ids: jax.Array, stored: list[jax.Array], transposed: bool):
     """All rows singly: several a turn, and by the plain loop, one block after another; both `[>= A, D]`."""
     how = {"act": jax.nn.silu, "transposed": transposed}
-    fitted, plain = plan_mixed_blocks(ids, E, x.shape[0], ()), plan_blocks(ids, E, 1)
-    rows = x[fitted.order // ids.shape[1]]
-    together = grouped_swiglu_mixed(rows, *stored, fitted.single, fitted.blocks, heights=(), **how)
+    mixed, plain = plan_mixed_blocks(ids, E, x.shape[0], ()), plan_blocks(ids, E, 1)
+    rows = x[mixed.order // ids.shape[1]]
+    together = grouped_swiglu_mixed(rows, *stored, mixed.single, mixed.blocks, heights=(), **how)
     blocks = (plain.block_expert, plain.block_start, plain.num_blocks)
     return together, grouped_swiglu_uniform(rows, *stored, *blocks, block_rows=1, **how)
 

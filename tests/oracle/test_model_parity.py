@@ -19,7 +19,7 @@ from tests.oracle.cases import CASES
 pytestmark = pytest.mark.oracle
 
 NAMES = [case.name for case in CASES]
-# The contract (DESIGN §6.1), and a stricter bound on the whole: two layers in float32 measure at most 2e-6.
+# The limit on each logit, and a stricter bound on the whole: two layers in float32 measure at most 2e-6.
 LOGITS_LIMIT, L2_LIMIT = 1e-4, 1e-5
 STEPS = 32
 

@@ -68,8 +68,8 @@ def routed_row(
     `routed_<phase>_bytes_even`: what a device sends if all choices of k experts are equally likely;
     `…_bytes_mean`: what it sends under the trace, in the mean over ranks; `…_bytes_max`: layer by layer what
     the rank sends that sends most, which the others wait for; `…_imbalance`: of these max over mean;
-    `…_wire_bytes`, `…_wire_bytes_even`: what the layout's exchange puts on the wire for it, room that stays
-    empty included. `…_load_imbalance`: load of the rank with most assignments over the mean. Fields about
+    `…_wire_bytes`, `…_wire_bytes_even`: what the layout's exchange puts on the wire for it, with what stays
+    empty. `…_load_imbalance`: load of the rank with most assignments over the mean. Fields about
     bytes are None where no tokens are exchanged.
 
     Args:
@@ -190,13 +190,13 @@ def _add(sums: _Sums, dealt: _Dealt, model: ModelConfig, parallel: ParallelConfi
     for tokens, need, actual in zip(dealt.tokens.max(1), needs, sent.mean(1), strict=True):
         even, wire = _wire(method, model, parallel, int(tokens), need)
         sums.wire_even += even
-        # The ragged exchange has no empty room: it moves the rows themselves, and each rank's counts.
+        # The ragged exchange has no empty capacity: it moves the rows themselves, and each rank's counts.
         sums.wire += float(actual) + 4 * parallel.ep * (parallel.ep - 1) if method == "ragged" else wire
 
 
 def _hop_rows(dealt: _Dealt, hops: list[HopSize]) -> tuple[list[Ints], list[tuple[int, ...]]]:
     """Of each hop the rows between ranks, `[steps, R, R]` with none to itself; and of each step the greatest
-    number between a pair on each hop, itself included, which decides how much room is made."""
+    number between a pair on each hop, itself included, which decides the capacity."""
     R = dealt.sent.shape[1]
     if len(hops) == 1:
         away = dealt.sent * (1 - np.eye(R, dtype=np.int64))
@@ -227,8 +227,8 @@ def _hop_rows(dealt: _Dealt, hops: list[HopSize]) -> tuple[list[Ints], list[tupl
 def _wire(
     method: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, need: tuple[int, ...]
 ) -> tuple[float, float]:
-    """Bytes that a device sends in one layer's exchange of `tokens` tokens: with the least room that is made,
-    and with the room that `need` rows take."""
+    """Bytes that a device sends in one layer's exchange of `tokens` tokens: with the least capacity,
+    and with the capacity for `need` rows."""
     k, row = model.num_experts_per_tok, model.hidden_size * DTYPE_BYTES[model.dtype]
     hops = exchange_hops(method, model, parallel)
     buckets: list[tuple[float, ...]] = [()]

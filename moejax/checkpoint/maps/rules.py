@@ -47,7 +47,7 @@ Index = tuple[slice, ...]
 
 
 def source_shape(transform: Transform, shape: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
-    """The checkpoint tensor's shape for a parameter, or one expert's matrix, of `shape`."""
+    """Returns the checkpoint tensor's shape for a parameter, or one expert's matrix, of `shape`."""
     if transform in ("fused_gate", "fused_up"):
         return (num_experts, 2 * shape[1], shape[0])
     if transform == "fused_down":
@@ -78,7 +78,7 @@ def apply_transform(transform: Transform, value: np.ndarray) -> np.ndarray:
 
 
 def linear(key: str, param: str, *, bias: bool = False) -> tuple[Rule, ...]:
-    """A projection's weight and, for families that can have one, its bias."""
+    """Returns a projection's weight and, for families that can have one, its bias."""
     rules = (Rule(f"{key}.weight", (Target(f"{param}.kernel", "transpose"),)),)
     return (*rules, Rule(f"{key}.bias", (Target(f"{param}.bias"),))) if bias else rules
 
@@ -117,7 +117,7 @@ def routed(
     *,
     canonical: bool = True,
 ) -> tuple[Rule, ...]:
-    """Router and experts under `model.layers.{l}.<block>`, one tensor per expert and projection."""
+    """Returns router and experts under `model.layers.{l}.<block>`, one tensor per expert and projection."""
     gate, up, down = names
     experts, prefix = "layers.{l}.moe.experts", f"{_LAYER}.{block}"
     router = Target("layers.{l}.moe.router.kernel", "transpose")
@@ -135,7 +135,7 @@ def routed(
 
 
 def fused_experts(block: str) -> tuple[Rule, ...]:
-    """The stacked layout that transformers 5 keeps in memory and can save: gate and up in one tensor."""
+    """Returns rules of transformers 5's stacked layout in memory and files: gate and up in one tensor."""
     experts = "layers.{l}.moe.experts"
     halves = (Target(f"{experts}.gate_proj", "fused_gate"), Target(f"{experts}.up_proj", "fused_up"))
     return (

@@ -58,7 +58,7 @@ class AwqScheme(Scheme):
 
 
 def _output_major(words: np.ndarray) -> np.ndarray:
-    """int32 `[n, W]` → uint8 `[8 W, n]`."""
+    """Maps int32 `[n, W]` to uint8 `[8 W, n]`."""
     columns = np.ascontiguousarray(words.T).view(np.uint32)
     codes = np.empty((columns.shape[0], 8, columns.shape[1]), np.uint8)
     for nibble, output in enumerate(ORDER):

@@ -4,13 +4,13 @@ import numpy as np
 
 
 def words_to_codes(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 `[..., W]` → uint8 `[..., W * 32 / bits]`, the lowest bits of a word first. 4 and 8 bits."""
+    """Maps int32 `[..., W]` to uint8 `[..., W * 32 / bits]`, a word's lowest bits first; bits 4 or 8."""
     octets = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
     return octets if bits == 8 else octets_to_nibbles(octets)
 
 
 def codes_to_words(codes: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse; the last word is filled up with zeros."""
+    """Inverts `words_to_codes`; the last word is filled up with zeros."""
     short = -codes.shape[-1] % (32 // bits)
     filled = np.pad(codes.astype(np.uint8), [(0, 0)] * (codes.ndim - 1) + [(0, short)])
     octets = filled if bits == 8 else nibbles_to_octets(filled)
@@ -18,34 +18,34 @@ def codes_to_words(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def octets_to_nibbles(octets: np.ndarray) -> np.ndarray:
-    """uint8 `[..., n]` → codes `[..., 2n]`, the low nibble first."""
+    """Maps uint8 `[..., n]` to codes `[..., 2n]`, the low nibble first."""
     return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1)
 
 
 def nibbles_to_octets(codes: np.ndarray) -> np.ndarray:
-    """The inverse."""
+    """Inverts `octets_to_nibbles`."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def pack_pieces(codes: np.ndarray, piece: int) -> np.ndarray:
-    """Codes `[..., D]` → our bytes `[..., D / 2]` (`moejax.quantization.formats`)."""
+    """Maps codes `[..., D]` to our bytes `[..., D / 2]` (`moejax.quantization.formats`)."""
     *lead, D = codes.shape
     halves = codes.reshape(*lead, D // piece, 2, piece // 2)
     return (halves[..., 0, :] | (halves[..., 1, :] << 4)).reshape(*lead, D // 2)
 
 
 def unpack_pieces(packed: np.ndarray, piece: int) -> np.ndarray:
-    """The inverse of `pack_pieces`."""
+    """Inverts `pack_pieces`."""
     *lead, half = packed.shape
     pieces = packed.reshape(*lead, 2 * half // piece, piece // 2)
     return np.concatenate([pieces & 15, pieces >> 4], axis=-1).reshape(*lead, 2 * half)
 
 
 def signed(codes: np.ndarray) -> np.ndarray:
-    """uint8 that count from -128 → int8."""
+    """Maps uint8 that count from -128 to int8."""
     return (codes ^ np.uint8(128)).view(np.int8)
 
 
 def unsigned(codes: np.ndarray) -> np.ndarray:
-    """The inverse of `signed`."""
+    """Inverts `signed`."""
     return codes.view(np.uint8) ^ np.uint8(128)

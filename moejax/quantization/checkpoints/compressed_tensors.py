@@ -147,7 +147,7 @@ def _check_pattern(pattern: str, where: str) -> None:
 
 
 def _scheme(fields: QuantFields, whole: str) -> tuple[Scheme | None, list[str]]:
-    """A group's scheme, and what it asks for and does not get."""
+    """Returns a group's scheme, and what it asks for and does not get."""
     where = fields.source
     if fields.take("weights") is None:
         if fields.take("input_activations") is not None:
@@ -171,7 +171,7 @@ def _scheme(fields: QuantFields, whole: str) -> tuple[Scheme | None, list[str]]:
 
 
 def _inferred(weights: Args, inputs: Args | None) -> str:
-    """The format of a group that does not say, as compressed-tensors infers it."""
+    """Returns the format of a group that does not say, as compressed-tensors infers it."""
     if weights.type == "float" and weights.bits == 4:
         return "mxfp4-pack-quantized" if weights.group == 32 else "nvfp4-pack-quantized"
     if weights.type == "int":
@@ -180,7 +180,7 @@ def _inferred(weights: Args, inputs: Args | None) -> str:
 
 
 def _format(name: str, weights: Args, where: str) -> WeightFormat:
-    """Without the activations; scales that are floats are taken for float32."""
+    """Returns the format without the activations; scales that are floats are taken for float32."""
     kind = (weights.type, weights.bits)
     stored: Mapping[str, tuple[tuple[str, int], ...]] = {
         "pack-quantized": (("int", 4), ("int", 8)),

@@ -51,7 +51,7 @@ class QuantFields:
         self.raw, self.source = raw, f"{source}: quantization_config"
 
     def take(self, *names: str, default: Any = None) -> Any:
-        """The first that is there and not null."""
+        """Returns the first that is there and not null."""
         return next((self.raw[name] for name in names if self.raw.get(name) is not None), default)
 
     def integer(self, *names: str, default: int | None = None) -> int:
@@ -67,14 +67,14 @@ class QuantFields:
         return value
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """A list of strings, or nothing."""
+        """Returns a list of strings, or nothing."""
         value = self.take(*fields, default=[])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise CheckpointError(f"{self.source}.{fields[0]} must be a list of names, got {value!r}")
         return tuple(value)
 
     def group(self, default: int | None = None) -> int:
-        """`group_size`; 0 for -1, which is one group of all inputs."""
+        """Returns `group_size`; 0 for -1, which is one group of all inputs."""
         size = self.integer("group_size", "q_group_size", default=default)
         if size < -1 or size == 0:
             raise CheckpointError(
@@ -110,7 +110,7 @@ def excluded(module: str, names: Iterable[str]) -> Excluded:
 
 
 def listed(module: str, role: Role, scheme: Scheme, left_out: Iterable[str]) -> Verdict:
-    """The verdict of a configuration that names the modules which are in full precision.
+    """Returns the verdict of a configuration that names the modules which are in full precision.
 
     Router, shared expert's gate and output projection are so without being named, unless they are not.
     """

@@ -29,7 +29,7 @@ def dequantized(parts: Mapping[str, np.ndarray], fmt: WeightFormat, D: int, F: i
 
 
 def _steps(parts: Mapping[str, np.ndarray], fmt: WeightFormat) -> np.ndarray:
-    """float32 `[G, O]`."""
+    """Returns float32 `[G, O]`."""
     scales = parts["scales"]
     if fmt.scale_dtype == "e8m0":
         return np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
@@ -40,7 +40,7 @@ def _steps(parts: Mapping[str, np.ndarray], fmt: WeightFormat) -> np.ndarray:
 def _spread(
     grid: np.ndarray, parts: Mapping[str, np.ndarray], fmt: WeightFormat, D: int, F: int
 ) -> np.ndarray:
-    """`[G, O]` → one for each weight, `[F, D]` or what broadcasts to it."""
+    """Maps `[G, O]` to one for each weight, `[F, D]` or what broadcasts to it."""
     if fmt.indexed:
         return grid[parts["group_index"]].T
     if fmt.granularity == "group":

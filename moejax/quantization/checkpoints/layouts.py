@@ -78,7 +78,7 @@ class _Scaled(WrittenScheme):
         }
 
     def place(self, D: int, F: int) -> Shape:
-        """`[O, G]`: the transpose of ours."""
+        """Returns `[O, G]`: the transpose of ours."""
         G, O = self.format.scale_shape(D, F)  # noqa: E741
         return O, G
 
@@ -181,7 +181,7 @@ class PackedScheme(_Scaled):
         return parts
 
     def _zeros(self, stored: np.ndarray, D: int, F: int) -> np.ndarray:
-        """`[G, O]` as we keep them: uint8 from 0 for 4 bits, int8 for 8."""
+        """Returns `[G, O]` as we keep them: uint8 from 0 for 4 bits, int8 for 8."""
         four = self.format.bits == 4
         if stored.dtype == np.int32:
             codes = words_to_codes(stored.T, self.format.bits)[:, :F]
@@ -244,7 +244,7 @@ class Fp4Scheme(_Scaled):
 
 
 def divisor_of(scale: float) -> np.float32 | None:
-    """The float32 number whose reciprocal is `scale`; some scales have none."""
+    """Returns the float32 number whose reciprocal is `scale`; some scales have none."""
     target = np.float32(scale)
     with np.errstate(divide="ignore", over="ignore"):
         near = np.float32(1) / target
@@ -255,7 +255,7 @@ def divisor_of(scale: float) -> np.float32 | None:
 
 
 def layout(name: str, fmt: WeightFormat) -> WrittenScheme:
-    """The scheme of a format's name in compressed-tensors."""
+    """Returns the scheme of a format's name in compressed-tensors."""
     if name == "pack-quantized":
         return PackedScheme(fmt)
     return Fp4Scheme(fmt) if name in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") else PlainScheme(fmt)

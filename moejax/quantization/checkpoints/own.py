@@ -83,7 +83,7 @@ def parse_own(fields: QuantFields) -> Own:
 
 
 def own_config(formats: Mapping[str, WeightFormat]) -> dict[str, Any]:
-    """The `quantization_config` of modules (with `*` for experts) in these formats."""
+    """Returns the `quantization_config` of modules (with `*` for experts) in these formats."""
     return {
         "quant_method": METHOD,
         "version": VERSION,

@@ -24,7 +24,7 @@ MARKS = frozenset({
 
 
 def parse_quantization(raw: Any, source: str) -> Convention:
-    """The convention of a checkpoint.
+    """Returns the convention of a checkpoint.
 
     Args:
         raw: the value of `quantization_config`.

@@ -69,11 +69,11 @@ class Scheme(ABC):
 
     @abstractmethod
     def needs(self, D: int, F: int) -> dict[str, Need]:
-        """Last name → what there must be."""
+        """Returns what there must be, by last name."""
 
     @abstractmethod
     def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
-        """The parts of a `QTensor` `[D, F]` by name, exactly what is stored.
+        """Returns the parts of a `QTensor` `[D, F]` by name, exactly what is stored.
 
         Args:
             tensors: all of `needs` that are there and are not unread, of the right shapes and dtypes.
@@ -81,7 +81,7 @@ class Scheme(ABC):
         """
 
     def settled(self, dtype: str) -> WeightFormat:
-        """The format, given the dtype of the stored scales."""
+        """Returns the format, given the dtype of the stored scales."""
         return dataclasses.replace(self.format, scale_dtype=SCALE_DTYPES[dtype])
 
     def hint(self, name: str, shape: Shape, D: int, F: int) -> str:
@@ -98,21 +98,21 @@ class WrittenScheme(Scheme):
 
     @abstractmethod
     def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
-        """The inverse of `read`."""
+        """Inverts `read`."""
 
 
 def groups_of(fmt: WeightFormat, D: int) -> int:
-    """G, also where the groups do not divide D (which is a fault of its own)."""
+    """Returns G, also where the groups do not divide D (which is a fault of its own)."""
     return -(-D // fmt.group) if fmt.granularity == "group" else 1
 
 
 def our_codes(codes: np.ndarray, fmt: WeightFormat) -> np.ndarray:
-    """Unpacked codes `[F, D]` → the part `values`."""
+    """Maps unpacked codes `[F, D]` to the part `values`."""
     return pack_pieces(codes, fmt.pack(codes.shape[-1])) if fmt.packed else codes
 
 
 def plain_codes(values: np.ndarray, fmt: WeightFormat, D: int) -> np.ndarray:
-    """The part `values` → unpacked codes `[F, D]`."""
+    """Maps the part `values` to unpacked codes `[F, D]`."""
     return unpack_pieces(values, fmt.pack(D)) if fmt.packed else values
 
 
@@ -134,7 +134,7 @@ def check_zeros(name: str, zeros: np.ndarray, middle: int, complain: Complain, h
 def group_index(
     name: str, indices: np.ndarray, fmt: WeightFormat, D: int, complain: Complain, order: str
 ) -> np.ndarray | None:
-    """int32 `[D]` for an indexed format; else None, and the groups must go by place.
+    """Returns int32 `[D]` for an indexed format; else None, and the groups must go by place.
 
     Args:
         order: what of the configuration says which it is.
@@ -151,5 +151,5 @@ def group_index(
 
 
 def fields_of(fmt: WeightFormat) -> dict[str, Any]:
-    """A format as JSON; `WeightFormat(**fields)` is it again."""
+    """Returns a format as JSON; `WeightFormat(**fields)` is it again."""
     return dataclasses.asdict(fmt)
