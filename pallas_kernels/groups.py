@@ -83,7 +83,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": lambda x: 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))),
     "relu": lambda x: jnp.maximum(x, 0.0),
 }
-"""What a gate goes through, in operations that kernels have: float32 there, float64 in references."""
+"""Activations of a gate, in operations that kernels have: float32 there, float64 in references."""
 
 
 def check_block_m(op: str, block_m: int) -> None:

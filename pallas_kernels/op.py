@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 Problem = Mapping[str, int | str]
-"""What a configuration may depend on: dimensions and dtypes, by name."""
+"""Properties that a configuration may depend on: dimensions and dtypes, by name."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Source:
 
 
 LoadPlan = dict[str, dict[int | None, Source]]
-"""Where each parameter comes from: path → expert (None for the whole) → source."""
+"""Source of each parameter: path → expert (None for the whole) → source."""
 
 
 @dataclass

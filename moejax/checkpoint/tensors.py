@@ -22,10 +22,10 @@ _BYTES = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(np.uint8),
 }
-"""What safetensors has no numpy type for; exponents stay bytes."""
+"""Dtypes of safetensors without a numpy type; exponents stay bytes."""
 
 QUANTIZED_DTYPES = (*STORED_DTYPES, "I8", "U8", "I32", "I64", *_BYTES)
-"""What the tensors of quantized weights are stored in."""
+"""Dtypes that the tensors of quantized weights are stored in."""
 
 
 class TensorFiles:

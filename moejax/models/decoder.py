@@ -37,7 +37,7 @@ class DecoderCache(Protocol):
 
 
 Recorded = Sequence[Replay | RoutingTrace | None]
-"""What each layer's router is to choose again; None leaves a layer to its router."""
+"""Choices that each layer's router repeats; None leaves a layer to its router."""
 
 
 class DecoderLayer(nnx.Module):

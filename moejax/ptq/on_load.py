@@ -99,10 +99,10 @@ def quant_report(
 ) -> QuantReport:
     """Returns the report of a model, in parts or whole, that has been quantized in these stages."""
     sizes = [weight_size(model) for model in models]
-    held = sum(size for size, _ in sizes)
+    num_bytes = sum(size for size, _ in sizes)
     saved = sum(weight.float_bytes - weight.bytes for stage in stages for weight in stage.weights)
     numbers = sum(count for _, count in sizes)
-    return QuantReport(quant.method, quant.format, held, held + saved, numbers, seconds, stages)
+    return QuantReport(quant.method, quant.format, num_bytes, num_bytes + saved, numbers, seconds, stages)
 
 
 def _shardings(

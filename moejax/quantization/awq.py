@@ -41,7 +41,7 @@ from moejax.quantization.gptq import check_input_scale
 from moejax.quantization.output_error import HIGHEST, output_error
 
 SMALLEST_ACTIVATION = 1e-4
-"""Of an input's mean activation over the largest one: below it, inputs are scaled alike."""
+"""Smallest share of the largest mean activation: inputs below it are scaled alike."""
 
 
 class AwqScales(NamedTuple):

@@ -33,7 +33,7 @@ SHRINK = tuple(float(f) for f in np.linspace(1.0, 0.2, 49))
 """Factors on a group's range that "mse" tries."""
 
 SHRINK_E8M0 = (1.0, 0.5, 2.0)
-"""Of scales that are powers of two; one step wider, too, because the rule of OCP MX may saturate."""
+"""Factors for scales that are powers of two; one step wider, too, because the rule of OCP MX may saturate."""
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "clip", "percentile", "chunk"))

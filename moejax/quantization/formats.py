@@ -245,7 +245,7 @@ KNOWN_FORMATS = (
     "int8", "int8_asym", "int8_tensor", "int8_g64", "int8_g128", "int4", "int4_g32", "int4_g64", "int4_g128",
     "int4_g64_asym", "int4_g128_asym", *_ALIASES, "fp8_a8", "mxfp4", "nvfp4",
 )  # fmt: skip
-"""What a message lists; any parts of `WeightFormat.name` may follow a name of numbers or an alias."""
+"""Formats that a message lists; any parts of `WeightFormat.name` may follow a name of numbers or an alias."""
 
 
 def parse_format(name: str) -> WeightFormat:

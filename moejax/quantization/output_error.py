@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 HIGHEST = jax.lax.Precision.HIGHEST
-"""Of products: float32 in full also where a device would take TF32."""
+"""Precision of products: full float32 also where a device would take TF32."""
 
 
 def output_error(difference: jax.Array, gram: jax.Array) -> jax.Array:

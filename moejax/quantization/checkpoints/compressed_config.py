@@ -10,7 +10,7 @@ from moejax.quantization.checkpoints.scheme import WrittenScheme
 from moejax.quantization.formats import MXFP4, NVFP4, WeightFormat
 
 EXPERT = "{e}"
-"""What stands for every expert in a module's name."""
+"""Placeholder of the expert's number in a module's name."""
 
 
 def why_not(fmt: WeightFormat) -> str | None:

@@ -10,7 +10,7 @@ from moejax.core.errors import CheckpointError, ConfigError
 from moejax.quantization.checkpoints.scheme import Scheme
 
 Role = Literal["linear", "router", "shared_gate", "head", "embedding"]
-"""What a module is: the router is no `Linear` for some writers, and no list of modules counts it."""
+"""Kind of a module: the router is no `Linear` for some writers, and no list of modules counts it."""
 
 Excluded = Literal["yes", "perhaps", "no"]
 

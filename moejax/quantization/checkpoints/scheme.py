@@ -28,7 +28,7 @@ SCALE_DTYPES: dict[str, ScaleDtype] = {
     "U8": "e8m0",
     "F8_E8M0": "e8m0",
 }
-"""How safetensors names the dtypes that scales are kept in."""
+"""Safetensors' names of the dtypes that scales are kept in."""
 
 Shape = tuple[int, ...]
 Arrays = dict[str, np.ndarray]
