@@ -15,14 +15,14 @@ from flax import nnx
 
 from moejax.core.config import ExpertLayout, ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError
-from moejax.moe.permute import combine, plan_blocks, plan_mixed_blocks
+from moejax.moe.permute import combine, plan_blocks
 from moejax.moe.router import Routing
 from moejax.nn.activation import KERNEL_NAMES, activation
 from moejax.nn.param import ParamSpec, declare
 from moejax.nn.quantized import QuantizedWeight, Weight, arrays_of
 from moejax.ops import dispatch
 from moejax.ops.expert_stack import Stack
-from moejax.ops.grouped_matmul import grouped_swiglu_mixed, grouped_swiglu_ragged, grouped_swiglu_uniform
+from moejax.ops.grouped_matmul import grouped_swiglu_blocks, grouped_swiglu_ragged
 from moejax.quantization.arithmetic import to_kernel, why_no_kernel
 from moejax.quantization.formats import QTensor
 from moejax.sharding.axes import Names
@@ -139,26 +139,19 @@ class Experts(nnx.Module):
         chosen = dispatch.choose_grouped_matmul(config.grouped_matmul, block_rows=config.block_rows).value
         if chosen == "pallas_triton":
             return self._kernels(x, routing, chosen)
+        if chosen == "ragged_dot":
+            plan = plan_blocks(routing.ids, E, 0, ())
+            out = grouped_swiglu_ragged(x[plan.order // k], *stacks, plan.counts, **options)
+            return combine(out, plan, routing.weights)
         if chosen == "blocks_mixed":
             singles, heights = dispatch.mixed_block_heights(N, transposed)
-            mixed = plan_mixed_blocks(routing.ids, E, singles, heights)
-            out = grouped_swiglu_mixed(
-                x[mixed.order // k],
-                *stacks,
-                mixed.single,
-                mixed.blocks,
-                heights=heights,
-                **options,
-            )
-            return combine(out, mixed, routing.weights)
-        rows = config.block_rows or dispatch.block_rows_for(N * k, E, transposed)
-        plan = plan_blocks(routing.ids, E, rows)
-        sorted_x = x[plan.order // k]
-        if chosen == "blocks_uniform":
-            blocks = (plan.block_expert, plan.block_start, plan.num_blocks)
-            out = grouped_swiglu_uniform(sorted_x, *stacks, *blocks, block_rows=rows, **options)
-        else:
-            out = grouped_swiglu_ragged(sorted_x, *stacks, plan.counts, **options)
+        else:  # of one height
+            rows = config.block_rows or dispatch.block_rows_for(N * k, E, transposed)
+            singles, heights = 0, (rows,)
+        plan = plan_blocks(routing.ids, E, singles, heights)
+        out = grouped_swiglu_blocks(
+            x[plan.order // k], *stacks, plan.single, plan.blocks, heights=heights, **options
+        )
         return combine(out, plan, routing.weights)
 
     def _kernels(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array:

@@ -1,11 +1,11 @@
-"""Conversion of tokens' lists of experts to experts' lists of tokens, cut into blocks of equal height.
+"""Conversion of tokens' lists of experts to experts' lists of tokens, cut into blocks.
 
     assignments (token-major)   t0e2 t0e0 t1e2 t1e1 …
     sorted by expert            e0: t0 | e1: t1 | e2: t0 t1 | …      (stable: token order within an expert)
-    blocks of `block_rows`      each block belongs to one expert; a short last block is padded
+    blocks                      each block belongs to one expert; one that is not full is padded
 
-`block_expert` maps a block to its expert, so that a kernel or loop needs one weight matrix a block. Blocks
-can also follow each expert's rows (`plan_mixed_blocks`): of several heights, the least that holds them.
+A loop thus needs one weight matrix a block. Blocks have one height, or several, of which the least holds an
+expert's rows.
 """
 
 from typing import NamedTuple
@@ -16,39 +16,15 @@ import jax.numpy as jnp
 from moejax.moe.router import expert_counts
 
 
-class BlockPlan(NamedTuple):
-    """Positions of the assignments' rows, and blocks of one height.
-
-    Attributes:
-        order: int32 `[A]`, A = N·k: assignment at each sorted position.
-        row_of: int32 `[A]`: sorted position of each assignment (the inverse of `order`).
-        counts: int32 `[E]`: rows per expert.
-        block_expert: int32 `[M]`: expert of each block, M the static most number of blocks.
-        block_start: int32 `[M]`: first sorted row of each block.
-        num_blocks: int32 scalar: blocks in use; those past it are to be skipped.
-    """
-
-    order: jax.Array
-    row_of: jax.Array
-    counts: jax.Array
-    block_expert: jax.Array
-    block_start: jax.Array
-    num_blocks: jax.Array
-
-
-def max_blocks(assignments: int, num_experts: int, block_rows: int) -> int:
-    """Returns the most blocks that A assignments can need: each expert may leave one block part empty."""
-    return min(assignments, assignments // block_rows + min(num_experts, assignments))
-
-
 class Blocks(NamedTuple):
     """Blocks of one height, by rising first row.
 
     Attributes:
-        expert, start: int32 `[M]`: as in `BlockPlan`.
+        expert: int32 `[M]`: of each block, M the static most number of blocks.
+        start: int32 `[M]`: first sorted row of each block.
         end: int32 `[M]`: one past the last row of the block's expert; the block's rows from there on are not
             its own.
-        num: int32 scalar: blocks in use.
+        num: int32 scalar: blocks in use; those past it are to be skipped.
     """
 
     expert: jax.Array
@@ -57,9 +33,16 @@ class Blocks(NamedTuple):
     num: jax.Array
 
 
-class MixedPlan(NamedTuple):
-    """Positions of the assignments' rows, and blocks of several heights: `order`, `row_of` and `counts` as in
-    `BlockPlan`, `single` the blocks of one row, `blocks` those of each of the plan's heights."""
+class BlockPlan(NamedTuple):
+    """Positions of the assignments' rows, and the blocks of each height.
+
+    Attributes:
+        order: int32 `[A]`, A = N·k: assignment at each sorted position.
+        row_of: int32 `[A]`: sorted position of each assignment (the inverse of `order`).
+        counts: int32 `[E]`: rows per expert.
+        single: the blocks of one row.
+        blocks: those of each of the plan's heights.
+    """
 
     order: jax.Array
     row_of: jax.Array
@@ -68,16 +51,7 @@ class MixedPlan(NamedTuple):
     blocks: tuple[Blocks, ...]
 
 
-def plan_blocks(ids: jax.Array, num_experts: int, block_rows: int) -> BlockPlan:
-    """Sorts assignments by expert. ids int32 `[N, k]`; ids equal to E come last and get no block."""
-    order, row_of, counts = _sort(ids, num_experts)
-    most = max_blocks(order.shape[0], num_experts, block_rows)
-    each, first = (counts + block_rows - 1) // block_rows, jnp.cumsum(counts) - counts
-    blocks = _lay(each, first, counts, block_rows, most)
-    return BlockPlan(order, row_of, counts, blocks.expert, blocks.start, blocks.num)
-
-
-def plan_mixed_blocks(ids: jax.Array, num_experts: int, singles: int, heights: tuple[int, ...]) -> MixedPlan:
+def plan_blocks(ids: jax.Array, num_experts: int, singles: int, heights: tuple[int, ...]) -> BlockPlan:
     """Sorts assignments by expert and covers each expert's rows with blocks of one or more heights.
 
     An expert's rows fill blocks of the greatest height; what is left goes one row at a time if it is at most
@@ -85,12 +59,13 @@ def plan_mixed_blocks(ids: jax.Array, num_experts: int, singles: int, heights: t
 
     Args:
         ids: int32 `[N, k]`; those equal to E come last and get no block.
+        singles: 0 with one height: blocks of equal height.
         heights: rising, above `singles`; with none, every row goes alone.
     """
     order, row_of, counts = _sort(ids, num_experts)
     A, first = order.shape[0], jnp.cumsum(counts) - counts
     if not heights:
-        return MixedPlan(order, row_of, counts, _lay(counts, first, counts, 1, A), ())
+        return BlockPlan(order, row_of, counts, _lay(counts, first, counts, 1, A), ())
     top = heights[-1]
     whole = counts // top
     rest = counts - whole * top
@@ -103,10 +78,10 @@ def plan_mixed_blocks(ids: jax.Array, num_experts: int, singles: int, heights: t
         most = min(num_experts, A // (below + 1))
         if height == top:
             # The rest of an expert follows its whole blocks.
-            blocks.append(_lay(whole + mine, first, counts, height, A // height + most))
+            blocks.append(_lay(whole + mine, first, counts, height, min(A, A // height + most)))
         else:
             blocks.append(_lay(mine, tail, rest, height, most))
-    return MixedPlan(order, row_of, counts, single, tuple(blocks))
+    return BlockPlan(order, row_of, counts, single, tuple(blocks))
 
 
 def _sort(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -129,7 +104,7 @@ def _lay(blocks: jax.Array, first: jax.Array, rows: jax.Array, height: int, most
     return Blocks(expert, first[expert] + within * height, (first + rows)[expert], last_block[-1])
 
 
-def combine(rows: jax.Array, plan: BlockPlan | MixedPlan, weights: jax.Array) -> jax.Array:
+def combine(rows: jax.Array, plan: BlockPlan, weights: jax.Array) -> jax.Array:
     """Sums each token's weighted expert outputs, in the token's own expert order (so deterministic).
 
     rows `[≥ A, D]` in sorted order, weights `[N, k]` → `[N, D]`. Rows of assignments that were not made

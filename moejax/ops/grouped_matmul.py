@@ -18,60 +18,6 @@ from moejax.sharding.axes import Names
 Matrices = jax.Array | Stack
 
 
-def grouped_swiglu_uniform(
-    rows: jax.Array,
-    gate: Matrices,
-    up: Matrices,
-    down: Matrices,
-    block_expert: jax.Array,
-    block_start: jax.Array,
-    num_blocks: jax.Array,
-    *,
-    block_rows: int,
-    act: Callable[[jax.Array], jax.Array],
-    transposed: bool = False,
-    split: Names = (),
-) -> jax.Array:
-    """Computes `(act(x @ gate[e]) * (x @ up[e])) @ down[e]` for each block of rows and its expert e.
-
-    Blocks must come in rising order of `block_start`: a block writes `block_rows` rows, of which those past
-    its group's end are overwritten by the next group's first block.
-
-    Args:
-        rows: `[A, D]`, sorted by expert.
-        gate, up: `[E, D, F]`; down: `[E, F, D]`; with `transposed`, each with its last two dimensions
-            swapped. A single row's product then fuses with the slice: no copy of the matrix (docs/log.md).
-            A `Stack` says its order itself, and may be quantized: one expert at a time is then decoded.
-        block_expert, block_start: int32 `[M]`; num_blocks: int32 scalar.
-        split: mesh axes that F is split over.
-
-    Returns:
-        `[A + block_rows, D]`; rows that belong to no group are undefined (finite).
-    """
-    A = rows.shape[0]
-    unroll = _unroll(block_rows)
-    iterations = (num_blocks + unroll - 1) // unroll
-
-    def run(rows: jax.Array, product: Product, width: int) -> jax.Array:
-        padded = jnp.pad(rows, ((0, block_rows), (0, 0)))
-
-        def block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # A block past the last one works on the padding rows.
-            start = jnp.where(i < num_blocks, block_start[i], A)
-            x = jax.lax.dynamic_slice(padded, (start, 0), (block_rows, rows.shape[1]))
-            return start, product(x, block_expert[i])
-
-        def body(i: jax.Array, out: jax.Array) -> jax.Array:
-            for start, y in [block(i * unroll + j) for j in range(unroll)]:
-                out = jax.lax.dynamic_update_slice(out, y, (start, 0))
-            return out
-
-        return jax.lax.fori_loop(0, iterations, body, jnp.zeros((A + block_rows, width), rows.dtype))
-
-    first, second, third = (as_stack(w, transposed) for w in (gate, up, down))
-    return _swiglu(run, rows, first, second, third, act, split)
-
-
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 """Rows `[M, ·]` of one expert, and which → `[M, ·]`."""
 
@@ -111,7 +57,7 @@ def _swiglu(
     return (out.astype(jnp.float32) * scale).astype(rows.dtype)
 
 
-class MixedBlocks(Protocol):
+class Blocks(Protocol):
     """Blocks of one height (`moejax.moe.permute.Blocks`): int32 `[M]` each, and an int32 scalar."""
 
     @property
@@ -124,28 +70,33 @@ class MixedBlocks(Protocol):
     def num(self) -> jax.Array: ...
 
 
-def grouped_swiglu_mixed(
+def grouped_swiglu_blocks(
     rows: jax.Array,
     gate: Matrices,
     up: Matrices,
     down: Matrices,
-    single: MixedBlocks,
-    blocks: Sequence[MixedBlocks],
+    single: Blocks,
+    blocks: Sequence[Blocks],
     *,
     heights: tuple[int, ...],
     act: Callable[[jax.Array], jax.Array],
     transposed: bool = False,
     split: Names = (),
 ) -> jax.Array:
-    """Computes the same over blocks mixed by each expert's rows: one loop for single rows and one a height.
+    """Computes `(act(x @ gate[e]) * (x @ up[e])) @ down[e]` for each block of rows and its expert e.
+
+    There is one loop for single rows and one a height, which visit the blocks in use only.
 
     On CPU a block costs a copy of its expert's matrices out of the stack plus its rows, padding included, so
     that one height for all either reads a favoured expert many times or pads the others (docs/log.md).
 
     Args:
         rows: `[A, D]`, sorted by expert.
-        gate, up, down, transposed, split: as for `grouped_swiglu_uniform`.
+        gate, up: `[E, D, F]`; down: `[E, F, D]`; with `transposed`, each with its last two dimensions
+            swapped. A single row's product then fuses with the slice: no copy of the matrix (docs/log.md).
+            A `Stack` says its order itself, and may be quantized: one expert at a time is then decoded.
         single, blocks: every row in one block at most, of one row or of the height in `heights`.
+        split: mesh axes that F is split over.
 
     Returns:
         `[A + some, D]`; rows that lie in no block are 0, but those past A undefined (finite).
@@ -156,9 +107,10 @@ def grouped_swiglu_mixed(
 
     def run(rows: jax.Array, product: Product, width: int) -> jax.Array:
         padded = jnp.pad(rows, ((0, most), (0, 0)))
-        out = _mixed_loop(padded, A, product, single, 1, jnp.zeros((A + most, width), rows.dtype))
-        for group, height in zip(blocks, heights, strict=True):
-            out = _mixed_loop(padded, A, product, group, height, out)
+        out = jnp.zeros((A + most, width), rows.dtype)
+        for group, height in zip((single, *blocks), (1, *heights), strict=True):
+            if group.expert.shape[0]:
+                out = _block_loop(padded, A, product, group, height, out)
         return out
 
     if not heights and not (split and third.quantizes_rows):
@@ -168,8 +120,8 @@ def grouped_swiglu_mixed(
     return _swiglu(run, rows, first, second, third, act, split)
 
 
-def _mixed_loop(
-    padded: jax.Array, A: int, product: Product, blocks: MixedBlocks, height: int, out: jax.Array
+def _block_loop(
+    padded: jax.Array, A: int, product: Product, blocks: Blocks, height: int, out: jax.Array
 ) -> jax.Array:
     """Blocks of one height: `padded` `[A + some, ·]` → `out` with their rows written."""
     unroll = _unroll(height)
@@ -197,12 +149,12 @@ def _single_rows(
     gate: Stack,
     up: Stack,
     down: Stack,
-    single: MixedBlocks,
+    single: Blocks,
     together: tuple[int, ...],
     *,
     act: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """`grouped_swiglu_mixed` where every row goes alone: row i of `[A, D]` is block i.
+    """`grouped_swiglu_blocks` where every row goes alone: row i of `[A, D]` is block i.
 
     A turn takes several rows through all gates, then all ups, then all downs. The cores share each row's
     product, and where that is small, meeting at its end costs as much as the product; products that do not

@@ -153,15 +153,15 @@ def _add_routed(experts: Experts, stats: Stats, x: jax.Array, ids: jax.Array, fi
     mine = (ids >= first) & (ids < first + room)
     local = jnp.where(mine, ids - first, room)
     k, rows = ids.shape[1], min(BLOCK_ROWS, ids.size)
-    plan = plan_blocks(local, room, rows)
-    ends = jnp.cumsum(plan.counts)
+    plan = plan_blocks(local, room, 0, (rows,))
+    (blocks,) = plan.blocks
 
     def one(i: jax.Array, stats: Stats) -> Stats:
-        e, place = plan.block_expert[i], plan.block_start[i] + jnp.arange(rows, dtype=jnp.int32)
+        e, place = blocks.expert[i], blocks.start[i] + jnp.arange(rows, dtype=jnp.int32)
         token = jnp.take(plan.order, place, mode="clip") // k
-        return _add_expert(experts, stats, first + e, e, x[token], place < ends[e], None)
+        return _add_expert(experts, stats, first + e, e, x[token], place < blocks.end[i], None)
 
-    return jax.lax.fori_loop(0, plan.num_blocks, one, _of_experts(stats))
+    return jax.lax.fori_loop(0, blocks.num, one, _of_experts(stats))
 
 
 def _add_expert(

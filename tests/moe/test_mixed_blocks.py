@@ -13,16 +13,16 @@ from hypothesis.extra import numpy as hnp
 
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.moe.experts import Experts
-from moejax.moe.permute import plan_blocks, plan_mixed_blocks
+from moejax.moe.permute import plan_blocks
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize
 from moejax.ops.dispatch import mixed_block_heights
-from moejax.ops.grouped_matmul import grouped_swiglu_mixed, grouped_swiglu_uniform, rows_together
+from moejax.ops.grouped_matmul import grouped_swiglu_blocks, rows_together
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
 
 D, F, E = 16, 12, 8
-plan = functools.partial(jax.jit, static_argnums=(1, 2, 3))(plan_mixed_blocks)
+plan = functools.partial(jax.jit, static_argnums=(1, 2, 3))(plan_blocks)
 
 # (tokens, experts a token, experts, single rows, heights)
 PLANS = [
@@ -181,11 +181,10 @@ def test_what_is_not_finite_stays_in_its_row(layout):
 def single_rows(x: jax.Array, ids: jax.Array, stored: list[jax.Array], transposed: bool):
     """All rows singly: several a turn, and by the plain loop, one block after another; both `[>= A, D]`."""
     how = {"act": jax.nn.silu, "transposed": transposed}
-    mixed, plain = plan_mixed_blocks(ids, E, x.shape[0], ()), plan_blocks(ids, E, 1)
+    mixed, plain = plan_blocks(ids, E, x.shape[0], ()), plan_blocks(ids, E, 0, (1,))
     rows = x[mixed.order // ids.shape[1]]
-    together = grouped_swiglu_mixed(rows, *stored, mixed.single, mixed.blocks, heights=(), **how)
-    blocks = (plain.block_expert, plain.block_start, plain.num_blocks)
-    return together, grouped_swiglu_uniform(rows, *stored, *blocks, block_rows=1, **how)
+    together = grouped_swiglu_blocks(rows, *stored, mixed.single, mixed.blocks, heights=(), **how)
+    return together, grouped_swiglu_blocks(rows, *stored, plain.single, plain.blocks, heights=(1,), **how)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moejax.moe.permute import combine, max_blocks, plan_blocks
+from moejax.moe.permute import combine, plan_blocks
 
-plan = functools.partial(jax.jit, static_argnums=(1, 2))(plan_blocks)
+compiled = functools.partial(jax.jit, static_argnums=(1, 2, 3))(plan_blocks)
+
+
+def plan(ids, num_experts, rows):
+    """Blocks of one height."""
+    return compiled(ids, num_experts, 0, (rows,))
+
 
 # (tokens, experts a token, experts, rows a block)
 SHAPES = [(1, 1, 1, 1), (5, 2, 4, 1), (7, 3, 8, 2), (11, 2, 3, 5), (6, 4, 4, 64), (16, 1, 32, 8)]
@@ -36,13 +42,12 @@ def test_plan_covers_each_assignment_once(N, k, E, rows, data):
     assert (np.diff(result.order)[same] > 0).all(), "stable: token order within an expert"
     np.testing.assert_array_equal(result.counts, np.bincount(flat, minlength=E + 1)[:E])
 
-    used = int(result.num_blocks)
-    assert used == sum(-(-c // rows) for c in result.counts) <= len(result.block_start)
-    assert len(result.block_start) == max_blocks(A, E, rows)
-    starts, experts = result.block_start[:used], result.block_expert[:used]
-    assert (np.diff(starts) > 0).all(), (
-        "blocks rise: a later block overwrites what an earlier one wrote past its end"
-    )
+    (blocks,) = result.blocks
+    used = int(blocks.num)
+    assert used == sum(-(-c // rows) for c in result.counts) <= len(blocks.start)
+    assert len(blocks.start) == min(A, A // rows + min(E, A)) and not result.single.num
+    starts, experts = blocks.start[:used], blocks.expert[:used]
+    assert (np.diff(starts) > 0).all()
     last = np.cumsum(result.counts)
     owner = np.full(A, -1)
     for block, (start, expert) in enumerate(zip(starts, experts, strict=True)):
