@@ -120,25 +120,25 @@ def _through(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns results `[N, D]`, and if `lossy` each token's assignments beyond the capacity, int32 `[N]`."""
     hop, capacity = hops[0], capacities[0]
-    there = _send(part, plan, hop, capacity)
+    arrived = _send(part, plan, hop, capacity)
     lost: jax.Array | None = None
     if hops[1:]:
-        further = plan_sends(there.ids // hops[1].experts_per_rank, hops[1].size)
-        rows, lost = _through(there, further, hops[1:], capacities[1:], run, lossy)
+        further = plan_sends(arrived.ids // hops[1].experts_per_rank, hops[1].size)
+        rows, lost = _through(arrived, further, hops[1:], capacities[1:], run, lossy)
     else:
-        rows = run(*there)
+        rows = run(*arrived)
     fields = [rows] if lost is None else [rows, lost[:, None]]
     words = pack(*fields)
     back = all_to_all(words.reshape(hop.size, capacity, -1), hop.names).reshape(words.shape)
-    came = unpack(back, *((field.shape[1], field.dtype) for field in fields))
+    returned = unpack(back, *((field.shape[1], field.dtype) for field in fields))
 
     home = homes(plan)
     sent, position = (home.rank < hop.size) & (home.slot < capacity), home.rank * capacity + home.slot
-    out = sum_rows(came[0], position, sent)
+    out = sum_rows(returned[0], position, sent)
     if not lossy:
         return out, None
     late = overflow(plan, capacity)
-    return out, late if lost is None else late + sum_rows(came[1], position, sent)[:, 0]
+    return out, late if lost is None else late + sum_rows(returned[1], position, sent)[:, 0]
 
 
 def _send(part: Part, plan: SendPlan, hop: Hop, capacity: int) -> Part:
@@ -148,11 +148,11 @@ def _send(part: Part, plan: SendPlan, hop: Hop, capacity: int) -> Part:
     slot, rank = jnp.arange(capacity, dtype=jnp.int32), jnp.arange(hop.size, dtype=jnp.int32)
     token = tokens_at(plan, *jnp.broadcast_arrays(rank[:, None], slot[None]))  # [R, C]
     filled = slot[None] < plan.counts[:, None]
-    there = (plan.dest[token] == rank[:, None, None]) & filled[:, :, None]
+    visits = (plan.dest[token] == rank[:, None, None]) & filled[:, :, None]
     ids = jnp.where(
-        there, part.ids[token] - (rank * hop.experts_per_rank)[:, None, None], hop.experts_per_rank
+        visits, part.ids[token] - (rank * hop.experts_per_rank)[:, None, None], hop.experts_per_rank
     )
-    weights = jnp.where(there, part.weights[token], 0.0)
+    weights = jnp.where(visits, part.weights[token], 0.0)
     words = all_to_all(pack(part.x[token], ids, weights), hop.names)
     words = words.reshape(hop.size * capacity, -1)
     return Part(*unpack(words, (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32)))

@@ -88,20 +88,20 @@ class MoELayer(nnx.Module):
             moe = dataclasses.replace(moe, overflow="drop")
         routing = self.router(flat, None if valid is None else valid.reshape(-1), replay)
         if self.replicas is not None:
-            done = self._spread(flat, routing)
+            output = self._spread(flat, routing)
         else:
-            done = self.experts(flat, routing, moe)
+            output = self.experts(flat, routing, moe)
             if self.shared_expert is not None:
-                done = done._replace(out=done.out + self._shared(flat))
-        out = psum(done.out, self.axes.tensor)
-        ids, weights, logits = done.routing
+                output = output._replace(out=output.out + self._shared(flat))
+        out = psum(output.out, self.axes.tensor)
+        ids, weights, logits = output.routing
         trace = RoutingTrace(
             ids.reshape(B, T, -1),
             weights.reshape(B, T, -1),
             logits.reshape(B, T, -1),
             expert_counts(ids, self.num_experts),
-            done.dropped,
-            done.rerouted,
+            output.dropped,
+            output.rerouted,
         )
         return out.reshape(B, T, D), trace
 
@@ -140,7 +140,7 @@ class MoELayer(nnx.Module):
             num_local=self.experts.num_experts,
         )
         overlap = self.shared_expert is not None and self.parallel.overlap_shared
-        done = dispatch_experts(
+        dispatched = dispatch_experts(
             x,
             physical,
             routing.weights,
@@ -152,9 +152,9 @@ class MoELayer(nnx.Module):
             microbatches=self.parallel.dispatch_microbatches,
             shared=self._shared if overlap else None,
         )
-        out = done.out
+        out = dispatched.out
         if self.shared_expert is not None and not overlap:
             # The plain order: the shared expert waits for the routed ones.
             x, out = jax.lax.optimization_barrier((x, out))
             out = out + self._shared(x)
-        return ExpertsOutput(out, routing, done.dropped, jnp.zeros((), jnp.int32))
+        return ExpertsOutput(out, routing, dispatched.dropped, jnp.zeros((), jnp.int32))

@@ -127,13 +127,13 @@ def _block_loop(
     unroll = _unroll(height)
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
-        done = []
+        products = []
         for j in range(unroll):
             block = i * unroll + j
             start = jnp.where(block < blocks.num, blocks.start[block], A)
             x = jax.lax.dynamic_slice(padded, (start, 0), (height, padded.shape[1]))
-            done.append((start, blocks.end[block], product(x, blocks.expert[block])))
-        for start, end, y in done:
+            products.append((start, blocks.end[block], product(x, blocks.expert[block])))
+        for start, end, y in products:
             if height > 1:
                 # Another height's loop may have written the rows past the expert's last.
                 in_expert = (start + jnp.arange(height, dtype=jnp.int32) < end)[:, None]

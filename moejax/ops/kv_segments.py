@@ -104,8 +104,8 @@ _TOKEN_AXIS = (3, 2, 2, 2)
 def _each(function: Callable[..., jax.Array], *segments: Segment) -> Segment:
     """Computes `function(token axis, an array of each segment)` for each of the arrays that they have."""
     leaves = zip(*(jax.tree.leaves(segment) for segment in segments), strict=True)
-    done = [function(axis, *arrays) for axis, arrays in zip(_TOKEN_AXIS, leaves, strict=False)]
-    return jax.tree.unflatten(jax.tree.structure(segments[0]), done)
+    results = [function(axis, *arrays) for axis, arrays in zip(_TOKEN_AXIS, leaves, strict=False)]
+    return jax.tree.unflatten(jax.tree.structure(segments[0]), results)
 
 
 def _as_stored(segment: Segment, k: jax.Array, v: jax.Array) -> Segment:
@@ -164,11 +164,11 @@ def _each_segment(
     segments: Segments, ends: jax.Array, body: Callable[[jax.Array, Segment], Segment]
 ) -> Segments:
     """Runs `body(i, segment)` for each segment's own writes."""
-    done, start = [], jnp.zeros((), jnp.int32)
+    written, start = [], jnp.zeros((), jnp.int32)
     for z, segment in enumerate(segments):
-        done.append(jax.lax.fori_loop(start, ends[z], body, segment))
+        written.append(jax.lax.fori_loop(start, ends[z], body, segment))
         start = ends[z]
-    return tuple(done)
+    return tuple(written)
 
 
 def load_blocks(segments: Segments, blocks: jax.Array) -> Segment:
@@ -210,7 +210,7 @@ def copy_blocks(segments: Segments, source: jax.Array, destination: jax.Array, c
 
     def body(i: jax.Array, segments: Segments) -> Segments:
         block = load_blocks(segments, source[i][None])
-        done = []
+        copied = []
         for start, segment in zip(starts, segments, strict=True):
             local = destination[i] - start
             inside = (local >= 0) & (local < segment.num_blocks)
@@ -220,7 +220,7 @@ def copy_blocks(segments: Segments, source: jax.Array, destination: jax.Array, c
                 old = jax.lax.dynamic_index_in_dim(pool, at, keepdims=False)
                 return jax.lax.dynamic_update_index_in_dim(pool, jnp.where(inside, new, old), at, 0)
 
-            done.append(jax.tree.map(put, segment, block))
-        return tuple(done)
+            copied.append(jax.tree.map(put, segment, block))
+        return tuple(copied)
 
     return jax.lax.fori_loop(0, count, body, segments)

@@ -334,10 +334,10 @@ def utilisation(ops: Iterable[OpCost], seconds: float, hardware: Hardware | None
         raise ValueError(f"utilisation over {seconds} seconds")
     if hardware is None:
         return Utilisation(None, None)
-    done, peak, bandwidth = total(ops), hardware.flops.get(dtype), hardware.bandwidth
+    work, peak, bandwidth = total(ops), hardware.flops.get(dtype), hardware.bandwidth
     return Utilisation(
-        done.flops / seconds / peak if peak else None,
-        done.bytes / seconds / bandwidth if bandwidth else None,
+        work.flops / seconds / peak if peak else None,
+        work.bytes / seconds / bandwidth if bandwidth else None,
     )
 
 

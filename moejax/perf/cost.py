@@ -72,5 +72,5 @@ def decode_step_cost(
         kv_dtype=kv_dtype,
         weights=weights,
     )
-    done = total(ops)
-    return StepCost(done.weight_bytes, done.cache_bytes, done.flops)
+    work = total(ops)
+    return StepCost(work.weight_bytes, work.cache_bytes, work.flops)

@@ -28,17 +28,17 @@ def prefill_steps(lengths: Sequence[int], token_budget: int) -> list[tuple[list[
     context: list[int] = []
     ended = left = 0
     for length in lengths:
-        done = 0
-        while done < length:
+        computed = 0
+        while computed < length:
             if not left:
                 if new:
                     steps.append((new, context, ended))
                 new, context, ended, left = [], [], 0, token_budget
-            part = min(length - done, left)
-            done, left = done + part, left - part
+            part = min(length - computed, left)
+            computed, left = computed + part, left - part
             new.append(part)
-            context.append(done)
-            ended += done == length
+            context.append(computed)
+            ended += computed == length
     return [*steps, (new, context, ended)] if new else steps
 
 

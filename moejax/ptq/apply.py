@@ -29,7 +29,7 @@ from moejax.nn.quantized import PARTS, quantized_weights, replace_weights
 from moejax.ptq.batches import HiddenStates
 from moejax.ptq.collect_statistics import StatisticsCollector
 from moejax.ptq.fold import store
-from moejax.ptq.layerwise import StageWork, expert_counts, scaling_method
+from moejax.ptq.layerwise import QuantizedStage, StageWork, expert_counts, scaling_method
 from moejax.ptq.methods import Rounded, weight_report
 from moejax.ptq.observers import advance
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
@@ -73,8 +73,8 @@ def quantize_model(
     if last >= 0:
         run = _Run(model, quant, _checked(tokens, model, quant), stages[: last + 1], parts, say)
         reports += run.all(_fingerprint(model, quant, tokens) if quant.calibration.work_dir else {})
-    done = {stages[i].prefix + name for i in range(last + 1) for name in parts[i]}
-    reports += _data_free(model, quant, {p: c for p, c in chosen.items() if p not in done}, say)
+    calibrated = {stages[i].prefix + name for i in range(last + 1) for name in parts[i]}
+    reports += _data_free(model, quant, {p: c for p, c in chosen.items() if p not in calibrated}, say)
     say(1.0, "quantized")
     return quant_report([model], quant, reports, time.perf_counter() - begin)
 
@@ -197,12 +197,12 @@ class _Run:
         collector = StatisticsCollector(stage, part, self.quant.calibration, hidden, batched)
         collector.run()
         self.say((number + 1 / 3) / total, f"quantizing {stage.name}")
-        done = StageWork(stage, part, self.quant, collector).run()
+        quantized = StageWork(stage, part, self.quant, collector).run()
         counts, cold = expert_counts(collector)
         del collector  # and the Gram matrices with it
-        report, changed = self._install(stage, part, done)
+        report, changed = self._install(stage, part, quantized)
         out = self._advance(number, stage, hidden, work) if number + 1 < total else hidden
-        tensors = {stage.prefix + name: one.tensor for name, one in done.rounded.items()}
+        tensors = {stage.prefix + name: one.tensor for name, one in quantized.rounded.items()}
         _place(self.model, tensors)
         report = dataclasses.replace(
             report,
@@ -213,20 +213,22 @@ class _Run:
             seconds=time.perf_counter() - begin,
         )
         if work is not None:
-            self._save(work, number, report, changed, done.rounded)
+            self._save(work, number, report, changed, quantized.rounded)
         return report, out
 
-    def _install(self, stage: Stage, part: Mapping[str, Chosen], done: Any) -> tuple[StageReport, list[str]]:
+    def _install(
+        self, stage: Stage, part: Mapping[str, Chosen], quantized: QuantizedStage
+    ) -> tuple[StageReport, list[str]]:
         """Gives the stage its folded parameters and, for now, its dequantized weights."""
-        params, weights, notes = stage.params(), [], list(done.notes)
-        sizes = {name: _nbytes(params[name]) for name in done.rounded}
-        changed = done.folds.write(params, leave=done.rounded)
-        for name, one in done.rounded.items():
+        params, weights, notes = stage.params(), [], list(quantized.notes)
+        sizes = {name: _nbytes(params[name]) for name in quantized.rounded}
+        changed = quantized.folds.write(params, leave=quantized.rounded)
+        for name, one in quantized.rounded.items():
             entry, more = weight_report(stage.prefix + name, part[name], one, sizes[name])
             weights.append(entry)
             notes += more
             store(params[name], dequantize(one.tensor, params[name].get_metadata("spec").dtype))
-        return StageReport(stage.name, 0, None, [], None, done.folded, weights, notes, 0.0), changed
+        return StageReport(stage.name, 0, None, [], None, quantized.folded, weights, notes, 0.0), changed
 
     def _advance(self, number: int, stage: Stage, hidden: HiddenStates, work: WorkDir | None) -> HiddenStates:
         path = None if work is None else work.hidden_path(number)

@@ -51,8 +51,8 @@ def quantize(
     if chosen.method == "gptq":
         assert stats is not None, path
         options = {"damping": quant.damping, "act_order": quant.act_order, "block": quant.gptq_block}
-        done = gptq(w, stats.mean_gram(), fmt, **options, **ranges, input_scale=scale)
-        tensor, damping, raised = done.tensor, done.damping, done.raised
+        result = gptq(w, stats.mean_gram(), fmt, **options, **ranges, input_scale=scale)
+        tensor, damping, raised = result.tensor, result.damping, result.raised
     elif chosen.method == "awq":
         assert stats is not None, path
         search = quant.awq_clip and weight_name(path).rpartition(".")[2] not in NOT_CLIPPED

@@ -240,9 +240,9 @@ def transition(capture: RoutingCapture, layer: int, *, first_choices: bool = Fal
     if not first_choices:
         return _pairs(capture, at, at + 1)
     E = capture.num_experts
-    here, there = (capture.ids[:, i, 0].astype(np.int64) for i in (at, at + 1))
-    routed = (here < E) & (there < E)
-    return np.bincount(here[routed] * E + there[routed], minlength=E * E).reshape(E, E)
+    first, second = (capture.ids[:, i, 0].astype(np.int64) for i in (at, at + 1))
+    routed = (first < E) & (second < E)
+    return np.bincount(first[routed] * E + second[routed], minlength=E * E).reshape(E, E)
 
 
 def mutual_information(table: ArrayLike) -> float:
