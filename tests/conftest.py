@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import jaxlib
 import pytest
 
@@ -35,6 +36,12 @@ os.environ["MOEJAX_CACHE_DIR"] = str(CACHE / "moejax")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "xla")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# No test depends on how busy the machine is.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 # XLA optimises a test's program for longer than it runs: without that, in one part and without its own fusion

@@ -189,7 +189,7 @@ def test_check_integrity_finds(damage, message: str):
 # -- against a model -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(num_blocks=st.integers(1, 12), block_size=st.integers(1, 5), data=st.data())
 def test_any_sequence_of_calls_keeps_blocks_and_contents(
     num_blocks: int, block_size: int, data: st.DataObject

@@ -41,7 +41,7 @@ layouts = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(layout=layouts)
 def test_every_block_has_one_place(layout: SegmentLayout):
     """Laid one after another, the segments are the pool."""
@@ -53,7 +53,7 @@ def test_every_block_has_one_place(layout: SegmentLayout):
     assert list(zip(segment.tolist(), index.tolist(), strict=True)) == places
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(layout=layouts, data=st.data())
 def test_segments_for_is_the_least_that_holds_the_blocks(layout: SegmentLayout, data: st.DataObject):
     blocks = data.draw(st.integers(0, layout.num_blocks))
@@ -65,7 +65,7 @@ def test_segments_for_is_the_least_that_holds_the_blocks(layout: SegmentLayout, 
         assert layout.locate(np.asarray([blocks - 1]))[0] == segments - 1
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(num_blocks=st.integers(1, 5_000), data=st.data())
 def test_segments_read_at_most_twice_what_they_must(num_blocks: int, data: st.DataObject):
     layout = SegmentLayout.of(num_blocks)

@@ -30,7 +30,7 @@ def test_unknown_names_all_that_is_known_in_order() -> None:
     assert unknown("model", "x", []) == "unknown model 'x' (known: none)"
 
 
-@settings(derandomize=True, database=None, deadline=None)
+@settings(derandomize=True, database=None)
 @given(st.text(max_size=12), st.lists(st.text(max_size=8).filter(str.isprintable), max_size=5))
 def test_any_name_gives_one_line(name: str, known: list[str]) -> None:
     text = unknown("thing", name, known)

@@ -79,7 +79,7 @@ JSON = st.recursive(
 )
 
 
-@settings(derandomize=True, database=None, deadline=None)
+@settings(derandomize=True, database=None)
 @given(JSON)
 def test_any_value_is_strict_json(value: Any) -> None:
     def refuse(name: str) -> None:

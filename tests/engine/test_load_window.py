@@ -9,7 +9,7 @@ from moejax.core.errors import ConfigError
 from moejax.engine.routing.expert_counts import LoadWindow
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(length=st.integers(1, 100), steps=st.lists(st.integers(0, 30), min_size=1, max_size=200))
 def test_a_window_covers_its_length_in_few_parts(length: int, steps: list[int]) -> None:
     window = LoadWindow(1, 2, length)

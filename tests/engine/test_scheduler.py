@@ -286,7 +286,7 @@ def test_a_stop_token_is_found_one_step_late():
     assert late.events["tokens of ended sequences"] == 1
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     asks=st.lists(
         st.builds(Ask, st.integers(1, 20), st.integers(1, 15), st.integers(1, 3), st.sampled_from((0, 200))),

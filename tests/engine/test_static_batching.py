@@ -73,7 +73,7 @@ def test_static_refuses_samples_that_do_not_fit_together():
 
 
 @LOOPS
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     asks=st.lists(
         st.builds(Ask, st.integers(1, 20), st.integers(1, 15), st.integers(1, 3), st.sampled_from((0, 200))),

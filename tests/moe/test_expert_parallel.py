@@ -140,7 +140,7 @@ def test_same_bits_every_time(layout, method):
         np.testing.assert_array_equal(runs[0], other)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_any_routing_of_few_tokens(data):
     """Also one that names an expert twice, and any pattern of padding."""
@@ -150,7 +150,7 @@ def test_any_routing_of_few_tokens(data):
         check("nodes2", method, np.array(drawn).reshape(-1, 2))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 99), st.integers(0, 7), st.floats(0, 1), st.floats(0, 1))
 def test_any_skew_of_many_tokens(seed, rank, hot, padding):
     """A share of the tokens goes to one rank, another is padding."""

@@ -114,7 +114,7 @@ def check_output(out: ExpertsOutput, x, expected, k: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_every_execution_equals_the_loops(shape, data):
     routing = data.draw(routings(shape))
@@ -182,7 +182,7 @@ def made_assignments(out: ExpertsOutput, E: int) -> np.ndarray:
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("shape", SHAPES[2:4], ids=IDS[2:4])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_overflow_is_dropped_last_choices_first_and_counted(shape, factor, data):
     routing = data.draw(routings(shape))
@@ -204,7 +204,7 @@ def test_overflow_is_dropped_last_choices_first_and_counted(shape, factor, data)
 
 @pytest.mark.parametrize("factor, normalize", [(0.3, True), (0.7, False), (1.0, True)])
 @pytest.mark.parametrize("shape", SHAPES[2:5], ids=IDS[2:5])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_overflow_is_rerouted_to_the_next_best_and_counted(shape, factor, normalize, data):
     routing = data.draw(routings(shape, normalize))

@@ -35,7 +35,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("N, k, experts, singles, heights", PLANS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_plan_covers_each_row_once_in_the_lowest_block(N, k, experts, singles, heights, data):
     # Any assignments at all, several of a token to one expert included; `experts` marks one not made.
@@ -150,7 +150,7 @@ def test_every_count_of_rows(first):
     check(rng.normal(size=(960, D)).astype(np.float32), ids, weights_for(ids, rng))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_ids_at_all(data):
     """Several assignments of a token may go to one expert: then it gets more rows than there are tokens."""

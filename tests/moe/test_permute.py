@@ -25,7 +25,7 @@ SHAPES = [(1, 1, 1, 1), (5, 2, 4, 1), (7, 3, 8, 2), (11, 2, 3, 5), (6, 4, 4, 64)
 
 
 @pytest.mark.parametrize("N, k, E, rows", SHAPES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_plan_covers_each_assignment_once(N, k, E, rows, data):
     # E marks an assignment that is not made.

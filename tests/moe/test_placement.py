@@ -48,7 +48,7 @@ def test_every_layer_is_at_least_as_balanced_as_eplb(E, devices, nodes, groups, 
         assert (balancedness(loads, placement) <= theirs + SLACK).all(), name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_shape_is_at_least_as_balanced_as_eplb(data):
     nodes = data.draw(st.sampled_from([1, 1, 2, 3]), "nodes")

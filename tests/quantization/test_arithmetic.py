@@ -51,7 +51,7 @@ def bits(x) -> np.ndarray:
 
 
 @hypothesis.given(st.integers(1, 3), st.sampled_from([2, 8, 64]), st.integers(1, 4), st.integers(0, 2**16))
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=8)
 def test_packing_is_exact(rows, piece, pieces, seed):
     codes = np.random.default_rng(seed).integers(0, 16, (rows, piece * pieces)).astype(np.uint8)
     packed = np.asarray(ar.pack(jnp.asarray(codes), piece))

@@ -55,7 +55,7 @@ def test_minmax_and_percentile_are_those_of_each_range(name):
 
 
 @hypothesis.given(st.floats(50, 100), st.floats(50, 100), st.integers(0, 100))
-@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.settings(max_examples=5)
 def test_ranges_widen_with_the_percentile(a, b, seed):
     fmt, w = parse_format("int4_g32"), heavy((64, 6), seed)
     (small, large), (least, most) = (ranges(w, fmt, "percentile", p) for p in sorted((a, b)))
