@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from moejax.core.errors import ConfigError, unknown
@@ -43,12 +44,11 @@ def load_config(overrides: str | Sequence[str] = (), experiment: str = "latency"
     Raises:
         ConfigError: in the command line's words, with the nearest valid name.
     """
-    from experiments.launch import notebook as _cells
-
+    experiments = _experiments()
     given = [overrides] if isinstance(overrides, str) else overrides
     if not isinstance(given, (list, tuple)) or not all(isinstance(item, str) for item in given):
         raise ConfigError(f"overrides are a list of texts such as 'workload.seed=1', got {overrides!r}")
-    return _cells.compose(given, experiment)
+    return experiments.compose(given, experiment)
 
 
 def run(
@@ -73,20 +73,37 @@ def run(
         ConfigError: the config is no experiment's, the folder is taken, or what the experiment itself raises.
         OutputError: the folder cannot be written.
     """
-    from experiments.launch import notebook as _cells
-
-    name = _cells.experiment_of(config, experiment)
+    experiments = _experiments()
+    name = experiments.experiment_of(config, experiment)
     if not any(f.name == "tracker" for f in dataclasses.fields(config)):
         raise ConfigError(f"experiments.{name} leaves no result.json to return; run it on the command line")
     if not track:
-        config = _cells.untracked(config, name)
+        config = experiments.untracked(config, name)
     folder = Path(tempfile.mkdtemp(prefix=f"moejax-{name}-")) if out_dir is None else Path(out_dir)
     if (folder / RESULT_FILE).exists():
         raise ConfigError(f"{folder} holds a result already; give another out_dir")
     ensure_writable(folder)
     with redirect_stdout(io.StringIO()) if verbose else _quiet():
-        _cells.call_main(config, name, folder)
+        experiments.call_main(config, name, folder)
     return load_result(folder)
+
+
+def _experiments() -> ModuleType:
+    """Returns what of the experiments a notebook needs.
+
+    Raises:
+        ConfigError: this moejax was installed from a wheel, which is the library alone.
+    """
+    try:
+        from experiments.launch import notebook
+    except ModuleNotFoundError as error:
+        if error.name != "experiments":
+            raise
+        raise ConfigError(
+            "experiments run in a checkout of moejax's repository, and a wheel is the library alone: "
+            "pip install -e CHECKOUT"
+        ) from None
+    return notebook
 
 
 @contextmanager
