@@ -34,7 +34,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.launch.command_line import parse_flags, print_bash_completion, query_line, translate
+from experiments.launch.command_line import (
+    parse_flags,
+    print_bash_completion,
+    query_line,
+    translate,
+    without_tracker,
+)
 from experiments.launch.compose import (
     CONFIG_DIR,
     VERSION_BASE,
@@ -91,7 +97,7 @@ def launch(
         place = read_environment()
         if not runs_here(place, jobs.schema):
             return 0
-        argv = translate(argv, positional)
+        argv = without_tracker(translate(argv, positional), jobs.schema)
         argv, resumed = expand_resume(argv, config_name, jobs.schema, alone=place.index == 0)
         with own_folder(place) as overrides, _hydra_environment([sys.argv[0], *argv, *overrides]):
             return _launch(jobs, config_name, [*argv, *overrides], config_dir, resumed)
@@ -126,7 +132,7 @@ def _launch(
     jobs: "_Jobs", config_name: str, argv: list[str], config_dir: Path, resumed: Path | None = None
 ) -> int:
     args = parse_flags(argv)
-    jobs.resumed = resumed
+    jobs.resumed = resumed.absolute() if resumed is not None else None
     sweep, overrides = None, []
     if args.shell_completion:
         if "install=bash" in args.overrides:
@@ -201,7 +207,7 @@ def _raised_by(error: BaseException, *packages: str) -> bool:
 
 
 class _JobError(Exception):
-    """A job's defect in another process, as its traceback's text."""
+    """A job in another process was killed; the text is what its log ends with."""
 
 
 @dataclass

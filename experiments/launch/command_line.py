@@ -6,6 +6,7 @@
 """
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,12 @@ def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
             f"{words[0]!r} and {given[0]!r}: give the {positional} either as words or as a list"
         )
     return [f"{positional}={_quoted_list(words)}", *rest]
+
+
+def without_tracker(argv: Sequence[str], schema: type) -> list[str]:
+    """Returns `argv` without `tracker=none` where `schema` has no tracker: it asks for what is so anyway."""
+    tracks = any(item.name == "tracker" for item in dataclasses.fields(schema))
+    return [argument for argument in argv if tracks or argument != "tracker=none"]
 
 
 class _Flags(argparse.ArgumentParser):

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from experiments.launch.app import Main, schema_of
-from experiments.launch.command_line import translate
+from experiments.launch.command_line import translate, without_tracker
 from experiments.launch.compose import CONFIG_DIR, composer, hydra_left_alone
 from moejax.core.errors import ConfigError, unknown
 from moejax.tracking.base import TrackerConfig
@@ -53,7 +53,7 @@ def compose(overrides: Sequence[str], experiment: str) -> Any:
     if flags:
         raise ConfigError(f"overrides are KEY=VALUE; {flags[0]!r} is a flag of the command line")
     with composer(experiment, schema) as compose_run:
-        config = compose_run.build(translate(overrides))
+        config = compose_run.build(without_tracker(translate(overrides), schema))
     object.__setattr__(config, _OVERRIDES, tuple(overrides))
     return config
 

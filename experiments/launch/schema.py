@@ -74,14 +74,19 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class HardwareSection:
-    """The device whose peaks bound the roofline: `auto` detects it, any other kind is taken as said.
-
-    Attributes:
-        price_per_hour: of one device, in `currency`; with it latency and throughput report the cost of a
-            million tokens.
-    """
+    """The device whose peaks bound the roofline: `auto` detects it, any other kind is taken as said."""
 
     kind: str = "auto"
+
+
+@dataclass(frozen=True)
+class PricedHardware(HardwareSection):
+    """A device with its price, for experiments that measure the tokens/s to hold it against.
+
+    Attributes:
+        price_per_hour: of one device, in `currency`; with it the cost of a million tokens is reported.
+    """
+
     price_per_hour: float | None = None
     currency: str = "USD"
 
@@ -92,14 +97,6 @@ class HardwareSection:
     def price(self) -> Price | None:
         """Raises `ConfigError` for one that makes no sense."""
         return None if self.price_per_hour is None else Price(self.price_per_hour, self.currency)
-
-    def refuse_price(self, experiment: str) -> None:
-        """Raises `ConfigError`: `experiment` measures no throughput that a price could be held against."""
-        if self.price_per_hour is not None:
-            raise ConfigError(
-                f"hardware.price_per_hour: {experiment} measures no tokens/s to hold a price against;"
-                " latency and throughput do"
-            )
 
 
 def refuse_capture(engine: EngineConfig, experiment: str) -> None:
@@ -145,6 +142,7 @@ class LatencyConfig(InferenceSections):
         objective: the flat metric that a search over settings is after (experiment=optuna_goodput).
     """
 
+    hardware: PricedHardware = field(default_factory=PricedHardware)
     backend: BackendSection = field(default_factory=BackendSection)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -174,6 +172,7 @@ class ThroughputConfig(InferenceSections):
         objective: the flat metric that a search over settings is after (experiment=optuna_goodput).
     """
 
+    hardware: PricedHardware = field(default_factory=PricedHardware)
     backend: BackendSection = field(default_factory=BackendSection)
     workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
     ramp: RampConfig = field(default_factory=RampConfig)
@@ -202,7 +201,6 @@ class StressConfig(InferenceSections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.hardware.refuse_price("stress")
         refuse_capture(self.engine, "stress")
 
 
@@ -213,10 +211,6 @@ class ProfileConfig(InferenceSections):
     workload: ProfileWorkload = field(default_factory=ProfileWorkload)
     profile: ProfileSection = field(default_factory=ProfileSection)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.hardware.refuse_price("profile")
 
 
 @dataclass(frozen=True)
@@ -230,9 +224,6 @@ class ScalingConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     seed: int = 0
     verbose: bool = False
-
-    def __post_init__(self) -> None:
-        self.hardware.refuse_price("scaling")
 
 
 @dataclass(frozen=True)
@@ -249,7 +240,6 @@ class QuantizationConfig:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        self.hardware.refuse_price("quantization")
         refuse_capture(self.engine, "quantization")
 
 
@@ -271,7 +261,6 @@ class GenerateConfig(InferenceSections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.hardware.refuse_price("generate")
         refuse_capture(self.engine, "generate")
         prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
         if not isinstance(prompts, (list, tuple)) or not prompts:
@@ -290,10 +279,6 @@ class TrainExperimentConfig(TrainConfig):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
     verbose: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.hardware.refuse_price("train")
 
 
 @dataclass(frozen=True)

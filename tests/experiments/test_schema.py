@@ -2,11 +2,13 @@
 
 import pytest
 
+from experiments.launch.app import launch
+from experiments.launch.notebook import compose, main_of
 from experiments.launch.schema import (
     GenerateConfig,
-    HardwareSection,
     LatencyConfig,
     ModelSection,
+    PricedHardware,
     QuantizationConfig,
     StressConfig,
     ThroughputConfig,
@@ -19,7 +21,7 @@ from moejax.core.quant import QuantConfig
 
 MODEL = ModelSection("tiny")
 CAPTURING = EngineConfig(capture_routing=True)
-PRICED = HardwareSection(price_per_hour=2.0)
+PRICED = PricedHardware(price_per_hour=2.0)
 
 
 def quantization(**sections):
@@ -28,12 +30,24 @@ def quantization(**sections):
 
 
 @pytest.mark.parametrize("make", [StressConfig, GenerateConfig, quantization])
-def test_what_writes_no_trace_captures_none_and_what_measures_no_rate_has_no_price(make):
+def test_what_writes_no_trace_captures_none(make):
     model = () if make is quantization else (MODEL,)
     with pytest.raises(ConfigError, match=r"engine\.capture_routing: .* writes no routing\.npz"):
         make(*model, engine=CAPTURING)
-    with pytest.raises(ConfigError, match=r"hardware\.price_per_hour: .* measures no tokens/s"):
-        make(*model, hardware=PRICED)
+
+
+@pytest.mark.parametrize("experiment", ["stress", "profile", "scaling", "quantization", "generate", "train"])
+def test_what_measures_no_rate_has_no_price(experiment):
+    with pytest.raises(ConfigError, match=r"unknown key 'hardware\.price_per_hour'"):
+        compose(["hardware.price_per_hour=2"], experiment)
+
+
+@pytest.mark.parametrize("experiment", ["generate", "compare", "dashboard"])
+def test_an_experiment_that_tracks_nothing_takes_tracker_none_and_no_other(experiment, capsys):
+    assert launch(main_of(experiment), experiment, ["tracker=none", "--cfg", "job"]) == 0
+    assert "tracker" not in capsys.readouterr().out
+    assert launch(main_of(experiment), experiment, ["tracker=wandb"]) == 2
+    assert capsys.readouterr().err == "error: this experiment tracks nothing: leave out tracker=wandb\n"
 
 
 def test_latency_and_throughput_do_both_and_a_ramp_no_trace():
