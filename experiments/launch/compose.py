@@ -17,13 +17,13 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from experiments.launch.launcher import check_launcher
 from experiments.launch.structured import build, mirror
-from experiments.launch.validate import FAULTS, check_overrides, first_line, parse_override
+from experiments.launch.validate import FAULTS, check_overrides, check_swept, first_line, parse_override
 from moejax.core.errors import ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -159,7 +159,7 @@ def plan_run(
     config = compose.config(next(_combinations(parsed)[0]) if swept else overrides)
     sweep = multirun or config.hydra.mode == RunMode.MULTIRUN
     for item in swept:
-        _check_swept(item, sweep)
+        check_swept(item, sweep=sweep)
     check_launcher(config, sweep=sweep)
     if not sweep:
         _check_sweeper(config, overrides)
@@ -172,6 +172,11 @@ def plan_run(
         fixed = [str(item.input_line) for item in parsed if item not in swept]
         _build(compose.schema, compose.config(fixed))
         return PlannedSweep(root, False, sweeper.get("n_trials"), numbered), None
+    for item in swept:
+        if not item.is_discrete_sweep():
+            raise ConfigError(
+                f"{item.input_line!r}: an interval is for a search, such as hydra/sweeper=optuna"
+            )
     params = [parse_override(f"{key}={value}") for key, value in (sweeper.get("params") or {}).items()]
     jobs, total = _combinations([*params, *parsed])
     for number, job in enumerate(itertools.islice(jobs, _MOST_JOBS_CHECKED)):
@@ -195,19 +200,6 @@ def _combinations(overrides: Iterable[Override]) -> tuple[Iterator[list[str]], i
         elif not item.is_sweep_override():
             choices[key] = [str(item.input_line)]
     return map(list, itertools.product(*choices.values())), math.prod(map(len, choices.values()))
-
-
-def _check_swept(item: Override, sweep: bool) -> None:
-    text, (key, _, value) = item.input_line, str(item.input_line).partition("=")
-    if sweep and item.is_hydra_override():
-        raise ConfigError(f"{text!r}: Hydra's own settings cannot be swept; give one value")
-    if not sweep and item.value_type == ValueType.SIMPLE_CHOICE_SWEEP:
-        raise ConfigError(
-            f"{text!r} names several values: write {key}=[{value}] for a list, add -m for one run each, or"
-            f" quote a text: '{key}=\"{value}\"'"
-        )
-    if not sweep:
-        raise ConfigError(f"{text!r} asks for several runs: add -m")
 
 
 def _check_sweeper(config: DictConfig, overrides: Sequence[str]) -> None:

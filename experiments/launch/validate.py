@@ -13,7 +13,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -62,8 +62,26 @@ def parse_override(text: str) -> Override:
                 f" needs quotes inside the shell's: '{key}=\"{value.strip(chr(34) + chr(39))}\"'"
             )
         else:
-            line = f"cannot read argument {text!r}: {first_line(error.__cause__ or error)}"
+            line = f"cannot read argument {text!r}: write KEY=VALUE with a key such as workload.seed"
         raise ConfigError(line) from error
+
+
+def check_swept(item: Override, *, sweep: bool) -> None:
+    """Checks an override of several values; `sweep` says whether there is one.
+
+    Raises:
+        ConfigError: there is none, or Hydra does not sweep over that key.
+    """
+    text, (key, _, value) = item.input_line, str(item.input_line).partition("=")
+    if sweep and item.is_hydra_override():
+        raise ConfigError(f"{text!r}: Hydra's own settings cannot be swept; give one value")
+    if not sweep and item.value_type == ValueType.SIMPLE_CHOICE_SWEEP:
+        raise ConfigError(
+            f"{text!r} names several values: write {key}=[{value}] for a list, add -m for one run each, or"
+            f" quote a text: '{key}=\"{value}\"'"
+        )
+    if not sweep:
+        raise ConfigError(f"{text!r} asks for several runs: add -m")
 
 
 def check_overrides(config_name: str, schema: type, overrides: Sequence[str]) -> None:
@@ -88,6 +106,9 @@ class _Checks:
     search: list[str]
 
     def run(self, overrides: Sequence[Override]) -> None:
+        for item in overrides:
+            if item.is_sweep_override():
+                check_swept(item, sweep=False)
         groups = [item for item in overrides if self.options(item.key_or_group)]
         for item in groups:
             self.check_options(item)
@@ -138,6 +159,8 @@ class _Checks:
                 raise ConfigError(
                     f"{group!r} is chosen twice; leave out the '+' to replace the default: {group}=NAME"
                 )
+            if group == "tracker" and group not in choices:
+                raise ConfigError(f"this experiment tracks nothing: leave out {item.input_line}")
             if not item.is_add() and group not in choices:
                 names = ", ".join(sorted(name for name in choices if not name.startswith("hydra/")))
                 raise ConfigError(f"this experiment has no {group!r} group (its groups: {names})")
@@ -168,7 +191,7 @@ class _Checks:
         adds = item.is_add() or item.is_force_add()
         if "/" in key or item.package is not None:
             groups = list(self.group_names())
-            ours = ", ".join(name for name in groups if not name.startswith("hydra/"))
+            ours = ", ".join(name for name in groups if name.split("/")[0] != "hydra")
             raise ConfigError(f"unknown config group {key!r}{did_you_mean(key, groups)} (known: {ours})")
         keys = _flat_keys(config)
         if item.is_add() and key in keys and not isinstance(value, (dict, list)):

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import pytest
 from omegaconf import OmegaConf
 
-from experiments.launch.app import launch, output_dir
+from experiments.launch.app import launch, output_dir, schema_of
 from experiments.launch.command_line import query_line, translate
 from experiments.launch.compose import CONFIG_DIR, build_job, composer
+from experiments.launch.notebook import main_of, names
 from experiments.launch.schema import (
     GenerateConfig,
     KernelsConfig,
@@ -31,6 +32,7 @@ from experiments.launch.schema import (
     TrainExperimentConfig,
 )
 from experiments.launch.structured import build, mirror
+from moejax.bench.backends.config import BackendOptions
 from moejax.bench.traffic import Lengths
 from moejax.bench.workload import LatencyCase, latency_cases
 from moejax.core.config import EngineConfig
@@ -214,11 +216,31 @@ def test_rate_sweep_is_a_sweep_without_a_flag(capsys: pytest.CaptureFixture[str]
     assert [config.workload.request_rate for config in recorder.configs] == [1, 2]
 
 
-def test_train_config_is_the_librarys_own_and_repeats_its_defaults() -> None:
-    config = compose("train")
-    assert isinstance(config, TrainConfig)
-    for name, value in vars(TrainConfig()).items():
-        assert getattr(config, name) == value, name
+# Sections in which an experiment's own config says something else than the dataclass.
+OTHER_THAN_DEFAULT = {"generate": {"sampling"}, "stress": {"engine"}, "quantization": {"quantization"}}
+
+
+@pytest.mark.parametrize("name", names())
+def test_values_that_a_config_repeats_for_its_readers_are_the_dataclasses_defaults(name: str) -> None:
+    schema = OmegaConf.structured(mirror(schema_of(main_of(name))))
+    left_out = {"defaults", *OTHER_THAN_DEFAULT.get(name, ())}
+    body = {
+        key: value
+        for key, value in OmegaConf.load(CONFIG_DIR / f"{name}.yaml").items()
+        if key not in left_out
+    }
+    assert OmegaConf.merge(schema, body) == schema
+
+
+@pytest.mark.parametrize("kind", options("backend"))
+def test_a_backends_config_repeats_the_defaults(kind: str) -> None:
+    schema = OmegaConf.structured(mirror(BackendOptions))
+    merged = OmegaConf.merge(schema, OmegaConf.load(CONFIG_DIR / "backend" / f"{kind}.yaml"))
+    assert merged == OmegaConf.merge(schema, {"kind": kind})
+
+
+def test_train_config_is_the_librarys_own() -> None:
+    assert isinstance(compose("train"), TrainConfig)
 
 
 def test_prompts_are_one_text_or_several() -> None:
@@ -256,6 +278,8 @@ MISTAKES = [
     ),
     (["model=tinny"], ["unknown option 'tinny'; did you mean 'tiny'?", "mixtral_8x7b"]),
     (["workload=3"], ["unknown option '3'", "latency"]),
+    (["seed.x=3"], ["unknown key 'seed.x': 'seed' is a value without keys"]),
+    (["foo@bar=3"], ["unknown config group 'foo'"]),
     (["workload=bursty"], ["unknown key 'workload.num_requests'", "workload/bursty"]),
     (["experiment=foo"], ["unknown option 'foo'", "quick"]),
     (["experiment=train_smoke"], ["unknown key 'steps'", "experiment/train_smoke"]),
@@ -285,7 +309,11 @@ MISTAKES = [
     (["workload.batch_size=[1,2"], ["cannot read the value in 'workload.batch_size=[1,2'"]),
     (["workload.batch_size=1,8"], ["[1,8] for a list", "-m"]),
     (["seed=range(0,3)"], ["add -m"]),
+    (["--cfg", "job", "seed=1,2"], ["[1,2] for a list", "-m"]),
+    (["-m", "hydra.verbose=true,false"], ["Hydra's own settings cannot be swept"]),
+    (["-m", "workload.temperature=interval(0,1)"], ["an interval is for a search", "optuna"]),
     (["seed"], ["cannot read argument 'seed': write KEY=VALUE"]),
+    (["a b=3"], ["cannot read argument 'a b=3': write KEY=VALUE with a key"]),
     (["--multirn"], ["did you mean '--multirun'?"]),
     (["--cfg", "jobs"], ["invalid choice", "jobs"]),
     (["-m", "--cfg", "job"], ["exclude each other"]),

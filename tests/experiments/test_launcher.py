@@ -14,7 +14,7 @@ from experiments.launch import launcher as _launcher
 from experiments.launch.app import CONFIG_DIR, launch
 from experiments.launch.processes import runs_here
 from experiments.launch.schema import CompareConfig, LatencyConfig
-from moejax.core.parallel import ParallelConfig
+from moejax.core.parallel import PRESETS, ParallelConfig
 from moejax.sharding.distributed import LaunchEnvironment
 from tests.experiments import fake_slurm
 from tests.sharding.processes import ROOT, started, wait_all
@@ -22,15 +22,6 @@ from tests.sharding.processes import ROOT, started, wait_all
 pytestmark = pytest.mark.multidevice
 
 SCRIPT = str(Path(__file__).with_name("launched_experiment.py"))
-PRESETS = {
-    "single": 1,
-    "tp8": 8,
-    "ep8": 8,
-    "ep4_tp2": 8,
-    "dp_attention_ep8": 8,
-    "pp2_ep4": 8,
-    "cluster_4x8": 32,
-}
 
 
 def sweep(folder: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -56,12 +47,11 @@ def launch_latency(*argv: str) -> int:
 # --- presets ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "devices"), PRESETS.items())
-def test_parallel_preset(name: str, devices: int) -> None:
+@pytest.mark.parametrize(("name", "layout"), PRESETS.items())
+def test_parallel_preset(name: str, layout: ParallelConfig) -> None:
     text = (CONFIG_DIR / "parallel" / f"{name}.yaml").read_text()
-    config = ParallelConfig(**yaml.safe_load(text))
-    assert config.num_devices == devices
-    if devices > 1:  # a header: what it is, for which model, the command
+    assert ParallelConfig(**yaml.safe_load(text)) == layout
+    if layout.num_devices > 1:  # a header: what it is, for which model, the command
         head = text[: text.index("dp:")]
         assert "For: " in head and f"parallel={name}" in head and "model=" in head
 
