@@ -20,6 +20,7 @@ import jax
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import engine_of
+from moejax.bench.common.compilation import compilation_line
 from moejax.bench.common.telemetry import Meter
 from moejax.core.hardware import Hardware, get_hardware
 from moejax.core.price import Price
@@ -285,6 +286,8 @@ class ExperimentRun:
         tracker.finish()
         console = stderr_console()
         print_result(result, console)
+        if (seconds := result["metrics"].get("compile_seconds")) is not None:
+            console.print(compilation_line(seconds), highlight=False)
         print_closing(console, self.out_dir, tracker.hints(), result.get("compile_ledger", ()))
         self._result = result
         return result

@@ -13,9 +13,10 @@ from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
+from moejax.engine.core import Engine
 from moejax.engine.llm_card import engine_card, engine_line
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
-from moejax.engine.opening.start import start
+from moejax.engine.opening.start import make_scheduler, start
 from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.requests.builder import RequestBuilder
@@ -28,6 +29,7 @@ from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, t
 from moejax.engine.routing.recorder import recorder
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.stats import StepRecord
+from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.sampler import common_mode
 from moejax.models.decoder import Decoder
 from moejax.routing.capture import RoutingCapture
@@ -81,10 +83,15 @@ class LLM:
         self.engine, self.runner, blocks = start(resolved, self._weights)
         self.ledger = self.runner.ledger
         self.resolutions = [*resolved.resolutions, *self._weights.resolutions, resolved.kv_cache, blocks]
-        whole_in = None
+        self.builder = self._request_builder(resolved.replay)
+        self._submitted: dict[str, RequestState] = {}
+
+    def _request_builder(self, replay: RoutingReplay | None) -> RequestBuilder:
+        """Returns a builder that has numbered no request yet."""
+        whole_in, cache = None, self.runner.cache
         if self.engine_config.batching == "static":
-            whole_in = BlockAllocator(int(blocks.value), self.engine_config.block_size)
-        self.builder = RequestBuilder(
+            whole_in = BlockAllocator(cache.num_blocks, cache.block_size)
+        return RequestBuilder(
             self.tokenizer,
             self.config.vocab_size,
             self.max_model_len,
@@ -92,9 +99,8 @@ class LLM:
             self.seed,
             self.engine_config.max_num_seqs,
             whole_in,
-            resolved.replay,
+            replay,
         )
-        self._submitted: dict[str, RequestState] = {}
 
     def __repr__(self) -> str:
         return engine_line(self)
@@ -130,6 +136,9 @@ class LLM:
         resolved = self._resolved.variant(engine)
         other = copy.copy(self)
         other._start(resolved)
+        alike = (other.runner.cache, other.runner.limits) == (self.runner.cache, self.runner.limits)
+        if alike and len(self.stages) == 1:
+            other.ledger.share(self.ledger)  # equal steps are one program
         return other
 
     # -- generation ------------------------------------------------------------------------------------
@@ -299,6 +308,32 @@ class LLM:
                 record=record_routing,
             )
             self.ledger.warmed_up = True
+
+    def compile_for(
+        self,
+        batches: Sequence[tuple[Sequence[Prompt], Sequence[SamplingParams]]],
+        *,
+        record_routing: bool = False,
+    ) -> None:
+        """Compiles, side by side, the steps that `generate` is going to take for each of these batches alone.
+        What it finds out by scheduling them without computing anything: tokens that end a request early lead
+        to steps which are compiled when they are met. Does nothing while a trace is replayed, or on stages.
+
+        Args:
+            batches: prompts and their parameters.
+            record_routing: `generate(record_routing=True)` is to come; on one group all steps then count.
+        """
+        if self.builder.replay is not None:
+            return
+        ends = set(self.eos_token_ids)
+        steps = PlannedSteps(self.runner.builder, next(t for t in range(len(ends) + 1) if t not in ends))
+        with self.engine.lock:
+            self.runner.count_always(record_routing)
+            for prompts, params in batches:
+                requests = self._request_builder(None).to_generate(prompts, params, record=record_routing)
+                scheduler = make_scheduler(self._resolved, self.runner.cache)
+                Engine(scheduler, steps, overlap=self.engine_config.overlap).run(requests)
+            self.runner.compile_ahead(steps.keys)
 
     @property
     def routing(self) -> RoutingRecord:

@@ -352,7 +352,7 @@ def test_default_buckets() -> None:
 
 def test_thinned_buckets() -> None:
     """What the configuration leaves open keeps two sizes up to the workload's largest, and all above it;
-    what it asks for stays."""
+    what it asks for stays. Steps with chunk tokens have the most rows, and one size of few blocks."""
     config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048, block_size=4)
     buckets = Buckets.of(config, 1024)
     few = buckets.thinned(config, 20)
@@ -362,7 +362,14 @@ def test_thinned_buckets() -> None:
     short = buckets.thinned(config, 3)
     assert short.tokens == (64, 256, 512, 1024, 2048)
     own = dataclasses.replace(config, seq_buckets=[3, 64], token_buckets=[7, 2048], block_buckets=[9, 99])
-    assert Buckets.of(own, 1024).thinned(own, 20) == Buckets.of(own, 1024)
+    assert Buckets.of(own, 1024).thinned(own, 20) == dataclasses.replace(Buckets.of(own, 1024), chunk_rows=64)
+    small = Buckets.of(own, 1024).thinned(own, 4)
+    assert (small.chunk_rows, small.chunk_segments) == (64, 2)
+    assert [small.rows_for(2), small.rows_for(2, 5), small.segments_for(1), small.segments_for(1, 5)] == [
+        3, 64, 1, 2
+    ]  # fmt: skip
+    chunks = [shape for shape in small.reachable(4, 4) if shape[1]]
+    assert chunks == [(64, 2048, 2), (64, 7, 2)]
 
 
 def test_given_buckets_end_at_the_limits() -> None:

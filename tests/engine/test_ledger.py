@@ -1,5 +1,6 @@
 """Every compilation is in the ledger, with its cause; the same work twice compiles nothing."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -7,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moejax.core.errors import CompileError
 from moejax.engine.llm import LLM
 from moejax.engine.opening.resolve import default_cache_dir
 from moejax.engine.requests.api import SamplingParams
-from moejax.engine.step.ledger import CompileLedger, enable_compile_cache
+from moejax.engine.step.ledger import CompileLedger, Program, enable_compile_cache
 
 
 class Key(NamedTuple):
@@ -113,6 +115,54 @@ def test_the_engine_names_the_bucket_that_is_new(llm: LLM) -> None:
         assert llm.ledger.recompiles == added
     finally:
         llm.ledger.warmed_up = False
+
+
+def test_programs_are_compiled_side_by_side_once_each() -> None:
+    ledger = CompileLedger()
+    told: list[tuple[int, int]] = []
+    ledger.on_progress = lambda done, total: told.append((done, total))
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    first = use(ledger, 1, 4)
+    told.clear()
+    wanted = [
+        Program("step", Key(batch, 4), lambda by=batch: jax.jit(lambda x: x * by), lambda: (shape,))
+        for batch in (1, 2, 8, 2)
+    ]
+    ledger.compile_all(wanted)
+    assert [(entry.key, entry.cause) for entry in ledger.entries[1:]] == [
+        ("Key(batch=2, tokens=4)", "new batch 1 -> 2"),
+        ("Key(batch=8, tokens=4)", "new batch 1 -> 8"),
+    ]
+    assert told[-1] == (2, 2) and {total for _, total in told} == {2}
+    assert use(ledger, 1, 4) is first
+    assert [dict(ledger.programs("step"))[Key(n, 4)](jnp.ones(3))[0] for n in (2, 8)] == [2.0, 8.0]
+    ledger.warmed_up = ledger.strict = True
+    with pytest.raises(CompileError, match=r"Key.batch=3, tokens=4. is not compiled .new batch"):
+        ledger.compile_all([wanted[0], wanted[0]._replace(key=Key(3, 4))])
+
+
+def test_known_batches_are_compiled_ahead(llm: LLM) -> None:
+    """Nothing is left to compile when they run, counted or not; an equal engine uses the same programs."""
+    engine = llm.variant(dataclasses.replace(llm.engine_config, max_num_seqs=3, strict_compile=True))
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 4)]
+    batches = [([[1, 2, 3]], params[:1]), ([[4] * 40, [5] * 7], params)]
+    engine.compile_for(batches, record_routing=True)
+    compiled = len(engine.ledger.entries)
+    assert compiled >= 4 and not engine.routing_counts["decode"].any()
+    engine.ledger.warmed_up = True
+    for prompts, asked in batches:
+        engine.routing.reset()
+        plain = [output.outputs[0].token_ids for output in engine.generate(prompts, asked)]
+        assert plain == [output.outputs[0].token_ids for output in llm.generate(prompts, asked)]
+        assert not engine.routing_counts["decode"].any()
+        counted = engine.generate(prompts, asked, record_routing=True)
+        assert [output.outputs[0].token_ids for output in counted] == plain
+        assert engine.routing_counts["decode"].any()
+    twin = engine.variant(dataclasses.replace(engine.engine_config, overlap=not llm.engine_config.overlap))
+    twin.ledger.warmed_up = True
+    twin.runner.count_always(True)
+    twin.generate(*batches[1])
+    assert len(engine.ledger.entries) == compiled and twin.ledger.entries == []
 
 
 @pytest.fixture

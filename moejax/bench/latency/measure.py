@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
+from moejax.bench.common.compilation import shown_compilation
 from moejax.bench.common.telemetry import Meter
 from moejax.bench.common.trace_io import start_capture, take_capture
 from moejax.bench.latency.cases import CaseData
@@ -33,7 +34,7 @@ def measure(data: Sequence[CaseData], workload: WorkloadConfig, meter: Meter | N
 
 
 def _warm_up(data: Sequence[CaseData], workload: WorkloadConfig, task: Task) -> None:
-    """Peers are told the largest batch first, since some size their cache by it; ours compiles as it runs."""
+    """Peers are told the largest batch first, since some size their cache by it; ours compiles its steps."""
     peers = {id(item.backend): item.backend for item in data if engine_of(item.backend) is None}
     for backend in peers.values():
         task.describe(f"warming up {backend.name}")
@@ -43,7 +44,12 @@ def _warm_up(data: Sequence[CaseData], workload: WorkloadConfig, task: Task) -> 
             max_total_len=max(case.total_len for case in cases),
             params=[workload.sampling(cases[0].output_len)],
         )
-    task.describe("compiling and warming up")
+    for llm in {id(llm): llm for item in data if (llm := engine_of(item.backend)) is not None}.values():
+        with shown_compilation(llm, task):
+            mine = [item for item in data if engine_of(item.backend) is llm]
+            batches = [(item.prompts, _params(item, workload)) for item in mine]
+            llm.compile_for(batches, record_routing=True)
+    task.describe("warming up")
     for item in data:
         for _ in range(workload.warmup):
             item.backend.generate(item.prompts, _params(item, workload))

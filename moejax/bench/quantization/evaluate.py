@@ -142,12 +142,17 @@ class Evaluator:
         return self._sum(parts)
 
     def baseline(self) -> np.ndarray:
-        """float64 `[W]`: losses of the full-precision model in nats, summed over each window."""
-        graph, state = nnx.split(self.full)
+        """float64 `[W]`: losses of the full-precision model in nats, summed over each window; layer by layer
+        as above."""
+        head, layers = nnx.split(self.full), [nnx.split(layer) for layer in self.full.in_order()]
         found = []
         for first in range(0, len(self.windows.tokens), self.batch_size):
             tokens, scored = self._batch(first)
-            nats = _losses(graph, state, tokens, scored)
+            positions, rope = _places(self.full.config, scored)
+            stream = _start(self.full.embed(jnp.asarray(tokens[:, :-1])))
+            for graph, state in layers:
+                stream = _full_layer(graph, state, stream, rope, positions, scored)
+            nats = _losses(*head, stream, tokens[:, 1:])
             found.append((np.asarray(nats, np.float64) * scored).sum(axis=1))
         return np.concatenate(found)[: len(self.windows.tokens)]
 
@@ -209,12 +214,21 @@ def _start(x: jax.Array) -> Stream:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _losses(graph: Any, state: Any, tokens: jax.Array, scored: jax.Array) -> jax.Array:
-    """tokens int32 `[B, T + 1]` → float32 `[B, T]`."""
+def _full_layer(
+    graph: Any, state: Any, stream: Stream, rope: Any, positions: jax.Array, scored: jax.Array
+) -> Stream:
+    """One layer of the full-precision model."""
+    layer: DecoderLayer = nnx.merge(graph, state)
+    x, residual, _, _ = layer(*stream, rope, positions, scored, None)
+    return Stream(x, residual)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _losses(graph: Any, state: Any, stream: Stream, targets: jax.Array) -> jax.Array:
+    """What the last layer returns and targets int32 `[B, T]` → float32 `[B, T]`."""
     model: Decoder = nnx.merge(graph, state)
-    positions = jnp.broadcast_to(jnp.arange(scored.shape[1], dtype=jnp.int32), scored.shape)
-    hidden, _, _ = model.hidden(tokens[:, :-1], positions, valid=scored)
-    pairs = (hidden, tokens[:, 1:])
+    assert model.norm is not None
+    pairs = (model.norm.add(*stream)[0], targets)
     return jax.lax.map(lambda row: compare_logits(model.logits(row[0])[None], row[1])[0][0], pairs)
 
 

@@ -18,7 +18,14 @@ import numpy as np
 from moejax.bench.common.telemetry import open_telemetry
 from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.quantization.evaluate import Evaluator
-from moejax.bench.quantization.method import Bench, MethodResult, full_row, measure_method, speed_fields
+from moejax.bench.quantization.method import (
+    Bench,
+    MethodResult,
+    compiling,
+    full_row,
+    measure_method,
+    speed_fields,
+)
 from moejax.bench.quantization.metrics import WindowBootstrap
 from moejax.bench.quantization.rows import FULL, against_rtn, compare_methods, mark_pareto
 from moejax.bench.quantization.sizes import model_sizes
@@ -142,7 +149,7 @@ def run_quantization(
     run.record(seeds={"seed": seed}, checkpoint=full.model_dir, workload=windows.fingerprint)
     evaluator = Evaluator(full.model, windows, section.batch_size)
     total = 2 + len(section.methods) * (2 + evaluator.num_batches)
-    with progress(FULL, total=total) as task:
+    with compiling() as compiled, progress(FULL, total=total) as task:
         bench = _prepare(open_model, full, windows, evaluator, section, run, seed, loads)
         telemetry = open_telemetry(run.telemetry, full.parallel_config.num_devices)
         methods = _Methods(run, section, bench, telemetry, [full_row(bench)], nats={FULL: bench.base_nats})
@@ -152,7 +159,9 @@ def run_quantization(
             _one_method(methods, method, task)
     details = methods.write()
     run.track(**methods.naming("summary", "summary"))
-    return run.finish(methods.result(), plot_data=[methods.details], files=[details])
+    result = methods.result()
+    result["metrics"]["compile_seconds"] = compiled.seconds
+    return run.finish(result, plot_data=[methods.details], files=[details])
 
 
 def check_methods(result: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
 from moejax.bench.backends.provenance import encoder, without_our_process
+from moejax.bench.common.compilation import shown_compilation
 from moejax.bench.ramp.config import RampConfig
 from moejax.bench.ramp.rule import best_goodput, judge, knee, pareto_front, user_rates
 from moejax.bench.run import ExperimentRun
@@ -77,8 +78,9 @@ def _climb(
     """One mode's steps up to saturation and those between; appends to `modes` and `rows`."""
     rates = ramp.steps()
     followed, saturated, refined = 0.0, None, 0
-    with progress(f"compiling and warming up ({mode.label})"):
-        warm_up(mode, workload)
+    with progress(f"compiling and warming up ({mode.label})") as task:
+        with shown_compilation(engine_of(mode.backend), task):
+            warm_up(mode, workload)
     while True:
         if saturated is None:
             if not rates:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Sequence
 
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
+from moejax.bench.common.compilation import shown_compilation
 from moejax.bench.common.telemetry import Meter
 from moejax.bench.common.trace_io import start_capture, take_capture
 from moejax.bench.driver import drive
@@ -31,7 +32,8 @@ def measure(modes: Sequence[Mode], workload: ThroughputWorkload, meter: Meter | 
     with progress("compiling and warming up") as task:
         for mode in modes:
             task.describe(f"compiling and warming up ({mode.label})")
-            warm_up(mode, workload)
+            with shown_compilation(engine_of(mode.backend), task):
+                warm_up(mode, workload)
     total = sum(len(mode.plan) for mode in modes) * workload.iterations
     with progress("measuring", total=total) as task:
         for iteration in range(workload.iterations):

@@ -198,8 +198,7 @@ class PipelineRunner(BucketRunner):
                 for start, count in part.spans:
                     scores[start : start + count] = result.prompt_logprobs[first : first + count]
                     first += count
-            if output.counts is not None:
-                self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
+            self._add_counts(phase, rows, output)
         return StepResult(tokens, logprobs, scores, padded)
 
     def bubble(self) -> float:

@@ -11,7 +11,7 @@ from moejax.engine.step.batch import unpack
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.functions import ModelFunctions, routing_counts
-from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.ledger import CompileLedger, Program
 from moejax.engine.step.limits import Limits, StepKey
 from moejax.engine.step.program import (
     Captured,
@@ -169,8 +169,8 @@ class Stage(DeviceRunner):
             self.program(key)
             self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
 
-    def program(self, key: StepKey) -> Any:
-        """The compiled step of a bucket."""
+    def _program(self, key: StepKey) -> Program:
+        """The step of a bucket, to be compiled."""
 
         def build() -> jax.stages.Wrapped:
             def step(leaves: Any, state: DeviceState, buffer: jax.Array, given: jax.Array) -> Any:
@@ -191,7 +191,7 @@ class Stage(DeviceRunner):
                 state = DeviceState(state.pages, cast(Any, None), None)
             return leaves, state, buffer, given
 
-        return self.ledger.get("step", key, build, shapes)
+        return Program("step", key, build, shapes)
 
     def _nothing(self, key: StepKey) -> StageOutput:
         """Returns a stand-in for the output of a stage that is not here: shapes, and zeros for the host."""

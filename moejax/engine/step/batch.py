@@ -162,7 +162,8 @@ class BatchBuilder:
         replay: the trace that is replayed, where `limits` say so.
 
     `warm_modes` are the sampler modes that warm-up has compiled. A batch runs in the first of them that does
-    all it needs, in its own least mode where there is none. With `record_all` every step records its routing.
+    all it needs, in its own least mode where there is none. With `record_all` every step records its routing;
+    with `counting` every step counts it, whether anybody asked or not, so that one program serves both.
     """
 
     def __init__(self, buckets: Buckets, limits: Limits, replay: RoutingReplay | None = None) -> None:
@@ -170,7 +171,7 @@ class BatchBuilder:
         self.limits = limits
         self.replay = replay
         self.warm_modes: list[SamplerMode] = []
-        self.record_all = False
+        self.record_all = self.counting = False
 
     def key(self, plan: Plan) -> StepKey:
         """The least bucket that holds a plan."""
@@ -201,16 +202,16 @@ class BatchBuilder:
         highest = max([highest, *(max(chunk.sequence.blocks) for chunk in plan.chunks)])
         # Kernels read through block tables, which do not care who else has a block.
         shared = int(np.bincount(held).max()) if D and self.limits.kernels == "xla" else 1
-        segments = self.buckets.segments_for(highest + 1)
         tokens = plan.chunk_tokens
         computed = max(tokens, plan.min_tokens) if tokens else 0
+        segments = self.buckets.segments_for(highest + 1, tokens)
         return StepKey(
-            rows=self.buckets.rows_for(len(rows)),
+            rows=self.buckets.rows_for(len(rows), tokens),
             tokens=self.buckets.tokens_for(computed),
             blocks=self.buckets.segments.ends[segments - 1],
             owners=1 << (shared - 1).bit_length(),
             mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
-            record=self.record_all or any(s.record for s in rows),
+            record=self.record_all or self.counting or any(s.record for s in rows),
             score=any(chunk.sequence.score for chunk in plan.chunks),
         )
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.step.batch import BatchBuilder
 from moejax.engine.step.buckets import Buckets
-from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.ledger import CompileLedger, Program
 from moejax.engine.step.limits import CacheSpec, Limits, StepKey
 from moejax.engine.step.program import PagedOutput
 from moejax.engine.step.runner import StepResult
@@ -29,12 +29,14 @@ class Rows(NamedTuple):
     Attributes:
         wanted: how many likeliest tokens each row wants to know; None where nobody does.
         rows, chunk_tokens: of each data-parallel group, padding not counted.
+        record: whether somebody asked for expert counts.
         plan: what was asked for; its sequences have gone on since.
     """
 
     wanted: list[int | None] | None
     rows: list[int]
     chunk_tokens: list[int]
+    record: bool
     plan: Plan
 
     @classmethod
@@ -43,8 +45,30 @@ class Rows(NamedTuple):
             [s.params.logprobs for s in plan.sequences] if key.mode.logprobs >= 0 else None,
             [len(part.sequences) for part in plan.groups],
             [part.chunk_tokens for part in plan.groups],
+            any(s.record for s in plan.sequences),
             plan,
         )
+
+
+class PlannedSteps:
+    """Implements `moejax.engine.step.runner.Runner` without computing anything: notes each step's bucket.
+
+    Args:
+        token: what every row samples.
+    """
+
+    def __init__(self, builder: BatchBuilder, token: int) -> None:
+        self.builder, self.token = builder, token
+        self.keys: dict[StepKey, None] = {}
+
+    def reset(self) -> None: ...
+
+    def launch(self, plan: Plan) -> StepResult:
+        self.keys[self.builder.key(plan)] = None
+        return StepResult([self.token] * len(plan.sequences), padded_tokens=plan.num_tokens)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
 
 
 class BucketRunner(ABC):
@@ -77,6 +101,7 @@ class BucketRunner(ABC):
         self.config = config
         self.groups = groups
         self._one_segment = kernels != "xla"
+        self.cache = cache
         self.buckets = self._all_buckets(cache.num_blocks)
         self.limits = Limits(
             slots=config.max_num_seqs,
@@ -96,6 +121,14 @@ class BucketRunner(ABC):
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         """Starts a step on a built batch."""
 
+    def _programs(self, key: StepKey) -> list[Program]:
+        """What a step needs; nothing where that is compiled when it first runs."""
+        return []
+
+    def compile_ahead(self, keys: Iterable[StepKey]) -> None:
+        """Compiles these steps, those that are new, side by side."""
+        self.ledger.compile_all([program for key in keys for program in self._programs(key)])
+
     @abstractmethod
     def _copier(self, segments: int) -> Any:
         """The compiled program that copies blocks within the first `segments` segments."""
@@ -108,6 +141,12 @@ class BucketRunner(ABC):
         if output.prompt_logprobs is not None:
             scores = _of_groups(output.prompt_logprobs, batch.chunk_tokens)
         return StepResult(sampled.tokens.tolist(), logprobs, scores, self.groups * (key.rows + key.tokens))
+
+    def _add_counts(self, phase: str, batch: Rows, output: PagedOutput) -> None:
+        """Adds a batch's expert counts to `routing`, unless it counted though nobody asked."""
+        asked = batch.record or self.builder.record_all or not self.builder.counting
+        if output.counts is not None and asked:
+            self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
 
     def _take_routing(self, key: StepKey, batch: Rows, output: PagedOutput) -> None:
         """Has a batch's captured routing read, in a while."""
@@ -136,27 +175,35 @@ class BucketRunner(ABC):
             max_total_len: of its longest request, prompt and output. A preempted one comes back as a prompt.
             modes: sampler modes that the batches run in.
             samples: the largest n of a request.
-            score, record: compile the steps that score prompts, or record routing, as well. Where every step
-                records (`BatchBuilder.record_all`) there are no others.
+            score, record: compile the steps that score prompts, or record routing, as well. On one group then
+                every step counts: a few operations, and half as many programs.
         """
         self.builder.warm_modes = list(dict.fromkeys(modes))
         self.buckets = self.builder.buckets = self._thinned(max_total_len)
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
         reachable = list(self.buckets.reachable(max_total_len, self.limits.block_size, samples))
+        self.count_always(record)
         modes, records = self.builder.warm_modes, (False, True) if record else (False,)
-        if self.builder.record_all:
+        if self.builder.record_all or self.builder.counting:
             records = (True,)
         options = itertools.product(reachable, owners, modes, records, (False, True) if score else (False,))
-        for (rows, tokens, segments), sharing, mode, recorded, scored in options:
-            if tokens or not scored:
-                blocks = self.limits.segment_ends[segments - 1]
-                key = StepKey(rows, tokens, blocks, sharing, mode, recorded, scored)
-                buffer = np.tile(self.builder.empty(key), self.groups)
-                jax.block_until_ready(self._run(key, buffer))
+        keys = [
+            StepKey(rows, tokens, self.limits.segment_ends[segments - 1], sharing, mode, recorded, scored)
+            for (rows, tokens, segments), sharing, mode, recorded, scored in options
+            if tokens or not scored
+        ]
+        self.compile_ahead(keys)
+        for key in keys:
+            buffer = np.tile(self.builder.empty(key), self.groups)
+            jax.block_until_ready(self._run(key, buffer))
         if samples > 1:
             for segments in sorted({segments for _, _, segments in reachable}):
                 self._copier(segments)
+
+    def count_always(self, count: bool) -> None:
+        """Whether steps count their routing though nobody asks; only on one group, where it sends nothing."""
+        self.builder.counting = count and self.groups == 1
 
     def _thinned(self, max_total_len: int) -> Buckets:
         """The buckets that a warm-up compiles."""

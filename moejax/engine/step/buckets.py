@@ -13,6 +13,9 @@ from moejax.core.config import EngineConfig
 
 SMALLEST_CHUNK = 16
 
+CHUNK_BLOCKS = 128
+"""Reading this many cache blocks costs little beside a chunk."""
+
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
     """first, 2·first, 4·first, …, ending with `last` itself."""
@@ -26,12 +29,18 @@ def powers_of_two(first: int, last: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Buckets:
     """rows: sequences in a batch; tokens: chunk tokens; segments: cache blocks, of which a step reads the
-    first `segment_counts[i]` segments."""
+    first `segment_counts[i]` segments.
+
+    A step with chunk tokens has at least `chunk_rows` rows and `chunk_segments` segments: with their largest
+    sizes it comes in few shapes, and what rows and blocks cost there is little beside the chunk.
+    """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     segments: SegmentLayout
     segment_counts: tuple[int, ...]
+    chunk_rows: int = 1
+    chunk_segments: int = 1
 
     @classmethod
     def of(cls, config: EngineConfig, num_blocks: int) -> "Buckets":
@@ -44,22 +53,26 @@ class Buckets:
             _up_to(rows, seqs), _up_to(chunk, tokens), segments, tuple(range(1, len(segments.ends) + 1))
         )
 
-    def rows_for(self, rows: int) -> int:
-        return self.rows[bisect_left(self.rows, rows)]
+    def rows_for(self, rows: int, tokens: int = 0) -> int:
+        """Rows of a step with that many chunk tokens."""
+        return self.rows[bisect_left(self.rows, max(rows, self.chunk_rows) if tokens else rows)]
 
     def tokens_for(self, tokens: int) -> int:
         """0 for none."""
         return self.tokens[bisect_left(self.tokens, tokens)] if tokens else 0
 
-    def segments_for(self, blocks: int) -> int:
-        """Segments to read where the first `blocks` blocks matter."""
-        return self.segment_counts[bisect_left(self.segment_counts, self.segments.segments_for(blocks))]
+    def segments_for(self, blocks: int, tokens: int = 0) -> int:
+        """Segments to read where the first `blocks` blocks matter, in a step with that many chunk tokens."""
+        least = self.segments.segments_for(blocks)
+        least = max(least, self.chunk_segments) if tokens else least
+        return self.segment_counts[bisect_left(self.segment_counts, least)]
 
     def thinned(self, config: EngineConfig, max_total_len: int) -> "Buckets":
         """Fewer buckets for a workload whose every step is to be compiled ahead.
 
         The buckets that the configuration leaves open are reduced to the largest that the workload needs and
-        one of about a quarter of it; those beyond its needs stay for what comes after it.
+        one of about a quarter of it; those beyond its needs stay for what comes after it. Steps with chunk
+        tokens have its largest rows only, and its largest segments unless these are many blocks.
 
         Args:
             max_total_len: of its longest request, in tokens.
@@ -73,7 +86,8 @@ class Buckets:
         if config.block_buckets is None:
             quarter = self.segments.segments_for(-(-self.segments.ends[last_segments - 1] // 4))
             counts = _two(counts, last_segments, quarter)
-        return Buckets(rows, tokens, self.segments, counts)
+        chunk_segments = last_segments if self.segments.ends[last_segments - 1] <= CHUNK_BLOCKS else 1
+        return Buckets(rows, tokens, self.segments, counts, rows[-1], chunk_segments)
 
     def reachable(
         self, max_total_len: int, block_size: int, samples: int = 1
@@ -90,11 +104,14 @@ class Buckets:
             for rows in reversed(self.rows):
                 smaller = self.rows[self.rows.index(rows) - 1] if rows != self.rows[0] else 0
                 # A row has a block of its own, or shares one with the other samples of its request.
-                if smaller + 1 > blocks * samples:
-                    continue
-                yield rows, 0, segments
-                for tokens in reversed([t for t in self.tokens if t <= last_tokens]):
-                    yield rows, tokens, segments
+                filled = smaller + 1 <= blocks * samples
+                if filled:
+                    yield rows, 0, segments
+                if segments >= self.chunk_segments and (
+                    rows == self.chunk_rows or (filled and rows > self.chunk_rows)
+                ):
+                    for tokens in reversed([t for t in self.tokens if t <= last_tokens]):
+                        yield rows, tokens, segments
 
     def _largest(self, max_total_len: int, block_size: int) -> tuple[int, int]:
         """The largest chunk tokens and segments that requests of this length can need."""

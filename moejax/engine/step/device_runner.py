@@ -14,7 +14,7 @@ from moejax.engine.scheduling.plan import Plan
 from moejax.engine.step.batch import layout
 from moejax.engine.step.bucket_runner import BucketRunner, Rows
 from moejax.engine.step.functions import shapes_of
-from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.ledger import CompileLedger, Program
 from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.program import DeviceState, PagedFunctions, PagedOutput
 from moejax.engine.step.runner import StepResult
@@ -110,9 +110,7 @@ class DeviceRunner(BucketRunner):
         """Reads a step's result; this is where the host waits for the device."""
         key, output = handle.key, handle.output
         result = self._result(key, handle.batch, output)
-        if output.counts is not None:
-            phase = "prefill" if key.tokens else "decode"
-            self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
+        self._add_counts("prefill" if key.tokens else "decode", handle.batch, output)
         if self.capture is not None:
             self.capture.next_step()
             self._take_routing(key, handle.batch, output)
@@ -128,6 +126,13 @@ class DeviceRunner(BucketRunner):
 
     def program(self, key: StepKey) -> Any:
         """The compiled step of a bucket."""
+        return self.ledger.get(*self._program(key))
+
+    def _programs(self, key: StepKey) -> list[Program]:
+        return [self._program(key)]
+
+    def _program(self, key: StepKey) -> Program:
+        """The step of a bucket, to be compiled."""
 
         def build() -> jax.stages.Wrapped:
             def step(leaves: Any, state: DeviceState, buffer: jax.Array) -> Any:
@@ -136,7 +141,7 @@ class DeviceRunner(BucketRunner):
 
             return self.place.compiled(step, self._shapes(key), donate=1, output=True)
 
-        return self.ledger.get("step", key, build, lambda: self._shapes(key))
+        return Program("step", key, build, lambda: self._shapes(key))
 
     def _shapes(self, key: StepKey) -> tuple[Any, DeviceState, Any]:
         """Returns the shapes of a step's weights, state and buffer."""

@@ -3,10 +3,12 @@
 Steps are compiled ahead of time, once per shape bucket, so a compilation can only happen here.
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,17 +30,38 @@ class CompileEntry:
     after_warmup: bool
 
 
+class Program(NamedTuple):
+    """A program that may have to be compiled.
+
+    Attributes:
+        function: its name in the ledger.
+        key: hashable; describes the bucket (a NamedTuple reads well in the ledger).
+        build: makes the jitted function.
+        args: example arguments (arrays or `jax.ShapeDtypeStruct`) to compile for.
+    """
+
+    function: str
+    key: Any
+    build: Callable[[], Any]
+    args: Callable[[], tuple[Any, ...]]
+
+
 class CompileLedger:
     """Compiled functions by (name, key), and the record of how they came about.
 
     Args:
         strict: a compilation after `warmed_up` was set raises.
+
+    `seconds` is the time spent compiling. `on_progress` is told how many of how many programs are compiled
+    while `compile_all` is at work.
     """
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
         self.entries: list[CompileEntry] = []
+        self.seconds = 0.0
         self.warmed_up = False
+        self.on_progress: Callable[[int, int], None] = lambda done, total: None
         self._compiled: dict[tuple[str, Any], Callable[..., Any]] = {}
 
     def get(
@@ -54,32 +77,52 @@ class CompileLedger:
         Raises:
             CompileError: the key is new after warm-up, and the ledger is strict.
         """
-        found = self._compiled.get((function, key))
-        if found is not None:
-            return found
-        others = [k for name, k in self._compiled if name == function]
-        if self.strict and self.warmed_up:
-            raise CompileError(
-                f"{function} {key} is not compiled ({_cause(key, others)}), and engine.strict_compile "
-                "forbids compiling after warm-up; widen the warm-up or the engine's buckets"
-            )
-        start = time.perf_counter()
-        compiled = build().lower(*args()).compile()
-        seconds = time.perf_counter() - start
-        self.entries.append(
-            CompileEntry(function, str(key), _cause(key, others), round(seconds, 4), self.warmed_up)
-        )
-        self._compiled[function, key] = compiled
-        return compiled
+        if (function, key) not in self._compiled:
+            self.compile_all([Program(function, key, build, args)])
+        return self._compiled[function, key]
+
+    def compile_all(self, programs: Sequence[Program]) -> None:
+        """Compiles those that are new, side by side: one is traced while others are being compiled.
+
+        Raises:
+            CompileError: as for `get`.
+        """
+        new = {(p.function, p.key): p for p in programs if (p.function, p.key) not in self._compiled}
+        if not new:
+            return
+        begin = time.perf_counter()
+        known, causes = list(self._compiled), []
+        for function, key in new:
+            cause = _cause(key, [other for name, other in known if name == function])
+            if self.strict and self.warmed_up:
+                raise CompileError(
+                    f"{function} {key} is not compiled ({cause}), and engine.strict_compile "
+                    "forbids compiling after warm-up; widen the warm-up or the engine's buckets"
+                )
+            known.append((function, key))
+            causes.append(cause)
+        with ThreadPoolExecutor(min(len(new), _threads())) as pool:
+            compiling = []
+            for program in new.values():
+                start = time.perf_counter()
+                lowered = program.build().lower(*program.args())
+                compiling.append(pool.submit(_compile, lowered, time.perf_counter() - start))
+                self.on_progress(sum(future.done() for future in compiling), len(new))
+            for place, ((function, key), cause) in enumerate(zip(new, causes, strict=True), 1):
+                compiled, seconds = compiling[place - 1].result()
+                entry = CompileEntry(function, str(key), cause, round(seconds, 4), self.warmed_up)
+                self.entries.append(entry)
+                self._compiled[function, key] = compiled
+                self.on_progress(place, len(new))
+        self.seconds += entry.seconds if len(new) == 1 else time.perf_counter() - begin
+
+    def share(self, other: "CompileLedger") -> None:
+        """Uses the programs that `other` has compiled or will compile. Both must mean the same by a key."""
+        self._compiled = other._compiled
 
     def programs(self, function: str) -> list[tuple[Any, Any]]:
         """(key, `jax.stages.Compiled`) of each bucket of `function`, in the order of their compilation."""
         return [(key, compiled) for (name, key), compiled in self._compiled.items() if name == function]
-
-    @property
-    def seconds(self) -> float:
-        """Total time spent compiling."""
-        return sum(entry.seconds for entry in self.entries)
 
     @property
     def recompiles(self) -> list[CompileEntry]:
@@ -89,6 +132,18 @@ class CompileLedger:
     def rows(self) -> list[dict[str, Any]]:
         """The entries as dictionaries, for a result file."""
         return [asdict(entry) for entry in self.entries]
+
+
+def _threads() -> int:
+    """Programs to compile at a time. Several processes may have to meet while they compile: one by one."""
+    return min(4, os.cpu_count() or 1) if jax.process_count() == 1 else 1
+
+
+def _compile(lowered: jax.stages.Lowered, before: float) -> tuple[Any, float]:
+    """The compiled program, and the seconds it took beside those of `before`."""
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    return compiled, before + time.perf_counter() - start
 
 
 def _cause(key: Any, others: list[Any]) -> str:
