@@ -79,17 +79,17 @@ def exchange_ragged(
     ids = jnp.where(mine, part.ids[token] - (rank * hop.experts_per_rank)[:, None], hop.experts_per_rank)
     weights = jnp.where(mine, part.weights[token], 0.0)
     words = pack(part.x[token], ids, weights)
-    taken = ragged(words, jnp.zeros((R * N, words.shape[1]), words.dtype), *there, axis_name=hop.names)
+    words = ragged(words, jnp.zeros((R * N, words.shape[1]), words.dtype), *there, axis_name=hop.names)
 
-    x, ids, weights = unpack(taken, (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32))
+    x, ids, weights = unpack(words, (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32))
     filled = (jnp.arange(R * N, dtype=jnp.int32) < jnp.sum(there.recv_sizes))[:, None]
     rows = run(x, jnp.where(filled, ids, hop.experts_per_rank), jnp.where(filled, weights, 0.0))
     words = pack(rows)
-    taken = ragged(words, jnp.zeros((row.shape[0], words.shape[1]), words.dtype), *back, axis_name=hop.names)
+    words = ragged(words, jnp.zeros((row.shape[0], words.shape[1]), words.dtype), *back, axis_name=hop.names)
 
     home = homes(plan)
     position = plan.first[jnp.minimum(home.rank, R - 1)] + home.slot
-    out = sum_rows(unpack(taken, (rows.shape[1], rows.dtype))[0], position, home.rank < R)
+    out = sum_rows(unpack(words, (rows.shape[1], rows.dtype))[0], position, home.rank < R)
     return out if overlapped is None else out + overlapped(part)
 
 
