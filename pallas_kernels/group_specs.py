@@ -62,7 +62,7 @@ def spec_tags(model: ModelShape, phase: str, tokens: int, routing: str) -> froze
 
 
 def lay_out(ids: np.ndarray, num_experts: int, block_m: int) -> Groups:
-    """Computes as a plain numpy twin of `moe_permute`."""
+    """Computes `moe_permute` in plain numpy, as its twin."""
     T, k = ids.shape
     A = T * k
     P = padded_rows(A, num_experts, block_m)

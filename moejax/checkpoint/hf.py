@@ -55,7 +55,7 @@ def shipped_models() -> list[str]:
 
 
 def resolve_model_dir(model: str | os.PathLike[str]) -> Path:
-    """Maps a shipped model's name or a directory to its directory.
+    """Returns the directory of a shipped model's name, or of a directory itself.
 
     Raises:
         ConfigError: neither; the message names the shipped models.

@@ -20,7 +20,7 @@ def get_family(name: str, source: str = "config.json") -> Family:
 
 
 def config_from_hf(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
-    """Maps a Hugging Face `config.json`, as a dictionary to `ModelConfig`.
+    """Reads a Hugging Face `config.json`, as a dictionary, into a `ModelConfig`.
 
     Raises:
         ConfigError: unsupported `model_type`, missing or bad fields, or fields that change the computation

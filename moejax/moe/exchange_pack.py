@@ -13,7 +13,7 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def pack(*arrays: jax.Array) -> jax.Array:
-    """Maps `[…, n_i]` each, of any dtypes to words `[…, W]`. A word is as wide as the first array's element,
+    """Packs arrays `[…, n_i]`, any dtypes, to words `[…, W]`. A word is as wide as the first array's element,
     but at most 4 bytes; W is the sum of n_i · itemsize_i / (bytes of a word).
 
     Raises:

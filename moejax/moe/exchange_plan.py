@@ -56,7 +56,7 @@ def send_counts(dest: jax.Array, size: int) -> jax.Array:
 
 
 def plan_sends(dest: jax.Array, size: int) -> SendPlan:
-    """Maps int32 `[N, k]` destinations in [0, R], R = `size` for none to SendPlan."""
+    """Plans sends to int32 `[N, k]` destinations in [0, R], R = `size` for none."""
     hits = send_hits(dest, size)
     upto = jnp.cumsum(hits.reshape(-1), dtype=jnp.int32).reshape(hits.shape)
     ends = upto[:, -1]

@@ -102,7 +102,7 @@ class Experts(nnx.Module):
 
     @jax.named_scope("experts_dispatch")
     def __call__(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
-        """Maps x `[N, D]` to ExpertsOutput, by the execution that `config` names."""
+        """Runs the experts on x `[N, D]` by the execution that `config` names."""
         if config.execution == "capacity":
             return self._capacity(x, routing, config)
         zero = jnp.zeros((), jnp.int32)

@@ -72,7 +72,7 @@ class MoELayer(nnx.Module):
     def __call__(
         self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None
     ) -> tuple[jax.Array, RoutingTrace]:
-        """Maps x `[B, T, D]`, valid bool `[B, T]` to (`[B, T, D]`, trace).
+        """Runs the layer on x `[B, T, D]`, valid bool `[B, T]`; returns (`[B, T, D]`, trace).
 
         An unused trace costs nothing: under `jit` what is not returned is not computed.
 

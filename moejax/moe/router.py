@@ -64,7 +64,7 @@ class Router(nnx.Module):
 
     @jax.named_scope("router")
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
-        """Maps x `[N, D]`, valid bool `[N]` (False for padding) to Routing, of `replay`'s `[N, k]` where
+        """Routes x `[N, D]`, valid bool `[N]` (False for padding), with `replay`'s ids `[N, k]` where
         given; its logits are the router's own in any case."""
         logits = matmul_of(x, self.kernel, out_dtype=jnp.float32)
         ids, weights = self._choose(logits) if replay is None else self._again(logits, replay)

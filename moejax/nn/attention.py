@@ -53,7 +53,7 @@ class Attention(nnx.Module):
 
     @jax.named_scope("qkv_projection")
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Maps x `[B, T, D]` to q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]`, not rotated yet."""
+        """Projects x `[B, T, D]` to q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]`, not rotated yet."""
         config = self.config
         B, T, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -75,7 +75,7 @@ class Attention(nnx.Module):
         positions: jax.Array,
         cache: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Maps x `[B, T, D]` to (`[B, T, D]`, updated cache).
+        """Attends x `[B, T, D]`; returns (`[B, T, D]`, updated cache).
 
         Without a cache the call holds each sequence whole, from position 0.
         """

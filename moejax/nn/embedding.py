@@ -24,7 +24,7 @@ class Embedding(nnx.Module):
         self.split = split
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps int32 `[...]` to `[..., D]`."""
+        """Looks up int32 `[...]`; returns `[..., D]`."""
         table = self.table[...]
         if not self.split:
             return jnp.take(table, tokens, axis=0, mode="clip")

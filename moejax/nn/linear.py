@@ -38,6 +38,6 @@ class Linear(nnx.Module):
         self.split = split or reduce
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps `[..., in]` to `[..., out]`, in x's dtype."""
+        """Multiplies `[..., in]` to `[..., out]`, in x's dtype."""
         y = psum(matmul_of(x, self.kernel, split=self.split), self.reduce)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)

@@ -33,12 +33,12 @@ class RMSNorm(nnx.Module):
         self.split = split
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps `[..., dim]` to `[..., dim]`."""
+        """Normalises `[..., dim]`."""
         return self.add(x, None)[0]
 
     @jax.named_scope("norm")
     def add(self, x: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Maps x and residual `[..., dim]` to (the normalised sum, the sum)."""
+        """Adds x and residual `[..., dim]`; returns (the normalised sum, the sum)."""
         if self.kernels != "xla":
             return self._kernel(x, residual)
         total = x if residual is None else x + residual

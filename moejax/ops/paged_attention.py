@@ -84,7 +84,7 @@ def paged_attention(
 
 
 def decode_attention(q: jax.Array, segments: Segments, plan: DecodePlan, window: int | None) -> jax.Array:
-    """Maps q `[S, K, G, Dh]`, already scaled to `[S, K, G, Dh]`. Rows that own no block give 0."""
+    """Attends scaled q `[S, K, G, Dh]`; returns `[S, K, G, Dh]`. Rows that own no block give 0."""
     S, K, G, Dh = q.shape
     N, R = plan.owner.shape
     size = segments[0].block_size
@@ -175,7 +175,7 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def chunk_attention(q: jax.Array, segments: Segments, plan: ChunkPlan, window: int | None) -> jax.Array:
-    """Maps q `[T, K, G, Dh]`, already scaled to `[T, K, G, Dh]`."""
+    """Attends scaled q `[T, K, G, Dh]`; returns `[T, K, G, Dh]`."""
     T, K, G, Dh = q.shape
     tile = tile_rows(T)
     size = segments[0].block_size

@@ -139,7 +139,7 @@ def _splits_in_halves(weight: QTensor) -> bool:
 
 
 def _packed_dot(x: jax.Array, weight: QTensor) -> jax.Array:
-    """Maps x `[..., D]` by four-bit codes to float32 `[..., F]`, as two products.
+    """Multiplies x `[..., D]` by four-bit codes to float32 `[..., F]`, as two products.
 
     A byte's nibbles are half a piece of inputs apart. Rather than put them in order, which no CPU does fast,
     the inputs are taken in the order of the low nibbles, and then in that of the high ones.
@@ -166,7 +166,7 @@ def _packed_dot(x: jax.Array, weight: QTensor) -> jax.Array:
 
 
 def _of_half(grid: jax.Array, group: int, piece: int, half: int) -> jax.Array:
-    """Maps `[F or 1, G]`, of the groups in all inputs to those of the low (0) or high nibbles, each with as
+    """Maps `[F or 1, G]` of the groups in all inputs to those of the low (0) or high nibbles, each with as
     many inputs: `[F or 1, G', 1]`."""
     if group and group < piece:
         within = piece // group  # groups of a piece, of which the first half are in the low nibbles
@@ -190,13 +190,13 @@ def _kernel(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
 
 
 def _dot(x: jax.Array, stored: jax.Array) -> jax.Array:
-    """Maps x `[..., D]` and stored `[F, D]`, of one dtype to float32 `[..., F]`."""
+    """Multiplies x `[..., D]` by stored `[F, D]` of the same dtype to float32 `[..., F]`."""
     # On CPU a vector's product in this form takes half the time of the contraction of the last axes.
     return jnp.matmul(x, stored.T, preferred_element_type=jnp.float32)
 
 
 def _integer_dot(x: jax.Array, stored: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """Maps int8 x `[..., D]` and stored `[F, D]`, less its zero points `[1, F or 1]` to float32 `[..., F]`:
+    """Multiplies int8 x `[..., D]` by stored `[F, D]` less its zero points `[1, F or 1]`, float32 `[..., F]`:
     the exact sum, rounded once.
 
     CPUs have no fast product of int8: there the codes are floats, and the sum goes by parts short enough to

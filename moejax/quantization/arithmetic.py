@@ -217,7 +217,7 @@ def round_to_codes(w: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFo
 
 
 def encode(x: jax.Array, numbers: str) -> jax.Array:
-    """Maps float32 to float8 numbers (or float4 nibbles), nearest, ties to even, saturating.
+    """Rounds float32 to float8 numbers (or float4 nibbles), nearest, ties to even, saturating.
 
     By integer arithmetic: compilers differ in how often they round on the way from float32 to float8.
     """

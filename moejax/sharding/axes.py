@@ -72,7 +72,7 @@ def reduce_scatter(x: jax.Array, names: Names, axis: int = 0) -> jax.Array:
 
 
 def all_to_all(x: jax.Array, names: Names) -> jax.Array:
-    """Maps `[R, …]`, row r for the axes' device r to `[R, …]`, row r from device r."""
+    """Sends row r of `[R, …]` to the axes' device r; returns `[R, …]`, row r from device r."""
     return jax.lax.all_to_all(x, names, 0, 0, tiled=True) if names else x
 
 

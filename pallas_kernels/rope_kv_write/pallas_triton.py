@@ -51,7 +51,7 @@ def space(problem: Problem) -> Iterable[Config]:
 
 
 def _encode(x: jax.Array, dtype: Any) -> jax.Array:
-    """Maps float32 within the dtype's range to the dtype, to nearest, ties to even.
+    """Rounds float32 within the dtype's range to the dtype, to nearest, ties to even.
 
     By integer arithmetic: sm_80 has no conversion to 8-bit floats, and Pallas no rounding.
     """

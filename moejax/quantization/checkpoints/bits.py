@@ -42,7 +42,7 @@ def unpack_pieces(packed: np.ndarray, piece: int) -> np.ndarray:
 
 
 def signed(codes: np.ndarray) -> np.ndarray:
-    """Maps uint8 that count from -128 to int8."""
+    """Turns uint8 that count from -128 into int8."""
     return (codes ^ np.uint8(128)).view(np.int8)
 
 

@@ -40,7 +40,7 @@ def _steps(parts: Mapping[str, np.ndarray], fmt: WeightFormat) -> np.ndarray:
 def _spread(
     grid: np.ndarray, parts: Mapping[str, np.ndarray], fmt: WeightFormat, D: int, F: int
 ) -> np.ndarray:
-    """Maps `[G, O]` to one for each weight, `[F, D]` or what broadcasts to it."""
+    """Spreads `[G, O]` to one for each weight, `[F, D]` or what broadcasts to it."""
     if fmt.indexed:
         return grid[parts["group_index"]].T
     if fmt.granularity == "group":
