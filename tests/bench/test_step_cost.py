@@ -1,4 +1,4 @@
-"""Accounts of an engine's steps: against the attribution of the steps themselves, and by hand."""
+"""Cost breakdowns of an engine's steps: against the attribution of the steps themselves, and by hand."""
 
 from types import SimpleNamespace
 from typing import Any

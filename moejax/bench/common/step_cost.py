@@ -34,7 +34,7 @@ class EngineSteps:
         self.llm, self.dtype = llm, llm.config.dtype
         self._model: dict[str, Any] = {
             "kv_dtype": llm.kv_cache_dtype,
-            "held": held_weights(llm.config, declared),
+            "weights": held_weights(llm.config, declared),
         }
 
     def decode(self, case: LatencyCase, hits: np.ndarray) -> list[OpCost]:
