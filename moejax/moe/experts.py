@@ -216,8 +216,7 @@ def kernel_operand(stack: Stack, dtype: Any) -> "jax.Array | QuantizedTensor":
 
 
 def kernel_rounding(stack: Stack, operand: Any, split: Names) -> Any:
-    """Returns how rows are rounded before a product by GPU kernels, see `pallas_kernels.quantized_moe_mlp`;
-    None where the kernels' own way will do."""
+    """Returns `pallas_kernels.quantized_moe_mlp`'s rounding of rows; None where the kernels' own will do."""
     assert isinstance(stack.weight, QTensor)
     floats = isinstance(operand, jax.Array)
     if not floats and not split and stack.weight.format.activations == "dynamic":

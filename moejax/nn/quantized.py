@@ -99,8 +99,7 @@ def quantized_weights(model: nnx.Module) -> Iterator[tuple[str, QuantizedWeight]
 
 
 def weight_size(model: nnx.Module) -> tuple[int, int]:
-    """Returns the bytes of all parameters as held, scales and padding included, and how many numbers of the
-    model these stand for."""
+    """Returns the bytes of all parameters with scales and padding, and the model's numbers they stand for."""
     num_bytes = stands = 0
     parts = set()
     for path, weight in quantized_weights(model):

@@ -104,8 +104,7 @@ def bytes_on_wire(collective: Collective) -> float:
 
 
 def collectives(compiled: Any, mesh: Any) -> list[Collective]:
-    """Returns every collective that a program runs, in the order of its text, once for each call of the
-    computation that it stands in.
+    """Returns a program's collectives in the order of its text, once for each call of their computation.
 
     Args:
         compiled: a `jax.stages.Compiled`, or HLO text.
