@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.routing.capture import CAPTURE_FILE
+from moejax.routing.capture import CAPTURE_FILE, RoutingCapture, load_capture
 
 
 def check_trace(key: str, path: object) -> str:
     """The path as text, if there is something: an .npz file, or a run's folder with one. For configurations,
-    so that a wrong path is found before anything is done; what is in the file is `load_capture`'s to say.
+    so that a wrong path is found before anything is done; what is in the file is `open_trace`'s to say.
 
     Raises:
         ConfigError: it is no path, or there is nothing, or the folder holds none.
@@ -26,6 +27,20 @@ def check_trace(key: str, path: object) -> str:
     elif not Path(path).exists():
         raise ConfigError(f"{key}={path}: there is no such file or folder")
     return str(path)
+
+
+def open_trace(key: str, path: str, model: ModelConfig | None = None) -> RoutingCapture:
+    """Reads the trace that a configuration names under `key`.
+
+    Raises:
+        ConfigError: it is no trace, has no rows, or `model` could not have made it.
+    """
+    capture = load_capture(path)
+    if not capture.num_rows:
+        raise ConfigError(f"{key}={path}: the trace has no rows; capture some steps first")
+    if model is not None:
+        capture.check_fits(model, f"{key}={path}")
+    return capture
 
 
 def trace_names(paths: Iterable[str]) -> list[str]:

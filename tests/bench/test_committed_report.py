@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moejax.bench.kernels.static_baseline import committed_report
+from moejax.bench.kernels.static import committed_report
 from moejax.core.errors import ConfigError
 
 

@@ -119,7 +119,7 @@ def test_a_run_that_cannot_be_writes_nothing(
             None,
             r"is no routing trace of moejax \(no \.npz file\)",
         ),
-        (RoutingSelection(trace=str(empty)), None, "the trace is empty"),
+        (RoutingSelection(trace=str(empty)), None, "the trace has no rows"),
         (RoutingSelection(generate=zipf), None, "makes a trace of a model's shape: say which"),
         (RoutingSelection(generate=zipf), dense, "no layers with experts"),
     ):

@@ -12,7 +12,7 @@ from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_ro
 from moejax.bench.ab.variants import CONTROL, Arm, Variant
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
-from moejax.bench.backends.provenance import encoder
+from moejax.bench.backends.registry import encoder
 from moejax.bench.common.agreement import token_agreement
 from moejax.bench.run import ExperimentRun
 from moejax.bench.traffic import ThroughputWorkload

@@ -1,4 +1,4 @@
-"""Which engines an experiment measures: the configuration's `backend` section. No JAX here."""
+"""The configuration's `backend` section, which names the engines that an experiment measures. No JAX here."""
 
 import importlib.util
 import re
@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from moejax.core.config import check_choice, check_number, check_positive
+from moejax.core.checked import Checked, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError, unknown
 
 Kind = Literal["moejax", "hf_transformers", "llama_cpp", "openai_endpoint"]
 Prompts = Literal["token_ids", "text"]
 Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # Package that each needs in its interpreter, and the extra that brings it.
-_NEEDS = {"hf_transformers": ("transformers", "hf"), "llama_cpp": ("llama_cpp", "llama_cpp")}
-_OPENAI = ("openai", "openai")
+_NEEDS = {
+    "hf_transformers": ("transformers", "hf"), "llama_cpp": ("llama_cpp", "llama_cpp"),
+    "openai_endpoint": ("openai", "openai"),
+}  # fmt: skip
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LOCAL = ("hf_transformers", "llama_cpp")
 # Fields that only some kinds have.
@@ -32,7 +35,7 @@ _SHARED = ("python", "threads")
 
 
 @dataclass(frozen=True)
-class BackendOptions:
+class BackendOptions(Checked, section="backend"):
     """One engine.
 
     Attributes:
@@ -56,29 +59,18 @@ class BackendOptions:
     kind: Kind = "moejax"
     python: str | None = None
     path: str | None = None
-    threads: int | None = None
+    threads: PositiveInt | None = None
     device: Device = "auto"
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     url: str | None = None
     model: str | None = None
     api_key_env: str | None = None
     prompts: Prompts = "token_ids"
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        check_choice("backend.kind", self.kind, get_args(Kind))
-        check_choice("backend.device", self.device, get_args(Device))
-        check_choice("backend.prompts", self.prompts, get_args(Prompts))
-        check_choice("backend.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_number("backend.timeout_s", self.timeout_s)
-        if self.threads is not None:
-            check_positive("backend.threads", self.threads)
-        if not isinstance(self.options, Mapping):
-            raise ConfigError(f"backend.options must be a section of key: value, got {self.options!r}")
+    timeout_s: PositiveNumber = 600.0
 
     def check(self, where: str = "backend") -> None:
-        """What can be known before anything runs: values that belong to another kind, missing files,
+        """Checks what can be known before anything runs: values that belong to another kind, missing files,
         packages, interpreters.
 
         Args:
@@ -90,7 +82,7 @@ class BackendOptions:
         for name, kinds in _ONLY.items():
             if self.kind not in kinds and getattr(self, name) != getattr(BackendOptions(), name):
                 raise ConfigError(f"{where}.{name} is for {' and '.join(kinds)}, and this is {self.kind}")
-        if self.kind in _NEEDS:
+        if self.kind in _LOCAL:
             self._check_worker(where)
         if self.kind == "openai_endpoint":
             self._check_endpoint(where)
@@ -98,10 +90,8 @@ class BackendOptions:
     def _check_worker(self, where: str) -> None:
         if self.python is not None and shutil.which(self.python) is None:
             raise ConfigError(f"{where}.python: there is no program {self.python!r}")
-        if self.python is None:
-            package, extra = _NEEDS[self.kind]
-            if importlib.util.find_spec(package) is None:
-                raise ConfigError(missing_package(self.kind, package, extra, where))
+        if self.python is None and importlib.util.find_spec(_NEEDS[self.kind][0]) is None:
+            raise ConfigError(missing_package(self.kind, where))
         if self.kind == "llama_cpp":
             if self.path is None:
                 raise ConfigError(f"{where}.path is missing: llama.cpp reads a GGUF file; {_MAKE_GGUF}")
@@ -111,7 +101,7 @@ class BackendOptions:
             raise ConfigError(f"{where}.path: {self.path!r} is no Hugging Face directory (no config.json)")
 
     def _check_endpoint(self, where: str) -> None:
-        package, extra = _OPENAI
+        package, extra = _NEEDS[self.kind]
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"openai_endpoint needs the package {package}: pip install 'moejax[{extra}]'")
         if self.url is None:
@@ -149,14 +139,9 @@ class BackendSection(BackendOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.compare_with, str):
-            raise ConfigError(
-                f"backend.compare_with must be a list: backend.compare_with=[{self.compare_with}]"
-            )
-        object.__setattr__(self, "compare_with", tuple(self.compare_with))
         for name in self.compare_with:
             if name not in self.peers:
-                raise ConfigError(f"backend.compare_with: {unknown('backend', str(name), self.peers)}")
+                raise ConfigError(f"backend.compare_with: {unknown('backend', name, self.peers)}")
         names = [name for name, _ in self.chosen()]
         for name in names:
             if names.count(name) > 1:
@@ -165,12 +150,12 @@ class BackendSection(BackendOptions):
         used = {self.peers[name].kind for name in self.compare_with}
         shared = {name for name in _SHARED if used & set(_ONLY[name])}
         blank: dict[str, Any] = {} if self.kind in _LOCAL else dict.fromkeys(shared)
-        replace(self.own(), **blank).check()
+        replace(self.first(), **blank).check()
         for name, options in self.chosen()[1:]:
             options.check(f"backend.peers.{name}")
 
     def check_run(self, load_format: str, ours_only: Mapping[str, bool]) -> None:
-        """What the rest of the configuration must not ask of peers.
+        """Checks that the rest of the configuration asks nothing of peers that they lack.
 
         Args:
             load_format: of the model.
@@ -186,28 +171,24 @@ class BackendSection(BackendOptions):
                 f"backend {readers[0]} reads weights, and model.load_format=dummy makes random ones that only"
                 " moejax has: model=checkpoint model.path=DIR"
             )
-        wanted = [key for key, is_set in ours_only.items() if is_set]
-        if wanted and not any(options.kind == "moejax" for _, options in chosen):
-            raise ConfigError(
-                f"{wanted[0]} is moejax's own, and {self.kind} knows nothing of it; leave it out"
-            )
+        keys = [key for key, is_set in ours_only.items() if is_set]
+        if keys and not any(options.kind == "moejax" for _, options in chosen):
+            raise ConfigError(f"{keys[0]} is moejax's own, and {self.kind} knows nothing of it; leave it out")
 
-    def own(self) -> BackendOptions:
-        """The first backend's options alone."""
+    def first(self) -> BackendOptions:
+        """Returns the first backend's options alone."""
         return BackendOptions(**{name: getattr(self, name) for name in BackendOptions.__dataclass_fields__})
 
     def chosen(self) -> list[tuple[str, BackendOptions]]:
-        """(name, options) of all that are measured, the first one first."""
-        found: list[tuple[str, BackendOptions]] = [(self.kind, self.own())]
+        """Returns (name, options) of all that are measured, the first one first."""
+        chosen: list[tuple[str, BackendOptions]] = [(self.kind, self.first())]
         for name in self.compare_with:
             options = self.peers[name]
             if options.kind in _LOCAL:
-                taken: dict[str, Any] = {
-                    key: getattr(self, key) for key in _SHARED if getattr(options, key) is None
-                }
-                options = replace(options, **taken)
-            found.append((name, options))
-        return found
+                missing = [key for key in _SHARED if getattr(options, key) is None]
+                options = replace(options, **{key: getattr(self, key) for key in missing})
+            chosen.append((name, options))
+        return chosen
 
 
 _MAKE_GGUF = (
@@ -216,8 +197,11 @@ _MAKE_GGUF = (
 )
 
 
-def missing_package(kind: str, package: str, extra: str, where: str = "backend") -> str:
-    """The line for a package that the interpreter of a peer lacks."""
+def missing_package(kind: str, where: str, module: str | None = None) -> str:
+    """Returns the line for a package that the interpreter of a peer lacks: `module`'s, or the peer's own."""
+    package, extra = _NEEDS[kind]
+    if module is not None and not module.startswith(package):
+        package = module
     return (
         f"{kind} needs the package {package}, which this Python does not have: pip install 'moejax[{extra}]',"
         f" or {where}.python=PYTHON of an environment that has it"

@@ -1,6 +1,8 @@
-"""A peer that runs in a worker process, as a `Backend`. No JAX here."""
+"""Runs a peer in a worker process, as a `Backend`. No JAX here."""
 
+import hashlib
 import itertools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,11 +10,55 @@ from typing import Any
 
 from moejax.bench.backends.base import Backend, BackendError, check_plain_sampling
 from moejax.bench.backends.config import BackendOptions, missing_package
-from moejax.bench.backends.process import Worker, WorkerFault, interpreter
+from moejax.bench.backends.process import Worker, WorkerFault
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
 
 WORKERS = Path(__file__).parent / "workers"
+
+
+def open_worker(
+    name: str,
+    options: BackendOptions,
+    *,
+    model_dir: Path | None,
+    encode: Callable[[str], Sequence[int]] | None,
+    max_num_seqs: int,
+    log_dir: Path,
+) -> "WorkerBackend":
+    """Opens a peer that runs on this machine.
+
+    `hf_transformers` is `AutoModelForCausalLM` on the model's own directory, under greedy or plain sampling,
+    in static batches in order of arrival: transformers takes no request into a running batch. `llama_cpp` is
+    llama.cpp's own functions on a GGUF file of the model's weights, all sequences in one context: prompts
+    join the running sequences' decode step.
+
+    Raises:
+        BackendError: no weights, no interpreter, no package, or a model that does not load.
+    """
+    weights = model_dir if options.path is None else Path(options.path)
+    is_llama = options.kind == "llama_cpp"
+    if weights is None or not (is_llama or [*weights.glob("*.safetensors"), *weights.glob("*.bin")]):
+        raise BackendError(
+            f"backend {name} reads weights, and {weights or 'this model'} has none: model=checkpoint"
+            " model.path=DIR, or backend.path=DIR"
+        )
+    facts = {"token_instants": "each decode call" if is_llama else "each forward pass"}
+    if is_llama:
+        with open(weights, "rb") as file:
+            facts["weights_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+    return WorkerBackend(
+        name,
+        options,
+        script=WORKERS / ("llama_worker.py" if is_llama else "hf_worker.py"),
+        weights=weights.resolve(),
+        encode=encode,
+        checkpoint=model_dir if is_llama else weights,
+        batching="continuous" if is_llama else "static",
+        max_num_seqs=max_num_seqs,
+        log_dir=log_dir,
+        facts=facts,
+    )
 
 
 class WorkerBackend(Backend):
@@ -25,8 +71,6 @@ class WorkerBackend(Backend):
 
     Args:
         name: in rows and messages.
-        kind: of `BackendOptions`, for the line on a missing package.
-        package, extra: what its interpreter needs, and the extra of ours that brings it.
         script: in `workers/`.
         weights: the folder or file that it loads.
         encode: of the model's tokenizer.
@@ -44,8 +88,6 @@ class WorkerBackend(Backend):
         name: str,
         options: BackendOptions,
         *,
-        package: str,
-        extra: str,
         script: Path,
         weights: Path,
         encode: Callable[[str], Sequence[int]] | None,
@@ -63,7 +105,7 @@ class WorkerBackend(Backend):
         self._queued: list[dict[str, Any]] = []
         self._live: dict[str, RequestOutput] = {}
         log = log_dir / f"backend-{name}.log"
-        self._worker = Worker(name, interpreter(options.python), script, log, options.timeout_s)
+        self._worker = Worker(name, options.python or sys.executable, script, log, options.timeout_s)
         fields = {key: getattr(options, key) for key in ("device", "dtype", "threads", "options")}
         try:
             loaded = self._worker.ask("load", options={**fields, "path": str(weights)})
@@ -72,10 +114,9 @@ class WorkerBackend(Backend):
             if error.module is None:
                 raise
             log.unlink(missing_ok=True)
-            needed = package if error.module.startswith(package) else error.module
-            raise BackendError(
-                missing_package(options.kind, needed, extra, _section(name, options))
-            ) from error
+            # The first backend's name is its kind, as that of a peer of its kind is.
+            section = "backend" if name == options.kind else f"backend.peers.{name}"
+            raise BackendError(missing_package(options.kind, section, error.module)) from error
         except BaseException:
             self._worker.close()
             raise
@@ -107,10 +148,10 @@ class WorkerBackend(Backend):
         self._worker.ask("prepare", max_num_seqs=max_num_seqs, max_total_len=max_total_len)
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        asked = [self._request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-        answer = self._worker.ask("generate", requests=asked)
+        requests = [self._request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        answer = self._worker.ask("generate", requests=requests)
         outputs = []
-        for fields, said in zip(asked, answer["outputs"], strict=True):
+        for fields, said in zip(requests, answer["outputs"], strict=True):
             output = _output(fields, answer["start"])
             output.outputs[0].token_ids = said["tokens"]
             output.outputs[0].finish_reason = said["reason"]
@@ -160,7 +201,7 @@ class WorkerBackend(Backend):
         return {"id": str(next(self._ids)), "prompt": list(prompt), "seed": params.seed or 0, **fields}
 
     def _take(self, message: dict[str, Any]) -> None:
-        """One step's tokens."""
+        """Adds one step's tokens to their requests' outputs."""
         for request_id in message["admitted"]:
             if (output := self._live.get(request_id)) is not None:
                 output.metrics.scheduled_time = message["start"]
@@ -189,11 +230,6 @@ class WorkerBackend(Backend):
 
     def close(self) -> None:
         self._worker.close()
-
-
-def _section(name: str, options: BackendOptions) -> str:
-    """Where the options of a backend stand; the first one's name is its kind, as a peer's of that kind is."""
-    return "backend" if name == options.kind else f"backend.peers.{name}"
 
 
 def _output(fields: dict[str, Any], arrival: float) -> RequestOutput:

@@ -5,7 +5,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -199,8 +198,3 @@ def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     # Weights are on this machine; nobody waits for a hub that cannot be reached.
     return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def interpreter(python: str | None) -> str:
-    """The program that runs a worker."""
-    return python or sys.executable

@@ -1,7 +1,7 @@
-"""Opens backends by name. Each is imported only when it is asked for."""
+"""Opens backends by name, each imported only when it is asked for, and helps them share one run."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,24 @@ def _open_peer(
             decode=tokenizer.decode if tokenizer else None,
             checkpoint=weights,
         )
-    limits: dict[str, Any] = {
-        "model_dir": weights, "encode": encode, "max_num_seqs": max_num_seqs, "log_dir": log_dir
-    }  # fmt: skip
-    if options.kind == "llama_cpp":
-        from moejax.bench.backends.llama_cpp import open_llama_cpp
+    from moejax.bench.backends.peer import open_worker
 
-        return open_llama_cpp(name, options, **limits)
-    from moejax.bench.backends.hf_transformers import open_hf_transformers
+    return open_worker(
+        name, options, model_dir=weights, encode=encode, max_num_seqs=max_num_seqs, log_dir=log_dir
+    )
 
-    return open_hf_transformers(name, options, **limits)
+
+def encoder(backends: Sequence[Backend]) -> Callable[[str], Sequence[int]] | None:
+    """Returns the encoder of prompts: that of the first backend that has a tokenizer."""
+    return next((backend.encode for backend in backends if backend.encode is not None), None)
+
+
+def without_our_process(metrics: dict[str, Any], first: Backend) -> None:
+    """Takes out of a peer's flat metrics what was read of this process: the peer works elsewhere. Its memory
+    is what it says itself."""
+    if isinstance(first, MoejaxBackend):
+        return
+    for name in ("mean_cpu_percent", "mean_other_cpu_percent", "mean_host_rss_bytes", "max_host_rss_bytes"):
+        if name in metrics:
+            metrics[name] = None
+    metrics["host_peak_bytes"] = first.memory().get("host_peak_bytes")

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moejax.bench.kernels.config import KernelSelection
-from moejax.bench.kernels.select import Selected
+from moejax.bench.kernels.select import Selected, narrow
 from moejax.core.config import ModelConfig
-from moejax.core.errors import ConfigError, MoejaxError, unknown
+from moejax.core.errors import ConfigError, MoejaxError
 from moejax.routing.analysis import skew
-from moejax.routing.capture import RoutingCapture, load_capture
+from moejax.routing.capture import RoutingCapture
+from moejax.routing.source import open_trace
 from pallas_kernels.models import MODELS, ModelShape
 from pallas_kernels.op import Spec
 from pallas_kernels.qformats import Format
@@ -54,9 +55,7 @@ def select_routed(config: KernelSelection) -> list[Selected]:
             part of a spec that there is not.
     """
     path = str(config.bench.routing)
-    capture = load_capture(path)
-    if not capture.num_rows:
-        raise ConfigError(f"bench.routing={path}: the trace has no rows; capture some steps first")
+    capture = open_trace("bench.routing", path)
     for name in config.ops:
         if name not in OPS:
             raise ConfigError(
@@ -64,28 +63,17 @@ def select_routed(config: KernelSelection) -> list[Selected]:
             )
     shapes = shapes_for(capture, path, config.bench.routing_model)
     steps = [s for p in ("decode", "prefill") for s in pick_steps(capture, p, config.bench.routing_steps)]
-    found, known = [], set[str]()
-    every: list[str] = []
-    for name in config.ops or OPS:
-        op = load_op(name)
-        known |= set(op.implementations)
-        names = tuple(
-            n for n in op.implementations if not config.implementations or n in config.implementations
-        )
-        specs = tuple(spec for shape in shapes for step in steps for spec in _specs(name, shape, step))
-        every += [spec.name for spec in specs]
-        wanted = tuple(s for s in specs if not config.specs or any(part in s.name for part in config.specs))
-        if names and wanted:
-            found.append(Selected(op, names, wanted))
-    for asked in config.implementations:
-        if asked not in known:
-            raise ConfigError(f"implementations: {unknown('implementation', asked, known)}")
-    if not found:
-        shown = ", ".join(dict.fromkeys(every))
+    specs = [
+        (load_op(name), [spec for shape in shapes for step in steps for spec in _specs(name, shape, step)])
+        for name in config.ops or OPS
+    ]
+    selected = narrow(config, specs)
+    if not selected:
+        names = ", ".join(dict.fromkeys(spec.name for _, every in specs for spec in every))
         raise ConfigError(
-            f"specs: none of the trace's has {' or '.join(config.specs)} in its name; they are {shown}"
+            f"specs: none of the trace's has {' or '.join(config.specs)} in its name; they are {names}"
         )
-    return found
+    return selected
 
 
 def shapes_for(capture: RoutingCapture, path: str, model: str | None) -> list[ModelShape]:
@@ -96,8 +84,8 @@ def shapes_for(capture: RoutingCapture, path: str, model: str | None) -> list[Mo
     """
     by_name = {shape.name: shape for shape in MODELS}
     if model is None:
-        own = (capture.num_experts, capture.top_k)
-        fitting = [shape for shape in MODELS if (shape.total_experts, shape.top_k) == own]
+        routing = (capture.num_experts, capture.top_k)
+        fitting = [shape for shape in MODELS if (shape.total_experts, shape.top_k) == routing]
         if not fitting:
             shapes = ", ".join(f"{s.name} {s.top_k} of {s.total_experts}" for s in MODELS)
             raise ConfigError(
@@ -142,30 +130,30 @@ def _shape_of(config: ModelConfig, model: str) -> ModelShape:
 
 
 def pick_steps(capture: RoutingCapture, phase: str, count: int) -> list[Step]:
-    """Of a phase at most `count`, the most even first. A step that computes any part of a prompt is
-    "prefill"."""
+    """Returns at most `count` steps of a phase, the most even first. A step that computes any part of a
+    prompt is "prefill"."""
     starts = np.append(capture.step_starts, capture.num_rows)
     sizes = np.diff(starts)
     prompts = np.add.reduceat(capture.prefill.astype(np.int64), starts[:-1]) > 0
     chosen = np.flatnonzero(prompts == (phase == "prefill"))
     chosen = chosen[sizes[chosen] >= _FULL * sizes[chosen].max(initial=0)]
     chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, min(len(chosen), _MOST_STEPS)).astype(int))]
-    found = []
+    pairs = []
     for step in chosen:
         ids = capture.ids[starts[step] : starts[step + 1]]
         loads = capture.select(np.arange(starts[step], starts[step + 1])).counts()
         for at, value in enumerate(skew(loads).max_over_mean):
             if np.isfinite(value):
-                found.append(
+                pairs.append(
                     Step(phase, int(step), capture.layers[at], ids[:, at].astype(np.int32), float(value))
                 )
-    found.sort(key=lambda step: (step.skew, step.step, step.layer))
-    places = np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)
-    return [found[at] for at in dict.fromkeys(places.tolist())]
+    pairs.sort(key=lambda step: (step.skew, step.step, step.layer))
+    places = np.linspace(0, len(pairs) - 1, min(count, len(pairs))).round().astype(int)
+    return [pairs[at] for at in dict.fromkeys(places.tolist())]
 
 
 def _specs(op: str, shape: ModelShape, step: Step) -> Sequence[Spec]:
-    """The step's specs of one operation; of a quantized one in each of `_FORMATS` that divides the inputs."""
+    """Returns the step's specs of one operation, of a quantized one in each of `_FORMATS` that fits."""
     case = (shape, step.phase, len(step.ids), step.routing)
     if op in _PLAIN:
         make: Callable[..., Spec] = importlib.import_module(f"pallas_kernels.{op}.specs").make_spec

@@ -12,14 +12,15 @@ from typing import Any
 
 import jax
 
-from moejax.bench.kernels.config import KernelSelection
+from moejax.bench.kernels.config import TARGETS, KernelSelection
 from moejax.bench.kernels.select import Selected, select
 from moejax.bench.run import ExperimentRun
-from moejax.core.errors import ConfigError, MoejaxError
+from moejax.core.config import check_choice
+from moejax.core.errors import ConfigError, MoejaxError, unknown
 from moejax.core.files import atomic_write_text, cache_root, dump_json, ensure_writable
 from moejax.core.hardware import KNOWN
 from moejax.report.progress import progress
-from moejax.results.result import Result
+from moejax.results.result import SCHEMA, Result
 from pallas_kernels.static import Row, failures, report_op
 from pallas_kernels.static.compiler import Compiler
 
@@ -168,3 +169,59 @@ def static_metrics(rows: Sequence[Row], wrong: Sequence[str], grown: Sequence[st
                 f"{target}_min_occupancy": min(row.occupancy for row in own),
             }
     return metrics
+
+
+def committed_report(
+    ops: str | Sequence[str] = (),
+    specs: str | Sequence[str] = (),
+    targets: str | Sequence[str] = TARGETS,
+    folder: str | Path | None = None,
+) -> Result:
+    """Returns the committed reports of `python -m experiments.kernels mode=static` as its result. Nothing is
+    compiled.
+
+    Args:
+        ops: operations by name; none takes all.
+        specs: parts of specs' names, of which one must occur; none takes all.
+        targets: "sm_80" is the A100, "sm_90" the H100.
+        folder: of the reports; None: `results/static` of this checkout.
+
+    Raises:
+        ConfigError: there are no reports, a file is none, or a name occurs in none of them.
+    """
+    ops, specs, targets = ([part] if isinstance(part, str) else part for part in (ops, specs, targets))
+    where = Path(folder) if folder else Path(__file__).resolve().parents[3] / "results" / "static"
+    files = {file.stem: file for file in sorted(where.glob("*.json"))}
+    if not files:
+        raise ConfigError(
+            f"no static report in {where}; make static writes them in a checkout of the repository"
+        )
+    for op in ops:
+        if op not in files:
+            raise ConfigError(unknown("operation", op, files))
+    rows, about = [], {}
+    for file in [files[op] for op in ops or files]:
+        try:
+            content = json.loads(file.read_text())
+            about = {name: content[name] for name in ("jax", "triton")}
+            rows += [Row(**row) for row in content["rows"]]
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{file} is no static report of kernels: {error}") from error
+    for target in targets:
+        check_choice("targets", target, TARGETS)
+    rows = [row for row in rows if row.target in targets]
+    rows = [row for row in rows if not specs or any(part in row.spec for part in specs)]
+    if not rows:
+        raise ConfigError(f"no spec of {', '.join(ops or files)} has a name with {' or '.join(specs)}")
+    wrong = failures(rows)
+    return Result(
+        schema=SCHEMA,
+        experiment="kernels",
+        metrics=static_metrics(rows, wrong, []),
+        cases=[case(row) for row in rows],
+        config={"mode": "static"},
+        provenance={},
+        compiler=about,
+        failures=wrong,
+        grown=[],
+    )

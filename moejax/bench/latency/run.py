@@ -6,7 +6,7 @@ from typing import Any
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
 from moejax.bench.backends.peer_ratios import blank_unknown
-from moejax.bench.backends.provenance import encoder, without_our_process
+from moejax.bench.backends.registry import encoder, without_our_process
 from moejax.bench.common.trace_io import write_capture
 from moejax.bench.latency.cases import CaseData, plan_cases
 from moejax.bench.latency.measure import measure

@@ -39,7 +39,7 @@ from moejax.engine.llm import LLM
 from moejax.report.progress import Task, progress
 from moejax.results.result import Result, write_result
 from moejax.routing.analysis import loads_of
-from moejax.routing.capture import load_capture
+from moejax.routing.source import open_trace
 from moejax.tracking.base import CompositeTracker
 from moejax.tracking.telemetry import Telemetry
 
@@ -144,7 +144,10 @@ def run_quantization(
             f"quantization.seq_len={section.seq_len} and one token more exceed the limit of"
             f" {full.max_model_len} tokens; shorten the windows"
         )
-    loads = _trace_loads(section.routing_trace, full)
+    loads = None
+    if section.routing_trace is not None:
+        capture = open_trace("quantization.routing_trace", section.routing_trace, full.config)
+        loads = loads_of(capture, full.config.num_layers)
     _ = run.hardware  # an unknown kind is refused here, before any method runs
     run.record(seeds={"seed": seed}, checkpoint=full.model_dir, workload=windows.fingerprint)
     evaluator = Evaluator(full.model, windows, section.batch_size)
@@ -202,23 +205,6 @@ def _prepare(
         open_model, full, model_sizes(full.model), windows, evaluator, boot, evaluator.baseline(), speed,
         run.hardware, section, loads,
     )  # fmt: skip
-
-
-def _trace_loads(path: str | None, full: LLM) -> np.ndarray | None:
-    """`[L, E]` of the trace; None without one.
-
-    Raises:
-        ConfigError: it is no trace, does not fit the model, or has no rows.
-    """
-    if path is None:
-        return None
-    capture = load_capture(path)
-    capture.check_fits(full.config, f"quantization.routing_trace={path}")
-    if not capture.num_rows:
-        raise ConfigError(
-            f"quantization.routing_trace={path}: the trace has no rows; capture some steps first"
-        )
-    return loads_of(capture, full.config.num_layers)
 
 
 def _one_method(methods: _Methods, method: str, task: Task) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
-from moejax.bench.backends.provenance import encoder, without_our_process
+from moejax.bench.backends.registry import encoder, without_our_process
 from moejax.bench.common.compilation import shown_compilation
 from moejax.bench.ramp.config import RampConfig
 from moejax.bench.ramp.rule import best_goodput, judge, knee, pareto_front, user_rates

@@ -16,9 +16,9 @@ from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.report.progress import progress
 from moejax.results.result import Result
-from moejax.routing.capture import CAPTURE_FILE, RoutingCapture, load_capture
+from moejax.routing.capture import CAPTURE_FILE, RoutingCapture
 from moejax.routing.generate import generate
-from moejax.routing.source import trace_names
+from moejax.routing.source import open_trace, trace_names
 
 _METRICS = (
     "rows", "steps", "max_over_mean", "max_over_mean_worst", "entropy", "gini", "top_share",
@@ -77,12 +77,7 @@ def open_traces(
     """
     captures: dict[str, RoutingCapture] = {}
     for label, path in zip(trace_names(selection.paths), selection.paths, strict=True):
-        capture = load_capture(path)
-        if not capture.num_rows:
-            raise ConfigError(f"trace={path}: the trace is empty; capture some steps first")
-        if model is not None:
-            capture.check_fits(model, f"trace={path}")
-        captures["generated_trace" if label == "generated" else label] = capture
+        captures["generated_trace" if label == "generated" else label] = open_trace("trace", path, model)
     if selection.generate.kind is not None:
         captures["generated"] = _generate(selection, model, name)
     return captures

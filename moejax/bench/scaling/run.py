@@ -23,7 +23,8 @@ from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params
 from moejax.report.progress import progress
 from moejax.results.result import Result
-from moejax.routing.capture import RoutingCapture, load_capture
+from moejax.routing.capture import RoutingCapture
+from moejax.routing.source import open_trace
 
 MEASURED_BYTES = 1e9
 """Most float32 weights of a model that "auto" runs."""
@@ -56,7 +57,7 @@ def run_scaling(
         raise ConfigError(f"hardware.kind={kind}: scaling models a GPU with known rates: {known}")
     _, model = find_model(source, load_format)
     model = model.replace(dtype=dtype)
-    capture = None if section.routing is None else _open_trace(section.routing, model)
+    capture = section.routing and open_trace("scaling.routing", section.routing, model)
     measure = _measures(model, section)
     run.start(seeds={"engine": seed})
     rows: list[dict[str, Any]] = []
@@ -100,15 +101,6 @@ def _row(
         except ConfigError as error:
             row["not_measured"] = str(error)
     return row
-
-
-def _open_trace(path: str, model: ModelConfig) -> RoutingCapture:
-    """Raises ConfigError: it is no trace, has no rows, or does not fit the model."""
-    capture = load_capture(path)
-    capture.check_fits(model, f"scaling.routing={path}")
-    if not capture.num_rows:
-        raise ConfigError(f"scaling.routing={path}: the trace has no rows; capture some steps first")
-    return capture
 
 
 def _routed(capture: RoutingCapture, model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:

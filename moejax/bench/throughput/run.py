@@ -6,7 +6,7 @@ from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
-from moejax.bench.backends.provenance import encoder, without_our_process
+from moejax.bench.backends.registry import encoder, without_our_process
 from moejax.bench.common.step_cost import traffic_step_costs
 from moejax.bench.common.timeline import bin_steps
 from moejax.bench.common.trace_io import write_capture

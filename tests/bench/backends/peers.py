@@ -16,8 +16,6 @@ def open_fake(folder: Path, *, name: str = "fake", timeout_s: float = 60.0, **op
     return WorkerBackend(
         name,
         BackendOptions(kind="hf_transformers", python=python, timeout_s=timeout_s, options=options),
-        package="transformers",
-        extra="hf",
         script=SCRIPT,
         weights=folder,
         encode=None,
