@@ -57,7 +57,7 @@ def run_scaling(
         raise ConfigError(f"hardware.kind={kind}: scaling models a GPU with known rates: {known}")
     _, model = find_model(source, load_format)
     model = model.replace(dtype=dtype)
-    capture = section.routing and open_trace("scaling.routing", section.routing, model)
+    capture = open_trace("scaling.routing", section.routing, model) if section.routing else None
     measure = _measures(model, section)
     run.start(seeds={"engine": seed})
     rows: list[dict[str, Any]] = []
