@@ -136,7 +136,7 @@ def triton_call(
 
 
 def _named(kernel: Callable[..., None], name: str) -> Callable[..., None]:
-    """The kernel's own name is what profilers and the static report show."""
+    """Names a kernel's function, as profilers and the static report show it."""
 
     def named(*refs: Any) -> None:
         kernel(*refs)

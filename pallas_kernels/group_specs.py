@@ -49,7 +49,7 @@ class Groups(NamedTuple):
 
 
 def problem(P: int, D: int, F: int, E: int, block_m: int, dtype: Any) -> Problem:
-    """D is the reduction, F the columns of the output."""
+    """Returns the problem; D is the reduction, F the columns of the output."""
     return {"P": P, "D": D, "F": F, "E": E, "block_m": block_m, "dtype": str(jnp.dtype(dtype))}
 
 

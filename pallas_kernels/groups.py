@@ -113,7 +113,7 @@ def check_groups(
     num_experts: int,
     block_m: int,
 ) -> None:
-    """Debug check of device values, on the host: a kernel does not test what it indexes weights by.
+    """Checks device values on the host, for debugging: a kernel does not test what it indexes weights by.
 
     Raises:
         KernelError: more blocks than the table has, or an expert in use outside `[0, E)`.

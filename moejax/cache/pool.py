@@ -142,7 +142,7 @@ class PagedLayer(NamedTuple):
         window: int | None,
         scale: float,
     ) -> tuple[jax.Array, "PagedLayer"]:
-        """The positions are the plan's own."""
+        """Stores and attends at the plan's positions."""
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out, segments = paged_attention(
             q[:, 0], k[:, 0], v[:, 0], self.segments, self.plan, window=window, scale=scale
@@ -168,7 +168,7 @@ class KernelLayer(NamedTuple):
         window: int | None,
         scale: float,
     ) -> tuple[jax.Array, "KernelLayer"]:
-        """The positions are the plan's own."""
+        """Stores and attends at the plan's positions."""
         (pages,) = self.segments
         out, pages = kernel_attention(
             q[:, 0],

@@ -94,7 +94,7 @@ def _sort(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _lay(blocks: jax.Array, first: jax.Array, rows: jax.Array, height: int, most: int) -> Blocks:
-    """An expert's number of blocks, its first row and its rows, int32 `[E]` each → `Blocks`, M = `most`."""
+    """Lays `Blocks`, M = `most`, from experts' numbers of blocks, first rows and rows, int32 `[E]` each."""
     last_block = jnp.cumsum(blocks)
     index = jnp.arange(most, dtype=jnp.int32)
     # The expert of block i is the number of experts whose blocks all come before i.

@@ -35,5 +35,5 @@ class Embedding(nnx.Module):
         return psum(jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype)), self.split)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """`[..., D]` → logits `[..., V]`, those of padding included."""
+        """Maps `[..., D]` to logits `[..., V]`, those of padding included."""
         return all_gather(x @ self.table[...].T, self.split, axis=-1)

@@ -63,7 +63,7 @@ class ParamSpec:
         return tuple(n - self._added(axis) for n, axis in zip(self.shape, self.axes, strict=True))
 
     def padded(self, padding: int) -> "ParamSpec":
-        """The tensor with so many zeros at the end of its axis "vocab"; itself if it has none."""
+        """Pads the tensor with so many zeros at the end of its axis "vocab", if it has one."""
         if "vocab" not in self.axes:
             return self
         spec = replace(self, padding=padding)
@@ -71,11 +71,11 @@ class ParamSpec:
         return replace(spec, shape=tuple(shape))
 
     def with_padding(self, value: jax.Array) -> jax.Array:
-        """`true_shape` → `shape`."""
+        """Turns `true_shape` into `shape`."""
         return jnp.pad(value, [(0, self._added(axis)) for axis in self.axes]) if self.padding else value
 
     def without_padding(self, value: Array) -> Array:
-        """`shape` → `true_shape`."""
+        """Turns `shape` into `true_shape`."""
         return value[tuple(slice(n) for n in self.true_shape)] if self.padding else value
 
     def _added(self, axis: str | None) -> int:

@@ -26,7 +26,7 @@ class LayerCache(Protocol):
         window: int | None,
         scale: float,
     ) -> tuple[jax.Array, "LayerCache"]:
-        """q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]` → output `[B, T, H, Dh]` and the updated cache.
+        """Stores k and v `[B, T, K, Dh]`; returns q's output `[B, T, H, Dh]` and the updated cache.
 
         q and k come unrotated, with the tables `[B, T, Dh/2]`, because a kernel rotates as it stores.
         """

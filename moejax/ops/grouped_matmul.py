@@ -154,7 +154,7 @@ def _single_rows(
     *,
     act: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """`grouped_swiglu_blocks` where every row goes alone: row i of `[A, D]` is block i.
+    """Computes `grouped_swiglu_blocks` with every row alone: row i of `[A, D]` is block i.
 
     A turn takes several rows through all gates, then all ups, then all downs. The cores share each row's
     product, and where that is small, meeting at its end costs as much as the product; products that do not

@@ -111,7 +111,7 @@ def latency(kind: str, group: int, nodes: int) -> float:
 
 
 def spread(role: str, parallel: ParallelConfig, model: ModelConfig) -> tuple[int, int]:
-    """(devices of a role's groups, nodes that the widest of them spans)."""
+    """Returns (devices of a role's groups, nodes that the widest of them spans)."""
     devices = range(parallel.num_devices)
     each = parallel.num_devices // parallel.nodes
     if role == "pipeline":

@@ -108,7 +108,7 @@ def _store(scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _power_of_two(most: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """e8m0: biased exponents of floor(log2 most) - floor(log2 largest code), as OCP MX v1.0 (6.3) has them.
+    """Returns e8m0's biased exponents, floor(log2 most) - floor(log2 largest code), by OCP MX v1.0 (6.3).
 
     Magnitudes between the largest code and the next power of two saturate (in mxfp4, 6 to 8). Exponents stay
     in 1..254: 0 would be a subnormal float32, 255 is NaN.
@@ -120,7 +120,7 @@ def _power_of_two(most: jax.Array, fmt: WeightFormat) -> jax.Array:
 
 
 def _block_scales(scale: jax.Array, some: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """nvfp4: e4m3 scales in units of a float32 scale of the tensor that maps the greatest of them to 448.
+    """Returns nvfp4's e4m3 scales in units of the tensor's float32 scale, which maps the greatest to 448.
 
     Args:
         some: where a group has a weight but zeros; only such groups count.

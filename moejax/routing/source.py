@@ -10,7 +10,7 @@ from moejax.routing.capture import CAPTURE_FILE, RoutingCapture, load_capture
 
 
 def check_trace(key: str, path: object) -> str:
-    """The path as text, if there is something: an .npz file, or a run's folder with one. For configurations,
+    """Checks that a path is an .npz file or a run's folder with one; returns it as text. For configurations,
     so that a wrong path is found before anything is done; what is in the file is `open_trace`'s to say.
 
     Raises:

@@ -49,7 +49,7 @@ class Liveness:
             self._wait_for_others(GRACE_SECONDS + 2.0)
 
     def _wait_for_others(self, seconds: float) -> None:
-        """JAX's service ends with process 0 and would abort those that are left."""
+        """Waits for the others: JAX's service ends with process 0 and would abort those that are left."""
         until = time.monotonic() + seconds
         for thread in self._threads if self.index == 0 else ():
             if thread is not threading.current_thread():

@@ -43,7 +43,7 @@ class Exported:
 
 
 def check_export_dir(directory: str | os.PathLike[str]) -> None:
-    """Call it before training. It makes the parent folder.
+    """Checks the export folder before training, and makes its parent.
 
     Raises:
         OutputError: the place cannot be written, or holds something that is no model and would be lost.

@@ -107,7 +107,7 @@ def _plots(outcome: dict[str, Any], output_dir: Path) -> list[Path]:
 
 
 def _print(exported: Exported, metrics: dict[str, Any], files: list[Path], hints: list[str]) -> None:
-    """The outcome on stderr; the one machine-readable line, the model's folder, on stdout."""
+    """Prints the outcome on stderr; the one machine-readable line, the model's folder, on stdout."""
     shown = {
         "held-out perplexity, exported weights": metrics["exported_held_out_perplexity"],
         "least expert share": metrics["exported_min_expert_share"],

@@ -33,7 +33,7 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """The largest tile whose accumulator stays in registers, smaller where there are too few programs.
+    """Takes the largest tile whose accumulator stays in registers, smaller if programs are too few.
 
     With 128 columns, 128 rows over 8 warps are 64 registers of accumulator a thread and 32 of scores; on
     sm_90 two warp groups of 64 rows. Two stages of 64 keys leave room for two programs of 64 rows on an SM.

@@ -22,7 +22,7 @@ from pallas_kernels.op import Problem
 
 
 def heuristic(problem: Problem) -> Config:
-    """Few rows a block: enough bytes under way. Many: tiles that keep the tensor cores busy."""
+    """Gets enough bytes under way for few rows a block, and keeps the tensor cores busy for many."""
     block_m, F = int(problem["block_m"]), int(problem["F"])
     blocks = int(problem["P"]) // block_m
     if problem["dtype"] == "float32":

@@ -23,7 +23,7 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """16 bytes a thread and choice, and narrower programs while there are few tokens."""
+    """Takes 16 bytes a thread and choice, and narrower programs while there are few tokens."""
     T, D = int(problem["T"]), int(problem["D"])
     lanes = 4 if problem["dtype"] == "float32" else 8
     warps = 1 if T <= 32 else 4

@@ -44,7 +44,7 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """About 128 programs, and 16 comparisons a thread: several arrays of them are alive at once."""
+    """Takes about 128 programs and 16 comparisons a thread: several arrays of them are alive at once."""
     A, E = int(problem["A"]), _lanes(int(problem["E"]))
     sub = max(8, min(64, 4096 // E))
     tile = max(64, min(1024, next_power_of_2(cdiv(A, 128))))

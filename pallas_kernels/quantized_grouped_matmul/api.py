@@ -53,7 +53,7 @@ FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 def check_activations(
     op: str, x: jax.Array, x_scale: jax.Array | None, w: QuantizedTensor, out_dtype: Any, config: Any
 ) -> None:
-    """x's dtype for the format, its scales and the mode; R is bound by the caller."""
+    """Checks x's dtype for the format, its scales and the mode; R is bound by the caller."""
     if x_scale is None:
         check_dtype(op, "x", x, FLOATS)
     else:
@@ -73,7 +73,7 @@ def check_activations(
 
 
 def check_config(op: str, config: Any, w: QuantizedTensor) -> None:
-    """An explicit configuration's mode and tile, for the format; its class is checked later."""
+    """Checks an explicit configuration's mode and tile for the format; its class is checked later."""
     fmt, tile = w.format, [getattr(config, name, 64) for name in ("block_n", "block_k")]
     modes = [m for m in pallas_triton.MODES if m != "separate" or op == SWIGLU_OP.name]
     modes = [m for m in modes if m != "dequantize_once" or fmt.kind != "w8a8"]

@@ -49,7 +49,7 @@ def heuristic(problem: Problem) -> Config:
 
 
 def space(problem: Problem) -> Iterable[Config]:
-    """Both modes; tiles for two heights of blocks."""
+    """Returns both modes, with tiles for two heights of blocks."""
     fmt, T, best = _format(problem), int(problem["T"]), heuristic(problem)
     seen = {best}
     if fmt.kind != "w8a8":

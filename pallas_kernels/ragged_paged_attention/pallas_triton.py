@@ -43,7 +43,7 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """Decode: 16 KB of keys a turn, and splits that fill the card in whole waves. Chunks: 128 rows.
+    """Takes for decode 16 KB of keys a turn and splits that fill the card in whole waves, else 128 rows.
 
     Five stages are two tiles in flight: Triton keeps half of the others for the page numbers, which must have
     come before their pages can be asked for. In bfloat16 that is 64 KB a program.
@@ -95,7 +95,7 @@ def space(problem: Problem) -> Iterable[Config]:
 
 
 def supports(problem: Problem) -> str | None:
-    """The query heads of a KV head must fit a tile."""
+    """Requires that the query heads of a KV head fit a tile."""
     if int(problem["H"]) // int(problem["K"]) > _MOST_ROWS:
         return f"at most {_MOST_ROWS} query heads for each KV head"
     return None
@@ -193,7 +193,7 @@ def attention(
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> Attention:
-    """The static facts of a call."""
+    """Returns the static facts of a call."""
     (T, H, Dh), (_, K, bs, _), (S, M) = q.shape, k_pages.shape, block_table.shape
     return Attention(
         T=T,

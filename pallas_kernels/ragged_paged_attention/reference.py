@@ -59,7 +59,7 @@ def ragged_paged_attention_reference(
     needed = jnp.zeros((S, M * bs), bool).at[seq].max(visible & real[:, None])
 
     def of_sequences(pages: jax.Array, scales: jax.Array | None) -> jax.Array:
-        """`[S, K, M·bs, Dh]`, with zeros where nothing is needed."""
+        """Returns `[S, K, M·bs, Dh]`, with zeros where nothing is needed."""
         blocks = jnp.clip(block_table, 0, N - 1)
         rows = dequantize_kv(pages[blocks], None if scales is None else scales[blocks]).astype(wide)
         rows = jnp.moveaxis(rows, 2, 1).reshape(S, K, M * bs, Dh)

@@ -53,7 +53,7 @@ def _decode_fields(config: pallas_triton.Config) -> Config:
 
 
 def supports(problem: Problem) -> str | None:
-    """Decode alone, no e4m3, and else what the Pallas kernels support."""
+    """Supports decode alone, no e4m3, and else what the Pallas kernels support."""
     if not problem["decode"]:
         return "max_q_len=1: this implementation has no kernel for prompt chunks"
     if problem["kv_dtype"] == "float8_e4m3fn":

@@ -15,7 +15,7 @@ WEIGHT_HEADROOM = tl.constexpr(2.0**15)
 
 @triton.jit
 def _share(keys, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
-    """The first key and tile, the tile past the last, and the tiles of each split."""
+    """Returns the first key and tile, the tile past the last, and the tiles of each split."""
     first_key = keys * 0
     if WINDOW > 0:
         first_key = tl.maximum(keys - WINDOW, 0)
@@ -27,7 +27,7 @@ def _share(keys, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 
 @triton.jit
 def _keys(seq, lens_ptr, cu_ptr):
-    """The row of q of a sequence, and how many keys it decodes over: 0 if it does not have one query."""
+    """Returns a sequence's row of q, and how many keys it decodes over: 0 if it does not have one query."""
     row = tl.load(cu_ptr + seq)
     one = tl.load(cu_ptr + seq + 1) - row == 1
     return row, tl.where(one, tl.load(lens_ptr + seq), 0)
@@ -35,7 +35,7 @@ def _keys(seq, lens_ptr, cu_ptr):
 
 @triton.jit
 def _decode(x, KV: tl.constexpr):
-    """Stored numbers in float16, exactly."""
+    """Returns stored numbers in float16, exactly."""
     wide = x.to(tl.int8, bitcast=True).to(tl.int16)
     if KV == "int8":
         value = (wide + 0x6480).to(tl.float16, bitcast=True) - 1152.0

@@ -29,7 +29,7 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """About 16 elements of q a thread in each half, one token a program until the card is full.
+    """Takes about 16 elements of q a thread in each half, one token a program until the card is full.
 
     Each of 2 * T * K programs at least keeps 1 KB in flight; the card needs a few MB: 4 warps from there.
     """

@@ -124,7 +124,7 @@ def check_finite(name: str, values: np.ndarray, complain: Complain) -> None:
 
 
 def check_zeros(name: str, zeros: np.ndarray, middle: int, complain: Complain, hint: str = "") -> None:
-    """Zero points of a symmetric format."""
+    """Checks the zero points of a symmetric format."""
     if (zeros != middle).any():
         low, high = int(zeros.min()), int(zeros.max())
         values = f"{low}" if low == high else f"from {low} to {high}"
