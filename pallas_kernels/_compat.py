@@ -21,7 +21,6 @@ from pallas_kernels.errors import KernelError
 # The whole package stands on this backend; docs/architecture.md says what replaces it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
-BlockSpec = pl.BlockSpec
 cdiv = pl.cdiv
 load = plgpu.load
 next_power_of_2 = pl.next_power_of_2
@@ -67,8 +66,6 @@ def pallas_call(
     *,
     name: str,
     grid: Sequence[int],
-    in_specs: Sequence[Any],
-    out_specs: Any,
     out_shape: Any,
     num_warps: int,
     num_stages: int,
@@ -77,6 +74,8 @@ def pallas_call(
 ) -> Callable[..., Any]:
     """Calls `pl.pallas_call` lowered to Triton. Interpreted on CPU unless `interpret` says otherwise.
 
+    Every program sees whole arrays: a kernel finds its part of them itself.
+
     Interpretation allocates outputs poisoned (NaN, or the least integer), so that a kernel which leaves some
     of its output unwritten shows.
     """
@@ -84,8 +83,6 @@ def pallas_call(
     return pl.pallas_call(
         kernel,
         grid=tuple(int(n) for n in grid),
-        in_specs=in_specs,
-        out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=should_interpret(interpret),

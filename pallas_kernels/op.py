@@ -93,6 +93,11 @@ class Implementation:
     sources: Callable[[Spec, Any], list[TritonSource]] | None = None
     supports: Callable[[Problem], str | None] = lambda problem: None
 
+    @classmethod
+    def of(cls, run: Callable[..., Any], module: Any, **others: Any) -> "Implementation":
+        """Returns `run` with the `Config`, `heuristic` and `space` of a module."""
+        return cls(run, module.Config, module.heuristic, module.space, **others)
+
 
 @dataclass(frozen=True)
 class Op:

@@ -17,14 +17,7 @@ MAX_HEAD_DIM = 256
 OP = Op(
     name="flash_attention",
     reference=flash_attention_reference,
-    implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.flash_attention_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        )
-    },
+    implementations={"pallas_triton": Implementation.of(pallas_triton.flash_attention_pallas, pallas_triton)},
     specs=SPECS,
     sizes=("B", "Tq", "Tk"),
 )

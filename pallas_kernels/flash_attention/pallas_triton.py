@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, dot, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels._compat import cdiv, dot, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.op import Problem
 
 _LOG2E = math.log2(math.e)
@@ -203,13 +203,10 @@ def flash_attention_pallas(
         q_offset=Tk - Tq if q_offset is None else q_offset,
     )
     arrays = [q, k, v, *(x for x in (sinks, lengths) if x is not None)]
-    whole = BlockSpec(memory_space=None)
     return pallas_call(
         kernel,
         name="flash_attention",
         grid=(tiles, B * K),
-        in_specs=[whole] * len(arrays),
-        out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -17,14 +17,7 @@ from pallas_kernels.run import run
 OP = Op(
     name="grouped_matmul",
     reference=grouped_matmul_reference,
-    implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.grouped_matmul_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        )
-    },
+    implementations={"pallas_triton": Implementation.of(pallas_triton.grouped_matmul_pallas, pallas_triton)},
     specs=SPECS,
     sizes=("P",),
 )

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, dot, load, pallas_call, program_id, store, when
+from pallas_kernels._compat import cdiv, dot, load, pallas_call, program_id, store, when
 from pallas_kernels.grouped_tiles import (
     Config,
     candidates,
@@ -86,7 +86,6 @@ def grouped_matmul_pallas(
     inputs = [x, w, rows, block_expert, num_blocks]
     if row_scale is not None:
         inputs.append(row_scale)
-    whole = BlockSpec(memory_space=None)
     kernel = functools.partial(
         _kernel, config=config, block_m=block_m, n_tiles=n_tiles, scaled=row_scale is not None
     )
@@ -94,8 +93,6 @@ def grouped_matmul_pallas(
         kernel,
         name="grouped_matmul",
         grid=(P // block_m * n_tiles,),
-        in_specs=[whole] * len(inputs),
-        out_specs=whole,
         out_shape=jax.ShapeDtypeStruct((P, F), x.dtype if out_dtype is None else out_dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -18,18 +18,9 @@ OP = Op(
     name="grouped_swiglu",
     reference=grouped_swiglu_reference,
     implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.grouped_swiglu_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        ),
-        "triton_jit": Implementation(
-            triton_jit.grouped_swiglu_triton,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-            sources=triton_jit.sources,
+        "pallas_triton": Implementation.of(pallas_triton.grouped_swiglu_pallas, pallas_triton),
+        "triton_jit": Implementation.of(
+            triton_jit.grouped_swiglu_triton, pallas_triton, sources=triton_jit.sources
         ),
     },
     specs=SPECS,

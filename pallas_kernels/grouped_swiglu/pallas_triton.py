@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, dot, pallas_call, program_id, store, when
+from pallas_kernels._compat import cdiv, dot, pallas_call, program_id, store, when
 from pallas_kernels.grouped_tiles import (
     Config,
     candidates,
@@ -92,7 +92,6 @@ def grouped_swiglu_pallas(
     """See `grouped_swiglu_reference`. Undefined elements are not written."""
     P, F = rows.shape[0], gate.shape[2]
     n_tiles = cdiv(F, config.block_n)
-    whole = BlockSpec(memory_space=None)
     kernel = functools.partial(
         _kernel, config=config, block_m=block_m, n_tiles=n_tiles, activation=activation
     )
@@ -100,8 +99,6 @@ def grouped_swiglu_pallas(
         kernel,
         name="grouped_swiglu",
         grid=(P // block_m * n_tiles,),
-        in_specs=[whole] * 6,
-        out_specs=whole,
         out_shape=jax.ShapeDtypeStruct((P, F), x.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

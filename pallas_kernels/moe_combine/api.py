@@ -15,14 +15,7 @@ from pallas_kernels.run import run
 OP = Op(
     name="moe_combine",
     reference=moe_combine_reference,
-    implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.moe_combine_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        )
-    },
+    implementations={"pallas_triton": Implementation.of(pallas_triton.moe_combine_pallas, pallas_triton)},
     specs=SPECS,
     sizes=("T", "P"),
 )

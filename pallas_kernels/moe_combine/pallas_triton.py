@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.op import Problem
 
 
@@ -71,13 +71,10 @@ def moe_combine_pallas(
     """See `moe_combine_reference`."""
     (T, k), D = slot_of.shape, y.shape[1]
     inputs = [y, slot_of.reshape(-1)] + ([] if weights is None else [weights.reshape(-1)])
-    whole = BlockSpec(memory_space=None)
     call = pallas_call(
         functools.partial(_kernel, config=config, T=T, k=k, weighted=weights is not None),
         name="moe_combine",
         grid=(cdiv(T, config.rows), cdiv(D, config.cols)),
-        in_specs=[whole] * len(inputs),
-        out_specs=whole,
         out_shape=jax.ShapeDtypeStruct((T, D), y.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -16,14 +16,7 @@ from pallas_kernels.run import run
 OP = Op(
     name="moe_permute",
     reference=moe_permute_reference,
-    implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.moe_permute_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        )
-    },
+    implementations={"pallas_triton": Implementation.of(pallas_triton.moe_permute_pallas, pallas_triton)},
     specs=SPECS,
     sizes=("A",),
 )

@@ -15,16 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import (
-    BlockSpec,
-    cdiv,
-    load,
-    next_power_of_2,
-    pallas_call,
-    program_id,
-    store,
-    when,
-)
+from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store, when
 from pallas_kernels.groups import Permutation, padded_rows
 from pallas_kernels.op import Problem
 
@@ -169,7 +160,6 @@ def moe_permute_pallas(
     P = padded_rows(A, E, block_m)
     flat = ids.reshape(A)
     n = cdiv(A, config.tile)
-    whole = BlockSpec(memory_space=None)
     sizes = {"tile": config.tile, "sub": config.sub, "A": A, "E": E}
     options: dict[str, Any] = {
         "num_warps": config.num_warps,
@@ -182,8 +172,6 @@ def moe_permute_pallas(
             functools.partial(_count_kernel, **sizes),
             name="moe_permute_count",
             grid=(n,),
-            in_specs=[whole],
-            out_specs=whole,
             out_shape=jax.ShapeDtypeStruct((n, E), jnp.int32),
             **options,
         )
@@ -193,8 +181,6 @@ def moe_permute_pallas(
         functools.partial(_place_kernel, n=n, P=P, block_m=block_m, counted=len(inputs) == 2, **sizes),
         name="moe_permute_place",
         grid=(n,),
-        in_specs=[whole] * len(inputs),
-        out_specs=[whole] * len(shapes),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
         **options,
     )

@@ -21,12 +21,7 @@ OP = Op(
     name="quantized_grouped_matmul",
     reference=quantized_grouped_matmul_reference,
     implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.quantized_grouped_matmul_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        )
+        "pallas_triton": Implementation.of(pallas_triton.quantized_grouped_matmul_pallas, pallas_triton)
     },
     specs=SPECS,
     sizes=("P",),
@@ -36,12 +31,7 @@ SWIGLU_OP = Op(
     name="quantized_grouped_swiglu",
     reference=quantized_grouped_swiglu_reference,
     implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.quantized_grouped_swiglu_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        )
+        "pallas_triton": Implementation.of(pallas_triton.quantized_grouped_swiglu_pallas, pallas_triton)
     },
     specs=SWIGLU_SPECS,
     sizes=("P",),

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import (
-    BlockSpec,
     cdiv,
     load,
     next_power_of_2,
@@ -19,7 +18,6 @@ from pallas_kernels._compat import (
 from pallas_kernels.qformats import QuantizedTensor
 from pallas_kernels.quantized_grouped_matmul.tiles import Weight, pieces
 
-WHOLE = BlockSpec(memory_space=None)
 _BLOCK_N, _BLOCK_K = 64, 128
 
 # Adding it to a number below 2^22 rounds that to an integer, halves to even; the low bits then count.
@@ -68,8 +66,6 @@ def dequantize_pallas(w: QuantizedTensor, dtype: Any, *, interpret: bool | None 
         functools.partial(_dequantize, w=w, ptx=not should_interpret(interpret)),
         name=f"dequantize_{w.format.name}",
         grid=(cdiv(D, _BLOCK_K), cdiv(F, _BLOCK_N), *lead),
-        in_specs=[WHOLE] * len(arrays),
-        out_specs=WHOLE,
         out_shape=jax.ShapeDtypeStruct(w.shape, dtype),
         num_warps=4,
         num_stages=1,
@@ -108,8 +104,6 @@ def quantize_rows_pallas(x: jax.Array, *, interpret: bool | None = None) -> tupl
             functools.partial(_quantize_rows, D=D),
             name="quantize_rows",
             grid=(R,),
-            in_specs=[WHOLE],
-            out_specs=[WHOLE] * 2,
             out_shape=shapes,
             num_warps=max(1, min(8, _pad(D) // (32 * 16))),
             num_stages=1,

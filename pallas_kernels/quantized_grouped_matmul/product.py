@@ -13,22 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import (
-    BlockSpec,
-    cdiv,
-    load,
-    pallas_call,
-    program_id,
-    should_interpret,
-    store,
-    when,
-)
+from pallas_kernels._compat import cdiv, load, pallas_call, program_id, should_interpret, store, when
 from pallas_kernels.grouped_tiles import place
 from pallas_kernels.groups import ACTIVATIONS
 from pallas_kernels.qformats import QuantizedTensor
 from pallas_kernels.quantized_grouped_matmul.tiles import Weight, reduce_tiles
-
-WHOLE = BlockSpec(memory_space=None)
 
 
 @dataclass(frozen=True)
@@ -189,8 +178,6 @@ def product(
         kernel,
         name=f"{name}_{matrices[0].format.name}",
         grid=(programs, tile.split_k) if split else (programs,),
-        in_specs=[WHOLE] * len(given),
-        out_specs=WHOLE,
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if split else out_dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -17,12 +17,7 @@ OP = Op(
     name="quantized_matmul",
     reference=quantized_matmul_reference,
     implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.quantized_matmul_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        )
+        "pallas_triton": Implementation.of(pallas_triton.quantized_matmul_pallas, pallas_triton)
     },
     specs=SPECS,
     sizes=("T",),

@@ -17,18 +17,12 @@ OP = Op(
     name="ragged_paged_attention",
     reference=ragged_paged_attention_reference,
     implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.ragged_paged_attention_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-            supports=pallas_triton.supports,
+        "pallas_triton": Implementation.of(
+            pallas_triton.ragged_paged_attention_pallas, pallas_triton, supports=pallas_triton.supports
         ),
-        "triton_jit": Implementation(
+        "triton_jit": Implementation.of(
             triton_jit.ragged_paged_attention_triton,
-            triton_jit.Config,
-            triton_jit.heuristic,
-            triton_jit.space,
+            triton_jit,
             sources=triton_jit.sources,
             supports=triton_jit.supports,
         ),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, load, pallas_call, program_id, store
+from pallas_kernels._compat import load, pallas_call, program_id, store
 from pallas_kernels.ragged_paged_attention.tiles import (
     LOG2E,
     Attention,
@@ -108,13 +108,10 @@ def chunks(
 ) -> jax.Array:
     """Returns `out` with the rows of sequences with several queries written."""
     seq, first = query_tiles(cu_q_lens, a.T, rows // a.G)
-    whole = BlockSpec(memory_space=None)
     return pallas_call(
         functools.partial(_chunk_kernel, a=a, rows=rows, tile=tile),
         name="paged_chunk",
         grid=(seq.shape[0], a.K),
-        in_specs=[whole] * (9 + len(scales) + len(sinks)),
-        out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=num_warps,
         num_stages=num_stages,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.ragged_paged_attention.tiles import (
     LOG2E,
     MASKED,
@@ -128,14 +128,11 @@ def decode(
     interpret: bool | None,
 ) -> jax.Array:
     """Writes `[T, H, Dh]`: rows of sequences with one query, zeros past the last; others stay unwritten."""
-    whole = BlockSpec(memory_space=None)
     static: dict[str, Any] = {"a": a, "tile": tile, "splits": splits}
     part, lse = pallas_call(
         functools.partial(_split_kernel, **static),
         name="paged_decode",
         grid=(splits, a.K, a.S),
-        in_specs=[whole] * (6 + len(scales)),
-        out_specs=[whole] * 2,
         out_shape=[
             jax.ShapeDtypeStruct((a.S, a.H, splits, a.Dh), jnp.float32),
             jax.ShapeDtypeStruct((a.S, a.H, splits), jnp.float32),
@@ -148,8 +145,6 @@ def decode(
         functools.partial(_reduce_kernel, **static),
         name="paged_decode_reduce",
         grid=(a.S + cdiv(a.T, PADDING_ROWS), a.H),
-        in_specs=[whole] * (4 + len(sinks)),
-        out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=reduce_warps(a, splits),
         num_stages=1,

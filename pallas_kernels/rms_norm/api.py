@@ -15,11 +15,7 @@ from pallas_kernels.run import run
 OP = Op(
     name="rms_norm",
     reference=rms_norm_reference,
-    implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.rms_norm_pallas, pallas_triton.Config, pallas_triton.heuristic, pallas_triton.space
-        )
-    },
+    implementations={"pallas_triton": Implementation.of(pallas_triton.rms_norm_pallas, pallas_triton)},
     specs=SPECS,
     sizes=("T",),
 )

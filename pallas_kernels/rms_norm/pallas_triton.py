@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.op import Problem
 
 
@@ -63,14 +63,11 @@ def rms_norm_pallas(
     T, D = x.shape
     add = residual is not None
     kernel = functools.partial(_kernel, rows=config.rows, T=T, D=D, eps=eps, add=add)
-    whole = BlockSpec(memory_space=None)
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = pallas_call(
         kernel,
         name="rms_norm_residual" if add else "rms_norm",
         grid=(cdiv(T, config.rows),),
-        in_specs=[whole] * (3 if add else 2),
-        out_specs=[whole] * (2 if add else 1),
         out_shape=[shape] * (2 if add else 1),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -19,14 +19,7 @@ MAX_HEAD_DIM = 256
 OP = Op(
     name="rope_kv_write",
     reference=rope_kv_write_reference,
-    implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.rope_kv_write_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        )
-    },
+    implementations={"pallas_triton": Implementation.of(pallas_triton.rope_kv_write_pallas, pallas_triton)},
     specs=SPECS,
     sizes=("T",),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.fp8 import encode_e4m3, encode_e5m2
 from pallas_kernels.kv import KV_LARGEST, is_quantized
 from pallas_kernels.op import Problem
@@ -161,14 +161,11 @@ def rope_kv_write_pallas(
     kernel = functools.partial(
         _kernel, tokens=config.tokens, T=T, K=K, G=H // K, N=N, bs=bs, R=2 * cos.shape[1], Dh=Dh
     )
-    whole = BlockSpec(memory_space=None)
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *pools)]
     q_rotated, *written = pallas_call(
         kernel,
         name="rope_kv_write",
         grid=(cdiv(T, config.tokens), K),
-        in_specs=[whole] * (6 + len(pools)),
-        out_specs=[whole] * len(out),
         out_shape=out,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -18,14 +18,7 @@ MAX_K = 16
 OP = Op(
     name="topk_router",
     reference=topk_router_reference,
-    implementations={
-        "pallas_triton": Implementation(
-            pallas_triton.topk_router_pallas,
-            pallas_triton.Config,
-            pallas_triton.heuristic,
-            pallas_triton.space,
-        )
-    },
+    implementations={"pallas_triton": Implementation.of(pallas_triton.topk_router_pallas, pallas_triton)},
     specs=SPECS,
     sizes=("T",),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, cdiv, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.op import Problem
 from pallas_kernels.topk_router.reference import SMALLEST_SUM
 
@@ -184,14 +184,11 @@ def topk_router_pallas(
         renormalize=renormalize,
         scale=scale,
     )
-    whole = BlockSpec(memory_space=None)
     arrays = [logits] if bias is None else [logits, bias]
     ids, weights = pallas_call(
         kernel,
         name="topk_router",
         grid=(cdiv(T, config.rows),),
-        in_specs=[whole] * len(arrays),
-        out_specs=[whole, whole],
         out_shape=[jax.ShapeDtypeStruct((T, k), jnp.int32), jax.ShapeDtypeStruct((T, k), jnp.float32)],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
