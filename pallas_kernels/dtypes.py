@@ -1,8 +1,11 @@
-"""The type that a reference computes in."""
+"""The floating-point types of operands, and the type that a reference computes in."""
 
 from typing import Any
 
 import jax.numpy as jnp
+
+FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+"""Operands that every kernel of floating-point arrays takes."""
 
 
 def wide_type(*dtypes: Any) -> Any:

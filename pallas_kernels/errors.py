@@ -49,6 +49,29 @@ def check_dtype(op: str, argument: str, array: jax.Array, allowed: Sequence[Any]
         raise KernelError(op, argument, str(array.dtype), " or ".join(str(jnp.dtype(d)) for d in allowed))
 
 
+def check_arrays(
+    op: str, arguments: Mapping[str, tuple[jax.Array | None, str, Sequence[Any]]], **known: int
+) -> dict[str, int]:
+    """Checks arrays given with their dimensions and the dtypes allowed; one that is None is not looked at.
+
+    Returns:
+        The sizes, as of `bind_shapes`.
+
+    Raises:
+        KernelError: see `bind_shapes` and `check_dtype`.
+    """
+    arrays = {name: rest for name, rest in arguments.items() if rest[0] is not None}
+    sizes = bind_shapes(op, {name: (array, dims) for name, (array, dims, _) in arrays.items()}, **known)
+    for name, (array, _, allowed) in arrays.items():
+        check_dtype(op, name, array, allowed)
+    return sizes
+
+
+def arrays_of(arguments: Mapping[str, tuple[jax.Array | None, str, Sequence[Any]]]) -> dict[str, Any]:
+    """Returns the arrays of what `check_arrays` checks, by name."""
+    return {name: array for name, (array, *_) in arguments.items()}
+
+
 def check_that(op: str, argument: str, holds: bool, got: Any, expected: Any) -> None:
     """Raises KernelError unless `holds`."""
     if not holds:

@@ -9,17 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dtypes import wide_type
+from pallas_kernels.dtypes import FLOATS, wide_type
 from pallas_kernels.errors import check_that
-
-KV_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
-"""Pools stored as they are, without scales."""
 
 KV_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """Quantized pools by dtype name: the stored magnitude that a row's largest element is scaled to."""
 
-KV_DTYPES = (*KV_FLOATS, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
-"""Every dtype a pool may have."""
+KV_DTYPES = (*FLOATS, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+"""Every dtype a pool may have; floating-point ones are stored as they are, without scales."""
 
 
 def is_quantized(dtype: Any) -> bool:

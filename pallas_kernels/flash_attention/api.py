@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.dtypes import FLOATS
+from pallas_kernels.errors import arrays_of, check_arrays, check_that
 from pallas_kernels.flash_attention import pallas_triton
 from pallas_kernels.flash_attention.reference import flash_attention_reference
 from pallas_kernels.flash_attention.specs import SPECS, problem
@@ -54,18 +55,15 @@ def flash_attention(
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or mask.
     """
-    arguments = {"q": (q, "B Tq H Dh"), "k": (k, "B Tk K Dh"), "v": (v, "B Tk K Dh")}
-    arguments |= {} if sinks is None else {"sinks": (sinks, "H")}
-    arguments |= {} if lengths is None else {"lengths": (lengths, "B")}
-    sizes = bind_shapes(OP.name, arguments)
+    arguments = {
+        "q": (q, "B Tq H Dh", FLOATS),
+        "k": (k, "B Tk K Dh", (q.dtype,)),
+        "v": (v, "B Tk K Dh", (q.dtype,)),
+        "sinks": (sinks, "H", (jnp.float32,)),
+        "lengths": (lengths, "B", (jnp.int32,)),
+    }
+    sizes = check_arrays(OP.name, arguments)
     B, Tq, Tk, H, K, Dh = (sizes[name] for name in ("B", "Tq", "Tk", "H", "K", "Dh"))
-    check_dtype(OP.name, "q", q, (jnp.bfloat16, jnp.float16, jnp.float32))
-    check_dtype(OP.name, "k", k, (q.dtype,))
-    check_dtype(OP.name, "v", v, (q.dtype,))
-    if sinks is not None:
-        check_dtype(OP.name, "sinks", sinks, (jnp.float32,))
-    if lengths is not None:
-        check_dtype(OP.name, "lengths", lengths, (jnp.int32,))
     check_that(OP.name, "q", H % K == 0, f"{H} heads", f"a multiple of the {K} KV heads")
     fits = Dh % 8 == 0 and Dh <= MAX_HEAD_DIM
     check_that(OP.name, "q", fits, f"head dimension {Dh}", f"a multiple of 8 up to {MAX_HEAD_DIM}")
@@ -86,15 +84,11 @@ def flash_attention(
         implementation,
         problem(B, Tq, Tk, H, K, Dh, q.dtype, **flags),
         {
-            "q": q,
-            "k": k,
-            "v": v,
+            **arrays_of(arguments),
             "scale": scale,
             "causal": causal,
             "window": window,
             "soft_cap": soft_cap,
-            "sinks": sinks,
-            "lengths": lengths,
             "q_offset": q_offset,
         },
         config=config,

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.dtypes import FLOATS
+from pallas_kernels.errors import arrays_of, check_arrays, check_that
 from pallas_kernels.group_specs import problem
 from pallas_kernels.grouped_matmul import pallas_triton
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
@@ -57,16 +58,15 @@ def grouped_matmul(
     Raises:
         KernelError: shapes that disagree, no rows, an unsupported dtype or block_m.
     """
-    floats = (jnp.bfloat16, jnp.float16, jnp.float32)
-    arguments = {"x": (x, "R D"), "w": (w, "E D F"), "rows": (rows, "P")}
-    if row_scale is not None:
-        arguments["row_scale"] = (row_scale, "P")
-        check_dtype(OP.name, "row_scale", row_scale, (jnp.float32,))
-    sizes = bind_shapes(OP.name, arguments)
-    check_dtype(OP.name, "x", x, floats)
-    check_dtype(OP.name, "w", w, (x.dtype,))
+    arguments = {
+        "x": (x, "R D", FLOATS),
+        "w": (w, "E D F", (x.dtype,)),
+        "rows": (rows, "P", (jnp.int32,)),
+        "row_scale": (row_scale, "P", (jnp.float32,)),
+    }
+    sizes = check_arrays(OP.name, arguments)
     if out_dtype is not None:
-        good = any(jnp.dtype(out_dtype) == jnp.dtype(dtype) for dtype in floats)
+        good = any(jnp.dtype(out_dtype) == jnp.dtype(dtype) for dtype in FLOATS)
         check_that(OP.name, "out_dtype", good, str(jnp.dtype(out_dtype)), "bfloat16, float16 or float32")
     check_table(OP.name, rows, block_expert, num_blocks, block_m)
     return run(
@@ -74,13 +74,10 @@ def grouped_matmul(
         implementation,
         problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype),
         {
-            "x": x,
-            "w": w,
-            "rows": rows,
+            **arrays_of(arguments),
             "block_expert": block_expert,
             "num_blocks": num_blocks,
             "block_m": block_m,
-            "row_scale": row_scale,
             "out_dtype": out_dtype,
         },
         config=config,

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.dtypes import FLOATS
+from pallas_kernels.errors import arrays_of, check_arrays, check_that
 from pallas_kernels.group_specs import problem
 from pallas_kernels.grouped_swiglu import pallas_triton, triton_jit
 from pallas_kernels.grouped_swiglu.reference import grouped_swiglu_reference
@@ -61,11 +62,13 @@ def grouped_swiglu(
     Raises:
         KernelError: shapes that disagree, no rows, an unsupported dtype, block_m or activation.
     """
-    weights = {"gate": (gate, "E D F"), "up": (up, "E D F")}
-    sizes = bind_shapes(OP.name, {"x": (x, "R D"), **weights, "rows": (rows, "P")})
-    check_dtype(OP.name, "x", x, (jnp.bfloat16, jnp.float16, jnp.float32))
-    for name, (weight, _) in weights.items():
-        check_dtype(OP.name, name, weight, (x.dtype,))
+    arguments = {
+        "x": (x, "R D", FLOATS),
+        "gate": (gate, "E D F", (x.dtype,)),
+        "up": (up, "E D F", (x.dtype,)),
+        "rows": (rows, "P", (jnp.int32,)),
+    }
+    sizes = check_arrays(OP.name, arguments)
     check_table(OP.name, rows, block_expert, num_blocks, block_m)
     known = ", ".join(ACTIVATIONS)
     check_that(OP.name, "activation", activation in ACTIVATIONS, repr(activation), f"one of {known}")
@@ -74,10 +77,7 @@ def grouped_swiglu(
         implementation,
         problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype),
         {
-            "x": x,
-            "gate": gate,
-            "up": up,
-            "rows": rows,
+            **arrays_of(arguments),
             "block_expert": block_expert,
             "num_blocks": num_blocks,
             "block_m": block_m,

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import bind_shapes, check_dtype
+from pallas_kernels.dtypes import FLOATS
+from pallas_kernels.errors import arrays_of, check_arrays
 from pallas_kernels.moe_combine import pallas_triton
 from pallas_kernels.moe_combine.reference import moe_combine_reference
 from pallas_kernels.moe_combine.specs import SPECS, problem
@@ -46,19 +47,17 @@ def moe_combine(
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype.
     """
-    arguments = {"y": (y, "P D"), "slot_of": (slot_of, "T k")}
-    if weights is not None:
-        arguments["weights"] = (weights, "T k")
-    sizes = bind_shapes(OP.name, arguments)
-    check_dtype(OP.name, "y", y, (jnp.bfloat16, jnp.float16, jnp.float32))
-    check_dtype(OP.name, "slot_of", slot_of, (jnp.int32,))
-    if weights is not None:
-        check_dtype(OP.name, "weights", weights, (jnp.float32,))
+    arguments = {
+        "y": (y, "P D", FLOATS),
+        "slot_of": (slot_of, "T k", (jnp.int32,)),
+        "weights": (weights, "T k", (jnp.float32,)),
+    }
+    sizes = check_arrays(OP.name, arguments)
     return run(
         OP,
         implementation,
         problem(sizes["T"], sizes["k"], sizes["P"], sizes["D"], y.dtype, weights is not None),
-        {"y": y, "slot_of": slot_of, "weights": weights},
+        arrays_of(arguments),
         config=config,
         interpret=interpret,
     )

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.errors import check_arrays, check_that
 from pallas_kernels.groups import Permutation, check_block_m
 from pallas_kernels.moe_permute import pallas_triton
 from pallas_kernels.moe_permute.reference import moe_permute_reference
@@ -46,8 +46,7 @@ def moe_permute(
     Raises:
         KernelError: no tokens, ids that are not int32, an unsupported block_m or number of experts.
     """
-    sizes = bind_shapes(OP.name, {"ids": (ids, "T k")})
-    check_dtype(OP.name, "ids", ids, (jnp.int32,))
+    sizes = check_arrays(OP.name, {"ids": (ids, "T k", (jnp.int32,))})
     within = 1 <= num_experts <= _MOST_EXPERTS
     check_that(OP.name, "num_experts", within, num_experts, f"1 to {_MOST_EXPERTS}")
     check_block_m(OP.name, block_m)

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.dtypes import FLOATS
+from pallas_kernels.errors import arrays_of, bind_shapes, check_arrays, check_dtype, check_that
 from pallas_kernels.groups import ACTIVATIONS, check_table
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.qformats import PACK, QuantizedTensor, check_quantized
@@ -36,8 +37,6 @@ SWIGLU_OP = Op(
     specs=SWIGLU_SPECS,
     sizes=("P",),
 )
-
-FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def check_activations(
@@ -112,11 +111,12 @@ def quantized_grouped_matmul(
         KernelError: shapes that disagree, no rows, an unsupported dtype, format or block_m.
     """
     sizes = check_quantized(OP.name, "w", w, "E D F")
-    arguments = {"x": (x, "R D"), "rows": (rows, "P")}
-    if row_scale is not None:
-        arguments["row_scale"] = (row_scale, "P")
-        check_dtype(OP.name, "row_scale", row_scale, (jnp.float32,))
-    sizes = bind_shapes(OP.name, arguments, **sizes)
+    arguments = {
+        "x": (x, "R D", (x.dtype,)),
+        "rows": (rows, "P", (jnp.int32,)),
+        "row_scale": (row_scale, "P", (jnp.float32,)),
+    }
+    sizes = check_arrays(OP.name, arguments, **sizes)
     check_activations(OP.name, x, x_scale, w, out_dtype, config)
     check_table(OP.name, rows, block_expert, num_blocks, block_m)
     return run(
@@ -124,13 +124,11 @@ def quantized_grouped_matmul(
         implementation,
         problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype, w.format),
         {
-            "x": x,
+            **arrays_of(arguments),
             "w": w,
-            "rows": rows,
             "block_expert": block_expert,
             "num_blocks": num_blocks,
             "block_m": block_m,
-            "row_scale": row_scale,
             "x_scale": x_scale,
             "out_dtype": out_dtype,
         },

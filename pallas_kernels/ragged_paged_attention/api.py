@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.dtypes import FLOATS
+from pallas_kernels.errors import arrays_of, check_arrays, check_that
 from pallas_kernels.kv import KV_DTYPES, is_quantized
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.ragged_paged_attention import pallas_triton, triton_jit
@@ -68,21 +69,23 @@ def ragged_paged_attention(
         KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or block size,
             scales missing or too many. Values of tables and lengths are `check_block_table`'s.
     """
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    for name, array in scales.items():
+        expected = "an array" if is_quantized(k_pages.dtype) else "None"
+        got = None if array is None else "an array"
+        fits = (array is not None) == is_quantized(k_pages.dtype)
+        check_that(OP.name, name, fits, got, f"{expected} with pages of {k_pages.dtype}")
     arguments = {
-        "q": (q, "T H Dh"),
-        "k_pages": (k_pages, "N K bs Dh"),
-        "v_pages": (v_pages, "N K bs Dh"),
-        "block_table": (block_table, "S M"),
-        "kv_lens": (kv_lens, "S"),
+        "q": (q, "T H Dh", FLOATS),
+        "k_pages": (k_pages, "N K bs Dh", KV_DTYPES),
+        "v_pages": (v_pages, "N K bs Dh", (k_pages.dtype,)),
+        "block_table": (block_table, "S M", (jnp.int32,)),
+        "kv_lens": (kv_lens, "S", (jnp.int32,)),
+        "sinks": (sinks, "H", (jnp.float32,)),
+        **{name: (scale, "N K bs", (jnp.float32,)) for name, scale in scales.items()},
     }
-    sizes = bind_shapes(OP.name, arguments)
-    bind_shapes(OP.name, {"cu_q_lens": (cu_q_lens, "S+1")}, **{"S+1": sizes["S"] + 1})
-    for name, array in (("block_table", block_table), ("kv_lens", kv_lens), ("cu_q_lens", cu_q_lens)):
-        check_dtype(OP.name, name, array, (jnp.int32,))
-    check_dtype(OP.name, "q", q, (jnp.bfloat16, jnp.float16, jnp.float32))
-    check_dtype(OP.name, "k_pages", k_pages, KV_DTYPES)
-    check_dtype(OP.name, "v_pages", v_pages, (k_pages.dtype,))
-    _check_scales(k_pages, {"k_scale": k_scale, "v_scale": v_scale}, sizes)
+    sizes = check_arrays(OP.name, arguments)
+    check_arrays(OP.name, {"cu_q_lens": (cu_q_lens, "S+1", (jnp.int32,))}, **{"S+1": sizes["S"] + 1})
     H, K, Dh, bs = (sizes[name] for name in ("H", "K", "Dh", "bs"))
     check_that(OP.name, "q", H % K == 0, f"H={H}", f"a multiple of K={K}")
     check_that(OP.name, "q", Dh % 8 == 0 and Dh <= 256, f"Dh={Dh}", "a multiple of 8, at most 256")
@@ -91,39 +94,18 @@ def ragged_paged_attention(
     check_that(OP.name, "window", window is None or window >= 1, window, "None or at least 1")
     check_that(OP.name, "soft_cap", soft_cap is None or soft_cap > 0, soft_cap, "None or a positive number")
     check_that(OP.name, "max_q_len", max_q_len is None or max_q_len >= 1, max_q_len, "None or at least 1")
-    if sinks is not None:
-        bind_shapes(OP.name, {"sinks": (sinks, "H")}, H=H)
-        check_dtype(OP.name, "sinks", sinks, (jnp.float32,))
     return run(
         OP,
         implementation,
         problem(sizes, q.dtype, k_pages.dtype, window=window, sinks=sinks is not None, max_q_len=max_q_len),
         {
-            "q": q,
-            "k_pages": k_pages,
-            "v_pages": v_pages,
-            "block_table": block_table,
-            "kv_lens": kv_lens,
+            **arrays_of(arguments),
             "cu_q_lens": cu_q_lens,
             "scale": scale,
             "window": window,
             "soft_cap": soft_cap,
-            "sinks": sinks,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
             "max_q_len": max_q_len,
         },
         config=config,
         interpret=interpret,
     )
-
-
-def _check_scales(pages: jax.Array, scales: dict[str, jax.Array | None], sizes: dict[str, int]) -> None:
-    for name, scale in scales.items():
-        if not is_quantized(pages.dtype):
-            check_that(OP.name, name, scale is None, "an array", f"None with pages of {pages.dtype}")
-            continue
-        check_that(OP.name, name, scale is not None, None, f"an array with pages of {pages.dtype}")
-        assert scale is not None
-        bind_shapes(OP.name, {name: (scale, "N K bs")}, **{dim: sizes[dim] for dim in ("N", "K", "bs")})
-        check_dtype(OP.name, name, scale, (jnp.float32,))

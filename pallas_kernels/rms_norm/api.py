@@ -3,9 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.dtypes import FLOATS
+from pallas_kernels.errors import arrays_of, check_arrays, check_that
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.rms_norm import pallas_triton
 from pallas_kernels.rms_norm.reference import rms_norm_reference
@@ -42,21 +42,18 @@ def rms_norm(
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype.
     """
-    floats = (jnp.bfloat16, jnp.float16, jnp.float32)
-    arguments = {"x": (x, "T D"), "weight": (weight, "D")}
-    if residual is not None:
-        arguments["residual"] = (residual, "T D")
-    sizes = bind_shapes(OP.name, arguments)
-    check_dtype(OP.name, "x", x, floats)
-    check_dtype(OP.name, "weight", weight, floats)
-    if residual is not None:
-        check_dtype(OP.name, "residual", residual, (x.dtype,))
+    arguments = {
+        "x": (x, "T D", FLOATS),
+        "weight": (weight, "D", FLOATS),
+        "residual": (residual, "T D", (x.dtype,)),
+    }
+    sizes = check_arrays(OP.name, arguments)
     check_that(OP.name, "eps", eps > 0, eps, "a positive number")
     return run(
         OP,
         implementation,
         problem(sizes["T"], sizes["D"], x.dtype, residual is not None),
-        {"x": x, "weight": weight, "residual": residual, "eps": eps},
+        {**arrays_of(arguments), "eps": eps},
         config=config,
         interpret=interpret,
     )

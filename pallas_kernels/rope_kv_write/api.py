@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.errors import KernelError, bind_shapes, check_dtype, check_that
-from pallas_kernels.kv import KV_DTYPES, KV_FLOATS, check_pool_size, is_quantized
+from pallas_kernels.dtypes import FLOATS
+from pallas_kernels.errors import KernelError, arrays_of, check_arrays, check_that
+from pallas_kernels.kv import KV_DTYPES, check_pool_size, is_quantized
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.rope_kv_write import pallas_triton
 from pallas_kernels.rope_kv_write.reference import Written, rope_kv_write_reference
@@ -59,26 +60,24 @@ def rope_kv_write(
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or pool size.
     """
-    arguments = {
-        "q": (q, "T H Dh"),
-        "k": (k, "T K Dh"),
-        "v": (v, "T K Dh"),
-        "cos": (cos, "T half"),
-        "sin": (sin, "T half"),
-        "k_pages": (k_pages, "N K bs Dh"),
-        "v_pages": (v_pages, "N K bs Dh"),
-        "slot_mapping": (slot_mapping, "T"),
-    }
     scales = {"k_scale": k_scale, "v_scale": v_scale}
+    arguments = {
+        "q": (q, "T H Dh", FLOATS),
+        "k": (k, "T K Dh", (q.dtype,)),
+        "v": (v, "T K Dh", (q.dtype,)),
+        "cos": (cos, "T half", (jnp.float32,)),
+        "sin": (sin, "T half", (jnp.float32,)),
+        "k_pages": (k_pages, "N K bs Dh", KV_DTYPES),
+        "v_pages": (v_pages, "N K bs Dh", (k_pages.dtype,)),
+        "slot_mapping": (slot_mapping, "T", (jnp.int32,)),
+        **{name: (scale, "N K bs", (jnp.float32,)) for name, scale in scales.items()},
+    }
     quantized = is_quantized(k_pages.dtype)
     for name, array in scales.items():
         expected = f"float32 [N, K, bs] with {k_pages.dtype} pages" if quantized else "None with such pages"
         got = "None" if array is None else f"an array with {k_pages.dtype} pages"
         check_that(OP.name, name, (array is not None) == quantized, got, expected)
-        if array is not None:
-            arguments[name] = (array, "N K bs")
-    sizes = bind_shapes(OP.name, arguments)
-    _check_dtypes(arguments)
+    sizes = check_arrays(OP.name, arguments)
     H, K, Dh, half = sizes["H"], sizes["K"], sizes["Dh"], sizes["half"]
     check_that(OP.name, "q", H % K == 0, f"{H} heads", f"a multiple of the {K} KV heads")
     fits = Dh % 8 == 0 and Dh <= MAX_HEAD_DIM
@@ -91,7 +90,7 @@ def rope_kv_write(
         OP,
         implementation,
         problem(sizes["T"], H, K, Dh, 2 * half, sizes["bs"], q.dtype, k_pages.dtype),
-        {name: array for name, (array, _) in arguments.items()},
+        arrays_of(arguments),
         config=config,
         interpret=interpret,
     )
@@ -114,14 +113,3 @@ def check_slots(slot_mapping: jax.Array, k_pages: jax.Array) -> None:
     if (counts > 1).any():
         got = f"{int(values[counts > 1][0])} {int(counts.max())} times"
         raise KernelError(OP.name, "slot_mapping", got, "each slot at most once")
-
-
-def _check_dtypes(arguments: dict[str, tuple[jax.Array, str]]) -> None:
-    arrays = {name: array for name, (array, _) in arguments.items()}
-    check_dtype(OP.name, "q", arrays["q"], KV_FLOATS)
-    check_dtype(OP.name, "k_pages", arrays["k_pages"], KV_DTYPES)
-    for name, same in (("k", "q"), ("v", "q"), ("v_pages", "k_pages")):
-        check_dtype(OP.name, name, arrays[name], (arrays[same].dtype,))
-    check_dtype(OP.name, "slot_mapping", arrays["slot_mapping"], (jnp.int32,))
-    for name in arrays.keys() & {"cos", "sin", "k_scale", "v_scale"}:
-        check_dtype(OP.name, name, arrays[name], (jnp.float32,))

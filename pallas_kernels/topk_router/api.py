@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import bind_shapes, check_dtype, check_that
+from pallas_kernels.dtypes import FLOATS
+from pallas_kernels.errors import arrays_of, check_arrays, check_that
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.run import run
 from pallas_kernels.topk_router import pallas_triton
@@ -50,12 +51,9 @@ def topk_router(
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, a choice that is not possible.
     """
-    arguments = {"logits": (logits, "T E")} | ({} if bias is None else {"bias": (bias, "E")})
-    sizes = bind_shapes(OP.name, arguments)
+    arguments = {"logits": (logits, "T E", FLOATS), "bias": (bias, "E", (jnp.float32,))}
+    sizes = check_arrays(OP.name, arguments)
     T, E = sizes["T"], sizes["E"]
-    check_dtype(OP.name, "logits", logits, (jnp.bfloat16, jnp.float16, jnp.float32))
-    if bias is not None:
-        check_dtype(OP.name, "bias", bias, (jnp.float32,))
     check_that(OP.name, "logits", E <= MAX_EXPERTS, f"{E} experts", f"at most {MAX_EXPERTS}")
     check_that(OP.name, "k", 1 <= k <= min(E, MAX_K), k, f"1 to {min(E, MAX_K)} of {E} experts")
     check_that(OP.name, "scoring", scoring in ("softmax", "sigmoid"), repr(scoring), "softmax or sigmoid")
@@ -65,10 +63,9 @@ def topk_router(
         implementation,
         problem(T, E, k, logits.dtype, scoring, bias is not None, num_groups or 1),
         {
-            "logits": logits,
+            **arrays_of(arguments),
             "k": k,
             "scoring": scoring,
-            "bias": bias,
             "num_groups": num_groups,
             "top_groups": top_groups,
             "renormalize": renormalize,
