@@ -60,10 +60,10 @@ def check_arrays(
     Raises:
         KernelError: see `bind_shapes` and `check_dtype`.
     """
-    arrays = {name: rest for name, rest in arguments.items() if rest[0] is not None}
-    sizes = bind_shapes(op, {name: (array, dims) for name, (array, dims, _) in arrays.items()}, **known)
-    for name, (array, _, allowed) in arrays.items():
-        check_dtype(op, name, array, allowed)
+    shapes = {name: (array, dims) for name, (array, dims, _) in arguments.items() if array is not None}
+    sizes = bind_shapes(op, shapes, **known)
+    for name, (array, _) in shapes.items():
+        check_dtype(op, name, array, arguments[name][2])
     return sizes
 
 

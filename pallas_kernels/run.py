@@ -1,19 +1,33 @@
 """Runs an implementation that was asked for by name, with the configuration that applies."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from pallas_kernels.errors import KernelError
 from pallas_kernels.op import Op, Problem
 from pallas_kernels.tuned import configure
 
 
+class Options(TypedDict, total=False):
+    """Options of every operation: which implementation runs, and how.
+
+    Attributes:
+        implementation: a name, "pallas_triton" unless another is given.
+        config: of that implementation's `Config`; None: see `pallas_kernels.tuned`.
+        interpret: whether to interpret; None: on CPU only.
+    """
+
+    implementation: str
+    config: Any
+    interpret: bool | None
+
+
 def run(
     op: Op,
-    implementation: str,
     problem: Problem,
     arguments: Mapping[str, Any],
     *,
+    implementation: str = "pallas_triton",
     config: Any = None,
     interpret: bool | None = None,
 ) -> Any:

@@ -1,6 +1,6 @@
 """`flash_attention`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from pallas_kernels.flash_attention import pallas_triton
 from pallas_kernels.flash_attention.reference import flash_attention_reference
 from pallas_kernels.flash_attention.specs import SPECS, problem
 from pallas_kernels.op import Implementation, Op
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 MAX_HEAD_DIM = 256
 
@@ -36,9 +36,7 @@ def flash_attention(
     sinks: jax.Array | None = None,
     lengths: jax.Array | None = None,
     q_offset: int | None = None,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Computes attention of q `[B, Tq, H, Dh]` on k and v `[B, Tk, K, Dh]`; see `flash_attention_reference`.
 
@@ -48,9 +46,7 @@ def flash_attention(
         q, k, v: of one dtype, bfloat16, float16 or float32; Dh a multiple of 8 up to 256, H a multiple of K.
         window: needs `causal`.
         sinks: float32 `[H]`; lengths: int32 `[B]`.
-        implementation: "pallas_triton" or "reference".
-        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or mask.
@@ -81,7 +77,6 @@ def flash_attention(
     }
     return run(
         OP,
-        implementation,
         problem(B, Tq, Tk, H, K, Dh, q.dtype, **flags),
         {
             **arrays_of(arguments),
@@ -91,6 +86,5 @@ def flash_attention(
             "soft_cap": soft_cap,
             "q_offset": q_offset,
         },
-        config=config,
-        interpret=interpret,
+        **options,
     )

@@ -1,6 +1,6 @@
 """`grouped_matmul`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from pallas_kernels.grouped_matmul.specs import SPECS
 from pallas_kernels.groups import check_table
 from pallas_kernels.op import Implementation, Op
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 OP = Op(
     name="grouped_matmul",
@@ -34,9 +34,7 @@ def grouped_matmul(
     block_m: int,
     row_scale: jax.Array | None = None,
     out_dtype: Any = None,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Computes `row_scale[p] · (x[rows[p]] @ w[expert of p])` by slot p; see `grouped_matmul_reference`.
 
@@ -48,9 +46,7 @@ def grouped_matmul(
         block_m: a power of two, 16 to 128.
         row_scale: float32 `[P]`, None for ones.
         out_dtype: None: x's; else bfloat16, float16 or float32.
-        implementation: "pallas_triton" or "reference".
-        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Returns:
         `[P, F]`; padding and blocks past `num_blocks` are undefined.
@@ -71,7 +67,6 @@ def grouped_matmul(
     check_table(OP.name, rows, block_expert, num_blocks, block_m)
     return run(
         OP,
-        implementation,
         problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype),
         {
             **arrays_of(arguments),
@@ -80,6 +75,5 @@ def grouped_matmul(
             "block_m": block_m,
             "out_dtype": out_dtype,
         },
-        config=config,
-        interpret=interpret,
+        **options,
     )

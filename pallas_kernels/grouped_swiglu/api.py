@@ -1,6 +1,6 @@
 """`grouped_swiglu`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from pallas_kernels.grouped_swiglu.reference import grouped_swiglu_reference
 from pallas_kernels.grouped_swiglu.specs import SPECS
 from pallas_kernels.groups import ACTIVATIONS, check_table
 from pallas_kernels.op import Implementation, Op
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 OP = Op(
     name="grouped_swiglu",
@@ -39,9 +39,7 @@ def grouped_swiglu(
     *,
     block_m: int,
     activation: str = "silu",
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Computes `act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])` by slot p; `grouped_swiglu_reference`.
 
@@ -52,9 +50,8 @@ def grouped_swiglu(
             checked by `pallas_kernels.groups.check_groups`, on the host, where its values are at hand.
         block_m: a power of two, 16 to 128.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
-        implementation: "pallas_triton", "triton_jit" (through jax-triton, on a GPU only) or "reference".
-        config: `pallas_triton.Config`, for both; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton", "triton_jit" (through jax-triton, on a GPU only, with
+            the same configurations) or "reference", and how it runs; see `Options`.
 
     Returns:
         `[P, F]` in x's dtype; padding and blocks past `num_blocks` are undefined.
@@ -74,7 +71,6 @@ def grouped_swiglu(
     check_that(OP.name, "activation", activation in ACTIVATIONS, repr(activation), f"one of {known}")
     return run(
         OP,
-        implementation,
         problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype),
         {
             **arrays_of(arguments),
@@ -83,6 +79,5 @@ def grouped_swiglu(
             "block_m": block_m,
             "activation": activation,
         },
-        config=config,
-        interpret=interpret,
+        **options,
     )

@@ -1,6 +1,6 @@
 """`moe_combine`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from pallas_kernels.moe_combine import pallas_triton
 from pallas_kernels.moe_combine.reference import moe_combine_reference
 from pallas_kernels.moe_combine.specs import SPECS, problem
 from pallas_kernels.op import Implementation, Op
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 OP = Op(
     name="moe_combine",
@@ -26,10 +26,7 @@ def moe_combine(
     y: jax.Array,
     slot_of: jax.Array,
     weights: jax.Array | None = None,
-    *,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Computes `Σ_j weights[t, j] · y[slot_of[t, j]]` for each token t; see `moe_combine_reference`.
 
@@ -37,9 +34,7 @@ def moe_combine(
         y: `[P, D]`, bfloat16, float16 or float32; what its padding slots hold does not matter, NaN included.
         slot_of: int32 `[T, k]`; a slot outside `[0, P)` contributes nothing.
         weights: float32 `[T, k]`; None for ones (the down projection has applied them).
-        implementation: "pallas_triton" or "reference".
-        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Returns:
         `[T, D]` in y's dtype, the same bits for the same input.
@@ -55,9 +50,7 @@ def moe_combine(
     sizes = check_arrays(OP.name, arguments)
     return run(
         OP,
-        implementation,
         problem(sizes["T"], sizes["k"], sizes["P"], sizes["D"], y.dtype, weights is not None),
         arrays_of(arguments),
-        config=config,
-        interpret=interpret,
+        **options,
     )

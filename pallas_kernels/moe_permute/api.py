@@ -1,6 +1,6 @@
 """`moe_permute`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from pallas_kernels.moe_permute import pallas_triton
 from pallas_kernels.moe_permute.reference import moe_permute_reference
 from pallas_kernels.moe_permute.specs import SPECS, problem
 from pallas_kernels.op import Implementation, Op
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 OP = Op(
     name="moe_permute",
@@ -29,9 +29,7 @@ def moe_permute(
     *,
     num_experts: int,
     block_m: int,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> Permutation:
     """Sorts assignments stably by expert into blocks; see `moe_permute_reference`.
 
@@ -39,9 +37,7 @@ def moe_permute(
         ids: int32 `[T, k]`; an id outside `[0, num_experts)` (another device's expert) gets no slot.
         num_experts: of this device.
         block_m: a power of two, 16 to 128.
-        implementation: "pallas_triton" or "reference".
-        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: no tokens, ids that are not int32, an unsupported block_m or number of experts.
@@ -52,9 +48,7 @@ def moe_permute(
     check_block_m(OP.name, block_m)
     return run(
         OP,
-        implementation,
         problem(sizes["T"] * sizes["k"], num_experts, block_m),
         {"ids": ids, "num_experts": num_experts, "block_m": block_m},
-        config=config,
-        interpret=interpret,
+        **options,
     )

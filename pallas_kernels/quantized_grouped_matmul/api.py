@@ -1,6 +1,6 @@
 """`quantized_grouped_matmul`, `quantized_grouped_swiglu`: check arguments, run an implementation by name."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from pallas_kernels.quantized_grouped_matmul.reference import (
     quantized_grouped_swiglu_reference,
 )
 from pallas_kernels.quantized_grouped_matmul.specs import SPECS, SWIGLU_SPECS, problem
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 OP = Op(
     name="quantized_grouped_matmul",
@@ -88,9 +88,7 @@ def quantized_grouped_matmul(
     row_scale: jax.Array | None = None,
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Computes `row_scale[p] · (x[rows[p]] @ w[expert of p])` for each slot p, w quantized.
 
@@ -100,9 +98,7 @@ def quantized_grouped_matmul(
         w: `[E, D, F]` in one of the formats of `pallas_kernels.qformats`.
         rows, block_expert, num_blocks, block_m, row_scale: as of `grouped_matmul`.
         out_dtype: None: x's, float32 if that is int8.
-        implementation: "pallas_triton" or "reference".
-        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Returns:
         `[P, F]`; padding and blocks past `num_blocks` are undefined.
@@ -117,11 +113,10 @@ def quantized_grouped_matmul(
         "row_scale": (row_scale, "P", (jnp.float32,)),
     }
     sizes = check_arrays(OP.name, arguments, **sizes)
-    check_activations(OP.name, x, x_scale, w, out_dtype, config)
+    check_activations(OP.name, x, x_scale, w, out_dtype, options.get("config"))
     check_table(OP.name, rows, block_expert, num_blocks, block_m)
     return run(
         OP,
-        implementation,
         problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype, w.format),
         {
             **arrays_of(arguments),
@@ -132,8 +127,7 @@ def quantized_grouped_matmul(
             "x_scale": x_scale,
             "out_dtype": out_dtype,
         },
-        config=config,
-        interpret=interpret,
+        **options,
     )
 
 
@@ -149,9 +143,7 @@ def quantized_grouped_swiglu(
     activation: str = "silu",
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Computes `act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])`, e the expert of slot p, both quantized.
 
@@ -171,13 +163,12 @@ def quantized_grouped_swiglu(
     sizes = check_quantized(name, "up", up, "E D F", **sizes)
     check_that(name, "up", up.format == gate.format, up.format.name, f"gate's format, {gate.format.name}")
     sizes = bind_shapes(name, {"x": (x, "R D"), "rows": (rows, "P")}, **sizes)
-    check_activations(name, x, x_scale, gate, out_dtype, config)
+    check_activations(name, x, x_scale, gate, out_dtype, options.get("config"))
     known = ", ".join(ACTIVATIONS)
     check_that(name, "activation", activation in ACTIVATIONS, repr(activation), f"one of {known}")
     check_table(name, rows, block_expert, num_blocks, block_m)
     return run(
         SWIGLU_OP,
-        implementation,
         problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype, gate.format, activation),
         {
             "x": x,
@@ -191,6 +182,5 @@ def quantized_grouped_swiglu(
             "x_scale": x_scale,
             "out_dtype": out_dtype,
         },
-        config=config,
-        interpret=interpret,
+        **options,
     )

@@ -1,6 +1,6 @@
 """`quantized_matmul`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -11,7 +11,7 @@ from pallas_kernels.quantized_grouped_matmul.api import check_activations
 from pallas_kernels.quantized_matmul import pallas_triton
 from pallas_kernels.quantized_matmul.reference import quantized_matmul_reference
 from pallas_kernels.quantized_matmul.specs import SPECS, problem
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 OP = Op(
     name="quantized_matmul",
@@ -30,9 +30,7 @@ def quantized_matmul(
     *,
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Computes `x @ w`, w quantized; see `quantized_matmul_reference`.
 
@@ -41,9 +39,7 @@ def quantized_matmul(
             comes as int8 with x_scale float32 `[T]`, as `quantize_rows` makes both.
         w: `[D, F]` in one of the formats of `pallas_kernels.qformats`.
         out_dtype: None: x's, float32 if that is int8.
-        implementation: "pallas_triton" or "reference".
-        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Returns:
         `[T, F]`.
@@ -53,12 +49,10 @@ def quantized_matmul(
     """
     sizes = check_quantized(OP.name, "w", w, "D F")
     sizes = bind_shapes(OP.name, {"x": (x, "T D")}, **sizes)
-    check_activations(OP.name, x, x_scale, w, out_dtype, config)
+    check_activations(OP.name, x, x_scale, w, out_dtype, options.get("config"))
     return run(
         OP,
-        implementation,
         problem(sizes["T"], sizes["D"], sizes["F"], x.dtype, w.format),
         {"x": x, "w": w, "x_scale": x_scale, "out_dtype": out_dtype},
-        config=config,
-        interpret=interpret,
+        **options,
     )

@@ -1,6 +1,6 @@
 """`ragged_paged_attention`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from pallas_kernels.op import Implementation, Op
 from pallas_kernels.ragged_paged_attention import pallas_triton, triton_jit
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention_reference
 from pallas_kernels.ragged_paged_attention.specs import SPECS, problem
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 OP = Op(
     name="ragged_paged_attention",
@@ -48,9 +48,7 @@ def ragged_paged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     max_q_len: int | None = None,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Attends a flat batch to its sequences' pages, `[T, H, Dh]`; see `ragged_paged_attention_reference`.
 
@@ -61,9 +59,8 @@ def ragged_paged_attention(
         k_scale, v_scale: float32 `[N, K, bs]`, with int8 and float8 pages only.
         max_q_len: 1: every sequence has at most one query, and only the decode kernel runs; rows of a
             sequence that has more would then hold anything. None: not known.
-        implementation: "pallas_triton", "triton_jit" (decode only) or "reference".
-        config: of that implementation; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton", "triton_jit" (decode only) or "reference", and how it
+            runs; see `Options`.
 
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or block size,
@@ -96,7 +93,6 @@ def ragged_paged_attention(
     check_that(OP.name, "max_q_len", max_q_len is None or max_q_len >= 1, max_q_len, "None or at least 1")
     return run(
         OP,
-        implementation,
         problem(sizes, q.dtype, k_pages.dtype, window=window, sinks=sinks is not None, max_q_len=max_q_len),
         {
             **arrays_of(arguments),
@@ -106,6 +102,5 @@ def ragged_paged_attention(
             "soft_cap": soft_cap,
             "max_q_len": max_q_len,
         },
-        config=config,
-        interpret=interpret,
+        **options,
     )

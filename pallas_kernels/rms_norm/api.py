@@ -1,6 +1,6 @@
 """`rms_norm`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Unpack
 
 import jax
 
@@ -10,7 +10,7 @@ from pallas_kernels.op import Implementation, Op
 from pallas_kernels.rms_norm import pallas_triton
 from pallas_kernels.rms_norm.reference import rms_norm_reference
 from pallas_kernels.rms_norm.specs import SPECS, problem
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 OP = Op(
     name="rms_norm",
@@ -27,17 +27,13 @@ def rms_norm(
     residual: jax.Array | None = None,
     *,
     eps: float,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `(rms_norm(x + residual) · weight, x + residual)`; see `rms_norm_reference`.
 
     Args:
         x, residual: `[T, D]` of one dtype, bfloat16, float16 or float32; weight: `[D]`, any of these.
-        implementation: "pallas_triton" or "reference".
-        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype.
@@ -51,9 +47,7 @@ def rms_norm(
     check_that(OP.name, "eps", eps > 0, eps, "a positive number")
     return run(
         OP,
-        implementation,
         problem(sizes["T"], sizes["D"], x.dtype, residual is not None),
         {**arrays_of(arguments), "eps": eps},
-        config=config,
-        interpret=interpret,
+        **options,
     )

@@ -1,6 +1,6 @@
 """`rope_kv_write`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from pallas_kernels.op import Implementation, Op
 from pallas_kernels.rope_kv_write import pallas_triton
 from pallas_kernels.rope_kv_write.reference import Written, rope_kv_write_reference
 from pallas_kernels.rope_kv_write.specs import SPECS, problem
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 
 MAX_HEAD_DIM = 256
 
@@ -38,9 +38,7 @@ def rope_kv_write(
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> Written:
     """Computes `(q rotated, k_pages, v_pages, k_scale, v_scale)`; see `rope_kv_write_reference`.
 
@@ -53,9 +51,7 @@ def rope_kv_write(
         slot_mapping: int32 `[T]`; `check_slots` checks its values.
         k_scale, v_scale: float32 `[N, K, bs]`, both where pages are int8 or fp8, neither where not; returned
             as None then.
-        implementation: "pallas_triton" or "reference".
-        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or pool size.
@@ -88,11 +84,9 @@ def rope_kv_write(
     check_pool_size(OP.name, k_pages)
     return run(
         OP,
-        implementation,
         problem(sizes["T"], H, K, Dh, 2 * half, sizes["bs"], q.dtype, k_pages.dtype),
         arrays_of(arguments),
-        config=config,
-        interpret=interpret,
+        **options,
     )
 
 

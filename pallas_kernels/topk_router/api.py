@@ -1,6 +1,6 @@
 """`topk_router`: checks its arguments and runs an implementation by name."""
 
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import arrays_of, check_arrays, check_that
 from pallas_kernels.op import Implementation, Op
-from pallas_kernels.run import run
+from pallas_kernels.run import Options, run
 from pallas_kernels.topk_router import pallas_triton
 from pallas_kernels.topk_router.reference import topk_router_reference
 from pallas_kernels.topk_router.specs import SPECS, problem
@@ -35,18 +35,14 @@ def topk_router(
     top_groups: int | None = None,
     renormalize: bool = False,
     scale: float = 1.0,
-    implementation: str = "pallas_triton",
-    config: Any = None,
-    interpret: bool | None = None,
+    **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]:
     """Ids int32 `[T, k]` and weights float32 `[T, k]` of the chosen experts; see `topk_router_reference`.
 
     Args:
         logits: `[T, E]`, bfloat16, float16 or float32, E at most 512; bias: float32 `[E]`.
         k: at most 16, and at most the experts in `top_groups` groups.
-        implementation: "pallas_triton" or "reference".
-        config: `pallas_triton.Config`; None: see `pallas_kernels.tuned`.
-        interpret: None: on CPU only.
+        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, a choice that is not possible.
@@ -60,7 +56,6 @@ def topk_router(
     _check_groups(E, k, num_groups, top_groups, bias is not None)
     return run(
         OP,
-        implementation,
         problem(T, E, k, logits.dtype, scoring, bias is not None, num_groups or 1),
         {
             **arrays_of(arguments),
@@ -71,8 +66,7 @@ def topk_router(
             "renormalize": renormalize,
             "scale": scale,
         },
-        config=config,
-        interpret=interpret,
+        **options,
     )
 
 
