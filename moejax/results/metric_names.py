@@ -1,4 +1,4 @@
-"""What a metric's name says: whether less of it is better, its unit, and how to write it in a table."""
+"""Reads metrics' names: whether less of it is better, its unit, and how to write it in a table."""
 
 import re
 from dataclasses import dataclass

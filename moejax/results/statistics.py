@@ -5,6 +5,7 @@ compared within pairs that were measured next to each other. Whether two differ 
 test, which holds at few samples too. No JAX here.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,12 +38,35 @@ class Interval:
         return not self.low <= value <= self.high
 
 
-def _samples(values: ArrayLike) -> NDArray[np.float64]:
+def _pair_ratios(values: ArrayLike, baseline: ArrayLike) -> NDArray[np.float64]:
+    """Returns `values[i] / baseline[i]`; raises `ValueError` where the lengths differ."""
+    if np.size(values) != np.size(baseline):
+        raise ValueError(f"{np.size(values)} samples cannot be paired with {np.size(baseline)}")
+    return _samples(values, positive=True) / _samples(baseline, positive=True)
+
+
+def _bootstrap(
+    sides: Sequence[NDArray[np.float64]], statistic: Statistic, confidence: float, resamples: int, seed: int
+) -> Interval:
+    """Returns the percentile bootstrap of one side's statistic, or of the first's over the second's."""
+    rng = np.random.default_rng(seed)
+    reduce = _REDUCE[statistic]
+    draws = [reduce(side[rng.integers(0, side.size, (resamples, side.size))], axis=1) for side in sides]
+    values = [reduce(side) for side in sides]
+    tail = 50.0 * (1.0 - confidence)
+    low, high = np.percentile(functools.reduce(np.divide, draws), (tail, 100.0 - tail))
+    estimate = float(functools.reduce(np.divide, values))
+    return Interval(estimate, float(low), float(high), confidence, min(side.size for side in sides))
+
+
+def _samples(values: ArrayLike, *, positive: bool = False) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64).reshape(-1)
     if array.size == 0:
         raise ValueError("no samples")
     if not np.isfinite(array).all():
         raise ValueError("samples hold NaN or an infinity")
+    if positive and (array <= 0).any():
+        raise ValueError("a ratio needs positive samples")
     return array
 
 
@@ -68,13 +92,7 @@ def bootstrap_interval(
     The same seed gives the same interval. One sample, or equal samples, give an interval of width 0: no
     spread was seen, which is not the same as knowing that there is none.
     """
-    array = _samples(values)
-    reduce = _REDUCE[statistic]
-    rng = np.random.default_rng(seed)
-    draws = reduce(array[rng.integers(0, array.size, (resamples, array.size))], axis=1)
-    tail = 50.0 * (1.0 - confidence)
-    low, high = np.percentile(draws, (tail, 100.0 - tail))
-    return Interval(float(reduce(array)), float(low), float(high), confidence, array.size)
+    return _bootstrap([_samples(values)], statistic, confidence, resamples, seed)
 
 
 def paired_ratio(
@@ -88,12 +106,7 @@ def paired_ratio(
     Raises:
         ValueError: the lengths differ, or a sample is not positive.
     """
-    top, bottom = _samples(values), _samples(baseline)
-    if top.size != bottom.size:
-        raise ValueError(f"{top.size} samples cannot be paired with {bottom.size}")
-    if (top <= 0).any() or (bottom <= 0).any():
-        raise ValueError("a ratio needs positive samples")
-    return bootstrap_interval(top / bottom, "median", confidence=confidence, resamples=resamples, seed=seed)
+    return _bootstrap([_pair_ratios(values, baseline)], "median", confidence, resamples, seed)
 
 
 def ratio_of_medians(
@@ -108,17 +121,8 @@ def ratio_of_medians(
     Raises:
         ValueError: no samples, or one that is not positive and finite.
     """
-    top, bottom = _samples(values), _samples(baseline)
-    if (top <= 0).any() or (bottom <= 0).any():
-        raise ValueError("a ratio needs positive samples")
-    rng = np.random.default_rng(seed)
-    draws = [
-        np.median(side[rng.integers(0, side.size, (resamples, side.size))], axis=1) for side in (top, bottom)
-    ]
-    tail = 50.0 * (1.0 - confidence)
-    low, high = np.percentile(draws[0] / draws[1], (tail, 100.0 - tail))
-    estimate = float(np.median(top) / np.median(bottom))
-    return Interval(estimate, float(low), float(high), confidence, min(top.size, bottom.size))
+    sides = [_samples(side, positive=True) for side in (values, baseline)]
+    return _bootstrap(sides, "median", confidence, resamples, seed)
 
 
 _MOST_EXACT = 50  # samples a side up to which the distribution of a rank statistic is computed exactly
@@ -145,12 +149,7 @@ def signed_rank_test(values: ArrayLike, baseline: ArrayLike) -> float:
     Raises:
         ValueError: the lengths differ, or a sample is not positive.
     """
-    top, bottom = _samples(values), _samples(baseline)
-    if top.size != bottom.size:
-        raise ValueError(f"{top.size} samples cannot be paired with {bottom.size}")
-    if (top <= 0).any() or (bottom <= 0).any():
-        raise ValueError("a ratio needs positive samples")
-    logs = np.log(top / bottom)
+    logs = np.log(_pair_ratios(values, baseline))
     logs = logs[logs != 0]
     return float(stats.wilcoxon(logs).pvalue) if logs.size else 1.0
 

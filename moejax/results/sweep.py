@@ -1,5 +1,5 @@
-"""What a sweep leaves beside its jobs' results, so that it can be resumed and reported: `sweep.json` in its
-folder, and a `job.json` in each job's.
+"""Reads and writes a sweep's records, by which it can be resumed and reported: `sweep.json` in its folder,
+and a `job.json` in each job's.
 
 A job is finished once its `job.json` says so, which is written after everything else, and its result can be
 read; whatever a kill leaves is therefore done again. Files are whole or not there. No JAX, no Hydra here.
@@ -155,7 +155,7 @@ class SweepRecord:
 
     @property
     def process(self) -> str:
-        """What runs it, for a message, with what to do where it cannot be asked."""
+        """Names the process that runs it, for a message, with what to do where it cannot be asked."""
         if self.host == socket.gethostname():
             return f"process {self.pid}"
         remedy = f'if it was killed there, set "state" to "incomplete" in {SWEEP_FILE}'
@@ -182,15 +182,15 @@ def claim_sweep(folder: Path, record: SweepRecord) -> Path:
     if path.exists():
         raise taken
     ensure_writable(folder)
-    own = write_sweep(folder, record, f".{SWEEP_FILE}.{uuid.uuid4().hex}")
+    draft = write_sweep(folder, record, f".{SWEEP_FILE}.{uuid.uuid4().hex}")
     try:
-        os.link(own, path)  # unlike a renaming it fails where there is one
+        os.link(draft, path)  # unlike a renaming it fails where there is one
     except FileExistsError:
         raise taken from None
     except OSError:  # a file system without links
         return write_sweep(folder, record)
     finally:
-        own.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
     return path
 
 
@@ -212,9 +212,9 @@ def read_sweep(folder: str | os.PathLike[str]) -> SweepRecord:
         where = Path(folder).parent
         hint = f"; did you mean {str(where)!r}?" if (where / SWEEP_FILE).is_file() else ""
         raise ConfigError(f"{str(folder)!r} is not a sweep's folder: it has no {SWEEP_FILE}{hint}") from error
+    except ConfigError:
+        raise
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path} is not a sweep's record: {error}") from error
 
 

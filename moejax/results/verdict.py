@@ -12,7 +12,6 @@ The test guards against a false call at few samples, where bootstrap intervals a
 says how large the difference is. No JAX here.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,7 +44,7 @@ class Floor:
         return ratio.low <= self.high and ratio.high >= self.low
 
     def widened(self, other: "Floor") -> "Floor":
-        """What either takes for noise."""
+        """Returns the floor that spans what either takes for noise."""
         if self.low <= other.low and self.high >= other.high:
             return self
         return Floor(min(self.low, other.low), max(self.high, other.high), other.why)
@@ -159,10 +158,10 @@ def _verdict(trial: Trial, p_adjusted: float | None, family: int, unit: str, alp
     ratio = trial.ratio
     if p_adjusted is None or ratio is None:
         return no("too few", "no samples")
-    own, others = trial.samples
-    if least_p(own, paired=trial.paired, other=others) * family > alpha:
+    mine, others = trial.samples
+    if least_p(mine, paired=trial.paired, other=others) * family > alpha:
         needed = fewest_samples(family, paired=trial.paired, alpha=alpha)
-        have = f"{own}" if own == others else f"{own} and {others}"
+        have = f"{mine}" if mine == others else f"{mine} and {others}"
         return no("too few", f"too few {unit}: {have}, needs {needed}")
     if p_adjusted > alpha or not ratio.excludes(1.0):
         return no("no winner", "no winner: inside the noise")
@@ -187,7 +186,7 @@ def _times(ratio: Interval) -> str:
 
 
 def exact_verdict(trial: Trial) -> Verdict:
-    """Of a metric that is counted or computed: `same`, or `differs` by what factor."""
+    """Returns `same`, or `differs` with the factor, for a metric that is counted or computed."""
     if trial.value is None or trial.base is None:
         return Verdict(trial, "too few", None, "not in both")
     if trial.value == trial.base:
@@ -198,8 +197,3 @@ def exact_verdict(trial: Trial) -> Verdict:
     factor = trial.value / trial.base
     word = "differs" if lower is None else better_word(trial.metric, better=(factor < 1.0) == lower)
     return Verdict(trial, "differs", None, f"{word} {max(factor, 1.0 / factor):.2f}x")
-
-
-def blocked(trial: Trial, why: str | None) -> Trial:
-    """The same trial, not to be judged for a reason; unchanged without one."""
-    return trial if why is None else dataclasses.replace(trial, blocked=why)

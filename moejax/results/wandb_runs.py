@@ -5,6 +5,7 @@ which is what is called here, in a process of its own, so that this module impor
 """
 
 import base64
+import functools
 import hashlib
 import json
 import os
@@ -18,12 +19,11 @@ from typing import Any
 from moejax.core.errors import ConfigError
 
 _TIMEOUT_S = 120.0
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """What a W&B run has said.
+    """A W&B run as its log describes it.
 
     Attributes:
         log: the `.wandb` file.
@@ -142,22 +142,20 @@ def _apply(values: dict[str, Any], change: Mapping[str, Any]) -> None:
 
 def _staged(artifact: Mapping[str, Any]) -> dict[str, Path]:
     """Files of an artifact by name that are still there and still what was logged."""
-    manifest = artifact.get("manifest") or {}
-    found = {}
-    for entry in manifest.get("contents") or ():
-        place = Path(str(entry.get("local_path") or ""))
-        if place.is_file() and _digest(place) == entry.get("digest"):
-            found[str(entry.get("path"))] = place
-    return found
+    entries = (artifact.get("manifest") or {}).get("contents") or ()
+    places = [(entry, Path(str(entry.get("local_path") or ""))) for entry in entries]
+    return {
+        str(entry.get("path")): place
+        for entry, place in places
+        if place.is_file() and _digest(place) == entry.get("digest")
+    }
 
 
 def _digest(path: Path) -> str | None:
     """W&B's digest of a file: base64 of its MD5."""
-    digest = hashlib.md5(usedforsecurity=False)
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+            digest = hashlib.file_digest(file, functools.partial(hashlib.md5, usedforsecurity=False))
     except OSError:
         return None
     return base64.b64encode(digest.digest()).decode("ascii")

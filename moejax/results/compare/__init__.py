@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from moejax.core.errors import ConfigError, unknown
-from moejax.results.compare.comparison import MetricRow, RunComparison, exact_trial, metric_row
+from moejax.results.compare.comparison import MetricRow, RunComparison, exact_trial
 from moejax.results.compare.inputs import (
     MISSING,
     UNKNOWN,
@@ -85,9 +85,13 @@ def compare(
             same_work="workload" not in across, same_slo=same_slo,
         )  # fmt: skip
         overall, each, notes = overall + first, each + second, notes + left
-    same = {run.label for i, run in enumerate(runs) if i and not _inputs(apart, i)}
+    same = {
+        run.label
+        for index, run in enumerate(runs[1:], start=1)
+        if all(difference.kind == "tracking" for difference in between(apart, 0, index))
+    }
     overall, each = _seen_noise(overall, same), _seen_noise(each, same)
-    names = _flat_names(runs, metrics)
+    values = {name: [run.result["metrics"].get(name) for run in runs] for name in _flat_names(runs, metrics)}
     return RunComparison(
         runs=tuple(runs),
         cases=tuple(cases),
@@ -96,33 +100,25 @@ def compare(
         verdicts=tuple(decide(overall)),
         case_verdicts=tuple(decide(each)),
         exact=_exact(runs, metrics),
-        metrics=tuple(metric_row(name, runs) for name in names),
+        metrics=tuple(MetricRow(name, tuple(row)) for name, row in values.items()),
         notes=tuple(dict.fromkeys(notes)),
         floor=noise,
     )
 
 
-def _inputs(differences: Sequence[Difference], index: int) -> bool:
-    return any(d.kind != "tracking" for d in between(differences, 0, index))
-
-
-def _seen_noise(found: Sequence[Trial], same: set[str]) -> list[Trial]:
+def _seen_noise(trials_: Sequence[Trial], same: set[str]) -> list[Trial]:
     """Trials whose noise is at least what runs with the baseline's inputs differ by; such a run has no winner
     itself, however far apart the two are: nothing that is recorded could be the reason."""
     seen: dict[tuple[str, str | None], Floor] = {}
-    for trial in found:
+    for trial in trials_:
         if trial.run in same and trial.ratio is not None:
             factor = max(trial.ratio.estimate, 1.0 / trial.ratio.estimate)
             why = f"session noise: {trial.run} has {trial.baseline}'s inputs and differs by {factor:.2f}x"
             floor = Floor.symmetric(factor - 1.0, why)
             key = (trial.metric, trial.case)
             seen[key] = seen[key].widened(floor) if key in seen else floor
-    return [
-        dataclasses.replace(trial, floor=trial.floor.widened(seen[trial.metric, trial.case]))
-        if (trial.metric, trial.case) in seen
-        else trial
-        for trial in found
-    ]
+    floors = [trial.floor.widened(seen.get((trial.metric, trial.case), trial.floor)) for trial in trials_]
+    return [dataclasses.replace(trial, floor=floor) for trial, floor in zip(trials_, floors, strict=True)]
 
 
 def _numeric(runs: Sequence[Run]) -> dict[str, None]:

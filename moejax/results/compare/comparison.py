@@ -1,4 +1,4 @@
-"""What a comparison of runs comes to."""
+"""The outcome of a comparison of runs, as data and in words."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,21 @@ from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
 SCHEMA = 2
 """Version of comparison.json."""
 
+_EXACT_KEYS = ("metric", "run", "value", "baseline_value", "outcome", "text")
+
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One flat metric of every run. `ratios[i]` is value i over the first; None where it is not defined."""
+    """One flat metric of every run."""
 
     name: str
     values: tuple[float | None, ...]
-    ratios: tuple[float | None, ...]
+
+    @property
+    def ratios(self) -> tuple[float | None, ...]:
+        """Each value over the first; None where it is not defined."""
+        base = self.values[0]
+        return tuple(None if value is None or not base else value / base for value in self.values)
 
     @property
     def lower_is_better(self) -> bool | None:
@@ -132,7 +139,7 @@ class RunComparison:
             "noise_floor": {"low": self.floor.low, "high": self.floor.high},
             "verdicts": [verdict.row() for verdict in self.verdicts],
             "case_verdicts": [verdict.row() for verdict in self.case_verdicts],
-            "exact": [_exact_row(verdict) for verdict in self.exact],
+            "exact": [{key: verdict.row()[key] for key in _EXACT_KEYS} for verdict in self.exact],
             "metrics": {
                 row.name: {"values": list(row.values), "ratios": list(row.ratios)} for row in self.metrics
             },
@@ -158,25 +165,6 @@ def _named(verdicts: Sequence[Verdict], total: int) -> str:
         return "all metrics"
     names = dict.fromkeys(short_name(verdict.trial.metric) for verdict in verdicts)
     return ", ".join(names)
-
-
-def _exact_row(verdict: Verdict) -> dict[str, Any]:
-    trial = verdict.trial
-    return {
-        "metric": trial.metric,
-        "run": trial.run,
-        "value": trial.value,
-        "baseline_value": trial.base,
-        "outcome": verdict.outcome,
-        "text": verdict.text,
-    }
-
-
-def metric_row(name: str, runs: Sequence[Run]) -> MetricRow:
-    """A flat metric of all runs."""
-    values = tuple(run.result["metrics"].get(name) for run in runs)
-    base = values[0]
-    return MetricRow(name, values, tuple(None if v is None or not base else v / base for v in values))
 
 
 def exact_trial(name: str, run: Run, base: Run) -> Trial:

@@ -1,4 +1,4 @@
-"""What went into runs, and in what of it they differ, by kind."""
+"""Collects the inputs of runs and says in which of them the runs differ, by kind."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,34 +68,36 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def input_differences(runs: Sequence[Run]) -> list[Difference]:
     """Every input in which runs differ, ordered by kind. The time, the command line and the folder always
     differ and do not count; nor do a machine's passing states, for which see `conditions`."""
-    found = [
+    differences = [
         *_compare("", [flatten(run.result["config"]) for run in runs], MISSING, _config_kind),
         *_provenance(runs),
-        *_resolved(runs),
-        *_programs(runs),
-        *_backends(runs),
+        *_compare("", [_resolved(run) for run in runs], UNKNOWN, "kernel choices"),
+        *_compare("", _programs(runs), UNKNOWN, "compiled programs"),
+        *_compare("", [_case_backends(run) for run in runs], UNKNOWN, "backend"),
+        *_compare("backends.", [_peers(run) for run in runs], UNKNOWN, "backend"),
     ]
-    return sorted(found, key=lambda difference: KINDS.index(difference.kind))
+    return sorted(differences, key=lambda difference: KINDS.index(difference.kind))
 
 
 def between(differences: Sequence[Difference], one: int, other: int) -> list[Difference]:
-    """Those in which two of the runs differ."""
+    """Returns the differences between two of the runs."""
     pairs = [(difference, difference.values[one], difference.values[other]) for difference in differences]
     return [d for d, a, b in pairs if UNKNOWN not in (a, b) and a != b]
 
 
 def _compare(
-    prefix: str, flats: Sequence[Mapping[str, Any]], absent: Any, kind: Callable[[str], str]
+    prefix: str, flats: Sequence[Mapping[str, Any]], absent: Any, kind: str | Callable[[str], str]
 ) -> list[Difference]:
+    """Returns the keys whose known values differ; `kind` is that of all of them, or tells each one's."""
     keys = dict.fromkeys(key for flat in flats for key in flat)
-    found = []
+    differences = []
     for key in keys:
         values = tuple(flat.get(key, absent) for flat in flats)
         known = [value for value in values if value != UNKNOWN]
         if any(value != known[0] for value in known):
             name = f"{prefix}{key}"
-            found.append(Difference(kind(name), name, values))
-    return found
+            differences.append(Difference(kind if isinstance(kind, str) else kind(name), name, values))
+    return differences
 
 
 def _config_kind(key: str) -> str:
@@ -107,23 +109,18 @@ def _config_kind(key: str) -> str:
 
 def _provenance(runs: Sequence[Run]) -> list[Difference]:
     parts = [run.result["provenance"] for run in runs]
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for key, kind in (
         ("checkpoint_hash", "model"), ("workload_hash", "workload"), ("git", "code"), ("device", "device")
     ):  # fmt: skip
-        found += _compare("", [_section(part, key) for part in parts], UNKNOWN, _always(kind))
+        differences += _compare("", [_section(part, key) for part in parts], UNKNOWN, kind)
     for key, kind in (("cpu", "CPU"), ("jax", "JAX settings")):
-        found += _compare(f"{key}.", [_inside(part, key) for part in parts], UNKNOWN, _always(kind))
+        differences += _compare(f"{key}.", [_inside(part, key) for part in parts], UNKNOWN, kind)
     for key, kind in (("versions", "versions"), ("env", "environment variables"), ("seeds", "seeds")):
         absent = MISSING if all(key in part for part in parts) else UNKNOWN
         prefix = "seeds." if key == "seeds" else ""
-        found += _compare(prefix, [_inside(part, key) for part in parts], absent, _always(kind))
-    return found
-
-
-def _always(kind: str) -> Callable[[str], str]:
-    """Every key is of one kind."""
-    return lambda key: kind
+        differences += _compare(prefix, [_inside(part, key) for part in parts], absent, kind)
+    return differences
 
 
 def _section(part: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -138,59 +135,46 @@ def _inside(part: Mapping[str, Any], key: str) -> dict[str, Any]:
     return flatten(part.get(key) or {})
 
 
-def _resolved(runs: Sequence[Run]) -> list[Difference]:
-    """What each `auto` became; the reasons are not compared."""
-    flats = []
-    for run in runs:
-        choices = run.result.get("resolved") or {}
-        flats.append({k: v.get("value") if isinstance(v, Mapping) else v for k, v in choices.items()})
-    if not any(flats):
-        return []
-    return _compare("", flats, UNKNOWN, _always("kernel choices"))
+def _resolved(run: Run) -> dict[str, Any]:
+    """Returns the value that each `auto` became; the reasons are not compared."""
+    choices = run.result.get("resolved") or {}
+    return {key: item.get("value") if isinstance(item, Mapping) else item for key, item in choices.items()}
 
 
-def _programs(runs: Sequence[Run]) -> list[Difference]:
-    """Programs compiled, those of them compiled while measuring, and those that are not the baseline's."""
+def _programs(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Counts programs compiled, those of them compiled while measuring, and those that are not the
+    baseline's."""
     ledgers = [run.result.get("compile_ledger") for run in runs]
-    keys = [None if rows is None else {(r.get("function"), r.get("key")) for r in rows} for rows in ledgers]
+    programs = [{(row.get("function"), row.get("key")) for row in rows or ()} for rows in ledgers]
     flats: list[dict[str, Any]] = []
-    for rows, own in zip(ledgers, keys, strict=True):
-        if rows is None or own is None:
-            flats.append({})
-            continue
-        flat: dict[str, Any] = {"programs": len(own)}
-        flat["recompiled while measuring"] = sum(bool(row.get("after_warmup")) for row in rows)
-        if keys[0] is not None:
-            flat["programs that the first run lacks"] = len(own - keys[0])
-        flats.append(flat)
-    return _compare("", flats, UNKNOWN, _always("compiled programs"))
+    for rows, keys in zip(ledgers, programs, strict=True):
+        flats.append({})
+        if rows is not None:
+            flats[-1]["programs"] = len(keys)
+            flats[-1]["recompiled while measuring"] = sum(bool(row.get("after_warmup")) for row in rows)
+        if rows is not None and ledgers[0] is not None:
+            flats[-1]["programs that the first run lacks"] = len(keys - programs[0])
+    return flats
 
 
-def _backends(runs: Sequence[Run]) -> list[Difference]:
-    names = [list(dict.fromkeys(str(c["backend"]) for c in _cases(run) if c.get("backend"))) for run in runs]
-    flats = [{"backend of cases": ", ".join(found)} if found else {} for found in names]
-    found = _compare("", flats, UNKNOWN, _always("backend"))
-    # Peers live in environments of their own, of which `versions` says nothing.
-    peers = [_peers(run.result["provenance"].get("backends") or ()) for run in runs]
-    return found + _compare("backends.", peers, UNKNOWN, _always("backend"))
+def _case_backends(run: Run) -> dict[str, Any]:
+    names = [str(case["backend"]) for case in run.result.get("cases") or () if case.get("backend")]
+    return {"backend of cases": ", ".join(dict.fromkeys(names))} if names else {}
 
 
-def _peers(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _peers(run: Run) -> dict[str, Any]:
+    """Returns what peers say of themselves: they live in environments of which `versions` says nothing."""
     return {
         f"{backend.get('name')}.{key}": value
-        for backend in described
+        for backend in run.result["provenance"].get("backends") or ()
         if backend.get("kind") != "moejax"
         for key, value in flatten(backend).items()
         if key.partition(".")[0] in _PEER_INPUTS
     }
 
 
-def _cases(run: Run) -> Sequence[Mapping[str, Any]]:
-    return run.result.get("cases") or ()
-
-
 def conditions(run: Run) -> list[str]:
-    """What a machine was doing when a run began, where that bears on its numbers; a line each."""
+    """Says, a line each, what else the machine was doing where that bears on a run's numbers."""
     provenance = run.result["provenance"]
     state, cpu = provenance.get("state") or {}, provenance.get("cpu") or {}
     lines = []
@@ -218,26 +202,18 @@ def incomparable(
 ) -> dict[str, str]:
     """Kind → why two runs cannot be compared: another model, workload or device. Empty where they can."""
     apart = between(differences, one, other)
-    found: dict[str, str] = {}
-    if reason := _other_model([d for d in apart if d.kind == "model"], one, other):
-        found["model"] = reason
-    if reason := _other_workload(runs, apart, one, other):
-        found["workload"] = reason
-    if reason := _other_device(runs, apart, one, other):
-        found["device"] = reason
-    return found
+    reasons = {
+        "model": _other_model([d for d in apart if d.kind == "model"], one, other),
+        "workload": _other_workload(runs, apart, one, other),
+        "device": _other_device(runs, apart, one, other),
+    }
+    return {kind: reason for kind, reason in reasons.items() if reason}
 
 
 def _told(difference: Difference, one: int, other: int) -> str:
     def short(value: Any) -> str:
-        text = str(value)
-        return (
-            f"{text[:8]}…"
-            if difference.key.endswith("_hash")
-            else text
-            if len(text) <= 40
-            else f"{text[:39]}…"
-        )
+        text, most = str(value), 8 if difference.key.endswith("_hash") else 39
+        return text if len(text) <= most + 1 else f"{text[:most]}…"
 
     return f"{difference.key}: {short(difference.values[one])} and {short(difference.values[other])}"
 
@@ -256,32 +232,24 @@ _CASE_LISTS = ("workload.batch_size", "workload.prompt_len", "workload.output_le
 
 
 def _other_workload(runs: Sequence[Run], apart: Sequence[Difference], one: int, other: int) -> str | None:
-    mine = [d for d in apart if d.kind == "workload"]
-    hashes = [d for d in mine if d.key == "workload_hash"]
-    if not hashes and all(run.result["provenance"].get("workload_hash") for run in (runs[one], runs[other])):
+    results = [runs[i].result for i in (one, other)]
+    keys = [d for d in apart if d.kind == "workload" and d.key != "workload_hash"]
+    hashes = [d for d in apart if d.key == "workload_hash"]
+    if not hashes and all(result["provenance"].get("workload_hash") for result in results):
         return None
-    keys = [d for d in mine if d.key != "workload_hash"]
-    fixed_batches = runs[one].experiment == "latency"
     lists = [d for d in keys if d.key in _CASE_LISTS]
-    rest = [d for d in keys if d not in lists] if fixed_batches else keys
-    if rest:
-        return f"the workload differs ({_told(rest[0], one, other)})"
-    from_file = any(
-        (run.result["config"].get("workload") or {}).get("prompts_file") for run in (runs[one], runs[other])
-    )
-    if hashes and (not lists or from_file):
-        return f"the workload differs ({_told(hashes[0], one, other)})"
-    return None
+    reasons = [d for d in keys if d not in lists or runs[one].experiment != "latency"]
+    from_file = any((result["config"].get("workload") or {}).get("prompts_file") for result in results)
+    if not lists or from_file:
+        reasons += hashes
+    return f"the workload differs ({_told(reasons[0], one, other)})" if reasons else None
 
 
 def _other_device(runs: Sequence[Run], apart: Sequence[Difference], one: int, other: int) -> str | None:
     """The CPU is the device only where JAX ran on it."""
     keys = ["device.platform", "device.kind", "device.count", "device.process_count"]
-    if all(_platform(run) == "cpu" for run in (runs[one], runs[other])):
+    devices = [runs[i].result["provenance"].get("device") or {} for i in (one, other)]
+    if all(device.get("platform") == "cpu" for device in devices):
         keys += ["cpu.model", "cpu.usable_cores", "cpu.quota_cores"]
-    found = [difference for key in keys for difference in apart if difference.key == key]
-    return f"other devices ({_told(found[0], one, other)})" if found else None
-
-
-def _platform(run: Run) -> str | None:
-    return (run.result["provenance"].get("device") or {}).get("platform")
+    differences = [difference for key in keys for difference in apart if difference.key == key]
+    return f"other devices ({_told(differences[0], one, other)})" if differences else None

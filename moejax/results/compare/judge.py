@@ -20,7 +20,7 @@ _OF_WHOLE_REQUESTS = ("request_throughput", "request_goodput")
 
 
 def noise_floor(platform: str | None, given: float | None) -> Floor:
-    """What counts as noise between two processes: `given`, or the platform's."""
+    """Returns the ratios that count as noise between two processes: `given`, or the platform's."""
     relative = NOISE_FLOOR.get(platform or "cpu", NOISE_FLOOR["gpu"]) if given is None else given
     return Floor.symmetric(relative, _WHY)
 
@@ -35,7 +35,7 @@ def trials(
     same_work: bool = True,
     same_slo: bool = True,
 ) -> tuple[list[Trial], list[Trial], list[str]]:
-    """Of one run against the baseline.
+    """Makes the trials of one run against the baseline.
 
     Args:
         blocked: why no metric can be compared, if so.
@@ -56,7 +56,7 @@ def trials(
     several = len(pairs) > 1
     averaged = several and not modes_differ(base)
     each: list[Trial] = []
-    found: dict[str, list[tuple[Values, Values]]] = {metric: [] for metric in metrics}
+    judged: dict[str, list[tuple[Values, Values]]] = {metric: [] for metric in metrics}
     stops: dict[str, str | None] = dict.fromkeys(metrics, blocked)
     for one, two, name in pairs:
         unequal = _other_lengths(base.lengths(one), other.lengths(two)) if same_work else None
@@ -66,18 +66,16 @@ def trials(
             stops[metric] = stops[metric] or stop
             trial = _trial(metric, name if several else None, base, other, (mine, theirs), floor, stop)
             if trial is not None:
-                found[metric].append((mine, theirs))
+                judged[metric].append((mine, theirs))
                 each.append(trial)
-            elif (
-                reason := why
-                or why_too
-                or ("a value of 0 has no ratio" if mine.size and theirs.size else None)
-            ):
+                continue
+            zero = "a value of 0 has no ratio" if mine.size and theirs.size else None
+            if reason := why or why_too or zero:
                 notes.append(f"{short_name(metric)} [{name}] is not judged: {reason}")
     if not averaged:
         return each, [], notes
     overall = []
-    for metric, samples in found.items():
+    for metric, samples in judged.items():
         if len(samples) == len(pairs):
             joined = (_average([mine for mine, _ in samples]), _average([theirs for _, theirs in samples]))
             trial = _trial(metric, None, base, other, joined, floor, stops[metric])

@@ -1,4 +1,4 @@
-"""What a run measured again and again: one number an iteration, case by case.
+"""Samples of a run's metrics: one number an iteration, case by case.
 
 The requests of an iteration are measured at the same moment of the machine and, in a batch, by the same
 steps, so that the iteration is what counts as one sample, however many requests it holds.
@@ -44,8 +44,8 @@ class Cases:
             self._rates.setdefault(int(row.get("case", 0)), []).append(row)
 
     def fields(self, index: int) -> dict[str, Any]:
-        """What tells a case from others. In a throughput run the batch is a limit and lengths are means,
-        which follow from the configuration."""
+        """Returns the fields that tell a case from others. In a throughput run the batch is a limit and
+        lengths are means, which follow from the configuration."""
         row = self.rows[index]
         kept = CASE_FIELDS[: 4 if "batching" in row or "request_rate" in row else None]
         return {name: row[name] for name in kept if row.get(name) is not None}
@@ -107,15 +107,15 @@ def _by_iteration(cases: Rows, requests: Rows) -> dict[int, list[list[Mapping[st
             iteration = place // int(size)
         if row.get("e2el_ms") is not None:
             grouped.setdefault(case, {}).setdefault(int(iteration), []).append(row)
-    return {case: [found[i] for i in sorted(found)] for case, found in grouped.items()}
+    return {case: [rows[i] for i in sorted(rows)] for case, rows in grouped.items()}
 
 
 def _latencies(rows: Rows, name: str) -> Values:
     if name == "itl":
         parts = [np.asarray(row.get("itl_ms") or (), dtype=np.float64) for row in rows]
         return np.concatenate(parts) if parts else np.empty(0)
-    found = [row.get(f"{name}_ms") for row in rows]
-    return np.array([value for value in found if value is not None], dtype=np.float64)
+    values = [row.get(f"{name}_ms") for row in rows]
+    return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
 def _statistic(values: Values, statistic: str) -> float:
@@ -167,13 +167,13 @@ def match_cases(base: Cases, other: Cases) -> tuple[list[tuple[int, int, str]], 
         places.setdefault(tuple(str(key.get(name)) for name in names), index)
     pairs, taken, only_base = [], set(), []
     for index, key in enumerate(keys[0]):
-        found = places.get(tuple(str(key.get(name)) for name in names))
+        match = places.get(tuple(str(key.get(name)) for name in names))
         text = case_name({name: key[name] for name in names if name in key})
-        if found is None or found in taken:
+        if match is None or match in taken:
             only_base.append(text)
         else:
-            pairs.append((index, found, text))
-            taken.add(found)
+            pairs.append((index, match, text))
+            taken.add(match)
     keys[1] = [{name: key[name] for name in names if name in key} for key in keys[1]]
     only_other = [case_name(key) for index, key in enumerate(keys[1]) if index not in taken]
     return pairs, only_base, only_other
