@@ -17,7 +17,7 @@ def main(config: ScalingConfig) -> None:
     model = config.model
     with ExperimentRun.open("scaling", config, output_dir()) as run:
         run_scaling(
-            model.path if model.path is not None else model.hf_config,
+            model.source,
             config.scaling,
             run,
             load_format=model.load_format,

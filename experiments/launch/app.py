@@ -50,7 +50,7 @@ from experiments.launch.compose import (
     register_schema,
 )
 from experiments.launch.processes import own_folder, prefix, runs_here, taking_part
-from experiments.launch.sweep import Sweep, check_resumed, expand_resume, recorded
+from experiments.launch.sweep import Sweep, check_resumed, defect_of, expand_resume, recorded
 from experiments.launch.validate import first_line, one_line
 from experiments.launch.variants import compose_variants
 from moejax.core.errors import ConfigError, MoejaxError
@@ -212,7 +212,7 @@ class _JobError(Exception):
 
 @dataclass
 class _Jobs:
-    """What Hydra calls for each job, and what became of them.
+    """The jobs that Hydra calls, and how they ended.
 
     A job's exception is reported and recorded here instead of being raised through Hydra, which would print a
     line of its own first and, in a sweep, leave the other jobs. What a job in another process (joblib,
@@ -251,10 +251,7 @@ class _Jobs:
             report_failure(USER_ERROR if isinstance(error, MoejaxError) else DEFECT)
             if os.getpid() == self.process or read_environment().index:
                 self.told.add(output_dir())
-                defect = (
-                    None if isinstance(error, MoejaxError) else "".join(traceback.format_exception(error))
-                )
-                self._tell(_job_label(), str(error), defect)
+                self._tell(_job_label(), str(error), defect_of(error))
         if process_count() > 1 and os.getpid() == self.process:
             # Whether the other processes go on to a sweep's next job is not known here.
             raise SystemExit(self.exit_code)

@@ -98,12 +98,12 @@ def _is_word(argument: str) -> bool:
 
 
 def items(text: str) -> list[str]:
-    """The items of `[a=1,b=[2,3]]`, or the one item of a text without brackets; quotes around one are taken
-    off."""
+    """Returns the items of `[a=1,b=[2,3]]`, or the one item of a text without brackets, each without the
+    quotes around it."""
     text = text.strip()
     if not (text.startswith("[") and text.endswith("]")):
         return [_unquoted(text)] if text else []
-    found, depth, quote, start = [], 0, "", 1
+    texts, depth, quote, start = [], 0, "", 1
     for place in range(1, len(text) - 1):
         sign = text[place]
         if quote:
@@ -116,10 +116,10 @@ def items(text: str) -> list[str]:
         elif sign in "]})":
             depth -= 1
         elif sign == "," and depth == 0:
-            found.append(text[start:place])
+            texts.append(text[start:place])
             start = place + 1
-    found.append(text[start:-1])
-    return [_unquoted(item.strip()) for item in found if item.strip()]
+    texts.append(text[start:-1])
+    return [_unquoted(item.strip()) for item in texts if item.strip()]
 
 
 def _unquoted(item: str) -> str:
@@ -130,11 +130,11 @@ def _unquoted(item: str) -> str:
 
 
 def _quoted_list(values: Sequence[str]) -> str:
-    return "[" + ",".join(_quoted(value) for value in values) + "]"
+    return "[" + ",".join(quoted(value) for value in values) + "]"
 
 
-def _quoted(value: str) -> str:
-    """For Hydra's parser: a backslash counts only before a quote."""
+def quoted(value: str) -> str:
+    """Returns a text in quotes for Hydra's parser, to which a backslash counts only before a quote."""
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
     return f'"{escaped}"'

@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from experiments.launch.command_line import quoted
 from experiments.launch.launcher import check_launcher
 from experiments.launch.structured import build, mirror
 from experiments.launch.validate import FAULTS, check_overrides, check_swept, first_line, parse_override
@@ -79,7 +80,7 @@ def composer(
     register_schema(experiment, schema)
     search: tuple[str, ...] = ()
     if extra_dir is not None:
-        search = (f"hydra.searchpath=[{_quoted(f'file://{Path(extra_dir).absolute()}')}]",)
+        search = (f"hydra.searchpath=[{quoted(f'file://{Path(extra_dir).absolute()}')}]",)
     with hydra_left_alone():
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(str(config_dir), job_name=experiment, version_base=VERSION_BASE):
@@ -109,13 +110,8 @@ def build_job(schema: type, config: DictConfig) -> Any:
 
 
 def assignment(key: str, value: str) -> str:
-    """Returns `key='value'` for Hydra's parser, whatever is in the value."""
-    return f"{key}={_quoted(value)}"
-
-
-def _quoted(value: str) -> str:
-    escaped = value.replace("\\", "\\\\") if value.endswith("\\") else value
-    return "'" + escaped.replace("'", "\\'") + "'"
+    """Returns `key="value"` for Hydra's parser, whatever is in the value."""
+    return f"{key}={quoted(value)}"
 
 
 @dataclass(frozen=True)
@@ -204,9 +200,9 @@ def _combinations(overrides: Iterable[Override]) -> tuple[Iterator[list[str]], i
 
 def _check_sweeper(config: DictConfig, overrides: Sequence[str]) -> None:
     """A sweeper that was asked for would do nothing in a single run, unless that was asked for too."""
-    asked = f"hydra/sweeper={config.hydra.runtime.choices.get('hydra/sweeper')}"
-    if asked in overrides and not any(text.startswith("hydra.mode=") for text in overrides):
-        raise ConfigError(f"{asked} chooses the jobs of a sweep: add -m")
+    override = f"hydra/sweeper={config.hydra.runtime.choices.get('hydra/sweeper')}"
+    if override in overrides and not any(text.startswith("hydra.mode=") for text in overrides):
+        raise ConfigError(f"{override} chooses the jobs of a sweep: add -m")
 
 
 def _build(schema: type, config: DictConfig, number: int | None = None) -> Any:

@@ -22,23 +22,23 @@ def check_launcher(config: DictConfig, *, sweep: bool) -> None:
     if target == _BASIC:
         return
     name = config.hydra.runtime.choices.get("hydra/launcher") or target.rpartition(".")[2]
-    asked = f"hydra/launcher={name}"
+    override = f"hydra/launcher={name}"
     if not sweep:
-        raise ConfigError(f"{asked} starts the jobs of a sweep: add -m")
+        raise ConfigError(f"{override} starts the jobs of a sweep: add -m")
     parts = target.split(".")
     package = parts[1] if parts[0] == "hydra_plugins" and len(parts) > 2 else ""
-    if package in _NEEDED and not (_found(f"hydra_plugins.{package}") and _found(_NEEDED[package])):
-        raise ConfigError(f"{asked} needs a plugin that is not installed: pip install 'moejax[sweep]'")
+    if package in _NEEDED and not (_installed(f"hydra_plugins.{package}") and _installed(_NEEDED[package])):
+        raise ConfigError(f"{override} needs a plugin that is not installed: pip install 'moejax[sweep]'")
     if target.endswith(".SlurmLauncher"):
         missing = [command for command in ("sbatch", "srun") if shutil.which(command) is None]
         if missing:
             raise ConfigError(
-                f"{asked}: there is no SLURM here (no {' and no '.join(missing)} on the PATH); run it on a "
+                f"{override}: there is no SLURM here (no {' and no '.join(missing)} on the PATH); run it on a "
                 "login node of the cluster, or on this machine with hydra/launcher=submitit_local"
             )
 
 
-def _found(module: str) -> bool:
+def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -14,45 +14,41 @@ from moejax.report.progress import progress
 
 
 def open_llm(config: InferenceSections) -> LLM:
-    """Raises what `LLM` raises."""
-    model = config.model
-    source: Any = model.path if model.path is not None else model.hf_config
+    """Opens the model on the configured mesh, with a progress bar; raises what `LLM` raises."""
     with progress("opening the model", total=1) as task:
-        return LLM(
-            source,
-            dtype=model.dtype,
-            parallel=config.parallel,
-            engine=config.engine,
-            quant=config.quant,
-            seed=config.seed,
-            load_format=model.load_format,
-            on_progress=task.to,
-        )
+        return _open(config, config.quant, parallel=config.parallel, on_progress=task.to)
 
 
 def open_backends(
     config: LatencyConfig | ThroughputConfig, log_dir: Path
 ) -> AbstractContextManager[list[Backend]]:
-    """Those of the section `backend`, the first one first. Raises what `open_section` and `LLM` raise."""
-    model = config.model
+    """Opens the backends of the section `backend`, the first one first.
+
+    Raises what `open_section` and `LLM` raise.
+    """
     return open_section(
         config.backend,
         functools.partial(open_llm, config),
-        model=model.path if model.path is not None else model.hf_config,
-        load_format=model.load_format,
+        model=config.model.source,
+        load_format=config.model.load_format,
         max_num_seqs=config.engine.max_num_seqs,
         log_dir=log_dir,
     )
 
 
 def open_quantized(config: QuantizationConfig, quant: QuantConfig | None) -> LLM:
-    """With these methods, or None of them. Raises what `LLM` raises."""
+    """Opens the model with these methods, or with none; raises what `LLM` raises."""
+    return _open(config, quant)
+
+
+def _open(config: InferenceSections | QuantizationConfig, quant: QuantConfig | None, **more: Any) -> LLM:
     model = config.model
     return LLM(
-        model.path if model.path is not None else model.hf_config or {},
+        model.source,
         dtype=model.dtype,
         engine=config.engine,
         quant=quant,
         seed=config.seed,
         load_format=model.load_format,
+        **more,
     )

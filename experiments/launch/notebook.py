@@ -59,7 +59,7 @@ def compose(overrides: Sequence[str], experiment: str) -> Any:
 
 
 def overrides_of(config: object) -> tuple[str, ...] | None:
-    """Those that `compose` made it with; None of a config that was made, or changed, in any other way."""
+    """Returns the overrides that `compose` was given for it; None for a config made or changed otherwise."""
     return getattr(config, _OVERRIDES, None)
 
 
@@ -80,15 +80,15 @@ def experiment_of(config: object, asked: str | None = None) -> str:
     """
     if asked is not None and schema_of(main_of(asked)) is type(config):
         return asked
-    found = [name for name in names() if schema_of(main_of(name)) is type(config)]
+    matches = [name for name in names() if schema_of(main_of(name)) is type(config)]
     kind = type(config).__name__
-    if asked is not None and found:
-        raise ConfigError(f"{kind} is the config of {' and '.join(found)}, not of {asked}")
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    if asked is not None and matches:
+        raise ConfigError(f"{kind} is the config of {' and '.join(matches)}, not of {asked}")
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
         raise ConfigError(f"{kind} is no experiment's config; make one with load_config")
-    raise ConfigError(f"{kind} is the config of {' and '.join(found)}; say experiment=NAME")
+    raise ConfigError(f"{kind} is the config of {' and '.join(matches)}; say experiment=NAME")
 
 
 def call_main(config: Any, experiment: str, out_dir: Path) -> None:

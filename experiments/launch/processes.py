@@ -21,6 +21,7 @@ from omegaconf import open_dict, read_write
 from moejax.core.errors import ConfigError
 from moejax.core.files import dump_json
 from moejax.core.parallel import ParallelConfig
+from moejax.results.sweep import changed_keys
 from moejax.sharding.distributed import (
     LaunchEnvironment,
     ProcessInfo,
@@ -32,7 +33,7 @@ from moejax.sharding.distributed import (
 
 
 def prefix() -> str:
-    """What a line of this process begins with: `[1] `, and nothing for process 0."""
+    """Returns the mark of this process's lines: `[1] `, and nothing for process 0."""
     try:
         index = read_environment().index
     except ConfigError:
@@ -114,16 +115,16 @@ def _has(schema: type, name: str) -> bool:
 
 
 def _check_same(config: Any, index: int) -> None:
-    """What is computed must be the same everywhere; where it is tracked may differ."""
-    own = {
+    """Refuses a configuration that is not process 0's, but for where it is tracked."""
+    computed = {
         key: value for key, value in dataclasses.asdict(config).items() if key not in ("tracker", "verbose")
     }
-    own = json.loads(dump_json(own))
-    theirs = json.loads(broadcast(dump_json(own)))
-    if own != theirs:
-        keys = sorted(_differences(own, theirs))
+    ours = json.loads(dump_json(computed))
+    theirs = json.loads(broadcast(dump_json(ours)))
+    keys = {change.partition(" ")[0] for change in changed_keys(ours, theirs)}
+    if keys:
         raise ConfigError(
-            f"process {index} was started with another configuration than process 0: {', '.join(keys)}; "
+            f"process {index} was started with another configuration than process 0: {', '.join(sorted(keys))}; "
             "start all processes with the same command line"
         )
 
@@ -136,15 +137,6 @@ def _check_all_needed(parallel: ParallelConfig, info: ProcessInfo) -> None:
             f"parallel: {needed} devices do not reach over {info.count} processes of {local} devices each: "
             f"start {-(-needed // local)}, or choose a larger layout"
         )
-
-
-def _differences(own: Any, theirs: Any, key: str = "") -> Iterator[str]:
-    if not isinstance(own, dict) or not isinstance(theirs, dict):
-        if own != theirs:
-            yield key
-        return
-    for name in own.keys() | theirs.keys():
-        yield from _differences(own.get(name), theirs.get(name), f"{key}.{name}" if key else name)
 
 
 def _divert_results(folder: Path) -> None:

@@ -66,9 +66,14 @@ class ModelSection:
             )
 
     @property
+    def source(self) -> str | dict[str, Any]:
+        """What `LLM` opens: the path, or the shape."""
+        return self.path if self.path is not None else self.hf_config or {}
+
+    @property
     def name(self) -> str:
         """A short name for tables and run names."""
-        source = self.path if self.path is not None else (self.hf_config or {}).get("_name_or_path", "custom")
+        source = self.source if isinstance(self.source, str) else self.source.get("_name_or_path", "custom")
         return PurePath(str(source)).name
 
 
@@ -109,7 +114,7 @@ def refuse_capture(engine: EngineConfig, experiment: str) -> None:
 
 @dataclass(frozen=True)
 class InferenceSections:
-    """What every experiment that runs the engine has."""
+    """The sections of every experiment that runs the engine."""
 
     model: ModelSection
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

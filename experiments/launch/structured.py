@@ -142,7 +142,7 @@ def _mirror_plain(hint: Any) -> Any:
 
 
 def _holds_sections(args: tuple[Any, ...]) -> bool:
-    """Of a dictionary: name → section."""
+    """Says whether a dictionary maps names to sections."""
     return len(args) == 2 and dataclasses.is_dataclass(args[1])
 
 

@@ -300,7 +300,7 @@ def recorded() -> Iterator[JobLog]:
 
 @functools.cache
 def _code_here() -> dict[str, Any]:
-    """Of when this process first asked: what it has imported does not change any more."""
+    """Returns the code's state when this process first asked: what it has imported does not change."""
     return git_state()
 
 

@@ -31,9 +31,9 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
             variants share; or a variant that is the same as another.
     """
     section = getattr(config, "ab", None)
-    variants: dict[str, Any] = {}
     if section is None or not section.variants:
-        return variants
+        return {}
+    variants: dict[str, Any] = {}
     with composer(experiment, type(config)) as compose:
         for name, changes in section.all_variants.items():
             keys = {_key(item) for item in changes}
@@ -84,10 +84,10 @@ def run_variants(config: Config, out: Path) -> None:
     with ExitStack() as stack:
         run = stack.enter_context(ExperimentRun.open(f"{experiment}_ab", config, out))
         variants: list[Variant] = []
-        for name, own in configs.items():
-            backend, shares = _open(own, out, configs, variants, stack.enter_context)
+        for name, composed in configs.items():
+            backend, shares = _open(composed, out, configs, variants, stack.enter_context)
             overrides = config.ab.all_variants[name]
-            variants.append(Variant(name, overrides, backend, asdict(own), shares))
+            variants.append(Variant(name, overrides, backend, asdict(composed), shares))
         run_ab(variants, config.workload, config.ab, run)
 
 

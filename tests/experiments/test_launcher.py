@@ -98,7 +98,7 @@ def test_launcher_mistake_is_one_line(
 def test_launcher_without_its_plugin(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_launcher, "_found", lambda module: False)
+    monkeypatch.setattr(_launcher, "_installed", lambda module: False)
     assert launch_latency("-m", "hydra/launcher=submitit_slurm") == 2
     assert "pip install 'moejax[sweep]'" in capsys.readouterr().err
 
