@@ -33,8 +33,8 @@ def check_launcher(config: DictConfig, *, sweep: bool) -> None:
         missing = [command for command in ("sbatch", "srun") if shutil.which(command) is None]
         if missing:
             raise ConfigError(
-                f"{override}: there is no SLURM here (no {' and no '.join(missing)} on the PATH); run it on a "
-                "login node of the cluster, or on this machine with hydra/launcher=submitit_local"
+                f"{override}: there is no SLURM here (no {' and no '.join(missing)} on the PATH); run it on"
+                " a login node of the cluster, or on this machine with hydra/launcher=submitit_local"
             )
 
 

@@ -121,10 +121,10 @@ def _check_same(config: Any, index: int) -> None:
     }
     ours = json.loads(dump_json(computed))
     theirs = json.loads(broadcast(dump_json(ours)))
-    keys = {change.partition(" ")[0] for change in changed_keys(ours, theirs)}
+    keys = sorted({change.partition(" ")[0] for change in changed_keys(ours, theirs)})
     if keys:
         raise ConfigError(
-            f"process {index} was started with another configuration than process 0: {', '.join(sorted(keys))}; "
+            f"process {index} was started with another configuration than process 0: {', '.join(keys)}; "
             "start all processes with the same command line"
         )
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moejax.report.compare_plots import forest
-from moejax.report.compare_tables import verdicts_table
-from moejax.report.figure import new_figure, save_figures
+from moejax.report.compare_tables import verdict_tables, verdicts_table
+from moejax.report.figure import legend_below, new_figure, save_figures
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import Column, add_columns, number, plain_table
 from moejax.results.compare.samples import short_case_name
@@ -61,18 +61,9 @@ def ab_tables(result: Mapping[str, Any]) -> list[Table]:
     tables = [cases_table(result)]
     verdicts, each = ([verdict_of(row) for row in result[key]] for key in ("verdicts", "case_verdicts"))
     control = [verdict_of(row) for row in result["control"]]
-    names = list(dict.fromkeys(verdict.trial.run for verdict in verdicts))
-    base = control[0].trial.baseline if control else ""
-    for name in names:
-        mine = [verdict for verdict in verdicts if verdict.trial.run == name]
-        caption = _explained(len(verdicts)) if name == names[0] else None
-        where = ", all cases" if each else ""
-        tables.append(verdicts_table(mine, f"{name} against {base}{where}", caption))
-        cases = [verdict for verdict in each if verdict.trial.run == name]
-        if cases:
-            note = f"p adjusted over {len(each)} tests"
-            tables.append(verdicts_table(cases, f"{name} against {base}, case by case", note))
+    tables += verdict_tables(verdicts, each, _explained(len(verdicts)))
     if control:
+        base = control[0].trial.baseline
         title = f"control: a second engine of {base} against the first; its interval is what noise is here"
         tables.append(verdicts_table(control, title))
     return tables
@@ -166,7 +157,7 @@ def rounds_plot(result: Mapping[str, Any]) -> Figure | None:
         axis.set_ylabel(short_name(metric), fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[-1].set_xlabel("round")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    legend_below(figure, axes)
     return figure
 
 

@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
-from moejax.report.figure import new_figure, round_ticks, save_figures
-from moejax.report.style import COLORS, commit_name, device_name, model_name
+from moejax.report.figure import (
+    draw_distributions,
+    legend_below,
+    new_figure,
+    round_ticks,
+    save_figures,
+    vertical_grid,
+)
+from moejax.report.style import commit_name, device_name, model_name, nth_color
 from moejax.results.compare.comparison import RunComparison
 from moejax.results.compare.samples import Cases, case_name, latency_values, match_cases
 from moejax.results.metric_names import LATENCIES, lower_is_better, short_name
@@ -46,19 +52,14 @@ def forest(verdicts: Sequence[Verdict], result: Mapping[str, Any], title: str) -
     for place, (verdict, ratio) in enumerate(rows):
         if ratio is None:
             continue
-        color = _DECIDED.get(verdict.outcome, "#6e6e6e")
+        tone = _DECIDED.get(verdict.outcome, "#6e6e6e")
         floor = verdict.trial.floor
         axis.fill_betweenx([place - 0.42, place + 0.42], floor.low, floor.high, color="#e8e8e8", linewidth=0)
-        axis.plot([ratio.low, ratio.high], [place, place], color=color, linewidth=1.8, solid_capstyle="butt")
-        axis.plot(ratio.estimate, place, "o" if verdict.decided else "s", color=color, markersize=5)
-        axis.annotate(
-            _label(verdict),
-            (1.01, place),
-            xycoords=("axes fraction", "data"),
-            fontsize=7.5,
-            color=color,
-            va="center",
-        )
+        axis.plot([ratio.low, ratio.high], [place, place], color=tone, linewidth=1.8, solid_capstyle="butt")
+        axis.plot(ratio.estimate, place, "o" if verdict.decided else "s", color=tone, markersize=5)
+        text = verdict.text if verdict.decided else verdict.outcome
+        where: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
+        axis.annotate(text, (1.01, place), color=tone, fontsize=7.5, **where)
         extent += [ratio.low, ratio.high, floor.low, floor.high]
     axis.axvline(1.0, color="black", linewidth=0.9)
     axis.set_yticks(range(len(rows)), [_row_name(v, several) for v, _ in rows], fontsize=8)
@@ -68,7 +69,7 @@ def forest(verdicts: Sequence[Verdict], result: Mapping[str, Any], title: str) -
     axis.set_xlim(low, high)
     _ratio_ticks(axis, low, high)
     axis.grid(axis="y", visible=False)
-    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+    vertical_grid(axis)
     axis.set_xlabel(
         "ratio with its 95 % interval; ▼ less is better, ▲ more is better; grey band: noise", fontsize=8.5
     )
@@ -80,10 +81,6 @@ def _row_name(verdict: Verdict, several: bool) -> str:
     arrow = {True: " ▼", False: " ▲", None: ""}[lower_is_better(trial.metric)]
     parts = [f"{trial.run}: " if several else "", short_name(trial.metric), arrow]
     return "".join(parts) + (f"   {trial.case}" if trial.case else "")
-
-
-def _label(verdict: Verdict) -> str:
-    return verdict.text if verdict.decided else verdict.outcome
 
 
 def _ratio_ticks(axis: Axes, low: float, high: float) -> None:
@@ -102,10 +99,9 @@ def latency_cdfs(comparison: RunComparison, case: int = 0) -> Figure | None:
     """Cumulative distributions of TTFT, TPOT, ITL and E2E of one of the baseline's cases, a curve a run, all
     iterations pooled. None where fewer than two runs have samples of it."""
     names = ("ttft", "tpot", "itl", "e2el")
-    found = _same_case(comparison, case)
-    values = {(c.run.label, n): np.sort(latency_values(c, n, i)) for c, i in found for n in names}
-    labels = [cases.run.label for cases, _ in found]
-    panels = [n for n in names if sum(values[label, n].size > 0 for label in labels) > 1]
+    places = _same_case(comparison, case)
+    drawn = [(cases, {name: latency_values(cases, name, i) for name in names}) for cases, i in places]
+    panels = [name for name in names if sum(values[name].size > 0 for _, values in drawn) > 1]
     if not panels:
         return None
     title = f"Latency distributions, {case_name(comparison.cases[0].fields(case))}"
@@ -113,58 +109,33 @@ def latency_cdfs(comparison: RunComparison, case: int = 0) -> Figure | None:
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     for axis, name in zip(axes, panels, strict=False):
-        for index, (cases, _) in enumerate(found):
-            drawn = values[cases.run.label, name]
-            if drawn.size:
-                shares = np.arange(1, drawn.size + 1) / drawn.size
-                color = COLORS[index % len(COLORS)]
-                label = f"{cases.run.label}: {cases.run.name}"
-                axis.step(drawn, shares, where="post", color=color, linewidth=1.4, label=label)
-                axis.plot(np.median(drawn), 0.5, "o", color=color, markersize=4.5)
-        _scale(axis, np.concatenate([values[label, name] for label in labels]))
+        draw_distributions(axis, [(c.run.title, nth_color(i), v[name]) for i, (c, v) in enumerate(drawn)])
         axis.set_title(LATENCIES[name], fontsize=10)
         axis.set_xlabel("milliseconds")
-        axis.set_ylim(0, 1.02)
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axis.grid(axis="x", color="#dddddd", linewidth=0.7)
-    handles, names_ = axes[0].get_legend_handles_labels()
-    columns = 1 if max(map(len, names_)) > 60 else 2
-    figure.legend(handles, names_, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+    columns = 1 if max(len(cases.run.title) for cases, _ in drawn) > 60 else 2
+    legend_below(figure, axes, columns, fontsize=8)
     return figure
 
 
 def _same_case(comparison: RunComparison, case: int) -> list[tuple[Cases, int]]:
     """Each run's cases with the place in them of what is the baseline's case."""
     base = comparison.cases[0]
-    found = [(base, case)] if base.rows else []
+    matches = [(base, case)] if base.rows else []
     for other in comparison.cases[1:]:
-        places = [two for one, two, _ in match_cases(base, other)[0] if one == case]
-        found += [(other, place) for place in places]
-    return found[:_MOST_RUNS]
+        matches += [(other, two) for one, two, _ in match_cases(base, other)[0] if one == case]
+    return matches[:_MOST_RUNS]
 
 
 def shared_title(comparison: RunComparison) -> dict[str, Any]:
     """As much of a result as the line under a title needs: what all runs have in common of model, device and
     commit."""
     names = [(model_name(r.result), device_name(r.result), commit_name(r.result)) for r in comparison.runs]
-    model, device, commit = (found[0] if len(set(found)) == 1 else None for found in zip(*names, strict=True))
+    model, device, commit = (of[0] if len(set(of)) == 1 else None for of in zip(*names, strict=True))
     git = {"commit": commit.rstrip("+"), "dirty": commit.endswith("+")} if commit else {}
     return {
         "config": {"model": model},
         "provenance": {"device": {"kind": device}, "git": git},
     }
-
-
-def _scale(axis: Axes, values: np.ndarray) -> None:
-    """A logarithmic axis where the middle 99 % of the values span more than a factor of ten."""
-    low, high = np.percentile(values, (0.5, 99.5))
-    if low > 0 and high / low > 10:
-        axis.set_xscale("log")
-        axis.set_xlim(values.min() / 1.1, values.max() * 1.1)
-        round_ticks(axis.xaxis, *axis.get_xlim())
-    else:
-        # One slow token must not press all the others to the left.
-        axis.set_xlim(0, min(values.max(), high * 1.5) * 1.03)
 
 
 def save_compare_plots(comparison: RunComparison, out_dir: str | os.PathLike[str]) -> list[Path]:

@@ -28,26 +28,33 @@ def comparison_tables(comparison: RunComparison) -> list[Table]:
     if comparison.differences:
         tables.append(inputs_table(comparison))
     many = len(comparison.runs) > _MOST_COLUMNS
-    for label in comparison.labels[1:]:
-        mine, each = (
-            [verdict for verdict in verdicts if verdict.trial.run == label]
-            for verdicts in (comparison.verdicts, comparison.case_verdicts)
+    if not many:
+        tables += verdict_tables(
+            comparison.verdicts, comparison.case_verdicts, _explained(comparison), most=_MOST_CASES
         )
-        against = f"{label} against {comparison.labels[0]}"
-        where = ", all cases" if each else ""
-        if mine and not many:
-            caption = _explained(comparison) if label == comparison.labels[1] else None
-            tables.append(verdicts_table(mine, f"{against}{where}", caption))
-        if each and not many:
-            tests = sum(verdict.p_adjusted is not None for verdict in comparison.case_verdicts)
+    shown = overview_table if many and comparison.verdicts else metrics_table
+    return [*tables, shown(comparison)]
+
+
+def verdict_tables(
+    verdicts: Sequence[Verdict], each: Sequence[Verdict], caption: str, most: int | None = None
+) -> list[Table]:
+    """Two tables a run: its verdicts over all cases, the first with `caption`, and those by case, at most
+    `most` of them."""
+    tables = []
+    tests = sum(verdict.p_adjusted is not None for verdict in each)
+    for run in dict.fromkeys(verdict.trial.run for verdict in (*verdicts, *each)):
+        mine = [verdict for verdict in verdicts if verdict.trial.run == run]
+        cases = [verdict for verdict in each if verdict.trial.run == run]
+        against = f"{run} against {(mine or cases)[0].trial.baseline}"
+        if mine:
+            where = ", all cases" if cases else ""
+            tables.append(verdicts_table(mine, f"{against}{where}", None if tables else caption))
+        if cases:
             note = f"p adjusted over {tests} tests"
-            if len(each) > _MOST_CASES:
-                note += f"; {len(each) - _MOST_CASES} more verdicts in comparison.json"
-            tables.append(verdicts_table(each[:_MOST_CASES], f"{against}, case by case", note))
-    if many and comparison.verdicts:
-        tables.append(overview_table(comparison))
-    else:
-        tables.append(metrics_table(comparison))
+            if most is not None and len(cases) > most:
+                note += f"; {len(cases) - most} more verdicts in comparison.json"
+            tables.append(verdicts_table(cases[:most], f"{against}, case by case", note))
     return tables
 
 
@@ -64,13 +71,9 @@ def _explained(comparison: RunComparison) -> str:
 def runs_table(comparison: RunComparison) -> Table:
     """A line a run: letter, folder, start, model, device, commit, how often each case was measured."""
     table = plain_table(f"compare: {comparison.experiment}")
-    table.add_column("", no_wrap=True)
-    table.add_column("run", overflow="fold")
-    table.add_column("began (UTC)", no_wrap=True)
-    for name in ("model", "device"):
-        table.add_column(name, overflow="fold")
-    for name in ("commit", "times"):
-        table.add_column(name, no_wrap=True)
+    for name in ("", "run", "began (UTC)", "model", "device", "commit", "times"):
+        folds = name in ("run", "model", "device")
+        table.add_column(name, overflow="fold" if folds else "ellipsis", no_wrap=not folds)
     for run, cases in zip(comparison.runs, comparison.cases, strict=True):
         times = min((cases.iterations(index) for index in range(len(cases.rows))), default=0)
         table.add_row(
@@ -90,7 +93,7 @@ def _began(run: Run) -> str:
 
 
 def inputs_table(comparison: RunComparison) -> Table:
-    """What differs in how the runs came about, by kind; yellow where not the baseline's. Keys that a
+    """The inputs in which the runs differ, by kind; yellow where not the baseline's. Keys that a
     run does not have at all are drawn together by section."""
     rows = _collapsed(comparison.differences)
     caption = None
@@ -115,26 +118,17 @@ def inputs_table(comparison: RunComparison) -> Table:
 
 def _collapsed(differences: Sequence[Difference]) -> list[Difference]:
     """Keys that differ only in that some runs do not have them, as one line a section."""
-    kept: list[Difference] = []
-    counts: dict[tuple[Any, ...], int] = {}
+    groups: dict[Any, list[Difference]] = {}
     for difference in differences:
         known = {str(value) for value in difference.values if value not in (MISSING, UNKNOWN)}
         section, dot, _ = difference.key.partition(".")
         shape = tuple(MISSING if value == MISSING else "set" for value in difference.values)
-        key = (difference.kind, section, shape)
-        if len(known) > 1 or not dot or MISSING not in shape:
-            kept.append(difference)
-        elif key in counts:
-            counts[key] += 1
-        else:
-            counts[key] = 1
-            kept.append(difference)
+        alone = len(known) > 1 or not dot or MISSING not in shape
+        key = difference.key if alone else (difference.kind, section, shape)
+        groups.setdefault(key, []).append(difference)
     return [
-        Difference(d.kind, f"{section}.* ({n} keys)", shape) if n > 1 else d
-        for d in kept
-        for section in [d.key.partition(".")[0]]
-        for shape in [tuple(MISSING if value == MISSING else "set" for value in d.values)]
-        for n in [counts.get((d.kind, section, shape), 1) if MISSING in shape else 1]
+        Difference(key[0], f"{key[1]}.* ({len(group)} keys)", key[2]) if len(group) > 1 else group[0]
+        for key, group in groups.items()
     ]
 
 
@@ -155,7 +149,7 @@ def _by_value(values: Sequence[Any], labels: Sequence[str]) -> Text:
     groups: dict[str, list[str]] = {}
     for value, label in zip(values, labels, strict=True):
         groups.setdefault(_short(value), []).append(label)
-    return Text(" · ".join(f"{text}: {' '.join(found)}" for text, found in groups.items()))
+    return Text(" · ".join(f"{text}: {' '.join(runs)}" for text, runs in groups.items()))
 
 
 def verdicts_table(verdicts: Sequence[Verdict], title: str, caption: str | None = None) -> Table:
@@ -217,8 +211,8 @@ def _p(value: float | None) -> str:
 
 def overview_table(comparison: RunComparison) -> Table:
     """Many runs: a line each with the ratios of the judged metrics, coloured where a winner is called."""
-    found = {(v.trial.run, v.trial.metric, v.trial.case): v for v in comparison.verdicts}
-    columns = list(dict.fromkeys((metric, case) for _, metric, case in found))[:6]
+    by_column = {(v.trial.run, v.trial.metric, v.trial.case): v for v in comparison.verdicts}
+    columns = list(dict.fromkeys((metric, case) for _, metric, case in by_column))[:6]
     table = plain_table(f"ratio to {comparison.labels[0]}", "green and red: beyond noise; else no winner")
     table.add_column("run", no_wrap=True)
     for metric, case in columns:
@@ -226,7 +220,7 @@ def overview_table(comparison: RunComparison) -> Table:
     for label in comparison.labels[1:]:
         cells = []
         for column in columns:
-            verdict = found.get((label, *column))
+            verdict = by_column.get((label, *column))
             ratio = verdict.trial.ratio if verdict else None
             style = _COLORS.get(verdict.outcome, "dim") if verdict and verdict.decided else "dim"
             cells.append(Text(f"{ratio.estimate:.2f}" if ratio else "–", style=style))
@@ -249,8 +243,8 @@ def metrics_table(comparison: RunComparison) -> Table:
         table.add_row(row.name, *cells)
     shown = {row.name for row in comparison.metrics}
     for name in dict.fromkeys(v.trial.metric for v in comparison.exact):
-        found = [exact[name, label] for label in comparison.labels[1:]]
-        if name not in shown and any(v.outcome == "differs" for v in found):
-            values = [Text(f"{number(v.trial.value)}  {v.text}") for v in found]
-            table.add_row(name, number(found[0].trial.base), *values)
+        counted = [exact[name, label] for label in comparison.labels[1:]]
+        if name not in shown and any(v.outcome == "differs" for v in counted):
+            values = [Text(f"{number(v.trial.value)}  {v.text}") for v in counted]
+            table.add_row(name, number(counted[0].trial.base), *values)
     return table

@@ -1,18 +1,28 @@
-"""What every plot here is made of: a figure with the run's title, ticks, and the way into a file.
+"""The parts of every plot here: a figure with the run's title, scales, legends, and the way into a file.
 
 Figures are made without pyplot, so no backend or global state is touched. No JAX here.
 """
 
 import io
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.image import AxesImage
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    MaxNLocator,
+    NullLocator,
+    PercentFormatter,
+    StrMethodFormatter,
+)
+from numpy.typing import NDArray
 
 from moejax.core.files import atomic_write_bytes
 from moejax.report.style import run_title
@@ -28,12 +38,18 @@ class Plot(Figure):
 
 
 def new_figure(
-    title: str, result: Mapping[str, Any], width: float, height: float, rows: int = 1, columns: int = 1
+    title: str,
+    result: Mapping[str, Any],
+    width: float,
+    height: float,
+    rows: int = 1,
+    columns: int = 1,
+    **grid: Any,
 ) -> tuple[Figure, list[Axes]]:
     """A figure of `width` x `height` inches and its axes, row by row; under its title the run's, which is
-    model, device and commit."""
+    model, device and commit. `grid` is for matplotlib's `subplots`."""
     figure = Plot(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
+    axes = figure.subplots(rows, columns, squeeze=False, **grid)
     subtitle = run_title(result)
     # A model's name may have dollar signs, which are no formula.
     figure.suptitle(title + (f"\n{subtitle}" if subtitle else ""), fontsize=11, parse_math=False)
@@ -56,16 +72,89 @@ def round_ticks(axis: Axis, low: float, high: float) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def wide_scale(axis: Axes, values: Iterable[float | None]) -> bool:
-    """Makes the y axis logarithmic where the positive values span more than a factor of twelve, below which
-    the smallest can be read on a linear one too. Says whether it did."""
+def log_scale(
+    axis: Axis, values: Iterable[float | None], *, over: float = 10.0, margin: float = 1.25
+) -> bool:
+    """Makes an axis logarithmic, with round ticks, where its positive values span more than a factor of
+    `over`; `margin` is the factor left free beyond them. Says whether it did."""
     known = [value for value in values if value]
-    if not known or max(known) / min(known) <= 12:
+    if not known or min(known) < 0 or max(known) <= over * min(known):
         return False
-    axis.set_yscale("log")
-    axis.set_ylim(min(known) / 2, max(known) * 2)
-    round_ticks(axis.yaxis, *axis.get_ylim())
+    low, high = min(known) / margin, max(known) * margin
+    name = "x" if isinstance(axis, XAxis) else "y"
+    axis.axes.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
+    round_ticks(axis, low, high)
     return True
+
+
+def legend_below(figure: Figure, axes: Iterable[Axes], columns: int = 4, **look: Any) -> None:
+    """One legend below all panels; a label that several have is shown once."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        usual = {"loc": "outside lower center", "ncols": min(columns, len(handles)), "frameon": False}
+        figure.legend(handles.values(), handles.keys(), **{**usual, **look})
+
+
+def vertical_grid(axis: Axes) -> None:
+    """Draws the faint lines of the x axis too."""
+    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+
+
+def heat_map(axis: Axes, values: NDArray[np.float64], **look: Any) -> AxesImage:
+    """Draws a matrix as coloured cells; `look` is for matplotlib's `imshow`."""
+    axis.grid(visible=False)
+    return axis.imshow(values, **{"aspect": "auto", "cmap": "viridis", "interpolation": "nearest", **look})
+
+
+def write_cells(axis: Axes, image: AxesImage, text: Callable[[float], str]) -> None:
+    """Writes each finite number of a heat map into its cell, white on dark colours."""
+    for (row, column), value in np.ndenumerate(np.ma.filled(image.get_array(), np.nan)):
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "black"
+            axis.text(column, row, text(value), ha="center", va="center", fontsize=7, color=ink)
+
+
+def draw_distributions(
+    axis: Axes,
+    curves: Iterable[tuple[str, str, NDArray[np.float64]]],
+    *,
+    points: int = 4000,
+    limit: float | None = None,
+) -> None:
+    """Cumulative distributions of milliseconds, with points at the median and the 99th percentile.
+
+    Args:
+        curves: label, colour and samples of each; those without samples are left out.
+        points: above so many samples a curve shows that many quantiles: a million inter-token latencies
+            are no other curve than some thousand of them.
+        limit: an objective, drawn as a dashed line.
+    """
+    known = [(label, color, np.sort(values)) for label, color, values in curves if values.size]
+    for label, color, values in known:
+        shares = np.arange(1, values.size + 1) / values.size
+        times = values
+        if values.size > points:
+            shares = np.linspace(0.0, 1.0, points)
+            times = np.quantile(values, shares)
+        axis.step(times, shares, where="post", color=color, linewidth=1.5, label=label)
+        marks = np.percentile(values, (50, 99))
+        axis.plot(marks, (0.5, 0.99), "o", color=color, markersize=4.5, markeredgecolor="white")
+    if limit is not None:
+        axis.axvline(limit, color="black", linestyle="--", linewidth=1, label="objective")
+    axis.set_ylim(0, 1.02)
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    vertical_grid(axis)
+    extent = [value for _, _, values in known for value in (values[0], values[-1], limit or values[-1])]
+    if extent and (min(extent) <= 0 or not log_scale(axis.xaxis, extent, over=30, margin=1.2)):
+        # One slow token must not press all the others to the left.
+        high = max(1.5 * np.percentile(values, 99.5) for _, _, values in known)
+        axis.set_xlim(0, max(min(max(extent), high), limit or 0.0) * 1.05)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:

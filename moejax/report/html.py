@@ -18,7 +18,7 @@ from moejax.core.files import atomic_write_text, ensure_writable
 from moejax.report import html_figures
 from moejax.report.compare_plots import ratio_forest
 from moejax.report.roofline import roofline_figure
-from moejax.report.style import run_title
+from moejax.report.style import nth_color, run_title
 from moejax.report.tables import number
 from moejax.results.compare import RunComparison, compare
 from moejax.results.compare.inputs import flatten
@@ -91,7 +91,7 @@ def render_report(runs: Sequence[Run], comparison: RunComparison | None = None) 
 
 
 def _page(runs: Sequence[Run], comparison: RunComparison | None) -> dict[str, Any]:
-    """What the template lays out, as plain values."""
+    """Returns what the template lays out, as plain values."""
     first = runs[0]
     several = len(runs) > 1
     figures = _figures(runs, comparison)
@@ -124,7 +124,7 @@ def _run(run: Run, index: int) -> dict[str, Any]:
         "label": run.label,
         "name": run.name,
         "path": str(run.path),
-        "color": html_figures.color(index),
+        "color": nth_color(index),
         "title": run_title(run.result),
         "time": provenance.get("time_utc"),
         "command": _cut(" ".join(str(word) for word in provenance.get("argv") or ())),
@@ -167,12 +167,10 @@ def _differences(comparison: RunComparison | None) -> list[dict[str, Any]]:
 
 def _metrics(runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
     """Every flat metric of any run: the usual ones, and the rest (all of them where none is usual)."""
-    found = dict.fromkeys(
-        name for run in runs for name, value in run.result["metrics"].items() if is_number(value)
-    )
-    usual = [name for name in _FIRST if name in found] or list(found)
+    known = [n for run in runs for n, value in run.result["metrics"].items() if is_number(value)]
+    usual = [name for name in _FIRST if name in known] or list(dict.fromkeys(known))
     rows = []
-    for name in [*usual, *(name for name in found if name not in usual)]:
+    for name in dict.fromkeys([*usual, *known]):
         values = [run.result["metrics"].get(name) for run in runs]
         base = values[0]
         ratios = [v / base if is_number(v) and is_number(base) and base else None for v in values[1:]]
@@ -204,8 +202,8 @@ def _case_table(run: Run, index: int) -> dict[str, Any]:
     ]
     said = " and ".join(filter(None, left))
     return {
-        "name": f"{run.label}: {run.name}",
-        "color": html_figures.color(index),
+        "name": run.title,
+        "color": nth_color(index),
         "columns": columns,
         "rows": [[_cell(row.get(key)) for key in columns] for row in rows[:_MOST_CASES]],
         "left_out": f"In result.json: {said}." if said else "",
@@ -214,7 +212,7 @@ def _case_table(run: Run, index: int) -> dict[str, Any]:
 
 def _rooflines(runs: Sequence[Run]) -> list[tuple[str, Figure, str]]:
     """One for each of the first runs whose device's peaks are known."""
-    found = []
+    drawn = []
     for run in runs[:_MOST_ROOFLINES]:
         try:
             figure = roofline_figure(run.result)
@@ -223,8 +221,8 @@ def _rooflines(runs: Sequence[Run]) -> list[tuple[str, Figure, str]]:
         text = (
             f"{run.label}: operations by phase against what memory and compute allow; stars are whole phases."
         )
-        found.append((f"Roofline of {run.label}", figure, text))
-    return found
+        drawn.append((f"Roofline of {run.label}", figure, text))
+    return drawn
 
 
 def _figures(runs: Sequence[Run], comparison: RunComparison | None) -> list[dict[str, str]]:

@@ -9,15 +9,23 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
-from moejax.report.figure import new_figure, round_ticks
-from moejax.report.style import COLORS
+from moejax.report.figure import (
+    draw_distributions,
+    heat_map,
+    legend_below,
+    log_scale,
+    new_figure,
+    vertical_grid,
+)
+from moejax.report.plots import relative_load
+from moejax.report.style import nth_color
 from moejax.results.compare.runs import Run
 from moejax.results.compare.samples import Cases, case_name, latency_values
 from moejax.results.metric_names import lower_is_better, short_name
+from moejax.results.metrics import is_number
 from moejax.results.pareto import pareto
 
 _MARKERS = "osD^vP*X"
@@ -40,10 +48,6 @@ def svg(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def color(index: int) -> str:
-    return COLORS[index % len(COLORS)]
-
-
 def trade_off(runs: Sequence[Run]) -> Figure | None:
     """Each case of each run as a point, latency across and throughput up (or size and perplexity), and the
     Pareto frontier of all of them: the points that none beats in both."""
@@ -60,7 +64,7 @@ def trade_off(runs: Sequence[Run]) -> Figure | None:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return is_number(value) and value > 0
 
 
 def _draw_trade_off(
@@ -70,8 +74,8 @@ def _draw_trade_off(
     for index, run in enumerate(runs):
         mine = [point for point in points if point[0] == index]
         axis.plot(
-            [p[2] for p in mine], [p[3] for p in mine], _MARKERS[index % len(_MARKERS)], color=color(index),
-            markersize=8, markeredgecolor="white", label=f"{run.label}: {run.name}",
+            [p[2] for p in mine], [p[3] for p in mine], _MARKERS[index % len(_MARKERS)],
+            color=nth_color(index), markersize=8, markeredgecolor="white", label=run.title,
         )  # fmt: skip
         for point in mine if len(points) <= 24 else ():
             axis.annotate(
@@ -82,18 +86,13 @@ def _draw_trade_off(
     if len(front) > 1:
         axis.step(*zip(*front, strict=True), where="post", color="#888888", linewidth=1, linestyle="--",
                   label="Pareto frontier", zorder=0)  # fmt: skip
-    for draw, values, set_scale in (
-        (axis.xaxis, [p[2] for p in points], axis.set_xscale),
-        (axis.yaxis, [p[3] for p in points], axis.set_yscale),
-    ):
-        if max(values) / min(values) > 10:
-            set_scale("log")
-            round_ticks(draw, 0.8 * min(values), 1.25 * max(values))
     axis.margins(0.12)
+    log_scale(axis.xaxis, [point[2] for point in points])
+    log_scale(axis.yaxis, [point[3] for point in points])
     axis.set_xlabel(short_name(x))
     axis.set_ylabel(short_name(y))
-    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
-    figure.legend(loc="outside lower center", ncols=min(3, len(runs) + 1), frameon=False, fontsize=9)
+    vertical_grid(axis)
+    legend_below(figure, [axis], 3, fontsize=9)
     return figure
 
 
@@ -118,45 +117,15 @@ def distributions(cases: Sequence[Cases]) -> Figure | None:
     for row, (text, indices) in enumerate(places):
         for column, (name, title) in enumerate(columns):
             axis = axes[row * len(columns) + column]
-            _draw_cdf(axis, [latency_values(c, name, i) for c, i in zip(cases, indices, strict=True)], cases)
+            samples = [(c.run.title, latency_values(c, name, i)) for c, i in zip(cases, indices, strict=True)]
+            curves = [(label, nth_color(run), values) for run, (label, values) in enumerate(samples)]
+            draw_distributions(axis, curves, points=_CDF_POINTS)
+            axis.tick_params(labelsize=8)
             axis.set_title(f"{title} · {text}" if len(places) > 1 else title, fontsize=9)
             if row == len(places) - 1:
                 axis.set_xlabel("milliseconds", fontsize=9)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(cases)), frameon=False)
+    legend_below(figure, axes)
     return figure
-
-
-def _draw_cdf(axis: Axes, samples: Sequence[np.ndarray], cases: Sequence[Cases]) -> None:
-    for index, (values, case) in enumerate(zip(samples, cases, strict=True)):
-        if not values.size:
-            continue
-        label = f"{case.run.label}: {case.run.name}"
-        axis.step(*_curve(values), where="post", color=color(index), linewidth=1.5, label=label)
-        axis.plot(
-            np.quantile(values, (0.5, 0.99)), (0.5, 0.99), "o", color=color(index), markersize=4,
-            markeredgecolor="white",
-        )  # fmt: skip
-    axis.set_ylim(0, 1.02)
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axis.tick_params(labelsize=8)
-    known = np.concatenate([values for values in samples if values.size] or [np.empty(0)])
-    if known.size and known.min() > 0 and known.max() / known.min() > 30:
-        axis.set_xscale("log")
-        round_ticks(axis.xaxis, known.min() / 1.2, known.max() * 1.2)
-    else:
-        axis.set_xlim(left=0)
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=5))
-    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
-
-
-def _curve(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds and the share that took no longer: each sample, or of many their quantiles: a million
-    inter-token latencies would be megabytes of path."""
-    if values.size <= _CDF_POINTS:
-        return np.sort(values), np.arange(1, values.size + 1) / values.size
-    shares = np.linspace(0.0, 1.0, _CDF_POINTS)
-    return np.quantile(values, shares), shares
 
 
 def _shared_cases(cases: Sequence[Cases]) -> list[tuple[str, tuple[int, ...]]]:
@@ -177,31 +146,23 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
 def expert_loads(runs: Sequence[Run]) -> Figure | None:
     """Heat maps of the experts' load, layers x experts, of all runs that recorded it, on one colour scale: 1
     is an even share."""
-    maps = []
-    for run in runs:
-        counts = np.asarray((run.result.get("routing") or {}).get("counts") or [], dtype=np.float64)
-        if counts.ndim == 2 and counts.sum() > 0:
-            totals = counts.sum(axis=1, keepdims=True)
-            share = np.full_like(counts, np.nan)
-            maps.append((run, np.divide(counts * counts.shape[1], totals, out=share, where=totals > 0)))
+    loads = [(run, relative_load(run.result)) for run in runs]
+    maps = [(run, load) for run, load in loads if load is not None]
     if not maps:
         return None
     layers = max(load.shape[0] for _, load in maps)
     height = 1.0 + len(maps) * min(5.0, max(1.6, 0.9 + 0.16 * layers))
     figure, axes = new_figure("Expert load", {}, 9.0, height, len(maps), 1)
     top = max(2.0, *(float(np.nanmax(load)) for _, load in maps))
-    image = None
     for axis, (run, load) in zip(axes, maps, strict=True):
-        axis.grid(visible=False)
-        image = axis.imshow(load, aspect="auto", cmap="viridis", vmin=0.0, vmax=top, interpolation="nearest")
+        image = heat_map(axis, load, vmin=0.0, vmax=top)
         busiest = np.mean(np.nanmax(load[~np.isnan(load).all(axis=1)], axis=1))  # of the layers with experts
-        axis.set_title(f"{run.label}: {run.name} · busiest expert {busiest:.2f}x the even share", fontsize=9)
+        axis.set_title(f"{run.title} · busiest expert {busiest:.2f}x the even share", fontsize=9)
         axis.set_ylabel("layer")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes[-1].set_xlabel("expert")
-    if image is not None:
-        figure.colorbar(image, ax=axes, label="load / even share")
+    figure.colorbar(image, ax=axes, label="load / even share")
     return figure
 
 
@@ -222,17 +183,15 @@ def roof(runs: Sequence[Run]) -> Figure | None:
     for index, run in enumerate(runs):
         mine = {name: value for i, name, value in rows if i == index}
         places = [names.index(name) + (index - (len(runs) - 1) / 2) * height for name in mine]
-        bars = axis.barh(
-            places, list(mine.values()), 0.92 * height, color=color(index), label=f"{run.label}: {run.name}"
-        )
+        bars = axis.barh(places, list(mine.values()), 0.92 * height, color=nth_color(index), label=run.title)
         axis.bar_label(bars, [f"{value:.0f} %" for value in mine.values()], fontsize=7, padding=2)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
-    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+    vertical_grid(axis)
     axis.set_xlabel("% of the least time that memory and compute allow")
     axis.margins(x=0.1)
-    figure.legend(loc="outside lower center", ncols=min(3, len(runs)), frameon=False)
+    legend_below(figure, [axis], 3)
     return figure
 
 
@@ -259,13 +218,10 @@ def telemetry(runs: Sequence[Run]) -> Figure | None:
         for index, (run, one) in enumerate(zip(runs, series, strict=True)):
             if len(one.get(name) or ()) > 2:
                 values = [np.nan if v is None else v * scale for v in one[name]]
-                axis.plot(
-                    one["time_s"], values, color=color(index), linewidth=1.3, label=f"{run.label}: {run.name}"
-                )
+                axis.plot(one["time_s"], values, color=nth_color(index), linewidth=1.3, label=run.title)
         axis.set_title(title, fontsize=9, loc="left")
         axis.margins(y=0.15)
         axis.set_ylim(bottom=0)
     axes[-1].set_xlabel("seconds since the first measured part")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(runs)), frameon=False)
+    legend_below(figure, axes, 3)
     return figure

@@ -49,13 +49,13 @@ def static_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     for (implementation, kernel), specs in kernels.items():
         table.add_row(kernel or implementation, style="bold")
         model = None
-        for spec, found in specs.items():
+        for spec, by_target in specs.items():
             first, _, rest = spec.partition("/")
             if first != model and rest:
                 table.add_row(f" {first}", style="dim")
             model = first
-            cells = [cell for target in targets for cell in _static_cells(found.get(target))]
-            table.add_row(f"  {rest or first}", _tile(next(iter(found.values()))["config"]), *cells)
+            cells = [cell for target in targets for cell in _static_cells(by_target.get(target))]
+            table.add_row(f"  {rest or first}", _tile(next(iter(by_target.values()))["config"]), *cells)
     return table
 
 

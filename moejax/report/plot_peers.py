@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moejax.report.figure import new_figure, wide_scale
-from moejax.report.style import COLORS, case_label, has_peers, mode_label
+from moejax.report.figure import legend_below, log_scale, new_figure
+from moejax.report.style import case_label, has_peers, mode_label, nth_color
 
 _PANELS = (
     ("median_ttft_ms", "p99_ttft_ms", "TTFT (ms), less is better"),
@@ -29,12 +29,7 @@ def backends_beside(result: Mapping[str, Any]) -> Figure | None:
     for axis, (key, high, title) in zip(axes, _PANELS, strict=True):
         _draw(axis, groups, names, key, high)
         axis.set_title(title, fontsize=10)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=min(4, len(names)),
-        frameon=False,
-    )
+    legend_below(figure, axes)
     return figure
 
 
@@ -42,11 +37,10 @@ def _groups(result: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Mappin
     """(label, (backend, row)s) of each case; a throughput result's rows are one case."""
     if result.get("experiment") == "throughput":
         return [("", [(mode_label(result, row), row) for row in result["cases"]])]
-    found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    groups: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for row in result["cases"]:
-        label = case_label(row)
-        found.setdefault(label, []).append((str(row["backend"]), row))
-    return list(found.items())
+        groups.setdefault(case_label(row), []).append((str(row["backend"]), row))
+    return list(groups.items())
 
 
 def _draw(
@@ -62,17 +56,16 @@ def _draw(
     rows = [dict(bars) for _, bars in groups]
     every = [row[name].get(key) for row in rows for name in row]
     tops = [row[name].get(high) for row in rows for name in row if high]
-    wide = wide_scale(axis, [*every, *tops])
+    wide = log_scale(axis.yaxis, [*every, *tops], over=12, margin=2)
     for index, name in enumerate(names):
-        color = COLORS[index % len(COLORS)]
-        found = [(place, row[name]) for place, row in enumerate(rows) if row.get(name, {}).get(key)]
-        places = np.array([place for place, _ in found]) + (index - (len(names) - 1) / 2) * width
-        values = [row[key] for _, row in found]
-        ends = [(row.get(high) if high else None) or row[key] for _, row in found]
+        known = [(place, row[name]) for place, row in enumerate(rows) if row.get(name, {}).get(key)]
+        places = np.array([place for place, _ in known]) + (index - (len(names) - 1) / 2) * width
+        values = [row[key] for _, row in known]
+        ends = [(row.get(high) if high else None) or row[key] for _, row in known]
         if wide:
-            axis.plot(places, values, "o", color=color, markersize=6, label=name)
+            axis.plot(places, values, "o", color=nth_color(index), markersize=6, label=name)
         else:
-            axis.bar(places, values, width * 0.92, color=color, label=name)
+            axis.bar(places, values, width * 0.92, color=nth_color(index), label=name)
         axis.vlines(places, values, ends, color="black", linewidth=1)
         if len(names) * len(groups) > 12:
             continue
@@ -81,8 +74,8 @@ def _draw(
             where: dict[str, Any] = (
                 {"xytext": (6, -3)} if wide else {"xytext": (0, -3), "va": "top", "ha": "center"}
             )
-            color = "black" if wide else "white"
-            axis.annotate(text, (place, value), textcoords="offset points", color=color, fontsize=7, **where)
+            ink = "black" if wide else "white"
+            axis.annotate(text, (place, value), textcoords="offset points", color=ink, fontsize=7, **where)
     axis.set_xticks(range(len(groups)), [label for label, _ in groups], fontsize=8)
     axis.set_xlim(-0.6, len(groups) - 0.4)
     if not wide:

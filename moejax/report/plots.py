@@ -14,10 +14,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
+from numpy.typing import NDArray
 
-from moejax.report.figure import new_figure, round_ticks, save_figures, wide_scale
+from moejax.report.figure import (
+    heat_map,
+    legend_below,
+    log_scale,
+    new_figure,
+    round_ticks,
+    save_figures,
+    vertical_grid,
+)
 from moejax.report.plot_peers import backends_beside
-from moejax.report.style import COLORS, Record, case_label, has_peers, rows_by_case, run_title
+from moejax.report.style import COLORS, Record, case_label, has_peers, nth_color, rows_by_case
 
 _PERCENTILES = (("median", "p50", "#9ecae1"), ("p90", "p90", "#4292c6"), ("p99", "p99", "#084594"))
 
@@ -57,10 +66,11 @@ def latency_percentiles(result: Mapping[str, Any]) -> Figure | None:
         axis.margins(y=0.15)
         axis.set_ylim(bottom=0)
         if has_peers(result):
-            wide_scale(axis, [c.get(f"{s}_{key}_ms") for c in cases for s, _, _ in _PERCENTILES])
+            values = [case.get(f"{name}_{key}_ms") for case in cases for name, _, _ in _PERCENTILES]
+            log_scale(axis.yaxis, values, over=12, margin=2)
         if stacked or axis is axes[0]:
             axis.set_ylabel("milliseconds")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    legend_below(figure, axes, 3)
     return figure
 
 
@@ -81,15 +91,18 @@ def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) ->
         return None
     figure, (over, cumulative) = new_figure("Inter-token latency", result, 10.0, 4.2, 1, 2)
     for index, (label, matrix) in enumerate(groups):
-        color = COLORS[index % len(COLORS)]
         style = "-" if index < len(COLORS) else "--"
         places = np.arange(2, matrix.shape[1] + 2)
         low, middle, high = np.nanpercentile(matrix, (10, 50, 90), axis=0)
-        over.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
-        over.plot(places, middle, color=color, linewidth=1.3, linestyle=style, label=label)
+        over.fill_between(places, low, high, color=nth_color(index), alpha=0.18, linewidth=0)
+        over.plot(places, middle, color=nth_color(index), linewidth=1.3, linestyle=style, label=label)
         values = np.sort(matrix[~np.isnan(matrix)])
         cumulative.step(
-            values, np.arange(1, values.size + 1) / values.size, where="post", color=color, linestyle=style
+            values,
+            np.arange(1, values.size + 1) / values.size,
+            where="post",
+            color=nth_color(index),
+            linestyle=style,
         )
     over.set_xlabel("output token")
     over.set_ylabel("inter-token latency (ms), p10 to p90")
@@ -98,20 +111,15 @@ def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) ->
     everything = np.concatenate([m[~np.isnan(m)] for _, m in groups])
     over.set_ylim(0, max(np.nanpercentile(m, 90, axis=0).max() for _, m in groups) * 1.1)
     if has_peers(result):
-        wide_scale(over, [value for _, matrix in groups for value in np.nanmedian(matrix, axis=0)])
+        medians = [value for _, matrix in groups for value in np.nanmedian(matrix, axis=0)]
+        log_scale(over.yaxis, medians, over=12, margin=2)
     cumulative.set_xlabel("inter-token latency (ms)")
     cumulative.set_ylabel("share of tokens")
     cumulative.set_ylim(0, 1.02)
-    if everything.min() > 0 and everything.max() / everything.min() > 10:
-        cumulative.set_xscale("log")
-        round_ticks(cumulative.xaxis, *cumulative.get_xlim())
-    cumulative.grid(axis="x", color="#dddddd", linewidth=0.7)
-    figure.legend(
-        *over.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=min(3 if has_peers(result) else 4, len(groups)),
-        frameon=False,
-    )
+    if everything.min() > 0:
+        log_scale(cumulative.xaxis, (everything.min(), everything.max()), margin=1.1)
+    vertical_grid(cumulative)
+    legend_below(figure, [over], 3 if has_peers(result) else 4)
     return figure
 
 
@@ -128,13 +136,12 @@ def throughput_by_batch(result: Mapping[str, Any]) -> Figure | None:
         return None
     figure, (axis,) = new_figure("Throughput", result, 6.4, 4.2)
     for index, ((backend, prompt, output), line) in enumerate(lines.items()):
-        color = COLORS[index % len(COLORS)]
         places = sorted(line)
         label = f"{backend}, P={prompt}, N={output}" if has_peers(result) else f"P={prompt}, N={output}"
-        axis.plot(places, [line[p] for p in places], "o-", color=color, label=label)
+        axis.plot(places, [line[p] for p in places], "o-", color=nth_color(index), label=label)
         if len(places) > 1:
             ideal = [line[places[0]] * p / places[0] for p in places]
-            axis.plot(places, ideal, ":", color=color, linewidth=1, alpha=0.7)
+            axis.plot(places, ideal, ":", color=nth_color(index), linewidth=1, alpha=0.7)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(sizes, [str(size) for size in sizes])
@@ -146,29 +153,35 @@ def throughput_by_batch(result: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
+def relative_load(result: Mapping[str, Any]) -> NDArray[np.float64] | None:
+    """Returns each expert's load over the even share [layers, experts] from `routing["counts"]`, NaN in dense
+    layers; None where nothing was counted."""
+    counts = np.asarray((result.get("routing") or {}).get("counts") or [], dtype=np.float64)
+    if counts.ndim != 2 or not counts.sum():
+        return None
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = np.full_like(counts, np.nan)
+    return np.divide(counts * counts.shape[1], totals, out=shares, where=totals > 0)
+
+
 def expert_load(result: Mapping[str, Any]) -> Figure | None:
     """Heat map of the experts' load, layers x experts, from `routing["counts"]`: 1 is an even share, and the
     number beside each layer is its busiest expert's. A dense layer (all zero) is left blank."""
-    counts = np.asarray((result.get("routing") or {}).get("counts") or [], dtype=np.float64)
-    if counts.ndim != 2 or not counts.size or not counts.sum():
+    load = relative_load(result)
+    if load is None:
         return None
-    layers, experts = counts.shape
-    totals = counts.sum(axis=1, keepdims=True)
-    load = np.divide(counts * experts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
+    layers, experts = load.shape
     width, height = min(14.0, 3.5 + 0.24 * experts), min(12.0, 2.2 + 0.28 * layers)
     figure, (axis,) = new_figure("Expert load", result, max(6.0, width), max(3.2, height))
-    axis.grid(visible=False)
-    image = axis.imshow(load, aspect="auto", cmap="viridis", vmin=0.0, vmax=max(2.0, float(np.nanmax(load))))
+    image = heat_map(axis, load, vmin=0.0, vmax=max(2.0, float(np.nanmax(load))))
     axis.set_xlabel("expert")
     axis.set_ylabel("layer")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
-    if layers <= 48:
-        for layer in range(layers):
-            if totals[layer, 0] > 0:
-                axis.text(
-                    experts - 0.35, layer, f"{load[layer].max():.1f}x", va="center", fontsize=7, clip_on=False
-                )
+    for layer, busiest in enumerate(load.max(axis=1) if layers <= 48 else ()):
+        if np.isfinite(busiest):
+            text = f"{busiest:.1f}x"
+            axis.text(experts - 0.35, layer, text, va="center", fontsize=7, clip_on=False)
     figure.colorbar(image, ax=axis, pad=0.06, label="load / even share")
     return figure
 
@@ -190,29 +203,23 @@ def training_curve(
 
     def series(names: Sequence[str]) -> tuple[list[int], list[float]]:
         for name in names:
-            found = {
-                r["step"]: r[name] for r in rows if r.get(name) is not None and r.get("step") is not None
-            }
-            if found:
-                steps = sorted(found)
-                return steps, [found[step] for step in steps]
+            logged = [row for row in rows if row.get(name) is not None and row.get("step") is not None]
+            values = {row["step"]: row[name] for row in logged}
+            if values:
+                return sorted(values), [values[step] for step in sorted(values)]
         return [], []
 
-    train, held, rates = series(loss), series(heldout), series(rate)
-    if not train[0] and not held[0]:
+    train, held_out, rates = series(loss), series(heldout), series(rate)
+    if not train[0] and not held_out[0]:
         return None
-    figure = Figure(figsize=(7.2, 5.2 if rates[0] else 4.2), layout="constrained")
-    ratios = (3, 1) if rates[0] else (1,)
-    axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    figure.suptitle("\n".join(filter(None, ("Training", run_title(result or {})))), fontsize=11)
-    _draw_losses(axes[0], train, held)
+    ratios, height = ((3, 1), 5.2) if rates[0] else ((1,), 4.2)
+    panels = {"sharex": True, "height_ratios": ratios}
+    figure, axes = new_figure("Training", result or {}, 7.2, height, len(ratios), 1, **panels)
+    _draw_losses(axes[0], train, held_out)
     if rates[0]:
         axes[1].plot(*rates, color=COLORS[2], linewidth=1.3)
         axes[1].set_ylabel("learning rate")
         axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes[-1].set_xlabel("step")
     return figure
 

@@ -20,7 +20,7 @@ from rich.progress import (
 
 
 class Task:
-    """What the body of `progress` holds to move its bar."""
+    """The handle by which the body of `progress` moves its bar."""
 
     def __init__(self, bar: Progress, task: TaskID) -> None:
         self._bar, self._task = bar, task

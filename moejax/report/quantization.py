@@ -10,8 +10,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.figure import new_figure, round_ticks, save_figures
-from moejax.report.style import COLORS, run_title
+from moejax.report.figure import (
+    heat_map,
+    legend_below,
+    new_figure,
+    round_ticks,
+    save_figures,
+    write_cells,
+)
+from moejax.report.style import COLORS, nth_color, run_title
 from moejax.report.tables import Column, plain_table
 
 
@@ -111,12 +118,12 @@ def _routing_part(case: Mapping[str, Any]) -> str:
 
 
 def conclusions(result: Mapping[str, Any]) -> list[str]:
-    """What the intervals allow to say, a line each."""
+    """Says, a line each, what the intervals allow to conclude."""
     text, cases = result["text"], result["cases"]
     percent = f"{100 * text['confidence']:g} %"
     alike = [f"{d['second']} = {d['first']}" for d in result["differences"] if d["inside_noise"]]
-    how = f"{percent} intervals, {text['resamples']:,} resamples of {text['windows']} windows"
-    lines = [f"inside the noise ({how}): {', '.join(alike) if alike else 'no pair'}"]
+    basis = f"{percent} intervals, {text['resamples']:,} resamples of {text['windows']} windows"
+    lines = [f"inside the noise ({basis}): {', '.join(alike) if alike else 'no pair'}"]
     for case in cases:
         if case.get("loss_vs_rtn") is not None:
             low, high = case["loss_vs_rtn_low"], case["loss_vs_rtn_high"]
@@ -128,12 +135,11 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"{case['name']}: {case['rtn']}'s loss is inside the noise, so there is no share of it"
             )
-    cold = {case["name"]: case["cold_experts"] for case in cases if case.get("cold_experts")}
-    lines += [
-        f"{name}: {count} experts saw too little calibration text (fallback)" for name, count in cold.items()
-    ]
-    raised = {case["name"]: case["damping_raised"] for case in cases if case.get("damping_raised")}
-    lines += [f"{name}: damping raised for {count} matrices" for name, count in raised.items()]
+    for key, text in (
+        ("cold_experts", "{} experts saw too little calibration text (fallback)"),
+        ("damping_raised", "damping raised for {} matrices"),
+    ):
+        lines += [f"{case['name']}: {text.format(case[key])}" for case in cases if case.get(key)]
     return lines
 
 
@@ -180,25 +186,17 @@ def _sound(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def pareto_plot(result: Mapping[str, Any]) -> Figure | None:
     """Loss against bits, with intervals: of the weights, and in a panel of its own of the cache."""
     rows = _sound(result)
-    panels = [
-        (kind, key, chosen)
-        for kind, key, chosen in (
-            (
-                "bits per weight, scales included",
-                "bits_per_weight",
-                [r for r in rows if r["changes_weights"]],
-            ),
-            ("bits per cached number", "cache_bits", [r for r in rows if r["kv_cache"] != "auto"]),
-        )
-        if chosen
-    ]
+    weights = [row for row in rows if row["changes_weights"]]
+    cached = [row for row in rows if row["kv_cache"] != "auto"]
+    panels = [("bits per weight, scales included", "bits_per_weight", weights)] if weights else []
+    panels += [("bits per cached number", "cache_bits", cached)] if cached else []
     if not panels:
         return None
     ratios = [3 if key == "bits_per_weight" else 2 for _, key, _ in panels]
-    figure, axes = new_figure("Perplexity against size", result, 3 + 2 * sum(ratios), 5, 1, len(panels))
-    grid = axes[0].get_gridspec()
-    assert grid is not None
-    grid.set_width_ratios(ratios)
+    width = 3 + 2 * sum(ratios)
+    figure, axes = new_figure(
+        "Perplexity against size", result, width, 5, 1, len(panels), width_ratios=ratios
+    )
     for axis, (label, key, chosen) in zip(axes, panels, strict=True):
         _pareto_panel(axis, key, chosen)
         axis.set_xlabel(label)
@@ -225,10 +223,10 @@ def _pareto_panel(axis: Axes, key: str, rows: Sequence[Mapping[str, Any]]) -> No
         for number, i in enumerate(alike):
             places[i] = size * (1 + 0.022 * (number - (len(alike) - 1) / 2))
         right = places[alike[-1]]
-        labels += [(right, _percent(rows[i]), rows[i]["name"], COLORS[i % len(COLORS)]) for i in alike]
+        labels += [(right, _percent(rows[i]), rows[i]["name"], nth_color(i)) for i in alike]
     for i, (place, row) in enumerate(zip(places, rows, strict=True)):
         value, low, high = (row[f"perplexity_loss_percent{end}"] for end in ("", "_low", "_high"))
-        color = COLORS[i % len(COLORS)]
+        color = nth_color(i)
         axis.errorbar(
             [place], [value], yerr=[[max(value - low, 0)], [max(high - value, 0)]], fmt="o", capsize=3,
             color=color, markerfacecolor="white" if row["inside_noise"] else color, markersize=6,
@@ -288,18 +286,12 @@ def heatmaps(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | 
 
 def _heatmap(axis: Axes, values: np.ndarray, rows: Sequence[int], columns: Sequence[str]) -> None:
     """Numbers in coloured cells; few enough cells show their number."""
-    top = max(float(np.nanmax(values)), 1e-9)
-    axis.grid(visible=False)
-    axis.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=top)
+    image = heat_map(axis, values, vmin=0, vmax=max(float(np.nanmax(values)), 1e-9))
     axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", fontsize=8)
     shown = [i for i in range(len(rows)) if i % max(1, len(rows) // 12) == 0]
     axis.set_yticks(shown, [str(rows[i]) for i in shown], fontsize=8)
     if values.size <= 320:
-        for (i, j), value in np.ndenumerate(values):
-            dark = value < 0.6 * top
-            axis.text(
-                j, i, _short(value), ha="center", va="center", fontsize=7, color="white" if dark else "black"
-            )
+        write_cells(axis, image, _short)
 
 
 def _short(value: float) -> str:
@@ -313,16 +305,15 @@ def popularity_plot(result: Mapping[str, Any], details: Mapping[str, Any]) -> Fi
         return None
     figure, (lines, cloud) = new_figure("Experts' errors by popularity", result, 11, 4.6, 1, 2)
     for i, name in enumerate(names):
-        found = details[name]
+        experts = details[name]
         style = "o-" if i < len(COLORS) else "s--"
-        color = COLORS[i % len(COLORS)]
-        bins = 100 * np.array(found["popularity_bins"], float)
+        color = nth_color(i)
+        bins = 100 * np.array(experts["popularity_bins"], float)
         lines.plot(range(1, len(bins) + 1), bins, style, color=color, linewidth=1.3, markersize=4, label=name)
-        error, share = (np.array(found[key], float) for key in ("expert_error", "expert_share"))
+        error, share = (np.array(experts[key], float) for key in ("expert_error", "expert_share"))
         seen = np.isfinite(error) & (share > 0)
-        cloud.plot(
-            (share * share.shape[1])[seen], 100 * error[seen], ".", color=color, markersize=4, alpha=0.7
-        )
+        relative = (share * share.shape[1])[seen]
+        cloud.plot(relative, 100 * error[seen], ".", color=color, markersize=4, alpha=0.7)
     count = len(details[names[0]]["popularity_bins"])
     lines.set_xticks(range(1, count + 1), ["rarest", *[""] * (count - 2), "most popular"][:count])
     lines.set_xlabel("experts of each layer, grouped by share of tokens")
@@ -331,13 +322,12 @@ def popularity_plot(result: Mapping[str, Any], details: Mapping[str, Any]) -> Fi
     for axis in (lines, cloud):
         axis.set_yscale("log")
         round_ticks(axis.yaxis, *axis.get_ylim())
-    figure.legend(*lines.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(names)),
-                  frameon=False, fontsize=8)  # fmt: skip
+    legend_below(figure, [lines], fontsize=8)
     return figure
 
 
 def replay_plot(result: Mapping[str, Any]) -> Figure | None:
-    """What of the lost perplexity the weights make (routing replayed) and what the routing."""
+    """Bars of the perplexity lost by the weights (routing replayed), by the routing and by both."""
     rows = [r for r in _sound(result) if r.get("replayed_delta") is not None]
     if not rows:
         return None

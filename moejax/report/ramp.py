@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.figure import new_figure, round_ticks, save_figures
+from moejax.report.figure import log_scale, new_figure, save_figures, vertical_grid
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import Column, add_columns, plain_table, share, stderr_console, three_digits
 
@@ -114,11 +113,11 @@ def ramp_figure(result: Mapping[str, Any]) -> Figure:
     for axis, title in zip(axes, ("requests/s", "TTFT, ms", "TPOT, ms", "share kept up"), strict=True):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("offered requests/s")
-        _log(axis, "x", every)
+        log_scale(axis.xaxis, every)
         axis.set_ylim(bottom=0)
         axis.legend(frameon=False, fontsize=8)
     times = [row[key] for row in result["cases"] for key in ("median_ttft_ms", "p99_ttft_ms") if row[key]]
-    _log(ttft, "y", times)
+    log_scale(ttft.yaxis, times)
     served.set_ylim(0, 1.3 * max(row["request_throughput"] or 0.0 for row in result["cases"]) or None)
     kept.yaxis.set_major_formatter(PercentFormatter(1.0))
     kept.set_ylim(0, 1.05)
@@ -154,7 +153,7 @@ def pareto_figure(result: Mapping[str, Any]) -> Figure | None:
     axis.set_ylabel("output tokens/s per device")
     axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)
-    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+    vertical_grid(axis)
     axis.legend(frameon=False, fontsize=8)
     return figure
 
@@ -176,19 +175,3 @@ def _rising(rows: Sequence[Row], mode: Row) -> list[Row]:
 
 def _name(mode: Row) -> str:
     return str(mode["batching"] if mode["backend"] == "moejax" else mode["backend"])
-
-
-def _log(axis: Axes, which: str, values: Sequence[float]) -> None:
-    """A logarithmic axis where the values span more than a factor of ten."""
-    known = [value for value in values if value]
-    if not known or max(known) <= 10 * min(known):
-        return
-    low, high = min(known) / 1.25, max(known) * 1.25
-    if which == "x":
-        axis.set_xscale("log")
-        axis.set_xlim(low, high)
-        round_ticks(axis.xaxis, low, high)
-    else:
-        axis.set_yscale("log")
-        axis.set_ylim(low, high)
-        round_ticks(axis.yaxis, low, high)

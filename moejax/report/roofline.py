@@ -102,7 +102,7 @@ def _remarks(phase: Mapping[str, Any]) -> Iterable[str]:
         share = 100 * phase["inferred_ms"] / phase["measured_ms"]
         yield f"{share:.1f} % is of instructions without a scope, counted with their neighbours"
     if phase["devices"]:
-        each = ", ".join(f"{kind} {number(found['bound_ms'])}" for kind, found in phase["devices"].items())
+        each = ", ".join(f"{kind} {number(other['bound_ms'])}" for kind, other in phase["devices"].items())
         yield f"bound of the same work on other devices, ms ({phase['dtype']}): {each}"
 
 
@@ -164,7 +164,7 @@ def _points(
     phase: Mapping[str, Any], peak: float, bandwidth: float
 ) -> list[tuple[str, str, float, float, bool]]:
     """(phase, operation, FLOPs a byte, FLOP/s, measured) of what has both FLOPs and bytes."""
-    found = []
+    points = []
     whole = {**phase, "operation": "all", "measured_ms": 1e3 * phase["seconds"] if phase["seconds"] else None}
     written = sum(row["cache_bytes"] for row in phase["operations"] if row["operation"] == "kv_write")
     for row in [*phase["operations"], whole]:
@@ -174,8 +174,8 @@ def _points(
         if row["flops"] and moved:
             x, ms = row["flops"] / moved, row.get("measured_ms")
             y = row["flops"] / ms * 1e3 if ms else min(peak, bandwidth * x)
-            found.append((phase["phase"], row["operation"], x, y, bool(ms)))
-    return found
+            points.append((phase["phase"], row["operation"], x, y, bool(ms)))
+    return points
 
 
 def _legend(axis: Axes, phases: Sequence[str], marks: Mapping[str, str], points: Sequence[Any]) -> None:

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moejax.core.config import ModelConfig
-from moejax.report.figure import new_figure, round_ticks, save_figures
-from moejax.report.style import COLORS
+from moejax.report.figure import heat_map, legend_below, new_figure, round_ticks, save_figures
+from moejax.report.style import COLORS, nth_color
 from moejax.routing import analysis
 from moejax.routing.capture import RoutingCapture
 
@@ -35,7 +35,7 @@ def _named(captures: Captures) -> dict[str, RoutingCapture]:
 
 
 def _about(captures: Mapping[str, RoutingCapture], result: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What `new_figure` is to say under the title."""
+    """Returns a result for the line under the title: the given one, or the traces' common model."""
     if result is not None:
         return result
     models = {str(capture.meta.get("model") or "") for capture in captures.values()}
@@ -50,14 +50,14 @@ def load_heatmap(captures: Captures, result: Mapping[str, Any] | None = None) ->
     layers = max(len(c.layers) for c in named.values())
     height = 1.0 + len(named) * max(2.6, 1.0 + 0.2 * min(layers, 32))
     figure, axes = new_figure(
-        "Load of the experts / even share", _about(named, result), 11, height, len(named), 2
-    )
-    _set_widths(axes, (3, 2))
+        "Load of the experts / even share", _about(named, result), 11, height, len(named), 2,
+        width_ratios=(3, 2),
+    )  # fmt: skip
     for row, (name, capture) in enumerate(named.items()):
         heat, ranked = axes[2 * row : 2 * row + 2]
         loads = capture.counts().astype(float)
         share = loads / np.maximum(loads.mean(1, keepdims=True), 1e-9)
-        image = _heat(heat, share, vmin=0, vmax=max(2.0, float(share.max())))
+        image = heat_map(heat, share, vmin=0, vmax=max(2.0, float(share.max())))
         figure.colorbar(image, ax=heat, shrink=0.9)
         _ticks(heat, capture.num_experts, "x")
         _layer_ticks(heat, capture)
@@ -107,26 +107,26 @@ def co_activation_heatmap(
         1.2 + size * columns, 0.9 + (size + 0.1) * len(named), len(named), columns,
     )  # fmt: skip
     for row, (name, capture) in enumerate(named.items()):
-        own = axes[row * columns : (row + 1) * columns]
+        panels = axes[row * columns : (row + 1) * columns]
         chosen = layers or _three(capture)
         lifts = [analysis.co_activation_lift(analysis.co_activation(capture, layer)) for layer in chosen]
         top = max(1.5, *(float(np.nanpercentile(lift, 99.5)) for lift in lifts if np.isfinite(lift).any()))
-        for axis, layer, lift in zip(own, chosen, lifts, strict=False):
+        for axis, layer, lift in zip(panels, chosen, lifts, strict=False):
             order = _together(lift)
             shown = np.clip(lift[np.ix_(order, order)], 1 / top, top)
-            image = _heat(axis, shown, cmap="RdBu_r", norm=LogNorm(1 / top, top), aspect="equal")
+            image = heat_map(axis, shown, cmap="RdBu_r", norm=LogNorm(1 / top, top), aspect="equal")
             axis.set_facecolor(_GREY)
             axis.set_title(f"{name}, layer {layer}" if name else f"layer {layer}", fontsize=9)
             for way in ("x", "y"):
                 _ticks(axis, len(order), way, order)
             axis.tick_params(axis="x", rotation=90)
-        for axis in own[len(chosen) :]:
+        for axis in panels[len(chosen) :]:
             axis.set_visible(False)
         ticks = [tick for tick in _RATIOS if 1 / top <= tick <= top]
-        bar = figure.colorbar(image, ax=own, label="× independence", shrink=0.8, ticks=ticks)
+        bar = figure.colorbar(image, ax=panels, label="× independence", shrink=0.8, ticks=ticks)
         bar.ax.set_yticklabels([f"{tick:g}" for tick in ticks])
         bar.ax.minorticks_off()
-        own[0].set_ylabel("expert")
+        panels[0].set_ylabel("expert")
     return figure
 
 
@@ -151,10 +151,9 @@ def working_set_plot(
         for i, (name, capture) in enumerate(named.items()):
             curve = analysis.working_set(capture, unit=unit)
             share = 100 * curve.experts / capture.num_experts
-            color = COLORS[i % len(COLORS)]
-            axis.plot(
-                curve.windows, share.mean(0), "o-", color=color, markersize=4, linewidth=1.4, label=name
-            )
+            color = nth_color(i)
+            look: dict[str, Any] = {"color": color, "markersize": 4, "linewidth": 1.4, "label": name}
+            axis.plot(curve.windows, share.mean(0), "o-", **look)
             axis.fill_between(curve.windows, share.min(0), share.max(0), color=color, alpha=0.15, linewidth=0)
             longest = max(longest, int(curve.windows[-1]))
             if unit == "tokens":
@@ -181,15 +180,10 @@ def temporal_locality_plot(captures: Captures, result: Mapping[str, Any] | None 
         return None
     figure, (reuse, distance) = new_figure("Temporal locality", _about(named, result), 11, 4.4, 1, 2)
     for i, (name, capture) in enumerate(named.items()):
-        found = analysis.temporal_locality(capture)
-        color = COLORS[i % len(COLORS)]
-        reuse.plot(
-            capture.layers, 100 * found.reuse, "o-", color=color, markersize=4, linewidth=1.3, label=name
-        )
-        reuse.plot(
-            capture.layers, 100 * found.chance, "_--", color=color, markersize=7, linewidth=1, alpha=0.8
-        )
-        summed = 100 * np.cumsum(np.nanmean(found.distances, axis=0))
+        locality, layers, color = analysis.temporal_locality(capture), capture.layers, nth_color(i)
+        reuse.plot(layers, 100 * locality.reuse, "o-", color=color, markersize=4, linewidth=1.3, label=name)
+        reuse.plot(layers, 100 * locality.chance, "_--", color=color, markersize=7, linewidth=1, alpha=0.8)
+        summed = 100 * np.cumsum(np.nanmean(locality.distances, axis=0))
         distance.plot(np.arange(1, len(summed) + 1), summed, color=color, linewidth=1.4, label=name)
     reuse.plot([], [], "_--", color="#666666", linewidth=1, label="by popularity alone")
     reuse.xaxis.set_major_locator(MaxNLocator(12, integer=True))
@@ -213,10 +207,8 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
     named = {name: c for name, c in _named(captures).items() if c.num_steps > 1}
     if not named:
         return None
-    figure, axes = new_figure(
-        "Load over time", _about(named, result), 11, 1.0 + 2.9 * len(named), len(named), 2
-    )
-    _set_widths(axes, (3, 2))
+    about, height = _about(named, result), 1.0 + 2.9 * len(named)
+    figure, axes = new_figure("Load over time", about, 11, height, len(named), 2, width_ratios=(3, 2))
     for row, (name, capture) in enumerate(named.items()):
         heat, line = axes[2 * row : 2 * row + 2]
         loads, starts = analysis.load_over_time(capture)
@@ -224,7 +216,7 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
         at = int(np.nanargmax(burst)) if np.isfinite(burst).any() else 0
         share = loads[:, at] / np.maximum(loads[:, at].sum(1, keepdims=True), 1)
         ratio = share * capture.num_experts
-        image = _heat(heat, ratio.T, vmin=0, vmax=max(2.0, float(np.percentile(ratio, 99.5))))
+        image = heat_map(heat, ratio.T, vmin=0, vmax=max(2.0, float(np.percentile(ratio, 99.5))))
         figure.colorbar(image, ax=heat, label="load / even share", shrink=0.9)
         title = f"layer {capture.layers[at]}: {burst[at]:.1f} × the changes of chance"
         heat.set_title(f"{name}, {title}" if name else title, fontsize=9)
@@ -243,8 +235,7 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
         line.margins(y=0.2)
         line.set_xlabel("step")
         line.set_ylabel("most loaded expert / mean")
-    handles = axes[1].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower right", ncols=3, frameon=False, fontsize=8)
+    legend_below(figure, axes[1:2], 3, loc="outside lower right", fontsize=8)
     return figure
 
 
@@ -275,17 +266,6 @@ def _shuffled_skew(capture: RoutingCapture, windows: int) -> np.ndarray:
 
 
 # -- parts ---------------------------------------------------------------------------------------------------
-
-
-def _heat(axis: Axes, values: np.ndarray, **how: Any) -> Any:
-    axis.grid(visible=False)
-    return axis.imshow(values, **{"aspect": "auto", "cmap": "viridis", "interpolation": "nearest", **how})
-
-
-def _set_widths(axes: list[Axes], ratios: tuple[int, ...]) -> None:
-    grid = axes[0].get_gridspec()
-    assert grid is not None
-    grid.set_width_ratios(ratios)
 
 
 def _ticks(axis: Axes, count: int, way: str, labels: np.ndarray | None = None) -> None:

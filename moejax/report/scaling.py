@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -23,9 +24,9 @@ _PARTS = (
 
 def print_scaling(result: Mapping[str, Any], console: Console) -> None:
     """A row per layout, and why a layout has none."""
-    kind, asked = result["hardware"]["kind"], result["config"].get("scaling", {})
-    load = f"{asked.get('batch_size')} sequences of {asked.get('context_len')} tokens"
-    prompts = f"{asked.get('num_prompts')} prompts of {asked.get('prompt_len')}"
+    kind, section = result["hardware"]["kind"], result["config"].get("scaling", {})
+    load = f"{section.get('batch_size')} sequences of {section.get('context_len')} tokens"
+    prompts = f"{section.get('num_prompts')} prompts of {section.get('prompt_len')}"
     table = Table(
         title=f"Layouts, modelled on {kind} ({load}; {prompts})",
         box=box.SIMPLE_HEAD,
@@ -77,7 +78,7 @@ def _cells(row: Mapping[str, Any], measured: bool) -> list[str]:
 
 
 def _print_routed(result: Mapping[str, Any], console: Console) -> None:
-    """What the trace's own steps send, beside an even routing."""
+    """Prints the rows that the trace's own steps send, beside an even routing."""
     about = result["routing_trace"]
     table = Table(
         title=f"Under the routing of {about['path']} ({about['requests']} requests, {about['steps']} steps)",
@@ -179,19 +180,12 @@ def save_scaling_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
             stacked.append(("other stages and microbatches", waits, 7))
         _stack(axis, names, stacked)
         axis.set_title(f"{phase}: modelled ms a step, {result['hardware']['kind']}", fontsize=10)
-    _stack(
-        axes[2],
-        names,
-        [
-            ("experts", [row["expert_weights_bytes"] / 1e9 for row in rows], 0),
-            (
-                "other weights",
-                [(row["weights_bytes"] - row["expert_weights_bytes"]) / 1e9 for row in rows],
-                2,
-            ),
-            ("cache", [row["cache_bytes"] / 1e9 for row in rows], 1),
-        ],
+    experts, weights, cache = (
+        np.array([row[f"{name}_bytes"] / 1e9 for row in rows])
+        for name in ("expert_weights", "weights", "cache")
     )
+    sizes = [("experts", experts, 0), ("other weights", weights - experts, 2), ("cache", cache, 1)]
+    _stack(axes[2], names, sizes)
     axes[2].set_title("GB on a device", fontsize=10)
     memory = result["hardware"]["memory"]
     if memory:
@@ -202,13 +196,13 @@ def save_scaling_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
     return save_figures({"scaling": figure, "routing": _routed_plot(result)}, out_dir)
 
 
-def _stack(axis: Any, names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], int]]) -> None:
+def _stack(axis: Any, names: Sequence[str], parts: Sequence[tuple[str, Any, int]]) -> None:
     """Bars of stacked parts (label, values, colour)."""
-    bottom = [0.0] * len(names)
+    bottom = np.zeros(len(names))
     for label, values, color in parts:
         axis.bar(range(len(names)), values, bottom=bottom, color=COLORS[color], label=label, width=0.7)
-        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+        bottom = bottom + values
     axis.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
-    if len([label for label, _, _ in parts if label]) > 0:
+    if any(label for label, _, _ in parts):
         axis.legend(fontsize=8, frameon=False)
         axis.set_ylim(top=max(bottom) * 1.3 or None)  # room for the legend

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax.report.figure import new_figure, save_figures
-from moejax.report.style import COLORS, run_title
+from moejax.report.style import COLORS, nth_color, run_title
 from moejax.report.tables import Column, plain_table, share, stderr_console
 
 _COLUMNS = (
@@ -72,22 +72,22 @@ def stress_figure(result: Mapping[str, Any]) -> Figure | None:
     rounds, probes = result.get("rounds") or [], result.get("probes") or {}
     if not rounds:
         return None
-    figure, (held, speed) = new_figure("Stress", result, 9.0, 4.0, 1, 2)
+    figure, (memory, speed) = new_figure("Stress", result, 9.0, 4.0, 1, 2)
     places = range(1, len(rounds) + 1)
     for key, label, color in (
         ("rss_bytes", "resident memory", COLORS[0]), ("live_bytes", "JAX arrays", COLORS[1])
     ):  # fmt: skip
-        held.plot(places, [item[key] / 1e6 for item in rounds], "o-", color=color, label=label)
-    held.set_title("held when idle, MB", fontsize=10)
+        memory.plot(places, [item[key] / 1e6 for item in rounds], "o-", color=color, label=label)
+    memory.set_title("held when idle, MB", fontsize=10)
     for index, (phase, times) in enumerate(probes.items()):
-        color = COLORS[index % len(COLORS)]
-        speed.plot(range(1, len(times) + 1), times, "o-", color=color, label=f"after {phase}", markersize=4)
+        look: dict[str, Any] = {"color": nth_color(index), "label": f"after {phase}", "markersize": 4}
+        speed.plot(range(1, len(times) + 1), times, "o-", **look)
     band = (result["config"].get("stress") or {}).get("tpot_band")
     speed.axhline(1.0, color="black", linewidth=1)
     if band:
         speed.axhline(band, color="black", linestyle="--", linewidth=1, label="allowed")
     speed.set_title("TPOT of the probes over before", fontsize=10)
-    for axis in (held, speed):
+    for axis in (memory, speed):
         axis.set_xlabel("round")
         axis.set_ylim(bottom=0)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,4 +1,4 @@
-"""What the tables and plots of one result share: its title, its cases' labels, its rows. No JAX here."""
+"""Names and colours that the tables and plots of a result share. No JAX here."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,6 +7,12 @@ from moejax.results.metrics import RequestRecord, record_row
 
 # Okabe and Ito's colours: told apart by every kind of colour vision, and in this order also in grey.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+
+
+def nth_color(index: int) -> str:
+    """Returns the colour of the curve or run of this number; after eight they come again."""
+    return COLORS[index % len(COLORS)]
+
 
 Record = RequestRecord | Mapping[str, Any]
 
@@ -57,8 +63,8 @@ def has_peers(result: Mapping[str, Any]) -> bool:
 
 
 def mode_label(result: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """What a row of a throughput result is called in a plot: its batching mode, and beside peers its backend,
-    ours with the mode where there are several."""
+    """Names a row of a throughput result for a plot: its batching mode, and beside peers its backend, ours
+    with the mode where there are several."""
     batching, backend = str(row.get("batching", "")), row.get("backend", "moejax")
     if not has_peers(result):
         return batching

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -20,8 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from moejax.core.errors import ConfigError
-from moejax.report.figure import new_figure, round_ticks, save_figure
-from moejax.report.style import COLORS
+from moejax.report.figure import heat_map, legend_below, log_scale, new_figure, save_figure, write_cells
+from moejax.report.style import COLORS, nth_color
 from moejax.report.tables import number, plain_table, stderr_console
 from moejax.results.metric_names import lower_is_better
 from moejax.results.metrics import is_number
@@ -82,12 +81,12 @@ def axes_of(sweep: Mapping[str, Any], rows: Sequence[Row], *, every: bool = Fals
     """The keys that tell the rows apart: swept ones first, then the cases' own. Of two that always vary
     together only the first, but with `every` each that was swept."""
     swept = list(_short_names(swept_keys(sweep["jobs"])).values())
-    found: dict[tuple[int, ...], str] = {}
+    by_pattern: dict[tuple[int, ...], str] = {}
     for name in dict.fromkeys([*swept, *_CASE_AXES]):
         column = tuple(str(row.get(name)) for row in rows)
         if len(set(column)) > 1:
-            found.setdefault(tuple(_codes(column)), name)
-    kept = list(found.values())
+            by_pattern.setdefault(tuple(_codes(column)), name)
+    kept = list(by_pattern.values())
     if every:
         varied = [name for name in swept if len({str(row.get(name)) for row in rows}) > 1]
         return [*varied, *(name for name in kept if name not in varied)]
@@ -165,7 +164,7 @@ def report_sweep(
 
 
 def best_lines(sweep: Mapping[str, Any]) -> list[str]:
-    """What a search for the largest or smallest value has found, and the command that runs it again."""
+    """Says which job of a search has the best value, and which command runs it again."""
     jobs = [job for job in sweep["jobs"] if job["state"] == "finished" and job["value"] is not None]
     if not jobs:
         return ["no job gave a value"]
@@ -213,9 +212,8 @@ def _heat_maps(
         scale: dict[str, Any] = {"norm": norm} if norm else {"vmin": min(low, 0.0), "vmax": high or 1.0}
         for column, (facet, grid) in enumerate(zip(facets, grids, strict=True)):
             axis = panels[line * len(facets) + column]
-            image = axis.imshow(grid, aspect="auto", cmap="viridis", origin="lower", **scale)
-            _write_cells(axis, grid, image)
-            axis.grid(visible=False)
+            image = heat_map(axis, grid, origin="lower", **scale)
+            write_cells(axis, image, lambda value: f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}")
             axis.set_xticks(range(len(xs)), [_axis_value(x) for x in xs], fontsize=8)
             axis.set_yticks(range(len(ys)), [_axis_value(y) for y in ys], fontsize=8)
             names = ", ".join(f"{a} {_axis_value(v)}" for a, v in zip(others, facet, strict=True))
@@ -234,20 +232,11 @@ def _grid(
     grid = np.full((len(ys), len(xs)), np.nan)
     for i, y in enumerate(ys):
         for j, x in enumerate(xs):
-            found = [row.get(key) for row in rows if row.get(pair[0]) == y and row.get(pair[1]) == x]
-            numbers: list[Any] = [value for value in found if is_number(value)]
+            values = [row.get(key) for row in rows if row.get(pair[0]) == y and row.get(pair[1]) == x]
+            numbers: list[Any] = [value for value in values if is_number(value)]
             if numbers:
                 grid[i, j] = np.mean(numbers)
     return grid
-
-
-def _write_cells(axis: Axes, grid: np.ndarray, image: Any) -> None:
-    for (i, j), value in np.ndenumerate(grid):
-        if np.isfinite(value):
-            red, green, blue, _ = image.cmap(image.norm(value))
-            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
-            text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-            axis.text(j, i, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
 
 
 def _lines(
@@ -269,16 +258,14 @@ def _lines(
             label = ", ".join(_axis_value(value) for value in which)
             if points:
                 x, y = zip(*points, strict=True)
-                axis.plot(x, y, "o-", color=COLORS[index % len(COLORS)], label=label, markersize=4)
+                axis.plot(x, y, "o-", color=nth_color(index), label=label, markersize=4)
         axis.set_title(heading, fontsize=10)
         axis.set_xlabel(across)
         axis.set_ylim(bottom=0)
-        if xs[0] > 0 and xs[-1] > 10 * xs[0]:
-            axis.set_xscale("log")
-            round_ticks(axis.xaxis, xs[0] / 1.05, xs[-1] * 1.05)
+        if xs[0] > 0:
+            log_scale(axis.xaxis, xs)
     if others:
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(series)), frameon=False)
+        legend_below(figure, panels)
     return figure
 
 

@@ -168,7 +168,7 @@ def latency_table(result: Mapping[str, Any]) -> Table:
 
 
 def _beside_caption(result: Mapping[str, Any]) -> str:
-    """What the columns beside peers mean; nothing without peers."""
+    """Explains the columns beside peers; nothing without peers."""
     cases = result["cases"]
     text = ""
     if any(case.get("tpot_ratio") is not None or case.get("output_ratio") is not None for case in cases):
@@ -201,7 +201,7 @@ def throughput_table(result: Mapping[str, Any]) -> Table:
 
 
 def _traffic(case: Mapping[str, Any]) -> str:
-    """What the requests of a throughput case are, in words."""
+    """Describes the requests of a throughput case in words."""
     rate = case.get("request_rate")
     arrival = "from a trace" if rate is None else "all at once" if rate == "inf" else f"at {rate:g}/s"
     return (
@@ -238,7 +238,7 @@ def rows_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 def backends_table(result: Mapping[str, Any]) -> Table | None:
-    """What was measured beside ours: versions, dtype, threads, bytes of weights and of the process at its
+    """The engines measured beside ours: versions, dtype, threads, bytes of weights and of the process at its
     peak. None without peers."""
     if not has_peers(result):
         return None
@@ -281,18 +281,18 @@ def print_throughput(result: Mapping[str, Any], console: Console | None = None) 
         counts = (
             (case["failed"], "failed"), (case["aborted"], "aborted"), (case["failed_steps"], "failed steps")
         )  # fmt: skip
-        found = ", ".join(f"{count} {what}" for count, what in counts if count)
-        if found:
+        lost = ", ".join(f"{count} {what}" for count, what in counts if count)
+        if lost:
             reason = f"; first error: {case['first_error']}" if case.get("first_error") else ""
             total = f"of {number(case['completed'] + case['failed'] + case['aborted'])} requests"
-            console.print(f"{mode_label(result, case)}: {found} {total}{reason}", style="red", markup=False)
+            console.print(f"{mode_label(result, case)}: {lost} {total}{reason}", style="red", markup=False)
 
 
 def print_closing(
     console: Console, out_dir: Path, hints: Iterable[str], compile_ledger: Iterable[Mapping[str, Any]] = ()
 ) -> None:
-    """What a run ends with: compilations that were none of the measurement's business, where the results are,
-    and the tracker's lines, ready to paste."""
+    """Prints the end of a run: compilations that were none of the measurement's business, where the results
+    are, and the tracker's lines, ready to paste."""
     for entry in compile_ledger:
         if entry["after_warmup"]:
             text = f"recompiled while measuring: {entry['function']} {entry['key']} ({entry['cause']})"

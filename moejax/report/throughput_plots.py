@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from moejax.report.figure import new_figure, round_ticks, save_figures
+from moejax.report.figure import draw_distributions, legend_below, new_figure, save_figures, vertical_grid
 from moejax.report.plot_peers import backends_beside
-from moejax.report.style import COLORS, mode_label
+from moejax.report.style import COLORS, mode_label, nth_color
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -29,7 +29,6 @@ _QUEUED, _PREFILL, _DECODE, _PADDING = "#bdbdbd", COLORS[1], COLORS[0], "#d9d9d9
 _IDLE = 0.005
 _TOKEN_BINS = 160
 _MOST_BARS = 400
-_CURVE_POINTS = 4000
 _THOUSANDS = StrMethodFormatter("{x:,g}")
 
 
@@ -37,9 +36,7 @@ def latency_distributions(result: Mapping[str, Any], requests: Rows) -> Figure |
     """Cumulative distribution of TTFT, TPOT, ITL and E2E: a curve per batching mode with points at its median
     and 99th percentile; objectives are dashed. All iterations pooled."""
     modes = _modes(result)
-    values = {
-        (case, key): np.sort(_samples(requests, case, key)) for case, _ in modes for _, key in _LATENCIES
-    }
+    values = {(case, key): _samples(requests, case, key) for case, _ in modes for _, key in _LATENCIES}
     panels = [(title, key) for title, key in _LATENCIES if any(values[case, key].size for case, _ in modes)]
     if not panels:
         return None
@@ -47,42 +44,12 @@ def latency_distributions(result: Mapping[str, Any], requests: Rows) -> Figure |
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     for axis, (title, key) in zip(axes, panels, strict=False):
-        for case, name in modes:
-            _draw_distribution(axis, values[case, key], name, COLORS[case % len(COLORS)])
-        limit = (result.get("slo") or {}).get(key)
-        if limit is not None:
-            axis.axvline(limit, color="black", linestyle="--", linewidth=1, label="objective")
+        curves = [(name, nth_color(case), values[case, key]) for case, name in modes]
+        draw_distributions(axis, curves, limit=(result.get("slo") or {}).get(key))
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("milliseconds")
-        axis.set_ylim(0, 1.02)
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axis.grid(axis="x", color="#dddddd", linewidth=0.7)
-        _scale(axis, np.concatenate([values[case, key] for case, _ in modes]), limit)
-    _legend(figure, axes[: len(panels)])
+    legend_below(figure, axes[: len(panels)])
     return figure
-
-
-def _draw_distribution(axis: Axes, values: NDArray[np.float64], name: str, color: str) -> None:
-    if not values.size:
-        return
-    shares = np.arange(1, values.size + 1) / values.size
-    # A million inter-token latencies are no other curve than some thousand of them, and the extremes stay.
-    kept = np.unique(np.linspace(0, values.size - 1, min(values.size, _CURVE_POINTS)).round().astype(int))
-    axis.step(values[kept], shares[kept], where="post", color=color, linewidth=1.5, label=name)
-    points = np.percentile(values, (50, 99))
-    axis.plot(points, (0.5, 0.99), "o", color=color, markersize=4.5, markeredgecolor="white")
-
-
-def _scale(axis: Axes, values: NDArray[np.float64], limit: float | None) -> None:
-    """A logarithmic axis where the values span more than a factor of thirty."""
-    if values.min() > 0 and values.max() / values.min() > 30:
-        axis.set_xscale("log")
-        low, high = values.min() / 1.2, max(values.max(), limit or 0.0) * 1.2
-        axis.set_xlim(low, high)
-        round_ticks(axis.xaxis, low, high)
-    else:
-        axis.set_xlim(left=0)
-        axis.xaxis.set_major_formatter(_THOUSANDS)
 
 
 def load_over_time(result: Mapping[str, Any]) -> Figure | None:
@@ -101,7 +68,7 @@ def load_over_time(result: Mapping[str, Any]) -> Figure | None:
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     _share_time(axes, timelines)
-    _legend(figure, axes)
+    legend_below(figure, axes)
     return figure
 
 
@@ -120,23 +87,16 @@ def cache_over_time(result: Mapping[str, Any]) -> Figure | None:
         axis.plot(times, values, color=_color(timeline, index), linewidth=1.3, label=timeline["label"])
         places = np.asarray(timeline["time_s"])[np.asarray(timeline["preempted"]) > 0]
         if places.size:
-            height = 1.03 + 0.04 * index
             label = f"{timeline['label']}: {sum(timeline['preempted']):.0f} preemptions"
-            axis.plot(
-                places,
-                np.full(places.size, height),
-                "x",
-                color=_color(timeline, index),
-                markersize=5,
-                label=label,
-            )
+            heights = np.full(places.size, 1.03 + 0.04 * index)
+            axis.plot(places, heights, "x", color=_color(timeline, index), markersize=5, label=label)
     axis.set_ylabel("blocks in use")
     # The whole cache where it matters; a use of a few per cent would be a line on the axis there.
     axis.set_ylim(0, 1.12 if top > 0.4 else 1.15 * top or 1.0)
     axis.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     _share_time([axis], timelines)
-    _legend(figure, [axis])
+    legend_below(figure, [axis])
     return figure
 
 
@@ -171,7 +131,7 @@ def tokens_over_time(result: Mapping[str, Any]) -> Figure | None:
     top = max(axis.get_ylim()[1] for axis in axes)
     for axis in axes:
         axis.set_ylim(0, top)
-    _legend(figure, axes)
+    legend_below(figure, axes)
     return figure
 
 
@@ -195,13 +155,13 @@ def request_spans(result: Mapping[str, Any], requests: Rows) -> Figure | None:
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         axis.grid(visible=False)
-        axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+        vertical_grid(axis)
     right = max(axis.get_xlim()[1] for axis in axes)
     for axis in axes:
         axis.set_xlim(0, right)
         axis.tick_params(labelbottom=axis is axes[-1])
     axes[-1].set_xlabel("seconds")
-    _legend(figure, axes)
+    legend_below(figure, axes)
     return figure
 
 
@@ -273,7 +233,7 @@ def _timelines(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _color(timeline: Mapping[str, Any], index: int) -> str:
-    return COLORS[timeline.get("case", index) % len(COLORS)]
+    return nth_color(timeline.get("case", index))
 
 
 def _end(timelines: Sequence[Mapping[str, Any]]) -> float:
@@ -309,14 +269,3 @@ def _share_time(axes: Sequence[Axes], timelines: Sequence[Mapping[str, Any]]) ->
         axis.set_xlim(0, _end(timelines))
         axis.tick_params(labelbottom=axis is axes[-1])
     axes[-1].set_xlabel("seconds")
-
-
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend below for all panels; a label that several have is shown once."""
-    found: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(
-        found.values(), found.keys(), loc="outside lower center", ncols=min(4, len(found)), frameon=False
-    )

@@ -40,6 +40,11 @@ class Run:
     def experiment(self) -> str:
         return str(self.result["experiment"])
 
+    @property
+    def title(self) -> str:
+        """The run's letter and name, for legends and headings."""
+        return f"{self.label}: {self.name}"
+
 
 def label(index: int) -> str:
     """A, B, …, Z, AA, AB, …"""
