@@ -41,7 +41,7 @@ def verdict_tables(
 ) -> list[Table]:
     """Two tables a run: its verdicts over all cases, the first with `caption`, and those by case, at most
     `most` of them."""
-    tables = []
+    tables: list[Table] = []
     tests = sum(verdict.p_adjusted is not None for verdict in each)
     for run in dict.fromkeys(verdict.trial.run for verdict in (*verdicts, *each)):
         mine = [verdict for verdict in verdicts if verdict.trial.run == run]

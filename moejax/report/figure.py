@@ -109,9 +109,11 @@ def heat_map(axis: Axes, values: NDArray[np.float64], **look: Any) -> AxesImage:
     return axis.imshow(values, **{"aspect": "auto", "cmap": "viridis", "interpolation": "nearest", **look})
 
 
-def write_cells(axis: Axes, image: AxesImage, text: Callable[[float], str]) -> None:
-    """Writes each finite number of a heat map into its cell, white on dark colours."""
-    for (row, column), value in np.ndenumerate(np.ma.filled(image.get_array(), np.nan)):
+def write_cells(
+    axis: Axes, image: AxesImage, values: NDArray[np.float64], text: Callable[[float], str]
+) -> None:
+    """Writes each finite value of a heat map into its cell, white on dark colours."""
+    for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
             red, green, blue, _ = image.cmap(image.norm(value))
             ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "black"

@@ -291,7 +291,7 @@ def _heatmap(axis: Axes, values: np.ndarray, rows: Sequence[int], columns: Seque
     shown = [i for i in range(len(rows)) if i % max(1, len(rows) // 12) == 0]
     axis.set_yticks(shown, [str(rows[i]) for i in shown], fontsize=8)
     if values.size <= 320:
-        write_cells(axis, image, _short)
+        write_cells(axis, image, values, _short)
 
 
 def _short(value: float) -> str:

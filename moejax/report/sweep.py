@@ -213,7 +213,7 @@ def _heat_maps(
         for column, (facet, grid) in enumerate(zip(facets, grids, strict=True)):
             axis = panels[line * len(facets) + column]
             image = heat_map(axis, grid, origin="lower", **scale)
-            write_cells(axis, image, lambda value: f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}")
+            write_cells(axis, image, grid, _cell_text)
             axis.set_xticks(range(len(xs)), [_axis_value(x) for x in xs], fontsize=8)
             axis.set_yticks(range(len(ys)), [_axis_value(y) for y in ys], fontsize=8)
             names = ", ".join(f"{a} {_axis_value(v)}" for a, v in zip(others, facet, strict=True))
@@ -237,6 +237,10 @@ def _grid(
             if numbers:
                 grid[i, j] = np.mean(numbers)
     return grid
+
+
+def _cell_text(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _lines(
