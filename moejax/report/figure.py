@@ -113,9 +113,10 @@ def write_cells(
     axis: Axes, image: AxesImage, values: NDArray[np.float64], text: Callable[[float], str]
 ) -> None:
     """Writes each finite value of a heat map into its cell, white on dark colours."""
+    colors = image.to_rgba(values)
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
-            red, green, blue, _ = image.cmap(image.norm(value))
+            red, green, blue, _ = colors[row, column]
             ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "black"
             axis.text(column, row, text(value), ha="center", va="center", fontsize=7, color=ink)
 
