@@ -2,15 +2,16 @@
 
 The loop is open: a request counts from the instant at which it was planned to arrive, however late the engine
 was to notice it, so an overloaded engine cannot make its own load lighter (Schroeder, Wierman and
-Harchol-Balter, NSDI 2006). Knows an engine by five members only. No JAX here.
+Harchol-Balter, NSDI 2006). No JAX here.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from moejax.bench.backends.base import Backend
 from moejax.bench.traffic import PlannedRequest
 from moejax.core.errors import RequestError
 from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
@@ -19,24 +20,6 @@ from moejax.results.metrics import RequestRecord, Slo, record_row
 
 # Seconds of the driver's clock between looks at what has finished, which are for the progress bar only.
 _LOOK_EVERY = 0.2
-
-
-class Server(Protocol):
-    """What the driver needs of an engine; `moejax.LLM` is one."""
-
-    on_step: Callable[[StepRecord], None] | None
-
-    def submit(
-        self,
-        prompt: list[int],
-        sampling_params: SamplingParams | None = None,
-        *,
-        arrival_time: float | None = None,
-    ) -> RequestOutput: ...
-
-    def step(self) -> bool: ...
-
-    def abort(self, request_id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,7 @@ class TrafficRun:
 
 
 def drive(
-    server: Server,
+    backend: Backend,
     plan: Sequence[PlannedRequest],
     sampling: Callable[[int, int], SamplingParams],
     *,
@@ -123,16 +106,16 @@ def drive(
     """
     steps: list[StepRecord] = []
     live: list[RequestOutput] = []
-    before, server.on_step = server.on_step, steps.append
+    before, backend.on_step = backend.on_step, steps.append
     agree(0)  # so that all processes' clocks start together
     start = clock()
     try:
-        outputs = _serve(server, plan, sampling, start, live, on_progress, clock, sleep, agree)
+        outputs = _serve(backend, plan, sampling, start, live, on_progress, clock, sleep, agree)
     finally:
-        server.on_step = before
+        backend.on_step = before
         for output in live:
             if not output.finished:
-                server.abort(output.request_id)
+                backend.abort(output.request_id)
     served = [
         _outcome(asked, output, start, f"{case}-{index}", case)
         for index, (asked, output) in enumerate(zip(plan, outputs, strict=True))
@@ -141,7 +124,7 @@ def drive(
 
 
 def _serve(
-    server: Server,
+    backend: Backend,
     plan: Sequence[PlannedRequest],
     sampling: Callable[[int, int], SamplingParams],
     start: float,
@@ -167,7 +150,7 @@ def _serve(
         while len(outputs) < due:
             asked, chosen = plan[len(outputs)], params[len(outputs)]
             try:
-                output = server.submit(asked.prompt_token_ids, chosen, arrival_time=start + asked.arrival_s)
+                output = backend.submit(asked.prompt_token_ids, chosen, arrival_time=start + asked.arrival_s)
             except RequestError as error:
                 outputs.append(str(error))
                 on_progress(1)
@@ -175,7 +158,7 @@ def _serve(
             outputs.append(output)
             live.append(output)
             running.append(output)
-        busy = server.step()
+        busy = backend.step()
         if not busy or now - looked >= _LOOK_EVERY:
             looked, before = now, len(running)
             running = [output for output in running if not output.finished]
@@ -189,7 +172,7 @@ def _serve(
 def _outcome(
     asked: PlannedRequest, output: RequestOutput | str, start: float, name: str, case: int
 ) -> ServedRequest:
-    """What a request's output says at the end of the run."""
+    """Returns what became of a request, by its output at the end of the run."""
     if isinstance(output, str):
         times = RequestMetrics(start + asked.arrival_s)
         record = RequestRecord(name, case, len(asked.prompt_token_ids), 0, times, "error")

@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 
 from moejax.nn.quantized import weight_size
-from moejax.results.statistics import Interval, bootstrap_interval, paired_ratio
+from moejax.results.statistics import Interval, bootstrap_interval, interval_fields, paired_ratio
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class Comparison:
                 "median_ms": timing.median_s * 1e3,
                 "min_ms": timing.min_s * 1e3,
                 "first_call_ms": timing.first_call_s * 1e3,
-                "ratio": self.ratios[name].estimate,
-                "ratio_low": self.ratios[name].low,
-                "ratio_high": self.ratios[name].high,
+                **interval_fields("ratio", self.ratios[name]),
             }
             for name, timing in self.timings.items()
         ]

@@ -16,12 +16,11 @@ from typing import Annotated, Literal
 import numpy as np
 
 from moejax.bench.trace import TraceRow, load_trace
-from moejax.bench.workload import load_prompts, prompt_ids, request_sampling
+from moejax.bench.workload import SampledWorkload, load_prompts, prompt_ids
 from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, PositiveNumber
 from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
 from moejax.core.files import canonical_json
-from moejax.engine.requests.api import SamplingParams
 from moejax.results.metrics import Slo
 
 LengthKind = Literal["uniform", "normal", "lognormal"]
@@ -83,7 +82,7 @@ LengthOrDistribution = Annotated[
 
 
 @dataclass(frozen=True)
-class ThroughputWorkload(Checked, section="workload"):
+class ThroughputWorkload(SampledWorkload):
     """Requests that arrive whether or not the engine keeps up (an open loop).
 
     Attributes:
@@ -149,10 +148,6 @@ class ThroughputWorkload(Checked, section="workload"):
             raise ConfigError("workload.burstiness needs a finite workload.request_rate")
         if self.prompts_file is not None and not Path(self.prompts_file).is_file():
             raise ConfigError(f"workload.prompts_file: there is no file {self.prompts_file!r}")
-
-    def sampling(self, output_len: int, index: int = 0) -> SamplingParams:
-        """Sampling parameters of the `index`-th request."""
-        return request_sampling(self, output_len, index)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -29,42 +29,35 @@ Sizes = Annotated[
 _LENGTHS = ("batch_size", "prompt_len", "output_len")
 
 
-class SamplingFields(Protocol):
-    """What every workload says about sampling: `SamplingParams`' fields, and where its seeds start."""
+class SampledWorkload(Checked, section="workload"):
+    """Base of a workload: `SamplingParams`' fields, and where the seeds of its requests start."""
 
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def ignore_eos(self) -> bool: ...
-    @property
-    def seed(self) -> int: ...
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    ignore_eos: bool
+    seed: int
 
+    def sampling(self, output_len: int, index: int = 0) -> SamplingParams:
+        """Returns the sampling parameters of the `index`-th request, which generates `output_len` tokens.
 
-def request_sampling(fields: SamplingFields, output_len: int, index: int = 0) -> SamplingParams:
-    """Sampling parameters of a workload's `index`-th request, which generates `output_len` tokens.
-
-    Raises:
-        RequestError: a field is out of its range.
-    """
-    return SamplingParams(
-        max_tokens=output_len,
-        temperature=fields.temperature,
-        top_k=fields.top_k,
-        top_p=fields.top_p,
-        min_p=fields.min_p,
-        seed=(fields.seed + index) % 2**32,
-        ignore_eos=fields.ignore_eos,
-    )
+        Raises:
+            RequestError: a field is out of its range.
+        """
+        return SamplingParams(
+            max_tokens=output_len,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=(self.seed + index) % 2**32,
+            ignore_eos=self.ignore_eos,
+        )
 
 
 @dataclass(frozen=True)
-class WorkloadConfig(Checked, section="workload"):
+class WorkloadConfig(SampledWorkload):
     """A fixed-batch workload.
 
     Attributes:
@@ -101,10 +94,6 @@ class WorkloadConfig(Checked, section="workload"):
         if self.prompts_file is not None and not Path(self.prompts_file).is_file():
             raise ConfigError(f"workload.prompts_file: there is no file {self.prompts_file!r}")
         self.sampling(1)  # raises RequestError for a wrong sampling field
-
-    def sampling(self, output_len: int, index: int = 0) -> SamplingParams:
-        """Sampling parameters of the `index`-th request of a case that generates `output_len` tokens."""
-        return request_sampling(self, output_len, index)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,12 @@ class Interval:
         return not self.low <= value <= self.high
 
 
+def interval_fields(name: str, interval: Interval | None) -> dict[str, float | None]:
+    """Returns an interval as three flat fields: `name`, `name_low` and `name_high`."""
+    values = (None,) * 3 if interval is None else (interval.estimate, interval.low, interval.high)
+    return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
+
+
 def _pair_ratios(values: ArrayLike, baseline: ArrayLike) -> NDArray[np.float64]:
     """Returns `values[i] / baseline[i]`; raises `ValueError` where the lengths differ."""
     if np.size(values) != np.size(baseline):

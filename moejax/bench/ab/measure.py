@@ -7,6 +7,7 @@ effect of who ran before then fall on all alike.
 
 import dataclasses
 import gc
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +19,12 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.backends.peer_ratios import blank_unknown
 from moejax.bench.driver import drive
+from moejax.bench.latency.cases import check_case, prepare_peer
 from moejax.bench.throughput.measure import warm_up
 from moejax.bench.throughput.modes import Mode, check_lengths
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests, traffic_hash
 from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases, workload_hash
-from moejax.core.errors import ConfigError, RequestError
+from moejax.core.errors import RequestError
 from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
 from moejax.results.metrics import RequestRecord, Slo, compute_metrics, record_row
@@ -74,13 +76,7 @@ class BatchLoad(Load):
         self.plan: list[tuple[LatencyCase, list[list[int]]]] = []
         for case in latency_cases(workload):
             for backend in backends:
-                limit = backend.max_model_len
-                if limit is not None and case.total_len > limit:
-                    raise ConfigError(
-                        f"case {case.name}: {case.prompt_len} + {case.output_len} tokens exceed the limit of"
-                        f" {limit}; shorten workload.prompt_len or workload.output_len"
-                    )
-                backend.check(workload.sampling(case.output_len))
+                check_case(backend, workload, case)
             self.plan.append((case, case_prompts(workload, case, vocab_size, encode=encode)))
 
     @property
@@ -98,12 +94,7 @@ class BatchLoad(Load):
 
     def warm_up(self, backend: Backend, case: int) -> None:
         if case == 0 and engine_of(backend) is None:
-            cases = [item for item, _ in self.plan]
-            backend.prepare(
-                max_num_seqs=max(item.batch_size for item in cases),
-                max_total_len=max(item.total_len for item in cases),
-                params=[self.workload.sampling(cases[0].output_len)],
-            )
+            prepare_peer(backend, self.workload, [item for item, _ in self.plan])
         # At least once: a variant that compiles while it is measured would be measured for that.
         for _ in range(max(1, self.workload.warmup)):
             self._generate(backend, case)
@@ -136,16 +127,13 @@ class TrafficLoad(Load):
 
     @property
     def cases(self) -> list[dict[str, Any]]:
-        def mean(values: list[int]) -> int:
-            return round(sum(values) / len(values))
-
         return [
             {
                 "request_rate": "inf" if self.rate == float("inf") else self.rate,
                 "num_requests": len(self.plan),
                 "batch_size": len(self.plan),
-                "prompt_len": mean([len(asked.prompt_token_ids) for asked in self.plan]),
-                "output_len": mean([asked.output_len for asked in self.plan]),
+                "prompt_len": round(statistics.mean(len(asked.prompt_token_ids) for asked in self.plan)),
+                "output_len": round(statistics.mean(asked.output_len for asked in self.plan)),
             }
         ]
 

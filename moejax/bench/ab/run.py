@@ -23,6 +23,7 @@ from moejax.report.progress import progress
 from moejax.results.compare.samples import short_case_name
 from moejax.results.metrics import Metrics
 from moejax.results.result import Result
+from moejax.results.statistics import interval_fields
 
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
@@ -142,10 +143,9 @@ def _build(
     rows = _rows(arms, load)
     metrics: dict[str, Any] = {"rounds": rows[0]["rounds"], "variants": len(arms) - 1}
     for verdict in (*judged.control, *judged.verdicts):
-        trial, ratio = verdict.trial, verdict.trial.ratio
-        if ratio is not None:
-            bounds = {"": ratio.estimate, "_low": ratio.low, "_high": ratio.high}
-            metrics |= {f"ratio_{trial.metric}_{trial.run}{end}": value for end, value in bounds.items()}
+        trial = verdict.trial
+        if trial.ratio is not None:
+            metrics |= interval_fields(f"ratio_{trial.metric}_{trial.run}", trial.ratio)
     engines = {arm.name: llm for arm in arms if (llm := engine_of(arm.variant.backend))}
     ledgers = [{**row, "variant": name} for name, llm in engines.items() for row in llm.ledger.rows()]
     metrics["recompiles_after_warmup"] = sum(bool(row["after_warmup"]) for row in ledgers)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from moejax.results.metrics import RequestRecord
-from moejax.results.statistics import paired_ratio
+from moejax.results.statistics import interval_fields, paired_ratio
 
 Iterations = Sequence[tuple[Sequence[RequestRecord], float]]
-"""Of each iteration its requests, and the seconds that they took together."""
+"""Each iteration's requests, and the seconds that they took together."""
 
 
 def against_first(measured: Iterations, first: Iterations) -> dict[str, float | None]:
@@ -20,41 +20,25 @@ def against_first(measured: Iterations, first: Iterations) -> dict[str, float | 
     is of output tokens/s: 2 is twice as fast. Each is the median of the iterations' ratios, with a bootstrap
     interval as `_low` and `_high`; None where there is nothing to divide.
     """
-    found: dict[str, float | None] = {}
-    for name, value in _VALUES.items():
-        pairs = [
-            (top, bottom)
-            for (records, seconds), (base, base_seconds) in zip(measured, first, strict=True)
-            if (top := value(records, seconds)) and (bottom := value(base, base_seconds))
-        ]
-        ratio = paired_ratio([top for top, _ in pairs], [bottom for _, bottom in pairs]) if pairs else None
-        found[f"{name}_ratio"] = ratio.estimate if ratio else None
-        found[f"{name}_ratio_low"] = ratio.low if ratio else None
-        found[f"{name}_ratio_high"] = ratio.high if ratio else None
-    return found
+    pairs = [(_values(*one), _values(*other)) for one, other in zip(measured, first, strict=True)]
+    row: dict[str, float | None] = {}
+    for name in ("ttft", "tpot", "e2el", "output"):
+        known = [(one[name], other[name]) for one, other in pairs if one[name] and other[name]]
+        ratio = paired_ratio(*zip(*known, strict=True)) if known else None
+        row |= interval_fields(f"{name}_ratio", ratio)
+    return row
 
 
-def _mean(values: list[float]) -> float | None:
-    return float(np.mean(values)) if values else None
-
-
-def _ttft(records: Sequence[RequestRecord], seconds: float) -> float | None:
-    return _mean([r.metrics.ttft for r in records if r.completed])
-
-
-def _tpot(records: Sequence[RequestRecord], seconds: float) -> float | None:
-    return _mean([r.metrics.tpot for r in records if r.completed and r.output_len > 1])
-
-
-def _e2el(records: Sequence[RequestRecord], seconds: float) -> float | None:
-    return _mean([r.metrics.e2e for r in records if r.completed])
-
-
-def _output(records: Sequence[RequestRecord], seconds: float) -> float | None:
-    return sum(r.output_len for r in records if r.completed) / seconds if seconds > 0 else None
-
-
-_VALUES = {"ttft": _ttft, "tpot": _tpot, "e2el": _e2el, "output": _output}
+def _values(records: Sequence[RequestRecord], seconds: float) -> dict[str, float | None]:
+    """Returns the mean latencies in seconds of an iteration's completed requests, and their tokens/s."""
+    done = [record for record in records if record.completed]
+    latencies = {
+        "ttft": [record.metrics.ttft for record in done],
+        "tpot": [record.metrics.tpot for record in done if record.output_len > 1],
+        "e2el": [record.metrics.e2e for record in done],
+    }
+    means = {name: float(np.mean(values)) if values else None for name, values in latencies.items()}
+    return {**means, "output": sum(record.output_len for record in done) / seconds if seconds > 0 else None}
 
 
 def blank_unknown(row: dict[str, Any], *, itl_known: bool) -> dict[str, Any]:

@@ -25,11 +25,11 @@ def token_agreement(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int
     All None where a side's tokens are not known: a server may only count them."""
     if any(not len(tokens) for tokens in (*mine, *theirs)):
         return dict.fromkeys(("equal_requests", "equal_lengths", "first_difference"))
-    places = [_first_difference(a, b) for a, b in zip(mine, theirs, strict=True)]
-    parted = [place for place in places if place is not None]
+    pairs = list(zip(mine, theirs, strict=True))
+    parted = [_agreed(a, b) for a, b in pairs if list(a) != list(b)]
     return {
-        "equal_requests": 1.0 - len(parted) / len(places) if places else 1.0,
-        "equal_lengths": all(len(a) == len(b) for a, b in zip(mine, theirs, strict=True)),
+        "equal_requests": 1.0 - len(parted) / len(pairs) if pairs else 1.0,
+        "equal_lengths": all(len(a) == len(b) for a, b in pairs),
         "first_difference": min(parted, default=None),
     }
 
@@ -38,7 +38,3 @@ def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
     """The number of tokens before the first that differ, or before the shorter one's end."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    return None if list(one) == list(other) else _agreed(one, other)

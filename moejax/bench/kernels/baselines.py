@@ -1,4 +1,4 @@
-"""What a kernel is timed beside: its plain reference, and other libraries' implementations where they import.
+"""Baselines of a kernel: its plain reference, and other libraries' implementations where they import.
 
 A baseline does the same work on the same numbers; what it wants arranged otherwise (rows sorted, heads
 repeated) is arranged before the clock starts, in its favour. A library that is missing, or refuses, is a row
@@ -67,12 +67,12 @@ class Variant:
 
 def variants(op: Op, spec: Spec, implementations: Sequence[str], *, baselines: bool) -> list[Variant]:
     """Ours by name; with `baselines` the reference, other libraries', and bfloat16 beside quantized ones."""
-    found = [_ours(op, spec, name) for name in implementations]
+    chosen = [_ours(op, spec, name) for name in implementations]
     if baselines:
         run = functools.partial(_call, op.reference, spec.static)
-        found.append(Variant("xla_reference", run, False, restrict=restriction(op.name), carries=op.carries))
-        found += [make(spec) for make in _BASELINES.get(op.name, ())]
-    return found
+        chosen.append(Variant("xla_reference", run, False, restrict=restriction(op.name), carries=op.carries))
+        chosen += [make(spec) for make in _BASELINES.get(op.name, ())]
+    return chosen
 
 
 def _call(function: Callable[..., Any], static: Mapping[str, Any], arrays: Arrays) -> Any:
@@ -158,19 +158,14 @@ def _sorted_rows(arrays: Arrays) -> Arrays:
     return prepared | {"x": arrays["x"][rows[keep]], "sizes": sizes}
 
 
-def _ragged_dot(spec: Spec) -> Variant:
+def _ragged(name: str, ragged_dot: Callable[..., jax.Array], spec: Spec) -> Variant:
     def run(a: Arrays) -> jax.Array:
-        return jax.lax.ragged_dot(a["x"], a["w"], a["sizes"])
-
-    return Variant("jax.lax.ragged_dot", run, False, prepare=_sorted_rows, comparable=False)
-
-
-def _ragged_swiglu(spec: Spec) -> Variant:
-    def run(a: Arrays) -> jax.Array:
-        gate, up = (jax.lax.ragged_dot(a["x"], a[name], a["sizes"]) for name in ("gate", "up"))
+        if "w" in a:
+            return ragged_dot(a["x"], a["w"], a["sizes"])
+        gate, up = (ragged_dot(a["x"], a[part], a["sizes"]) for part in ("gate", "up"))
         return jax.nn.silu(gate) * up
 
-    return Variant("2 x jax.lax.ragged_dot", run, False, prepare=_sorted_rows, comparable=False)
+    return Variant(name, run, False, prepare=_sorted_rows, comparable=False)
 
 
 def _tokamax_ragged(spec: Spec) -> Variant:
@@ -180,13 +175,7 @@ def _tokamax_ragged(spec: Spec) -> Variant:
         return Variant(name, _same, False, unavailable=missing)
     import tokamax
 
-    def run(a: Arrays) -> jax.Array:
-        if "w" in a:
-            return tokamax.ragged_dot(a["x"], a["w"], a["sizes"])
-        gate, up = (tokamax.ragged_dot(a["x"], a[part], a["sizes"]) for part in ("gate", "up"))
-        return jax.nn.silu(gate) * up
-
-    return Variant(name, run, False, prepare=_sorted_rows, comparable=False)
+    return _ragged(name, tokamax.ragged_dot, spec)
 
 
 def _missing(module: str) -> str | None:
@@ -323,8 +312,14 @@ def _pallas_paged(spec: Spec) -> Variant:
 
 
 _BASELINES: dict[str, tuple[Callable[[Spec], Variant], ...]] = {
-    "grouped_matmul": (_ragged_dot, _tokamax_ragged),
-    "grouped_swiglu": (_ragged_swiglu, _tokamax_ragged),
+    "grouped_matmul": (
+        functools.partial(_ragged, "jax.lax.ragged_dot", jax.lax.ragged_dot),
+        _tokamax_ragged,
+    ),
+    "grouped_swiglu": (
+        functools.partial(_ragged, "2 x jax.lax.ragged_dot", jax.lax.ragged_dot),
+        _tokamax_ragged,
+    ),
     "flash_attention": (
         functools.partial(_dot_product_attention, "xla"),
         functools.partial(_dot_product_attention, "cudnn"),

@@ -88,7 +88,6 @@ def bench_spec(
 ) -> list[dict[str, Any]]:
     """A row per implementation of one spec."""
     op = item.op
-    found = variants(op, spec, item.implementations, baselines=config.bench.baselines)
     want, unchecked = None, None
     try:
         want = reference_result(op, spec, restriction(op.name))
@@ -98,7 +97,7 @@ def bench_spec(
     cost = spec.cost
     bound = 1e6 * max(cost.bytes / ceilings["copy_bandwidth"], cost.flops / _rate(ceilings, cost))
     rows, chains = {}, {}
-    for variant in found:
+    for variant in variants(op, spec, item.implementations, baselines=config.bench.baselines):
         row = rows[variant.name] = _row(op, spec, variant, bound)
         row["error"] = variant.unavailable or unchecked
         if row["error"]:
@@ -109,7 +108,8 @@ def bench_spec(
             prepared = [variant.prepare(arrays) for arrays in sets[:count]]
             row |= {"sets": count, "cold": is_cold(spec, prepared)}
             if variant.comparable:
-                got = _defined(variant, sets[0], prepared[0])
+                defined = jax.jit(lambda kw, ready, v=variant: v.restrict(v.run(ready), kw))
+                got = defined(sets[0], prepared[0])
                 row["relative_error"], row["error"] = check(got, want, spec, op.name)
             if row["error"] is None:  # a wrong result has no time, so that it cannot be the fastest
                 chains[variant.name] = Chain(variant.run, prepared, variant.carries)
@@ -125,11 +125,6 @@ def bench_spec(
         if plain and row["ours"] and row.get("median_us"):
             row["speedup_over_bf16"] = plain / row["median_us"]
     return list(rows.values())
-
-
-def _defined(variant: Variant, arrays: dict[str, Any], prepared: dict[str, Any]) -> Any:
-    """What the contract defines of a variant's result."""
-    return jax.jit(lambda kw, own: variant.restrict(variant.run(own), kw))(arrays, prepared)
 
 
 def bench_inputs(op: Op, spec: Spec) -> list[dict[str, Any]]:
@@ -183,7 +178,7 @@ def _figures(timed: Timed, cost: Cost, bound: float, ceilings: Mapping[str, floa
 
 
 def measure_ceilings() -> dict[str, float]:
-    """What this device reaches: copied bytes/s, reads and writes counted; matrix rates in FLOP/s."""
+    """Measures what this device reaches: copied bytes/s, reads and writes counted; matrix rates in FLOP/s."""
     x = jax.random.normal(jax.random.key(0), (1 << 29,), jnp.bfloat16)
     a, b = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in (1, 2))
     small = [(jax.random.normal(jax.random.key(i), (8192, 8192)) * 30).astype(jnp.int8) for i in (3, 4)]
@@ -234,10 +229,10 @@ def _best(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _ours_by_spec(rows: list[dict[str, Any]], op: str, figure: str) -> dict[str, tuple[set[str], float]]:
-    """By spec: its tags and the highest figure that a right one of our implementations has."""
-    found: dict[str, tuple[set[str], float]] = {}
+    """Returns by spec its tags and the highest figure that a right one of our implementations has."""
+    best: dict[str, tuple[set[str], float]] = {}
     for row in rows:
         if row["op"] == op and row["ours"] and row["error"] is None and row.get(figure):
-            least = found.get(row["spec"], (set(), 0.0))[1]
-            found[row["spec"]] = set(row["tags"].split()), max(least, row[figure])
-    return found
+            least = best.get(row["spec"], (set(), 0.0))[1]
+            best[row["spec"]] = set(row["tags"].split()), max(least, row[figure])
+    return best

@@ -65,13 +65,19 @@ def plan_cases(
     data = []
     for case in latency_cases(workload):
         for backend in backends:
-            _check(backend, workload, case)
+            check_case(backend, workload, case)
         prompts = case_prompts(workload, case, vocab_size, encode=encode)
         data += [CaseData(case, backend, prompts) for backend in backends]
     return data
 
 
-def _check(backend: Backend, workload: WorkloadConfig, case: LatencyCase) -> None:
+def check_case(backend: Backend, workload: WorkloadConfig, case: LatencyCase) -> None:
+    """Checks that a backend can run a case.
+
+    Raises:
+        ConfigError: the case is longer than the backend's model allows.
+        RequestError: the backend cannot sample as the workload asks.
+    """
     limit = backend.max_model_len
     if limit is not None and case.total_len > limit:
         whose = "" if backend.name == "moejax" else f" of {backend.name}"
@@ -80,3 +86,12 @@ def _check(backend: Backend, workload: WorkloadConfig, case: LatencyCase) -> Non
             f"{limit}; shorten workload.prompt_len or workload.output_len"
         )
     backend.check(workload.sampling(case.output_len))
+
+
+def prepare_peer(backend: Backend, workload: WorkloadConfig, cases: Sequence[LatencyCase]) -> None:
+    """Tells a peer the largest batch before its first, since some size their cache by it."""
+    backend.prepare(
+        max_num_seqs=max(case.batch_size for case in cases),
+        max_total_len=max(case.total_len for case in cases),
+        params=[workload.sampling(cases[0].output_len)],
+    )

@@ -1,20 +1,19 @@
 """Warm-up, the recording pass and the timed iterations of a latency experiment."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.compilation import shown_compilation
 from moejax.bench.common.telemetry import Meter
 from moejax.bench.common.trace_io import start_capture, take_capture
-from moejax.bench.latency.cases import CaseData
+from moejax.bench.latency.cases import CaseData, prepare_peer
 from moejax.bench.workload import WorkloadConfig
 from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.report.progress import Task, progress
 from moejax.results.metrics import RequestRecord
 
 
-def measure(data: Sequence[CaseData], workload: WorkloadConfig, meter: Meter | None = None) -> None:
+def measure(data: Sequence[CaseData], workload: WorkloadConfig, meter: Meter) -> None:
     """Fills `data`: warm-up, routing pass, then the timed iterations."""
     ours = [index for index, item in enumerate(data) if engine_of(item.backend) is not None]
     total = len(data) * (workload.warmup + workload.iterations) + len(ours)
@@ -24,26 +23,23 @@ def measure(data: Sequence[CaseData], workload: WorkloadConfig, meter: Meter | N
         for index in ours:
             _record(data[index], workload, index)
             task.advance()
-        _mark_warm(data, warm=workload.warmup > 0)
+        for item in data:
+            if (llm := engine_of(item.backend)) is not None:
+                llm.ledger.warmed_up = workload.warmup > 0
         task.describe("measuring")
         for iteration in range(workload.iterations):
             for index in _turns(data, iteration):
-                with meter.part(index) if meter is not None else contextlib.nullcontext():
+                with meter.part(index):
                     _time(data[index], workload, index)
                 task.advance()
 
 
 def _warm_up(data: Sequence[CaseData], workload: WorkloadConfig, task: Task) -> None:
-    """Peers are told the largest batch first, since some size their cache by it; ours compiles its steps."""
+    """Prepares the peers, compiles our own engines' steps and runs every case."""
     peers = {id(item.backend): item.backend for item in data if engine_of(item.backend) is None}
     for backend in peers.values():
         task.describe(f"warming up {backend.name}")
-        cases = [item.case for item in data if item.backend is backend]
-        backend.prepare(
-            max_num_seqs=max(case.batch_size for case in cases),
-            max_total_len=max(case.total_len for case in cases),
-            params=[workload.sampling(cases[0].output_len)],
-        )
+        prepare_peer(backend, workload, [item.case for item in data if item.backend is backend])
     for llm in {id(llm): llm for item in data if (llm := engine_of(item.backend)) is not None}.values():
         with shown_compilation(llm, task):
             mine = [item for item in data if engine_of(item.backend) is llm]
@@ -70,12 +66,6 @@ def _record(item: CaseData, workload: WorkloadConfig, index: int) -> None:
     for phase in ("decode", "prefill"):
         if steps := llm.routing.steps[phase]:
             setattr(item, f"{phase}_hits", llm.routing.hits[phase] / steps)
-
-
-def _mark_warm(data: Sequence[CaseData], *, warm: bool) -> None:
-    for item in data:
-        if (llm := engine_of(item.backend)) is not None:
-            llm.ledger.warmed_up = warm
 
 
 def _turns(data: Sequence[CaseData], iteration: int) -> Iterator[int]:

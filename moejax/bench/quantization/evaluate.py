@@ -13,7 +13,6 @@ the norm in front is part of the function: it is applied to that norm's input.
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moejax.bench.quantization.metrics import BatchStats, Evaluation
 from moejax.bench.quantization.text import Windows
 from moejax.cache.contiguous import ContiguousView, empty_cache
 from moejax.core.config import ModelConfig
@@ -31,7 +31,7 @@ from moejax.nn.rope import rope_tables
 
 
 class Stream(NamedTuple):
-    """What a layer takes: `[B, T, D]` each, whose sum it is."""
+    """The two parts `[B, T, D]` of a layer's input, which is their sum."""
 
     x: jax.Array
     residual: jax.Array
@@ -46,53 +46,13 @@ class Streams(NamedTuple):
 
 
 class LayerStats(NamedTuple):
-    """Of a layer on a batch; see `BatchStats`, without L."""
+    """A layer's part of `BatchStats`, without L."""
 
     flipped: jax.Array
     changed: jax.Array
     counts: jax.Array
     squared_error: jax.Array
     squared_norm: jax.Array
-
-
-class BatchStats(NamedTuple):
-    """Of a batch, on the host. An axis of 2 is (free, replayed).
-
-    Attributes:
-        nats: float32 `[3, B, T]`, losses of the next token: full precision, free, replayed.
-        kl: float32 `[2, B, T]`, KL(full precision || quantized) in nats.
-        agree: bool `[2, B, T]`, the same likeliest token.
-        flipped: int32 `[2, L]`, tokens whose set of experts differs. Of "replayed": the set that its router
-            would have chosen.
-        changed: int32 `[2, L]`, assignments that went to an expert which full precision did not choose.
-        counts: int32 `[2, L, E]`, assignments: of full precision, of free.
-        squared_error, squared_norm: float32 `[L, E]`, of each expert's outputs, summed over its tokens.
-    """
-
-    nats: np.ndarray
-    kl: np.ndarray
-    agree: np.ndarray
-    flipped: np.ndarray
-    changed: np.ndarray
-    counts: np.ndarray
-    squared_error: np.ndarray
-    squared_norm: np.ndarray
-
-
-@dataclass
-class Evaluation:
-    """Sums over a text of `tokens` tokens, in float64 and int64; fields as in `BatchStats`, with `[…, W]`,
-    sums over a window's tokens, in place of `[…, B, T]`."""
-
-    nats: np.ndarray
-    kl: np.ndarray
-    agree: np.ndarray
-    flipped: np.ndarray
-    changed: np.ndarray
-    counts: np.ndarray
-    squared_error: np.ndarray
-    squared_norm: np.ndarray
-    tokens: int
 
 
 class Evaluator:
@@ -174,15 +134,10 @@ class Evaluator:
             return np.sum([np.asarray(getattr(p, name), dtype) for p in parts], axis=0)
 
         return Evaluation(
-            by_window("nats"),
-            by_window("kl"),
-            by_window("agree"),
-            total("flipped"),
-            total("changed"),
-            total("counts"),
-            total("squared_error", np.float64),
-            total("squared_norm", np.float64),
-            self.windows.num_tokens,
+            **{name: by_window(name) for name in ("nats", "kl", "agree")},
+            **{name: total(name) for name in ("flipped", "changed", "counts")},
+            **{name: total(name, np.float64) for name in ("squared_error", "squared_norm")},
+            tokens=self.windows.num_tokens,
         )
 
 

@@ -1,4 +1,4 @@
-"""What the numbers of a quantization comparison mean, on plain arrays. No JAX here.
+"""Reduces a quantization comparison to figures and their intervals, on plain arrays. No JAX here.
 
 Two models score the same windows of text, so their difference is bootstrapped in pairs: a resample draws
 windows with replacement and takes both models' losses on them (Koehn, 2004; Efron and Tibshirani, 1993). A
@@ -15,6 +15,39 @@ from scipy import stats
 from moejax.results.statistics import Interval
 
 Floats = NDArray[np.float64]
+
+
+@dataclass
+class BatchStats:
+    """Two models compared on a batch, on the host. An axis of 2 is (free, replayed).
+
+    Attributes:
+        nats: float32 `[3, B, T]`, losses of the next token: full precision, free, replayed.
+        kl: float32 `[2, B, T]`, KL(full precision || quantized) in nats.
+        agree: bool `[2, B, T]`, the same likeliest token.
+        flipped: int32 `[2, L]`, tokens whose set of experts differs. Of "replayed": the set that its router
+            would have chosen.
+        changed: int32 `[2, L]`, assignments that went to an expert which full precision did not choose.
+        counts: int32 `[2, L, E]`, assignments: of full precision, of free.
+        squared_error, squared_norm: float32 `[L, E]`, of each expert's outputs, summed over its tokens.
+    """
+
+    nats: np.ndarray
+    kl: np.ndarray
+    agree: np.ndarray
+    flipped: np.ndarray
+    changed: np.ndarray
+    counts: np.ndarray
+    squared_error: np.ndarray
+    squared_norm: np.ndarray
+
+
+@dataclass
+class Evaluation(BatchStats):
+    """Sums over a text of `tokens` tokens, in float64 and int64; fields as in `BatchStats`, with `[…, W]`,
+    sums over a window's tokens, in place of `[…, B, T]`."""
+
+    tokens: int
 
 
 class WindowBootstrap:
@@ -41,30 +74,32 @@ class WindowBootstrap:
         return (self.counts @ np.asarray(sums, np.float64)) / self.scored
 
     def interval(self, values: Floats) -> Interval:
-        """Of a figure: the text's value, then every resample's."""
+        """Returns a figure's interval from the text's value, which comes first, and every resample's."""
         tail = 50.0 * (1.0 - self.confidence)
         low, high = np.percentile(values[1:], (tail, 100.0 - tail))
         return Interval(float(values[0]), float(low), float(high), self.confidence, self.tokens.size)
 
     def mean(self, sums: ArrayLike) -> Interval:
-        """Of the mean over tokens."""
+        """Returns the interval of the mean over tokens."""
         return self.interval(self.means(sums))
 
     def perplexity(self, nats: ArrayLike) -> Interval:
-        """Of exp(mean loss); nats summed over each window `[W]`."""
+        """Returns the interval of exp(mean loss); nats summed over each window `[W]`."""
         return self.interval(np.exp(self.means(nats)))
 
     def difference(self, nats: ArrayLike, base: ArrayLike) -> Interval:
-        """Of a perplexity less the base's."""
+        """Returns the interval of a perplexity less the base's."""
         return self.interval(np.exp(self.means(nats)) - np.exp(self.means(base)))
 
     def ratio(self, nats: ArrayLike, base: ArrayLike) -> Interval:
-        """Of a perplexity over the base's. One that does not exclude 1 is inside the noise."""
+        """Returns the interval of a perplexity over the base's. One that does not exclude 1 is inside the
+        noise."""
         return self.interval(np.exp(self.means(nats) - self.means(base)))
 
     def loss_ratio(self, nats: ArrayLike, other: ArrayLike, base: ArrayLike) -> Interval | None:
-        """Of what one method loses against the base over what another loses: below 1 it loses less. None
-        where the other's loss is inside the noise, and a ratio to it would be one to nothing."""
+        """Returns the interval of what one method loses against the base over what another loses: below 1 it
+        loses less. None where the other's loss is inside the noise, and a ratio to it would be one to
+        nothing."""
         if not self.difference(other, base).low > 0:
             return None
         bases = np.exp(self.means(base))
@@ -135,9 +170,9 @@ def popularity_errors(
         for group, members in zip(groups, np.array_split(np.array(order, int), len(groups)), strict=True):
             group += [(error[layer, e], share[layer, e] * counts.shape[1]) for e in members]
         if len(order) > 1:
-            for found, values in zip(ranks, (share, error), strict=True):
+            for places, values in zip(ranks, (share, error), strict=True):
                 place = stats.rankdata(values[layer, order]) - (len(order) + 1) / 2
-                found.extend(place / len(order))
+                places.extend(place / len(order))
     nothing = (float("nan"), float("nan"))
     table = [np.array(group or [nothing]) for group in groups]
     weighted, unmeasured = _weighted(error, share, seen)

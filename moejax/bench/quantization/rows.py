@@ -1,37 +1,18 @@
-"""From an evaluation's sums to a row of the result and its details. No JAX here."""
+"""Makes a row of the result and its details from an evaluation's sums. No JAX here."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from moejax.bench.quantization.metrics import PopularityErrors, WindowBootstrap, total_variation
+from moejax.bench.quantization.metrics import Evaluation, PopularityErrors, WindowBootstrap, total_variation
 from moejax.results.pareto import pareto
-from moejax.results.statistics import Interval
+from moejax.results.statistics import interval_fields
 
 FULL = "full precision"
 """The name of the row that all others are compared with."""
-
-
-class Sums(Protocol):
-    """`moejax.bench.quantization.evaluate.Evaluation`."""
-
-    nats: np.ndarray
-    kl: np.ndarray
-    agree: np.ndarray
-    flipped: np.ndarray
-    changed: np.ndarray
-    counts: np.ndarray
-    squared_error: np.ndarray
-    squared_norm: np.ndarray
-    tokens: int
-
-
-def spread(name: str, interval: Interval | None) -> dict[str, float | None]:
-    """An interval as three flat fields."""
-    values = (None,) * 3 if interval is None else (interval.estimate, interval.low, interval.high)
-    return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
 
 
 def loss_fields(
@@ -46,30 +27,30 @@ def loss_fields(
     return {
         "perplexity": float(np.exp(mean)),
         "bits_per_byte": mean / np.log(2) / bytes_per_token,
-        **spread("perplexity_delta", boot.difference(nats, base)),
-        **spread("perplexity_loss_percent", percent),
+        **interval_fields("perplexity_delta", boot.difference(nats, base)),
+        **interval_fields("perplexity_loss_percent", percent),
         "inside_noise": not ratio.excludes(1.0),
     }
 
 
-def split_fields(boot: WindowBootstrap, sums: Sums) -> dict[str, Any]:
+def split_fields(boot: WindowBootstrap, sums: Evaluation) -> dict[str, Any]:
     """KL and agreement, and what of the loss the routing makes."""
     full, free, replayed = sums.nats
     routing = boot.ratio(free, replayed)
     return {
-        **spread("kl", boot.mean(sums.kl[0])),
+        **interval_fields("kl", boot.mean(sums.kl[0])),
         "top1_agreement": float(boot.means(sums.agree[0])[0]),
         "replayed_perplexity": float(np.exp(boot.means(replayed)[0])),
-        **spread("replayed_delta", boot.difference(replayed, full)),
-        **spread("routing_delta", boot.difference(free, replayed)),
+        **interval_fields("replayed_delta", boot.difference(replayed, full)),
+        **interval_fields("routing_delta", boot.difference(free, replayed)),
         "routing_inside_noise": not routing.excludes(1.0),
-        **spread("replayed_kl", boot.mean(sums.kl[1])),
+        **interval_fields("replayed_kl", boot.mean(sums.kl[1])),
         "replayed_top1_agreement": float(boot.means(sums.agree[1])[0]),
     }
 
 
 def routing_fields(
-    sums: Sums, moe_layers: Sequence[bool], popularity: PopularityErrors | None
+    sums: Evaluation, moe_layers: Sequence[bool], popularity: PopularityErrors | None
 ) -> dict[str, Any]:
     """Flips, load shift and experts' errors, over the expert layers; no errors where no weight changed."""
     layers = [i for i, sparse in enumerate(moe_layers) if sparse]
@@ -93,12 +74,12 @@ def routing_fields(
     return row
 
 
-def flip_shares(sums: Sums) -> tuple[np.ndarray, np.ndarray]:
-    """`[2, L]` each: tokens whose set of experts differs, and assignments changed, as shares."""
+def flip_shares(sums: Evaluation) -> tuple[np.ndarray, np.ndarray]:
+    """Returns as shares `[2, L]` the tokens whose set of experts differs, and the assignments changed."""
     return sums.flipped / sums.tokens, sums.changed / np.maximum(sums.counts[0].sum(-1), 1)
 
 
-def detail(sums: Sums, moe_layers: Sequence[bool], popularity: PopularityErrors) -> dict[str, Any]:
+def detail(sums: Evaluation, moe_layers: Sequence[bool], popularity: PopularityErrors) -> dict[str, Any]:
     """Everything by layer, expert and window, for `quantization.json`."""
     flips, changed = flip_shares(sums)
     return {
@@ -121,16 +102,12 @@ def detail(sums: Sums, moe_layers: Sequence[bool], popularity: PopularityErrors)
 
 def compare_methods(boot: WindowBootstrap, nats: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     """Every pair's perplexity ratio with its interval; the full-precision model is one of them."""
-    names = list(nats)
-    found = []
-    for i, first in enumerate(names):
-        for second in names[i + 1 :]:
-            ratio = boot.ratio(nats[second], nats[first])
-            found.append(
-                {"first": first, "second": second, **spread("perplexity_ratio", ratio),
-                 "inside_noise": not ratio.excludes(1.0)}
-            )  # fmt: skip
-    return found
+    rows = []
+    for first, second in itertools.combinations(nats, 2):
+        ratio = boot.ratio(nats[second], nats[first])
+        ratios = interval_fields("perplexity_ratio", ratio)
+        rows.append({"first": first, "second": second, **ratios, "inside_noise": not ratio.excludes(1.0)})
+    return rows
 
 
 def mark_pareto(rows: list[dict[str, Any]]) -> None:
@@ -153,4 +130,4 @@ def against_rtn(boot: WindowBootstrap, rows: list[dict[str, Any]], nats: Mapping
         if other is None or row["name"] not in nats or row["method"] == "rtn":
             continue
         row["rtn"] = other
-        row |= spread("loss_vs_rtn", boot.loss_ratio(nats[row["name"]], nats[other], nats[FULL]))
+        row |= interval_fields("loss_vs_rtn", boot.loss_ratio(nats[row["name"]], nats[other], nats[FULL]))

@@ -86,8 +86,11 @@ class _Methods:
         against_rtn(boot, rows, self.nats)
         mark_pareto(rows)
         windows = self.bench.windows
+        # Of the time in which methods were measured; nothing here is per token.
+        summary = self.telemetry.summary()
+        machine = {name: value for name, value in summary.items() if "per_output_token" not in name}
         return self.run.result(
-            metrics=_metrics(rows) | self._machine(),
+            metrics=_metrics(rows) | machine,
             cases=rows,
             routing={"counts": self.details.get(FULL, {}).get("expert_counts_full")},
             differences=compare_methods(boot, self.nats),
@@ -104,11 +107,6 @@ class _Methods:
             wandb_group=self.group if self.run.tracking.kind != "none" else None,
             telemetry=self.telemetry.report(),
         )
-
-    def _machine(self) -> dict[str, float | None]:
-        """Of the time in which methods were measured; nothing here is per token."""
-        found = self.telemetry.summary()
-        return {name: value for name, value in found.items() if "per_output_token" not in name}
 
     def write(self) -> Path:
         """Writes result.json as of now and the details, whose file it returns."""

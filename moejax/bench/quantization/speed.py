@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from moejax.bench.quantization.config import SpeedSection
-from moejax.bench.quantization.rows import spread
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
@@ -18,7 +17,7 @@ from moejax.nn.param import specs
 from moejax.perf.cost import decode_step_cost
 from moejax.perf.memory import held_weights
 from moejax.perf.roofline import step_bound
-from moejax.results.statistics import paired_ratio
+from moejax.results.statistics import interval_fields, paired_ratio
 
 
 class SpeedMeter:
@@ -46,8 +45,8 @@ class SpeedMeter:
         held = held_weights(config, specs(llm.model))
         kv = llm.kv_cache_dtype
         cost = decode_step_cost(config, batch, context, self.hits, kv_dtype=kv, weights=held)
-        found = step_bound(cost, hardware, config.dtype)
-        return None if found is None else (batch / found.seconds, found.limit)
+        bound = step_bound(cost, hardware, config.dtype)
+        return None if bound is None else (batch / bound.seconds, bound.limit)
 
     def __call__(self, llm: LLM) -> dict[str, Any]:
         """Row fields: tokens/s of the median run, and its ratio to full precision with its interval.
@@ -62,7 +61,7 @@ class SpeedMeter:
                 times[index].append(self._seconds(model))
         self._full_times += times[0]
         ratio = paired_ratio(times[0], times[1])
-        return {**self._rate(times[1]), **spread("decode_ratio", ratio)}
+        return {**self._rate(times[1]), **interval_fields("decode_ratio", ratio)}
 
     def full_rate(self) -> dict[str, Any]:
         """Row fields of the full-precision model, over all its turns so far."""

@@ -3,17 +3,11 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from moejax.core.errors import ConfigError
-
-
-class Encoder(Protocol):
-    """A tokenizer (`moejax.engine.requests.tokenizer.Tokenizer`)."""
-
-    def encode(self, text: str) -> list[int]: ...
+from moejax.engine.requests.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -49,11 +43,11 @@ def read_windows(
     max_windows: int | None,
     *,
     model_dir: Path | None,
-    tokenizer: Encoder | None,
+    tokenizer: Tokenizer | None,
     seed: int,
 ) -> Windows:
-    """Windows of `seq_len` predicted tokens. They follow one another, so that every token of the text but the
-    first is predicted at most once; the first ones of a window see little context.
+    """Cuts a text into windows of `seq_len` predicted tokens. They follow one another, so that every token of
+    the text but the first is predicted at most once; the first ones of a window see little context.
 
     Args:
         text: a UTF-8 file, or "auto" for `held_out.txt` in `model_dir`.

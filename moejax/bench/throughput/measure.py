@@ -1,6 +1,5 @@
 """Warm-up and the measured passes of a throughput experiment."""
 
-import contextlib
 import dataclasses
 import gc
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ _WARMUP_TOKENS = 16
 _WARMUP_BATCH = 8  # where a server does not say how many it runs at a time
 
 
-def measure(modes: Sequence[Mode], workload: ThroughputWorkload, meter: Meter | None = None) -> None:
+def measure(modes: Sequence[Mode], workload: ThroughputWorkload, meter: Meter) -> None:
     """Fills `modes`: warm-up, then the iterations.
 
     Raises:
@@ -59,16 +58,14 @@ def warm_up(mode: Mode, workload: ThroughputWorkload) -> None:
         drive(mode.backend, short, workload.sampling, agree=agree)
 
 
-def run_pass(
-    mode: Mode, workload: ThroughputWorkload, case: int, task: Task, meter: Meter | None = None
-) -> None:
+def run_pass(mode: Mode, workload: ThroughputWorkload, case: int, task: Task, meter: Meter) -> None:
     """One measured pass of the traffic through a mode."""
     task.describe(f"measuring {mode.label}")
     mode.backend.reset_stats()
     llm = engine_of(mode.backend)
     start_capture(llm)
     gc.collect()  # now, and not on the first mode's behalf in the second's time
-    with meter.part(case) if meter is not None else contextlib.nullcontext():
+    with meter.part(case):
         run = drive(
             mode.backend, mode.plan, workload.sampling, case=case, on_progress=task.advance, agree=agree
         )

@@ -14,7 +14,7 @@ from moejax.bench.throughput.modes import Mode
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.hardware import Hardware
 from moejax.results.metrics import RequestRecord, case_row, compute_metrics, summarize
-from moejax.results.statistics import paired_ratio
+from moejax.results.statistics import interval_fields, paired_ratio
 
 # Rates are medians over the iterations; a pooled rate would let one slow iteration pull it down.
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
@@ -106,9 +106,7 @@ def speedup(modes: Sequence[Mode], rows: Sequence[Mapping[str, Any]]) -> dict[st
     ratio = paired_ratio(rates["continuous"], rates["static"])
     ttft = {row["batching"]: row["p99_ttft_ms"] for row in rows if row["backend"] == "moejax"}
     return {
-        "speedup_over_static": ratio.estimate,
-        "speedup_over_static_low": ratio.low,
-        "speedup_over_static_high": ratio.high,
+        **interval_fields("speedup_over_static", ratio),
         "p99_ttft_ratio": ttft["continuous"] / ttft["static"],
     }
 
