@@ -111,11 +111,6 @@ def interleave(
     return Comparison(timings, base, ratios)
 
 
-def measure(fn: Callable[[], Any], *, name: str = "call", warmup: int = 2, repeats: int = 10) -> Timing:
-    """`interleave` for a single callable."""
-    return interleave({name: fn}, warmup=warmup, repeats=repeats).timings[name]
-
-
 def weight_metrics(stages: Iterable[nnx.Module]) -> dict[str, float]:
     """`weight_bytes` of a model as held, all devices' parts counted once, and `bits_per_weight` over all its
     parameters."""

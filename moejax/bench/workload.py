@@ -1,4 +1,4 @@
-"""What a latency experiment asks of the engine: cases, prompts and service-level objectives.
+"""The workload of a latency experiment: cases, prompts and service-level objectives.
 
 Host code on plain values: no JAX, no Hydra. A case is B prompts of P tokens that generate N tokens each; all
 requests of a case start together.
@@ -125,18 +125,15 @@ def latency_cases(config: WorkloadConfig) -> list[LatencyCase]:
     return [LatencyCase(*row) for row in dict.fromkeys(rows)]
 
 
-def random_prompts(case: LatencyCase, vocab_size: int, seed: int, low: int = 0) -> list[list[int]]:
-    """`case.batch_size` prompts of `case.prompt_len` token ids, uniform in [low, vocab_size).
+def random_prompts(case: LatencyCase, vocab_size: int, seed: int) -> list[list[int]]:
+    """`case.batch_size` prompts of `case.prompt_len` token ids, uniform in [0, vocab_size).
 
     A prompt depends on the seed, the case and its place in the batch, and on nothing else: adding a case to a
-    workload or changing the order leaves the others' prompts alone, and no two cases share a prefix. `low`
-    keeps clear of special tokens at the vocabulary's start.
+    workload or changing the order leaves the others' prompts alone, and no two cases share a prefix.
     """
-    if not 0 <= low < vocab_size:
-        raise ConfigError(f"no token id to draw from: low {low}, vocabulary size {vocab_size}")
     root = [seed, case.batch_size, case.prompt_len, case.output_len]
     rows = (np.random.default_rng([*root, row]) for row in range(case.batch_size))
-    return [rng.integers(low, vocab_size, size=case.prompt_len).tolist() for rng in rows]
+    return [rng.integers(0, vocab_size, size=case.prompt_len).tolist() for rng in rows]
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
@@ -163,7 +160,6 @@ def case_prompts(
     vocab_size: int,
     *,
     encode: Callable[[str], Sequence[int]] | None = None,
-    low: int = 0,
 ) -> list[list[int]]:
     """The token ids of a case: random ones, or the file's prompts brought to exactly `prompt_len` tokens.
 
@@ -172,7 +168,7 @@ def case_prompts(
     turns text into token ids and is needed only for a file that holds text.
     """
     if config.prompts_file is None:
-        return random_prompts(case, vocab_size, config.seed, low)
+        return random_prompts(case, vocab_size, config.seed)
     where = f"workload.prompts_file {config.prompts_file!r}"
     prompts = itertools.islice(itertools.cycle(load_prompts(config.prompts_file)), case.batch_size)
     rows = [prompt_ids(prompt, vocab_size, encode, where) for prompt in prompts]

@@ -281,7 +281,7 @@ def test_what_makes_no_sense_is_refused(section, message):
 def test_a_case_that_does_not_fit_a_variant_is_found_before_anything_runs(tmp_path):
     short = Clocked()
     short.max_model_len = 8
-    with pytest.raises(ConfigError, match="case b1_p4_n5: 4 \\+ 5 tokens exceed the limit of 8"):
+    with pytest.raises(ConfigError, match="case b1_p4_n5: 4 \\+ 5 tokens exceed the limit of clocked of 8"):
         run(tmp_path, {"a": Clocked(), "b": short})
     assert not short.passes and not (tmp_path / "result.json").exists()
 

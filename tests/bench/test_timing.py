@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moejax.bench.timing import interleave, measure, peak_memory, timed
+from moejax.bench.timing import interleave, peak_memory, timed
 
 
 def test_compiling_is_in_the_first_call_only():
     step = jax.jit(lambda x: jnp.tanh(x @ x).sum())
     x = jnp.ones((64, 64), jnp.float32)
-    timing = measure(lambda: step(x), repeats=5)
+    timing = interleave({"step": lambda: step(x)}, repeats=5).timings["step"]
     assert len(timing.seconds) == 5 and timing.first_call_s > timing.median_s >= timing.min_s > 0
     assert timing.interval().low <= timing.median_s <= timing.interval().high
 
@@ -55,7 +55,7 @@ def test_wrong_use_is_an_error():
     with pytest.raises(ValueError, match="baseline 'x' is not among"):
         interleave({"a": lambda: None}, baseline="x")
     with pytest.raises(ValueError, match="warmup >= 1"):
-        measure(lambda: None, warmup=0)
+        interleave({"a": lambda: None}, warmup=0)
 
 
 def test_peak_memory_never_falls_and_is_in_bytes():

@@ -80,10 +80,10 @@ def test_sampling_is_greedy_to_the_full_length_and_seeded_per_request() -> None:
 )
 def test_random_prompts_have_their_shape_and_range(batch: int, length: int, vocab: int, seed: int) -> None:
     case = LatencyCase(batch, length, 1)
-    prompts = random_prompts(case, vocab, seed, low=2)
+    prompts = random_prompts(case, vocab, seed)
     assert [len(prompt) for prompt in prompts] == [length] * batch
-    assert all(type(token) is int and 2 <= token < vocab for prompt in prompts for token in prompt)
-    assert prompts == random_prompts(case, vocab, seed, low=2)
+    assert all(type(token) is int and 0 <= token < vocab for prompt in prompts for token in prompt)
+    assert prompts == random_prompts(case, vocab, seed)
 
 
 def test_random_prompts_differ_between_cases_rows_and_seeds() -> None:
@@ -93,11 +93,6 @@ def test_random_prompts_differ_between_cases_rows_and_seeds() -> None:
         *random_prompts(LatencyCase(3, 32, 8), 1000, 0), *random_prompts(LatencyCase(2, 32, 9), 1000, 0),
     ]  # fmt: skip
     assert len({tuple(prompt[:8]) for prompt in variants}) == len(variants)
-
-
-def test_random_prompts_need_a_vocabulary() -> None:
-    with pytest.raises(ConfigError, match="vocabulary size 4"):
-        random_prompts(LatencyCase(1, 1, 1), 4, 0, low=4)
 
 
 def write(path: Path, lines: list[Any]) -> str:
@@ -146,7 +141,7 @@ def test_case_prompts_cut_repeat_and_cycle(tmp_path: Path) -> None:
 
 def test_case_prompts_are_random_without_a_file() -> None:
     case = LatencyCase(2, 8, 1)
-    assert case_prompts(WorkloadConfig(seed=3), case, 50, low=4) == random_prompts(case, 50, 3, low=4)
+    assert case_prompts(WorkloadConfig(seed=3), case, 50) == random_prompts(case, 50, 3)
 
 
 def test_hash_is_of_what_is_asked_and_nothing_else(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `experiments.latency` and `.throughput` need of an engine, ours or a peer. No JAX here."""
+"""The interface of an engine, ours or a peer, for `experiments.latency` and `.throughput`. No JAX here."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -62,11 +62,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def submit(
-        self,
-        prompt: list[int],
-        sampling_params: SamplingParams | None = None,
-        *,
-        arrival_time: float | None = None,
+        self, prompt: list[int], params: SamplingParams, *, arrival_time: float | None = None
     ) -> RequestOutput:
         """Queues a request and returns its output, which `step` fills."""
 
@@ -78,8 +74,14 @@ class Backend(abc.ABC):
     def abort(self, request_id: str) -> None:
         """Ends a submitted request with what it has."""
 
-    def check(self, params: SamplingParams) -> None:  # noqa: B027 (doing nothing is right for an engine that can all)
-        """Raises `RequestError` for sampling parameters that it does not have."""
+    def check(self, params: SamplingParams) -> None:
+        """Raises `RequestError` where `params` asks more than temperature, top_k, top_p, min_p, a seed, a
+        length and whether to stop at the end of sequence."""
+        for field, usual in _OURS_ONLY.items():
+            if getattr(params, field) != usual:
+                raise RequestError(
+                    f"backend {self.name} has no {field}={getattr(params, field)!r}; backend=moejax does"
+                )
 
     def prepare(  # noqa: B027 (nothing to prepare)
         self, *, max_num_seqs: int, max_total_len: int, params: Sequence[SamplingParams]
@@ -95,8 +97,8 @@ class Backend(abc.ABC):
         """Starts the counts of `stats` afresh."""
 
     def memory(self) -> dict[str, int | float | None]:
-        """Of `weight_bytes`, `kv_cache_bytes`, `bits_per_weight`, `host_peak_bytes`, `device_peak_bytes` what
-        is known; nothing is estimated."""
+        """Returns what is known of `weight_bytes`, `kv_cache_bytes`, `bits_per_weight`, `host_peak_bytes` and
+        `device_peak_bytes`; nothing is estimated."""
         return {}
 
     def close(self) -> None:  # noqa: B027 (nothing is held)
@@ -108,13 +110,3 @@ _OURS_ONLY = {
     "n": 1, "logprobs": None, "repetition_penalty": 1.0, "stop": (), "stop_token_ids": (),
     "include_stop_str_in_output": False,
 }  # fmt: skip
-
-
-def check_plain_sampling(name: str, params: SamplingParams) -> None:
-    """Raises `RequestError` where `params` asks more of a peer than temperature, top_k, top_p, min_p, a seed,
-    a length and whether to stop at the end of sequence."""
-    for field, usual in _OURS_ONLY.items():
-        if getattr(params, field) != usual:
-            raise RequestError(
-                f"backend {name} has no {field}={getattr(params, field)!r}; backend=moejax does"
-            )

@@ -28,19 +28,18 @@ class MoejaxBackend(Backend):
 
     # -- requests --------------------------------------------------------------------------------------
 
+    def check(self, params: SamplingParams) -> None:
+        """Accepts all: whatever is in `SamplingParams` the engine has."""
+
     def generate(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, record_routing: bool = False
     ) -> list[RequestOutput]:
         return self.llm.generate(prompts, params, record_routing=record_routing)
 
     def submit(
-        self,
-        prompt: list[int],
-        sampling_params: SamplingParams | None = None,
-        *,
-        arrival_time: float | None = None,
+        self, prompt: list[int], params: SamplingParams, *, arrival_time: float | None = None
     ) -> RequestOutput:
-        return self.llm.submit(prompt, sampling_params, arrival_time=arrival_time)
+        return self.llm.submit(prompt, params, arrival_time=arrival_time)
 
     def step(self) -> bool:
         return self.llm.step()

@@ -17,7 +17,7 @@ from typing import Any
 
 import openai
 
-from moejax.bench.backends.base import Backend, BackendError, check_plain_sampling
+from moejax.bench.backends.base import Backend, BackendError
 from moejax.bench.backends.chunks import Chunk, Counting, count_tokens
 from moejax.bench.backends.config import BackendOptions
 from moejax.core.errors import ConfigError, RequestError, unknown
@@ -82,9 +82,6 @@ class OpenAIEndpoint(Backend):
 
     # -- requests --------------------------------------------------------------------------------------
 
-    def check(self, params: SamplingParams) -> None:
-        check_plain_sampling(self.name, params)
-
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         bodies = [self._body(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
         now = time.perf_counter()
@@ -100,13 +97,8 @@ class OpenAIEndpoint(Backend):
         return outputs
 
     def submit(
-        self,
-        prompt: list[int],
-        sampling_params: SamplingParams | None = None,
-        *,
-        arrival_time: float | None = None,
+        self, prompt: list[int], params: SamplingParams, *, arrival_time: float | None = None
     ) -> RequestOutput:
-        params = sampling_params or SamplingParams()
         arrival = time.perf_counter() if arrival_time is None else arrival_time
         return self._start(prompt, self._body(prompt, params), params, arrival)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.bench.backends.base import Backend, BackendError, check_plain_sampling
+from moejax.bench.backends.base import Backend, BackendError
 from moejax.bench.backends.config import BackendOptions, missing_package
 from moejax.bench.backends.process import Worker, WorkerFault
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
@@ -141,9 +141,6 @@ class WorkerBackend(Backend):
 
     # -- requests --------------------------------------------------------------------------------------
 
-    def check(self, params: SamplingParams) -> None:
-        check_plain_sampling(self.name, params)
-
     def prepare(self, *, max_num_seqs: int, max_total_len: int, params: Sequence[SamplingParams]) -> None:
         self._worker.ask("prepare", max_num_seqs=max_num_seqs, max_total_len=max_total_len)
 
@@ -162,13 +159,9 @@ class WorkerBackend(Backend):
         return outputs
 
     def submit(
-        self,
-        prompt: list[int],
-        sampling_params: SamplingParams | None = None,
-        *,
-        arrival_time: float | None = None,
+        self, prompt: list[int], params: SamplingParams, *, arrival_time: float | None = None
     ) -> RequestOutput:
-        fields = self._request(prompt, sampling_params or SamplingParams())
+        fields = self._request(prompt, params)
         output = _output(fields, time.perf_counter() if arrival_time is None else arrival_time)
         self._queued.append(fields)
         self._live[output.request_id] = output

@@ -53,10 +53,10 @@ def find_trace(directory: Path) -> Path:
     Raises:
         TraceError: there is none.
     """
-    found = sorted(directory.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    files = sorted(directory.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    if not files:
         raise TraceError(f"jax.profiler has left no .xplane.pb under {directory}")
-    return found[-1]
+    return files[-1]
 
 
 def read_trace(file: Path) -> Trace:
@@ -76,9 +76,9 @@ def read_trace(file: Path) -> Trace:
     events = [event for plane in devices for event in _device_events(plane)]
     spans: list[tuple[float, float]] = []
     for plane in hosts:
-        found, more = _host_events(plane)
-        spans += more
-        events += found
+        ran, annotated = _host_events(plane)
+        spans += annotated
+        events += ran
     if not events:
         raise TraceError(
             f"the profile {file} has no event of a compiled program: this backend's profiler records none"
@@ -87,22 +87,19 @@ def read_trace(file: Path) -> Trace:
 
 
 def _host_events(plane: Any) -> tuple[list[Event], list[tuple[float, float]]]:
-    """Instructions that the CPU ran, and the annotated spans."""
-    started: list[tuple[str, Mapping[str, Any], float, float]] = []
+    """Returns the instructions that the CPU ran, and the annotated spans."""
+    events: list[Event] = []
     spans: list[tuple[float, float]] = []
     for line in plane.lines:
         for event in line.events:
-            name, start = event.name, event.start_ns
-            if name == SPAN:
-                spans.append((start, start + event.duration_ns))
+            start, end = event.start_ns, event.start_ns + event.duration_ns
+            if event.name == SPAN:
+                spans.append((start, end))
                 continue
             stats = dict(event.stats)
             if "hlo_op" in stats:
-                started.append((str(stats["hlo_op"]), stats, start, start + event.duration_ns))
-    events = [
-        Event(name, int(stats.get("program_id", 0)), int(stats.get("run_id", 0)), start, end)
-        for name, stats, start, end in started
-    ]
+                program, run = int(stats.get("program_id", 0)), int(stats.get("run_id", 0))
+                events.append(Event(str(stats["hlo_op"]), program, run, start, end))
     return events, spans
 
 
@@ -119,7 +116,7 @@ def _device_events(plane: Any) -> Iterable[Event]:
                 kernels.append((str(stats["hlo_op"]), stats, start, start + event.duration_ns))
     modules.sort()
     starts = [start for start, _ in modules]
-    for name, found, start, end in kernels:
+    for name, stats, start, end in kernels:
         place = bisect.bisect_right(starts, start) - 1
-        own = modules[place][1] if place >= 0 else 0
-        yield Event(name, int(found.get("program_id", 0)), int(found.get("run_id", own)), start, end)
+        run = modules[place][1] if place >= 0 else 0
+        yield Event(name, int(stats.get("program_id", 0)), int(stats.get("run_id", run)), start, end)

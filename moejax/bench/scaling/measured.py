@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.scaling.config import ScalingSection
+from moejax.bench.scaling.modelled import exchange_of
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
@@ -16,9 +17,7 @@ from moejax.engine.stats import StepRecord
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.limits import StepKey
 from moejax.engine.step.sampler import SamplerMode
-from moejax.moe.exchange_cost import exchange_cost
-from moejax.moe.expert_parallel import choose_exchange
-from moejax.perf.comm import Exchange, compare, step_comm
+from moejax.perf.comm import compare, step_comm
 from moejax.sharding.hlo import bytes_on_wire, collectives, taken
 from moejax.sharding.spmd import MeshDevices
 
@@ -78,37 +77,25 @@ def measure_layout(
 
     llm.on_step = see
     llm.generate(prompts, params)
-    found: dict[str, Any] = {
+    return {
         "measured_devices": parallel.num_devices,
         "cpu_decode_ms": statistics.median(seconds) * 1e3 if seconds else None,
+        **_bytes(llm, parallel, rows),
     }
-    return found | _bytes(llm, parallel, rows)
 
 
 def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
-    """Bytes that a device sends in a decode step: the compiled program's, and whether the formulas agree.
+    """Returns the bytes that a device sends in a decode step of the compiled program, and whether the
+    formulas agree.
 
-    Of a pipeline's stages nothing is read here; tests/sharding holds them against the formulas.
+    A pipeline's stages are not read here; tests/sharding holds them against the formulas.
     """
     runner = llm.runner
     if not isinstance(runner, DeviceRunner) or not isinstance(runner.place, MeshDevices):
         return {"program_comm_bytes": None if parallel.pp > 1 else 0.0, "formulas_agree": None}
     key = StepKey(rows, 0, runner.limits.segment_ends[0], 1, SamplerMode(), False, False)
     axes, model = runner.place.axes, llm.config
-    exchange = Exchange()
-    if axes.exchange:
-        experts = (model.num_experts + parallel.redundant_experts) // parallel.ep
-        size: dict[str, int] = {"hidden": model.hidden_size, "itemsize": 4}
-        chosen = choose_exchange(
-            parallel.exchange,
-            tokens=rows,
-            **size,
-            top_k=model.num_experts_per_tok,
-            axes=axes,
-            platform="cpu",
-            num_local=experts,
-        )
-        exchange = exchange_cost(chosen.value, model, parallel, rows, bucket=EVEN)
+    exchange, _ = exchange_of(model, parallel, rows, platform="cpu")
     ran = taken(collectives(runner.program(key), runner.place.mesh), lambda branch: EVEN)
     terms = step_comm(model, parallel, tokens=rows, rows=rows, exchange=exchange)
     return {

@@ -14,7 +14,7 @@ from moejax.nn.param import specs
 from moejax.perf.comm import Exchange
 from moejax.perf.cost import DTYPE_BYTES
 from moejax.perf.memory import StageMemory, device_memory, largest
-from moejax.perf.scaling import Phase, StepModel, model_step
+from moejax.perf.scaling import Phase, model_step
 from moejax.sharding.mesh import make_axes
 from moejax.sharding.pipeline import split_layers
 
@@ -22,7 +22,7 @@ from moejax.sharding.pipeline import split_layers
 def layout_row(
     model: ModelConfig, parallel: ParallelConfig, hardware: Hardware, section: ScalingSection, block_size: int
 ) -> dict[str, Any]:
-    """What the table says of a layout on a device kind; times in milliseconds, bytes of one device.
+    """Returns a layout's row on a device kind; times in milliseconds, bytes of one device.
 
     Raises:
         ConfigError: the model cannot be spread so.
@@ -73,7 +73,7 @@ def _phase(
     exchange, why = exchange_of(model, parallel, math.ceil(phase.tokens / microbatches))
     step = model_step(model, parallel, hardware, stages, phase, exchange, microbatches=microbatches)
     name = phase.name
-    found = {
+    row = {
         f"{name}_ms": step.seconds * 1e3,
         f"{name}_memory_ms": step.memory * 1e3,
         f"{name}_compute_ms": step.compute * 1e3,
@@ -84,16 +84,13 @@ def _phase(
         f"{name}_exchange_reason": why,
         f"{name}_comm_bytes": sum(step.comm_bytes.values()),
     }
-    return found | {f"{name}_comm_bytes_{role}": sent for role, sent in by_role(step).items()}
+    return row | {f"{name}_comm_bytes_{role}": sent for role, sent in step.comm_bytes.items() if sent}
 
 
-def by_role(step: StepModel) -> dict[str, float]:
-    """Bytes by the axes' role, none of them 0."""
-    return {role: sent for role, sent in step.comm_bytes.items() if sent}
-
-
-def exchange_of(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[Exchange, str]:
-    """The exchange of a step of `tokens` tokens a device on GPUs, with an even routing, and why this one."""
+def exchange_of(
+    model: ModelConfig, parallel: ParallelConfig, tokens: int, platform: str = "gpu"
+) -> tuple[Exchange, str]:
+    """Returns the exchange of a step of `tokens` tokens a device, with an even routing, and why this one."""
     if parallel.attention != "data" or parallel.ep == 1:
         return Exchange(), "all expert ranks see all tokens"
     chosen = choose_exchange(
@@ -103,7 +100,7 @@ def exchange_of(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tu
         itemsize=DTYPE_BYTES[model.dtype],
         top_k=model.num_experts_per_tok,
         axes=make_axes(parallel, model.num_kv_heads),
-        platform="gpu",
+        platform=platform,
         num_local=(model.num_experts + parallel.redundant_experts) // parallel.ep,
     )
     return exchange_cost(chosen.value, model, parallel, tokens), chosen.reason

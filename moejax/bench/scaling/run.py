@@ -64,9 +64,15 @@ def run_scaling(
     with progress("layouts", total=len(section.layouts)) as task:
         for layout in section.layouts:
             task.describe(layout)
-            row = _row(source, model, layout, KNOWN[kind], section, measure, load_format, block_size, seed)
-            if capture is not None and row["error"] is None:
-                row |= _routed(capture, model, PRESETS[layout])
+            parallel = PRESETS[layout]
+            row: dict[str, Any] = {"layout": layout, "error": None}
+            try:
+                row |= layout_row(model, parallel, KNOWN[kind], section, block_size)
+            except ConfigError as error:
+                row |= {"devices": parallel.num_devices, "error": str(error)}
+            else:
+                row |= _measured(source, model, parallel, section, load_format, seed) if measure else {}
+                row |= _routed(capture, model, parallel) if capture is not None else {}
             rows.append(row)
             task.advance()
     result = run.result(
@@ -78,29 +84,12 @@ def run_scaling(
     return run.finish(result, tables={"layouts": result["cases"]})
 
 
-def _row(
-    source: Any,
-    model: ModelConfig,
-    layout: str,
-    hardware: Any,
-    section: ScalingSection,
-    measure: bool,
-    load_format: Any,
-    block_size: int,
-    seed: int,
-) -> dict[str, Any]:
-    parallel = PRESETS[layout]
-    row: dict[str, Any] = {"layout": layout, "error": None}
+def _measured(*layout: Any) -> dict[str, Any]:
+    """Returns what `measure_layout` does of its arguments, or why it cannot."""
     try:
-        row |= layout_row(model, parallel, hardware, section, block_size)
+        return measure_layout(*layout)
     except ConfigError as error:
-        return row | {"devices": parallel.num_devices, "error": str(error)}
-    if measure:
-        try:
-            row |= measure_layout(source, model, parallel, section, load_format, seed)
-        except ConfigError as error:
-            row["not_measured"] = str(error)
-    return row
+        return {"not_measured": str(error)}
 
 
 def _routed(capture: RoutingCapture, model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What must hold whenever the engine is idle: nothing held or leaked, the same tokens at the same speed."""
+"""Checks of an idle engine: nothing is held or leaked, and it gives the same tokens at the same speed."""
 
 import dataclasses
 import gc
@@ -23,7 +23,7 @@ _RETRIES, _PAUSE_S = 4, 0.5
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What an idle process holds.
+    """Memory, arrays, programs and requests that an idle process holds.
 
     Attributes:
         rss_bytes: resident memory of the process.
@@ -53,7 +53,7 @@ def snapshot(llm: LLM) -> Snapshot:
 
 
 def idle_faults(llm: LLM) -> list[str]:
-    """What an idle engine holds that it should not: one line each."""
+    """Returns a line for everything that an idle engine holds and should not."""
     faults = []
     stats = llm.stats()
     for key, what in (("running", "sequences still run"), ("waiting", "requests still wait"),
@@ -107,14 +107,12 @@ class Prober:
         times: list[tuple[float, float]] = []
         tokens: np.ndarray | None = None
         for repeat in range(repeats):
-            if repeat % 2:
-                other, (found, own) = self._run(self.control)[1], self._run(self.llm)
-            else:
-                (found, own), other = self._run(self.llm), self._run(self.control)[1]
-            if tokens is not None and not np.array_equal(tokens, found):
+            turns = (self.llm, self.control)[:: -1 if repeat % 2 else 1]
+            runs = {llm is self.llm: self._run(llm) for llm in turns}
+            if tokens is not None and not np.array_equal(tokens, runs[True][0]):
                 raise AssertionError("the same greedy prompts gave different tokens one after the other")
-            tokens = found
-            times.append((own, other))
+            tokens = runs[True][0]
+            times.append((runs[True][1], runs[False][1]))
         assert tokens is not None
         pairs = np.array(times)
         return Probe(tokens, float(np.median(pairs[:, 0])), float(np.median(pairs[:, 0] / pairs[:, 1])))

@@ -1,4 +1,4 @@
-"""What a stress run asks of an engine. Host code on plain values."""
+"""The stress experiment's configuration. Host code on plain values."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,8 @@ class PhaseLog:
     faults: list[str] = field(default_factory=list)
 
     def row(self, case: int) -> dict[str, Any]:
-        counts = {name: getattr(self.counts, name) for name in _COUNTS}
-        faults = list(dict.fromkeys([*self.faults, *self.counts.errors]))
+        counts = asdict(self.counts)
+        faults = list(dict.fromkeys([*self.faults, *counts.pop("errors")]))
         return {
             "case": case,
             "phase": self.name,
@@ -107,11 +107,11 @@ def run_stress(llm: LLM, section: StressSection, run: ExperimentRun) -> Result:
 
 def check_stress(result: Mapping[str, Any]) -> None:
     """Raises `StressError` with the first fault where there is any."""
-    found = [f"{row['phase']}: {fault}" for row in result["cases"] for fault in row["faults"]]
-    found += result["faults"]
-    if found:
-        more = f" (and {len(found) - 1} more in result.json)" if len(found) > 1 else ""
-        raise StressError(f"stress: {found[0]}{more}")
+    faults = [f"{row['phase']}: {fault}" for row in result["cases"] for fault in row["faults"]]
+    faults += result["faults"]
+    if faults:
+        more = f" (and {len(faults) - 1} more in result.json)" if len(faults) > 1 else ""
+        raise StressError(f"stress: {faults[0]}{more}")
 
 
 def _rounds(prober: Prober, logs: Sequence[PhaseLog]) -> list[Snapshot]:
