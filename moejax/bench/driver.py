@@ -24,7 +24,7 @@ _LOOK_EVERY = 0.2
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """What became of one planned request.
+    """The outcome of one planned request.
 
     Attributes:
         record: its lengths, instants and finish reason; "error" if the engine refused or lost it.
@@ -117,8 +117,8 @@ def drive(
             if not output.finished:
                 backend.abort(output.request_id)
     served = [
-        _outcome(asked, output, start, f"{case}-{index}", case)
-        for index, (asked, output) in enumerate(zip(plan, outputs, strict=True))
+        _outcome(planned, output, start, f"{case}-{index}", case)
+        for index, (planned, output) in enumerate(zip(plan, outputs, strict=True))
     ]
     return TrafficRun(start, tuple(served), tuple(steps))
 
@@ -136,7 +136,7 @@ def _serve(
 ) -> list[RequestOutput | str]:
     """The loop; a request's output, or the line with which the engine refused it. Appends to `live` what was
     taken on, so that the caller can clear up."""
-    params = [sampling(asked.output_len, index) for index, asked in enumerate(plan)]
+    params = [sampling(planned.output_len, index) for index, planned in enumerate(plan)]
     outputs: list[RequestOutput | str] = []
     running: list[RequestOutput] = []
     looked = start
@@ -148,9 +148,10 @@ def _serve(
         if len(outputs) < len(plan):
             due = agree(due)
         while len(outputs) < due:
-            asked, chosen = plan[len(outputs)], params[len(outputs)]
+            planned, chosen = plan[len(outputs)], params[len(outputs)]
+            arrival = start + planned.arrival_s
             try:
-                output = backend.submit(asked.prompt_token_ids, chosen, arrival_time=start + asked.arrival_s)
+                output = backend.submit(planned.prompt_token_ids, chosen, arrival_time=arrival)
             except RequestError as error:
                 outputs.append(str(error))
                 on_progress(1)

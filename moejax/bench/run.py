@@ -166,9 +166,9 @@ class ExperimentRun:
             variant: see `start`.
         """
         first, engine = backends[0], engine_of(backends[0])
-        own = {} if first.seed is None else {"engine": first.seed}
+        engine_seed = {} if first.seed is None else {"engine": first.seed}
         self.start(
-            seeds={"workload": seed, **own, **(seeds or {})},
+            seeds={"workload": seed, **engine_seed, **(seeds or {})},
             checkpoint=first.checkpoint,
             workload=workload,
             engine=engine,

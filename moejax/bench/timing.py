@@ -115,8 +115,8 @@ def weight_metrics(stages: Iterable[nnx.Module]) -> dict[str, float]:
     """`weight_bytes` of a model as held, all devices' parts counted once, and `bits_per_weight` over all its
     parameters."""
     sizes = [weight_size(stage) for stage in stages]
-    held, numbers = (sum(size[i] for size in sizes) for i in range(2))
-    return {"weight_bytes": held, "bits_per_weight": 8 * held / numbers}
+    weight_bytes, numbers = (sum(size[i] for size in sizes) for i in range(2))
+    return {"weight_bytes": weight_bytes, "bits_per_weight": 8 * weight_bytes / numbers}
 
 
 def peak_memory(devices: list[jax.Device] | None = None) -> dict[str, int | None]:

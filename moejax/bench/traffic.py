@@ -1,4 +1,4 @@
-"""What a throughput experiment asks of the engine: requests that arrive over time.
+"""The workload of a throughput experiment: requests that arrive over time.
 
 Host code on plain values: no JAX, no Hydra. Arrivals, prompt lengths, output lengths and the prompts'
 contents each have a random stream of their own: changing one leaves the others as they were, and fewer

@@ -221,9 +221,9 @@ def _zipped_length(config: WorkloadConfig) -> int:
     lengths = {name: len(_as_list(getattr(config, name))) for name in _LENGTHS}
     longest = max(lengths.values())
     if any(n not in (1, longest) for n in lengths.values()):
-        found = ", ".join(f"{name} {n}" for name, n in lengths.items())
+        given = ", ".join(f"{name} {n}" for name, n in lengths.items())
         raise ConfigError(
-            f"workload.pairing=zip needs lists of one length, got {found}; or use pairing=product"
+            f"workload.pairing=zip needs lists of one length, got {given}; or use pairing=product"
         )
     return longest
 

@@ -1,4 +1,4 @@
-"""What `experiment=ab` can be asked for."""
+"""The configuration of `experiment=ab`."""
 
 import re
 from dataclasses import dataclass, field

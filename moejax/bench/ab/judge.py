@@ -20,7 +20,7 @@ _WHY = "the control's noise"
 
 @dataclass(frozen=True)
 class Judged:
-    """What an A/B run comes to.
+    """The verdicts of an A/B run.
 
     Attributes:
         control: the baseline's second engine against the first: a family of its own. Its intervals are what
@@ -36,8 +36,8 @@ class Judged:
     def half_width(self) -> float:
         """How far the widest interval over all cases reaches from its estimate, relative to it; 0 without
         any."""
-        found = [verdict.trial.ratio for verdict in self.verdicts if verdict.trial.ratio is not None]
-        return max((_half_width(ratio) for ratio in found), default=0.0)
+        ratios = [verdict.trial.ratio for verdict in self.verdicts if verdict.trial.ratio is not None]
+        return max((_half_width(ratio) for ratio in ratios), default=0.0)
 
 
 def _half_width(ratio: Interval) -> float:
@@ -104,7 +104,7 @@ def judge(
 
     places: list[int | None] = [None] if len(cases) == 1 else [None, *range(len(cases))]
     controls = {(m, c): trial(control, m, c) for c in places for m in metrics}
-    floors = {key: _floor(found) for key, found in controls.items()}
+    floors = {key: _floor(control_trial) for key, control_trial in controls.items()}
     overall = [trial(arm, m, None, floors[m, None]) for arm in others for m in metrics]
     each = [trial(b, m, c, floors[m, c]) for b in others for c in places if c is not None for m in metrics]
     return Judged(

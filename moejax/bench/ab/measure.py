@@ -34,7 +34,7 @@ Encode = Callable[[str], Sequence[int]] | None
 
 
 class Load(ABC):
-    """What every arm is given: cases, the same for all.
+    """The cases that every arm is given, the same for all.
 
     Attributes:
         slo: objectives for goodput; seed: the workload's.
@@ -132,8 +132,8 @@ class TrafficLoad(Load):
                 "request_rate": "inf" if self.rate == float("inf") else self.rate,
                 "num_requests": len(self.plan),
                 "batch_size": len(self.plan),
-                "prompt_len": round(statistics.mean(len(asked.prompt_token_ids) for asked in self.plan)),
-                "output_len": round(statistics.mean(asked.output_len for asked in self.plan)),
+                "prompt_len": round(statistics.mean(len(request.prompt_token_ids) for request in self.plan)),
+                "output_len": round(statistics.mean(request.output_len for request in self.plan)),
             }
         ]
 
@@ -143,16 +143,16 @@ class TrafficLoad(Load):
     def run(self, backend: Backend, case: int) -> tuple[list[RequestRecord], float, list[dict[str, Any]]]:
         backend.reset_stats()
         gc.collect()
-        found = drive(backend, self.plan, self.workload.sampling, case=case, agree=agree)
-        if not any(record.completed for record in found.records):
-            reason = next((item.error for item in found.served if item.error), "no reason given")
+        passed = drive(backend, self.plan, self.workload.sampling, case=case, agree=agree)
+        if not any(record.completed for record in passed.records):
+            reason = next((item.error for item in passed.served if item.error), "no reason given")
             raise RequestError(f"none of {len(self.plan)} requests was completed; first: {reason}")
-        return found.records, found.duration_s, [item.row(found.start, self.slo) for item in found.served]
+        return passed.records, passed.duration_s, [item.row(passed.start, self.slo) for item in passed.served]
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
         outputs = [
-            backend.submit(asked.prompt_token_ids, self.workload.sampling(asked.output_len, index))
-            for index, asked in enumerate(self.plan)
+            backend.submit(request.prompt_token_ids, self.workload.sampling(request.output_len, index))
+            for index, request in enumerate(self.plan)
         ]
         while backend.step():
             pass
@@ -198,9 +198,9 @@ def run_rounds(
             for position, index in enumerate(turns):
                 arm = arms[index]
                 records, seconds, rows = load.run(arm.variant.backend, case)
-                found = dict(compute_metrics(records, seconds, load.slo))
+                metrics = dict(compute_metrics(records, seconds, load.slo))
                 known = arm.variant.backend.itl_known
-                arm.rounds[round_, case] = blank_unknown(found, itl_known=known)
+                arm.rounds[round_, case] = blank_unknown(metrics, itl_known=known)
                 extra = {"variant": arm.name, "iteration": round_, "position": position}
                 arm.rows += [{**row, "case": case, **extra} for row in rows]
         task.advance()

@@ -129,11 +129,11 @@ def _rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
 
 
 def _medians(passes: Sequence[Metrics]) -> Metrics:
-    found: Metrics = {}
+    medians: Metrics = {}
     for name in passes[0]:
         values = [value for metrics in passes if (value := metrics[name]) is not None]
-        found[name] = float(np.median(values)) if values else None
-    return found
+        medians[name] = float(np.median(values)) if values else None
+    return medians
 
 
 def _build(
@@ -163,9 +163,9 @@ def _build(
         case_verdicts=[verdict.row() for verdict in judged.case_verdicts],
         control=[verdict.row() for verdict in judged.control],
         iterations=[
-            {"case": _place(index, case, load), "variant": arm.name, "iteration": round_, **found}
+            {"case": _place(index, case, load), "variant": arm.name, "iteration": round_, **metrics_of_pass}
             for index, arm in enumerate(arms)
-            for (round_, case), found in sorted(arm.rounds.items())
+            for (round_, case), metrics_of_pass in sorted(arm.rounds.items())
         ],
         not_judged=[name for name in asked if name not in judged_names],
     )

@@ -1,4 +1,4 @@
-"""What takes turns in an A/B run, and what is measured of it."""
+"""The variants that take turns in an A/B run, and their measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

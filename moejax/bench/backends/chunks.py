@@ -11,7 +11,7 @@ Counting = Literal["ids", "usage", "single", "spread"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one event of a stream brought.
+    """The content of one event of a stream.
 
     Attributes:
         time: when it came, seconds.

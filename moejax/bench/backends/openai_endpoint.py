@@ -213,7 +213,7 @@ class OpenAIEndpoint(Backend):
             "url": self._options.url,
             "weights": self._model,
             "batching": self.batching,
-            "token_instants": "; ".join(said[how] for how in sorted(self._countings)) or None,
+            "token_instants": "; ".join(said[counting] for counting in sorted(self._countings)) or None,
         }
 
     def close(self) -> None:

@@ -160,8 +160,8 @@ class Worker:
                 if isinstance(message, dict) and message.get("event") == "error":
                     return WorkerFault(f"backend {self.name}: {message['message']}", message.get("module"))
         code = self._process.returncode
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return BackendError(f"backend {self.name}: its process {how}{self._last_words()}")
+        ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return BackendError(f"backend {self.name}: its process {ending}{self._last_words()}")
 
     def _wait(self) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -185,7 +185,7 @@ class Worker:
 
 
 class WorkerFault(BackendError):
-    """What a worker said had failed. `module`: the package that its interpreter lacks, if that was it."""
+    """A failure that a worker reports. `module`: the package that its interpreter lacks, if that was it."""
 
     def __init__(self, message: str, module: str | None) -> None:
         super().__init__(message)

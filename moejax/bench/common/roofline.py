@@ -36,13 +36,13 @@ def cost_breakdown(
     rows = by_operation(ops)
     used = utilisation(ops, seconds, hardware, dtype) if seconds else None
     known = hardware is not None and has_peaks(hardware, dtype)
-    found = bounds(rows, hardware, dtype) if known and hardware is not None else None
+    limits = bounds(rows, hardware, dtype) if known and hardware is not None else None
     devices = {
         kind: _bounds(bounds(rows, KNOWN[kind], dtype)) for kind in kinds if has_peaks(KNOWN[kind], dtype)
     }
     operations = []
     for i, op in enumerate(rows):
-        each = found.each[i] if found else None
+        each = limits.each[i] if limits else None
         row: dict[str, Any] = {"operation": op.operation, **_sums(op), "intensity": op.intensity}
         least = each.seconds * 1e3 if each else None
         row |= {"bound_ms": least, "limit": each.limit if each else None}
@@ -57,7 +57,7 @@ def cost_breakdown(
         "seconds": seconds,
         "mfu": used.mfu if used else None,
         "mbu": used.mbu if used else None,
-        **(_bounds(found) if found else {"bound_ms": None, "limit": None, "in_turn_ms": None}),
+        **(_bounds(limits) if limits else {"bound_ms": None, "limit": None, "in_turn_ms": None}),
         "devices": devices,
         "operations": operations,
     }

@@ -15,8 +15,8 @@ _IN_ROWS = ("energy_per_output_token_j", "mean_gpu_power_w", "gpu_slowdown_perce
 
 
 def open_telemetry(config: TelemetryConfig | None, num_devices: int) -> Telemetry:
-    """Of this process and machine, and of the first `num_devices` devices that JAX counts, which is how
-    meshes are laid out. None switches it off."""
+    """Opens the telemetry of this process and machine, and of the first `num_devices` devices that JAX
+    counts, which is how meshes are laid out. None switches it off."""
     used = jax.devices()[:num_devices]
     mine = [device for device in used if device.process_index == jax.process_index()]
     gpus = [device.local_hardware_id for device in mine if device.platform == "gpu"]
@@ -27,7 +27,7 @@ def open_telemetry(config: TelemetryConfig | None, num_devices: int) -> Telemetr
 
 
 class Meter:
-    """What is read beside a measurement, case by case, and put into its result.
+    """Reads telemetry beside a measurement, case by case, and puts it into the result.
 
     Args:
         config: of the sampling; None: none.
@@ -65,12 +65,13 @@ class Meter:
         metrics |= flat | self._cost(metrics)
         table = []
         for index, row in enumerate(rows):
-            found = _without_devices(
+            figures = _without_devices(
                 self.telemetry.summary(index, output_tokens=row.get("total_output_tokens")),
                 row.get("backend") in elsewhere,
             )
-            table.append({"case": index, **found})
-            row |= {name: found[name] for name in _IN_ROWS if found.get(name) is not None} | self._cost(row)
+            table.append({"case": index, **figures})
+            row |= {name: figures[name] for name in _IN_ROWS if figures.get(name) is not None}
+            row |= self._cost(row)
         result["telemetry"] = to_jsonable({**self.telemetry.report(), "cases": table})
 
     def _cost(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:

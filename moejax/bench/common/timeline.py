@@ -1,4 +1,4 @@
-"""What the engine's steps amount to: means over a run, and columns over time for plots. No JAX here."""
+"""Reduces the engine's steps to means over a run, and to columns over time for plots. No JAX here."""
 
 from collections.abc import Sequence
 from typing import Any

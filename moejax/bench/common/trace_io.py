@@ -18,7 +18,8 @@ def start_capture(llm: LLM | None) -> None:
 
 
 def take_capture(llm: LLM | None, case: int) -> RoutingCapture | None:
-    """What it has captured since, as the trace of a row of the result's `cases`; None where it does not."""
+    """Returns what it has captured since, as the trace of a row of the result's `cases`; None where it does
+    not capture."""
     if llm is None or not llm.engine_config.capture_routing:
         return None
     trace = llm.routing_capture()
@@ -54,10 +55,10 @@ def write_capture(
     Raises:
         OutputError: it cannot be written.
     """
-    found = [trace for trace in traces if trace is not None]
-    if not found:
+    taken = [trace for trace in traces if trace is not None]
+    if not taken:
         return {}
-    whole = joined(found)
+    whole = joined(taken)
     meta = {**whole.meta, "checkpoint_hash": provenance.get("checkpoint_hash")}
     path = dataclasses.replace(whole, meta=meta).save(directory / CAPTURE_FILE)
     return {"routing_trace": {"file": path.name, "rows": whole.num_rows, "bytes": path.stat().st_size}}

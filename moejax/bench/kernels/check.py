@@ -37,7 +37,7 @@ def first_inputs(spec: Spec) -> dict[str, Any]:
 
 
 def reference_result(op: Op, spec: Spec, restrict: Callable[[Any, Any], Any]) -> Any:
-    """What the contract defines of the reference's result for `first_inputs`, products in full precision.
+    """Returns what the contract defines of the reference's result for `first_inputs`, in full precision.
 
     Compute it before the other inputs are made: references may take tens of gigabytes.
     """

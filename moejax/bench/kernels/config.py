@@ -1,4 +1,4 @@
-"""What `experiments.kernels` can be asked for."""
+"""The configuration of `experiments.kernels`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

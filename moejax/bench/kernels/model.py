@@ -88,18 +88,18 @@ def repeated_products(reports: Sequence[Sequence[Row]]) -> list[Repeats]:
     """
     density: list[dict[tuple[Any, ...], float]] = []
     for rows in reports:
-        found = {}
+        densities = {}
         for at, row in enumerate(rows):
             tile = math.prod(row.config[name] for name in _fields(row))
             if row.mma_sync and not row.wgmma and _fields(row):
                 # Another mode is another kernel, perhaps with fewer matrices.
-                found[(row.kernel, at, row.config.get("mode"))] = row.mma_sync * row.num_warps / tile
-        density.append(found)
+                densities[(row.kernel, at, row.config.get("mode"))] = row.mma_sync * row.num_warps / tile
+        density.append(densities)
     least: dict[tuple[Any, ...], float] = {}
-    for found in density:
-        for key, value in found.items():
+    for densities in density:
+        for key, value in densities.items():
             least[key] = min(value, least.get(key, value))
-    return [{key[:2]: value / least[key] for key, value in found.items()} for found in density]
+    return [{key[:2]: value / least[key] for key, value in densities.items()} for densities in density]
 
 
 def choose(predicted: Sequence[float], heuristic: int | None) -> tuple[int, str]:

@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 def select_routed(config: KernelSelection) -> list[Selected]:
-    """What the configuration names of the grouped products, with specs of `bench.routing`'s steps.
+    """Returns the grouped products that a configuration names, with specs of `bench.routing`'s steps.
 
     Raises:
         ConfigError: no trace, one that no model's experts fit, or a name of an operation, implementation or

@@ -121,7 +121,7 @@ def compare_with_baseline(rows: Iterable[Row], about: Mapping[str, str], folder:
 
     Another JAX or Triton gives other figures: then there is nothing to compare with.
     """
-    found = []
+    grown = []
     baselines: dict[str, dict[tuple[str, ...], Any]] = {}
     for row in rows:
         if row.op not in baselines:
@@ -132,8 +132,8 @@ def compare_with_baseline(rows: Iterable[Row], about: Mapping[str, str], folder:
         for name in _GROWTH:
             if getattr(row, name) > before[name]:
                 where = f"{row.op} {row.implementation} {row.spec} {row.target} {row.kernel}"
-                found.append(f"{where}: {name} grew from {before[name]} to {getattr(row, name)}")
-    return found
+                grown.append(f"{where}: {name} grew from {before[name]} to {getattr(row, name)}")
+    return grown
 
 
 def _read_baseline(path: Path, about: Mapping[str, str]) -> dict[tuple[str, ...], Any]:
@@ -150,8 +150,8 @@ def write_baseline(rows: Iterable[Row], about: Mapping[str, str], folder: Path) 
     by_op: dict[str, list[Row]] = {}
     for row in rows:
         by_op.setdefault(row.op, []).append(row)
-    for op, own in by_op.items():
-        lines = ",\n".join(dump_json(asdict(row)) for row in own)
+    for op, op_rows in by_op.items():
+        lines = ",\n".join(dump_json(asdict(row)) for row in op_rows)
         head = "".join(f'"{name}": "{value}",\n' for name, value in about.items())
         atomic_write_text(folder / f"{op}.json", "{" + head + '"rows": [\n' + lines + "\n]}\n")
 
@@ -160,13 +160,13 @@ def static_metrics(rows: Sequence[Row], wrong: Sequence[str], grown: Sequence[st
     """Extremes, by target."""
     metrics: dict[str, Any] = {"kernels": len(rows), "failures": len(wrong), "grown": len(grown)}
     for target in dict.fromkeys(row.target for row in rows):
-        own = [row for row in rows if row.target == target and not row.error]
-        if own:
+        sound = [row for row in rows if row.target == target and not row.error]
+        if sound:
             metrics |= {
-                f"{target}_max_registers": max(row.registers for row in own),
-                f"{target}_max_shared": max(row.shared for row in own),
-                f"{target}_max_spill": max(row.spill_stores + row.spill_loads for row in own),
-                f"{target}_min_occupancy": min(row.occupancy for row in own),
+                f"{target}_max_registers": max(row.registers for row in sound),
+                f"{target}_max_shared": max(row.shared for row in sound),
+                f"{target}_max_spill": max(row.spill_stores + row.spill_loads for row in sound),
+                f"{target}_min_occupancy": min(row.occupancy for row in sound),
             }
     return metrics
 

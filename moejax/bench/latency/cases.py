@@ -43,7 +43,7 @@ class CaseData:
 
     @property
     def iterations(self) -> list[tuple[list[RequestRecord], float]]:
-        """Of each iteration its requests and its seconds."""
+        """Each iteration's requests and seconds."""
         size = self.case.batch_size
         return [
             (self.records[i * size : (i + 1) * size], seconds) for i, seconds in enumerate(self.durations)

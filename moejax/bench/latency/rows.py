@@ -65,18 +65,18 @@ def _row(item: CaseData, workload: WorkloadConfig, hardware: Hardware | None, in
 def _bounds(
     llm: LLM, item: CaseData, hardware: Hardware | None, median_tpot_ms: float | None
 ) -> dict[str, Any]:
-    """Of a decode step: experts hit, bytes moved, and the least time that the device allows."""
+    """Returns a decode step's experts hit, bytes moved, and the least time that the device allows."""
     assert item.decode_hits is not None
-    found: dict[str, Any] = {"mean_experts_hit": float(item.decode_hits[list(llm.config.moe_layers)].mean())}
+    row: dict[str, Any] = {"mean_experts_hit": float(item.decode_hits[list(llm.config.moe_layers)].mean())}
     context = item.case.prompt_len + item.case.output_len / 2
     declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
-    held = held_weights(llm.config, declared)
+    weights = held_weights(llm.config, declared)
     batch, kv = item.case.batch_size, llm.kv_cache_dtype
-    cost = decode_step_cost(llm.config, batch, context, item.decode_hits, kv_dtype=kv, weights=held)
-    found["decode_step_mbytes"] = cost.bytes / 1e6
+    cost = decode_step_cost(llm.config, batch, context, item.decode_hits, kv_dtype=kv, weights=weights)
+    row["decode_step_mbytes"] = cost.bytes / 1e6
     bound = step_bound(cost, hardware, llm.config.dtype)
     if bound is not None and median_tpot_ms:
-        found["roofline_tpot_ms"] = bound.seconds * 1e3
-        found["roofline_limit"] = bound.limit
-        found["roofline_percent"] = 100 * bound.seconds * 1e3 / median_tpot_ms
-    return found
+        row["roofline_tpot_ms"] = bound.seconds * 1e3
+        row["roofline_limit"] = bound.limit
+        row["roofline_percent"] = 100 * bound.seconds * 1e3 / median_tpot_ms
+    return row

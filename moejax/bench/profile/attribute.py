@@ -46,19 +46,19 @@ class PhaseTimes:
 
     def by_operation(self) -> dict[str, float]:
         """Nanoseconds of each operation, and of `UNKNOWN`, `LAUNCH` and `HOST`; together `wall`."""
-        found: dict[str, float] = defaultdict(float)
+        times: dict[str, float] = defaultdict(float)
         for name, spent in self.instructions.items():
-            found[self.places[name].operation or UNKNOWN] += spent
-        return {**found, LAUNCH: self.launch, HOST: self.host}
+            times[self.places[name].operation or UNKNOWN] += spent
+        return {**times, LAUNCH: self.launch, HOST: self.host}
 
     def by_layer(self) -> dict[int, float]:
         """Nanoseconds of the instructions of each layer."""
-        found: dict[int, float] = defaultdict(float)
+        times: dict[int, float] = defaultdict(float)
         for name, spent in self.instructions.items():
             layer = self.places[name].layer
             if layer is not None:
-                found[layer] += spent
-        return dict(sorted(found.items()))
+                times[layer] += spent
+        return dict(sorted(times.items()))
 
     def add(self, other: "PhaseTimes") -> None:
         """Sums with another one."""
@@ -72,7 +72,7 @@ class PhaseTimes:
 
     @property
     def inferred(self) -> float:
-        """Of the instructions without a scope of their own."""
+        """Nanoseconds of the instructions without a scope of their own."""
         return sum(spent for name, spent in self.instructions.items() if self.places[name].inferred)
 
 
@@ -90,7 +90,7 @@ def attribute_trace(trace: Trace, programs: Sequence[Program]) -> dict[str, Phas
     for event in trace.events:
         runs[event.program, event.run].append(event)
         names[event.program].add(event.instruction)
-    known = {number: match(found, programs) for number, found in names.items()}
+    known = {number: match(phase_units, programs) for number, phase_units in names.items()}
     units: dict[str, list[PhaseTimes]] = {"prefill": [], "decode": []}
     for first, last in trace.spans:
         before, prompts = first, PhaseTimes(units=1)
@@ -117,7 +117,7 @@ def attribute_trace(trace: Trace, programs: Sequence[Program]) -> dict[str, Phas
             "the profile has no execution of the engine's steps, or under names that the compiled programs do"
             " not have"
         )
-    return {phase: _middle(found) for phase, found in units.items()}
+    return {phase: _middle(phase_units) for phase, phase_units in units.items()}
 
 
 def _middle(units: Sequence[PhaseTimes]) -> PhaseTimes:
@@ -131,15 +131,15 @@ def _middle(units: Sequence[PhaseTimes]) -> PhaseTimes:
 
 def _whole_loops(events: Sequence[Event], program: Program) -> list[Event]:
     """Loops and conditionals lasting until the last of what runs within them has ended."""
-    found = list(events)
+    whole = list(events)
     latest: dict[str, int] = {}
     for i, event in enumerate(events):
         for caller in program.callers.get(event.instruction, ()):
             place = latest.get(caller)
-            if place is not None and found[place].end < event.end:
-                found[place] = replace(found[place], end=event.end)
+            if place is not None and whole[place].end < event.end:
+                whole[place] = replace(whole[place], end=event.end)
         latest[event.instruction] = i
-    return found
+    return whole
 
 
 def _share_out(events: Iterable[Event], program: Program, begin: float, into: PhaseTimes) -> float:

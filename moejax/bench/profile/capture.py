@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ProfiledRun:
-    """What was run.
+    """The generations of a profile, and the programs that they ran.
 
     Attributes:
         file: the profiler's .xplane.pb.
@@ -105,18 +105,18 @@ def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> ProfiledRun
             for phase in ("prefill", "decode")
         }
         task.advance()
-        found = ProfiledRun(Path(), [], hits)
+        run = ProfiledRun(Path(), [], hits)
         llm.ledger.warmed_up = True
         before = llm.on_step
         try:
             task.describe("measuring")
-            llm.on_step = found.plain.append
+            llm.on_step = run.plain.append
             for _ in range(workload.iterations):
                 outputs = generate()
-                found.prefill_seconds.append(_prefill_seconds(outputs))
+                run.prefill_seconds.append(_prefill_seconds(outputs))
                 task.advance()
             task.describe("measuring under the profiler")
-            llm.on_step = found.traced.append
+            llm.on_step = run.traced.append
             _start(directory)
             try:
                 for _ in range(workload.iterations):
@@ -129,12 +129,12 @@ def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> ProfiledRun
                 logger.debug("the profiler wrote for %.1f s", time.perf_counter() - start)
         finally:
             llm.on_step = before
-    found.file = find_trace(directory)
-    found.programs = [
+    run.file = find_trace(directory)
+    run.programs = [
         read_program(str(key), bool(key.tokens), compiled.as_text())
         for key, compiled in zip(keys, programs, strict=True)
     ]
-    return found
+    return run
 
 
 def _start(directory: Path) -> None:

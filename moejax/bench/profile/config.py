@@ -1,4 +1,4 @@
-"""What a profile runs. Host code on plain values."""
+"""The configuration of `experiments.profile`. Host code on plain values."""
 
 from dataclasses import dataclass
 from typing import Annotated

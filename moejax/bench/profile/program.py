@@ -91,22 +91,22 @@ def read_program(key: str, prefill: bool, text: str) -> Program:
 def match(names: Iterable[str], programs: Sequence[Program]) -> Program | None:
     """The program that has these instructions: the most of them, of several the smallest. None: none has nine
     in ten, which allows for a few that the runtime names otherwise."""
-    wanted = set(names)
+    instructions = set(names)
 
     def missing(program: Program) -> int:
-        return len(wanted - program.instructions.keys())
+        return len(instructions - program.instructions.keys())
 
     best = min(programs, key=lambda program: (missing(program), len(program.instructions)), default=None)
-    return best if best is not None and 10 * missing(best) <= len(wanted) else None
+    return best if best is not None and 10 * missing(best) <= len(instructions) else None
 
 
 def place_of(op_name: str) -> Place:
-    """What a name stack says: `jit(step)/layer_3/attention/kv_write/while` is layer 3's "kv_write"."""
+    """Reads a name stack: `jit(step)/layer_3/attention/kv_write/while` is layer 3's "kv_write"."""
     operation = layer = None
     for part in op_name.split("/"):
-        found = _LAYER.match(part)
-        if found:
-            layer = int(found[1])
+        layer_scope = _LAYER.match(part)
+        if layer_scope:
+            layer = int(layer_scope[1])
         elif part in OPERATIONS:
             operation = part
         else:
@@ -173,9 +173,9 @@ def _places(
         for _ in range(4):
             for name, place in list(places.items()):
                 if place.operation is None and instructions[name].opcode != "parameter":
-                    found = [places[n] for n in near.get(name, ()) if n in places and places[n].operation]
-                    if found:
-                        places[name] = found[0]._replace(inferred=True)
+                    nearby = [places[n] for n in near.get(name, ()) if n in places and places[n].operation]
+                    if nearby:
+                        places[name] = nearby[0]._replace(inferred=True)
     # What is still without a place in a loop's body or condition is the loop's.
     for name, line in instructions.items():
         computation = line.computation

@@ -118,17 +118,17 @@ def _phase(
     plain = prefilled if phase == "prefill" else _decode_seconds(profiled.plain)
     to_ms = 1 / times.units / 1e6
     measured = {name: spent * to_ms for name, spent in times.by_operation().items()}
-    found = cost_breakdown(
+    costs = cost_breakdown(
         ops, hardware, dtype, seconds=plain, kinds=section.compare,
         measured_ms={name: spent for name, spent in measured.items() if name not in REST},
     )  # fmt: skip
-    found["operations"] += _unforeseen(measured, found["operations"])
+    costs["operations"] += _unforeseen(measured, costs["operations"])
     wall = times.wall * to_ms
-    for row in found["operations"]:
+    for row in costs["operations"]:
         row["share"] = row["measured_ms"] / wall
     ranked = sorted(times.instructions.items(), key=lambda item: -item[1])[: section.top]
     lines = {(p.key, name): line for p in profiled.programs for name, line in p.instructions.items()}
-    return found | {
+    return costs | {
         "units": times.units,
         "measured_units": times.measured,
         "steps_per_unit": times.steps / times.units,
@@ -166,10 +166,10 @@ def _unforeseen(measured: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
 
 def _decode_seconds(records: Sequence[Any]) -> float:
     """Median time of the steps that only decode."""
-    found = [record.seconds for record in records if not record.prefill_tokens]
-    if not found:
+    seconds = [record.seconds for record in records if not record.prefill_tokens]
+    if not seconds:
         raise TraceError("no decode step was measured; raise workload.output_len")
-    return statistics.median(found)
+    return statistics.median(seconds)
 
 
 def _row(phase: Mapping[str, Any], workload: ProfileWorkload) -> dict[str, Any]:

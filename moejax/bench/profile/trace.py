@@ -116,7 +116,7 @@ def _device_events(plane: Any) -> Iterable[Event]:
                 kernels.append((str(stats["hlo_op"]), stats, start, start + event.duration_ns))
     modules.sort()
     starts = [start for start, _ in modules]
-    for name, stats, start, end in kernels:
+    for name, facts, start, end in kernels:
         place = bisect.bisect_right(starts, start) - 1
         run = modules[place][1] if place >= 0 else 0
-        yield Event(name, int(stats.get("program_id", 0)), int(stats.get("run_id", run)), start, end)
+        yield Event(name, int(facts.get("program_id", 0)), int(facts.get("run_id", run)), start, end)

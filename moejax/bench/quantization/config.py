@@ -1,4 +1,4 @@
-"""What `experiments.quantization` can be asked for."""
+"""The configuration of `experiments.quantization`."""
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated

@@ -91,13 +91,13 @@ class Evaluator:
             positions, rope = _places(self.full.config, scored)
             embedded = [model.embed(jnp.asarray(inputs)) for model in (self.full, quantized)]
             streams = Streams(_start(embedded[0]), _start(embedded[1]), _start(embedded[1]))
-            found = []
+            layer_stats = []
             for full, other in layers:
                 graphs, states = (full[0], other[0]), (full[1], other[1])
                 streams, stats = _layer(*graphs, kv_cache, *states, streams, rope, positions, scored)
-                found.append(stats)
+                layer_stats.append(stats)
             ends = _head(heads[0][0], heads[1][0], heads[0][1], heads[1][1], streams, targets)
-            parts.append(_batch_stats(*jax.device_get((ends, found))))
+            parts.append(_batch_stats(*jax.device_get((ends, layer_stats))))
             advance()
         return self._sum(parts)
 
@@ -105,7 +105,7 @@ class Evaluator:
         """float64 `[W]`: losses of the full-precision model in nats, summed over each window; layer by layer
         as above."""
         head, layers = nnx.split(self.full), [nnx.split(layer) for layer in self.full.in_order()]
-        found = []
+        sums = []
         for first in range(0, len(self.windows.tokens), self.batch_size):
             tokens, scored = self._batch(first)
             positions, rope = _places(self.full.config, scored)
@@ -113,8 +113,8 @@ class Evaluator:
             for graph, state in layers:
                 stream = _full_layer(graph, state, stream, rope, positions, scored)
             nats = _losses(*head, stream, tokens[:, 1:])
-            found.append((np.asarray(nats, np.float64) * scored).sum(axis=1))
-        return np.concatenate(found)[: len(self.windows.tokens)]
+            sums.append((np.asarray(nats, np.float64) * scored).sum(axis=1))
+        return np.concatenate(sums)[: len(self.windows.tokens)]
 
     def _batch(self, first: int) -> tuple[np.ndarray, np.ndarray]:
         """tokens `[B, T + 1]` and scored `[B, T]`, padded to the same B throughout."""
@@ -180,7 +180,7 @@ def _full_layer(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _losses(graph: Any, state: Any, stream: Stream, targets: jax.Array) -> jax.Array:
-    """What the last layer returns and targets int32 `[B, T]` → float32 `[B, T]`."""
+    """Returns the losses float32 `[B, T]` from the last layer's output and targets int32 `[B, T]`."""
     model: Decoder = nnx.merge(graph, state)
     assert model.norm is not None
     pairs = (model.norm.add(*stream)[0], targets)
@@ -209,12 +209,12 @@ def _layer(
     cache = None
     if kv_cache != "auto":
         B, T = positions.shape
-        held = empty_cache(layer.attention.config, B, T, total.dtype)
-        cache = ContiguousView(held, "prefill", kv_cache).layer(0)
+        buffers = empty_cache(layer.attention.config, B, T, total.dtype)
+        cache = ContiguousView(buffers, "prefill", kv_cache).layer(0)
     *free, _, trace = layer(*streams.free, rope, positions, scored, cache)
     *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, replay)
-    found = Streams(Stream(*out), Stream(*free), Stream(*forced))
-    return found, _compare_layer(full, layer, replay, trace, shadow, total, scored)
+    outputs = Streams(Stream(*out), Stream(*free), Stream(*forced))
+    return outputs, _compare_layer(full, layer, replay, trace, shadow, total, scored)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -246,8 +246,8 @@ def compare_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, ja
 
 
 def routing_changes(base: jax.Array, other: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """Of two choices int32 `[N, k]` (E is no expert): int32 scalars, tokens whose sets of experts differ, and
-    assignments of `other` to an expert that is not in `base`."""
+    """Counts for two choices int32 `[N, k]` (E is no expert) the tokens whose sets of experts differ, and the
+    assignments of `other` to an expert that is not in `base`, as int32 scalars."""
     new = (other < num_experts) & ~jnp.any(other[:, :, None] == base[:, None, :], axis=2)
     gone = (base < num_experts) & ~jnp.any(base[:, :, None] == other[:, None, :], axis=2)
     flipped = jnp.any(new | gone, axis=1)
@@ -255,8 +255,8 @@ def routing_changes(base: jax.Array, other: jax.Array, num_experts: int) -> tupl
 
 
 def expert_outputs(layer: DecoderLayer, sums: jax.Array, ids: jax.Array) -> jax.Array:
-    """What each chosen expert makes of a token: sums `[N, D]`, ids int32 `[N, k]` → `[N · k, D]`, unweighted;
-    an expert E gives zeros."""
+    """Returns each chosen expert's output for a token: sums `[N, D]`, ids int32 `[N, k]` → `[N · k, D]`,
+    unweighted; an expert E gives zeros."""
     assert layer.moe is not None
     rows = jnp.repeat(layer.post_attention_norm(sums), ids.shape[1], axis=0)
     flat = ids.reshape(-1, 1)

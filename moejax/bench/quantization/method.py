@@ -27,8 +27,8 @@ _COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/comp
 
 @dataclass
 class Bench:
-    """What every method is measured with; `base_nats` `[W]` are the full-precision model's losses, `loads`
-    `[L, E]` a routing trace's, where one says how popular experts are."""
+    """The measurements that all methods share; `base_nats` `[W]` are the full-precision model's losses,
+    `loads` `[L, E]` a routing trace's, where one says how popular experts are."""
 
     open_model: Callable[[QuantConfig | None], LLM]
     full: LLM
@@ -62,15 +62,15 @@ class Compiling:
 @contextmanager
 def compiling() -> Iterator[Compiling]:
     """Counts what JAX compiles in the body, in any thread."""
-    found = Compiling()
+    spent = Compiling()
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event in _COMPILING:
-            found.seconds += duration_secs
+            spent.seconds += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield found
+        yield spent
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 

@@ -75,7 +75,7 @@ class _Methods:
         return run.tracking.group or f"quantization-{run.model}-{run.out_dir.resolve().name}"
 
     def naming(self, method: str, job_type: str) -> dict[str, Any]:
-        """What names the tracker's run of a method, or of the summary."""
+        """Returns what names the tracker's run of a method, or of the summary."""
         return {"variant": method, "group": self.group, "job_type": job_type, "tags": (method,)}
 
     def result(self) -> Result:

@@ -11,7 +11,7 @@ from moejax.quantization.rules import protected
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one model, as held.
+    """Sizes of one model, as held.
 
     Attributes:
         weights: numbers of the matrices that a method may quantize by default: attention, experts, MLPs.
@@ -35,7 +35,7 @@ class Sizes:
 
 
 def model_sizes(model: Decoder) -> Sizes:
-    """Of a model whose parameters have values, quantized or not."""
+    """Returns the sizes of a model whose parameters have values, quantized or not."""
     stands_for = {path: weight.stands_for for path, weight in quantized_weights(model)}
     weights = weight_bytes = parameters = total = 0
     for name, param in iter_params(model):

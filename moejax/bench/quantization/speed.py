@@ -42,9 +42,9 @@ class SpeedMeter:
         sets the limit; None where the device's bandwidth is not known."""
         config, batch = llm.config, len(self.prompts)
         context = self.speed.prompt_len + self.speed.output_len / 2
-        held = held_weights(config, specs(llm.model))
+        weights = held_weights(config, specs(llm.model))
         kv = llm.kv_cache_dtype
-        cost = decode_step_cost(config, batch, context, self.hits, kv_dtype=kv, weights=held)
+        cost = decode_step_cost(config, batch, context, self.hits, kv_dtype=kv, weights=weights)
         bound = step_bound(cost, hardware, config.dtype)
         return None if bound is None else (batch / bound.seconds, bound.limit)
 

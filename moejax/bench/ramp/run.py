@@ -133,10 +133,10 @@ def _by_mode(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Ma
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per mode: the knee, the best goodput with its rate, and the cases on the Pareto front."""
-    found = []
+    summary = []
     for (backend, batching), mine in _by_mode(rows).items():
         at, best = knee(mine), best_goodput(mine)
-        found.append(
+        summary.append(
             {
                 "backend": backend,
                 "batching": batching,
@@ -149,7 +149,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "pareto": [mine[place]["case"] for place in pareto_front(mine)],
             }
         )
-    return found
+    return summary
 
 
 def _knee_case(rows: Sequence[Mapping[str, Any]]) -> int:

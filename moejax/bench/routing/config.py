@@ -1,4 +1,4 @@
-"""What `experiments.routing` can be asked for."""
+"""The configuration of `experiments.routing`."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -41,18 +41,18 @@ def placement_row(capture: RoutingCapture, section: PlacementSection) -> dict[st
     row |= _balance("contiguous", loads, before)
     halves = _halves(capture)
     for name, extra in (("planned", 0), ("replicated", redundant)):
-        how: dict[str, Any] = {"devices": devices, "nodes": section.nodes, "redundant": extra}
-        row |= _balance(name, loads, plan_placement(loads, **how))
+        plan: dict[str, Any] = {"devices": devices, "nodes": section.nodes, "redundant": extra}
+        row |= _balance(name, loads, plan_placement(loads, **plan))
         if halves is not None:
-            row |= _balance(f"{name}_holdout", halves[1], plan_placement(halves[0], **how))
+            row |= _balance(f"{name}_holdout", halves[1], plan_placement(halves[0], **plan))
     if halves is not None:
         row |= _balance("contiguous_holdout", halves[1], before)
     return row
 
 
 def _balance(name: str, loads: np.ndarray, placement: Placement) -> dict[str, float]:
-    found = balancedness(loads, placement)
-    return {f"{name}_imbalance": float(found.mean()), f"{name}_imbalance_max": float(found.max())}
+    imbalance = balancedness(loads, placement)
+    return {f"{name}_imbalance": float(imbalance.mean()), f"{name}_imbalance_max": float(imbalance.max())}
 
 
 def _halves(capture: RoutingCapture) -> tuple[np.ndarray, np.ndarray] | None:

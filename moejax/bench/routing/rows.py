@@ -13,7 +13,7 @@ _SKEW = ("max_over_mean", "entropy_bits", "entropy", "gini", "top_share")
 
 
 def expert_bytes(model: ModelConfig) -> float:
-    """Of one expert of one layer, in the configuration's dtype."""
+    """Returns the bytes of one expert of one layer, in the configuration's dtype."""
     return float(expert_params(model) * DTYPE_BYTES[model.dtype])
 
 
@@ -81,13 +81,13 @@ def trace_row(
 
 def working_sets(capture: RoutingCapture, model: ModelConfig | None) -> dict[str, Any]:
     """By unit: `windows`, `experts` `[L, W]`; with a model's configuration `bytes` `[W]` of all layers."""
-    found = {}
+    sets = {}
     for unit in ("tokens", "steps"):
         curve = analysis.working_set(capture, unit=unit)
-        found[unit] = {"windows": curve.windows, "experts": curve.experts}
+        sets[unit] = {"windows": curve.windows, "experts": curve.experts}
         if model is not None:
-            found[unit]["bytes"] = curve.nbytes(expert_bytes(model))
-    return found
+            sets[unit]["bytes"] = curve.nbytes(expert_bytes(model))
+    return sets
 
 
 def differences(captures: dict[str, RoutingCapture]) -> list[dict[str, Any]]:
@@ -100,12 +100,12 @@ def differences(captures: dict[str, RoutingCapture]) -> list[dict[str, Any]]:
         if mine != theirs:
             row["reason"] = "of another shape"
         else:
-            found = analysis.compare_captures(one, other)
+            compared = analysis.compare_captures(one, other)
             row |= {
-                "load_divergence_bits": _mean(found.divergence.tolist()),
-                "matched_rows": found.matched,
-                "flips": _mean(found.flips.tolist()),
-                "overlap": _mean(found.overlap.tolist()),
+                "load_divergence_bits": _mean(compared.divergence.tolist()),
+                "matched_rows": compared.matched,
+                "flips": _mean(compared.flips.tolist()),
+                "overlap": _mean(compared.overlap.tolist()),
             }
         rows.append(row)
     return rows
@@ -113,15 +113,15 @@ def differences(captures: dict[str, RoutingCapture]) -> list[dict[str, Any]]:
 
 def _hits(capture: RoutingCapture) -> dict[str, np.ndarray]:
     """Phase → float `[L]`: experts visited by a step's tokens of that phase, in the mean over steps."""
-    found = {}
+    mean_hits = {}
     for name in analysis.PHASES:
         part = capture.phase(name)
         hits = analysis.hits_per_step(part)
-        found[name] = hits.mean(0) if len(hits) else np.full(len(capture.layers), np.nan)
-    return found
+        mean_hits[name] = hits.mean(0) if len(hits) else np.full(len(capture.layers), np.nan)
+    return mean_hits
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """Of those that are numbers; None without any."""
+    """Returns the mean of the values that are numbers; None without any."""
     sound = [value for value in values if value is not None and np.isfinite(value)]
     return float(np.mean(sound)) if sound else None

@@ -84,24 +84,24 @@ def open_traces(
 
 
 def _generate(selection: RoutingSelection, model: ModelConfig | None, name: str | None) -> RoutingCapture:
-    wanted = selection.generate
+    section = selection.generate
     if model is None:
-        raise needs_model(str(wanted.kind))
+        raise needs_model(str(section.kind))
     layers = [i for i, sparse in enumerate(model.moe_layers) if sparse]
     if not layers:
         raise ConfigError("generate: the model has no layers with experts, so there is nothing to route")
-    made = generate(
-        str(wanted.kind),
+    trace = generate(
+        str(section.kind),
         num_experts=model.num_experts,
         top_k=model.num_experts_per_tok,
         layers=layers,
-        requests=wanted.requests,
-        prompt_len=wanted.prompt_len,
-        output_len=wanted.output_len,
+        requests=section.requests,
+        prompt_len=section.prompt_len,
+        output_len=section.output_len,
         seed=selection.seed,
-        **wanted.params,
+        **section.params,
     )
-    return dataclasses.replace(made, meta={**made.meta, "model": name})
+    return dataclasses.replace(trace, meta={**trace.meta, "model": name})
 
 
 def _metrics(cases: list[dict[str, Any]]) -> dict[str, Any]:

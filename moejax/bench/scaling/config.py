@@ -1,4 +1,4 @@
-"""What `experiments.scaling` can be asked for."""
+"""The configuration of `experiments.scaling`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

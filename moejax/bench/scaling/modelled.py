@@ -39,15 +39,15 @@ def layout_row(
         block_size=block_size,
         stages=split_layers(model, parallel.pp, parallel.stage_layers),
     )
-    held = largest(stages)
+    memory = largest(stages)
     row: dict[str, Any] = {
         "devices": parallel.num_devices,
         "data_groups": groups,
-        "weights_bytes": held.weights,
-        "expert_weights_bytes": held.expert_weights,
-        "cache_bytes": held.cache,
-        "memory_bytes": held.total,
-        "fits": None if hardware.memory is None else held.total <= hardware.memory,
+        "weights_bytes": memory.weights,
+        "expert_weights_bytes": memory.expert_weights,
+        "cache_bytes": memory.cache,
+        "memory_bytes": memory.total,
+        "fits": None if hardware.memory is None else memory.total <= hardware.memory,
     }
     prompts = math.ceil(section.num_prompts / groups)
     phases = [

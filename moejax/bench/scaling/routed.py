@@ -89,9 +89,9 @@ def routed_row(
     row: dict[str, Any] = {}
     if exchanged:
         row["routed_idle_groups"] = max(0, parallel.data_groups - len(capture.requests))
-    for phase, found in sums.items():
-        if found.steps:
-            row |= {f"routed_{phase}_{name}": v for name, v in _fields(found, capture, parallel).items()}
+    for phase, phase_sums in sums.items():
+        if phase_sums.steps:
+            row |= {f"routed_{phase}_{name}": v for name, v in _fields(phase_sums, capture, parallel).items()}
     return row
 
 
@@ -115,7 +115,7 @@ def _deal(capture: RoutingCapture, model: ModelConfig, parallel: ParallelConfig)
     R, E = parallel.ep, capture.num_experts
     slots = np.arange(E + parallel.redundant_experts) % E
     copies = np.bincount(slots, minlength=E)
-    held = len(slots) // R
+    per_rank = len(slots) // R
     group = capture.request.astype(np.int64) % parallel.data_groups
     step, starts = step_numbers(capture), np.append(capture.step_starts, capture.num_rows)
     size = max(1, _MOST_CELLS // (R * R))
@@ -136,17 +136,17 @@ def _deal(capture: RoutingCapture, model: ModelConfig, parallel: ParallelConfig)
             busy = tokens.sum(1) > 0
             for layer in range(len(capture.layers)):
                 ids = capture.ids[rows, layer].astype(np.int64)
-                made = ids < E
-                which = np.where(made, ids, 0)
+                chosen = ids < E
+                which = np.where(chosen, ids, 0)
                 # Physical expert e + E · i is the i-th copy of e.
                 physical = which + E * (turn[rows][:, None] % copies[which])
-                rank = np.where(made, physical // held, R)
+                rank = np.where(chosen, physical // per_rank, R)
                 sent, load, node_sent = _count(rank, at, source, last - first, R, parallel.expert_nodes)
                 yield _Dealt(sent, load, tokens, prefill, node_sent).only(busy)
 
 
 def _turns(key: Ints) -> Ints:
-    """Of each row how many of its key stand before it."""
+    """Returns for each row how many of its key stand before it."""
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.r_[True, np.diff(key[order]) != 0])
     place = np.arange(len(key)) - np.repeat(starts, np.diff(np.append(starts, len(key))))
@@ -161,12 +161,12 @@ def _count(rank: Ints, at: Ints, source: Ints, steps: int, R: int, nodes: int) -
     np.put_along_axis(visits, rank, True, axis=1)
     visits = visits[:, :R]
     load = np.bincount((at[:, None] * (R + 1) + rank).reshape(-1), minlength=steps * (R + 1))
-    found = []
+    sent = []
     for there in (visits, visits.reshape(len(rank), nodes, -1).any(2)):
         row, column = np.nonzero(there)
         key = (at[row] * R + source[row]) * there.shape[1] + column
-        found.append(np.bincount(key, minlength=steps * R * there.shape[1]).reshape(steps, R, -1))
-    return found[0], load.reshape(steps, R + 1)[:, :R], found[1]
+        sent.append(np.bincount(key, minlength=steps * R * there.shape[1]).reshape(steps, R, -1))
+    return sent[0], load.reshape(steps, R + 1)[:, :R], sent[1]
 
 
 def _add(sums: _Sums, dealt: _Dealt, model: ModelConfig, parallel: ParallelConfig, method: str) -> None:
@@ -195,7 +195,7 @@ def _add(sums: _Sums, dealt: _Dealt, model: ModelConfig, parallel: ParallelConfi
 
 
 def _hop_rows(dealt: _Dealt, hops: list[HopSize]) -> tuple[list[Ints], list[tuple[int, ...]]]:
-    """Of each hop the rows between ranks, `[steps, R, R]` with none to itself; and of each step the greatest
+    """Returns each hop's rows between ranks, `[steps, R, R]` with none to itself; and each step's greatest
     number between a pair on each hop, itself included, which decides the capacity."""
     R = dealt.sent.shape[1]
     if len(hops) == 1:
@@ -239,8 +239,8 @@ def _wire(
     holds = [each for each in buckets if all(a >= b for a, b in zip(each, need, strict=False))]
     sizes = {"exchange": parallel.ep, "node": parallel.expert_nodes}
     sizes["local"] = parallel.ep // parallel.expert_nodes
-    found = []
+    wire = []
     for capacities in (buckets[0], (holds or buckets)[0 if holds else -1]):
         terms = exchange_terms(Exchange(method, capacities, len(buckets)), parallel, tokens, row, k)
-        found.append(sum(wire_bytes(kind, size, sizes[role]) for _, kind, role, size in terms))
-    return found[0], found[1]
+        wire.append(sum(wire_bytes(kind, size, sizes[role]) for _, kind, role, size in terms))
+    return wire[0], wire[1]

@@ -99,8 +99,8 @@ def _routed(capture: RoutingCapture, model: ModelConfig, parallel: ParallelConfi
         part = capture.phase(phase)
         tokens = math.ceil(part.num_rows / max(part.num_steps, 1) / parallel.data_groups)
         methods[phase] = exchange_of(model, parallel, max(tokens, 1))[0].method
-    found = routed_row(capture, model, parallel, methods)
-    return found | {f"routed_{phase}_exchange": method for phase, method in methods.items() if found}
+    row = routed_row(capture, model, parallel, methods)
+    return row | {f"routed_{phase}_exchange": method for phase, method in methods.items() if row}
 
 
 def _about(capture: RoutingCapture, path: str | None) -> dict[str, Any]:

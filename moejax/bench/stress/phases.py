@@ -18,7 +18,7 @@ _MOST_STEPS_PER_TOKEN = 20
 
 @dataclass
 class Counts:
-    """What became of a phase's requests: `done` to their full length, `aborted`, `left` (streams), `failed`
+    """The outcomes of a phase's requests: `done` to their full length, `aborted`, `left` (streams), `failed`
     or refused, `unfinished` when the engine had nothing left to do; `tokens` were generated."""
 
     requests: int = 0
@@ -85,7 +85,7 @@ class Load:
 
     def run(self, until: Callable[[int], bool] = lambda step: False) -> None:
         """Steps until nothing is left or `until(step)`."""
-        most = _MOST_STEPS_PER_TOKEN * (1 + sum(asked for _, asked in self.live))
+        most = _MOST_STEPS_PER_TOKEN * (1 + sum(output_len for _, output_len in self.live))
         for step in range(most):
             if until(step) or not self.llm.step():
                 return
@@ -108,8 +108,8 @@ class Load:
 
     def finish(self) -> Counts:
         self.run()
-        for output, asked in self.live:
-            self.counts.take(output, asked, output.request_id in self.ended)
+        for output, output_len in self.live:
+            self.counts.take(output, output_len, output.request_id in self.ended)
         self.live.clear()
         return self.counts
 
@@ -169,14 +169,14 @@ def stream(load: Load) -> Counts:
     counts = load.counts
     open_streams: list[Any] = []
     for index in range(max(3, load.section.requests // 2)):
-        asked = load.length(0.03, 0.1)
-        chunks = load.llm.generate_stream(load.prompt(load.length(0.02, 0.3)), greedy(asked))
-        reads = (0, int(load.rng.integers(1, max(2, asked))), None)[index % 3]
-        open_streams.append([chunks, reads, asked, 0])
+        output_len = load.length(0.03, 0.1)
+        chunks = load.llm.generate_stream(load.prompt(load.length(0.02, 0.3)), greedy(output_len))
+        reads = (0, int(load.rng.integers(1, max(2, output_len))), None)[index % 3]
+        open_streams.append([chunks, reads, output_len, 0])
         counts.requests += 1
     while open_streams:
         for item in list(open_streams):
-            chunks, reads, asked, read = item
+            chunks, reads, output_len, read = item
             if reads is not None and read >= reads:
                 if read:
                     chunks.close()
@@ -195,10 +195,10 @@ def stream(load: Load) -> Counts:
                 counts.tokens += len(chunk.token_ids)
                 continue
             open_streams.remove(item)
-            if read == asked:
+            if read == output_len:
                 counts.done += 1
             else:
-                counts.fault(f"a stream ended after {read} of {asked} tokens")
+                counts.fault(f"a stream ended after {read} of {output_len} tokens")
     return load.finish()
 
 

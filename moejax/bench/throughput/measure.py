@@ -47,12 +47,12 @@ def warm_up(mode: Mode, workload: ThroughputWorkload) -> None:
         return
     mode.backend.prepare(
         max_num_seqs=mode.backend.max_num_seqs or len(mode.plan),
-        max_total_len=max(asked.total_len for asked in mode.plan),
-        params=[workload.sampling(max(asked.output_len for asked in mode.plan))],
+        max_total_len=max(request.total_len for request in mode.plan),
+        params=[workload.sampling(max(request.output_len for request in mode.plan))],
     )
     short = [
-        dataclasses.replace(asked, arrival_s=0.0, output_len=min(asked.output_len, 1 + i % _WARMUP_TOKENS))
-        for i, asked in enumerate(mode.plan[: 2 * (mode.backend.max_num_seqs or _WARMUP_BATCH)])
+        dataclasses.replace(each, arrival_s=0.0, output_len=min(each.output_len, 1 + i % _WARMUP_TOKENS))
+        for i, each in enumerate(mode.plan[: 2 * (mode.backend.max_num_seqs or _WARMUP_BATCH)])
     ]
     for _ in range(workload.warmup):
         drive(mode.backend, short, workload.sampling, agree=agree)

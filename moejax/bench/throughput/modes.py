@@ -1,4 +1,4 @@
-"""What a throughput experiment measures: a batching mode of a backend under planned traffic."""
+"""The unit that a throughput experiment measures: a batching mode of a backend under planned traffic."""
 
 import math
 from collections.abc import Sequence

@@ -54,8 +54,8 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
         "num_requests": len(plan),
         "max_num_seqs": limit,
         "batch_size": limit or len(plan),
-        "prompt_len": round(statistics.mean(len(asked.prompt_token_ids) for asked in plan)),
-        "output_len": round(statistics.mean(asked.output_len for asked in plan)),
+        "prompt_len": round(statistics.mean(len(request.prompt_token_ids) for request in plan)),
+        "output_len": round(statistics.mean(request.output_len for request in plan)),
     }
     served = mode.served
     duration = sum(run.duration_s for run in mode.runs)
@@ -81,8 +81,8 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
 
 def iteration_rates(mode: Mode, workload: ThroughputWorkload) -> list[dict[str, Any]]:
     """Each iteration's rates and duration."""
-    found = [compute_metrics(run.records, run.duration_s, workload.slo) for run in mode.runs]
-    return [{name: metrics[name] for name in ("duration_s", *_RATES)} for metrics in found]
+    passes = [compute_metrics(run.records, run.duration_s, workload.slo) for run in mode.runs]
+    return [{name: metrics[name] for name in ("duration_s", *_RATES)} for metrics in passes]
 
 
 def _median(values: Sequence[float | None]) -> float | None:

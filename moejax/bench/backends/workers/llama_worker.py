@@ -58,7 +58,7 @@ class LlamaCpp(Engine):
         }
 
     def _file_type(self):
-        """What the file says of itself, such as "qwen3moe 115M F32"."""
+        """Returns the file's description of itself, such as "qwen3moe 115M F32"."""
         import ctypes
 
         text = ctypes.create_string_buffer(256)
@@ -99,11 +99,11 @@ class LlamaCpp(Engine):
     def forward(self):
         """Decode tokens first, then prompts as far as the batch has room; a longer prompt goes in pieces."""
         rows: list = []
-        asked: list = []
+        sampled: list = []
         for request in self.running:
             if request.id not in self.rest:
                 position = len(request.prompt) + len(request.tokens) - 1
-                asked.append((len(rows), request))
+                sampled.append((len(rows), request))
                 rows.append((request.tokens[-1], position, self.places[request.id], True))
         decode = len(rows)
         admitted = self._admit()
@@ -113,13 +113,13 @@ class LlamaCpp(Engine):
             for position in range(done, end):
                 last = position == len(request.prompt) - 1
                 if last:
-                    asked.append((len(rows), request))
+                    sampled.append((len(rows), request))
                 rows.append((request.prompt[position], position, self.places[request.id], last))
             self.rest[request.id] = end
             if end == len(request.prompt):
                 del self.rest[request.id]
         self._decode(rows)
-        pairs = [(r, lib.llama_sampler_sample(self.samplers[r.id], self.context, row)) for row, r in asked]
+        pairs = [(r, lib.llama_sampler_sample(self.samplers[r.id], self.context, row)) for row, r in sampled]
         return Step(pairs, admitted, len(rows) - decode, decode, len(rows))
 
     def _admit(self):

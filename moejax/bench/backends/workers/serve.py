@@ -49,7 +49,7 @@ class Request:
 
 
 class Step:
-    """What one step did: (request, token) pairs, the requests that it took in, and counts of tokens."""
+    """The outcome of one step: (request, token) pairs, the requests that it took in, and counts of tokens."""
 
     def __init__(self, pairs, admitted, prefill, decode, padded):
         self.pairs, self.admitted = pairs, admitted
@@ -121,15 +121,15 @@ class Channel:
         self.out.flush()
 
     def messages(self, block):
-        """What has come; waits for the first one if `block`."""
-        found = []
+        """Returns the messages that have come; waits for the first one if `block`."""
+        messages = []
         while self.open and (block or select.select([0], [], [], 0)[0]):
             piece = os.read(0, 1 << 16)
             self.open = bool(piece)
             *lines, self.buffer = (self.buffer + piece).split(b"\n")
-            found += [json.loads(line) for line in lines if line.strip()]
-            block = block and not found
-        return found
+            messages += [json.loads(line) for line in lines if line.strip()]
+            block = block and not messages
+        return messages
 
 
 def peak_bytes():
