@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moejax.bench.ab.variants import Arm
 from moejax.bench.common.agreement import token_agreement
 from moejax.results.metric_names import JUDGED, latency_name, percentile_of
-from moejax.results.statistics import Interval, paired_ratio, sign_effect, signed_rank_test
+from moejax.results.statistics import paired_ratio, sign_effect, signed_rank_test
 from moejax.results.verdict import NO_FLOOR, Floor, Trial, Verdict, decide
 
 Values = NDArray[np.float64]
@@ -37,11 +37,8 @@ class Judged:
         """How far the widest interval over all cases reaches from its estimate, relative to it; 0 without
         any."""
         ratios = [verdict.trial.ratio for verdict in self.verdicts if verdict.trial.ratio is not None]
-        return max((_half_width(ratio) for ratio in ratios), default=0.0)
-
-
-def _half_width(ratio: Interval) -> float:
-    return max(ratio.high - ratio.estimate, ratio.estimate - ratio.low) / ratio.estimate
+        reaches = [max(r.high - r.estimate, r.estimate - r.low) / r.estimate for r in ratios]
+        return max(reaches, default=0.0)
 
 
 def judged_metrics(arms: Sequence[Arm], cases: Sequence[dict[str, Any]], chosen: Sequence[str]) -> list[str]:

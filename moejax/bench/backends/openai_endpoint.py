@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +221,11 @@ class OpenAIEndpoint(Backend):
             return
         for task in self._tasks.values():
             task.cancel()
-        self._wait(self._client.close())
+        asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(5.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
-
-    def _wait(self, work: Coroutine[Any, Any, Any]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(5.0)
 
 
 def _key(options: BackendOptions) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.select import Selected, narrow
-from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.routing.analysis import skew
 from moejax.routing.capture import RoutingCapture
@@ -97,7 +96,7 @@ def shapes_for(capture: RoutingCapture, path: str, model: str | None) -> list[Mo
     if model in by_name:
         shape = by_name[model]
     else:
-        shape = _shape_of(_config_of(model, by_name), model)
+        shape = _shape_of(model, by_name)
     if (shape.total_experts, shape.top_k) != (capture.num_experts, capture.top_k):
         raise ConfigError(
             f"bench.routing={path}: its tokens visit {capture.top_k} of {capture.num_experts} experts, those"
@@ -107,19 +106,16 @@ def shapes_for(capture: RoutingCapture, path: str, model: str | None) -> list[Mo
     return [shape]
 
 
-def _config_of(model: str, kernels: dict[str, ModelShape]) -> ModelConfig:
+def _shape_of(model: str, kernels: dict[str, ModelShape]) -> ModelShape:
     from moejax.engine.opening.resolve import find_model
 
     try:
-        return find_model(model, "auto")[1]
+        _, config = find_model(model, "auto")
     except MoejaxError as error:
         reason = str(error).removeprefix("model.path: ")
         raise ConfigError(
             f"bench.routing_model: {reason}; the kernels' own shapes are {', '.join(kernels)}"
         ) from error
-
-
-def _shape_of(config: ModelConfig, model: str) -> ModelShape:
     if not any(config.moe_layers):
         raise ConfigError(f"bench.routing_model={model}: the model has no experts")
     return ModelShape(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.common.telemetry import open_telemetry
-from moejax.bench.quantization.config import QuantizationSection
+from moejax.bench.quantization.config import QuantizationSection, SpeedSection
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.method import (
     Bench,
@@ -151,7 +151,14 @@ def run_quantization(
     evaluator = Evaluator(full.model, windows, section.batch_size)
     total = 2 + len(section.methods) * (2 + evaluator.num_batches)
     with compiling() as compiled, progress(FULL, total=total) as task:
-        bench = _prepare(open_model, full, windows, evaluator, section, run, seed, loads)
+        boot = WindowBootstrap(
+            windows.scored.sum(axis=1), resamples=section.resamples, confidence=section.confidence, seed=seed
+        )
+        speed = _speed_meter(full, windows, section.speed)
+        bench = Bench(
+            open_model, full, model_sizes(full.model), windows, evaluator, boot, evaluator.baseline(), speed,
+            run.hardware, section, loads,
+        )  # fmt: skip
         telemetry = open_telemetry(run.telemetry, full.parallel_config.num_devices)
         methods = _Methods(run, section, bench, telemetry, [full_row(bench)], nats={FULL: bench.base_nats})
         task.advance(2)
@@ -180,29 +187,12 @@ def check_methods(result: Mapping[str, Any]) -> None:
     raise RuntimeError(line) if any(row["defect"] for row in failed) else ConfigError(line)
 
 
-def _prepare(
-    open_model: OpenModel,
-    full: LLM,
-    windows: Windows,
-    evaluator: Evaluator,
-    section: QuantizationSection,
-    run: ExperimentRun,
-    seed: int,
-    loads: np.ndarray | None,
-) -> Bench:
-    """Measures the full-precision model: what every method is held against."""
-    tokens = windows.scored.sum(axis=1)
-    boot = WindowBootstrap(tokens, resamples=section.resamples, confidence=section.confidence, seed=seed)
-    speed = None
-    if section.speed.iterations:
-        size = section.speed.batch_size
-        rows = windows.tokens[np.arange(size) % len(windows.tokens)]
-        prompts = [[int(t) for t in row[: section.speed.prompt_len]] for row in rows]
-        speed = SpeedMeter(full, prompts, section.speed)
-    return Bench(
-        open_model, full, model_sizes(full.model), windows, evaluator, boot, evaluator.baseline(), speed,
-        run.hardware, section, loads,
-    )  # fmt: skip
+def _speed_meter(full: LLM, windows: Windows, speed: SpeedSection) -> SpeedMeter | None:
+    """Returns the measurement of decode speed on the text's first windows; None where it is left out."""
+    if not speed.iterations:
+        return None
+    rows = windows.tokens[np.arange(speed.batch_size) % len(windows.tokens)]
+    return SpeedMeter(full, [[int(t) for t in row[: speed.prompt_len]] for row in rows], speed)
 
 
 def _one_method(methods: _Methods, method: str, task: Task) -> None:

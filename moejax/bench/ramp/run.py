@@ -53,15 +53,17 @@ def run_ramp(
     rows: list[dict[str, Any]] = []
     for mode in plan_modes(backends, workload, longest):
         _climb(mode, workload, ramp, plan, modes, rows, run)
+    summary = _summary(rows)
+    knee_case = summary[0]["knee_case"] or 0
     result = run.result(
-        metrics=_metrics(rows) | backends[0].memory(),
+        metrics=_metrics(rows[knee_case], summary[0]) | backends[0].memory(),
         cases=rows,
         engine=engine_of(backends[0]),
         hardware=run.hardware,
         slo=dataclasses.asdict(workload.slo),
-        ramp=_summary(rows),
+        ramp=summary,
     )
-    run.meter.add_to(result, [_knee_case(rows)])
+    run.meter.add_to(result, [knee_case])
     without_our_process(result["metrics"], backends[0])
     return run.finish(result, requests=[row for mode in modes for row in request_rows(mode, workload)])
 
@@ -124,17 +126,13 @@ def _row(
     }
 
 
-def _by_mode(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["backend"], row["batching"]), []).append(row)
-    return groups
-
-
 def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per mode: the knee, the best goodput with its rate, and the cases on the Pareto front."""
+    """Returns by mode the knee, the best goodput with its rate, and the cases on the Pareto front."""
+    modes: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        modes.setdefault((row["backend"], row["batching"]), []).append(row)
     summary = []
-    for (backend, batching), mine in _by_mode(rows).items():
+    for (backend, batching), mine in modes.items():
         at, best = knee(mine), best_goodput(mine)
         summary.append(
             {
@@ -152,13 +150,9 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return summary
 
 
-def _knee_case(rows: Sequence[Mapping[str, Any]]) -> int:
-    return _summary(rows)[0]["knee_case"] or 0
-
-
-def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The first mode's figures at its knee (at its lowest rate, where it followed none), and the ramp's."""
-    first = _summary(rows)[0]
-    metrics = {key: value for key, value in rows[_knee_case(rows)].items() if key not in _NAMES}
+def _metrics(row: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the figures of the first mode at its knee (at its lowest rate, where it followed none), and
+    those of its ramp."""
+    metrics = {key: value for key, value in row.items() if key not in _NAMES}
     names = ("knee_rate", "max_output_throughput", "max_goodput", "max_goodput_rate")
-    return metrics | {name: first[name] for name in names}
+    return metrics | {name: summary[name] for name in names}
