@@ -1,8 +1,9 @@
-"""What a W&B workspace of our runs shows: sections of panels, as plain values. `workspace.py` makes W&B's own
-form of it; here is no wandb, and every name is one that `publish` gives (a test compares them).
+"""The sections and panels of a W&B workspace of our runs, as plain values.
+
+`workspace.py` makes W&B's own form of them; no wandb is imported here. Every name is one that `publish` gives
+(a test compares them).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -21,11 +22,11 @@ WandbName = Annotated[
 
 @dataclass(frozen=True)
 class DashboardConfig(Checked, section="dashboard"):
-    """`experiments.dashboard`: which workspace is written, and where.
+    """Configures `experiments.dashboard`: which workspace is written, and where.
 
     Attributes:
         project, entity: W&B's; entity None takes the login's own.
-        name: the workspace's, as the project's list of views shows it. Each call makes a new view.
+        name: name of the workspace in the project's list of views. Each call makes a new view.
         group: only runs of this group (`tracker.group`, a sweep's); None: all.
         dry_run: writes the specification into the output folder and asks no server.
         out: a file for the specification, beside what the server gets; with dry_run instead of the folder.
@@ -43,11 +44,11 @@ class DashboardConfig(Checked, section="dashboard"):
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel.
+    """Describes one panel of a section.
 
     Attributes:
-        kind: what it is; see `workspace.py` for what W&B makes of it.
-        title: what stands over it.
+        kind: type of the panel; `workspace.py` maps it to W&B's.
+        title: heading of the panel.
         x: a summary metric (scatter), a name of the history (line); of no other kind.
         y: names; for `cdf`, `image` and `table` those of tables and pictures. For `parallel` a name with
             `config.` before it is a setting.
@@ -60,14 +61,14 @@ class Panel:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of logged things that it shows."""
+        """Returns the names of the logged metrics, tables and pictures that the panel shows."""
         names = (*self.y, *([self.x] if self.x else []))
         return tuple(name for name in names if not name.startswith("config."))
 
 
 @dataclass(frozen=True)
 class Section:
-    """Panels of one size, `columns` to a row; W&B lets the reader fold it."""
+    """Groups panels of one size, `columns` to a row; the reader can fold it."""
 
     name: str
     panels: tuple[Panel, ...]
@@ -83,126 +84,75 @@ def _lines(x: str, *names: str) -> tuple[Panel, ...]:
     return tuple(Panel("line", name, (name,), x=x) for name in names)
 
 
-def sections() -> tuple[Section, ...]:
-    """The workspace from top to bottom. A panel whose metrics no run has stays empty; sections that only some
-    experiments fill are closed."""
-    return (
-        Section("Throughput against latency", _trade_offs(), columns=2),
-        Section("Medians", _medians()),
-        Section("Distributions", _distributions(), columns=2),
-        Section("Experts", _experts()),
-        Section("What differs, and what matters", _differences(), columns=2),
-        Section("Cases of a run", _by_case(), False),
-        Section("Rate ramp", _ramp(), False),
-        Section("Engine over time", _engine(), False),
-        Section("Machine, power and cost", _machine(), False),
-        Section("Quantization", _quantization(), False),
-        Section("Pictures", _pictures(), False),
-    )
-
-
-def _trade_offs() -> tuple[Panel, ...]:
+SECTIONS: tuple[Section, ...] = (
     # Runs lie from short latencies to long ones, so the best throughput so far is the Pareto frontier.
-    return (
+    Section("Throughput against latency", (
         Panel("scatter", "Output tokens/s against TPOT", ("output_throughput",), x="median_tpot_ms"),
         Panel("scatter", "Output tokens/s against p99 TTFT", ("output_throughput",), x="p99_ttft_ms"),
         Panel("scatter", "Goodput against p99 TTFT", ("request_goodput",), x="p99_ttft_ms"),
         Panel("scatter", "Requests/s against E2E", ("request_throughput",), x="median_e2el_ms"),
-    )  # fmt: skip
-
-
-def _medians() -> tuple[Panel, ...]:
-    return _bars(
+    ), columns=2),
+    Section("Medians", _bars(
         "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms", "p99_ttft_ms", "p99_tpot_ms",
         "output_throughput", "request_throughput", "weight_bytes",
-    )  # fmt: skip
-
-
-def _distributions() -> tuple[Panel, ...]:
-    return (
+    )),
+    Section("Distributions", (
         Panel("cdf", "Time to the first token", ("ttft_cdf",)),
         Panel("cdf", "Time per output token", ("tpot_cdf",)),
         Panel("cdf", "Inter-token latency", ("itl_cdf",)),
         Panel("cdf", "End to end", ("e2el_cdf",)),
-    )
-
-
-def _experts() -> tuple[Panel, ...]:
-    load = Panel("image", "Load of layers x experts", ("expert_load",))
-    return (load, *_bars("expert_load_max", "expert_load_entropy"))
-
-
-def _differences() -> tuple[Panel, ...]:
-    settings = ("config.engine.max_num_seqs", "config.engine.block_size", "config.quant.method")
-    figures = ("median_ttft_ms", "median_tpot_ms", "output_throughput")
-    return (
+    ), columns=2),
+    Section("Experts", (
+        Panel("image", "Load of layers x experts", ("expert_load",)),
+        *_bars("expert_load_max", "expert_load_entropy"),
+    )),
+    Section("What differs, and what matters", (
         Panel("run_comparer", "Runs side by side"),
-        Panel("parallel", "Settings to figures", (*settings, *figures)),
+        Panel("parallel", "Settings to figures", (
+            "config.engine.max_num_seqs", "config.engine.block_size", "config.quant.method",
+            "median_ttft_ms", "median_tpot_ms", "output_throughput",
+        )),
         Panel("importance", "What output throughput depends on", ("output_throughput",)),
         Panel("importance", "What time per output token depends on", ("median_tpot_ms",)),
-    )
-
-
-def _by_case() -> tuple[Panel, ...]:
-    return (
+    ), columns=2),
+    Section("Cases of a run", (
         *_lines("case/batch_size", "case/output_throughput", "case/median_ttft_ms", "case/median_tpot_ms"),
         *_lines("case/index", "case/roofline_percent", "case/mean_experts_hit"),
         Panel("table", "Cases", ("cases",)),
-    )
-
-
-def _ramp() -> tuple[Panel, ...]:
-    """A point per rate: what one user gets against what a device gives, and where it stops following."""
-    user = Panel(
-        "line", "tokens/s of a device against a user's", ("case/tokens_per_s_per_device",),
-        x="case/tokens_per_s_per_user",
-    )  # fmt: skip
-    return (user, *_lines("case/request_rate", "case/p99_ttft_ms", "case/request_goodput"))
-
-
-def _engine() -> tuple[Panel, ...]:
-    names = ("timeline/running_max", "timeline/waiting_max", "timeline/used_blocks_max")
-    return _lines("timeline/time_s", *names)
-
-
-def _pictures() -> tuple[Panel, ...]:
-    return (
-        Panel("image", "Latency", ("latency",)),
-        Panel("image", "Inter-token latency by token", ("itl",)),
-        Panel("image", "Load over time", ("load",)),
-    )
-
-
-def _machine() -> tuple[Panel, ...]:
-    return (
+    ), False),
+    # A point per rate: what one user gets against what a device gives, and where it stops following.
+    Section("Rate ramp", (
+        Panel(
+            "line", "tokens/s of a device against a user's", ("case/tokens_per_s_per_device",),
+            x="case/tokens_per_s_per_user",
+        ),
+        *_lines("case/request_rate", "case/p99_ttft_ms", "case/request_goodput"),
+    ), False),
+    Section("Engine over time", _lines(
+        "timeline/time_s", "timeline/running_max", "timeline/waiting_max", "timeline/used_blocks_max"
+    ), False),
+    Section("Machine, power and cost", (
         *_bars("energy_per_output_token_j", "cost_per_million_output_tokens", "mean_cpu_percent"),
         *_bars("mean_host_rss_bytes", "host_peak_bytes", "device_peak_bytes"),
         *_lines("telemetry/time_s", "telemetry/cpu_percent", "telemetry/host_rss_bytes"),
         *_lines("telemetry/time_s", "telemetry/gpu0_power_w", "telemetry/gpu0_sm_clock_mhz"),
-    )
-
-
-def _quantization() -> tuple[Panel, ...]:
-    return (
+    ), False),
+    Section("Quantization", (
         Panel("scatter", "Perplexity lost against size", ("perplexity_loss_percent",), x="bits_per_weight"),
         Panel("scatter", "Routing changed against size", ("router_flips",), x="bits_per_weight"),
         *_bars("perplexity", "kl"),
-    )  # fmt: skip
-
+    ), False),
+    Section("Pictures", (
+        Panel("image", "Latency", ("latency",)),
+        Panel("image", "Inter-token latency by token", ("itl",)),
+        Panel("image", "Load over time", ("load",)),
+    ), False),
+)  # fmt: skip
+"""The workspace from top to bottom. A panel whose metrics no run has stays empty; sections that only some
+experiments fill are closed."""
 
 PINNED = (
     "summary:median_ttft_ms", "summary:median_tpot_ms", "summary:output_throughput",
     "summary:request_goodput", "summary:energy_per_output_token_j", "config:model.path",
 )  # fmt: skip
 """Columns of the list of runs, beside the names."""
-
-
-def logged_names() -> Iterator[str]:
-    """Every name that any panel shows."""
-    seen: set[str] = set()
-    for section in sections():
-        for panel in section.panels:
-            for name in panel.metrics:
-                if name not in seen:
-                    seen.add(name)
-                    yield name

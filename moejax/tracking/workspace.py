@@ -1,4 +1,4 @@
-"""A W&B workspace from `dashboard.sections()`. The only module that imports wandb-workspaces, an extra.
+"""A W&B workspace from `dashboard.SECTIONS`. The only module that imports wandb-workspaces, an extra.
 
 The workspace is made without a server, and written as JSON without one; only saving it asks.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from moejax.core.errors import ConfigError, TrackingError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 from moejax.report.tables import stderr_console
-from moejax.tracking.dashboard import PINNED, DashboardConfig, Panel, Section, sections
+from moejax.tracking.dashboard import PINNED, SECTIONS, DashboardConfig, Panel, Section
 from moejax.tracking.wandb import default_entity, require_login, tracking_errors
 
 SPEC_FILE = "workspace.json"
@@ -39,7 +39,7 @@ def run_dashboard(config: DashboardConfig, out_dir: Path) -> dict[str, Any]:
     workspace = build_workspace(config)
     atomic_write_text(path, dump_json(workspace_spec(workspace), indent=2) + "\n")
     url = None if config.dry_run else _save(workspace, config)
-    return {"spec": str(path), "url": url, "panels": sum(len(section.panels) for section in sections())}
+    return {"spec": str(path), "url": url, "panels": sum(len(section.panels) for section in SECTIONS)}
 
 
 def write_and_print(config: DashboardConfig, out_dir: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def build_workspace(config: DashboardConfig) -> Any:
         entity=config.entity or "",
         project=config.project,
         name=config.name,
-        sections=[_section(ws, wr, section) for section in sections()],
+        sections=[_section(ws, wr, section) for section in SECTIONS],
         settings=ws.WorkspaceSettings(max_runs=20, smoothing_weight=0, ignore_outliers=False),
         runset_settings=ws.RunsetSettings(filters=filters, pinned_columns=list(PINNED)),
         auto_generate_panels=False,

@@ -22,7 +22,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import CalibrationConfig, QuantConfig
 from moejax.nn.param import iter_params
 from moejax.routing.generate import generate
-from moejax.tracking.dashboard import sections
+from moejax.tracking.dashboard import SECTIONS
 from tests.bench.runs import run_into
 from tests.decoding import random_model
 from tests.numerics import tolerance
@@ -119,7 +119,7 @@ def test_experts_popularity_can_be_a_traces(
 
 def test_a_dashboard_finds_its_figures(done: Any) -> None:
     """A method's row is the summary of its W&B run."""
-    (section,) = [section for section in sections() if section.name == "Quantization"]
+    (section,) = [section for section in SECTIONS if section.name == "Quantization"]
     assert {name for panel in section.panels for name in panel.metrics} <= done[0]["cases"][1].keys()
 
 

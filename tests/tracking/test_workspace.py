@@ -20,7 +20,7 @@ from moejax.engine.llm import LLM
 from moejax.results.metrics import Slo
 from moejax.tracking import workspace
 from moejax.tracking.base import CompositeTracker
-from moejax.tracking.dashboard import DashboardConfig, logged_names, sections
+from moejax.tracking.dashboard import SECTIONS, DashboardConfig
 from moejax.tracking.probes import HostProbe
 from moejax.tracking.publish import publish
 from moejax.tracking.telemetry import TelemetryConfig
@@ -34,6 +34,9 @@ from tests.tracking.test_wandb import KEY, clean_environment
 
 QUANTIZATION = ("perplexity", "perplexity_loss_percent", "bits_per_weight", "router_flips", "kl")
 """Named by tests/bench/test_quantization_run.py."""
+
+LOGGED = {name for section in SECTIONS for panel in section.panels for name in panel.metrics}
+"""Every name that a panel shows."""
 
 ENGINE = EngineConfig(
     max_num_seqs=2, max_model_len=16, seq_buckets=[2], token_buckets=[16], compile_cache=False
@@ -91,7 +94,7 @@ def _gpu_names() -> set[str]:
 
 def test_every_panel_shows_what_a_run_logs(logged: set[str]) -> None:
     known = logged | set(QUANTIZATION)
-    missing = [name for name in logged_names() if name not in known]
+    missing = [name for name in LOGGED if name not in known]
     assert missing == []
     assert {"ttft_cdf", "expert_load", "telemetry/gpu0_power_w", "energy_per_output_token_j"} <= known
 
@@ -107,7 +110,7 @@ def test_the_specification_holds_all_panels_and_their_kinds() -> None:
     )
     json.dumps(spec, allow_nan=False)
     banks = spec["spec"]["section"]["panelBankConfig"]["sections"]
-    assert [bank["name"] for bank in banks] == [section.name for section in sections()]
+    assert [bank["name"] for bank in banks] == [section.name for section in SECTIONS]
     kinds = {panel["viewType"] for bank in banks for panel in bank["panels"]}
     assert {
         "Scatter Plot",
@@ -121,7 +124,7 @@ def test_the_specification_holds_all_panels_and_their_kinds() -> None:
     assert (scatter["xAxis"], scatter["yAxis"]) == ("summary:median_tpot_ms", "summary:output_throughput")
     assert "latency/s1" in json.dumps(spec["spec"]["section"]["runSets"])
     text = json.dumps(spec)
-    assert all(json.dumps(name)[1:-1] in text for name in logged_names())
+    assert all(json.dumps(name)[1:-1] in text for name in LOGGED)
 
 
 def test_a_dry_run_writes_a_file_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +133,7 @@ def test_a_dry_run_writes_a_file_and_asks_nobody(tmp_path: Path, monkeypatch: py
     done = workspace.run_dashboard(DashboardConfig(dry_run=True), tmp_path / "out")
     assert done["url"] is None and Path(done["spec"]) == tmp_path / "out" / workspace.SPEC_FILE
     assert json.loads(Path(done["spec"]).read_text())["project"] == "moejax"
-    assert done["panels"] == sum(len(section.panels) for section in sections())
+    assert done["panels"] == sum(len(section.panels) for section in SECTIONS)
     elsewhere = workspace.run_dashboard(DashboardConfig(dry_run=True, out=str(tmp_path / "w.json")), tmp_path)
     assert elsewhere["spec"] == str(tmp_path / "w.json")
 
@@ -202,5 +205,5 @@ def test_the_workspace_arrives_at_the_server(tmp_path: Path) -> None:
     (view,) = server.views
     assert (view["entityName"], view["projectName"], view["displayName"]) == ("tester", "moejax", "mine")
     told = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
-    assert sum(len(bank["panels"]) for bank in told) == sum(len(section.panels) for section in sections())
+    assert sum(len(bank["panels"]) for bank in told) == sum(len(section.panels) for section in SECTIONS)
     assert json.loads(done.stdout.splitlines()[-1])["url"].startswith(server.url)
