@@ -6,7 +6,7 @@ command line. `experiments.launch.structured.mirror` makes OmegaConf's schema fr
 
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from moejax.bench.ab.config import AbSection
 from moejax.bench.backends.config import BackendSection
@@ -20,7 +20,8 @@ from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.stress.config import StressSection
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
-from moejax.core.config import DTYPES, EngineConfig, check_choice
+from moejax.core.checked import Among, Checked
+from moejax.core.config import DTYPES, EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.price import Price
@@ -36,7 +37,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 @dataclass(frozen=True)
-class ModelSection:
+class ModelSection(Checked, section="model"):
     """Which model.
 
     Attributes:
@@ -47,13 +48,12 @@ class ModelSection:
     """
 
     path: str | None
-    dtype: str = "auto"
+    dtype: Annotated[str, Among(("auto", *DTYPES))] = "auto"
     load_format: LoadFormat = "auto"
     hf_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_choice("model.dtype", self.dtype, ("auto", *DTYPES))
-        check_choice("model.load_format", self.load_format, get_args(LoadFormat))
+        super().__post_init__()
         if (self.path is None) == (self.hf_config is None):
             fault = "both are set" if self.path is not None else "neither is set"
             raise ConfigError(

@@ -30,7 +30,8 @@ from moejax.checkpoint.quantized import (
 )
 from moejax.checkpoint.quantized_save import QuantizedSave, plan_save
 from moejax.checkpoint.tensors import QUANTIZED_DTYPES, STORED_DTYPES, TensorFiles
-from moejax.core.config import DTYPES, ModelConfig, MoeConfig, check_choice
+from moejax.core.checked import check
+from moejax.core.config import DType, ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError, OutputError, unknown
 from moejax.core.files import atomic_write_text
 from moejax.models.decoder import Decoder
@@ -192,7 +193,7 @@ def load_pretrained(
     path = resolve_model_dir(directory)
     config = load_config(path)
     if dtype != "auto":
-        check_choice("dtype", dtype, DTYPES)
+        check("dtype", dtype, DType)
         config = config.replace(dtype=dtype)
     model = Decoder(config, moe=moe, kernels=kernels) if build is None else build(config)
     declared = specs(model)

@@ -5,7 +5,7 @@ Codes and scales are written as they are; what is read again is the same, bit fo
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from moejax.checkpoint.load import expert_slots
 from moejax.checkpoint.maps.rules import Rule
 from moejax.checkpoint.plan import canonical_key
 from moejax.checkpoint.quantized import parts_of
-from moejax.core.config import check_choice
+from moejax.core.checked import Among, check
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ExpertOf, specs
@@ -75,7 +75,7 @@ def plan_save(model: Decoder, rules: Sequence[Rule], layout: str, gather: Gather
     Raises:
         ConfigError: an unknown format, or compressed-tensors was asked for and has no words for a weight.
     """
-    check_choice("quantized_format", layout, FORMATS)
+    check("quantized_format", layout, Annotated[str, Among(FORMATS)])
     weights = dict(quantized_weights(model))
     if not weights:
         return None

@@ -46,21 +46,6 @@ Buckets = Annotated[
 ]
 
 
-def check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises `ConfigError` unless `value` is one of `choices`."""
-    check(key, value, Annotated[str, Among(choices)])
-
-
-def check_positive(key: str, value: object) -> None:
-    """Raises `ConfigError` unless `value` is an integer of at least 1."""
-    check(key, value, PositiveInt)
-
-
-def check_number(key: str, value: object) -> None:
-    """Raises `ConfigError` unless `value` is a finite number above 0."""
-    check(key, value, PositiveNumber)
-
-
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding and its context extension.

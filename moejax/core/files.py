@@ -5,6 +5,7 @@ It knows nothing of what is written. No JAX here.
 
 import dataclasses
 import enum
+import hashlib
 import json
 import math
 import os
@@ -60,6 +61,11 @@ def canonical_json(value: Any) -> str:
     return json.dumps(
         to_jsonable(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False
     )
+
+
+def content_hash(value: Any) -> str:
+    """Returns sha256 over the canonical JSON of a value: equal values, in whatever key order, hash alike."""
+    return hashlib.sha256(canonical_json(value).encode("utf-8")).hexdigest()
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:

@@ -1,11 +1,12 @@
 """Values chosen for "auto" with their reasons, decided once, kept and reported with every result."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 
-from moejax.core.config import DTYPES, check_choice
+from moejax.core.checked import Among, check
+from moejax.core.config import DTYPES
 from moejax.core.errors import DeviceError
 
 
@@ -49,7 +50,7 @@ def resolve_dtype(requested: str, stored: str, platform: str) -> Resolution:
     """Returns the dtype of weights, cache and activations."""
     key = "model.dtype"
     if requested != "auto":
-        check_choice(key, requested, (*DTYPES, "auto"))
+        check(key, requested, Annotated[str, Among((*DTYPES, "auto"))])
         return Resolution(key, requested, "asked for")
     if platform == "cpu":
         return Resolution(key, "float32", f"bfloat16 products are slow on CPU; checkpoint is {stored}")

@@ -19,14 +19,14 @@ a good program keeps in caches or fuses away, so that no bound may count it.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
-from moejax.core.config import ModelConfig, check_choice
+from moejax.core.checked import check
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import Hardware
-from moejax.perf.roofline import Bound, bound
 from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, kv_head_bytes
 
 Phase = Literal["prefill", "decode", "mixed"]
@@ -107,7 +107,7 @@ def attribute(
     """
     new, seen = np.asarray(new_tokens, np.float64), np.asarray(context, np.float64)
     visited = np.asarray(hits, np.float64)
-    check_choice("phase", phase, get_args(Phase))
+    check("phase", phase, Phase)
     if new.shape != seen.shape or new.ndim != 1 or not new.size or (new <= 0).any() or (seen < new).any():
         raise ConfigError(
             f"a step's rows need new tokens above 0 and a context that holds them, got {new} and {seen}"
@@ -273,6 +273,21 @@ def summed(ops: Iterable[OpCost], key: Callable[[OpCost], object] = _place) -> l
         replace(group[0], **{name: sum(getattr(op, name) for op in group) for name in _SUMS})
         for group in groups.values()
     ]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least time in seconds that bytes and FLOPs allow, and what sets it, "memory" or "compute"."""
+
+    seconds: float
+    limit: str
+
+
+def bound(flops: float, bytes_: float, peak: float, bandwidth: float) -> Bound:
+    """Returns the bound of the roofline (Williams, Waterman and Patterson, 2009), given FLOPs, bytes, FLOP/s
+    and bytes/s."""
+    memory, compute = bytes_ / bandwidth, flops / peak
+    return Bound(max(memory, compute), "memory" if memory >= compute else "compute")
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,16 @@
 """Least bytes and operations of a decode step, from the configuration and the experts it visits."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from moejax.core.config import ModelConfig
-from moejax.perf.attribution import attribute, total
+from moejax.core.hardware import Hardware
+from moejax.perf.attribution import Bound, OpCost, attribute, bound, total
 from moejax.perf.sizes import DTYPE_BYTES, KV_CODE_BYTES, KV_SCALE_BYTES, HeldWeights, kv_head_bytes
 
 __all__ = [
-    "DTYPE_BYTES", "KV_CODE_BYTES", "KV_SCALE_BYTES", "HeldWeights", "StepCost", "attention_params",
-    "decode_step_cost", "expert_params", "kv_head_bytes",
+    "DTYPE_BYTES", "KV_CODE_BYTES", "KV_SCALE_BYTES", "HeldWeights", "attention_params",
+    "decode_step_cost", "expert_params", "kv_head_bytes", "step_bound",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Cost of one decode step of a batch: bytes that must be read, and multiply-adds times two."""
-
-    weight_bytes: float
-    cache_bytes: float
-    flops: float
-
-    @property
-    def bytes(self) -> float:
-        return self.weight_bytes + self.cache_bytes
 
 
 def attention_params(config: ModelConfig) -> int:
@@ -47,7 +33,7 @@ def decode_step_cost(
     dtype: str | None = None,
     kv_dtype: str | None = None,
     weights: HeldWeights | None = None,
-) -> StepCost:
+) -> OpCost:
     """Returns the lower bound of a decode step.
 
     Args:
@@ -72,5 +58,11 @@ def decode_step_cost(
         kv_dtype=kv_dtype,
         weights=weights,
     )
-    work = total(ops)
-    return StepCost(work.weight_bytes, work.cache_bytes, work.flops)
+    return total(ops)
+
+
+def step_bound(cost: OpCost, hardware: Hardware | None, dtype: str) -> Bound | None:
+    """Returns a step's bound; None without a known bandwidth. Compute counts where its peak is known."""
+    if hardware is None or hardware.bandwidth is None:
+        return None
+    return bound(cost.flops, cost.bytes, hardware.flops.get(dtype, float("inf")), hardware.bandwidth)

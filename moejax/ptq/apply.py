@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from moejax.core.errors import ConfigError
+from moejax.core.files import content_hash
 from moejax.core.quant import QuantConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params, specs
@@ -35,7 +36,7 @@ from moejax.ptq.observers import advance
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
 from moejax.ptq.report import QuantReport, StageReport, stage_report
 from moejax.ptq.sites import Stage, stages_of
-from moejax.ptq.store import WorkDir, hash_arrays, hash_value
+from moejax.ptq.store import WorkDir, hash_arrays
 from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import QTensor
 from moejax.quantization.rules import Chosen, resolve_rules
@@ -328,9 +329,9 @@ def _fingerprint(model: Decoder, quant: QuantConfig, tokens: Any) -> dict[str, s
         calibration=dataclasses.replace(quant.calibration, work_dir=None, text="auto", seed=0),
     )
     return {
-        "model": hash_value(model.config),
+        "model": content_hash(model.config),
         "weights": hash_arrays({name: param[...] for name, param in iter_params(model)}),
-        "quant": hash_value(settings),
+        "quant": content_hash(settings),
         "tokens": hash_arrays({"tokens": np.asarray(tokens)}),
         "jax": jax.__version__,
     }

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.core.errors import ConfigError, OutputError
-from moejax.core.files import atomic_write_text, canonical_json, dump_json, ensure_writable
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 from moejax.ptq.batches import HiddenStates
 
 META = "meta"
@@ -156,8 +156,3 @@ def hash_arrays(arrays: Mapping[str, Any]) -> str:
         digest.update(f"{name} {host.dtype.name} {host.shape}\n".encode())
         digest.update(host.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def hash_value(value: Any) -> str:
-    """Returns SHA-256 of a plain value."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()

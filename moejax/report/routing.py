@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from moejax.core.config import ModelConfig
 from moejax.report.figure import heat_map, legend_below, new_figure, round_ticks, save_figures
 from moejax.report.style import COLORS, nth_color
-from moejax.routing import analysis
+from moejax.routing import analysis, locality
 from moejax.routing.capture import RoutingCapture
 
 Captures = RoutingCapture | Mapping[str, RoutingCapture]
@@ -149,7 +149,7 @@ def working_set_plot(
     ):  # fmt: skip
         longest = 1
         for i, (name, capture) in enumerate(named.items()):
-            curve = analysis.working_set(capture, unit=unit)
+            curve = locality.working_set(capture, unit=unit)
             share = 100 * curve.experts / capture.num_experts
             color = nth_color(i)
             look: dict[str, Any] = {"color": color, "markersize": 4, "linewidth": 1.4, "label": name}
@@ -180,10 +180,10 @@ def temporal_locality_plot(captures: Captures, result: Mapping[str, Any] | None 
         return None
     figure, (reuse, distance) = new_figure("Temporal locality", _about(named, result), 11, 4.4, 1, 2)
     for i, (name, capture) in enumerate(named.items()):
-        locality, layers, color = analysis.temporal_locality(capture), capture.layers, nth_color(i)
-        reuse.plot(layers, 100 * locality.reuse, "o-", color=color, markersize=4, linewidth=1.3, label=name)
-        reuse.plot(layers, 100 * locality.chance, "_--", color=color, markersize=7, linewidth=1, alpha=0.8)
-        summed = 100 * np.cumsum(np.nanmean(locality.distances, axis=0))
+        reused, layers, color = locality.temporal_locality(capture), capture.layers, nth_color(i)
+        reuse.plot(layers, 100 * reused.reuse, "o-", color=color, markersize=4, linewidth=1.3, label=name)
+        reuse.plot(layers, 100 * reused.chance, "_--", color=color, markersize=7, linewidth=1, alpha=0.8)
+        summed = 100 * np.cumsum(np.nanmean(reused.distances, axis=0))
         distance.plot(np.arange(1, len(summed) + 1), summed, color=color, linewidth=1.4, label=name)
     reuse.plot([], [], "_--", color="#666666", linewidth=1, label="by popularity alone")
     reuse.xaxis.set_major_locator(MaxNLocator(12, integer=True))

@@ -1,7 +1,7 @@
 """Statistics of a routing trace's experts: loads and their skew, bursts, who goes with whom. Numpy only.
 
 How soon experts are visited again is `moejax.routing.locality`, what two traces differ in
-`moejax.routing.difference`; both are named here too. R rows (tokens), L layers, E experts, k visited by a
+`moejax.routing.difference`. R rows (tokens), L layers, E experts, k visited by a
 token. Where no expert ran (id E) nothing is counted.
 """
 
@@ -13,21 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from moejax.core.errors import ConfigError
 from moejax.routing.capture import RoutingCapture, count_experts
-from moejax.routing.difference import TraceComparison, compare_captures, js_divergence
-from moejax.routing.locality import (
-    TemporalLocality,
-    WorkingSet,
-    hits_per_step,
-    temporal_locality,
-    working_set,
-)
-
-__all__ = [
-    "PHASES", "Skew", "TemporalLocality", "TraceComparison", "WorkingSet", "burstiness", "co_activation",
-    "co_activation_lift", "compare_captures", "hits_per_step", "js_divergence", "layer_index", "load_matrix",
-    "load_over_time", "loads_of", "mutual_information", "skew", "temporal_locality", "transition",
-    "working_set", "zipf_exponent",
-]  # fmt: skip
 
 PHASES = ("prefill", "decode")
 TOP_SHARE = 0.1
@@ -142,7 +127,7 @@ def load_over_time(capture: RoutingCapture, windows: int = 64) -> tuple[Ints, In
     Raises:
         ConfigError: the trace has no rows.
     """
-    _require_rows(capture)
+    capture.require_rows()
     starts = capture.step_starts
     parts = min(windows, len(starts))
     edges = np.linspace(0, len(starts), parts + 1).round().astype(np.int64)
@@ -177,25 +162,13 @@ def burstiness(capture: RoutingCapture, windows: int = 32) -> Floats:
 # -- who goes with whom --------------------------------------------------------------------------------------
 
 
-def layer_index(capture: RoutingCapture, layer: int) -> int:
-    """Returns the index in the trace of a layer of the model.
-
-    Raises:
-        ConfigError: the trace does not have it.
-    """
-    if layer not in capture.layers:
-        known = ", ".join(map(str, capture.layers))
-        raise ConfigError(f"routing trace: it has no layer {layer} (its layers with experts: {known})")
-    return capture.layers.index(layer)
-
-
 def co_activation(capture: RoutingCapture, layer: int) -> Ints:
     """Counts tokens that visit both experts of a layer, int64 `[E, E]`; on the diagonal, the one.
 
     Raises:
         ConfigError: the trace does not have the layer.
     """
-    at = layer_index(capture, layer)
+    at = capture.layer_index(layer)
     return _pairs(capture, at, at)
 
 
@@ -234,7 +207,7 @@ def transition(capture: RoutingCapture, layer: int, *, first_choices: bool = Fal
     Raises:
         ConfigError: the trace does not have the layer, or none after it.
     """
-    at = layer_index(capture, layer)
+    at = capture.layer_index(layer)
     if at + 1 == len(capture.layers):
         raise ConfigError(f"routing trace: layer {layer} is its last, so no layer follows it")
     if not first_choices:
@@ -286,8 +259,3 @@ def _pairs(capture: RoutingCapture, one: int, other: int) -> Ints:
         # Sums of at most 2^16 ones are exact in float32.
         pairs += (visited[0].T @ visited[1]).astype(np.int64)
     return pairs
-
-
-def _require_rows(capture: RoutingCapture) -> None:
-    if not capture.num_rows:
-        raise ConfigError("routing trace: it has no rows; capture some steps first")

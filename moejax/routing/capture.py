@@ -177,6 +177,22 @@ class RoutingCapture:
             raise ConfigError(f"a routing trace has the phases prefill and decode, not {name!r}")
         return self.select(self.prefill if name == "prefill" else ~self.prefill)
 
+    def layer_index(self, layer: int) -> int:
+        """Returns the index in the trace of a layer of the model.
+
+        Raises:
+            ConfigError: the trace does not have it.
+        """
+        if layer not in self.layers:
+            known = ", ".join(map(str, self.layers))
+            raise ConfigError(f"routing trace: it has no layer {layer} (its layers with experts: {known})")
+        return self.layers.index(layer)
+
+    def require_rows(self) -> None:
+        """Raises `ConfigError` for a trace without rows."""
+        if not self.num_rows:
+            raise ConfigError("routing trace: it has no rows; capture some steps first")
+
     def check_fits(self, config: ModelConfig, source: str = "routing trace") -> None:
         """Raises `ConfigError` unless a model of this configuration could have made it."""
         layers = tuple(i for i, sparse in enumerate(config.moe_layers) if sparse)

@@ -11,15 +11,15 @@ each further token of all of them. As in the engine, the last token of an output
 computed.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moejax.core.errors import ConfigError, unknown
+from moejax.core.checked import Among, Must, PositiveInt, Seed, Share, check
+from moejax.core.errors import ConfigError
 from moejax.routing.capture import CapturedRequest, RoutingCapture, id_dtype
 
 Kind = Literal["uniform", "zipf", "bursty", "correlated"]
@@ -31,34 +31,31 @@ MOST_CHOICES = 2_000_000_000
 _CHUNK = 1 << 22  # keys drawn at a time; part of the recipe, since the random stream goes through it
 
 
-@dataclass(frozen=True)
-class _Param:
-    """A parameter of a kind: what it is unless given, and what it may be."""
-
-    default: float | int | None
-    low: float = 0.0
-    high: float = math.inf
-    whole: bool = False
+def _within(low: float, high: float) -> Any:
+    """Returns the annotation of a number in [low, high]."""
+    return Annotated[float, Must(lambda number: low <= number <= high, f"a number in [{low:g}, {high:g}]")]
 
 
-PARAMS: Mapping[str, Mapping[str, _Param]] = {
+_EXPONENT = _within(0, 5)
+
+PARAMS: Mapping[str, Mapping[str, tuple[float | int | None, Any]]] = {
     "uniform": {},
-    "zipf": {"exponent": _Param(1.0, 0.0, 5.0)},
+    "zipf": {"exponent": (1.0, _EXPONENT)},
     "bursty": {
-        "exponent": _Param(0.0, 0.0, 5.0),
-        "period": _Param(32, 1, whole=True),
-        "intensity": _Param(16.0, 1.0, 1e6),
-        "hot": _Param(None, 1, whole=True),
+        "exponent": (0.0, _EXPONENT),
+        "period": (32, PositiveInt),
+        "intensity": (16.0, _within(1, 1e6)),
+        "hot": (None, PositiveInt),
     },
     "correlated": {
-        "exponent": _Param(0.0, 0.0, 5.0),
-        "token_correlation": _Param(0.4, 0.0, 1.0),
-        "layer_correlation": _Param(0.4, 0.0, 1.0),
-        "groups": _Param(1, 1, whole=True),
-        "group_correlation": _Param(0.8, 0.0, 1.0),
+        "exponent": (0.0, _EXPONENT),
+        "token_correlation": (0.4, Share),
+        "layer_correlation": (0.4, Share),
+        "groups": (1, PositiveInt),
+        "group_correlation": (0.8, Share),
     },
 }
-"""Kind → its parameters; `generate` says what they mean."""
+"""Kind → name of a parameter → its default and what it may be; `generate` says what they mean."""
 
 
 class _Draw(NamedTuple):
@@ -122,11 +119,9 @@ def generate(
     Raises:
         ConfigError: an unknown kind or parameter, or a value out of its range.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"generate.kind: {unknown('kind of trace', str(kind), KINDS)}")
+    check("generate.kind", kind, Annotated[str, Among(KINDS, "kind of trace")])
     shape = _check_shape(num_experts, top_k, layers, requests, prompt_len, output_len)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ConfigError(f"generate.seed must be an integer in [0, 2^32), got {seed!r}")
+    check("generate.seed", seed, Seed)
     chosen = check_params(kind, params)
     rng = np.random.default_rng(seed)
     draw = _MAKERS[kind](rng, shape, chosen)
@@ -144,8 +139,7 @@ def _check_shape(
         "output_len": output_len,
     }  # fmt: skip
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ConfigError(f"generate.{name} must be a positive integer, got {value!r}")
+        check(f"generate.{name}", value, PositiveInt)
     if top_k > num_experts or num_experts > 65_535:
         raise ConfigError(
             f"generate: {top_k} of {num_experts} experts a token cannot be; at most all of them, and at most"
@@ -180,16 +174,10 @@ def check_params(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
             whose = f"; {', '.join(others)} {'have' if len(others) > 1 else 'has'} it" if others else ""
             choices = f"it has {', '.join(known)}" if known else "it has no parameters"
             raise ConfigError(f"generate.{name} is no parameter of kind {kind!r}: {choices}{whose}")
-        rule = known[name]
-        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        whole = number and float(value).is_integer()
-        if not number or not rule.low <= value <= rule.high or (rule.whole and not whole):
-            span = f"at least {rule.low:g}" if rule.high == math.inf else f"in [{rule.low:g}, {rule.high:g}]"
-            kind_of = "an integer" if rule.whole else "a number"
-            raise ConfigError(f"generate.{name} must be {kind_of} {span}, got {value!r}")
+        check(f"generate.{name}", value, known[name][1])
+    kinds = {name: float if isinstance(default, float) else int for name, (default, _) in known.items()}
     return {
-        name: rule.default if name not in given else int(given[name]) if rule.whole else float(given[name])
-        for name, rule in known.items()
+        name: kinds[name](given[name]) if name in given else default for name, (default, _) in known.items()
     }
 
 

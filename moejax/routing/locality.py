@@ -133,11 +133,8 @@ def working_set(capture: RoutingCapture, layer: int | None = None, unit: str = "
     """
     if unit not in UNITS:
         raise ConfigError(f"routing: a working set is over {' or '.join(UNITS)}, not {unit!r}")
-    if layer is not None and layer not in capture.layers:
-        known = ", ".join(map(str, capture.layers))
-        raise ConfigError(f"routing trace: it has no layer {layer} (its layers with experts: {known})")
-    if not capture.num_rows:
-        raise ConfigError("routing trace: it has no rows; capture some steps first")
+    chosen = range(len(capture.layers)) if layer is None else [capture.layer_index(layer)]
+    capture.require_rows()
     if unit == "tokens":
         sequences = _sequences(capture)
         rows, sequence = sequences.rows, sequences.sequence
@@ -148,7 +145,6 @@ def working_set(capture: RoutingCapture, layer: int | None = None, unit: str = "
         rows, sequence = np.arange(capture.num_rows), np.zeros(capture.num_rows, np.int64)
         time, lengths = step_numbers(capture), np.array([capture.num_steps])
     windows = 1 << np.arange(int(lengths.max()).bit_length(), dtype=np.int64)
-    chosen = range(len(capture.layers)) if layer is None else [capture.layers.index(layer)]
     curves = [
         _curve(capture.ids[rows, at], sequence, time, lengths, windows, capture.num_experts) for at in chosen
     ]

@@ -89,10 +89,6 @@ class Collective:
         return sum(shape.nbytes for shape in self.operands)
 
     @property
-    def result_bytes(self) -> int:
-        return sum(shape.nbytes for shape in self.results)
-
-    @property
     def dtype(self) -> str:
         """ "f32"; "f32+s32" for a combined collective of both."""
         return "+".join(dict.fromkeys(shape.dtype for shape in self.operands))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from moejax.core.checked import Among, Checked, Name, PositiveNumber
 
@@ -64,8 +64,9 @@ class RunInfo:
     resumed: bool = False
 
 
-class Tracker(Protocol):
-    """Where a run's numbers go. All calls are cheap; `finish` may wait for an upload, for a bounded time."""
+class Tracker:
+    """Takes a run's numbers; this base keeps none. All calls are cheap, but `finish` may wait for an upload,
+    for a bounded time."""
 
     def log(self, metrics: Mapping[str, Scalar], step: int | None = None) -> None:
         """One row of the history. Steps must not fall."""
@@ -91,9 +92,10 @@ class Tracker(Protocol):
 
     def hints(self) -> list[str]:
         """Shell lines, exact and ready to paste, with which the user sees this run."""
+        return []
 
 
-class CompositeTracker:
+class CompositeTracker(Tracker):
     """Says everything to several trackers. As a context manager it finishes them, with exit code 1 if the
     body raised."""
 

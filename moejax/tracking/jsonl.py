@@ -3,19 +3,19 @@
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moejax.core.errors import ConfigError, OutputError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable
-from moejax.tracking.base import RunInfo, Scalar, plain_scalars
+from moejax.tracking.base import RunInfo, Scalar, Tracker, plain_scalars
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Appends the history to `metrics.jsonl` and writes `summary.json` when the run ends.
 
     Rows are `{"step": …, "time": UNIX seconds, …metrics}`, each flushed, so that a killed run keeps what it
@@ -40,27 +40,12 @@ class JsonlTracker:
     def summary(self, metrics: Mapping[str, Scalar]) -> None:
         self._summary.update(plain_scalars(metrics))
 
-    def define_metric(self, name: str, *, step_metric: str | None = None, summary: str | None = None) -> None:
-        pass
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        pass
-
-    def image(self, name: str, path: Path) -> None:
-        pass
-
-    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
-        pass
-
     def finish(self, exit_code: int = 0) -> None:
         if self._file.closed:
             return
         self._file.close()
         if self._summary:
             atomic_write_text(self._dir / SUMMARY_FILE, dump_json(self._summary, indent=2) + "\n")
-
-    def hints(self) -> list[str]:
-        return []
 
 
 def load_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

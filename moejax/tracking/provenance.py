@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.core.errors import CheckpointError
-from moejax.core.files import canonical_json, to_jsonable
+from moejax.core.files import content_hash, to_jsonable
 from moejax.tracking.machine import cpu_settings, gpu_settings, jax_settings, machine_state
 
 DISTRIBUTIONS: tuple[str, ...] = (
@@ -39,16 +39,6 @@ _ENVIRONMENT_PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_", "NCCL_", "MOEJAX_", "GOMP
 _NEVER = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS)S?$|^JAX_COORDINATOR", re.IGNORECASE)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def content_hash(value: Any) -> str:
-    """sha256 over the canonical JSON of a value: equal values, in whatever key order, hash alike."""
-    return hashlib.sha256(canonical_json(value).encode("utf-8")).hexdigest()
-
-
-def config_hash(config: Mapping[str, Any]) -> str:
-    """`content_hash` of a configuration."""
-    return content_hash(config)
 
 
 def hash_directory(path: str | os.PathLike[str]) -> str:
@@ -241,7 +231,7 @@ def collect(
             "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
             "argv": _command(sys.argv if argv is None else argv),
             "config": config,
-            "config_hash": config_hash(config),
+            "config_hash": content_hash(config),
             "git": git_state(),
             "versions": versions(),
             "env": environment(),

@@ -22,7 +22,7 @@ import wandb
 
 from moejax.core.errors import TrackingError
 from moejax.core.files import ensure_writable, to_jsonable
-from moejax.tracking.base import RunInfo, Scalar, TrackerConfig, plain_scalars
+from moejax.tracking.base import RunInfo, Scalar, Tracker, TrackerConfig, plain_scalars
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ MAX_TABLE_ROWS = 10_000
 _OFFLINE_INSTEAD = "or use tracker=wandb_offline"
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """One W&B run, started by the constructor.
 
     Raises:

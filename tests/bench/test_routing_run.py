@@ -15,7 +15,7 @@ from moejax.bench.routing.run import run_routing
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.moe.placement import Placement, balancedness
-from moejax.routing import analysis
+from moejax.routing import analysis, locality
 from moejax.routing.capture import RoutingCapture, load_capture
 from moejax.routing.generate import generate
 from moejax.routing.source import trace_names
@@ -62,7 +62,7 @@ def test_a_trace_beside_a_generated_one(
     assert [row["entropy"] for row in rows] == skew.entropy.tolist()
     assert rows[0]["next_layer_bits"] > 0.1 and rows[1]["next_layer_bits"] is None
     assert first["reuse"] > second["reuse"] - 0.2 and second["max_over_mean"] > first["max_over_mean"]
-    hits = analysis.hits_per_step(captured.phase("decode")).mean()
+    hits = locality.hits_per_step(captured.phase("decode")).mean()
     size = 3 * 32 * 16 * 4
     assert first["decode_hits"] == pytest.approx(hits)
     assert first["decode_bytes_per_step"] == pytest.approx(hits * 2 * size)

@@ -16,7 +16,7 @@ from moejax.report.routing import (
     temporal_locality_plot,
     working_set_plot,
 )
-from moejax.routing import analysis
+from moejax.routing import analysis, locality
 from moejax.routing.capture import RoutingCapture
 from moejax.routing.generate import generate
 
@@ -61,9 +61,9 @@ def test_experts_that_meet_are_neighbours(trace: RoutingCapture) -> None:
 def test_curves_are_the_analysis(trace: RoutingCapture, tiny_config: ModelConfig) -> None:
     figure = working_set_plot(trace, model=tiny_config)
     assert figure is not None
-    curve = analysis.working_set(trace)
+    curve = locality.working_set(trace)
     np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), 100 * curve.experts.mean(0) / 8)
-    near = analysis.temporal_locality(trace)
+    near = locality.temporal_locality(trace)
     figure = temporal_locality_plot({"a": trace})
     assert figure is not None
     np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), 100 * near.reuse)

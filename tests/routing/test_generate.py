@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.core.errors import ConfigError
-from moejax.routing import analysis
+from moejax.routing import analysis, locality
 from moejax.routing.capture import RoutingCapture, load_capture
 from moejax.routing.generate import KINDS, generate
 
@@ -53,7 +53,7 @@ def test_uniform_loads_are_even_and_nothing_goes_with_anything() -> None:
     skew = analysis.skew(trace.counts())
     assert (skew.max_over_mean < 1.25).all() and (skew.entropy > 0.998).all()
     assert (abs(analysis.burstiness(trace) - 1) < 0.15).all()
-    near = analysis.temporal_locality(trace)
+    near = locality.temporal_locality(trace)
     np.testing.assert_allclose(near.reuse, 4 / 32, atol=0.01)
     np.testing.assert_allclose(near.chance, 4 / 32, atol=0.002)
     for layer in (0, 1):
@@ -91,7 +91,7 @@ def test_bursts_show_in_a_window_and_not_in_the_whole() -> None:
 
 def test_correlated_tokens_repeat_as_often_as_asked() -> None:
     trace = make("correlated", token_correlation=0.5, layer_correlation=0.0, requests=64)
-    near = analysis.temporal_locality(trace)
+    near = locality.temporal_locality(trace)
     np.testing.assert_allclose(near.reuse, 0.5 + 0.5 * 4 / 32, atol=0.015)
     np.testing.assert_allclose(near.chance, 4 / 32, atol=0.005)
 
@@ -141,14 +141,14 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
      " zipf, bursty, correlated have it"),
     ("zipf", {"exponent": -1}, r"generate.exponent must be a number in \[0, 5\], got -1"),
     ("zipf", {"exponent": "1"}, "generate.exponent must be a number"),
-    ("bursty", {"period": 0}, "generate.period must be an integer at least 1, got 0"),
+    ("bursty", {"period": 0}, "generate.period must be an integer of at least 1, got 0"),
     ("bursty", {"period": 2.5}, "generate.period must be an integer"),
     ("bursty", {"hot": 17}, "generate.hot=17 of 32 experts: with more than half"),
     ("bursty", {"intensity": 0.5}, r"generate.intensity must be a number in \[1, 1e"),
     ("correlated", {"token_correlation": 0.7, "layer_correlation": 0.4}, "together at most 1"),
     ("correlated", {"groups": 9}, "groups=9: 32 experts in so many groups are 3 .* at most 8 groups"),
     ("zipf", {"top_k": 33}, "33 of 32 experts a token"),
-    ("zipf", {"requests": 0}, "generate.requests must be a positive integer, got 0"),
+    ("zipf", {"requests": 0}, "generate.requests must be an integer of at least 1, got 0"),
     ("zipf", {"layers": ()}, "generate.layers must be a positive number or a list"),
     ("zipf", {"layers": 0}, "generate.layers must be a positive number or a list"),
     ("zipf", {"seed": -1}, "generate.seed must be an integer"),

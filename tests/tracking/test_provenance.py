@@ -28,10 +28,10 @@ def package(tmp_path):
     return folder
 
 
-def test_config_hash_ignores_order_and_sees_values():
-    one = provenance.config_hash({"a": 1, "b": {"c": (1, 2), "d": None}})
-    assert one == provenance.config_hash({"b": {"d": None, "c": [1, 2]}, "a": 1})
-    assert one != provenance.config_hash({"a": 2, "b": {"c": [1, 2], "d": None}})
+def test_content_hash_ignores_order_and_sees_values():
+    one = provenance.content_hash({"a": 1, "b": {"c": (1, 2), "d": None}})
+    assert one == provenance.content_hash({"b": {"d": None, "c": [1, 2]}, "a": 1})
+    assert one != provenance.content_hash({"a": 2, "b": {"c": [1, 2], "d": None}})
     assert len(one) == 64
 
 
@@ -103,7 +103,7 @@ def test_collect_is_json_and_complete(tmp_path, monkeypatch):
     here = str(provenance._PACKAGE.parent / "experiments" / "latency.py")  # run from another folder
     assert provenance.collect({}, argv=[here, "a=b"])["argv"] == ["experiments/latency.py", "a=b"]
     assert provenance.collect({}, argv=["/elsewhere/run.py"])["argv"] == ["/elsewhere/run.py"]
-    assert found["config"] == {"seed": 1} and found["config_hash"] == provenance.config_hash({"seed": 1})
+    assert found["config"] == {"seed": 1} and found["config_hash"] == provenance.content_hash({"seed": 1})
     assert found["versions"]["jax"] and found["versions"]["python"] == sys.version.split()[0]
     assert found["env"]["JAX_TEST_SETTING"] == "1" and "XLA_FLAGS" in found["env"]
     assert found["device"]["platform"] == "cpu" and found["device"]["count"] == 8

@@ -12,9 +12,8 @@ from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.nn.param import specs
-from moejax.perf.cost import decode_step_cost
+from moejax.perf.cost import decode_step_cost, step_bound
 from moejax.perf.memory import held_weights
-from moejax.perf.roofline import step_bound
 from moejax.results.metrics import case_row
 
 

@@ -14,9 +14,8 @@ from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.nn.param import specs
-from moejax.perf.cost import decode_step_cost
+from moejax.perf.cost import decode_step_cost, step_bound
 from moejax.perf.memory import held_weights
-from moejax.perf.roofline import step_bound
 from moejax.results.statistics import interval_fields, paired_ratio
 
 

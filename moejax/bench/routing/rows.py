@@ -6,7 +6,7 @@ import numpy as np
 
 from moejax.core.config import ModelConfig
 from moejax.perf.cost import DTYPE_BYTES, expert_params
-from moejax.routing import analysis
+from moejax.routing import analysis, difference, locality
 from moejax.routing.capture import RoutingCapture
 
 _SKEW = ("max_over_mean", "entropy_bits", "entropy", "gini", "top_share")
@@ -26,7 +26,7 @@ def layer_rows(capture: RoutingCapture) -> list[dict[str, Any]]:
     }
     burst = analysis.burstiness(capture)
     zipf = analysis.zipf_exponent(counts)
-    near = analysis.temporal_locality(capture)
+    near = locality.temporal_locality(capture)
     hits = _hits(capture)
     rows = []
     for at, layer in enumerate(capture.layers):
@@ -83,7 +83,7 @@ def working_sets(capture: RoutingCapture, model: ModelConfig | None) -> dict[str
     """By unit: `windows`, `experts` `[L, W]`; with a model's configuration `bytes` `[W]` of all layers."""
     sets = {}
     for unit in ("tokens", "steps"):
-        curve = analysis.working_set(capture, unit=unit)
+        curve = locality.working_set(capture, unit=unit)
         sets[unit] = {"windows": curve.windows, "experts": curve.experts}
         if model is not None:
             sets[unit]["bytes"] = curve.nbytes(expert_bytes(model))
@@ -100,7 +100,7 @@ def differences(captures: dict[str, RoutingCapture]) -> list[dict[str, Any]]:
         if mine != theirs:
             row["reason"] = "of another shape"
         else:
-            compared = analysis.compare_captures(one, other)
+            compared = difference.compare_captures(one, other)
             row |= {
                 "load_divergence_bits": _mean(compared.divergence.tolist()),
                 "matched_rows": compared.matched,
@@ -116,7 +116,7 @@ def _hits(capture: RoutingCapture) -> dict[str, np.ndarray]:
     mean_hits = {}
     for name in analysis.PHASES:
         part = capture.phase(name)
-        hits = analysis.hits_per_step(part)
+        hits = locality.hits_per_step(part)
         mean_hits[name] = hits.mean(0) if len(hits) else np.full(len(capture.layers), np.nan)
     return mean_hits
 
