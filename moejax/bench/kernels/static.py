@@ -8,14 +8,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 
 from moejax.bench.kernels.config import TARGETS, KernelSelection
 from moejax.bench.kernels.select import Selected, select
 from moejax.bench.run import ExperimentRun
-from moejax.core.config import check_choice
+from moejax.core.checked import Among, check
 from moejax.core.errors import ConfigError, MoejaxError, unknown
 from moejax.core.files import atomic_write_text, cache_root, dump_json, ensure_writable
 from moejax.core.hardware import KNOWN
@@ -208,7 +208,7 @@ def committed_report(
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{file} is no static report of kernels: {error}") from error
     for target in targets:
-        check_choice("targets", target, TARGETS)
+        check("targets", target, Annotated[str, Among(TARGETS)])
     rows = [row for row in rows if row.target in targets]
     rows = [row for row in rows if not specs or any(part in row.spec for part in specs)]
     if not rows:
