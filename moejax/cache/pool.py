@@ -75,11 +75,6 @@ class BlockPool:
         self._segments = []
 
     @property
-    def _heads(self) -> tuple[str, ...]:
-        """Mesh axes that the heads are split over."""
-        return self._place.axes.kv
-
-    @property
     def nbytes(self) -> int:
         """Bytes held now, scales included, over all devices; copies count once."""
         return sum(array.nbytes for array in jax.tree.leaves(self._segments))
@@ -87,7 +82,8 @@ class BlockPool:
     def _make(self, size: int, make: Callable[..., Any]) -> tuple[Segment, ...]:
         """Makes every layer's segment of `size` blocks: arrays by `SingleDevice.zeros`, shapes by
         `SingleDevice.struct`."""
-        K = self._config.num_kv_heads // self._place.axes.size(self._heads)
+        heads = self._place.axes.kv  # mesh axes that the heads are split over
+        K = self._config.num_kv_heads // self._place.axes.size(heads)
         Dh, bs = self._config.head_dim, self._block_size
         keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
         dtype, codes = self._dtype, None
@@ -95,10 +91,10 @@ class BlockPool:
             dtype, codes = bits_dtype(self._dtype) if self._transposed_keys else self._dtype, str(self._dtype)
 
         def layer() -> Segment:
-            pages = make(keys, dtype, self._heads), make((size, K, bs, Dh), dtype, self._heads)
+            pages = make(keys, dtype, heads), make((size, K, bs, Dh), dtype, heads)
             if codes is None:
                 return Segment(*pages)
-            scales = [make((size, K, bs), jnp.dtype(jnp.float32), self._heads) for _ in range(2)]
+            scales = [make((size, K, bs), jnp.dtype(jnp.float32), heads) for _ in range(2)]
             return Segment(*pages, scales[0], scales[1], codes)
 
         return tuple(layer() for _ in range(self._config.num_layers))

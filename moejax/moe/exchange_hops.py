@@ -54,10 +54,6 @@ def make_hops(axes: Axes, num_local: int, nodes_first: bool) -> list[Hop]:
     return [Hop(axes.node, axes.size(axes.node), local * num_local), Hop(axes.local, local, num_local)]
 
 
-def hop_sizes(hops: Sequence[Hop]) -> list[HopSize]:
-    return [HopSize(hop.size, hop.experts_per_rank) for hop in hops]
-
-
 def exchange_hops(
     parts: Sequence[Part],
     hops: Sequence[Hop],
@@ -72,7 +68,7 @@ def exchange_hops(
     """
     tokens, top_k = max(part.x.shape[0] for part in parts), parts[0].ids.shape[1]
     plans = [plan_sends(part.ids // hops[0].experts_per_rank, hops[0].size) for part in parts]
-    sizes = hop_sizes(hops)
+    sizes = [HopSize(hop.size, hop.experts_per_rank) for hop in hops]
     buckets = (
         [fixed_capacities(tokens, top_k, sizes, capacity)]
         if capacity

@@ -14,23 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.moe.router import expert_counts
-
-
-class Blocks(NamedTuple):
-    """Blocks of one height, by rising first row.
-
-    Attributes:
-        expert: int32 `[M]`: of each block, M the static most number of blocks.
-        start: int32 `[M]`: first sorted row of each block.
-        end: int32 `[M]`: one past the last row of the block's expert; the block's rows from there on are not
-            its own.
-        num: int32 scalar: blocks in use; those past it are to be skipped.
-    """
-
-    expert: jax.Array
-    start: jax.Array
-    end: jax.Array
-    num: jax.Array
+from moejax.ops.grouped_matmul import Blocks
 
 
 class BlockPlan(NamedTuple):

@@ -5,7 +5,7 @@ use and reads only their experts' weights.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,17 +57,21 @@ def _swiglu(
     return (out.astype(jnp.float32) * scale).astype(rows.dtype)
 
 
-class Blocks(Protocol):
-    """Blocks of one height (`moejax.moe.permute.Blocks`): int32 `[M]` each, and an int32 scalar."""
+class Blocks(NamedTuple):
+    """Blocks of one height, by rising first row (`moejax.moe.permute` makes them).
 
-    @property
-    def expert(self) -> jax.Array: ...
-    @property
-    def start(self) -> jax.Array: ...
-    @property
-    def end(self) -> jax.Array: ...
-    @property
-    def num(self) -> jax.Array: ...
+    Attributes:
+        expert: int32 `[M]`: of each block, M the static most number of blocks.
+        start: int32 `[M]`: first sorted row of each block.
+        end: int32 `[M]`: one past the last row of the block's expert; the block's rows from there on are not
+            its own.
+        num: int32 scalar: blocks in use; those past it are to be skipped.
+    """
+
+    expert: jax.Array
+    start: jax.Array
+    end: jax.Array
+    num: jax.Array
 
 
 def grouped_swiglu_blocks(

@@ -63,7 +63,7 @@ def test_the_cache_stays_where_it_is(forked: LLM, monkeypatch: pytest.MonkeyPatc
         run = getattr(forked.runner, name)
 
         def watched(*args: Any) -> Any:
-            given = [forked.runner._last, *jax.tree.leaves(pool._segments)]
+            given = [forked.runner.last, *jax.tree.leaves(pool._segments)]
             out = run(*args)
             jax.block_until_ready(pool._segments)
             pages = given[1:]

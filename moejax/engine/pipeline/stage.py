@@ -113,7 +113,8 @@ class StageLedger(CompileLedger):
 class Stage(DeviceRunner):
     """Takes the place of the whole model in a `DeviceRunner`, and microbatches from the stage before.
 
-    Where a stage's devices are another process's, nothing happens, and its arrays have no part here.
+    Where a stage's devices are another process's, nothing happens, and its arrays have no part here. `last`
+    is the last stage's own, and the first stage's copy of it.
     """
 
     functions: StageFunctions  # type: ignore[assignment]
@@ -129,15 +130,6 @@ class Stage(DeviceRunner):
         self._seen = None
         shape = (self.limits.slots + 1,)
         self.last = self.place.zeros(shape, jnp.int32) if self.here else self._absent(shape, jnp.int32)
-
-    @property
-    def last(self) -> jax.Array:
-        """int32, each slot's newest token: the last stage's own, the first stage's copy of it."""
-        return self._last
-
-    @last.setter
-    def last(self, last: jax.Array) -> None:
-        self._last = last
 
     def run(self, key: StepKey, buffer: np.ndarray, given: jax.Array | None) -> StageOutput:
         """Starts the stage's step on a microbatch; `given` is what the stage before gave, if there is one."""

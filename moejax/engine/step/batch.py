@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence as Items
 from itertools import chain
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,9 +112,6 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
         offset, shape = fields[name]
         return jax.lax.slice(buffer, (offset,), (offset + math.prod(shape),)).reshape(shape)
 
-    def maybe(name: str) -> jax.Array | None:
-        return take(name) if name in fields else None
-
     sampling = None
     if "seed" in fields:
         sampling = SamplingArrays(
@@ -127,24 +124,10 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
     if limits.replay is not None:
         weights = jax.lax.bitcast_convert_type(take("replay_weights"), jnp.float32)
         replay = Replay(take("replay_ids"), weights)
-    return Batch(
-        slot=take("slot"),
-        token=take("token"),
-        position=take("position"),
-        logit=take("logit"),
-        step=take("step"),
-        sample=take("sample"),
-        rope_len=take("rope_len"),
-        chunk_token=maybe("chunk_token"),
-        chunk_position=maybe("chunk_position"),
-        attention=metadata_of(limits).unpack(take, key),
-        sampling=sampling,
-        chunk_row=maybe("chunk_row"),
-        fresh=maybe("fresh"),
-        seen_as=maybe("seen_as"),
-        target=maybe("target"),
-        replay=replay,
-    )
+    # A field that this step has no use for is in no place of the buffer.
+    arrays: dict[str, Any] = {name: take(name) if name in fields else None for name in Batch._fields}
+    attention = metadata_of(limits).unpack(take, key)
+    return Batch(**arrays | {"attention": attention, "sampling": sampling, "replay": replay})
 
 
 _SAMPLING_DTYPES = {

@@ -47,6 +47,8 @@ class DeviceRunner(BucketRunner):
         kernels: implementation of the GPU kernels, "xla" for none.
         replay: the routing that steps are told; None: routers choose.
         place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
+
+    `last` is int32, each slot's newest token.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class DeviceRunner(BucketRunner):
 
     def reset(self) -> None:
         self.pool.reset()
-        self._last = self.place.zeros((self.limits.slots + 1,), jnp.int32)
+        self.last = self.place.zeros((self.limits.slots + 1,), jnp.int32)
         self._seen: jax.Array | None = None
 
     def launch(self, plan: Plan) -> Launched:
@@ -98,10 +100,10 @@ class DeviceRunner(BucketRunner):
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         step = self.program(key)
         pages = self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
-        given = DeviceState(pages, self._last, self._seen_of(key))
+        given = DeviceState(pages, self.last, self._seen_of(key))
         state, output = self.place.ready(step(self.functions.leaves, given, self.place.put(buffer)))
         self.pool.put(state.pages)
-        self._last = state.last
+        self.last = state.last
         if key.mode.penalty:
             self._seen = state.seen
         return output
