@@ -33,7 +33,7 @@ def random_model(config: ModelConfig, moe: MoeConfig | None = None, seed: int = 
 @functools.partial(jax.jit, static_argnums=(0, 5))
 def _step(graph: Any, state: Any, cache: Any, tokens: jax.Array, positions: jax.Array, phase: Any) -> Any:
     model = nnx.merge(graph, state)
-    x, view, _ = model.hidden(tokens, positions, cache=ContiguousView(cache, phase))
+    x, view, _ = model.run(model.embed(tokens), positions, cache=ContiguousView(cache, phase))
     return model.logits(x), view.cache
 
 

@@ -117,8 +117,7 @@ class Decoder(nnx.Module):
 
     With `layers` it is a pipeline stage: these layers only, under their paths in the whole model, the
     embedding where they are the first ones and norm and output projection where they are the last (with tied
-    embeddings the last stage has a table of its own). A stage has no `hidden` and cannot be called; it has
-    `run`.
+    embeddings the last stage has a table of its own). A stage cannot be called; it has `run`.
     """
 
     def __init__(
@@ -155,37 +154,6 @@ class Decoder(nnx.Module):
         if seed is not None:
             initialize(self, seed)
 
-    def hidden(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        *,
-        valid: jax.Array | None = None,
-        cache: DecoderCache | None = None,
-        rope_lens: jax.Array | None = None,
-        routing: Recorded | None = None,
-    ) -> tuple[jax.Array, Any, tuple[RoutingTrace | None, ...]]:
-        """Returns the final norm's output.
-
-        Args:
-            tokens, positions: int32 `[B, T]`.
-            valid: bool `[B, T]`, False for padding, which then visits no expert. None: all are real.
-            cache: where keys and values are kept; None attends within this call only.
-            rope_lens: int32 `[B]`, sequence length that `dynamic` rotary scaling goes by; None: one past the
-                row's last real position.
-            routing: what each layer's router is to choose again, `[B, T, k]` (the traces of an earlier call,
-                or `Replay`s); one entry a layer. A trace of the same call gives the same bits.
-
-        Returns:
-            (`[B, T, D]`, updated cache, one trace per layer, None for dense layers).
-
-        Raises:
-            ConfigError: `routing` is not these layers' or these tokens'.
-        """
-        return self.run(
-            self.embed(tokens), positions, valid=valid, cache=cache, rope_lens=rope_lens, routing=routing
-        )
-
     @jax.named_scope("embedding")
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Maps int32 `[...]` to `[..., D]`, what the first layer takes."""
@@ -205,13 +173,24 @@ class Decoder(nnx.Module):
         """Runs all layers that are here, and the final norm where they are the last ones.
 
         Args:
-            x: `[B, T, D]`, the embedded tokens or what the stage before has returned. The rest as in
-                `hidden`; the cache and `routing` count this stage's layers from 0.
+            x: `[B, T, D]`, the embedded tokens or what the stage before has returned.
+            positions: int32 `[B, T]`.
+            valid: bool `[B, T]`, False for padding, which then visits no expert. None: all are real.
+            cache: where keys and values are kept, this stage's layers counted from 0; None attends within
+                this call only.
+            rope_lens: int32 `[B]`, sequence length that `dynamic` rotary scaling goes by; None: one past the
+                row's last real position.
+            routing: what each layer's router is to choose again, `[B, T, k]` (the traces of an earlier call,
+                or `Replay`s); one entry a layer of this stage. A trace of the same call gives the same bits.
 
         Returns:
-            (`[B, T, D]`, updated cache, one trace per layer). Before the last stage the first is the sum of
-            the last layer's output and its residual: the next stage's first norm would begin with that sum,
-            in the same precision, so that one array travels and nothing is rounded otherwise.
+            (`[B, T, D]`, updated cache, one trace per layer, None for dense layers). Before the last stage
+            the first is the sum of the last layer's output and its residual: the next stage's first norm
+            would begin with that sum, in the same precision, so that one array travels and nothing is rounded
+            otherwise.
+
+        Raises:
+            ConfigError: `routing` is not these layers' or these tokens'.
         """
         if rope_lens is None:
             last = positions if valid is None else jnp.where(valid, positions, -1)
@@ -236,7 +215,7 @@ class Decoder(nnx.Module):
         """Returns the replayed routing of each layer that is here.
 
         Raises:
-            ConfigError: see `hidden`.
+            ConfigError: see `run`.
         """
         layers = self.in_order()
         if routing is None:
@@ -280,10 +259,10 @@ class Decoder(nnx.Module):
         """Logits of whole sequences: int32 `[B, T]` → float32 `[B, T, V]`.
 
         With `return_routing`, `(logits, traces)` where traces has a `RoutingTrace` per layer, or None for a
-        dense layer. `routing` as in `hidden`.
+        dense layer. `routing` as in `run`.
         """
         tokens = jnp.asarray(tokens, jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        x, _, traces = self.hidden(tokens, positions, valid=valid, routing=routing)
+        x, _, traces = self.run(self.embed(tokens), positions, valid=valid, routing=routing)
         logits = self.logits(x)
         return (logits, traces) if return_routing else logits

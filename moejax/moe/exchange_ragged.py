@@ -1,10 +1,10 @@
 """Exchange of tokens by `jax.lax.ragged_all_to_all`: exactly the rows there are, wherever they fit.
 
-XLA has it on GPU only. `emulated_ragged_all_to_all` is its twin, for tests on CPU.
+XLA has it on GPU only.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +12,7 @@ import jax.numpy as jnp
 from moejax.moe.exchange_hops import Hop, Part, Run
 from moejax.moe.exchange_pack import pack, unpack
 from moejax.moe.exchange_plan import homes, plan_sends, sum_rows, tokens_at
-from moejax.sharding.axes import Names, all_gather, index
-
-
-class RaggedAllToAll(Protocol):
-    """`jax.lax.ragged_all_to_all`, or a function that does the same."""
-
-    def __call__(
-        self,
-        operand: jax.Array,
-        output: jax.Array,
-        input_offsets: jax.Array,
-        send_sizes: jax.Array,
-        output_offsets: jax.Array,
-        recv_sizes: jax.Array,
-        *,
-        axis_name: Names,
-    ) -> jax.Array: ...
+from moejax.sharding.axes import all_gather, index
 
 
 class Offsets(NamedTuple):
@@ -60,7 +44,7 @@ def plan_ragged(sizes: jax.Array, me: jax.Array) -> tuple[Offsets, Offsets]:
 
 
 def exchange_ragged(
-    part: Part, hop: Hop, run: Run, overlapped: Callable[[Part], jax.Array] | None, ragged: RaggedAllToAll
+    part: Part, hop: Hop, run: Run, overlapped: Callable[[Part], jax.Array] | None
 ) -> jax.Array:
     """Results `[N, D]`; nothing is dropped.
 
@@ -79,40 +63,17 @@ def exchange_ragged(
     ids = jnp.where(mine, part.ids[token] - (rank * hop.experts_per_rank)[:, None], hop.experts_per_rank)
     weights = jnp.where(mine, part.weights[token], 0.0)
     words = pack(part.x[token], ids, weights)
-    words = ragged(words, jnp.zeros((R * N, words.shape[1]), words.dtype), *there, axis_name=hop.names)
+    space = jnp.zeros((R * N, words.shape[1]), words.dtype)
+    words = jax.lax.ragged_all_to_all(words, space, *there, axis_name=hop.names)
 
     x, ids, weights = unpack(words, (D, part.x.dtype), (k, jnp.int32), (k, jnp.float32))
     filled = (jnp.arange(R * N, dtype=jnp.int32) < jnp.sum(there.recv_sizes))[:, None]
     rows = run(x, jnp.where(filled, ids, hop.experts_per_rank), jnp.where(filled, weights, 0.0))
     words = pack(rows)
-    words = ragged(words, jnp.zeros((row.shape[0], words.shape[1]), words.dtype), *back, axis_name=hop.names)
+    space = jnp.zeros((row.shape[0], words.shape[1]), words.dtype)
+    words = jax.lax.ragged_all_to_all(words, space, *back, axis_name=hop.names)
 
     home = homes(plan)
     position = plan.first[jnp.minimum(home.rank, R - 1)] + home.slot
     out = sum_rows(unpack(words, (rows.shape[1], rows.dtype))[0], position, home.rank < R)
     return out if overlapped is None else out + overlapped(part)
-
-
-def emulated_ragged_all_to_all(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    *,
-    axis_name: Names,
-) -> jax.Array:
-    """Emulates `jax.lax.ragged_all_to_all`, one slice a device, by all-gathers of everything: runs anywhere.
-
-    Where the sender's and the receiver's sizes differ, which the real one forbids, rows are left out.
-    """
-    operands = all_gather(operand[None], axis_name)
-    tables = all_gather(jnp.stack([input_offsets, send_sizes, output_offsets])[None], axis_name)
-    row = jnp.arange(output.shape[0], dtype=jnp.int32)
-    for source in range(operands.shape[0]):
-        begin, sent, at = tables[source][:, index(axis_name)]
-        within = row - at
-        here = (within >= 0) & (within < jnp.minimum(sent, recv_sizes[source]))
-        output = jnp.where(here[:, None], operands[source][jnp.where(here, begin + within, 0)], output)
-    return output

@@ -32,7 +32,7 @@ from moejax.core.errors import ConfigError, unknown
 from moejax.core.resolve import Resolution
 from moejax.moe.exchange_hops import Part, Run, exchange_hops, make_hops
 from moejax.moe.exchange_pack import pack, unpack
-from moejax.moe.exchange_ragged import RaggedAllToAll, emulated_ragged_all_to_all, exchange_ragged
+from moejax.moe.exchange_ragged import exchange_ragged
 from moejax.moe.exchange_size import (
     HopSize,
     all_to_all_bytes,
@@ -83,9 +83,8 @@ def dispatch_experts(
         weights: float32 `[N, k]`, 0 where none.
         run: (rows `[M, D]`, ids int32 `[M, k]` in [0, num_local], num_local for none, weights `[M, k]`) →
             `[M, D]`, the weighted sum over this device's experts; 0 where a row has none. Traced repeatedly.
-        method: one of `METHODS`, or "ragged_emulated", the twin of "ragged" for any platform. Where
-            `axes.exchange` is empty there is no exchange whatever it says ("none" will do), and `out` is a
-            part of the sum over `axes.expert`.
+        method: one of `METHODS`. Where `axes.exchange` is empty there is no exchange whatever it says ("none"
+            will do), and `out` is a part of the sum over `axes.expert`.
         capacity: c times the mean rows between a pair of ranks under "all_to_all" and on each hop of
             "hierarchical"; what does not fit is dropped, the last tokens first, and counted. None: nothing is
             dropped. The other methods take everything.
@@ -96,11 +95,7 @@ def dispatch_experts(
     Raises:
         ConfigError: there is no such method.
     """
-    known: dict[str, RaggedAllToAll] = {
-        "ragged": jax.lax.ragged_all_to_all,
-        "ragged_emulated": emulated_ragged_all_to_all,
-    }
-    if method not in METHODS and method not in known and (axes.exchange or method != "none"):
+    if method not in METHODS and (axes.exchange or method != "none"):
         raise ConfigError(f"parallel.exchange: {unknown('exchange', method, METHODS)}")
     none = jnp.zeros((), jnp.int32)
     overlapped = None if shared is None else lambda part: shared(part.x)
@@ -112,9 +107,9 @@ def dispatch_experts(
     dropped = none
     if method == "allgather":
         outs = [_gathered(part, num_local, axes, run, overlapped) for part in parts]
-    elif method in known:
-        hop, ragged = make_hops(axes, num_local, nodes_first=False)[0], known[method]
-        outs = [exchange_ragged(part, hop, run, overlapped, ragged) for part in parts]
+    elif method == "ragged":
+        (hop,) = make_hops(axes, num_local, nodes_first=False)
+        outs = [exchange_ragged(part, hop, run, overlapped) for part in parts]
     else:
         hops = make_hops(axes, num_local, nodes_first=method == "hierarchical")
         outs, dropped = exchange_hops(parts, hops, run, overlapped, capacity)

@@ -89,12 +89,13 @@ def test_sequences_of_a_batch_decode_at_their_own_positions(tiny_config):
     def prefill(state, tokens, valid, cache):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         view = ContiguousView(cache, "prefill")
-        return nnx.merge(graph, state).hidden(tokens, positions, valid=valid, cache=view)[1].cache
+        model = nnx.merge(graph, state)
+        return model.run(model.embed(tokens), positions, valid=valid, cache=view)[1].cache
 
     @jax.jit
     def decode(state, tokens, positions, cache):
         model = nnx.merge(graph, state)
-        x, view, _ = model.hidden(tokens, positions, cache=ContiguousView(cache, "decode"))
+        x, view, _ = model.run(model.embed(tokens), positions, cache=ContiguousView(cache, "decode"))
         return model.logits(x)[:, 0], view.cache
 
     valid = np.arange(7)[None] < lengths[:, None]

@@ -1,8 +1,10 @@
 """A small mixture of experts, spread over virtual devices by `dispatch_experts`, and the same by NumPy."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.moe.expert_parallel import dispatch_experts
 from moejax.sharding.axes import psum
 from moejax.sharding.mesh import MeshPlan, make_mesh
+from tests.moe.ragged_twin import emulated_ragged_all_to_all
 from tests.numerics import tolerance
 
 HIDDEN, INNER, PER_RANK = 16, 8, 2
@@ -141,8 +144,10 @@ def sharded(layout: str, method: str, run: Callable[..., jax.Array] = run_dense,
         def local(rows: Any, local_ids: Any, local_weights: Any) -> Any:
             return run(rows, local_ids, local_weights, up, down)
 
-        how = {"num_local": PER_RANK, "axes": axes, "method": method} | options
-        out, dropped = dispatch_experts(x, ids, weights, local, **how)
+        how = {"num_local": PER_RANK, "axes": axes, "method": method.removesuffix("_emulated")} | options
+        emulated = mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+        with emulated if method == "ragged_emulated" else contextlib.nullcontext():
+            out, dropped = dispatch_experts(x, ids, weights, local, **how)
         # What the caller does: sum what tp splits, and without an exchange what the expert ranks have.
         return psum(out, axes.tp if axes.exchange else axes.expert + axes.tp), dropped[None]
 

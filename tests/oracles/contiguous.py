@@ -148,7 +148,7 @@ class ContiguousFunctions(ModelFunctions):
         positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, :], (B, T))
         valid = positions < lengths[:, None]
         view = ContiguousView(cache, "prefill", self._kv_cache)
-        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=view)
+        x, view, traces = model.run(model.embed(tokens), positions, valid=valid, cache=view)
         last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         steps = jnp.zeros_like(lengths)
         out, seen = _sample(model, last, arrays, steps, seen, mode)
@@ -171,7 +171,7 @@ class ContiguousFunctions(ModelFunctions):
         tokens, positions = state.tokens[:, None], state.positions[:, None]
         valid = active[:, None]
         view = ContiguousView(cache, "decode", self._kv_cache)
-        x, view, traces = model.hidden(tokens, positions, valid=valid, cache=view)
+        x, view, traces = model.run(model.embed(tokens), positions, valid=valid, cache=view)
         out, seen = _sample(model, x[:, 0], arrays, state.steps, state.seen, mode)
         # An inactive row writes again where it wrote before, so it never runs past its last slot.
         moved = active.astype(jnp.int32)
@@ -187,7 +187,7 @@ class ContiguousFunctions(ModelFunctions):
         if self._kv_cache != "auto":
             stored = empty_cache(self.config, B, T, jnp.dtype(self.config.dtype))
             cache = ContiguousView(stored, "prefill", self._kv_cache)
-        x, _, _ = model.hidden(tokens, positions, valid=positions < lengths[:, None], cache=cache)
+        x, _, _ = model.run(model.embed(tokens), positions, valid=positions < lengths[:, None], cache=cache)
         flat = x[:, :-1].reshape(B * (T - 1), -1)
         targets = tokens[:, 1:].reshape(-1)
         return token_logprobs(model, flat, targets).reshape(B, T - 1)

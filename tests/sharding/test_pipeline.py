@@ -190,7 +190,7 @@ def test_stages_have_the_whole_models_weights_and_give_what_it_gives(
     for stage in stages:
         x, _, found = stage.run(x, positions)
         traces += found
-    hidden, _, wanted = whole.hidden(tokens, positions)
+    hidden, _, wanted = whole.run(whole.embed(tokens), positions)
     # Not compiled, so the same operations in the same order.
     np.testing.assert_array_equal(np.asarray(x), np.asarray(hidden))
     np.testing.assert_array_equal(np.asarray(stages[-1].logits(x)), np.asarray(whole.logits(hidden)))
