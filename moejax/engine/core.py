@@ -15,46 +15,27 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import StepError
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
-from moejax.engine.scheduling.groups import GroupedBlocks
+from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.plan import Plan
-from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import State
 from moejax.engine.stats import EngineStats, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
 
-
-class Scheduling(Protocol):
-    """A `moejax.engine.scheduling.scheduler.Scheduler`, or several as one, as far as the loop needs it."""
-
-    @property
-    def allocator(self) -> BlockAllocator | GroupedBlocks: ...
-    @property
-    def running(self) -> list[Sequence]: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def idle(self) -> bool: ...
-
-    def check_fits(self, sequence: Sequence) -> None: ...
-    def add(self, sequence: Sequence) -> None: ...
-    def schedule(self) -> Any: ...
-    def postprocess(self, plan: Any, tokens: Items[int]) -> list[tuple[int, Sequence]]: ...
-    def finish(self, sequence: Sequence) -> None: ...
-    def stored_tokens(self) -> int: ...
-    def forget_device_state(self) -> None: ...
-    def check_integrity(self) -> None: ...
+Scheduling = Scheduler | GroupScheduler
+"""A scheduler, or several as one."""
 
 
 @dataclass(slots=True)
 class InFlight:
     """A launched step, and what was true when it was scheduled."""
 
-    plan: Plan
+    plan: Any  # of the scheduler that made it
     handle: Any
     launched: float
     running: int

@@ -4,6 +4,7 @@ A family takes the fields it understands; `finish` then raises for any field lef
 the computation.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from moejax.core.config import RopeConfig
@@ -38,13 +39,13 @@ ROPE_KEYS = {
 }  # fmt: skip
 
 
+@dataclass(eq=False)
 class HfFields:
     """A `config.json` whose fields are taken one at a time."""
 
-    def __init__(self, raw: dict[str, Any], source: str) -> None:
-        self.raw = raw
-        self.source = source
-        self.taken: set[str] = set()
+    raw: dict[str, Any]
+    source: str
+    taken: set[str] = field(default_factory=set)
 
     def take(self, *names: str, default: Any = None) -> Any:
         """Takes the first of `names` that is present and not null, else `default`. All count as taken."""

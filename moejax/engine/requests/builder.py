@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
@@ -17,10 +18,11 @@ from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
 
+@dataclass(eq=False)
 class RequestBuilder:
     """Turns prompts into checked requests, numbered in the order in which they are built.
 
-    Args:
+    Attributes:
         tokenizer: None where the model has none; text is then an error.
         vocab_size: of the model.
         max_model_len: tokens of the longest sequence, prompt and output together.
@@ -31,25 +33,16 @@ class RequestBuilder:
         replay: what gives each request its recorded routing, None where routers choose.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        vocab_size: int,
-        max_model_len: int,
-        eos_token_ids: tuple[int, ...],
-        seed: int,
-        max_num_seqs: int,
-        whole_in: BlockAllocator | None,
-        replay: RoutingReplay | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self.eos_token_ids = eos_token_ids
-        self._seed = seed
-        self._max_num_seqs = max_num_seqs
-        self._whole_in = whole_in
-        self.replay = replay
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    seed: int
+    max_num_seqs: int
+    whole_in: BlockAllocator | None
+    replay: RoutingReplay | None = None
+
+    def __post_init__(self) -> None:
         self._ids = itertools.count()
         self._orders = itertools.count()
 
@@ -83,14 +76,14 @@ class RequestBuilder:
         for i, (prompt, params) in enumerate(zip(prompts, every, strict=True)):
             text, ids = self._token_ids(prompt, f"prompt {i}")
             self._check(ids, params, f"prompt {i}")
-            max_tokens = min(params.max_tokens, self._max_model_len - len(ids))
+            max_tokens = min(params.max_tokens, self.max_model_len - len(ids))
             builders = [OutputProcessor(n, params, self.tokenizer) for n in range(params.n)]
             number = next(self._ids)
             output = RequestOutput(
                 str(number), text, ids, [builder.output for builder in builders], RequestMetrics(arrival)
             )
             # The request's place in the call seeds it, so that it draws the same whatever runs beside it.
-            seed = params.seed if params.seed is not None else (self._seed * 1_000_003 + i * 1_009) % 2**32
+            seed = params.seed if params.seed is not None else (self.seed * 1_000_003 + i * 1_009) % 2**32
             request = RequestState(output, builders, streams=streams)
             request.attach(self._samples(ids, params, seed, max_tokens, record))
             requests.append(request)
@@ -110,26 +103,26 @@ class RequestBuilder:
             raise RequestError(f"{name} must be text or a flat list of token ids")
         if not ids:
             raise RequestError(f"{name} is empty")
-        strange = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+        strange = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         if strange is not None:
             raise RequestError(
-                f"{name}: token id {strange} out of range; the vocabulary is 0..{self._vocab_size - 1}"
+                f"{name}: token id {strange} out of range; the vocabulary is 0..{self.vocab_size - 1}"
             )
         return text, ids
 
     def _check(self, ids: list[int], params: SamplingParams, name: str) -> None:
         """Raises `RequestError` for a prompt without room for output, or for ends that can never come."""
-        if len(ids) >= self._max_model_len:
+        if len(ids) >= self.max_model_len:
             raise RequestError(
                 f"{name} has {len(ids)} tokens; with at least one to generate that is over the limit "
-                f"of {self._max_model_len} (engine.max_model_len)"
+                f"of {self.max_model_len} (engine.max_model_len)"
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if params.stop_token_ids and max(params.stop_token_ids) >= self._vocab_size:
+        if params.stop_token_ids and max(params.stop_token_ids) >= self.vocab_size:
             raise RequestError(
                 f"{name}: stop_token_ids has {max(params.stop_token_ids)}, out of range; the vocabulary "
-                f"is 0..{self._vocab_size - 1}"
+                f"is 0..{self.vocab_size - 1}"
             )
 
     def _samples(
@@ -151,10 +144,10 @@ class RequestBuilder:
             )
             for n in range(params.n)
         ]
-        group = self._max_num_seqs
-        if self._whole_in is not None:
-            each = self._whole_in.blocks_for(len(ids) + max_tokens - 1)
-            group = min(group, max(1, self._whole_in.num_blocks // each))
+        group = self.max_num_seqs
+        if self.whole_in is not None:
+            each = self.whole_in.blocks_for(len(ids) + max_tokens - 1)
+            group = min(group, max(1, self.whole_in.num_blocks // each))
         roots = samples[::group]
         for i, root in enumerate(roots):
             root.forks = samples[i * group + 1 : (i + 1) * group]
@@ -170,9 +163,9 @@ class RequestBuilder:
         for i, ids in enumerate(every):
             if len(ids) < 2:
                 raise RequestError(f"sequence {i} has one token; scoring needs at least 2")
-            if len(ids) > self._max_model_len:
+            if len(ids) > self.max_model_len:
                 raise RequestError(
-                    f"sequence {i} has {len(ids)} tokens, over the limit of {self._max_model_len}"
+                    f"sequence {i} has {len(ids)} tokens, over the limit of {self.max_model_len}"
                 )
         requests = [self._to_score(ids) for ids in every]
         if self.replay is not None:
@@ -191,9 +184,9 @@ class RequestBuilder:
 
     def mode(self, params: SamplingParams) -> SamplerMode:
         """Log-probabilities are computed for a few sizes only, since each is a program of its own."""
-        mode = sampler_mode([params], self._vocab_size)
-        sizes = (-1, 0, 1, 5, 20, 100, self._vocab_size)
-        return mode._replace(logprobs=min(next(n for n in sizes if n >= mode.logprobs), self._vocab_size))
+        mode = sampler_mode([params], self.vocab_size)
+        sizes = (-1, 0, 1, 5, 20, 100, self.vocab_size)
+        return mode._replace(logprobs=min(next(n for n in sizes if n >= mode.logprobs), self.vocab_size))
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
