@@ -60,7 +60,7 @@ class Slots(NamedTuple):
 
     Attributes:
         tokens: int32 `[P]`, the token of each slot, T in padding.
-        own: int32 `[P]`, each slot itself, P in padding.
+        rows: int32 `[P]`, each slot itself, P in padding.
         scale: float32 `[P]`, the assignment's weight.
         table: `block_expert` and `num_blocks`, see `pallas_kernels.groups`.
         slot_of: int32 `[T, k]`.

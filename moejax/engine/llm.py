@@ -26,7 +26,7 @@ from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import ChatMessage
 from moejax.engine.routing.expert_counts import LoadWindow, RoutingRecord
 from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
-from moejax.engine.routing.recorder import recorder
+from moejax.engine.routing.recorder import require_recorder
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.stats import StepRecord
 from moejax.engine.step.bucket_runner import PlannedSteps
@@ -357,12 +357,12 @@ class LLM:
             ConfigError: the engine was built without `engine.capture_routing`.
         """
         with self.engine.lock:
-            return recorder(self.runner).trace()
+            return require_recorder(self.runner.capture).trace()
 
     def reset_capture(self) -> None:
         """Forgets what has been captured; raises what `routing_capture` does."""
         with self.engine.lock:
-            recorder(self.runner).reset()
+            require_recorder(self.runner.capture).reset()
 
     def replay_routing(self, trace: RoutingCapture | None) -> None:
         """Forces a trace on all requests from now on, bit for bit; None: the routers choose again.

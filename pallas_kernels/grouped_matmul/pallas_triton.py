@@ -89,7 +89,7 @@ def grouped_matmul_pallas(
     kernel = functools.partial(
         _kernel, config=config, block_m=block_m, n_tiles=n_tiles, scaled=row_scale is not None
     )
-    call = pallas_call(
+    return pallas_call(
         kernel,
         name="grouped_matmul",
         grid=(P // block_m * n_tiles,),
@@ -97,5 +97,4 @@ def grouped_matmul_pallas(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-    )
-    return call(*inputs)
+    )(*inputs)

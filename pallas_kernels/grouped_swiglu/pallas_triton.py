@@ -95,7 +95,7 @@ def grouped_swiglu_pallas(
     kernel = functools.partial(
         _kernel, config=config, block_m=block_m, n_tiles=n_tiles, activation=activation
     )
-    call = pallas_call(
+    return pallas_call(
         kernel,
         name="grouped_swiglu",
         grid=(P // block_m * n_tiles,),
@@ -103,5 +103,4 @@ def grouped_swiglu_pallas(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-    )
-    return call(x, gate, up, rows, block_expert, num_blocks)
+    )(x, gate, up, rows, block_expert, num_blocks)

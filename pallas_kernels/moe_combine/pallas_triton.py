@@ -71,7 +71,7 @@ def moe_combine_pallas(
     """See `moe_combine_reference`."""
     (T, k), D = slot_of.shape, y.shape[1]
     inputs = [y, slot_of.reshape(-1)] + ([] if weights is None else [weights.reshape(-1)])
-    call = pallas_call(
+    return pallas_call(
         functools.partial(_kernel, config=config, T=T, k=k, weighted=weights is not None),
         name="moe_combine",
         grid=(cdiv(T, config.rows), cdiv(D, config.cols)),
@@ -79,5 +79,4 @@ def moe_combine_pallas(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-    )
-    return call(*inputs)
+    )(*inputs)

@@ -161,46 +161,37 @@ def _kernels(
 
     capability = TARGETS[target].capability
     try:
-        if kind.sources is not None:
-            return [
-                (row(s.name, s.grid, s.num_warps, s.num_stages), _source_job(s, capability))
-                for s in kind.sources(spec, config)
-            ]
         run = functools.partial(kind.run, **spec.static, config=config, interpret=False)
-        return [
-            (row(k.name, k.grid, k.num_warps, k.num_stages), _job(k, capability))
-            for k in lower_for_cuda(run, spec.abstract, capability)
-        ]
+        kernels: Sequence[Lowered | TritonSource] = (
+            lower_for_cuda(run, spec.abstract, capability)
+            if kind.sources is None
+            else kind.sources(spec, config)
+        )
+        return [(row(k.name, k.grid, k.num_warps, k.num_stages), _job(k, capability)) for k in kernels]
     except Exception as error:  # JAX's own lowering refused: a finding like any other
         text = " ".join(str(error).split())
         return [(row("", (), 0, 0, f"does not lower: {type(error).__name__}: {text[:400]}"), None)]
 
 
-def _job(kernel: Lowered, capability: int) -> dict[str, Any]:
+def _job(kernel: Lowered | TritonSource, capability: int) -> dict[str, Any]:
     return {
-        "ttir": kernel.ttir,
+        **({"ttir": kernel.ttir} if isinstance(kernel, Lowered) else {"source": _source(kernel)}),
         "capability": capability,
         "num_warps": kernel.num_warps,
         "num_stages": kernel.num_stages,
     }
 
 
-def _source_job(source: TritonSource, capability: int) -> dict[str, Any]:
+def _source(source: TritonSource) -> dict[str, Any]:
     function = source.function()
-    # The module's text is part of the job, so that the cache sees it change, and what it calls beside it.
-    text = inspect.getsource(sys.modules[function.fn.__module__])
     return {
-        "source": {
-            "module": source.function.__module__,
-            "function": source.function.__name__,
-            "signature": dict(source.signature),
-            "constants": dict(source.constants),
-            "divisible": [name for name in source.signature if source.signature[name].startswith("*")],
-            "text": text,
-        },
-        "capability": capability,
-        "num_warps": source.num_warps,
-        "num_stages": source.num_stages,
+        "module": source.function.__module__,
+        "function": source.function.__name__,
+        "signature": dict(source.signature),
+        "constants": dict(source.constants),
+        "divisible": [name for name in source.signature if source.signature[name].startswith("*")],
+        # The module's text is part of the job, so that the cache sees it change, and what it calls beside it.
+        "text": inspect.getsource(sys.modules[function.fn.__module__]),
     }
 
 

@@ -334,7 +334,7 @@ def test_a_shared_token_is_stored_once():
         (lambda s: setattr(s.running[0], "computed", 99), "should be running"),
         (lambda s: setattr(s.waiting()[0], "slot", 3), "a waiting sequence owns"),
         (lambda s: setattr(s.waiting()[0], "computed", 1), "a waiting sequence owns"),
-        (lambda s: setattr(s, "_num_waiting", 5), "5 samples counted as waiting"),
+        (lambda s: setattr(s, "num_waiting", 5), "5 samples counted as waiting"),
         (lambda s: s._waiting.append(s._waiting[0]), "1 samples counted as waiting, 2 queued"),
         (lambda s: s.running[1].forks.extend(s.running * 9), "slots promised to forks"),
         (lambda s: s.allocator.release(list(s.running[0].blocks)), "refcount"),

@@ -5,8 +5,7 @@ were run, when their arrays have come from the device beside the work that follo
 """
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +19,6 @@ LAG = 4
 BLOCK_ROWS = 4096
 _INDEX = ("step", "request", "sample", "position", "prefill")
 _STEP, _POSITION, _PREFILL = 0, 3, 4
-
-
-class Records(Protocol):
-    """A runner that may capture."""
-
-    capture: "RoutingRecorder | None"
 
 
 class _Pending(NamedTuple):
@@ -61,13 +54,14 @@ class RoutingRecorder:
 
     Args:
         model: whose layers are recorded.
-        meta: of the trace.
+
+    `meta` is the trace's.
     """
 
-    def __init__(self, model: ModelConfig, meta: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         self._layers = tuple(i for i, sparse in enumerate(model.moe_layers) if sparse)
         self._experts, self._top_k = model.num_experts, model.num_experts_per_tok
-        self.meta = dict(meta or {})
+        self.meta: dict[str, Any] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -188,14 +182,14 @@ def check_capture(capture: bool, model: ModelConfig) -> None:
         raise ConfigError("engine.capture_routing: the model has no MoE layer, and so no routing to capture")
 
 
-def recorder(runner: Records) -> RoutingRecorder:
-    """Returns the recorder that a runner captures into.
+def require_recorder(recorder: RoutingRecorder | None) -> RoutingRecorder:
+    """Returns a runner's recorder.
 
     Raises:
-        ConfigError: it captures nothing.
+        ConfigError: there is none; the runner captures nothing.
     """
-    if runner.capture is None:
+    if recorder is None:
         raise ConfigError(
             "no routing is captured; set engine.capture_routing=true (EngineConfig(capture_routing=True))"
         )
-    return runner.capture
+    return recorder

@@ -76,20 +76,15 @@ class Scheduler:
         self.policy = policy or FirstComeFirstServed()
         self.running: list[Sequence] = []  # by rising policy key
         self._waiting: list[tuple[Any, int, Sequence]] = []  # a heap; holds finished ones until they surface
-        self._num_waiting = 0
+        self.num_waiting = 0  # samples queued
         self._free_slots = list(range(max_num_seqs))
         # Kept free at an admission while others run, so that their next blocks do not preempt it at once.
         self.watermark = max(1, allocator.num_blocks // 100)
         self._unreported = 0  # preemptions by plans that came to nothing
 
     @property
-    def num_waiting(self) -> int:
-        """Samples queued."""
-        return self._num_waiting
-
-    @property
     def idle(self) -> bool:
-        return not self.running and not self._num_waiting
+        return not self.running and not self.num_waiting
 
     def waiting(self) -> list[Sequence]:
         """The queue in the policy's order."""
@@ -196,7 +191,7 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self._end(sequence)
         else:
-            self._num_waiting -= sequence.samples
+            self.num_waiting -= sequence.samples
         sequence.state = State.FINISHED
         for fork in sequence.forks:
             fork.state = State.FINISHED
@@ -234,8 +229,8 @@ class Scheduler:
         queued = [s for _, _, s in self._waiting if s.state is State.WAITING]
         if any(s.blocks or s.slot != -1 or s.computed for s in queued):
             raise AssertionError("a waiting sequence owns blocks or a slot")
-        if len(set(map(id, queued))) != len(queued) or self._num_waiting != sum(s.samples for s in queued):
-            raise AssertionError(f"{self._num_waiting} samples counted as waiting, {len(queued)} queued")
+        if len(set(map(id, queued))) != len(queued) or self.num_waiting != sum(s.samples for s in queued):
+            raise AssertionError(f"{self.num_waiting} samples counted as waiting, {len(queued)} queued")
 
     def _holders(self) -> list[Sequence]:
         """Sequences that own blocks and a slot."""
@@ -346,7 +341,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> None:
         """From the head of the queue to running, with blocks for all the tokens it has."""
         heapq.heappop(self._waiting)
-        self._num_waiting -= sequence.samples
+        self.num_waiting -= sequence.samples
         self.allocator.grow(sequence.blocks, sequence.length)
         self._run(sequence)
 
@@ -371,7 +366,7 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
         heapq.heappush(self._waiting, (self.policy.key(sequence), sequence.order, sequence))
-        self._num_waiting += sequence.samples
+        self.num_waiting += sequence.samples
 
 
 def end_reason(sequence: Sequence) -> FinishReason | None:
