@@ -121,6 +121,7 @@ def test_mse_of_powers_of_two_may_widen():
     assert float(dequantize(round_to_nearest(w, parse_format("mxfp4"), clip="mse"), jnp.float32)[31, 0]) == 8
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("clip", METHODS)
 @pytest.mark.parametrize("name", ["int4_g32_asym", "fp8_block128", "nvfp4"])
 def test_chunks_do_not_change_a_range(name, clip):
