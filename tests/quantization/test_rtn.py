@@ -210,6 +210,7 @@ def float4_values(q: QTensor) -> np.ndarray:
     return np.asarray(ar.decode_e2m1(jnp.asarray(codes_of(q))))
 
 
+@pytest.mark.optimized
 def test_mxfp4_is_qwix_where_neither_saturates():
     """qwix takes the least power of two that avoids saturation. The rule of OCP MX takes half of that where
     the largest magnitude is more than 6/4 of a power of two, and saturates."""
@@ -224,6 +225,7 @@ def test_mxfp4_is_qwix_where_neither_saturates():
     np.testing.assert_array_equal(float4_values(q)[same], np.asarray(theirs.qvalue.astype(jnp.float32))[same])
 
 
+@pytest.mark.optimized
 def test_nvfp4_is_qwix_where_the_tensors_scale_is_one():
     """qwix has no scale of the tensor."""
     w = normal((128, 40)) * 100
