@@ -50,7 +50,7 @@ def run_bench(config: KernelSelection, run: ExperimentRun) -> Result:
         ConfigError: an unknown name, or a trace that no grouped product's experts fit.
     """
     routed = config.bench.routing is not None
-    selected = select_routed(config) if routed else select(config)
+    selected = select_routed(config) if routed else select(config.ops, config.implementations, config.specs)
     require_gpu("bench")
     folder = ensure_writable(Path(config.bench.results_dir) / device_key())
     run.start(variant="bench")

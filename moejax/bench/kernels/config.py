@@ -102,4 +102,4 @@ class KernelSelection(Checked):
             # imports the kernels.
             from moejax.bench.kernels.select import select
 
-            select(self)
+            select(self.ops, self.implementations, self.specs)

@@ -66,7 +66,7 @@ def select_routed(config: KernelSelection) -> list[Selected]:
         (load_op(name), [spec for shape in shapes for step in steps for spec in _specs(name, shape, step)])
         for name in config.ops or OPS
     ]
-    selected = narrow(config, specs)
+    selected = narrow(config.implementations, config.specs, specs)
     if not selected:
         names = ", ".join(dict.fromkeys(spec.name for _, every in specs for spec in every))
         raise ConfigError(

@@ -39,7 +39,7 @@ def run_static(config: KernelSelection, run: ExperimentRun) -> Result:
         ConfigError: an unknown name, or the Triton wheel is missing.
         KernelGateError: a default configuration fails the gate or has grown against the committed report.
     """
-    selected = select(config)
+    selected = select(config.ops, config.implementations, config.specs)
     baselines = Path(config.baseline_dir)
     if config.update_baseline:
         ensure_writable(baselines)

@@ -43,7 +43,7 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
         DeviceError: timing was asked for and JAX has no CUDA device.
         ConfigError: an unknown name, an untunable device, or the Triton wheel is missing.
     """
-    selected = select(config)
+    selected = select(config.ops, config.implementations, config.specs)
     timed = config.tune.device == "auto"
     if timed:
         require_gpu("tune")

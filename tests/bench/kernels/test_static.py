@@ -143,7 +143,7 @@ def test_occupancy(target, registers, shared, warps, want):
 )
 def test_unknown_names(change, text):
     with pytest.raises(ConfigError, match=text):
-        select(KernelSelection(**{"ops": ["rms_norm"], **change}))
+        KernelSelection(**{"ops": ["rms_norm"], **change})
 
 
 @pytest.mark.parametrize(
@@ -185,4 +185,4 @@ def test_the_table_fits_100_columns(rows, capsys):
 
 
 def test_all_operations_are_selected():
-    assert [item.op.name for item in select(KernelSelection())] == list(OPS)
+    assert [item.op.name for item in select([], [], [])] == list(OPS)
