@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from moejax.core.version import __version__
+
 if TYPE_CHECKING:
     from moejax.checkpoint.hf import load_pretrained, save_pretrained
     from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
@@ -9,8 +11,6 @@ if TYPE_CHECKING:
     from moejax.core.quant import QuantConfig
     from moejax.engine.llm import LLM
     from moejax.engine.requests.api import RequestOutput, SamplingParams
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "moejax.engine.llm",

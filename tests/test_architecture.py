@@ -81,13 +81,11 @@ def test_host_modules_do_not_import_jax(module):
     assert "jax" not in modules_after(f"import {module}")
 
 
-# Imports at first use that close a circle: notebook cards, the package's names, a tracker by its kind.
+# Imports at first use that close a circle: what objects show of themselves in a notebook.
 LAZY = {
-    ("moejax", "moejax.engine.llm"),
     ("moejax.engine.requests.api", "moejax.engine.requests.output_card"),
     ("moejax.engine.llm", "moejax.engine.llm_card"),
     ("moejax.results.compare.comparison", "moejax.report.compare_tables"),
-    ("moejax.tracking.base", "moejax.tracking.jsonl"),
 }
 
 

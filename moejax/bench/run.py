@@ -36,7 +36,8 @@ from moejax.results.result import (
     write_request_rows,
     write_result,
 )
-from moejax.tracking.base import CompositeTracker, TrackerConfig, make_tracker
+from moejax.tracking.base import CompositeTracker, TrackerConfig
+from moejax.tracking.factory import make_tracker
 from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect
 from moejax.tracking.publish import publish

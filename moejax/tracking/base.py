@@ -1,11 +1,10 @@
-"""What an experiment says to a tracker, and how trackers are chosen. No tracker's library is imported here.
+"""What an experiment says to a tracker. No tracker's library is imported here.
 
 A tracker gets aggregates: a few numbers a step, never one call per token and never inside a timed region.
 """
 
-import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 Scalar = float | int | bool | str | None
 
 # kind → "module:factory"; the module is imported only when its kind is chosen.
-_TRACKERS: dict[str, str | None] = {
+TRACKERS: dict[str, str | None] = {
     "none": None,
     "wandb_offline": "moejax.tracking.wandb:WandbTracker",
     "wandb": "moejax.tracking.wandb:WandbTracker",
@@ -38,7 +37,7 @@ class TrackerConfig(Checked, section="tracker"):
         finish_timeout_s: most seconds that uploading what is left may take at the end.
     """
 
-    kind: Annotated[str, Among(_TRACKERS)] = "wandb_offline"
+    kind: Annotated[str, Among(TRACKERS)] = "wandb_offline"
     project: Name = "moejax"
     entity: str | None = None
     group: str | None = None
@@ -153,30 +152,6 @@ class CompositeTracker(Tracker):
             self.finish(1)
         except Exception as failure:  # must not hide what went wrong first
             logger.error("tracker: %s", failure)
-
-
-def make_tracker(config: TrackerConfig, info: RunInfo) -> CompositeTracker:
-    """The always-on JSONL tracker in `info.output_dir` together with the one that `config.kind` names.
-
-    Raises:
-        OutputError: the output folder or the tracker's own cannot be written.
-        TrackingError: the tracker cannot be started; there is no falling back to another.
-    """
-    from moejax.tracking.jsonl import JsonlTracker
-
-    trackers: list[Tracker] = [JsonlTracker(info)]
-    target = _TRACKERS[config.kind]
-    if target is not None:
-        module, _, attribute = target.partition(":")
-        factory: Callable[[TrackerConfig, RunInfo], Tracker] = getattr(
-            importlib.import_module(module), attribute
-        )
-        try:
-            trackers.append(factory(config, info))
-        except BaseException:
-            trackers[0].finish(1)
-            raise
-    return CompositeTracker(trackers)
 
 
 def plain_scalars(metrics: Mapping[str, Any]) -> dict[str, Scalar]:

@@ -11,7 +11,8 @@ from moejax.report.figure import save_figures
 from moejax.report.plots import expert_load, training_curve
 from moejax.report.tables import metrics_table, stderr_console
 from moejax.results.result import build_result, write_result
-from moejax.tracking.base import TrackerConfig, make_tracker
+from moejax.tracking.base import TrackerConfig
+from moejax.tracking.factory import make_tracker
 from moejax.tracking.jsonl import load_metrics
 from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect, hash_directory

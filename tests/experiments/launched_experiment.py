@@ -24,7 +24,8 @@ def main(config: LatencyConfig) -> None:
     from moejax.core.errors import ConfigError
     from moejax.core.files import atomic_write_text
     from moejax.sharding.distributed import process_count, process_index
-    from moejax.tracking.base import RunInfo, make_tracker
+    from moejax.tracking.base import RunInfo
+    from moejax.tracking.factory import make_tracker
 
     last = process_index() == process_count() - 1
     if config.seed == 13 and last:

@@ -11,7 +11,8 @@ from moejax.core.errors import ConfigError
 from moejax.results import wandb_runs as offline
 from moejax.results.compare import UNKNOWN, compare
 from moejax.results.wandb_runs import find_log, read_offline_run, read_table
-from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.base import RunInfo, TrackerConfig
+from moejax.tracking.factory import make_tracker
 from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run
 
 

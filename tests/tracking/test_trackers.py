@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from moejax.core.errors import ConfigError, OutputError
-from moejax.tracking.base import CompositeTracker, RunInfo, TrackerConfig, make_tracker
+from moejax.tracking.base import CompositeTracker, RunInfo, TrackerConfig
+from moejax.tracking.factory import make_tracker
 from moejax.tracking.jsonl import JsonlTracker, load_metrics
 
 
@@ -59,7 +60,8 @@ def test_kind_none_writes_jsonl_alone_and_imports_no_wandb(tmp_path):
     code = """if True:
         import sys
         from pathlib import Path
-        from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+        from moejax.tracking.base import RunInfo, TrackerConfig
+        from moejax.tracking.factory import make_tracker
         info = RunInfo("latency", "run", Path(sys.argv[1]))
         with make_tracker(TrackerConfig(kind="none"), info) as tracker:
             tracker.log({"loss": 1.0}, step=0)

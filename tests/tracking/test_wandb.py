@@ -25,7 +25,8 @@ CHILD = """
     import numpy as np
     from matplotlib.figure import Figure
     from moejax.core.errors import MoejaxError
-    from moejax.tracking.base import RunInfo, TrackerConfig, make_tracker
+    from moejax.tracking.base import RunInfo, TrackerConfig
+    from moejax.tracking.factory import make_tracker
 
     out = Path("out")
     info = RunInfo("latency", "my-run", out, group="sweep-1", tags=("tiny", "cpu"),

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-import moejax
 from moejax.cache.allocator import BlockAllocator
 from moejax.cache.pool import block_bytes
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
+from moejax.core.version import __version__
 from moejax.engine.core import Engine
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights
@@ -80,7 +80,7 @@ def make_runner(
             "checkpoint_hash": None,
             # What an exchange of limited room drops is in the trace as if it had run.
             "exchange_capacity": resolved.parallel.exchange_capacity,
-            "versions": {module.__name__: module.__version__ for module in (moejax, jax, np)},
+            "versions": {"moejax": __version__, "jax": jax.__version__, "numpy": np.__version__},
         }
     return runner
 
