@@ -88,6 +88,7 @@ def test_a_mistake_is_one_line(overrides: list[str], experiment: str, parts: lis
 
 def test_hydra_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("a: 1\n")
+    before = HydraConfig.instance().cfg
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         own = GlobalHydra.instance().hydra
         notebook.load_config("seed=3")
@@ -95,7 +96,7 @@ def test_hydra_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
             notebook.load_config("sed=3")
         assert GlobalHydra.instance().hydra is own and own is not None
         assert compose("mine").a == 1
-    assert HydraConfig.instance().cfg is None
+    assert HydraConfig.instance().cfg is before
 
 
 # -- run -----------------------------------------------------------------------------------------------------

@@ -77,8 +77,9 @@ def test_too_few_devices() -> None:
 )
 def test_every_tensor_has_a_place(family: str, fields: dict[str, Any]) -> None:
     config = FAMILIES[family]
-    plan = make_mesh(ParallelConfig(**fields), config.num_kv_heads)
-    declared = specs(Decoder(config))
+    parallel = ParallelConfig(**fields)
+    plan = make_mesh(parallel, config.num_kv_heads)
+    declared = specs(Decoder(config, parallel=parallel, axes=plan.axes))
     placed = shardings(declared, plan.stages[0], plan.axes)
     assert placed.keys() == declared.keys()
     for name, spec in declared.items():
