@@ -154,7 +154,7 @@ def test_bytes_between_stages() -> None:
     parallel, key = LAYOUTS["pp2_ep4"], decode()
     stages, places = make_stages(MODEL, parallel)
     slots = ENGINE.max_num_seqs
-    arrays = [stages[1].place.struct((key.rows, MODEL.hidden_size), jnp.float32), stages[1]._last]
+    arrays = [stages[1].place.struct((key.rows, MODEL.hidden_size), jnp.float32), stages[1].last]
     moved = []
     for source, target, array in ((0, 1, arrays[0]), (1, 0, arrays[1])):
         transfer = Transfer(places[source], places[target])
