@@ -13,6 +13,8 @@ from moejax.engine.llm import LLM
 from moejax.engine.opening.resolve import default_cache_dir
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step.ledger import CompileLedger, Program, enable_compile_cache
+from tests.engine.conftest import ENGINE
+from tests.engine.tiny import small_config
 
 
 class Key(NamedTuple):
@@ -101,8 +103,9 @@ def test_the_engine_compiles_once_per_bucket(llm: LLM) -> None:
     assert llm.ledger.entries[before:] == []
 
 
-def test_the_engine_names_the_bucket_that_is_new(llm: LLM) -> None:
+def test_the_engine_names_the_bucket_that_is_new() -> None:
     """A longer prompt needs a step of more tokens, and nothing else."""
+    llm = LLM(small_config(), load_format="dummy", engine=ENGINE)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     llm.generate([[1, 2, 3]], params)
     before = len(llm.ledger.entries)

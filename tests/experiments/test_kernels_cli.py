@@ -122,7 +122,7 @@ def test_the_default_tracker_has_the_table(tmp_path: Path) -> None:
     assert state["summary"]["kernels"] == 8
     assert state["config"]["ops"] == ["rms_norm"] and state["state"] == "finished"
     # The table itself: the same rows, in the run's folder.
-    (table,) = (tmp_path / run_dir).rglob("*.table.json")
+    (table,) = (tmp_path / run_dir).rglob("kernel_table*.table.json")
     stored = json.loads(table.read_text())
     assert stored["columns"] == list(rows[0])
     assert [dict(zip(stored["columns"], row, strict=True))["spec"] for row in stored["data"]] == [
