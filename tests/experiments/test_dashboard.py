@@ -13,7 +13,7 @@ from experiments.launch.app import launch
     ("argv", "expected"),
     [
         (["dashboard.dryrun=true"], "did you mean 'dashboard.dry_run'?"),
-        (["dashboard.project="], "dashboard.project must not be empty"),
+        (["dashboard.project="], "dashboard.project must be a name that is not empty"),
         (["dashboard.timeout_s=-1"], "dashboard.timeout_s"),
         (["dashbord.project=x"], "did you mean 'dashboard"),
         (["dashboard.entity=a/b"], "dashboard.entity must be a name that is not empty and without"),
