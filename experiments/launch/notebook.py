@@ -107,6 +107,6 @@ def call_main(config: Any, experiment: str, out_dir: Path) -> None:
         node = OmegaConf.create({"hydra": OmegaConf.structured(HydraConf)})
         node.hydra.runtime.output_dir = str(out_dir)
         node.hydra.job.config_name = node.hydra.job.name = experiment
-        node.hydra.overrides.task = list(overrides or ())
+        node.hydra.overrides.task = translate(overrides or ())
         HydraConfig.instance().set_config(node)
         main(config)

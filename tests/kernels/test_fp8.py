@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels._compat import BlockSpec, load, pallas_call, store
+from pallas_kernels._compat import load, pallas_call, store
 from pallas_kernels.fp8 import decode_e4m3, encode_e4m3
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -22,13 +22,10 @@ def in_kernel(function, x, dtype):
         at = jnp.arange(x.shape[0])
         store(out_ref.at[at], function(load(x_ref.at[at])))
 
-    whole = BlockSpec(memory_space=None)
     call = pallas_call(
         kernel,
         name="convert",
         grid=(1,),
-        in_specs=[whole],
-        out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(x.shape, dtype),
         num_warps=4,
         num_stages=1,
