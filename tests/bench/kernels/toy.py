@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.bench.kernels.select import Selected
-from pallas_kernels._compat import BlockSpec, load, pallas_call, program_id, store
+from pallas_kernels._compat import load, pallas_call, program_id, store
 from pallas_kernels.op import Cost, Implementation, Op, Spec
 
 
@@ -24,13 +24,10 @@ def _kernel(x_ref: Any, y_ref: Any, *, rows: int, factor: float) -> None:
 
 
 def run(x: jax.Array, *, factor: float, config: Config, interpret: bool | None = None) -> jax.Array:
-    whole = BlockSpec(memory_space=None)
     return pallas_call(
         lambda x_ref, y_ref: _kernel(x_ref, y_ref, rows=config.rows, factor=factor),
         name="toy",
         grid=(x.shape[0] // config.rows,),
-        in_specs=[whole],
-        out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
