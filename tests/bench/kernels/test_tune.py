@@ -136,7 +136,7 @@ def test_an_untimed_run_writes_what_kernels_then_take(untouched, monkeypatch, tm
     """tune.device=a100: entries marked untimed; for this problem, then the nearest, else the heuristic's."""
     untouched([])
     op = toy()
-    monkeypatch.setattr(tune, "select", lambda config: [selected(op)])
+    monkeypatch.setattr(tune, "select", lambda *names: [selected(op)])
     data = tmp_path / "data"
     config = KernelSelection(
         mode="tune",
