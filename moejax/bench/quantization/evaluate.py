@@ -22,7 +22,7 @@ from flax import nnx
 
 from moejax.bench.quantization.metrics import BatchStats, Evaluation
 from moejax.bench.quantization.text import Windows
-from moejax.cache.contiguous import ContiguousView, empty_cache
+from moejax.cache.rounded import RoundedLayer
 from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder, DecoderLayer
 from moejax.moe.layer import RoutingTrace
@@ -206,11 +206,7 @@ def _layer(
     total = x + attended
     *out, recorded = full.feed_forward(total, None, scored)
     replay = None if recorded is None else Replay(recorded.ids, recorded.weights)
-    cache = None
-    if kv_cache != "auto":
-        B, T = positions.shape
-        buffers = empty_cache(layer.attention.config, B, T, total.dtype)
-        cache = ContiguousView(buffers, "prefill", kv_cache).layer(0)
+    cache = None if kv_cache == "auto" else RoundedLayer(kv_cache)
     *free, _, trace = layer(*streams.free, rope, positions, scored, cache)
     *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, replay)
     outputs = Streams(Stream(*out), Stream(*free), Stream(*forced))

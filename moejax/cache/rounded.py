@@ -1,0 +1,34 @@
+"""The plain twin of a quantized cache: keys and values that are rounded as they would be stored, and not kept."""
+
+from typing import NamedTuple
+
+import jax
+
+from moejax.nn.rope import apply_rope
+from moejax.ops.attention import attention
+from moejax.quantization.kv import round_trip
+
+
+class RoundedLayer(NamedTuple):
+    """Implements `moejax.ops.attention.LayerCache` for calls that hold each sequence whole, from position 0.
+
+    `kv_cache` names the dtype that keys and values go through before they are attended to.
+    """
+
+    kv_cache: str
+
+    def update_and_attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        *,
+        window: int | None,
+        scale: float,
+    ) -> tuple[jax.Array, "RoundedLayer"]:
+        """Attends each sequence to its own rounded keys and values."""
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        keys, values = (round_trip(x, self.kv_cache).transpose(0, 2, 1, 3) for x in (k, v))
+        return attention(q, keys, values, positions, window=window, scale=scale), self
