@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.cache.contiguous import ContiguousLayer
 from moejax.nn.attention import Attention
 from moejax.nn.param import initialize
 from moejax.nn.rope import rope_tables
 from moejax.ops import attention as attention_module
 from moejax.ops.attention import attention
 from tests.numerics import assert_close, tolerance
+from tests.oracles.contiguous_cache import ContiguousLayer
 
 compiled = jax.jit(attention, static_argnames=("window", "scale"))
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.cache.contiguous import ContiguousCache, ContiguousView, empty_cache
 from moejax.engine.requests.api import Logprob, SamplingParams
 from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.step.functions import ModelFunctions, routing_counts, shapes_of, token_logprobs
@@ -27,6 +26,7 @@ from moejax.engine.step.sampler import (
 )
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
+from tests.oracles.contiguous_cache import ContiguousCache, ContiguousView, empty_cache
 
 
 class StepState(NamedTuple):
