@@ -1,4 +1,4 @@
-"""The plain twin of a quantized cache: keys and values that are rounded as they would be stored, and not kept."""
+"""The plain twin of a quantized cache: keys and values are rounded as it would store them, and not kept."""
 
 from typing import NamedTuple
 
