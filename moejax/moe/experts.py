@@ -95,11 +95,6 @@ class Experts(nnx.Module):
             return Stack(weight.tensor(), weight.implementation)
         return Stack(weight[...], transposed=self.transposed)
 
-    def matrices(self, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns gate, up `[E, D, F]` and down `[E, F, D]` in any layout; quantized ones in `dtype`."""
-        gate, up, down = (stack.matrix(dtype) for stack in self.stacks())
-        return gate, up, down
-
     @jax.named_scope("experts_dispatch")
     def __call__(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
         """Runs the experts on x `[N, D]` by the execution that `config` names."""
@@ -157,19 +152,16 @@ class Experts(nnx.Module):
     def _kernels(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array:
         """Runs the GPU kernels; ids equal to E are no expert's, and get no rows."""
         from pallas_kernels.moe_mlp import moe_mlp
-        from pallas_kernels.quantized_moe_mlp import quantized_moe_mlp
 
         options: dict[str, Any] = {"activation": KERNEL_NAMES[self.act], "implementation": implementation}
         stacks = dict(zip(("gate", "up", "down"), self.stacks(), strict=True))
-        if not any(isinstance(stack.weight, QTensor) for stack in stacks.values()):
-            return moe_mlp(x, routing.ids, routing.weights, *self.matrices(x.dtype), **options)
         operands = [kernel_operand(stack, x.dtype) for stack in stacks.values()]
         rounding = {
             name: kernel_rounding(stack, operand, self.split if name == "down" else ())
             for (name, stack), operand in zip(stacks.items(), operands, strict=True)
             if stack.quantizes_rows
         }
-        return quantized_moe_mlp(x, routing.ids, routing.weights, *operands, rounding=rounding, **options)
+        return moe_mlp(x, routing.ids, routing.weights, *operands, rounding=rounding, **options)
 
     def _capacity(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
         """Gives each expert at most C rows; buffers `[E, C, D]`, so gradients are batched products."""
@@ -216,7 +208,7 @@ def kernel_operand(stack: Stack, dtype: Any) -> "jax.Array | QuantizedTensor":
 
 
 def kernel_rounding(stack: Stack, operand: Any, split: Names) -> Any:
-    """Returns `pallas_kernels.quantized_moe_mlp`'s rounding of rows; None where the kernels' own will do."""
+    """Returns `pallas_kernels.moe_mlp`'s rounding of rows; None where the kernels' own will do."""
     assert isinstance(stack.weight, QTensor)
     floats = isinstance(operand, jax.Array)
     if not floats and not split and stack.weight.format.activations == "dynamic":

@@ -95,7 +95,7 @@ def weights_for(ids: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def check(x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> None:
     """Both layouts against float64 loops over tokens, and against the plain loop over blocks."""
     k = ids.shape[1]
-    expected = reference.moe(x, ids, weights, *(np.asarray(w) for w in stacks("edf").matrices()))
+    expected = reference.moe(x, ids, weights, *(np.asarray(w.matrix()) for w in stacks("edf").stacks()))
     for layout in ("edf", "efd"):
         mixed = compiled(layout, "blocks_mixed")(x, ids, weights)
         if not expected.any():
