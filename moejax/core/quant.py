@@ -95,12 +95,3 @@ class QuantConfig(Checked, section="quant"):
     def is_none(self) -> bool:
         """True if nothing is changed."""
         return self.method == "none" and self.kv_cache == "auto" and not self.rules
-
-    @property
-    def calibrates(self) -> bool:
-        """Some weights' method, or a format's static scales of activations, need text; see also
-        `moejax.quantization.rules.needs_text`, which goes by rule."""
-        methods = {self.method, *(rule.method for rule in self.rules)}
-        formats = (self.format, *(rule.format or "" for rule in self.rules))
-        static = self.method != "none" and any("static" in name for name in formats)
-        return static or bool(methods & {"gptq", "awq", "smoothquant"})

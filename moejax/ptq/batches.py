@@ -51,10 +51,6 @@ class HiddenStates:
         return cls(np.memmap(path, dtype, "r", shape=shape), batch_size)
 
     @property
-    def num_batches(self) -> int:
-        return -(-len(self.values) // self.batch_size)
-
-    @property
     def num_tokens(self) -> int:
         return int(self.values.shape[0] * self.values.shape[1])
 

@@ -9,9 +9,9 @@ from flax import nnx
 
 from moejax.core.quant import CalibrationConfig
 from moejax.ptq.batches import HiddenStates
-from moejax.ptq.observers import Stats, collect, collect_unrouted
-from moejax.ptq.sites import EXPERTS_HIDDEN, EXPERTS_IN, Stage, statistics_of
-from moejax.quantization.calibration import SAMPLE_TOKENS, Covered, Statistics, cold_experts, cover
+from moejax.ptq.observers import Stats, collect, collect_unrouted, of_experts
+from moejax.ptq.sites import EXPERTS_HIDDEN, Stage, statistics_of
+from moejax.quantization.calibration import SAMPLE_TOKENS, Covered, Statistics, cover
 from moejax.quantization.rules import Chosen
 
 GRAM_BYTES = 2 << 30
@@ -52,7 +52,7 @@ class StatisticsCollector:
         if any(c.format.activations == "static" for c in chosen.values()):
             # One scale serves every token to come: an expert without any cannot do without a fallback.
             self._min_tokens = max(self._min_tokens, 1)
-        per_expert = [self._widths[name] for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in self._widths]
+        per_expert = of_experts(self._widths).values()
         E = int(stage.params()["moe.experts.down_proj"].shape[0]) if per_expert else 0
         self.num_experts = E
         self.chunk = chunk_of(E, 4 * sum(width**2 for width in per_expert)) if E else 0
@@ -61,9 +61,9 @@ class StatisticsCollector:
         self.plain: Stats = {}
 
     @property
-    def chunks(self) -> range:
-        """First expert of each chunk."""
-        return range(0, self.num_experts, self.chunk or 1)
+    def chunks(self) -> list[slice]:
+        """Experts of each chunk; none where no expert is calibrated."""
+        return [slice(first, first + self.chunk) for first in range(0, self.num_experts, self.chunk or 1)]
 
     def run(self) -> None:
         """Collects the plain statistics, and those of the first chunk of experts on the way."""
@@ -72,18 +72,19 @@ class StatisticsCollector:
         stats = self._collect(stats, 0, self._observers)
         self.plain = {name: stats[name] for name, _ in self._observers}
         if self.num_experts:
-            self._held = 0, self._covered(0, stats)
+            self._held = 0, self._covered(self.chunks[0], stats)
 
-    def experts(self, first: int) -> dict[str, Covered]:
-        """Statistics of experts first .. first + chunk - 1 after the fallback, by name."""
-        if self._held is None or self._held[0] != first:
+    def experts(self, part: slice) -> dict[str, Covered]:
+        """Returns the statistics of one of the `chunks` after the fallback, by name."""
+        if self._held is None or self._held[0] != part.start:
             self._held = None  # before the next ones take memory
-            self._held = first, self._covered(first, self._collect(self._empty_experts(), first, ()))
+            stats = self._collect(self._empty_experts(), part.start, ())
+            self._held = part.start, self._covered(part, stats)
         return self._held[1]
 
     def _empty_experts(self) -> Stats:
-        names = [name for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in self._widths]
-        return {name: Statistics.zeros((self.chunk,), self._widths[name]) for name in names}
+        widths = of_experts(self._widths)
+        return {name: Statistics.zeros((self.chunk,), width) for name, width in widths.items()}
 
     def _collect(self, stats: Stats, first: int, observers: Any) -> Stats:
         for batch in self._hidden.batches():
@@ -92,13 +93,12 @@ class StatisticsCollector:
             self._batched(batch.rows.stop / len(self._hidden.values))
         return stats
 
-    def _covered(self, first: int, stats: Stats) -> dict[str, Covered]:
-        visited = {name: stats[name] for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in stats}
+    def _covered(self, part: slice, stats: Stats) -> dict[str, Covered]:
+        visited = of_experts(stats)
         count = next(iter(visited.values())).count
-        cold = cold_experts(count, self._min_tokens)
-        part = slice(first, first + self.chunk)
+        cold = count < self._min_tokens
         self.visits[part], self.cold[part] = np.asarray(count), np.asarray(cold)
-        other = self._fallback(first, np.flatnonzero(np.asarray(cold))) if bool(cold.any()) else visited
+        other = self._fallback(part.start, np.flatnonzero(np.asarray(cold))) if bool(cold.any()) else visited
         fallback = self._calibration.fallback
         return {name: cover(visited[name], other[name], cold, fallback) for name in visited}
 
@@ -117,10 +117,9 @@ class StatisticsCollector:
         return stats
 
 
-def chunk_of(num_experts: int, bytes_each: int, bound: int | None = None) -> int:
+def chunk_of(num_experts: int, bytes_each: int) -> int:
     """Returns the most experts (a divisor of all) whose Gram matrices stay below the bound; at least 1."""
-    bound = GRAM_BYTES if bound is None else bound
-    fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and n * bytes_each <= bound]
+    fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and n * bytes_each <= GRAM_BYTES]
     return max(fitting, default=1)
 
 

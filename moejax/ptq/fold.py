@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.ptq.sites import EXPERTS_HIDDEN, QuantizationSite, Stage
+from moejax.ptq.sites import QuantizationSite
 
 BIASED = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 """Projections whose bias is scaled with their outputs where they are a source."""
@@ -40,7 +40,7 @@ def tie(values: jax.Array, site: QuantizationSite, reduction: str) -> jax.Array:
 
     Args:
         values: float32 `[..., C]`.
-        how: "mean" or "max" over the query heads that read one head of the source.
+        reduction: "mean" or "max" over the query heads that read one head of the source.
     """
     if site.group == 1:
         return values
@@ -110,20 +110,3 @@ class Folds:
 def _broadcast(scales: jax.Array, value: jax.Array) -> jax.Array:
     scales = scales.reshape(*(1,) * (value.ndim - scales.ndim), *scales.shape)
     return jnp.broadcast_to(scales, value.shape)
-
-
-def fold(stage: Stage, scales: Mapping[str, jax.Array]) -> list[str]:
-    """Folds scales of sites, by name, into a stage of a float model in place.
-
-    Scales of a site with tied channels must be equal over them (`tie`). Returns the parameters changed.
-    """
-    folds = Folds()
-    for site in stage.sites:
-        if site.name in scales:
-            folds.add(site, scales[site.name])
-    return folds.write(stage.params())
-
-
-def experts_site(stage: Stage) -> QuantizationSite | None:
-    """Returns the site of the experts' down projections; None in a stage without experts."""
-    return next((site for site in stage.sites if site.name == EXPERTS_HIDDEN), None)

@@ -16,7 +16,7 @@ import numpy as np
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig
 from moejax.ptq.collect_statistics import StatisticsCollector
-from moejax.ptq.fold import Folds, canonical, experts_site, tie
+from moejax.ptq.fold import Folds, canonical, tie
 from moejax.ptq.methods import Rounded, joined, quantize
 from moejax.ptq.sites import EXPERTS_HIDDEN, EXPERTS_IN, QuantizationSite, Stage, statistics_of
 from moejax.quantization.awq import best_scales, scale_errors
@@ -67,7 +67,7 @@ class StageWork:
 
     def run(self) -> QuantizedStage:
         """Quantizes all weights of the stage."""
-        experts = experts_site(self.stage)
+        experts = next((site for site in self.stage.sites if site.name == EXPERTS_HIDDEN), None)
         for site in self.stage.sites:
             if site is not experts:
                 self._scale(site)
@@ -98,7 +98,7 @@ class StageWork:
             )
         else:
             activations = tie(stats.mean_abs(), site, "mean")
-            scales = best_scales(activations, self._errors(site, readers, activations)).scales
+            scales = best_scales(activations, self._errors(site, readers, activations))
         self._fold(site, scales)
 
     def _errors(self, site: QuantizationSite, readers: list[str], activations: jax.Array) -> jax.Array:
@@ -110,10 +110,9 @@ class StageWork:
             weights = [canonical(self.params[r]) for r in others]
             grams = [self.collector.plain[site.name].gram] * len(others)
             total += self._scale_errors(weights, grams, activations, others)
-        for first in self.collector.chunks if routed else ():
-            part = slice(first, first + self.collector.chunk)
+        for part in self.collector.chunks if routed else ():
             weights = [canonical(self.params[r])[part] for r in routed]
-            covered = self.collector.experts(first)[EXPERTS_IN]
+            covered = self.collector.experts(part)[EXPERTS_IN]
             # What a fallback saw stands for the expert's own tokens, and counts as they do.
             gram = covered.statistics.mean_gram() * covered.visits.astype(jnp.float32)[:, None, None]
             total += self._scale_errors(weights, [gram] * len(routed), activations, routed)
@@ -122,17 +121,9 @@ class StageWork:
     def _scale_errors(
         self, weights: list[jax.Array], grams: list[jax.Array], activations: jax.Array, readers: list[str]
     ) -> jax.Array:
-        formats = [self.chosen[r].format for r in readers]
-        quant = self.quant
-        return scale_errors(
-            weights,
-            grams,
-            activations,
-            formats,
-            grid=quant.awq_grid,
-            clip=quant.clip,
-            percentile=quant.percentile,
-        )
+        formats, quant = tuple(self.chosen[r].format for r in readers), self.quant
+        ranges = {"clip": quant.clip, "percentile": quant.percentile}
+        return scale_errors(weights, grams, activations, formats, grid=quant.awq_grid, **ranges)
 
     def _fold(self, site: QuantizationSite, scales: jax.Array) -> None:
         self.folds.add(site, scales)
@@ -147,35 +138,27 @@ class StageWork:
         names = [f"moe.experts.{name}_proj" for name in ("gate", "up", "down")]
         names = [name for name in names if name in self.chosen]
         method = scaling_method(site, self.chosen, self.stage.prefix)
-        parts: dict[str, list[Rounded]] = {name: [] for name in names}
+        chunks = self.collector.chunks
         if method is not None:
-            scales = [self._down_scales(method, first) for first in self.collector.chunks]
-            self._fold(site, jnp.concatenate(scales))
-        for first in self.collector.chunks if names else ():
-            part = slice(first, first + self.collector.chunk)
-            covered = self.collector.experts(first) if self._calibrated(names) else {}
+            self._fold(site, jnp.concatenate([self._down_scales(method, part) for part in chunks]))
+        rounded: dict[str, list[Rounded]] = {name: [] for name in names}
+        for part in (chunks or [slice(None)]) if names else ():  # all at once where none is calibrated
+            covered = self.collector.experts(part) if chunks else {}
             for name in names:
                 key = EXPERTS_HIDDEN if name.endswith("down_proj") else EXPERTS_IN
                 stats = covered[key].statistics if key in covered else None
-                parts[name].append(self._round(name, part, self._divided(stats, name, part)))
-        if names and not self.collector.chunks:
-            for name in names:  # no expert is calibrated
-                parts[name].append(self._round(name, slice(None), None))
-        return {name: joined(done) for name, done in parts.items()}
+                rounded[name].append(self._round(name, part, self._divided(stats, name, part)))
+        return {name: joined(done) for name, done in rounded.items()}
 
-    def _calibrated(self, names: list[str]) -> bool:
-        return any(self.chosen[name].calibrated for name in names)
-
-    def _down_scales(self, method: str, first: int) -> jax.Array:
-        """Returns float32 `[C, F]`."""
-        name, part = "moe.experts.down_proj", slice(first, first + self.collector.chunk)
-        stats = self.collector.experts(first)[EXPERTS_HIDDEN].statistics
+    def _down_scales(self, method: str, part: slice) -> jax.Array:
+        """Returns the scales of the down projections' inputs, float32 `[C, F]`, of a chunk of experts."""
+        name = "moe.experts.down_proj"
+        stats = self.collector.experts(part)[EXPERTS_HIDDEN].statistics
         w = canonical(self.params[name])[part]
         if method == "smoothquant":
             return scales_of_maxima(stats.max_abs, row_maxima([w], 1), alpha=self.quant.smoothing)
         activations = stats.mean_abs()
-        errors = self._scale_errors([w], [stats.gram], activations, [name])
-        return best_scales(activations, errors).scales
+        return best_scales(activations, self._scale_errors([w], [stats.gram], activations, [name]))
 
     # --- Rounding -------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Quantization of one weight, folded and with its statistics, by its method; and its error."""
 
-import dataclasses
 import time
 from typing import NamedTuple
 
@@ -56,11 +55,9 @@ def quantize(
     elif chosen.method == "awq":
         assert stats is not None, path
         search = quant.awq_clip and weight_name(path).rpartition(".")[2] not in NOT_CLIPPED
-        tensor = awq_round(w, stats.mean_gram(), fmt, search=search, **ranges, input_scale=scale).tensor
+        tensor = awq_round(w, stats.mean_gram(), fmt, search=search, **ranges, input_scale=scale)
     else:
-        tensor = round_to_nearest(w, fmt, **ranges)
-        if scale is not None:
-            tensor = dataclasses.replace(tensor, input_scale=scale)
+        tensor = round_to_nearest(w, fmt, **ranges, input_scale=scale)
     by_weight, by_output = errors(w, tensor, None if stats is None else stats.gram)
     jax.block_until_ready((tensor, by_weight, by_output))
     return Rounded(tensor, by_weight, by_output, damping, raised, time.perf_counter() - begin)

@@ -149,7 +149,7 @@ def collect_unrouted(
 
 def _add_routed(experts: Experts, stats: Stats, x: jax.Array, ids: jax.Array, first: jax.Array) -> Stats:
     """Adds statistics of x `[N, D]`, ids `[N, k]`, sorted by expert and cut into blocks of one expert."""
-    room = next(iter(_of_experts(stats).values())).count.shape[0]
+    room = next(iter(of_experts(stats).values())).count.shape[0]
     mine = (ids >= first) & (ids < first + room)
     local = jnp.where(mine, ids - first, room)
     k, rows = ids.shape[1], min(BLOCK_ROWS, ids.size)
@@ -161,7 +161,7 @@ def _add_routed(experts: Experts, stats: Stats, x: jax.Array, ids: jax.Array, fi
         token = jnp.take(plan.order, place, mode="clip") // k
         return _add_expert(experts, stats, first + e, e, x[token], place < blocks.end[i], None)
 
-    return jax.lax.fori_loop(0, blocks.num, one, _of_experts(stats))
+    return jax.lax.fori_loop(0, blocks.num, one, of_experts(stats))
 
 
 def _add_expert(
@@ -191,5 +191,6 @@ def _matrix(experts: Experts, name: str, expert: jax.Array) -> jax.Array:
     return one.T if experts.transposed else one
 
 
-def _of_experts(stats: Mapping[str, Statistics]) -> Stats:
-    return {name: stats[name] for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in stats}
+def of_experts(by_statistics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of the statistics that have an expert axis."""
+    return {name: by_statistics[name] for name in (EXPERTS_IN, EXPERTS_HIDDEN) if name in by_statistics}

@@ -276,6 +276,28 @@ def assemble(
     return QTensor(values, scales, zeros, tensor_scale, group_index, input_scale, fmt, piece)
 
 
+def round_in_ranges(
+    w: jax.Array, low: jax.Array, high: jax.Array, fmt: WeightFormat, *, input_scale: jax.Array | None = None
+) -> QTensor:
+    """Rounds each weight of `[..., D, F]` to the nearest code of its scale, which covers its range.
+
+    Args:
+        low, high: float32 `[..., G, O]`, ranges by place.
+        input_scale: float32 `[..., 1]`, of static activations.
+    """
+    D, F = w.shape[-2:]
+    scales, zeros, tensor_scale = scales_from_range(low, high, fmt)
+    step, zero = step_and_zero(scales, zeros, tensor_scale, fmt)
+    rows = jnp.swapaxes(w.astype(jnp.float32), -1, -2)
+    codes = round_to_codes(rows, spread(step, fmt, D, F), spread(zero, fmt, D, F), fmt)
+    index = None
+    if fmt.indexed:
+        index = jnp.broadcast_to(jnp.arange(D, dtype=jnp.int32) // fmt.group, (*w.shape[:-2], D))
+    return assemble(
+        codes, scales, zeros, fmt, tensor_scale=tensor_scale, group_index=index, input_scale=input_scale
+    )
+
+
 def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
     """Returns the weight as it lies in memory, `[..., F, D]` in `dtype`; computed in float32.
 

@@ -1,9 +1,8 @@
 """AWQ: inputs with large activations are scaled up before rounding, and clipping ranges are searched.
 
-    found = search_scales([up, gate], [gram, gram], mean_abs_x, (fmt, fmt))   # x feeds both weights
-    s = found.scales                                  # fold: weight rows · s, what precedes / s
-    result = awq_round(up * s[..., None], scale_gram(gram, s), fmt)
-    result.tensor                                     # QTensor
+    errors = scale_errors([up, gate], [gram, gram], mean_abs_x, (fmt, fmt))   # x feeds both weights
+    s = best_scales(mean_abs_x, errors)               # fold: weight rows · s, what precedes / s
+    tensor = awq_round(up * s[..., None], gram_of_x_over_s, fmt)
 
 Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", arXiv
 2306.00978: scales are s = a^α with a the mean |x| of each input, divided by √(max s · min s), and α the best
@@ -19,7 +18,6 @@ The cores know no layers: which weights read one input, and what precedes them, 
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +26,8 @@ from jax import lax
 from moejax.core.errors import ConfigError
 from moejax.core.quant import Clip
 from moejax.quantization.arithmetic import (
-    assemble,
     codes_to_values,
+    round_in_ranges,
     round_to_codes,
     scales_from_range,
     spread,
@@ -42,59 +40,25 @@ from moejax.quantization.output_error import HIGHEST, output_error
 
 SMALLEST_ACTIVATION = 1e-4
 """Smallest share of the largest mean activation: inputs below it are scaled alike."""
+NUM_FACTORS, LEAST_FACTOR = 11, 0.5
+"""Factors on a range that the search for clipping tries: evenly spaced, from 1 down to the least."""
 
 
-class AwqScales(NamedTuple):
-    """
-    Attributes:
-        scales: float32 `[*batch, D]`; the weights' rows are multiplied by it, what precedes is divided by it.
-            1 for inputs that calibration never saw.
-        exponent: float32 `[*batch]`, the α chosen.
-        error, unscaled_error: float32 `[*batch]`, output error with these scales, and rounded without them.
-    """
-
-    scales: jax.Array
-    exponent: jax.Array
-    error: jax.Array
-    unscaled_error: jax.Array
-
-
-class AwqClip(NamedTuple):
-    """
-    Attributes:
-        low, high: float32 `[..., G, O]`, ranges for `scales_from_range`.
-        error, unclipped_error: float32 `[...]`, output error with them, and with the ranges of `clip`.
-    """
-
-    low: jax.Array
-    high: jax.Array
-    error: jax.Array
-    unclipped_error: jax.Array
-
-
-class AwqResult(NamedTuple):
-    """
-    Attributes:
-        tensor: with the leading axes of the weight.
-        error, unclipped_error: as `AwqClip`'s.
-    """
-
-    tensor: QTensor
-    error: jax.Array
-    unclipped_error: jax.Array
-
-
-def search_scales(
+@functools.partial(jax.jit, static_argnames=("formats", "grid", "clip", "percentile"))
+def scale_errors(
     weights: Sequence[jax.Array],
     grams: Sequence[jax.Array],
     activations: jax.Array,
-    formats: Sequence[WeightFormat],
+    formats: tuple[WeightFormat, ...],
     *,
     grid: int = 20,
     clip: Clip = "minmax",
     percentile: float = 99.9,
-) -> AwqScales:
-    """Scales for an input that one or several weights read; one vector for each entry of the batch axes.
+) -> jax.Array:
+    """Returns the output error of each exponent, float32 `[grid + 1, *batch]`, for an input that weights read.
+
+    One vector of scales is for each entry of the batch axes. Errors add up over weights and experts: where
+    those do not fit in memory at once, sum the results of several calls and give them to `best_scales`.
 
     Args:
         weights: `[*batch, *own, D, F]` each. Errors are summed over a weight's own axes and over weights:
@@ -110,44 +74,8 @@ def search_scales(
     Raises:
         ConfigError: a format does not fit its weight or has a group index.
     """
-    errors = scale_errors(weights, grams, activations, formats, grid=grid, clip=clip, percentile=percentile)
-    return best_scales(activations, errors)
-
-
-def scale_errors(
-    weights: Sequence[jax.Array],
-    grams: Sequence[jax.Array],
-    activations: jax.Array,
-    formats: Sequence[WeightFormat],
-    *,
-    grid: int = 20,
-    clip: Clip = "minmax",
-    percentile: float = 99.9,
-) -> jax.Array:
-    """Returns the output error of each exponent, float32 `[grid + 1, *batch]`; arguments as `search_scales`.
-
-    They add up over weights and experts: where those do not fit in memory at once, sum the results of several
-    calls and give them to `best_scales`.
-    """
     for fmt, w in zip(formats, weights, strict=True):
         _check(fmt, w.shape)
-    return _scale_errors(
-        tuple(weights), tuple(grams), activations, formats=tuple(formats), grid=grid, clip=clip,
-        percentile=percentile,
-    )  # fmt: skip
-
-
-@functools.partial(jax.jit, static_argnames=("formats", "grid", "clip", "percentile"))
-def _scale_errors(
-    weights: tuple[jax.Array, ...],
-    grams: tuple[jax.Array, ...],
-    activations: jax.Array,
-    *,
-    formats: tuple[WeightFormat, ...],
-    grid: int,
-    clip: Clip,
-    percentile: float,
-) -> jax.Array:
     *batch, D = activations.shape
 
     def error_at(exponent: jax.Array) -> jax.Array:
@@ -166,18 +94,19 @@ def _scale_errors(
 
 
 @jax.jit
-def best_scales(activations: jax.Array, errors: jax.Array) -> AwqScales:
+def best_scales(activations: jax.Array, errors: jax.Array) -> jax.Array:
     """Returns the scales of the exponent with the least error; of equal ones the smallest exponent.
 
     Args:
         activations: mean |x|, float32 `[*batch, D]`.
         errors: float32 `[grid + 1, *batch]`, see `scale_errors`.
+
+    Returns:
+        float32 `[*batch, D]`; the weights' rows are multiplied by it, what precedes is divided by it. 1 for
+        inputs that calibration never saw.
     """
-    grid = errors.shape[0] - 1
     best = jnp.argmin(jnp.where(jnp.isfinite(errors), errors, jnp.inf), axis=0)
-    exponent = best.astype(jnp.float32) / grid
-    least = jnp.take_along_axis(errors, best[None], axis=0)[0]
-    return AwqScales(scales_at(activations, exponent), exponent, least, errors[0])
+    return scales_at(activations, best.astype(jnp.float32) / (errors.shape[0] - 1))
 
 
 def scales_at(activations: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -196,31 +125,22 @@ def scales_at(activations: jax.Array, exponent: jax.Array) -> jax.Array:
     return jnp.where(seen, jnp.exp(log - 0.5 * (top + bottom)), 1.0)
 
 
-def scale_gram(gram: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns the Gram matrix `[..., D, D]` of inputs divided by `scales` `[..., D]` (same leading axes)."""
-    return gram / (scales[..., :, None] * scales[..., None, :])
-
-
-@functools.partial(jax.jit, static_argnames=("fmt", "steps", "least", "clip", "percentile"))
+@functools.partial(jax.jit, static_argnames=("fmt", "clip", "percentile"))
 def search_clip(
-    w: jax.Array,
-    gram: jax.Array,
-    fmt: WeightFormat,
-    *,
-    steps: int = 10,
-    least: float = 0.5,
-    clip: Clip = "minmax",
-    percentile: float = 99.9,
-) -> AwqClip:
+    w: jax.Array, gram: jax.Array, fmt: WeightFormat, *, clip: Clip = "minmax", percentile: float = 99.9
+) -> tuple[jax.Array, jax.Array]:
     """Returns narrower ranges for each scale where that makes the output error smaller.
 
-    Each range shrinks by one of `steps` + 1 factors from 1 to `least`. The groups of an output are searched
-    one after the other, each with what the other groups' errors do to the output at that point (the paper's
-    code takes each group's error alone, whose sum can grow): the error never grows.
+    Each range shrinks by one of the `NUM_FACTORS`. The groups of an output are searched one after the other,
+    each with what the other groups' errors do to the output at that point (the paper's code takes each
+    group's error alone, whose sum can grow): the error never grows.
 
     Args:
         w: `[..., D, F]`, scaled.
         gram: float32 `[..., D, D]`, of the scaled inputs.
+
+    Returns:
+        low, high: float32 `[..., G, O]`, ranges for `scales_from_range`.
 
     Raises:
         ConfigError: a format does not fit its weight or has a group index.
@@ -231,19 +151,15 @@ def search_clip(
     w = w.astype(jnp.float32).reshape(n, D, F)
     gram = gram.astype(jnp.float32).reshape(n, D, D)
     low, high = ranges(w, fmt, clip, percentile)
-    factor = _search_factors(w, gram, low, high, jnp.linspace(1.0, least, steps + 1, dtype=jnp.float32), fmt)
+    candidates = jnp.linspace(1.0, LEAST_FACTOR, NUM_FACTORS, dtype=jnp.float32)
+    factor = _search_factors(w, gram, low, high, candidates, fmt)
     plain = output_error(_rounded(w, low, high, fmt) - w, gram)
     clipped = output_error(_rounded(w, low * factor, high * factor, fmt) - w, gram)
     # nvfp4's second scale depends on all ranges at once; and sums round.
     better = clipped < plain
     factor = jnp.where(better[:, None, None], factor, 1.0)
     shape = (*lead, *low.shape[1:])
-    return AwqClip(
-        (low * factor).reshape(shape),
-        (high * factor).reshape(shape),
-        jnp.where(better, clipped, plain).reshape(lead),
-        plain.reshape(lead),
-    )
+    return (low * factor).reshape(shape), (high * factor).reshape(shape)
 
 
 def _search_factors(
@@ -283,27 +199,24 @@ def _search_factors(
     return factors
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "search", "steps", "least", "clip", "percentile"))
+@functools.partial(jax.jit, static_argnames=("fmt", "search", "clip", "percentile"))
 def awq_round(
     w: jax.Array,
     gram: jax.Array,
     fmt: WeightFormat,
     *,
     search: bool = True,
-    steps: int = 10,
-    least: float = 0.5,
     clip: Clip = "minmax",
     percentile: float = 99.9,
     input_scale: jax.Array | None = None,
-) -> AwqResult:
+) -> QTensor:
     """Rounds a weight that has been scaled, in searched ranges.
 
     Args:
         w: `[..., D, F]`, rows times the scales.
-        gram: float32 `[..., D, D]`, of the scaled inputs (`scale_gram`).
+        gram: float32 `[..., D, D]`, of the scaled inputs.
         search: False takes the ranges of `clip` as they are. (The paper's code does not clip query and key
             projections, whose outputs meet in a product.)
-        steps, least: see `search_clip`.
         input_scale: float32 `[..., 1]`, passed on where the format has static activations.
 
     Raises:
@@ -313,17 +226,10 @@ def awq_round(
     _check(fmt, w.shape)
     check_input_scale("awq", fmt, input_scale)
     if search:
-        low, high, error, plain = search_clip(
-            w, gram, fmt, steps=steps, least=least, clip=clip, percentile=percentile
-        )
+        low, high = search_clip(w, gram, fmt, clip=clip, percentile=percentile)
     else:
-        w = w.astype(jnp.float32)
         low, high = ranges(w, fmt, clip, percentile)
-        error = plain = output_error(_rounded(w, low, high, fmt) - w, gram)
-    scales, zeros, tensor_scale = scales_from_range(low, high, fmt)
-    codes = _codes(w.astype(jnp.float32), *step_and_zero(scales, zeros, tensor_scale, fmt), fmt)
-    tensor = assemble(codes, scales, zeros, fmt, tensor_scale=tensor_scale, input_scale=input_scale)
-    return AwqResult(tensor, error, plain)
+    return round_in_ranges(w, low, high, fmt, input_scale=input_scale)
 
 
 def _check(fmt: WeightFormat, shape: tuple[int, ...]) -> None:
@@ -336,19 +242,12 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=HIGHEST)
 
 
-def _codes(w: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """Returns codes `[..., F, D]` of `w` `[..., D, F]`."""
-    D, F = w.shape[-2:]
-    step, zero = spread(step, fmt, D, F), spread(zero, fmt, D, F)
-    return round_to_codes(jnp.swapaxes(w, -1, -2), step, zero, fmt)
-
-
 def _rounded(w: jax.Array, low: jax.Array, high: jax.Array, fmt: WeightFormat) -> jax.Array:
     """Returns `w` `[..., D, F]` quantized in these ranges and dequantized, float32."""
     D, F = w.shape[-2:]
-    step, zero = step_and_zero(*scales_from_range(low, high, fmt), fmt)
-    codes = _codes(w, step, zero, fmt)
-    step, zero = spread(step, fmt, D, F), spread(zero, fmt, D, F)
+    grids = step_and_zero(*scales_from_range(low, high, fmt), fmt)
+    step, zero = (spread(grid, fmt, D, F) for grid in grids)
+    codes = round_to_codes(jnp.swapaxes(w, -1, -2), step, zero, fmt)
     return jnp.swapaxes(codes_to_values(codes, step, zero, fmt), -1, -2)
 
 

@@ -108,11 +108,6 @@ class Covered(NamedTuple):
     cold: jax.Array
 
 
-def cold_experts(count: jax.Array, min_tokens: int) -> jax.Array:
-    """Returns bool `[E]`: fewer than `min_tokens` tokens visit it."""
-    return count < min_tokens
-
-
 def cover(visited: Statistics, other: Statistics, cold: jax.Array, fallback: str) -> Covered:
     """Puts the fallback in cold experts' place.
 

@@ -52,13 +52,6 @@ def protected(path: str) -> str | None:
     return next((name for name in PROTECTED if name in parts), None)
 
 
-def needs_text(quant: QuantConfig) -> bool:
-    """Returns whether some method or format calibrates, whatever the model's weights are."""
-    pairs: list[tuple[str, str]] = [(quant.method, quant.format)]
-    pairs += [(r.method or quant.method, r.format or quant.format) for r in quant.rules]
-    return any(m in CALIBRATED or (m == "rtn" and parse_format(f).activations == "static") for m, f in pairs)
-
-
 def resolve_rules(quant: QuantConfig, weights: Mapping[str, tuple[int, ...]]) -> dict[str, Chosen]:
     """Returns the weights to be quantized, in the order of `weights`.
 

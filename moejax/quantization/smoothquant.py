@@ -1,6 +1,6 @@
 """SmoothQuant: outliers of activations move into the weights, so that both fit in 8 bits.
 
-    s = smoothing_scales(absmax_x, [gate, up], alpha=0.5)        # x feeds both weights
+    s = scales_of_maxima(absmax_x, row_maxima([gate, up], 0), alpha=0.5)      # x feeds both weights
     # fold: weight rows · s, what precedes / s; then round the weights to nearest
     scale = static_input_scale(absmax_x / s, parse_format("w8a8_static"))
 
@@ -10,6 +10,7 @@ arXiv 2211.10438: s_i = max|x_i|^α / max|w_i|^(1-α), the maxima over tokens an
 Which weights read one input, and what precedes them, is the caller's (`moejax.ptq`).
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -23,38 +24,33 @@ LARGEST_SCALE = 1e4
 """Scales and their inverses stay below it: beyond, they would leave the dtype that they are folded into."""
 
 
-def smoothing_scales(
-    activations: jax.Array, weights: Sequence[jax.Array], *, alpha: float = 0.5
-) -> jax.Array:
+def row_maxima(weights: Sequence[jax.Array], batch_axes: int) -> jax.Array:
+    """Returns each input's max |w| over outputs, weights and all axes after `batch_axes`: `[*batch, D]`.
+
+    So experts that read one input share its scales.
+
+    Args:
+        weights: `[*batch, *own, D, F]` each.
+    """
+    largest = []
+    for w in weights:
+        axes = (*range(batch_axes, w.ndim - 2), w.ndim - 1)
+        largest.append(jnp.max(jnp.abs(w.astype(jnp.float32)), axis=axes))
+    return functools.reduce(jnp.maximum, largest)
+
+
+def scales_of_maxima(activations: jax.Array, rows: jax.Array, *, alpha: float = 0.5) -> jax.Array:
     """Returns the factors, float32 `[*batch, D]`, of the weights' rows and divisors of what precedes.
 
     Args:
         activations: max |x| of each input over tokens, `[*batch, D]`. Inputs whose scale must be one number
-            (they fold into one channel) are given one maximum; their rows too, see `scales_of_maxima`.
-        weights: `[*batch, *own, D, F]` each; the maxima of rows go over own axes and weights too, so that
-            experts that read one input share its scales.
+            (they fold into one channel) are given one maximum, and so are their rows.
+        rows: max |w| of each input, `[*batch, D]`, see `row_maxima`.
         alpha: 0 smooths the weights only, 1 the activations only.
 
     Returns:
         1 where an input was never seen, or where its weights are all zero.
     """
-    rows = row_maxima(weights, activations.ndim - 1)
-    return scales_of_maxima(activations, rows, alpha=alpha)
-
-
-def row_maxima(weights: Sequence[jax.Array], batch_axes: int) -> jax.Array:
-    """Returns each input's max |w| over outputs, weights and all axes after `batch_axes`: `[*batch, D]`."""
-    maxima = None
-    for w in weights:
-        axes = (*range(batch_axes, w.ndim - 2), w.ndim - 1)
-        one = jnp.max(jnp.abs(w.astype(jnp.float32)), axis=axes)
-        maxima = one if maxima is None else jnp.maximum(maxima, one)
-    assert maxima is not None, "no weights"
-    return maxima
-
-
-def scales_of_maxima(activations: jax.Array, rows: jax.Array, *, alpha: float = 0.5) -> jax.Array:
-    """Returns max|x|^α / max|w|^(1-α) of maxima `[*batch, D]`, guarded; float32."""
     activations, rows = activations.astype(jnp.float32), rows.astype(jnp.float32)
     usable = (activations > 0) & (rows > 0) & jnp.isfinite(activations) & jnp.isfinite(rows)
     x, w = jnp.where(usable, activations, 1.0), jnp.where(usable, rows, 1.0)

@@ -1,6 +1,7 @@
 """Small models of every family, tokens for them, and what a quantized model computes, in floating point."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from moejax.core.quant import CalibrationConfig, QuantConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from moejax.nn.quantized import quantized_weights
-from moejax.ptq.fold import store
+from moejax.ptq.fold import Folds, store
+from moejax.ptq.sites import Stage
 from moejax.quantization.arithmetic import dequantize
 
 BASE = ModelConfig(
@@ -65,6 +67,15 @@ def quant(method: str, format: str, *, rules=(), **calibration) -> QuantConfig:
     return QuantConfig(
         method=method, format=format, rules=list(rules), calibration=CalibrationConfig(**settings)
     )
+
+
+def fold(stage: Stage, scales: Mapping[str, jax.Array]) -> list[str]:
+    """Folds scales of sites, by name, into a stage of a float model in place; returns what has changed."""
+    folds = Folds()
+    for site in stage.sites:
+        if site.name in scales:
+            folds.add(site, scales[site.name])
+    return folds.write(stage.params())
 
 
 def in_float(model: Decoder, config: ModelConfig, layout: str = "edf") -> Decoder:

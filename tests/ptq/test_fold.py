@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from moejax.nn.param import iter_params
-from moejax.ptq.fold import fold, tie
+from moejax.ptq.fold import tie
 from moejax.ptq.sites import stages_of
 from tests.numerics import assert_close, relative_error, tolerance
-from tests.ptq.models import FAMILIES, build, logits, routing, tokens
+from tests.ptq.models import FAMILIES, build, fold, logits, routing, tokens
 
 
 def random_scales(stage, site, rng):

@@ -120,7 +120,7 @@ def test_every_weight_of_a_layer(family, layout, execution):
     assert set(found.plain) == set(plain)
     for name, rows in plain.items():
         check(found.plain[name], rows)
-    stats = found.experts(0)
+    stats = found.experts(found.chunks[0])
     for e, mine in enumerate(experts["rows"]):
         one = {name: _entry(covered.statistics, e) for name, covered in stats.items()}
         check(one["moe.experts"], experts["in"][mine])
@@ -147,24 +147,23 @@ def test_chunks_of_experts_see_the_same(monkeypatch):
     whole, _ = collected(model, ids)
     monkeypatch.setattr(collect_statistics, "GRAM_BYTES", 2 * 4 * (32**2 + 16**2))
     parts, _ = collected(model, ids)
-    assert parts.chunk == 2 and list(parts.chunks) == [0, 2, 4, 6]
-    for first in (0, 2, 4, 6, 2):
-        for name, covered in parts.experts(first).items():
-            together = whole.experts(0)[name].statistics
+    assert parts.chunk == 2 and parts.chunks == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
+    for part in (*parts.chunks, parts.chunks[1]):
+        for name, covered in parts.experts(part).items():
+            together = whole.experts(whole.chunks[0])[name].statistics
             for i in range(2):
-                want, got = _entry(together, first + i), _entry(covered.statistics, i)
+                want, got = _entry(together, part.start + i), _entry(covered.statistics, i)
                 np.testing.assert_array_equal(got.gram, want.gram)
                 np.testing.assert_array_equal(got.count, want.count)
     np.testing.assert_array_equal(parts.visits, whole.visits)
 
 
-def test_the_bound_gives_a_divisor_and_at_least_one():
-    assert chunk_of(12, 10, 1000) == 12
-    assert chunk_of(12, 10, 70) == 6
-    assert chunk_of(12, 10, 59) == 4
-    assert chunk_of(12, 10, 1) == 1
+def test_the_bound_gives_a_divisor_and_at_least_one(monkeypatch):
     # Mixtral-8x7B: gate and up read 4096 channels, down 14336.
     assert chunk_of(8, 4 * (4096**2 + 14336**2)) == 2
+    for bound, chunk in ((1000, 12), (70, 6), (59, 4), (1, 1)):
+        monkeypatch.setattr(collect_statistics, "GRAM_BYTES", bound)
+        assert chunk_of(12, 10) == chunk
 
 
 @pytest.mark.parametrize("fallback", ["shared", "all"])
@@ -179,7 +178,7 @@ def test_cold_experts_fall_back(fallback, layout):
     assert 0 < (visits < least).sum() < 8
     np.testing.assert_array_equal(found.visits, visits)
     np.testing.assert_array_equal(found.cold, visits < least)
-    stats = found.experts(0)
+    stats = found.experts(found.chunks[0])
     for e, mine in enumerate(experts["rows"]):
         inputs, hidden = experts["in"][mine], experts["hidden"][e][mine]
         if visits[e] < least:  # all tokens; with "all" beside its own
@@ -199,7 +198,7 @@ def test_the_sample_of_fallback_all_is_bounded(monkeypatch):
     sample = experts["in"][::6]
     for e, mine in enumerate(experts["rows"]):
         check(
-            _entry(found.experts(0)["moe.experts"].statistics, e),
+            _entry(found.experts(found.chunks[0])["moe.experts"].statistics, e),
             np.concatenate([experts["in"][mine], sample]),
         )
     assert SAMPLE_TOKENS == 4096

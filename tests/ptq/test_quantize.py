@@ -14,7 +14,6 @@ from moejax.nn.param import iter_params
 from moejax.nn.quantized import quantized_weights
 from moejax.ptq import collect_statistics
 from moejax.ptq.apply import quantize_model
-from moejax.ptq.fold import fold
 from moejax.ptq.methods import quantize as round_one
 from moejax.ptq.sites import stages_of, statistics_of
 from moejax.quantization.arithmetic import dequantize
@@ -23,7 +22,7 @@ from moejax.quantization.gptq import gptq
 from moejax.quantization.rtn import round_to_nearest
 from moejax.quantization.rules import Chosen
 from tests.numerics import assert_close, relative_l2, tolerance
-from tests.ptq.models import BASE, FAMILIES, build, in_float, logits, quant, tokens
+from tests.ptq.models import BASE, FAMILIES, build, fold, in_float, logits, quant, tokens
 from tests.ptq.test_observers import collected
 
 
@@ -102,7 +101,7 @@ def test_gptq_loses_on_weights_and_wins_on_outputs_and_awq_is_no_worse_than_roun
     for site in stage.sites:
         for name in set(site.readers) & set(stage.params()):
             key = statistics_of(name, site)
-            stats = found.plain[key] if key in found.plain else found.experts(0)[key].statistics
+            stats = found.plain[key] if key in found.plain else found.experts(found.chunks[0])[key].statistics
             rtn, w = Chosen("rtn", parse_format(fmt)), stage.params()[name][...]
             if w.shape[-2] % 8 == 0:
                 plain[f"layers.0.{name}".removesuffix(".kernel")] = round_one(
@@ -125,7 +124,7 @@ def test_gptq_takes_each_experts_own_hessian():
     name = "layers.0.moe.experts.down_proj"
     weight = dict(quantized_weights(model))[name]
     source = dict(iter_params(build(FAMILIES["qwen2_moe"])))[name][...]
-    stats = found.experts(0)["moe.experts.down_proj"].statistics
+    stats = found.experts(found.chunks[0])["moe.experts.down_proj"].statistics
     for e in range(8):
         want = gptq(source[e], stats.gram[e], weight.format)
         got = jax.tree.map(lambda a, e=e: a[e], weight.tensor())
@@ -200,7 +199,7 @@ def test_static_activation_scales_cover_what_was_seen(method):
     assert_close(
         got, np.asarray(found.plain["attention.o_proj"].max_abs).max(keepdims=True) / 127, tolerance(32)
     )
-    most = np.asarray(found.experts(0)["moe.experts.down_proj"].statistics.max_abs).max(-1, keepdims=True)
+    most = np.asarray(found.experts(found.chunks[0])["moe.experts.down_proj"].statistics.max_abs).max(-1, keepdims=True)
     seen = np.asarray(found.visits) > 0
     got = np.asarray(held["layers.0.moe.experts.down_proj"].input_scale)
     assert_close(got[seen], most[seen] / 127, tolerance(32, 32))

@@ -7,7 +7,7 @@ import pytest
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig, QuantRule
 from moejax.quantization.formats import parse_format
-from moejax.quantization.rules import Chosen, needs_text, resolve_rules
+from moejax.quantization.rules import Chosen, resolve_rules
 
 WEIGHTS = {
     "embedding.table": (96, 64),
@@ -141,5 +141,4 @@ def test_unknown_formats_are_named_even_in_a_rule_for_nothing():
 )
 def test_what_needs_text(config, text):
     quant = QuantConfig(**config)
-    assert needs_text(quant) == text
     assert any(one.calibrated for one in resolve_rules(quant, WEIGHTS).values()) == text
