@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,23 +138,19 @@ class LoadStats(NamedTuple):
     seconds: float
 
 
-class _Loaded(NamedTuple):
-    model: Decoder
-    config: ModelConfig
-
-
-class Loaded(_Loaded):
+@dataclass(frozen=True)
+class Loaded:
     """A model with its weights, and its configuration (dtype as loaded).
 
     Unpacks to these two; `stats` says what was read.
     """
 
+    model: Decoder
+    config: ModelConfig
     stats: LoadStats
 
-    def __new__(cls, model: Decoder, config: ModelConfig, stats: LoadStats) -> "Loaded":
-        loaded = super().__new__(cls, model, config)
-        loaded.stats = stats
-        return loaded
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.config))
 
 
 def load_pretrained(

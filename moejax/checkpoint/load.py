@@ -6,7 +6,7 @@ are two copies of the model.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -103,31 +103,23 @@ def read_blocks(
     faults: Faults,
     *,
     slots: Sequence[int] = (),
-    devices: Collection[jax.Device] | None = None,
 ) -> list[Block]:
-    """Returns the distinct parts of a parameter that some devices hold, in its dtype.
+    """Returns the distinct parts of a parameter that this process's devices hold, in its dtype.
 
     Args:
         sources: expert (or None) → where it is stored.
         sharding: where the parameter lies; None makes one block of the whole.
         faults: tensors with values that are no weights are added.
         slots: the expert in each slot of the expert axis.
-        devices: those to serve; None for all of this process.
     """
-    blocks = empty_blocks(spec, sharding, devices)
+    blocks = empty_blocks(spec, sharding)
     reads: dict[tuple[Source, Spans], list[np.ndarray]] = {}
-    for block in blocks:
-        spans, out = block.spans, block.unpadded
+    for expert, spans, out in expert_parts(blocks, slots if None not in sources else ()):
         if not out.size:
             continue
         if spec.transposed:
             spans, out = (*spans[:-2], spans[-1], spans[-2]), out.swapaxes(-1, -2)
-        if None in sources:
-            reads.setdefault((sources[None], spans), []).append(out)
-            continue
-        first, stop = spans[0]
-        for slot in range(first, stop):
-            reads.setdefault((sources[slots[slot]], spans[1:]), []).append(out[slot - first])
+        reads.setdefault((sources[expert], spans), []).append(out)
     for (source, spans), outs in reads.items():
         shape = spec.canonical_shape if source.expert is None else spec.canonical_shape[1:]
         index = tuple(slice(start, stop) for start, stop in spans)
@@ -139,12 +131,23 @@ def read_blocks(
     return blocks
 
 
-def empty_blocks(
-    spec: ParamSpec, sharding: Sharding | None, devices: Collection[jax.Device] | None = None
-) -> list[Block]:
-    """Returns the distinct parts of a parameter that some devices hold, unfilled but for padding."""
+def expert_parts(
+    blocks: Iterable[Block], slots: Sequence[int]
+) -> Iterator[tuple[int | None, Spans, np.ndarray]]:
+    """Yields each expert's spans of its matrix and their place in a block; without slots whole blocks."""
+    for block in blocks:
+        if not slots:
+            yield None, block.spans, block.unpadded
+            continue
+        first, stop = block.spans[0]
+        for slot in range(first, stop):
+            yield slots[slot], block.spans[1:], block.unpadded[slot - first]
+
+
+def empty_blocks(spec: ParamSpec, sharding: Sharding | None) -> list[Block]:
+    """Returns the distinct parts of a parameter that this process holds, unfilled but for padding."""
     blocks = []
-    for spans, holders in _spans(spec, sharding, devices).items():
+    for spans, holders in _spans(spec, sharding).items():
         values = aligned_empty(tuple(stop - start for start, stop in spans), spec.dtype)
         if spec.padding:
             values[...] = 0
@@ -156,16 +159,13 @@ def empty_blocks(
     return blocks
 
 
-def _spans(
-    spec: ParamSpec, sharding: Sharding | None, devices: Collection[jax.Device] | None
-) -> dict[Spans, list[jax.Device]]:
+def _spans(spec: ParamSpec, sharding: Sharding | None) -> dict[Spans, list[jax.Device]]:
     """Returns the distinct parts with the devices that hold each."""
     if sharding is None:
         return {tuple((0, size) for size in spec.shape): []}
-    served = sharding.addressable_devices if devices is None else devices
     devices_of: dict[Spans, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(spec.shape).items():
-        if device in served:
+        if device in sharding.addressable_devices:
             assert index is not None
             spans = tuple(part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True))
             devices_of.setdefault(spans, []).append(device)

@@ -5,8 +5,8 @@ whole checkpoints only. What is in the pytree is the caller's business.
 """
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from moejax.core.errors import CheckpointError, ConfigError, OutputError
 from moejax.core.files import ensure_writable
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The newest `keep` checkpoints of one run in a folder that no other process writes.
 
     Use as a context manager. Leftovers of a killed save are removed at the start.
@@ -102,16 +102,8 @@ class Checkpoints:
         for step in self.steps:
             self._checkpointer.delete(step)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._checkpointer.close()
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _damaged(self, step: int, error: Exception) -> CheckpointError:
         return CheckpointError(

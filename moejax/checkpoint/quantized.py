@@ -7,7 +7,7 @@ of the experts that its devices hold, and keeps their codes as they are (in our 
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,21 +16,23 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from moejax.checkpoint.load import empty_blocks, expert_slots, to_array, usable
+from moejax.checkpoint.load import Spans, empty_blocks, expert_parts, expert_slots, to_array, usable
 from moejax.checkpoint.maps.rules import Rule
 from moejax.checkpoint.plan import Faults, canonical_key
 from moejax.checkpoint.tensors import STORED_DTYPES, TensorFiles
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params
-from moejax.nn.quantized import PARTS, QuantizedWeight, quantized_weights
+from moejax.nn.quantized import QuantizedWeight, quantized_weights
+from moejax.quantization.arithmetic import dequantize_stored
 from moejax.quantization.checkpoints.convention import Convention, Role
-from moejax.quantization.checkpoints.dequantize import dequantized
 from moejax.quantization.checkpoints.parse import MARKS, parse_quantization
 from moejax.quantization.checkpoints.scheme import Arrays, Scheme
-from moejax.quantization.formats import WeightFormat
+from moejax.quantization.formats import PARTS, QTensor, WeightFormat
 
 logger = logging.getLogger(__name__)
+
+_dequantize_stored = jax.jit(dequantize_stored)
 
 LEFT_OUT = "quantized, although config.json leaves them in full precision"
 PLAIN = "in full precision, although config.json has them quantized"
@@ -294,10 +296,14 @@ def fill_quantized(
             name: empty_blocks(param.get_metadata("spec"), where(key))
             for name, (key, param) in targets.items()
         }
-        for expert, places in _destinations(blocks, slots if None not in matrices else ()).items():
+        places: dict[int | None, list[tuple[np.ndarray, str, Spans]]] = defaultdict(list)
+        for name, parts in blocks.items():
+            for expert, spans, out in expert_parts(parts, slots if None not in matrices else ()):
+                places[expert].append((out, name, spans))
+        for expert, filled in places.items():
             matrix = matrices[expert]
             arrays = _read(matrix, fmt, files, declared, faults, whole=weight is None)
-            for out, name, spans in places:
+            for out, name, spans in filled:
                 if name in arrays:
                     out[...] = arrays[name][tuple(slice(*span) for span in spans)]
         if faults.by_kind:
@@ -316,22 +322,6 @@ def _targets(path: str, weight: QuantizedWeight | None, params: Mapping[str, Any
     return {
         name: (f"{path}.{name}", params[f"{path}.{name}"]) for name in PARTS if f"{path}.{name}" in params
     }
-
-
-def _destinations(
-    blocks: Mapping[str, Sequence[Any]], slots: Sequence[int]
-) -> dict[int | None, list[tuple[np.ndarray, str, Any]]]:
-    """Returns the places that each expert's matrix fills: array, part, and spans of it. None is the whole."""
-    destinations: dict[int | None, list[tuple[np.ndarray, str, Any]]] = defaultdict(list)
-    for name, parts in blocks.items():
-        for block in parts:
-            if not slots:
-                destinations[None].append((block.unpadded, name, block.spans))
-                continue
-            first, stop = block.spans[0]
-            for slot in range(first, stop):
-                destinations[slots[slot]].append((block.unpadded[slot - first], name, block.spans[1:]))
-    return destinations
 
 
 def _read(
@@ -354,13 +344,7 @@ def _read(
             faults.add(kind, what)
     if misfits.by_kind or not whole:
         return {} if misfits.by_kind else parts
-    values = dequantized(parts, fmt, D, F)
+    values = np.asarray(_dequantize_stored(QTensor.of(parts, fmt, D)))
     if not usable(matrix.module, values, declared.dtype, faults):
         return {}
     return {"": (values if declared.transposed else values.T).astype(declared.dtype)}
-
-
-def parts_of(weights: Mapping[str, QuantizedWeight]) -> Iterator[str]:
-    """Paths of the parameters that quantized weights consist of."""
-    for path, weight in weights.items():
-        yield from (f"{path}.{name}" for name in PARTS if getattr(weight, name) is not None)

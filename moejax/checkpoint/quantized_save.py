@@ -13,12 +13,11 @@ import numpy as np
 from moejax.checkpoint.load import expert_slots
 from moejax.checkpoint.maps.rules import Rule
 from moejax.checkpoint.plan import canonical_key
-from moejax.checkpoint.quantized import parts_of
 from moejax.core.checked import Among, check
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ExpertOf, specs
-from moejax.nn.quantized import PARTS, QuantizedWeight, quantized_weights
+from moejax.nn.quantized import QuantizedWeight, quantized_weights
 from moejax.quantization.checkpoints.compressed_config import EXPERT, compressed_config, scheme_for, why_not
 from moejax.quantization.checkpoints.layouts import divisor_of
 from moejax.quantization.checkpoints.own import OwnScheme, own_config
@@ -53,11 +52,9 @@ class QuantizedSave:
         for path, weight in self.weights.items():
             module, scheme, declared = self.modules[path], self.schemes[path], weight.stands_for
             slots = expert_slots(path, declared, expert_of, num_experts)
-            params = {name: getattr(weight, name) for name in PARTS}
             arrays = {
                 name: param.get_metadata("spec").without_padding(gather(param[...]))
-                for name, param in params.items()
-                if param is not None
+                for name, param in weight.parts().items()
             }
             D, F = declared.canonical_shape[-2:]
             for expert in range(num_experts) if EXPERT in module else (None,):
@@ -94,7 +91,8 @@ def plan_save(model: Decoder, rules: Sequence[Rule], layout: str, gather: Gather
         config = own_config({module.replace(EXPERT, "*"): fmt for module, fmt in formats.items()})
     else:
         config = compressed_config(formats, _left(model, rules))
-    return QuantizedSave(config, modules, schemes, weights, frozenset(parts_of(weights)))
+    paths = frozenset(f"{path}.{name}" for path, weight in weights.items() for name in weight.parts())
+    return QuantizedSave(config, modules, schemes, weights, paths)
 
 
 def _module(path: str, rules: Sequence[Rule]) -> str:

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Collection, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ml_dtypes
@@ -28,7 +27,7 @@ QUANTIZED_DTYPES = (*STORED_DTYPES, "I8", "U8", "I32", "I64", *_BYTES)
 """Dtypes that the tensors of quantized weights are stored in."""
 
 
-class TensorFiles:
+class TensorFiles(AbstractContextManager["TensorFiles"]):
     """Open files, which are mapped into memory and not read but for the slices that are asked for.
 
     Use as a context manager.
@@ -108,16 +107,8 @@ class TensorFiles:
         whole = np.memmap(path, np.uint8, "r", self._starts[path][key], shape or (1,))
         return np.asarray(whole).reshape(shape).view(_BYTES[self.dtypes[key]])
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._opened.close()
-
-    def __enter__(self) -> "TensorFiles":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _open(path: Path) -> Any:

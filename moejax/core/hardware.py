@@ -8,7 +8,9 @@ sheet that would fit a shared machine, so its read bandwidth and its FLOP/s are 
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -111,39 +113,37 @@ def together(hardware: Hardware, devices: int) -> Hardware:
     return replace(hardware, bandwidth=times(hardware.bandwidth), flops=flops, memory=times(hardware.memory))
 
 
-def measure_read_bandwidth(size_bytes: int = 1 << 28, repeats: int = 5) -> float:
-    """Returns the bytes per second that this machine's cores together read from memory, best of `repeats`.
+def measure_read_bandwidth(size_bytes: int = 1 << 28) -> float:
+    """Returns the bytes per second that this machine's cores together read from memory.
 
     By XLA's own reduction over an array much larger than the caches.
     """
-    import jax
     import jax.numpy as jnp
 
     data = jnp.asarray(np.ones(size_bytes // 4, np.float32)).reshape(-1, 4096)
-    read = jax.jit(lambda x: jnp.max(x, axis=1)).lower(data).compile()
-    jax.block_until_ready(read(data))
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(read(data))
-        best = min(best, time.perf_counter() - start)
-    return size_bytes / best
+    return size_bytes / _best_seconds(lambda x: jnp.max(x, axis=1), data)
 
 
-def measure_matmul_flops(dtype: str = "float32", size: int = 1024, repeats: int = 5) -> float:
-    """FLOPs per second of XLA's own product of two `[size, size]` matrices on all cores, best of `repeats`.
+def measure_matmul_flops(dtype: str = "float32", size: int = 1024) -> float:
+    """Returns the FLOPs per second of XLA's own product of two `[size, size]` matrices on all cores.
 
     A measured peak is what one large product reaches, which a program's products do not exceed by much.
     """
-    import jax
     import jax.numpy as jnp
 
     square = jnp.asarray(np.ones((size, size), np.float32)).astype(dtype)
-    multiply = jax.jit(jnp.matmul).lower(square, square).compile()
-    jax.block_until_ready(multiply(square, square))
-    best = float("inf")
-    for _ in range(repeats):
+    return 2 * size**3 / _best_seconds(jnp.matmul, square, square)
+
+
+def _best_seconds(function: Callable[..., Any], *arrays: Any) -> float:
+    """Returns the least time of the compiled function on these arrays, of five calls after a first."""
+    import jax
+
+    compiled = jax.jit(function).lower(*arrays).compile()
+    jax.block_until_ready(compiled(*arrays))
+    seconds = []
+    for _ in range(5):
         start = time.perf_counter()
-        jax.block_until_ready(multiply(square, square))
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+        jax.block_until_ready(compiled(*arrays))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -16,10 +16,8 @@ from flax import nnx
 from moejax.core.errors import ConfigError
 from moejax.nn.param import ParamSpec, declare, iter_params
 from moejax.ops.quantized_matmul import matmul
-from moejax.quantization.formats import QTensor, WeightFormat
+from moejax.quantization.formats import PARTS, QTensor, WeightFormat
 from moejax.sharding.axes import Names
-
-PARTS = ("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale")
 
 
 class QuantizedWeight(nnx.Module):
@@ -52,11 +50,15 @@ class QuantizedWeight(nnx.Module):
         self.format, self.pack, self.stands_for = fmt, fmt.pack(shape[-2]), spec
         self.implementation = "xla"
 
+    def parts(self) -> dict[str, nnx.Param]:
+        """Returns the parameters that the weight consists of, by the name of the array."""
+        params = {name: getattr(self, name) for name in PARTS}
+        return {name: param for name, param in params.items() if param is not None}
+
     def tensor(self) -> QTensor:
         """Returns the weight's arrays, in a call of the model or outside."""
-        params = {name: getattr(self, name) for name in PARTS}
-        arrays: dict[str, Any] = {n: None if param is None else param[...] for n, param in params.items()}
-        return QTensor(**arrays, format=self.format, pack=self.pack)
+        arrays = {name: param[...] for name, param in self.parts().items()}
+        return QTensor.of(arrays, self.format, self.stands_for.canonical_shape[-2])
 
     def set(self, tensor: QTensor) -> None:
         """Takes over a tensor's arrays; its format and shapes must be those declared."""
@@ -86,9 +88,7 @@ def matmul_of(x: jax.Array, weight: Weight, *, split: Names = (), out_dtype: Any
 
 def arrays_of(weight: Weight) -> list[nnx.Param]:
     """Returns the parameters that a weight consists of."""
-    if not isinstance(weight, QuantizedWeight):
-        return [weight]
-    return [param for name in PARTS if (param := getattr(weight, name)) is not None]
+    return list(weight.parts().values()) if isinstance(weight, QuantizedWeight) else [weight]
 
 
 def quantized_weights(model: nnx.Module) -> Iterator[tuple[str, QuantizedWeight]]:

@@ -11,7 +11,6 @@ computes, except that activations are not rounded where a format quantizes them 
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +25,7 @@ from moejax.core.files import content_hash
 from moejax.core.quant import QuantConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params, specs
-from moejax.nn.quantized import PARTS, quantized_weights, replace_weights
+from moejax.nn.quantized import quantized_weights, replace_weights
 from moejax.ptq.batches import HiddenStates
 from moejax.ptq.collect_statistics import StatisticsCollector
 from moejax.ptq.fold import store
@@ -34,11 +33,11 @@ from moejax.ptq.layerwise import QuantizedStage, StageWork, expert_counts, scali
 from moejax.ptq.methods import Rounded, weight_report
 from moejax.ptq.observers import advance
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
-from moejax.ptq.report import QuantReport, StageReport, stage_report
+from moejax.ptq.report import QuantReport, StageReport, WeightReport, resumed_report
 from moejax.ptq.sites import Stage, stages_of
 from moejax.ptq.store import WorkDir, hash_arrays
 from moejax.quantization.arithmetic import dequantize
-from moejax.quantization.formats import QTensor
+from moejax.quantization.formats import PARTS, QTensor
 from moejax.quantization.rules import Chosen, resolve_rules
 from moejax.sharding.spmd import SingleDevice
 
@@ -162,12 +161,13 @@ class _Run:
                 params[name].set_value(jnp.asarray(arrays[f"param {name}"]))
             tensors = {}
             for name, one in part.items():
-                saved = {p: arrays.get(f"tensor {name} {p}") for p in PARTS}
-                fields: dict[str, Any] = {p: None if a is None else jnp.asarray(a) for p, a in saved.items()}
+                saved = {
+                    p: jnp.asarray(arrays[key]) for p in PARTS if (key := f"tensor {name} {p}") in arrays
+                }
                 D = params[name].get_metadata("spec").canonical_shape[-2]
-                tensors[stage.prefix + name] = QTensor(**fields, format=one.format, pack=one.format.pack(D))
+                tensors[stage.prefix + name] = QTensor.of(saved, one.format, D)
             _place(self.model, tensors)
-            reports.append(stage_report(values["report"], resumed=True))
+            reports.append(resumed_report(values["report"]))
         return reports
 
     def _start(self, work: WorkDir | None, done: int) -> HiddenStates:
@@ -201,17 +201,20 @@ class _Run:
         quantized = StageWork(stage, part, self.quant, collector).run()
         counts, cold = expert_counts(collector)
         del collector  # and the Gram matrices with it
-        report, changed = self._install(stage, part, quantized)
+        weights, notes, changed = self._install(stage, part, quantized)
         out = self._advance(number, stage, hidden, work) if number + 1 < total else hidden
         tensors = {stage.prefix + name: one.tensor for name, one in quantized.rounded.items()}
         _place(self.model, tensors)
-        report = dataclasses.replace(
-            report,
-            tokens=hidden.num_tokens,
-            expert_tokens=counts,
-            fallback_experts=cold,
-            fallback=self.quant.calibration.fallback if cold else None,
-            seconds=time.perf_counter() - begin,
+        report = StageReport(
+            stage.name,
+            hidden.num_tokens,
+            counts,
+            cold,
+            self.quant.calibration.fallback if cold else None,
+            quantized.folded,
+            weights,
+            [*quantized.notes, *notes],
+            time.perf_counter() - begin,
         )
         if work is not None:
             self._save(work, number, report, changed, quantized.rounded)
@@ -219,17 +222,21 @@ class _Run:
 
     def _install(
         self, stage: Stage, part: Mapping[str, Chosen], quantized: QuantizedStage
-    ) -> tuple[StageReport, list[str]]:
-        """Gives the stage its folded parameters and, for now, its dequantized weights."""
-        params, weights, notes = stage.params(), [], list(quantized.notes)
-        sizes = {name: _nbytes(params[name]) for name in quantized.rounded}
+    ) -> tuple[list[WeightReport], list[str], list[str]]:
+        """Gives the stage its folded parameters and, for now, its dequantized weights.
+
+        Returns:
+            the reports of the weights, notes on them, and the names of the parameters that folding changed.
+        """
+        params, weights, notes = stage.params(), [], []
+        sizes = {name: params[name][...].nbytes for name in quantized.rounded}
         changed = quantized.folds.write(params, leave=quantized.rounded)
         for name, one in quantized.rounded.items():
-            entry, more = weight_report(stage.prefix + name, part[name], one, sizes[name])
-            weights.append(entry)
+            report, more = weight_report(stage.prefix + name, part[name], one, sizes[name])
+            weights.append(report)
             notes += more
             store(params[name], dequantize(one.tensor, params[name].get_metadata("spec").dtype))
-        return StageReport(stage.name, 0, None, [], None, quantized.folded, weights, notes, 0.0), changed
+        return weights, notes, changed
 
     def _advance(self, number: int, stage: Stage, hidden: HiddenStates, work: WorkDir | None) -> HiddenStates:
         path = None if work is None else work.hidden_path(number)
@@ -271,10 +278,6 @@ def _place(model: Decoder, tensors: Mapping[str, QTensor]) -> None:
     placed = replace_weights(model, {path: tensor.format for path, tensor in tensors.items()})
     for path, tensor in tensors.items():
         placed[path].set(tensor)
-
-
-def _nbytes(param: nnx.Param) -> int:
-    return math.prod(param.shape) * jnp.dtype(param.dtype).itemsize
 
 
 def _check_model(model: Decoder) -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from moejax.core.quant import QuantConfig
 from moejax.nn.param import OnValue, ParamSpec, specs
-from moejax.nn.quantized import PARTS, QuantizedWeight, replace_weights, weight_size
+from moejax.nn.quantized import QuantizedWeight, replace_weights, weight_size
 from moejax.ptq.methods import Rounded, errors, weight_report
 from moejax.ptq.report import QuantReport, StageReport, WeightReport
 from moejax.quantization.formats import QTensor, WeightFormat
@@ -72,7 +72,7 @@ class QuantizeOnLoad:
                 padded = {name: part.with_padding(getattr(q, name)) for name, part in parts}
                 return dataclasses.replace(q, **padded), errors(w.astype(jnp.float32), q, None)[0]
 
-            out = None if placed is None else (_like(spec, fmt, placed), None)
+            out = None if placed is None else (QTensor.of(placed, fmt, spec.canonical_shape[-2]), None)
             program = self._programs[spec, fmt, place] = jax.jit(run, out_shardings=out)
         tensor, error = jax.block_until_ready(program(value))
         self._tensors[name] = tensor
@@ -114,12 +114,6 @@ def _shardings(
     return dict(shardings(specs(QuantizedWeight(spec, fmt)), place.mesh, place.axes))
 
 
-def _like(spec: ParamSpec, fmt: WeightFormat, parts: Mapping[str, Any]) -> QTensor:
-    """Returns a `QTensor` that holds, in place of each array, what `parts` has for it."""
-    arrays: dict[str, Any] = {name: parts.get(name) for name in PARTS}
-    return QTensor(**arrays, format=fmt, pack=fmt.pack(spec.canonical_shape[-2]))
-
-
 def _elsewhere(spec: ParamSpec, fmt: WeightFormat, placed: Mapping[str, jax.sharding.Sharding]) -> QTensor:
     """Returns a tensor of whose arrays this process holds no part."""
     declared = specs(QuantizedWeight(spec, fmt))
@@ -128,4 +122,5 @@ def _elsewhere(spec: ParamSpec, fmt: WeightFormat, placed: Mapping[str, jax.shar
         part = declared[name]
         return jax.make_array_from_single_device_arrays(part.shape, where, [], dtype=part.dtype)
 
-    return _like(spec, fmt, {name: empty(name, where) for name, where in placed.items()})
+    arrays = {name: empty(name, where) for name, where in placed.items()}
+    return QTensor.of(arrays, fmt, spec.canonical_shape[-2])

@@ -169,7 +169,7 @@ def _stage_cells(stage: StageReport) -> list[str]:
     ]
 
 
-def stage_report(raw: dict[str, Any], *, resumed: bool) -> StageReport:
-    """Inverts `dataclasses.asdict`, after a way through JSON."""
+def resumed_report(raw: dict[str, Any]) -> StageReport:
+    """Returns the report of a finished stage, of its `dataclasses.asdict` after a way through JSON."""
     weights = [WeightReport(**{**weight, "shape": tuple(weight["shape"])}) for weight in raw["weights"]]
-    return StageReport(**{**raw, "weights": weights, "resumed": resumed})
+    return StageReport(**{**raw, "weights": weights, "resumed": True})

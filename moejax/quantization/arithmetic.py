@@ -24,14 +24,17 @@ checkpoints) have 2^bits - 2, takes no range found by clipping, has no scale of 
 
 import functools
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.quantization.formats import QTensor, WeightFormat
 from pallas_kernels import qformats
 from pallas_kernels.fp8 import encode_e4m3, encode_e5m2
+
+Array = TypeVar("Array", jax.Array, np.ndarray)
 
 MOST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float4_e2m1fn": 6.0}
 """The largest magnitude of a symmetric format, in steps."""
@@ -55,23 +58,24 @@ def code_range(fmt: WeightFormat) -> tuple[int, int]:
 # --- Packing ------------------------------------------------------------------------------------------------
 
 
-def pack(codes: jax.Array, piece: int) -> jax.Array:
-    """Returns codes below 16, `[..., D]`, two a byte: uint8 `[..., D/2]`.
+def pack(codes: Array, piece: int) -> Array:
+    """Returns codes below 16, `[..., D]`, two a byte: uint8 `[..., D/2]`; numpy's of numpy's.
 
     Args:
         piece: inputs of a piece of bytes (`WeightFormat.pack`), an even divisor of D.
     """
     *lead, D = codes.shape
     assert piece % 2 == 0 and D % piece == 0, (D, piece)
-    halves = codes.astype(jnp.uint8).reshape(*lead, D // piece, 2, piece // 2)
-    return (halves[..., 0, :] | (halves[..., 1, :] << jnp.uint8(4))).reshape(*lead, D // 2)
+    halves = codes.astype(np.uint8).reshape(*lead, D // piece, 2, piece // 2)
+    return (halves[..., 0, :] | (halves[..., 1, :] << np.uint8(4))).reshape(*lead, D // 2)
 
 
-def unpack(packed: jax.Array, piece: int) -> jax.Array:
+def unpack(packed: Array, piece: int) -> Array:
     """Inverts `pack`: uint8 `[..., D]`."""
     *lead, half = packed.shape
     pieces = packed.reshape(*lead, 2 * half // piece, piece // 2)
-    both = jnp.concatenate([pieces & jnp.uint8(15), pieces >> jnp.uint8(4)], axis=-1)
+    concatenate: Any = jnp.concatenate if isinstance(packed, jax.Array) else np.concatenate
+    both = concatenate([pieces & np.uint8(15), pieces >> np.uint8(4)], axis=-1)
     return both.reshape(*lead, 2 * half)
 
 

@@ -55,10 +55,10 @@ def scale_errors(
     clip: Clip = "minmax",
     percentile: float = 99.9,
 ) -> jax.Array:
-    """Returns the output error of each exponent, float32 `[grid + 1, *batch]`, for an input that weights read.
+    """Returns the output error of each exponent of an input's scales, float32 `[grid + 1, *batch]`.
 
-    One vector of scales is for each entry of the batch axes. Errors add up over weights and experts: where
-    those do not fit in memory at once, sum the results of several calls and give them to `best_scales`.
+    Each entry of the batch axes has scales of its own. Errors add up over weights and experts: where those do
+    not fit in memory at once, sum the results of several calls and give them to `best_scales`.
 
     Args:
         weights: `[*batch, *own, D, F]` each. Errors are summed over a weight's own axes and over weights:

@@ -23,6 +23,7 @@ float32 scale for the tensor.
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -143,9 +144,7 @@ class WeightFormat(Checked, section="weight format"):
             return 1, 1
         if self.granularity == "channel":
             return 1, F
-        if self.granularity == "group":
-            return D // self.group, F
-        return -(-D // self.group), -(-F // self.group)
+        return -(-D // self.group), F if self.granularity == "group" else -(-F // self.group)
 
     def parts(self, shape: tuple[int, ...], axes: tuple[str | None, ...] | None = None) -> dict[str, Part]:
         """Returns the arrays of a weight `[..., D, F]` by their attribute in `QTensor`.
@@ -190,11 +189,11 @@ MXFP4 = WeightFormat("float4_e2m1fn", "group", 32, scale_dtype="e8m0")
 NVFP4 = WeightFormat("float4_e2m1fn", "group", 16, scale_dtype="float8_e4m3fn")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale"),
-    meta_fields=("format", "pack"),
-)
+PARTS = ("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale")
+"""Names of the arrays of a quantized weight."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=PARTS, meta_fields=("format", "pack"))
 @dataclass(frozen=True)
 class QTensor:
     """A quantized weight; a pytree, so that `jax.tree.map(lambda a: a[e], w)` is expert e's.
@@ -215,6 +214,12 @@ class QTensor:
     input_scale: jax.Array | None
     format: WeightFormat
     pack: int = 64
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any], fmt: WeightFormat, D: int) -> "QTensor":
+        """Returns the weight of D inputs with these arrays by name; one that is not named is None."""
+        arrays: dict[str, Any] = {name: parts.get(name) for name in PARTS}
+        return cls(**arrays, format=fmt, pack=fmt.pack(D))
 
     @property
     def shape(self) -> tuple[int, ...]:

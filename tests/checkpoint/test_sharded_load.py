@@ -2,6 +2,7 @@
 
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -98,7 +99,9 @@ def read_half(
         )
         for name, spec in specs(model).items():
             slots = expert_slots(name, spec, None, config.num_experts)
-            blocks = read_blocks(files, plan[name], spec, placed[name], faults, slots=slots, devices=devices)
+            layout = placed[name].devices_indices_map
+            theirs = SimpleNamespace(addressable_devices=set(devices), devices_indices_map=layout)
+            blocks = read_blocks(files, plan[name], spec, theirs, faults, slots=slots)
             held = [device for block in blocks for device in block.devices]
             assert sorted(device.id for device in held) == sorted(device.id for device in devices)
     return files, faults

@@ -199,7 +199,9 @@ def test_static_activation_scales_cover_what_was_seen(method):
     assert_close(
         got, np.asarray(found.plain["attention.o_proj"].max_abs).max(keepdims=True) / 127, tolerance(32)
     )
-    most = np.asarray(found.experts(found.chunks[0])["moe.experts.down_proj"].statistics.max_abs).max(-1, keepdims=True)
+    most = np.asarray(found.experts(found.chunks[0])["moe.experts.down_proj"].statistics.max_abs).max(
+        -1, keepdims=True
+    )
     seen = np.asarray(found.visits) > 0
     got = np.asarray(held["layers.0.moe.experts.down_proj"].input_scale)
     assert_close(got[seen], most[seen] / 127, tolerance(32, 32))

@@ -168,9 +168,7 @@ def test_blocks_at_the_edge() -> None:
     rounded = awq_round(case.w, case.gram, fmt)
     assert rounded.scales.shape == (3, 3, 2)
     searched = _rounded(case.w, *search_clip(case.w, case.gram, fmt), fmt)
-    np.testing.assert_allclose(
-        error_of(rounded, case), output_error(searched - case.w, case.gram), rtol=1e-2
-    )
+    np.testing.assert_allclose(error_of(rounded, case), output_error(searched - case.w, case.gram), rtol=1e-2)
 
 
 def test_without_search_it_is_round_to_nearest() -> None:

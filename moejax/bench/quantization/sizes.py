@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
-from moejax.nn.quantized import PARTS, quantized_weights
+from moejax.nn.quantized import quantized_weights
+from moejax.quantization.formats import PARTS
 from moejax.quantization.rules import protected
 
 

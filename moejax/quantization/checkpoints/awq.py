@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moejax.quantization.checkpoints.convention import Convention, QuantFields, Role, Verdict, listed
+from moejax.quantization.checkpoints.convention import Listed, QuantFields
 from moejax.quantization.checkpoints.scheme import (
     FLOATS,
     Arrays,
@@ -22,7 +22,6 @@ from moejax.quantization.checkpoints.scheme import (
     Scheme,
     check_finite,
     check_zeros,
-    groups_of,
     our_codes,
 )
 from moejax.quantization.formats import WeightFormat
@@ -37,7 +36,7 @@ class AwqScheme(Scheme):
     scale = "scales"
 
     def needs(self, D: int, F: int) -> dict[str, Need]:
-        G, words = groups_of(self.format, D), -(-F // 8)
+        (G, _), words = self.format.scale_shape(D, F), -(-F // 8)
         return {
             "qweight": Need(((D, words),), ("I32",)),
             "qzeros": Need(((G, words),), ("I32",), optional=self.format.symmetric),
@@ -66,16 +65,7 @@ def _output_major(words: np.ndarray) -> np.ndarray:
     return codes.reshape(-1, columns.shape[1])
 
 
-@dataclass(frozen=True)
-class Awq(Convention):
-    scheme: AwqScheme
-    left_out: tuple[str, ...]
-
-    def verdict(self, module: str, role: Role) -> Verdict:
-        return listed(module, role, self.scheme, self.left_out)
-
-
-def parse_awq(fields: QuantFields) -> Awq:
+def parse_awq(fields: QuantFields) -> Listed:
     """Raises `ConfigError` for what is not read here and `CheckpointError` for what is malformed."""
     fields.one_of("bits", fields.integer("bits", "w_bit"), (4,), "AWQ")
     version = str(fields.take("version", default="gemm")).lower()
@@ -84,4 +74,4 @@ def parse_awq(fields: QuantFields) -> Awq:
     fmt = WeightFormat(
         "int4", "group" if group else "channel", group, symmetric=not fields.flag("zero_point", True)
     )
-    return Awq("awq", AwqScheme(fmt), fields.names("modules_to_not_convert"))
+    return Listed("awq", AwqScheme(fmt), fields.names("modules_to_not_convert"))

@@ -1,4 +1,4 @@
-"""Codes in words and bytes, as checkpoints pack them and as we do. numpy only, along the last axis."""
+"""Codes in words and bytes, as checkpoints pack them. numpy only, along the last axis."""
 
 import numpy as np
 
@@ -25,20 +25,6 @@ def octets_to_nibbles(octets: np.ndarray) -> np.ndarray:
 def nibbles_to_octets(codes: np.ndarray) -> np.ndarray:
     """Inverts `octets_to_nibbles`."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def pack_pieces(codes: np.ndarray, piece: int) -> np.ndarray:
-    """Maps codes `[..., D]` to our bytes `[..., D / 2]` (`moejax.quantization.formats`)."""
-    *lead, D = codes.shape
-    halves = codes.reshape(*lead, D // piece, 2, piece // 2)
-    return (halves[..., 0, :] | (halves[..., 1, :] << 4)).reshape(*lead, D // 2)
-
-
-def unpack_pieces(packed: np.ndarray, piece: int) -> np.ndarray:
-    """Inverts `pack_pieces`."""
-    *lead, half = packed.shape
-    pieces = packed.reshape(*lead, 2 * half // piece, piece // 2)
-    return np.concatenate([pieces & 15, pieces >> 4], axis=-1).reshape(*lead, 2 * half)
 
 
 def signed(codes: np.ndarray) -> np.ndarray:

@@ -17,18 +17,18 @@ from moejax.quantization.checkpoints.scheme import Scheme
 from moejax.quantization.formats import MXFP4, NVFP4, Activations, WeightFormat
 
 METHOD = "compressed-tensors"
-SUPPORTED = (
-    "pack-quantized (int4, int8), int-quantized (int8), float-quantized (float8), naive-quantized (int8, "
-    "float8), mxfp8-quantized, mxfp4-pack-quantized, nvfp4-pack-quantized"
-)
-FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "mxfp8-quantized",
-    "mxfp4-pack-quantized",
-    "nvfp4-pack-quantized",
+LAYOUTS: Mapping[str, tuple[tuple[str, int], ...]] = {
+    "pack-quantized": (("int", 4), ("int", 8)),
+    "int-quantized": (("int", 8),),
+    "float-quantized": (("float", 8),),
+    "naive-quantized": (("int", 8), ("float", 8)),
+    "mxfp8-quantized": (("float", 8),),
+    "mxfp4-pack-quantized": (("float", 4),),
+    "nvfp4-pack-quantized": (("float", 4),),
+}
+"""Types and bits of the codes that each layout stores."""
+SUPPORTED = ", ".join(
+    f"{name} ({', '.join(f'{kind}{bits}' for kind, bits in stored)})" for name, stored in LAYOUTS.items()
 )
 
 
@@ -127,8 +127,7 @@ def parse_compressed(fields: QuantFields) -> CompressedTensors:
     for name, group in raw.items():
         if not isinstance(group, dict):
             raise ConfigError(f"{where}.config_groups.{name} must be an object; presets by name are not read")
-        parsed = QuantFields(group, "")
-        parsed.source = f"{where}.config_groups.{name}"
+        parsed = QuantFields(group, f"{where}.config_groups.{name}")
         scheme, more = _scheme(parsed, str(fields.take("format", default="dense")))
         groups.append((parsed.names("targets"), scheme))
         notes += more
@@ -161,8 +160,8 @@ def _scheme(fields: QuantFields, whole: str) -> tuple[Scheme | None, list[str]]:
     name = str(fields.take("format", default=whole))
     if name == "mixed-precision":
         name = _inferred(weights, inputs)
-    if name not in FORMATS:
-        known = f"{unknown('format', name, FORMATS)}; supported: {SUPPORTED}"
+    if name not in LAYOUTS:
+        known = f"{unknown('format', name, LAYOUTS)}; supported: {SUPPORTED}"
         raise ConfigError(f"{where}: {known}")
     fmt = _format(name, weights, where)
     activations, note = _activations(fmt, inputs)
@@ -181,17 +180,7 @@ def _inferred(weights: Args, inputs: Args | None) -> str:
 
 def _format(name: str, weights: Args, where: str) -> WeightFormat:
     """Returns the format without the activations; scales that are floats are taken for float32."""
-    kind = (weights.type, weights.bits)
-    stored: Mapping[str, tuple[tuple[str, int], ...]] = {
-        "pack-quantized": (("int", 4), ("int", 8)),
-        "int-quantized": (("int", 8),),
-        "float-quantized": (("float", 8),),
-        "naive-quantized": (("int", 8), ("float", 8)),
-        "mxfp8-quantized": (("float", 8),),
-        "mxfp4-pack-quantized": (("float", 4),),
-        "nvfp4-pack-quantized": (("float", 4),),
-    }
-    if kind not in stored[name]:
+    if (weights.type, weights.bits) not in LAYOUTS[name]:
         raise ConfigError(
             f"{where}: {weights.type} of {weights.bits} bits in {name} is not supported; "
             f"supported: {SUPPORTED}"

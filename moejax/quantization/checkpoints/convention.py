@@ -48,7 +48,7 @@ class QuantFields:
     """A `quantization_config` whose fields are taken one at a time, with errors that name them."""
 
     def __init__(self, raw: Mapping[str, Any], source: str) -> None:
-        self.raw, self.source = raw, f"{source}: quantization_config"
+        self.raw, self.source = raw, source
 
     def take(self, *names: str, default: Any = None) -> Any:
         """Returns the first that is there and not null."""
@@ -109,12 +109,18 @@ def excluded(module: str, names: Iterable[str]) -> Excluded:
     return verdict
 
 
-def listed(module: str, role: Role, scheme: Scheme, left_out: Iterable[str]) -> Verdict:
-    """Returns the verdict of a configuration that names the modules which are in full precision.
+@dataclass(frozen=True)
+class Listed(Convention):
+    """A configuration with one scheme, which names the modules that are in full precision.
 
     Router, shared expert's gate and output projection are so without being named, unless they are not.
     """
-    if role == "embedding":
-        return Verdict(None)
-    left = excluded(module, left_out)
-    return Verdict(None) if left == "yes" else Verdict(scheme, must=role == "linear" and left == "no")
+
+    scheme: Scheme
+    left_out: tuple[str, ...]
+
+    def verdict(self, module: str, role: Role) -> Verdict:
+        if role == "embedding":
+            return Verdict(None)
+        left = excluded(module, self.left_out)
+        return Verdict(None) if left == "yes" else Verdict(self.scheme, role == "linear" and left == "no")

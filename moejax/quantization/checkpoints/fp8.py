@@ -11,9 +11,8 @@ value = code · scale; in spite of its name `weight_scale_inv` is multiplied by 
 from dataclasses import dataclass
 
 from moejax.core.errors import CheckpointError
-from moejax.quantization.checkpoints.convention import Convention, QuantFields, Role, Verdict, listed
+from moejax.quantization.checkpoints.convention import Listed, QuantFields
 from moejax.quantization.checkpoints.layouts import PlainScheme
-from moejax.quantization.checkpoints.scheme import Scheme
 from moejax.quantization.formats import WeightFormat
 
 BLOCK_ACTIVATIONS = (
@@ -29,16 +28,7 @@ class BlockScheme(PlainScheme):
         return (*super().scale_dtypes(), "F8_E8M0")
 
 
-@dataclass(frozen=True)
-class Fp8(Convention):
-    scheme: Scheme
-    left_out: tuple[str, ...]
-
-    def verdict(self, module: str, role: Role) -> Verdict:
-        return listed(module, role, self.scheme, self.left_out)
-
-
-def parse_fp8(fields: QuantFields) -> Fp8:
+def parse_fp8(fields: QuantFields) -> Listed:
     """Raises `ConfigError` for what is not read here and `CheckpointError` for what is malformed."""
     scheme = fields.take("activation_scheme", default="dynamic")
     fields.one_of("activation_scheme", scheme, ("dynamic", "static"), "fp8")
@@ -49,7 +39,7 @@ def parse_fp8(fields: QuantFields) -> Fp8:
     block = fields.take("weight_block_size")
     if block is None:
         fmt = WeightFormat("float8_e4m3fn", "tensor", activations=scheme)
-        return Fp8("fp8", PlainScheme(fmt), left_out)
+        return Listed("fp8", PlainScheme(fmt), left_out)
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
         raise CheckpointError(
             f"{fields.source}.weight_block_size must be two positive integers, got {block!r}"
@@ -58,4 +48,4 @@ def parse_fp8(fields: QuantFields) -> Fp8:
     fields.one_of("weight_block_size", block, ([size, size],), "fp8 (blocks are squares)")
     fields.one_of("activation_scheme", scheme, ("dynamic",), "fp8 with weight_block_size")
     fmt = WeightFormat("float8_e4m3fn", "block", size)
-    return Fp8("fp8", BlockScheme(fmt), left_out, notes=(BLOCK_ACTIVATIONS,))
+    return Listed("fp8", BlockScheme(fmt), left_out, notes=(BLOCK_ACTIVATIONS,))

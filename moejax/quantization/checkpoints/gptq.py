@@ -31,7 +31,6 @@ from moejax.quantization.checkpoints.scheme import (
     check_finite,
     check_zeros,
     group_index,
-    groups_of,
     our_codes,
 )
 from moejax.quantization.formats import WeightFormat
@@ -47,7 +46,7 @@ class GptqScheme(Scheme):
     scale = "scales"
 
     def needs(self, D: int, F: int) -> dict[str, Need]:
-        bits, G = self.format.bits, groups_of(self.format, D)
+        bits, (G, _) = self.format.bits, self.format.scale_shape(D, F)
         return {
             "qweight": Need(((-(-D * bits // 32), F),), ("I32",)),
             "qzeros": Need(((G, -(-F * bits // 32)),), ("I32",)),
@@ -133,8 +132,7 @@ def parse_gptq(fields: QuantFields) -> Gptq:
 
 
 def _scheme(fields: QuantFields, changes: Mapping[str, Any], layout: str) -> GptqScheme:
-    merged = QuantFields({**fields.raw, **changes}, "")
-    merged.source = fields.source
+    merged = QuantFields({**fields.raw, **changes}, fields.source)
     bits = merged.integer("bits")
     merged.one_of("bits", bits, (4, 8), "GPTQ")
     group, meta = merged.group(), merged.take("meta", default={})

@@ -42,7 +42,6 @@ from moejax.quantization.checkpoints.scheme import (
     check_finite,
     check_zeros,
     group_index,
-    groups_of,
     our_codes,
     plain_codes,
 )
@@ -62,8 +61,7 @@ class _Scaled(WrittenScheme):
             return (*ONE, (1, 1))
         if fmt.granularity == "channel":
             return ((F, 1), (F,))
-        G, O = fmt.scale_shape(D, F) if fmt.granularity == "block" else (groups_of(fmt, D), F)  # noqa: E741
-        return ((O, G),)
+        return (self.place(D, F),)
 
     def scale_dtypes(self) -> tuple[str, ...]:
         return ("U8", "F8_E8M0") if self.format.scale_dtype == "e8m0" else FLOATS
@@ -146,7 +144,7 @@ class PackedScheme(_Scaled):
         bits, fmt = self.format.bits, self.format
         grid = self.grid(D, F)
         if self.packs_zeros:  # older versions did not pack them
-            grid = ((-(-F * bits // 32), groups_of(fmt, D)), grid[0])
+            grid = ((-(-F * bits // 32), fmt.scale_shape(D, F)[0]), grid[0])
         return {
             "weight_packed": Need(((F, -(-D * bits // 32)),), ("I32",)),
             "weight_shape": Need(((2,),), WHOLE),

@@ -4,6 +4,7 @@ It holds every format. `quantization_config` has the formats' fields by name, an
 `*` in a module stands for all experts.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +14,22 @@ import numpy as np
 from moejax.core.errors import CheckpointError
 from moejax.quantization.checkpoints.convention import Convention, QuantFields, Role, Verdict
 from moejax.quantization.checkpoints.scheme import (
-    SCALE_DTYPES,
     Arrays,
     Complain,
     Need,
     WrittenScheme,
     check_finite,
-    fields_of,
+    group_index,
 )
 from moejax.quantization.formats import WeightFormat
 
 METHOD = "moejax"
 VERSION = 1
-DTYPES = {"int8": "I8", "uint8": "U8", "int32": "I32", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+DTYPES = {
+    "int8": "I8", "uint8": "U8", "int32": "I32", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float32": "F32", "bfloat16": "BF16", "float16": "F16",
+}  # fmt: skip
+"""Safetensors' names of our arrays' dtypes."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,8 @@ class OwnScheme(WrittenScheme):
     scale = "scales"
 
     def needs(self, D: int, F: int) -> dict[str, Need]:
-        names = DTYPES | {
-            ours: stored for stored, ours in SCALE_DTYPES.items() if stored in ("F32", "BF16", "F16")
-        }
-        return {
-            name: Need((part.shape,), (names[part.dtype.name],))
-            for name, part in self.format.parts((D, F)).items()
-        }
+        parts = self.format.parts((D, F))
+        return {name: Need((part.shape,), (DTYPES[part.dtype.name],)) for name, part in parts.items()}
 
     def settled(self, dtype: str) -> WeightFormat:
         return self.format
@@ -51,9 +50,8 @@ class OwnScheme(WrittenScheme):
                 check_finite(name, tensors[name], complain)
         if self.format.numbers.startswith("float8"):
             check_finite("values", tensors["values"], complain)
-        index, G = tensors.get("group_index"), self.format.scale_shape(D, F)[0]
-        if index is not None and (index.min() < 0 or index.max() >= G):
-            complain("group_index", f"groups from {index.min()} to {index.max()}, and there are {G}")
+        if self.format.indexed:
+            group_index("group_index", tensors["group_index"], self.format, D, complain)
         return dict(tensors)
 
     def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
@@ -87,6 +85,6 @@ def own_config(formats: Mapping[str, WeightFormat]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "version": VERSION,
-        "formats": {fmt.name: fields_of(fmt) for fmt in formats.values()},
+        "formats": {fmt.name: dataclasses.asdict(fmt) for fmt in formats.values()},
         "weights": {module: fmt.name for module, fmt in formats.items()},
     }

@@ -40,7 +40,7 @@ def parse_quantization(raw: Any, source: str) -> Convention:
     if method not in METHODS:
         kind = unknown("quant_method", str(method), METHODS)
         raise ConfigError(f"{source}: quantization_config: {kind}; convert the checkpoint to one of these")
-    fields = QuantFields(raw, source)
+    fields = QuantFields(raw, f"{source}: quantization_config")
     try:
         return METHODS[method](fields)
     except (TypeError, AttributeError) as error:

@@ -10,11 +10,11 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from moejax.quantization.checkpoints.bits import pack_pieces, unpack_pieces
+from moejax.quantization.arithmetic import pack, unpack
 from moejax.quantization.formats import ScaleDtype, WeightFormat
 
 FLOATS = ("F32", "BF16", "F16")
@@ -101,19 +101,14 @@ class WrittenScheme(Scheme):
         """Inverts `read`."""
 
 
-def groups_of(fmt: WeightFormat, D: int) -> int:
-    """Returns G, also where the groups do not divide D (which is a fault of its own)."""
-    return -(-D // fmt.group) if fmt.granularity == "group" else 1
-
-
 def our_codes(codes: np.ndarray, fmt: WeightFormat) -> np.ndarray:
     """Maps unpacked codes `[F, D]` to the part `values`."""
-    return pack_pieces(codes, fmt.pack(codes.shape[-1])) if fmt.packed else codes
+    return pack(codes, fmt.pack(codes.shape[-1])) if fmt.packed else codes
 
 
 def plain_codes(values: np.ndarray, fmt: WeightFormat, D: int) -> np.ndarray:
     """Maps the part `values` to unpacked codes `[F, D]`."""
-    return unpack_pieces(values, fmt.pack(D)) if fmt.packed else values
+    return unpack(values, fmt.pack(D)) if fmt.packed else values
 
 
 def check_finite(name: str, values: np.ndarray, complain: Complain) -> None:
@@ -132,15 +127,15 @@ def check_zeros(name: str, zeros: np.ndarray, middle: int, complain: Complain, h
 
 
 def group_index(
-    name: str, indices: np.ndarray, fmt: WeightFormat, D: int, complain: Complain, order: str
+    name: str, indices: np.ndarray, fmt: WeightFormat, D: int, complain: Complain, order: str = ""
 ) -> np.ndarray | None:
     """Returns int32 `[D]` for an indexed format; else None, and the groups must go by place.
 
     Args:
-        order: what of the configuration says which it is.
+        order: names what of the configuration says that groups go by place.
     """
-    G = groups_of(fmt, D)
     if fmt.indexed:
+        G, _ = fmt.scale_shape(D, 1)
         if indices.min(initial=0) < 0 or indices.max(initial=0) >= G:
             complain(name, f"groups from {indices.min()} to {indices.max()}, and there are {G}")
         return indices.astype(np.int32)
@@ -148,8 +143,3 @@ def group_index(
     if not (indices == by_place).all() and not (indices == -1).all():
         complain(name, f"groups are not in order, although {order}")
     return None
-
-
-def fields_of(fmt: WeightFormat) -> dict[str, Any]:
-    """Returns a format as JSON; `WeightFormat(**fields)` is it again."""
-    return dataclasses.asdict(fmt)
