@@ -17,6 +17,7 @@ import jaxlib
 import pytest
 
 from moejax.core.config import ModelConfig
+from tests.model_shapes import TWO_LAYERS
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's CPU client has a thread a core; programs of eight devices wait for each other, and would hang.
@@ -97,21 +98,4 @@ def forget_programs() -> Iterator[None]:
 @pytest.fixture
 def tiny_config() -> ModelConfig:
     """A Qwen3-MoE of two layers that compiles in a second or two."""
-    return ModelConfig(
-        family="qwen3_moe",
-        vocab_size=96,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        intermediate_size=48,
-        moe_layers=(True, True),
-        sliding_windows=(None, None),
-        max_position_embeddings=64,
-        qk_norm="head",
-        initializer_range=0.3,
-    )
+    return TWO_LAYERS

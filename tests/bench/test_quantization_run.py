@@ -25,6 +25,7 @@ from moejax.routing.generate import generate
 from moejax.tracking.dashboard import SECTIONS
 from tests.bench.runs import run_into
 from tests.decoding import random_model
+from tests.model_shapes import TWO_LAYERS
 from tests.numerics import tolerance
 
 PRESETS = {
@@ -62,12 +63,7 @@ def open_model(config: ModelConfig, quant: QuantConfig | None) -> Any:
     )  # fmt: skip
 
 
-CONFIG = ModelConfig(
-    family="qwen3_moe", vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=48,
-    moe_layers=(True, True), sliding_windows=(None, None), max_position_embeddings=64,
-    initializer_range=0.3,
-)  # fmt: skip
+CONFIG = TWO_LAYERS.replace(qk_norm="none")
 
 
 def run(out: Path, methods: list[str], **options: Any) -> dict[str, Any]:

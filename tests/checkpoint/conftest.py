@@ -9,19 +9,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoint.hf import save_pretrained
-from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder
 from tests.decoding import random_model
+from tests.model_shapes import TWO_LAYERS
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Decoder:
     """A Qwen3-MoE with one dense layer: 4 experts in layer 1."""
-    config = ModelConfig(
-        family="qwen3_moe", vocab_size=40, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1,
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=24,
-        moe_layers=(False, True), sliding_windows=(None, None), max_position_embeddings=32, qk_norm="head",
-        initializer_range=0.3,
+    config = TWO_LAYERS.replace(
+        vocab_size=40, hidden_size=16, num_heads=2, num_kv_heads=1, num_experts=4, moe_intermediate_size=8,
+        intermediate_size=24, moe_layers=(False, True), max_position_embeddings=32,
     )  # fmt: skip
     return random_model(config, seed=0)
 

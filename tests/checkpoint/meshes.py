@@ -1,7 +1,6 @@
 """Small models of every family whose dimensions divide by eight, and the ways to spread them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, iter_params
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.rules import shardings
+from tests.model_shapes import TWO_LAYERS
 
 PRESETS = {
     "tp8": ParallelConfig(tp=8),
@@ -22,20 +22,15 @@ PRESETS = {
     "two_nodes_ep8": ParallelConfig(ep=8, nodes=2),
 }
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 8, "head_dim": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 16,
-    "moe_layers": (True, True), "sliding_windows": (None, None), "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}  # fmt: skip
+_BASE = TWO_LAYERS.replace(num_heads=8, head_dim=4, intermediate_size=16)
 
 FAMILIES = {
-    "qwen3_moe": ModelConfig(family="qwen3_moe", num_kv_heads=2, num_experts=8, qk_norm="head", **_SHAPE),
-    "mixtral": ModelConfig(family="mixtral", num_kv_heads=8, num_experts=8, qk_norm="none", **_SHAPE),
-    "olmoe": ModelConfig(family="olmoe", num_kv_heads=8, num_experts=16, qk_norm="projection", **_SHAPE),
-    "qwen2_moe": ModelConfig(
-        family="qwen2_moe", num_kv_heads=2, num_experts=16, qk_norm="none", qkv_bias=True,
-        shared_expert_intermediate_size=24, **(_SHAPE | {"moe_layers": (False, True)}),
+    "qwen3_moe": _BASE,
+    "mixtral": _BASE.replace(family="mixtral", num_kv_heads=8, qk_norm="none"),
+    "olmoe": _BASE.replace(family="olmoe", num_kv_heads=8, num_experts=16, qk_norm="projection"),
+    "qwen2_moe": _BASE.replace(
+        family="qwen2_moe", num_experts=16, qk_norm="none", qkv_bias=True, shared_expert_intermediate_size=24,
+        moe_layers=(False, True),
     ),
 }  # fmt: skip
 

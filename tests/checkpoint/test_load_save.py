@@ -14,12 +14,13 @@ from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoint import hf
 from moejax.checkpoint.hf import load_config, load_pretrained, save_pretrained
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError, OutputError
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
 from moejax.nn.param import iter_params
 from tests.decoding import random_model
+from tests.model_shapes import TWO_LAYERS
 from tests.oracle.cases import CASES, hf_fields
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -259,10 +260,9 @@ def test_host_memory_while_loading(tmp_path, layout, experts):
     What numpy and Python allocate is traced. Where JAX takes a host buffer over instead of copying it, that
     buffer counts as the model, so the bound is on what lies beyond the arrays that are alive at the end.
     """
-    config = ModelConfig(
-        family="qwen3_moe", vocab_size=2048, hidden_size=128, num_layers=6, num_heads=4, num_kv_heads=2,
-        head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, intermediate_size=128,
-        moe_layers=(True,) * 6, sliding_windows=(None,) * 6, max_position_embeddings=64, qk_norm="head",
+    config = TWO_LAYERS.replace(
+        vocab_size=2048, hidden_size=128, num_layers=6, head_dim=32, moe_intermediate_size=128,
+        intermediate_size=128, moe_layers=(True,) * 6, sliding_windows=(None,) * 6, initializer_range=0.02,
     )  # fmt: skip
     model = random_model(config)
     total = sum(param[...].nbytes for _, param in iter_params(model))

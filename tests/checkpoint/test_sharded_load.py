@@ -14,7 +14,7 @@ from moejax.checkpoint.load import expert_slots, read_blocks
 from moejax.checkpoint.maps import TABLES
 from moejax.checkpoint.plan import Faults, plan_load
 from moejax.checkpoint.tensors import TensorFiles
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.models.decoder import Decoder
@@ -32,6 +32,7 @@ from tests.checkpoint.meshes import (
 )
 from tests.checkpoint.test_load_save import fuse_experts
 from tests.decoding import random_model
+from tests.model_shapes import TWO_LAYERS
 
 pytestmark = pytest.mark.multidevice
 
@@ -324,10 +325,9 @@ def test_host_memory_is_the_weights_and_one_slice(tmp_path, preset, layout, expe
 
     On CPU the host buffers become the arrays (equal shards share theirs), so that all together are one model.
     """
-    config = ModelConfig(
-        family="qwen3_moe", vocab_size=2048, hidden_size=128, num_layers=6, num_heads=8, num_kv_heads=2,
-        head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, intermediate_size=128,
-        moe_layers=(True,) * 6, sliding_windows=(None,) * 6, max_position_embeddings=64, qk_norm="head",
+    config = TWO_LAYERS.replace(
+        vocab_size=2048, hidden_size=128, num_layers=6, num_heads=8, head_dim=16, moe_intermediate_size=128,
+        intermediate_size=128, moe_layers=(True,) * 6, sliding_windows=(None,) * 6, initializer_range=0.02,
     )  # fmt: skip
     model = random_model(config)
     total = sum(param[...].nbytes for _, param in iter_params(model))

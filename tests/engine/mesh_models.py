@@ -10,25 +10,9 @@ import numpy as np
 from moejax import EngineConfig, ModelConfig, MoeConfig, save_pretrained
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
+from tests.model_shapes import EIGHT_WAY
 
-BASE = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=96,
-    hidden_size=64,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=8,
-    num_experts=16,
-    num_experts_per_tok=4,
-    moe_intermediate_size=16,
-    intermediate_size=48,
-    moe_layers=(True, True),
-    sliding_windows=(None, None),
-    max_position_embeddings=64,
-    qk_norm="head",
-    initializer_range=0.3,
-)
+BASE = EIGHT_WAY
 
 FAMILIES = {
     # Fewer key/value heads than devices, and a dense layer among the others.

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder
+from tests.model_shapes import ONE_LAYER, TWO_LAYERS
 
 # The same examples each run: a test that fails by chance tells nobody anything.
 PROPERTY = settings(
@@ -41,26 +42,7 @@ TEXT = (
 
 def main_config(**changes: Any) -> ModelConfig:
     """Two Qwen3-MoE layers; logits well apart, so that rounding does not change the greedy token."""
-    config = ModelConfig(
-        family="qwen3_moe",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        intermediate_size=48,
-        moe_layers=(True, True),
-        sliding_windows=(None, None),
-        max_position_embeddings=64,
-        qk_norm="head",
-        initializer_range=0.3,
-        eos_token_ids=(0,),
-    )
-    return config.replace(**changes)
+    return TWO_LAYERS.replace(vocab_size=VOCAB, eos_token_ids=(0,)).replace(**changes)
 
 
 def windowed_config() -> ModelConfig:
@@ -70,7 +52,7 @@ def windowed_config() -> ModelConfig:
 
 def small_config(**changes: Any) -> ModelConfig:
     """One layer: the fastest to compile."""
-    return main_config(num_layers=1, moe_layers=(True,), sliding_windows=(None,)).replace(**changes)
+    return ONE_LAYER.replace(vocab_size=VOCAB, eos_token_ids=(0,)).replace(**changes)
 
 
 def byte_level_tokenizer() -> Tokenizer:

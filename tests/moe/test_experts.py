@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import MoeConfig
 from moejax.moe.experts import Experts, ExpertsOutput, capacity, slot_in_expert
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize
+from tests.model_shapes import experts_only
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
 
@@ -46,12 +47,7 @@ IDS = [f"N{s.N}-k{s.k}-E{s.E}-rows{s.rows}" for s in SHAPES]
 @functools.cache
 def experts_of(num_experts: int, normalize: bool = True, layout: str = "edf") -> Experts:
     """The same weights in either layout."""
-    config = ModelConfig(
-        family="qwen3_moe", vocab_size=8, hidden_size=D, num_layers=1, num_heads=1, num_kv_heads=1,
-        head_dim=8, num_experts=num_experts, num_experts_per_tok=1, moe_intermediate_size=F,
-        intermediate_size=F, moe_layers=(True,), sliding_windows=(None,), max_position_embeddings=64,
-        norm_topk_prob=normalize, initializer_range=0.5,
-    )  # fmt: skip
+    config = experts_only(D, F, num_experts).replace(norm_topk_prob=normalize, initializer_range=0.5)
     experts = Experts(config, layout, jnp.float32)
     initialize(experts, seed=num_experts)
     return experts

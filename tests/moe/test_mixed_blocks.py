@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import MoeConfig
 from moejax.moe.experts import Experts
 from moejax.moe.permute import plan_blocks
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize
 from moejax.ops.dispatch import mixed_block_heights
 from moejax.ops.grouped_matmul import grouped_swiglu_blocks, rows_together
+from tests.model_shapes import experts_only
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
 
@@ -66,11 +67,7 @@ def test_plan_covers_each_row_once_in_the_lowest_block(N, k, experts, singles, h
 @functools.cache
 def stacks(layout: str) -> Experts:
     """The same weights in either layout."""
-    config = ModelConfig(
-        family="qwen3_moe", vocab_size=8, hidden_size=D, num_layers=1, num_heads=1, num_kv_heads=1,
-        head_dim=8, num_experts=E, num_experts_per_tok=1, moe_intermediate_size=F, intermediate_size=F,
-        moe_layers=(True,), sliding_windows=(None,), max_position_embeddings=64, initializer_range=0.5,
-    )  # fmt: skip
+    config = experts_only(D, F, E).replace(initializer_range=0.5)
     experts = Experts(config, layout, jnp.float32)
     initialize(experts, seed=0)
     return experts

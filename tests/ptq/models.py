@@ -16,24 +16,9 @@ from moejax.nn.quantized import quantized_weights
 from moejax.ptq.fold import Folds, store
 from moejax.ptq.sites import Stage
 from moejax.quantization.arithmetic import dequantize
+from tests.model_shapes import TWO_LAYERS
 
-BASE = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=96,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    intermediate_size=48,
-    moe_layers=(True, True),
-    sliding_windows=(None, None),
-    max_position_embeddings=64,
-    initializer_range=0.3,
-)
+BASE = TWO_LAYERS.replace(qk_norm="none")
 FAMILIES = {
     "mixtral": BASE.replace(family="mixtral", sliding_windows=(5, 5)),
     "qwen2_moe": BASE.replace(

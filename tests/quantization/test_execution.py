@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.moe.experts import Experts
 from moejax.moe.router import Routing
@@ -20,6 +20,7 @@ from moejax.ops.quantized_matmul import exact_terms, matmul
 from moejax.quantization.arithmetic import dequantize, quantize_activations, why_no_kernel
 from moejax.quantization.formats import QTensor, WeightFormat, parse_format
 from moejax.quantization.rtn import round_to_nearest
+from tests.model_shapes import experts_only
 from tests.numerics import UNIT_ROUNDOFF, assert_close, tolerance
 
 FORMATS = (
@@ -131,11 +132,7 @@ def experts_of(
     formats: tuple[str, str, str], implementation: str = "xla", layout: str = "edf", floats: bool = False
 ) -> Experts:
     """Gate, up and down in these formats ("" for floats); with `floats`, the dequantized weights instead."""
-    config = ModelConfig(
-        family="qwen3_moe", vocab_size=8, hidden_size=D, num_layers=1, num_heads=1, num_kv_heads=1,
-        head_dim=8, num_experts=E, num_experts_per_tok=2, moe_intermediate_size=F, intermediate_size=F,
-        moe_layers=(True,), sliding_windows=(None,), max_position_embeddings=64, initializer_range=0.15,
-    )  # fmt: skip
+    config = experts_only(D, F, E, k=2).replace(initializer_range=0.15)
     experts = Experts(config, layout, jnp.float32)  # type: ignore[arg-type]
     initialize(experts, seed=1)
     chosen = {

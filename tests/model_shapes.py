@@ -1,0 +1,40 @@
+"""The models that tests of all folders share. A test that needs another value replaces just that.
+
+Equal shapes are compiled once in a run: its cache of programs is shared by all files (`tests/conftest.py`).
+"""
+
+from moejax.core.config import ModelConfig
+
+TWO_LAYERS = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    intermediate_size=48,
+    moe_layers=(True, True),
+    sliding_windows=(None, None),
+    max_position_embeddings=64,
+    qk_norm="head",
+    initializer_range=0.3,
+)
+"""Two layers of experts; logits well apart, so that rounding does not change the greedy token."""
+
+ONE_LAYER = TWO_LAYERS.replace(num_layers=1, moe_layers=(True,), sliding_windows=(None,))
+"""The fastest to compile."""
+
+EIGHT_WAY = TWO_LAYERS.replace(hidden_size=64, num_heads=8, num_experts=16, num_experts_per_tok=4)
+"""Every dimension that layouts split divides by eight devices, but for the two key/value heads."""
+
+
+def experts_only(D: int, F: int, E: int, k: int = 1) -> ModelConfig:
+    """Returns the configuration of one expert layer by its sizes, with the least of everything else."""
+    return ONE_LAYER.replace(
+        vocab_size=8, hidden_size=D, num_heads=1, num_kv_heads=1, num_experts=E, num_experts_per_tok=k,
+        moe_intermediate_size=F, intermediate_size=F,
+    )  # fmt: skip
