@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from moejax.checkpoint.load import expert_slots, fill_model
 from moejax.checkpoint.maps import TABLES
+from moejax.checkpoint.maps.rules import apply_transform
 from moejax.checkpoint.plan import Faults, LoadPlan, canonical_key, plan_load
 from moejax.checkpoint.quantized import (
     QuantizedPlan,
@@ -298,19 +299,12 @@ def _tensors(
 ) -> Tensors:
     """Yields (key, array) in the layout of the family's table, one at a time."""
     rules = TABLES[model.config.family]
-    transposed = {
-        target.param.split(".", 2)[-1]: target.transform == "transpose"
-        for rule in rules
-        if rule.canonical
-        for target in rule.targets
-    }
     if quantized is not None:
         yield from quantized.tensors(_gathered, model.config.num_experts, expert_of)
     for name, param in iter_params(model):
         if quantized is not None and name in quantized.paths:
             continue
-        key, per_expert = canonical_key(name, rules)
-        flip = transposed[name.split(".", 2)[-1]]
+        key, per_expert, transform = canonical_key(name, rules)
         spec = param.get_metadata("spec")
         slots = expert_slots(name, spec, expert_of, model.config.num_experts)
         value = spec.without_padding(_gathered(param[...])).astype(dtype, copy=False)
@@ -318,7 +312,7 @@ def _tensors(
             value = value.swapaxes(-1, -2)
         for expert in range(model.config.num_experts) if per_expert else (None,):
             part = value if expert is None else value[slots.index(expert)]
-            yield key.replace("{e}", str(expert)), np.ascontiguousarray(part.T if flip else part)
+            yield key.replace("{e}", str(expert)), np.ascontiguousarray(apply_transform(transform, part))
 
 
 def _gathered(x: jax.Array) -> np.ndarray:

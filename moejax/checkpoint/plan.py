@@ -41,7 +41,7 @@ class Faults:
         """Adds a fault; the same fault is listed once."""
         self.by_kind.setdefault(kind, {})[what] = None
 
-    def check(self, source: str, declared_by: str = "config.json") -> None:
+    def check(self, source: str) -> None:
         """Raises one `CheckpointError` that lists all faults."""
         if not self.by_kind:
             return
@@ -50,7 +50,7 @@ class Faults:
             items = list(named)
             more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
             parts.append(f"{len(items)} {kind}: {', '.join(items[:MAX_LISTED])}{more}")
-        raise CheckpointError(f"{source}: the weights do not fit {declared_by}; {'; '.join(parts)}")
+        raise CheckpointError(f"{source}: the weights do not fit config.json; {'; '.join(parts)}")
 
 
 def plan_load(
@@ -142,20 +142,23 @@ def _missing(
 ) -> Iterable[str]:
     """Returns canonical checkpoint keys of the parameters, or parts of them, that nothing fills."""
     for param in specs:
-        key, per_expert = canonical_key(param, rules)
+        key, per_expert, _ = canonical_key(param, rules)
         sources = plan.get(param, {})
         for expert in range(num_experts) if per_expert else (None,):
             if expert not in sources:
                 yield key.replace("{e}", str(expert))
 
 
-def canonical_key(param: str, rules: Iterable[Rule]) -> tuple[str, bool]:
-    """Returns the checkpoint key, with `{e}` left open, that a parameter is written under."""
+def canonical_key(param: str, rules: Iterable[Rule]) -> tuple[str, bool, Transform]:
+    """Returns the checkpoint key, with `{e}` left open, that a parameter is written under.
+
+    Beside it whether there is one for each expert, and the transform that reads it.
+    """
     layer = param.split(".")[1] if param.startswith("layers.") else ""
     for rule in rules:
         if not rule.canonical:
             continue
         for target in rule.targets:
             if target.param.replace("{l}", layer) == param:
-                return rule.key.replace("{l}", layer), rule.per_expert
+                return rule.key.replace("{l}", layer), rule.per_expert, target.transform
     raise AssertionError(f"no rule writes {param}")

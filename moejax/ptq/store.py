@@ -105,7 +105,7 @@ class WorkDir:
             os.replace(temporary, path)
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-        self._remove_hidden(before=number)
+        self.remove_hidden(before=number)
 
     def hidden_path(self, number: int) -> Path:
         """Returns the path that stage `number`'s output is written to; `commit_hidden` renames it."""
@@ -131,11 +131,8 @@ class WorkDir:
             )
         return HiddenStates.opened(shape, dtype, batch_size, path)
 
-    def remove_hidden(self) -> None:
-        """Removes all hidden states, which nothing reads after the last stage."""
-        self._remove_hidden(before=None)
-
-    def _remove_hidden(self, before: int | None) -> None:
+    def remove_hidden(self, before: int | None = None) -> None:
+        """Removes hidden states of the stages before one, or all, which nothing reads after the last."""
         for path in self.folder.glob("hidden_*"):
             number = re.fullmatch(r"hidden_(\d+)\.(bin|tmp)", path.name)
             if number and (before is None or int(number[1]) < before):
