@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from moejax.checkpoint.load import Spans, empty_blocks, expert_parts, expert_slots, to_array, usable
+from moejax.checkpoint.load import Block, Spans, empty_blocks, expert_parts, expert_slots, to_array, usable
 from moejax.checkpoint.maps.rules import Rule
 from moejax.checkpoint.plan import Faults, canonical_key
 from moejax.checkpoint.tensors import STORED_DTYPES, TensorFiles
@@ -28,7 +28,7 @@ from moejax.quantization.arithmetic import dequantize_stored
 from moejax.quantization.checkpoints.convention import Convention, Role
 from moejax.quantization.checkpoints.parse import MARKS, parse_quantization
 from moejax.quantization.checkpoints.scheme import Arrays, Scheme
-from moejax.quantization.formats import PARTS, QTensor, WeightFormat
+from moejax.quantization.formats import QTensor, WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -296,14 +296,9 @@ def fill_quantized(
             name: empty_blocks(param.get_metadata("spec"), where(key))
             for name, (key, param) in targets.items()
         }
-        places: dict[int | None, list[tuple[np.ndarray, str, Spans]]] = defaultdict(list)
-        for name, parts in blocks.items():
-            for expert, spans, out in expert_parts(parts, slots if None not in matrices else ()):
-                places[expert].append((out, name, spans))
-        for expert, filled in places.items():
-            matrix = matrices[expert]
-            arrays = _read(matrix, fmt, files, declared, faults, whole=weight is None)
-            for out, name, spans in filled:
+        for expert, places in _destinations(blocks, slots if None not in matrices else ()).items():
+            arrays = _read(matrices[expert], fmt, files, declared, faults, whole=weight is None)
+            for out, name, spans in places:
                 if name in arrays:
                     out[...] = arrays[name][tuple(slice(*span) for span in spans)]
         if faults.by_kind:
@@ -319,9 +314,18 @@ def _targets(path: str, weight: QuantizedWeight | None, params: Mapping[str, Any
     """Returns path and parameter of each part ("" for floating-point values)."""
     if weight is None:
         return {"": (path, params[path])}
-    return {
-        name: (f"{path}.{name}", params[f"{path}.{name}"]) for name in PARTS if f"{path}.{name}" in params
-    }
+    return {name: (f"{path}.{name}", param) for name, param in weight.parts().items()}
+
+
+def _destinations(
+    blocks: Mapping[str, Sequence[Block]], slots: Sequence[int]
+) -> dict[int | None, list[tuple[np.ndarray, str, Spans]]]:
+    """Returns the places that each expert's matrix fills: array, part, and spans of it. None is the whole."""
+    destinations: dict[int | None, list[tuple[np.ndarray, str, Spans]]] = defaultdict(list)
+    for name, parts in blocks.items():
+        for expert, spans, out in expert_parts(parts, slots):
+            destinations[expert].append((out, name, spans))
+    return destinations
 
 
 def _read(
@@ -332,18 +336,16 @@ def _read(
     Nothing where they are unusable.
     """
     D, F = declared.canonical_shape[-2:]
-    misfits = Faults()
+    unfit: list[str] = []
 
     def complain(name: str, what: str) -> None:
-        misfits.add("with values that do not fit config.json", f"{matrix.module}.{name}: {what}")
+        unfit.append(name)
+        faults.add("with values that do not fit config.json", f"{matrix.module}.{name}: {what}")
 
     tensors = {name: files.read(f"{matrix.module}.{name}", ()) for name in matrix.tensors}
     parts = matrix.scheme.read(tensors, D, F, complain)
-    for kind, named in misfits.by_kind.items():
-        for what in named:
-            faults.add(kind, what)
-    if misfits.by_kind or not whole:
-        return {} if misfits.by_kind else parts
+    if unfit or not whole:
+        return {} if unfit else parts
     values = np.asarray(_dequantize_stored(QTensor.of(parts, fmt, D)))
     if not usable(matrix.module, values, declared.dtype, faults):
         return {}

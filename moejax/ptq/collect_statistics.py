@@ -11,7 +11,7 @@ from moejax.core.quant import CalibrationConfig
 from moejax.ptq.batches import HiddenStates
 from moejax.ptq.observers import Stats, collect, collect_unrouted, of_experts
 from moejax.ptq.sites import EXPERTS_HIDDEN, Stage, statistics_of
-from moejax.quantization.calibration import SAMPLE_TOKENS, Covered, Statistics, cover
+from moejax.quantization.calibration import SAMPLE_TOKENS, Statistics, cover
 from moejax.quantization.rules import Chosen
 
 GRAM_BYTES = 2 << 30
@@ -42,7 +42,7 @@ class StatisticsCollector:
     ) -> None:
         self._graph, self._state = nnx.split(stage.module)
         self._calibration, self._hidden, self._batched = calibration, hidden, batched
-        self._widths = {name: _width(stage, name) for name in _needed(stage, chosen)}
+        self._widths = _widths(stage, chosen)
         self._observers = tuple(
             (site.name, site.observed)
             for site in stage.sites
@@ -57,7 +57,7 @@ class StatisticsCollector:
         self.num_experts = E
         self.chunk = chunk_of(E, 4 * sum(width**2 for width in per_expert)) if E else 0
         self.visits, self.cold = np.full(E, -1, np.int64), np.zeros(E, bool)
-        self._held: tuple[int, dict[str, Covered]] | None = None
+        self._held: tuple[int, Stats] | None = None
         self.plain: Stats = {}
 
     @property
@@ -74,7 +74,7 @@ class StatisticsCollector:
         if self.num_experts:
             self._held = 0, self._covered(self.chunks[0], stats)
 
-    def experts(self, part: slice) -> dict[str, Covered]:
+    def experts(self, part: slice) -> Stats:
         """Returns the statistics of one of the `chunks` after the fallback, by name."""
         if self._held is None or self._held[0] != part.start:
             self._held = None  # before the next ones take memory
@@ -93,7 +93,7 @@ class StatisticsCollector:
             self._batched(batch.rows.stop / len(self._hidden.values))
         return stats
 
-    def _covered(self, part: slice, stats: Stats) -> dict[str, Covered]:
+    def _covered(self, part: slice, stats: Stats) -> Stats:
         visited = of_experts(stats)
         count = next(iter(visited.values())).count
         cold = count < self._min_tokens
@@ -123,22 +123,13 @@ def chunk_of(num_experts: int, bytes_each: int) -> int:
     return max(fitting, default=1)
 
 
-def _needed(stage: Stage, chosen: Mapping[str, Chosen]) -> list[str]:
-    """Names of the statistics that the stage's calibrated weights need."""
-    names: dict[str, None] = {}
+def _widths(stage: Stage, chosen: Mapping[str, Chosen]) -> dict[str, int]:
+    """Returns the statistics that the stage's calibrated weights need, and the channels of each."""
+    params, widths = stage.params(), dict[str, int]()
     for site in stage.sites:
         for reader in site.readers:
             if reader in chosen and chosen[reader].calibrated:
+                width = int(params[reader].get_metadata("spec").canonical_shape[-2])
                 # The experts' common input has common scales, from the statistics of all tokens.
-                names |= {site.name: None, statistics_of(reader, site): None}
-    return list(names)
-
-
-def _width(stage: Stage, name: str) -> int:
-    """Channels of the activation behind some statistics."""
-    params = stage.params()
-    for site in stage.sites:
-        for reader in site.readers:
-            if reader in params and name in (site.name, statistics_of(reader, site)):
-                return int(params[reader].get_metadata("spec").canonical_shape[-2])
-    raise AssertionError(name)
+                widths |= {site.name: width, statistics_of(reader, site): width}
+    return widths

@@ -76,10 +76,6 @@ class Folds:
         if projection in BIASED:
             self.outputs[f"{projection}.bias"] = scales
 
-    def touches(self, name: str) -> bool:
-        """Returns whether a parameter changes."""
-        return name in self.rows or name in self.outputs
-
     def apply(self, name: str, value: jax.Array, part: slice = slice(None)) -> jax.Array:
         """Returns the folded parameter in float32.
 
@@ -100,8 +96,8 @@ class Folds:
 
     def write(self, params: Mapping[str, nnx.Param], leave: Iterable[str] = ()) -> list[str]:
         """Folds into a stage's parameters in place, but for those in `leave`; returns which were changed."""
-        left = set(leave)
-        changed = [name for name in params if self.touches(name) and name not in left]
+        folded = {*self.rows, *self.outputs}.difference(leave)
+        changed = [name for name in params if name in folded]
         for name in changed:
             store(params[name], self.apply(name, canonical(params[name])))
         return changed

@@ -112,9 +112,10 @@ class StageWork:
             total += self._scale_errors(weights, grams, activations, others)
         for part in self.collector.chunks if routed else ():
             weights = [canonical(self.params[r])[part] for r in routed]
-            covered = self.collector.experts(part)[EXPERTS_IN]
+            stats = self.collector.experts(part)[EXPERTS_IN]
             # What a fallback saw stands for the expert's own tokens, and counts as they do.
-            gram = covered.statistics.mean_gram() * covered.visits.astype(jnp.float32)[:, None, None]
+            visits = jnp.asarray(self.collector.visits[part], jnp.float32)
+            gram = stats.mean_gram() * visits[:, None, None]
             total += self._scale_errors(weights, [gram] * len(routed), activations, routed)
         return total
 
@@ -143,17 +144,16 @@ class StageWork:
             self._fold(site, jnp.concatenate([self._down_scales(method, part) for part in chunks]))
         rounded: dict[str, list[Rounded]] = {name: [] for name in names}
         for part in (chunks or [slice(None)]) if names else ():  # all at once where none is calibrated
-            covered = self.collector.experts(part) if chunks else {}
+            collected = self.collector.experts(part) if chunks else {}
             for name in names:
                 key = EXPERTS_HIDDEN if name.endswith("down_proj") else EXPERTS_IN
-                stats = covered[key].statistics if key in covered else None
-                rounded[name].append(self._round(name, part, self._divided(stats, name, part)))
+                rounded[name].append(self._round(name, part, self._divided(collected.get(key), name, part)))
         return {name: joined(done) for name, done in rounded.items()}
 
     def _down_scales(self, method: str, part: slice) -> jax.Array:
         """Returns the scales of the down projections' inputs, float32 `[C, F]`, of a chunk of experts."""
         name = "moe.experts.down_proj"
-        stats = self.collector.experts(part)[EXPERTS_HIDDEN].statistics
+        stats = self.collector.experts(part)[EXPERTS_HIDDEN]
         w = canonical(self.params[name])[part]
         if method == "smoothquant":
             return scales_of_maxima(stats.max_abs, row_maxima([w], 1), alpha=self.quant.smoothing)

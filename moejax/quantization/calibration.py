@@ -15,7 +15,6 @@ fewer tokens than inputs is singular. It falls back to
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,17 +98,8 @@ def add_at(stats: Statistics, index: jax.Array, other: Statistics) -> Statistics
     )
 
 
-class Covered(NamedTuple):
-    """Statistics of experts after the fallback: what to calibrate with, the tokens that truly visited each
-    (int32 `[E]`), and which are cold (bool `[E]`)."""
-
-    statistics: Statistics
-    visits: jax.Array
-    cold: jax.Array
-
-
-def cover(visited: Statistics, other: Statistics, cold: jax.Array, fallback: str) -> Covered:
-    """Puts the fallback in cold experts' place.
+def cover(visited: Statistics, other: Statistics, cold: jax.Array, fallback: str) -> Statistics:
+    """Returns what to calibrate experts with: their own statistics, the fallback's in cold experts' place.
 
     Args:
         visited: `[E, …]`, of each expert's own tokens.
@@ -122,4 +112,4 @@ def cover(visited: Statistics, other: Statistics, cold: jax.Array, fallback: str
     def pick(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(cold.reshape(-1, *(1,) * (a.ndim - 1)), b, a)
 
-    return Covered(jax.tree.map(pick, visited, instead), visited.count, cold)
+    return jax.tree.map(pick, visited, instead)

@@ -122,7 +122,7 @@ def test_every_weight_of_a_layer(family, layout, execution):
         check(found.plain[name], rows)
     stats = found.experts(found.chunks[0])
     for e, mine in enumerate(experts["rows"]):
-        one = {name: _entry(covered.statistics, e) for name, covered in stats.items()}
+        one = {name: _entry(covered, e) for name, covered in stats.items()}
         check(one["moe.experts"], experts["in"][mine])
         check(one["moe.experts.down_proj"], experts["hidden"][e][mine])
     assert list(found.visits) == [int(mine.sum()) for mine in experts["rows"]]
@@ -150,9 +150,9 @@ def test_chunks_of_experts_see_the_same(monkeypatch):
     assert parts.chunk == 2 and parts.chunks == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
     for part in (*parts.chunks, parts.chunks[1]):
         for name, covered in parts.experts(part).items():
-            together = whole.experts(whole.chunks[0])[name].statistics
+            together = whole.experts(whole.chunks[0])[name]
             for i in range(2):
-                want, got = _entry(together, part.start + i), _entry(covered.statistics, i)
+                want, got = _entry(together, part.start + i), _entry(covered, i)
                 np.testing.assert_array_equal(got.gram, want.gram)
                 np.testing.assert_array_equal(got.count, want.count)
     np.testing.assert_array_equal(parts.visits, whole.visits)
@@ -185,8 +185,8 @@ def test_cold_experts_fall_back(fallback, layout):
             own = fallback == "all"
             inputs = np.concatenate([inputs] * own + [experts["in"]])
             hidden = np.concatenate([hidden] * own + [experts["hidden"][e]])
-        check(_entry(stats["moe.experts"].statistics, e), inputs)
-        check(_entry(stats["moe.experts.down_proj"].statistics, e), hidden)
+        check(_entry(stats["moe.experts"], e), inputs)
+        check(_entry(stats["moe.experts.down_proj"], e), hidden)
 
 
 def test_the_sample_of_fallback_all_is_bounded(monkeypatch):
@@ -198,7 +198,7 @@ def test_the_sample_of_fallback_all_is_bounded(monkeypatch):
     sample = experts["in"][::6]
     for e, mine in enumerate(experts["rows"]):
         check(
-            _entry(found.experts(found.chunks[0])["moe.experts"].statistics, e),
+            _entry(found.experts(found.chunks[0])["moe.experts"], e),
             np.concatenate([experts["in"][mine], sample]),
         )
     assert SAMPLE_TOKENS == 4096
@@ -211,9 +211,8 @@ def test_warm_experts_keep_what_they_have():
     cold = jnp.asarray([False, True])
     for fallback, gram, count in (("shared", 9, 7), ("all", 10, 12)):
         found = cover(own, other, cold, fallback)
-        np.testing.assert_array_equal(found.statistics.gram[:, 0, 0], [1, gram])
-        np.testing.assert_array_equal(found.statistics.count, [5, count])
-        np.testing.assert_array_equal(found.visits, [5, 5])
+        np.testing.assert_array_equal(found.gram[:, 0, 0], [1, gram])
+        np.testing.assert_array_equal(found.count, [5, count])
 
 
 def test_dividing_the_input_divides_its_statistics():

@@ -101,7 +101,7 @@ def test_gptq_loses_on_weights_and_wins_on_outputs_and_awq_is_no_worse_than_roun
     for site in stage.sites:
         for name in set(site.readers) & set(stage.params()):
             key = statistics_of(name, site)
-            stats = found.plain[key] if key in found.plain else found.experts(found.chunks[0])[key].statistics
+            stats = found.plain[key] if key in found.plain else found.experts(found.chunks[0])[key]
             rtn, w = Chosen("rtn", parse_format(fmt)), stage.params()[name][...]
             if w.shape[-2] % 8 == 0:
                 plain[f"layers.0.{name}".removesuffix(".kernel")] = round_one(
@@ -124,7 +124,7 @@ def test_gptq_takes_each_experts_own_hessian():
     name = "layers.0.moe.experts.down_proj"
     weight = dict(quantized_weights(model))[name]
     source = dict(iter_params(build(FAMILIES["qwen2_moe"])))[name][...]
-    stats = found.experts(found.chunks[0])["moe.experts.down_proj"].statistics
+    stats = found.experts(found.chunks[0])["moe.experts.down_proj"]
     for e in range(8):
         want = gptq(source[e], stats.gram[e], weight.format)
         got = jax.tree.map(lambda a, e=e: a[e], weight.tensor())
@@ -199,9 +199,7 @@ def test_static_activation_scales_cover_what_was_seen(method):
     assert_close(
         got, np.asarray(found.plain["attention.o_proj"].max_abs).max(keepdims=True) / 127, tolerance(32)
     )
-    most = np.asarray(found.experts(found.chunks[0])["moe.experts.down_proj"].statistics.max_abs).max(
-        -1, keepdims=True
-    )
+    most = np.asarray(found.experts(found.chunks[0])["moe.experts.down_proj"].max_abs).max(-1, keepdims=True)
     seen = np.asarray(found.visits) > 0
     got = np.asarray(held["layers.0.moe.experts.down_proj"].input_scale)
     assert_close(got[seen], most[seen] / 127, tolerance(32, 32))
