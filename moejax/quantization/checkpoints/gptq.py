@@ -75,9 +75,7 @@ class GptqScheme(Scheme):
             parts["zeros"] = zeros if bits == 4 else signed(zeros)
         if "g_idx" in tensors:
             order = "desc_act is false or static_groups true" if fmt.group else "group_size is -1"
-            index = group_index("g_idx", tensors["g_idx"], fmt, D, complain, order)
-            if index is not None:
-                parts["group_index"] = index
+            parts |= group_index("g_idx", tensors["g_idx"], fmt, D, complain, order)
         return {"values": our_codes(codes if bits == 4 else signed(codes), fmt), **parts}
 
 

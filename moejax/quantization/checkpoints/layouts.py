@@ -173,9 +173,7 @@ class PackedScheme(_Scaled):
                 parts["zeros"] = zeros
         if "weight_g_idx" in tensors:
             indices = tensors["weight_g_idx"]
-            index = group_index("weight_g_idx", indices, fmt, D, complain, 'actorder is not "group"')
-            if index is not None:
-                parts["group_index"] = index
+            parts |= group_index("weight_g_idx", indices, fmt, D, complain, 'actorder is not "group"')
         return parts
 
     def _zeros(self, stored: np.ndarray, D: int, F: int) -> np.ndarray:

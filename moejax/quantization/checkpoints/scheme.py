@@ -128,8 +128,8 @@ def check_zeros(name: str, zeros: np.ndarray, middle: int, complain: Complain, h
 
 def group_index(
     name: str, indices: np.ndarray, fmt: WeightFormat, D: int, complain: Complain, order: str = ""
-) -> np.ndarray | None:
-    """Returns int32 `[D]` for an indexed format; else None, and the groups must go by place.
+) -> Arrays:
+    """Returns the part `group_index` of an indexed format; else nothing, and the groups must go by place.
 
     Args:
         order: names what of the configuration says that groups go by place.
@@ -138,8 +138,8 @@ def group_index(
         G, _ = fmt.scale_shape(D, 1)
         if indices.min(initial=0) < 0 or indices.max(initial=0) >= G:
             complain(name, f"groups from {indices.min()} to {indices.max()}, and there are {G}")
-        return indices.astype(np.int32)
+        return {"group_index": indices.astype(np.int32)}
     by_place = np.arange(D) // fmt.group if fmt.granularity == "group" else np.zeros(D)
     if not (indices == by_place).all() and not (indices == -1).all():
         complain(name, f"groups are not in order, although {order}")
-    return None
+    return {}
