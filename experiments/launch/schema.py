@@ -19,8 +19,8 @@ from moejax.bench.routing.config import RoutingSelection, needs_model
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.stress.config import StressSection
 from moejax.bench.traffic import ThroughputWorkload
-from moejax.bench.workload import WorkloadConfig
-from moejax.core.checked import Among, Checked
+from moejax.bench.workload import WorkloadConfig, latency_cases
+from moejax.core.checked import Among, Checked, Must, Seed
 from moejax.core.config import DTYPES, EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
@@ -78,7 +78,7 @@ class ModelSection(Checked, section="model"):
 
 
 @dataclass(frozen=True)
-class HardwareSection:
+class HardwareSection(Checked, section="hardware"):
     """The device whose peaks bound the roofline: `auto` detects it, any other kind is taken as said."""
 
     kind: str = "auto"
@@ -96,6 +96,7 @@ class PricedHardware(HardwareSection):
     currency: str = "USD"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _ = self.price
 
     @property
@@ -104,33 +105,53 @@ class PricedHardware(HardwareSection):
         return None if self.price_per_hour is None else Price(self.price_per_hour, self.currency)
 
 
-def refuse_capture(engine: EngineConfig, experiment: str) -> None:
-    """Raises `ConfigError`: `experiment` writes no trace, and would only pile one up."""
-    if engine.capture_routing:
-        raise ConfigError(
-            f"engine.capture_routing: {experiment} writes no routing.npz; latency and throughput do"
-        )
+@dataclass(frozen=True)
+class ModelSections(Checked):
+    """The sections of every experiment that opens a model."""
+
+    model: ModelSection
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
+    seed: Seed = 0
+    verbose: bool = False
+
+    def _refuse_capture(self, experiment: str) -> None:
+        """Raises `ConfigError`: `experiment` writes no trace, and would only pile one up."""
+        if self.engine.capture_routing:
+            raise ConfigError(
+                f"engine.capture_routing: {experiment} writes no routing.npz; latency and throughput do"
+            )
 
 
 @dataclass(frozen=True)
-class InferenceSections:
-    """The sections of every experiment that runs the engine."""
+class InferenceSections(ModelSections):
+    """The sections of every experiment that runs one model on one layout."""
 
-    model: ModelSection
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
-    hardware: HardwareSection = field(default_factory=HardwareSection)
-    seed: int = 0
-    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class ServingSections(InferenceSections):
+    """The sections of the experiments that measure engines, ours and its peers.
+
+    Attributes:
+        objective: the flat metric that a search over settings is after (experiment=optuna_goodput).
+    """
+
+    hardware: PricedHardware = field(default_factory=PricedHardware)
+    backend: BackendSection = field(default_factory=BackendSection)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    objective: str | None = None
+    ab: AbSection = field(default_factory=AbSection)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed must be in [0, 2^32), got {self.seed}")
+        super().__post_init__()
+        self.backend.check_run(self.model.load_format, self._ours_only())
 
-    @property
-    def ours_only(self) -> dict[str, bool]:
-        """Key → whether it asks for something that no other engine has (see `BackendSection.check_run`)."""
+    def _ours_only(self) -> dict[str, bool]:
+        """Returns key → whether it asks for something that no other engine has."""
         return {
             "engine.capture_routing": self.engine.capture_routing,
             "engine.replay_routing": self.engine.replay_routing is not None,
@@ -140,27 +161,15 @@ class InferenceSections:
 
 
 @dataclass(frozen=True)
-class LatencyConfig(InferenceSections):
-    """`python -m experiments.latency`
+class LatencyConfig(ServingSections):
+    """`python -m experiments.latency`"""
 
-    Attributes:
-        objective: the flat metric that a search over settings is after (experiment=optuna_goodput).
-    """
-
-    hardware: PricedHardware = field(default_factory=PricedHardware)
-    backend: BackendSection = field(default_factory=BackendSection)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    objective: str | None = None
-    ab: AbSection = field(default_factory=AbSection)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.backend.check_run(self.model.load_format, self.ours_only)
         check_objective(self.objective, "latency", self.workload.slo)
-        batches = self.workload.batch_size
-        largest = max(batches) if isinstance(batches, (list, tuple)) else batches
+        largest = max(case.batch_size for case in latency_cases(self.workload))
         if largest > self.engine.max_num_seqs:
             raise ConfigError(
                 f"workload.batch_size {largest} exceeds engine.max_num_seqs {self.engine.max_num_seqs};"
@@ -169,32 +178,25 @@ class LatencyConfig(InferenceSections):
 
 
 @dataclass(frozen=True)
-class ThroughputConfig(InferenceSections):
+class ThroughputConfig(ServingSections):
     """`python -m experiments.throughput`
 
     Attributes:
         ramp: rising request rates instead of `workload.request_rate` (experiment=throughput_ramp).
-        objective: the flat metric that a search over settings is after (experiment=optuna_goodput).
     """
 
-    hardware: PricedHardware = field(default_factory=PricedHardware)
-    backend: BackendSection = field(default_factory=BackendSection)
     workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
     ramp: RampConfig = field(default_factory=RampConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    objective: str | None = None
-    ab: AbSection = field(default_factory=AbSection)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.backend.check_run(
-            self.model.load_format, self.ours_only | {"workload.compare": bool(self.workload.compare)}
-        )
         check_objective(self.objective, "throughput", self.workload.slo)
         self.ramp.check_alone(self.workload.request_rate, self.workload.trace_file)
         if self.ramp.enabled:
-            refuse_capture(self.engine, "a ramp")
+            self._refuse_capture("a ramp")
+
+    def _ours_only(self) -> dict[str, bool]:
+        return super()._ours_only() | {"workload.compare": bool(self.workload.compare)}
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class StressConfig(InferenceSections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_capture(self.engine, "stress")
+        self._refuse_capture("stress")
 
 
 @dataclass(frozen=True)
@@ -219,33 +221,24 @@ class ProfileConfig(InferenceSections):
 
 
 @dataclass(frozen=True)
-class ScalingConfig:
+class ScalingConfig(ModelSections):
     """`python -m experiments.scaling`: its layouts are its own, so that it has no `parallel` section."""
 
-    model: ModelSection
     scaling: ScalingSection = field(default_factory=ScalingSection)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    hardware: HardwareSection = field(default_factory=HardwareSection)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    seed: int = 0
-    verbose: bool = False
 
 
 @dataclass(frozen=True)
-class QuantizationConfig:
+class QuantizationConfig(ModelSections):
     """`python -m experiments.quantization`: its methods are its own, so that it has no `quant` section."""
 
-    model: ModelSection
-    quantization: QuantizationSection
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    hardware: HardwareSection = field(default_factory=HardwareSection)
+    quantization: QuantizationSection = field(kw_only=True)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    seed: int = 0
-    verbose: bool = False
 
     def __post_init__(self) -> None:
-        refuse_capture(self.engine, "quantization")
+        super().__post_init__()
+        self._refuse_capture("quantization")
 
 
 @dataclass(frozen=True)
@@ -265,14 +258,14 @@ class GenerateConfig(InferenceSections):
     chat: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_capture(self.engine, "generate")
         prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
         if not isinstance(prompts, (list, tuple)) or not prompts:
             raise ConfigError(f"prompts must be a text or a list of texts, got {self.prompts!r}")
         # A bare number or true on the command line arrives as such; as a prompt it is its text.
         texts = [item if isinstance(item, str) else _plain_text(item) for item in prompts]
         object.__setattr__(self, "prompts", texts)
+        super().__post_init__()
+        self._refuse_capture("generate")
         if self.stream and (len(texts) > 1 or self.sampling.n > 1):
             raise ConfigError("stream=true prints one text as it comes: give one prompt and sampling.n=1")
 
@@ -317,7 +310,7 @@ def _plain_text(item: object) -> str:
 
 
 @dataclass(frozen=True)
-class CompareConfig:
+class CompareConfig(Checked):
     """`python -m experiments.compare`
 
     Attributes:
@@ -331,18 +324,17 @@ class CompareConfig:
     runs: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     across: list[Literal["model", "workload", "device"]] = field(default_factory=list)
-    noise_floor: float | None = None
+    noise_floor: Annotated[float, Must(lambda x: 0 <= x < 1, "at least 0 and below 1")] | None = None
     html: bool = False
     verbose: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         usable_runs(self.runs)
-        if self.noise_floor is not None and not 0 <= self.noise_floor < 1:
-            raise ConfigError(f"noise_floor must be at least 0 and below 1, got {self.noise_floor}")
 
 
 @dataclass(frozen=True)
-class DashboardExperimentConfig:
+class DashboardExperimentConfig(Checked):
     """`python -m experiments.dashboard`"""
 
     dashboard: DashboardConfig = field(default_factory=DashboardConfig)

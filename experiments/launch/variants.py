@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def run_variants(config: Config, out: Path) -> None:
         for name, composed in configs.items():
             backend, shares = _open(composed, out, configs, variants, stack.enter_context)
             overrides = config.ab.all_variants[name]
-            variants.append(Variant(name, overrides, backend, asdict(composed), shares))
+            variants.append(Variant(name, overrides, backend, shares))
         run_ab(variants, config.workload, config.ab, run)
 
 

@@ -72,6 +72,18 @@ class TrafficRun:
     def records(self) -> list[RequestRecord]:
         return [item.record for item in self.served]
 
+    def require_completed(self, label: str) -> None:
+        """Raises `RequestError` where no request was completed; `label` names the engine."""
+        if not any(record.completed for record in self.records):
+            reason = next((item.error for item in self.served if item.error), "no reason given")
+            raise RequestError(
+                f"none of {len(self.served)} requests was completed ({label}); first: {reason}"
+            )
+
+    def rows(self, slo: Slo) -> list[dict[str, Any]]:
+        """Returns the requests' rows of requests.jsonl; instants count from the start."""
+        return [item.row(self.start, slo) for item in self.served]
+
     @property
     def duration_s(self) -> float:
         """Seconds from the first arrival to the last token of a completed request; 0 if none completed."""

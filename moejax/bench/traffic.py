@@ -8,9 +8,9 @@ requests are the first ones of more.
 import hashlib
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -21,7 +21,6 @@ from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, Posi
 from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
 from moejax.core.files import canonical_json
-from moejax.results.metrics import Slo
 
 LengthKind = Literal["uniform", "normal", "lognormal"]
 
@@ -93,16 +92,11 @@ class ThroughputWorkload(SampledWorkload):
         trace_file: arrivals from a JSONL file instead (see `moejax.bench.trace.load_trace`).
         trace_speedup: the trace's clock runs this many times faster.
         prompt_len, output_len: tokens of each request, one number or a distribution. A trace's own lengths
-            and prompts come first.
-        prompts_file: prompts from a text or JSONL file (see `load_prompts`), in turn and at their own
-            lengths, instead of random tokens of `prompt_len`.
+            and prompts come first; those of `prompts_file` are taken in turn and at their own lengths.
         iterations: measured repetitions of the whole traffic.
         warmup: short passes before, not measured, after all buckets are compiled; 0 measures a cold engine,
             compilation included.
         compare: batching modes measured beside `engine.batching`, in turns and with the same requests.
-        temperature, top_k, top_p, min_p, ignore_eos: as in `SamplingParams`; greedy, to the full length.
-        seed: of arrivals, lengths and random prompts, and of sampling where temperature > 0.
-        slo: objectives for goodput.
     """
 
     num_requests: PositiveInt | None = 64
@@ -112,17 +106,9 @@ class ThroughputWorkload(SampledWorkload):
     trace_speedup: PositiveNumber = 1.0
     prompt_len: LengthOrDistribution = field(default_factory=lambda: Lengths(16, 64))
     output_len: LengthOrDistribution = field(default_factory=lambda: Lengths(8, 128))
-    prompts_file: str | None = None
     iterations: PositiveInt = 1
     warmup: NonNegativeInt = 1
     compare: tuple[Batching, ...] = ()
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    ignore_eos: bool = True
-    seed: NonNegativeInt = 0
-    slo: Slo = field(default_factory=Slo)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,11 +116,6 @@ class ThroughputWorkload(SampledWorkload):
             raise ConfigError(
                 "workload.num_requests=null takes all rows of a trace: add workload.trace_file=FILE"
             )
-        self._check_sources()
-        self.sampling(1)  # raises RequestError for a wrong sampling field
-
-    def _check_sources(self) -> None:
-        """Where arrivals and prompts come from: one source each, and its file can be read."""
         if self.trace_file is not None:
             if self.request_rate != math.inf:
                 raise ConfigError(
@@ -146,8 +127,6 @@ class ThroughputWorkload(SampledWorkload):
             raise ConfigError("workload.trace_speedup needs workload.trace_file")
         if self.burstiness != 1.0 and self.request_rate == math.inf:
             raise ConfigError("workload.burstiness needs a finite workload.request_rate")
-        if self.prompts_file is not None and not Path(self.prompts_file).is_file():
-            raise ConfigError(f"workload.prompts_file: there is no file {self.prompts_file!r}")
 
 
 @dataclass(frozen=True)
@@ -190,6 +169,14 @@ def plan_requests(
         PlannedRequest((row.time - origin) / workload.trace_speedup, ids, row.output_len or output)
         for row, ids, output in zip(rows, prompts, outputs, strict=True)
     ]
+
+
+def mean_lengths(plan: Sequence[PlannedRequest]) -> dict[str, int]:
+    """Returns the mean prompt and output lengths of a plan in tokens, for its row."""
+    return {
+        "prompt_len": round(statistics.mean(len(request.prompt_token_ids) for request in plan)),
+        "output_len": round(statistics.mean(request.output_len for request in plan)),
+    }
 
 
 def traffic_hash(workload: ThroughputWorkload) -> str:

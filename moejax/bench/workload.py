@@ -29,15 +29,32 @@ Sizes = Annotated[
 _LENGTHS = ("batch_size", "prompt_len", "output_len")
 
 
+@dataclass(frozen=True, kw_only=True)
 class SampledWorkload(Checked, section="workload"):
-    """Base of a workload: `SamplingParams`' fields, and where the seeds of its requests start."""
+    """The prompts, the sampling and the objectives of every workload.
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    ignore_eos: bool
-    seed: int
+    Attributes:
+        temperature, top_k, top_p, min_p, ignore_eos: as in `SamplingParams`; greedy, to the full length.
+        seed: of all that is drawn at random, and of sampling where temperature > 0.
+        prompts_file: prompts from a text or JSONL file (see `load_prompts`) instead of random tokens. Random
+            tokens spread over the experts more evenly than text does, and MoE time depends on that.
+        slo: objectives for goodput.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    ignore_eos: bool = True
+    seed: NonNegativeInt = 0
+    prompts_file: str | None = None
+    slo: Slo = field(default_factory=Slo)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompts_file is not None and not Path(self.prompts_file).is_file():
+            raise ConfigError(f"workload.prompts_file: there is no file {self.prompts_file!r}")
+        self.sampling(1)  # raises RequestError for a wrong sampling field
 
     def sampling(self, output_len: int, index: int = 0) -> SamplingParams:
         """Returns the sampling parameters of the `index`-th request, which generates `output_len` tokens.
@@ -65,11 +82,6 @@ class WorkloadConfig(SampledWorkload):
         pairing: `product` takes every combination; `zip` the i-th of each (an integer goes with every one).
         iterations: measured repetitions of each case.
         warmup: repetitions of each case before, not measured (they compile).
-        temperature, top_k, top_p, min_p, ignore_eos: as in `SamplingParams`; greedy, to the full length.
-        seed: of the random prompts, and of sampling where temperature > 0.
-        prompts_file: prompts from a text or JSONL file (see `load_prompts`) instead of random tokens. Random
-            tokens spread over the experts more evenly than text does, and MoE time depends on that.
-        slo: objectives for goodput.
     """
 
     batch_size: Sizes = 1
@@ -78,22 +90,11 @@ class WorkloadConfig(SampledWorkload):
     pairing: Pairing = "product"
     iterations: PositiveInt = 3
     warmup: NonNegativeInt = 1
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    ignore_eos: bool = True
-    seed: NonNegativeInt = 0
-    prompts_file: str | None = None
-    slo: Slo = field(default_factory=Slo)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pairing == "zip":
             _zipped_length(self)
-        if self.prompts_file is not None and not Path(self.prompts_file).is_file():
-            raise ConfigError(f"workload.prompts_file: there is no file {self.prompts_file!r}")
-        self.sampling(1)  # raises RequestError for a wrong sampling field
 
 
 @dataclass(frozen=True)

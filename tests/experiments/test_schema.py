@@ -26,7 +26,7 @@ PRICED = PricedHardware(price_per_hour=2.0)
 
 def quantization(**sections):
     int8 = QuantizationSection(methods=["int8"], presets={"int8": QuantConfig(method="rtn", format="int8")})
-    return QuantizationConfig(MODEL, int8, **sections)
+    return QuantizationConfig(MODEL, quantization=int8, **sections)
 
 
 @pytest.mark.parametrize("make", [StressConfig, GenerateConfig, quantization])

@@ -7,8 +7,6 @@ effect of who ran before then fall on all alike.
 
 import dataclasses
 import gc
-import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,73 +17,32 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.backends.peer_ratios import blank_unknown
 from moejax.bench.driver import drive
-from moejax.bench.latency.cases import check_case, prepare_peer
+from moejax.bench.latency.cases import plan_batches, prepare_peer
 from moejax.bench.throughput.measure import warm_up
-from moejax.bench.throughput.modes import Mode, check_lengths
-from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests, traffic_hash
-from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases, workload_hash
-from moejax.core.errors import RequestError
+from moejax.bench.throughput.modes import Mode, plan_traffic
+from moejax.bench.traffic import ThroughputWorkload, mean_lengths, traffic_hash
+from moejax.bench.workload import WorkloadConfig, workload_hash
 from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
-from moejax.results.metrics import RequestRecord, Slo, compute_metrics, record_row
+from moejax.results.metrics import RequestRecord, compute_metrics, record_row
 from moejax.sharding.distributed import agree
 
-Encode = Callable[[str], Sequence[int]] | None
 
-
-class Load(ABC):
-    """The cases that every arm is given, the same for all.
+class BatchLoad:
+    """Fixed batches, as `experiments.latency` has them: the cases that every arm is given.
 
     Attributes:
-        slo: objectives for goodput; seed: the workload's.
+        hash: names the workload: equal hashes, comparable results.
+        cases: each case's fields in its row.
+
+    Raises:
+        ConfigError: a case longer than a backend's model allows.
     """
 
-    slo: Slo
-    seed: int
-
-    @property
-    @abstractmethod
-    def hash(self) -> str:
-        """Names the workload: equal hashes, comparable results."""
-
-    @property
-    @abstractmethod
-    def cases(self) -> list[dict[str, Any]]:
-        """Each case's fields in its row."""
-
-    @abstractmethod
-    def warm_up(self, backend: Backend, case: int) -> None:
-        """Runs a case until all is compiled."""
-
-    @abstractmethod
-    def run(self, backend: Backend, case: int) -> tuple[list[RequestRecord], float, list[dict[str, Any]]]:
-        """Runs a case once: records, seconds, and rows of requests.jsonl."""
-
-    @abstractmethod
-    def tokens(self, backend: Backend, case: int) -> list[list[int]]:
-        """Output token ids of a pass that is not timed."""
-
-
-class BatchLoad(Load):
-    """Fixed batches, as `experiments.latency` has them."""
-
-    def __init__(self, workload: WorkloadConfig, backends: Sequence[Backend], encode: Encode) -> None:
-        """Raises `ConfigError` for a case longer than a backend's model allows."""
-        self.workload, self.slo, self.seed = workload, workload.slo, workload.seed
-        vocab_size = min(backend.vocab_size for backend in backends)
-        self.plan: list[tuple[LatencyCase, list[list[int]]]] = []
-        for case in latency_cases(workload):
-            for backend in backends:
-                check_case(backend, workload, case)
-            self.plan.append((case, case_prompts(workload, case, vocab_size, encode=encode)))
-
-    @property
-    def hash(self) -> str:
-        return workload_hash(self.workload)
-
-    @property
-    def cases(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(case) for case, _ in self.plan]
+    def __init__(self, workload: WorkloadConfig, backends: Sequence[Backend]) -> None:
+        self.workload, self.hash = workload, workload_hash(workload)
+        self.plan = plan_batches(backends, workload)
+        self.cases: list[dict[str, Any]] = [dataclasses.asdict(case) for case, _ in self.plan]
 
     def _generate(self, backend: Backend, index: int) -> list[RequestOutput]:
         case, prompts = self.plan[index]
@@ -93,6 +50,7 @@ class BatchLoad(Load):
         return backend.generate(prompts, params)
 
     def warm_up(self, backend: Backend, case: int) -> None:
+        """Runs a case until all is compiled."""
         if case == 0 and engine_of(backend) is None:
             prepare_peer(backend, self.workload, [item for item, _ in self.plan])
         # At least once: a variant that compiles while it is measured would be measured for that.
@@ -100,6 +58,7 @@ class BatchLoad(Load):
             self._generate(backend, case)
 
     def run(self, backend: Backend, case: int) -> tuple[list[RequestRecord], float, list[dict[str, Any]]]:
+        """Runs a case once: records, seconds, and rows of requests.jsonl."""
         outputs = self._generate(backend, case)
         records = [RequestRecord.from_output(output, case=case) for output in outputs]
         start = min(record.metrics.arrival_time for record in records)
@@ -107,33 +66,28 @@ class BatchLoad(Load):
         return records, seconds, [record_row(record, start) for record in records]
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
+        """Returns the output token ids of a pass that is not timed."""
         return [list(output.outputs[0].token_ids) for output in self._generate(backend, case)]
 
 
-class TrafficLoad(Load):
-    """Requests that arrive over time, as `experiments.throughput` has them: one case."""
+class TrafficLoad:
+    """Requests that arrive over time, as `experiments.throughput` has them: one case. Members are those of
+    `BatchLoad`.
 
-    def __init__(self, workload: ThroughputWorkload, backends: Sequence[Backend], encode: Encode) -> None:
-        """Raises `ConfigError` for a request that does not fit a backend's model or cache."""
-        self.workload, self.slo, self.seed = workload, workload.slo, workload.seed
-        vocab_size = min(backend.vocab_size for backend in backends)
-        self.plan: list[PlannedRequest] = list(plan_requests(workload, vocab_size, encode=encode))
-        check_lengths(backends, workload, self.plan)
+    Raises:
+        ConfigError: a request that does not fit a backend's model or cache.
+    """
+
+    def __init__(self, workload: ThroughputWorkload, backends: Sequence[Backend]) -> None:
+        self.workload, self.hash = workload, traffic_hash(workload)
+        self.plan = plan_traffic(backends, workload)
         self.rate = None if workload.trace_file else workload.request_rate
-
-    @property
-    def hash(self) -> str:
-        return traffic_hash(self.workload)
-
-    @property
-    def cases(self) -> list[dict[str, Any]]:
-        return [
+        self.cases: list[dict[str, Any]] = [
             {
                 "request_rate": "inf" if self.rate == float("inf") else self.rate,
                 "num_requests": len(self.plan),
                 "batch_size": len(self.plan),
-                "prompt_len": round(statistics.mean(len(request.prompt_token_ids) for request in self.plan)),
-                "output_len": round(statistics.mean(request.output_len for request in self.plan)),
+                **mean_lengths(self.plan),
             }
         ]
 
@@ -144,10 +98,8 @@ class TrafficLoad(Load):
         backend.reset_stats()
         gc.collect()
         passed = drive(backend, self.plan, self.workload.sampling, case=case, agree=agree)
-        if not any(record.completed for record in passed.records):
-            reason = next((item.error for item in passed.served if item.error), "no reason given")
-            raise RequestError(f"none of {len(self.plan)} requests was completed; first: {reason}")
-        return passed.records, passed.duration_s, [item.row(passed.start, self.slo) for item in passed.served]
+        passed.require_completed(backend.name)
+        return passed.records, passed.duration_s, passed.rows(self.workload.slo)
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
         outputs = [
@@ -157,6 +109,9 @@ class TrafficLoad(Load):
         while backend.step():
             pass
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+Load = BatchLoad | TrafficLoad
 
 
 def warm_up_all(arms: Sequence[Arm], load: Load) -> None:
@@ -198,7 +153,7 @@ def run_rounds(
             for position, index in enumerate(turns):
                 arm = arms[index]
                 records, seconds, rows = load.run(arm.variant.backend, case)
-                metrics = dict(compute_metrics(records, seconds, load.slo))
+                metrics = dict(compute_metrics(records, seconds, load.workload.slo))
                 known = arm.variant.backend.itl_known
                 arm.rounds[round_, case] = blank_unknown(metrics, itl_known=known)
                 extra = {"variant": arm.name, "iteration": round_, "position": position}

@@ -12,7 +12,6 @@ from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_ro
 from moejax.bench.ab.variants import CONTROL, Arm, Variant
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
-from moejax.bench.backends.registry import encoder
 from moejax.bench.common.agreement import token_agreement
 from moejax.bench.run import ExperimentRun
 from moejax.bench.traffic import ThroughputWorkload
@@ -53,7 +52,7 @@ def run_ab(
     arms = [Arm(variant) for variant in variants]
     _ = run.hardware  # an unknown kind is refused here, before anything runs
     first = [variants[0].backend]
-    run.start_backends(first, seed=load.seed, workload=load.hash, seeds={"ab": ab.seed}, variant="ab")
+    run.start_backends(first, seed=workload.seed, workload=load.hash, seeds={"ab": ab.seed}, variant="ab")
     warm_up_all(arms, load)
     judged = _measure(arms, load, ab)
     result = _build(run, arms, load, judged, ab.metrics)
@@ -67,8 +66,8 @@ def run_ab(
 
 def _load(workload: WorkloadConfig | ThroughputWorkload, backends: Sequence[Backend]) -> Load:
     if isinstance(workload, WorkloadConfig):
-        return BatchLoad(workload, backends, encoder(backends))
-    return TrafficLoad(workload, backends, encoder(backends))
+        return BatchLoad(workload, backends)
+    return TrafficLoad(workload, backends)
 
 
 def _control(baseline: Variant) -> Variant:
@@ -155,7 +154,7 @@ def _build(
         metrics=metrics,
         cases=rows,
         hardware=run.hardware,
-        slo=dataclasses.asdict(load.slo),
+        slo=dataclasses.asdict(load.workload.slo),
         compile_ledger=ledgers,
         resolved=as_dict(first.resolutions) if first is not None else {},
         variants=[_described(arm.variant) for arm in arms],

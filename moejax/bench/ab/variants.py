@@ -1,6 +1,6 @@
 """The variants that take turns in an A/B run, and their measurements."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,12 @@ class Variant:
         name: as in `ab.variants`, or `control`.
         overrides: what it adds to the command line.
         backend: its engine.
-        config: its whole configuration.
         shares: the variant whose weights it uses; None has its own.
     """
 
     name: str
     overrides: Sequence[str]
     backend: Backend
-    config: Mapping[str, Any]
     shares: str | None = None
 
 

@@ -85,13 +85,20 @@ def _ours(op: Op, spec: Spec, name: str) -> Variant:
     if reason is not None:
         return Variant(name, _same, True, unavailable=reason)
     chosen = configure(op, name, spec.problem)
+    return configured(op, spec, name, chosen.config, reason=chosen.reason)
+
+
+def configured(
+    op: Op, spec: Spec, name: str, config: Any, *, label: str | None = None, reason: str | None = None
+) -> Variant:
+    """Returns our implementation `name` in a configuration; `reason` says why in this one."""
     return Variant(
-        name,
-        functools.partial(_call, kind.run, {**spec.static, "config": chosen.config}),
+        label or name,
+        functools.partial(_call, op.implementations[name].run, {**spec.static, "config": config}),
         True,
         restrict=restriction(op.name),
-        config=json.dumps(config_dict(chosen.config)),
-        reason=chosen.reason,
+        config=json.dumps(config_dict(config)),
+        reason=reason,
         carries=op.carries,
     )
 

@@ -87,44 +87,60 @@ def bench_spec(
     item: Selected, spec: Spec, config: KernelSelection, ceilings: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """A row per implementation of one spec."""
-    op = item.op
+    op, cost = item.op, spec.cost
+    bound = 1e6 * max(cost.bytes / ceilings["copy_bandwidth"], cost.flops / _rate(ceilings, cost))
+    chosen = variants(op, spec, item.implementations, baselines=config.bench.baselines)
+    rows = {}
+    for variant, (timed, facts) in zip(
+        chosen, try_variants(op, spec, chosen, config.bench.repeats), strict=True
+    ):
+        figures = _figures(timed, cost, bound, ceilings) if timed is not None else {}
+        rows[variant.name] = _row(op, spec, variant, bound) | facts | figures
+    plain = rows.get(BFLOAT16, {}).get("median_us")
+    for row in rows.values():
+        if plain and row["ours"] and row.get("median_us"):
+            row["speedup_over_bf16"] = plain / row["median_us"]
+    return list(rows.values())
+
+
+def try_variants(
+    op: Op, spec: Spec, chosen: Sequence[Variant], repeats: int
+) -> list[tuple[Timed | None, dict[str, Any]]]:
+    """Compares variants of one spec with the reference, and times in turn those that are right.
+
+    Returns:
+        For each variant its times, None where it has none, and facts for its row: `error`; of one that ran
+        also `sets`, `cold` and `relative_error`.
+    """
     want, unchecked = None, None
     try:
         want = reference_result(op, spec, restriction(op.name))
     except Exception as error:
         unchecked = f"not timed, since the reference, to compare with, failed: {one_line(error)}"
     sets = bench_inputs(op, spec)
-    cost = spec.cost
-    bound = 1e6 * max(cost.bytes / ceilings["copy_bandwidth"], cost.flops / _rate(ceilings, cost))
-    rows, chains = {}, {}
-    for variant in variants(op, spec, item.implementations, baselines=config.bench.baselines):
-        row = rows[variant.name] = _row(op, spec, variant, bound)
-        row["error"] = variant.unavailable or unchecked
-        if row["error"]:
+    facts: dict[str, dict[str, Any]] = {}
+    chains = {}
+    for variant in chosen:
+        fact = facts[variant.name] = {"error": variant.unavailable or unchecked}
+        if fact["error"]:
             continue
         try:
             # What is prepared must fit beside the inputs.
             count = min(len(sets), max(2, MEMORY_BUDGET // max(variant.prepared_bytes, 1)))
             prepared = [variant.prepare(arrays) for arrays in sets[:count]]
-            row |= {"sets": count, "cold": is_cold(spec, prepared)}
+            fact |= {"sets": count, "cold": is_cold(spec, prepared)}
             if variant.comparable:
                 defined = jax.jit(lambda kw, ready, v=variant: v.restrict(v.run(ready), kw))
                 got = defined(sets[0], prepared[0])
-                row["relative_error"], row["error"] = check(got, want, spec, op.name)
-            if row["error"] is None:  # a wrong result has no time, so that it cannot be the fastest
+                fact["relative_error"], fact["error"] = check(got, want, spec, op.name)
+            if fact["error"] is None:  # a wrong result has no time, so that it cannot be the fastest
                 chains[variant.name] = Chain(variant.run, prepared, variant.carries)
         except Exception as error:  # another library's refusal, or ours: a row of the table, not its end
-            row["error"] = one_line(error)
-    timed, failed = measure(chains, config.bench.repeats)
-    for name, figures in timed.items():
-        rows[name] |= _figures(figures, cost, bound, ceilings)
+            fact["error"] = one_line(error)
+    timed, failed = measure(chains, repeats)
     for name, reason in failed.items():
-        rows[name]["error"] = reason
-    plain = rows.get(BFLOAT16, {}).get("median_us")
-    for row in rows.values():
-        if plain and row["ours"] and row.get("median_us"):
-            row["speedup_over_bf16"] = plain / row["median_us"]
-    return list(rows.values())
+        facts[name]["error"] = reason
+    return [(timed.get(variant.name), facts[variant.name]) for variant in chosen]
 
 
 def bench_inputs(op: Op, spec: Spec) -> list[dict[str, Any]]:

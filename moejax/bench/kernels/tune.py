@@ -13,11 +13,9 @@ from typing import Any
 
 import jax
 
-from moejax.bench.kernels.baselines import restriction
-from moejax.bench.kernels.bench import bench_inputs, require_gpu
-from moejax.bench.kernels.check import check, reference_result
+from moejax.bench.kernels.baselines import configured
+from moejax.bench.kernels.bench import require_gpu, try_variants
 from moejax.bench.kernels.config import KernelSelection
-from moejax.bench.kernels.device_timing import Chain, measure, one_line
 from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_products
 from moejax.bench.kernels.select import select
 from moejax.bench.kernels.static import cache_folder
@@ -120,7 +118,7 @@ def tune_spec(
     predicted = [predict_us(rows, repeat) for (_, rows), repeat in zip(sound, repeats, strict=True)]
     heuristic = next((i for i, (c, _) in enumerate(sound) if c == kind.heuristic(spec.problem)), None)
     if timed:
-        micros = _time(op, kind, spec, [c for c, _ in sound], config.bench.repeats)
+        micros = _time(op, name, spec, [c for c, _ in sound], config.bench.repeats)
         best, reason = min(range(len(sound)), key=lambda i: micros[i]), "the fastest right one"
         if math.isinf(micros[best]):
             logger.warning("%s %s %s: no configuration runs and is right", op.name, name, spec.name)
@@ -168,33 +166,12 @@ def _static(op: Op, name: str, spec: Spec, compiler: Compiler, target: str, conf
     return report.rows
 
 
-def _time(op: Op, kind: Implementation, spec: Spec, configs: Sequence[Any], repeats: int) -> list[float]:
+def _time(op: Op, name: str, spec: Spec, configs: Sequence[Any], repeats: int) -> list[float]:
     """Median microseconds of each configuration, in turn; infinite where it does not run or is wrong."""
-    restrict = restriction(op.name)
-    try:
-        want = reference_result(op, spec, restrict)
-    except Exception as error:
-        logger.warning(
-            "%s %s: the reference, to compare with, failed: %s", op.name, spec.name, one_line(error)
-        )
-        return [math.inf] * len(configs)
-    sets = bench_inputs(op, spec)
-    chains, dropped = {}, dict[str, str]()
-    for i, config in enumerate(configs):
-
-        def run(arguments: dict[str, Any], config: Any = config) -> Any:
-            return kind.run(**arguments, **spec.static, config=config)
-
-        try:
-            got = jax.jit(lambda kw, run=run: restrict(run(kw), kw))(sets[0])
-            fault = check(got, want, spec, op.name).fault
-            if fault is not None:
-                dropped[str(i)] = fault
-                continue
-            chains[str(i)] = Chain(run, sets, op.carries)
-        except Exception as error:  # this configuration's failure: the others are still to be timed
-            dropped[str(i)] = one_line(error)
-    timed, failed = measure(chains, repeats)
-    for at, reason in (dropped | failed).items():
-        logger.warning("%s %s %s dropped: %s", op.name, spec.name, config_dict(configs[int(at)]), reason)
-    return [timed[str(i)].median_us if str(i) in timed else math.inf for i in range(len(configs))]
+    chosen = [configured(op, spec, name, config, label=str(i)) for i, config in enumerate(configs)]
+    micros = []
+    for config, (timed, facts) in zip(configs, try_variants(op, spec, chosen, repeats), strict=True):
+        micros.append(timed.median_us if timed is not None else math.inf)
+        if timed is None:
+            logger.warning("%s %s %s dropped: %s", op.name, spec.name, config_dict(config), facts["error"])
+    return micros

@@ -1,12 +1,13 @@
 """The plan of a latency experiment, and what is measured of each of its parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from moejax.bench.backends.base import Backend
+from moejax.bench.backends.registry import encoder
 from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases
 from moejax.core.errors import ConfigError
 from moejax.results.metrics import RequestRecord
@@ -50,34 +51,25 @@ class CaseData:
         ]
 
 
-def plan_cases(
-    backends: Sequence[Backend],
-    workload: WorkloadConfig,
-    encode: Callable[[str], Sequence[int]] | None,
-) -> list[CaseData]:
-    """Every case on every backend, case by case.
+def plan_batches(
+    backends: Sequence[Backend], workload: WorkloadConfig
+) -> list[tuple[LatencyCase, list[list[int]]]]:
+    """Returns every case with its prompts, the same for all backends.
 
     Raises:
         ConfigError: a case longer than a backend's model allows, or token ids that one does not have.
         RequestError: a backend cannot sample as the workload asks.
     """
-    vocab_size = min(backend.vocab_size for backend in backends)
-    data = []
+    vocab_size, encode = min(backend.vocab_size for backend in backends), encoder(backends)
+    plan = []
     for case in latency_cases(workload):
         for backend in backends:
-            check_case(backend, workload, case)
-        prompts = case_prompts(workload, case, vocab_size, encode=encode)
-        data += [CaseData(case, backend, prompts) for backend in backends]
-    return data
+            _check_case(backend, workload, case)
+        plan.append((case, case_prompts(workload, case, vocab_size, encode=encode)))
+    return plan
 
 
-def check_case(backend: Backend, workload: WorkloadConfig, case: LatencyCase) -> None:
-    """Checks that a backend can run a case.
-
-    Raises:
-        ConfigError: the case is longer than the backend's model allows.
-        RequestError: the backend cannot sample as the workload asks.
-    """
+def _check_case(backend: Backend, workload: WorkloadConfig, case: LatencyCase) -> None:
     limit = backend.max_model_len
     if limit is not None and case.total_len > limit:
         whose = "" if backend.name == "moejax" else f" of {backend.name}"

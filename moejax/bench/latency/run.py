@@ -6,9 +6,9 @@ from typing import Any
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
 from moejax.bench.backends.peer_ratios import blank_unknown
-from moejax.bench.backends.registry import encoder, without_our_process
+from moejax.bench.backends.registry import without_our_process
 from moejax.bench.common.trace_io import write_capture
-from moejax.bench.latency.cases import CaseData, plan_cases
+from moejax.bench.latency.cases import CaseData, plan_batches
 from moejax.bench.latency.measure import measure
 from moejax.bench.latency.rows import case_rows
 from moejax.bench.run import ExperimentRun
@@ -35,7 +35,8 @@ def run_latency(engines: Sequence[LLM | Backend], workload: WorkloadConfig, run:
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     backends = [as_backend(engine) for engine in engines]
-    data = plan_cases(backends, workload, encoder(backends))
+    plan = plan_batches(backends, workload)
+    data = [CaseData(case, backend, prompts) for case, prompts in plan for backend in backends]
     hardware, llm = run.hardware, engine_of(backends[0])
     if hardware is not None and llm is not None:
         hardware = together(hardware, llm.parallel_config.num_devices)

@@ -6,15 +6,15 @@ from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
-from moejax.bench.backends.registry import encoder, without_our_process
+from moejax.bench.backends.registry import without_our_process
 from moejax.bench.common.compilation import shown_compilation
 from moejax.bench.ramp.config import RampConfig
 from moejax.bench.ramp.rule import best_goodput, judge, knee, pareto_front, user_rates
 from moejax.bench.run import ExperimentRun
 from moejax.bench.throughput.measure import run_pass, warm_up
-from moejax.bench.throughput.modes import Mode, check_lengths, plan_modes
+from moejax.bench.throughput.modes import Mode, plan_modes, plan_traffic
 from moejax.bench.throughput.rows import mode_rows, request_rows
-from moejax.bench.traffic import ThroughputWorkload, plan_requests, traffic_hash
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, traffic_hash
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.report.progress import progress
@@ -38,15 +38,12 @@ def run_ramp(
     """
     ramp.check_alone(workload.request_rate, workload.trace_file)
     backends = [as_backend(engine) for engine in engines]
-    vocab_size = min(backend.vocab_size for backend in backends)
-    encode = encoder(backends)
 
-    def plan(rate: float) -> Any:
+    def plan(rate: float) -> list[PlannedRequest]:
         step = dataclasses.replace(workload, request_rate=rate, num_requests=ramp.num_requests(rate))
-        return plan_requests(step, vocab_size, encode=encode)
+        return plan_traffic(backends, step)
 
     longest = plan(ramp.steps()[-1])  # a lower rate's requests are the first of these
-    check_lengths(backends, workload, longest)
     _ = run.hardware  # an unknown kind is refused here, before anything runs
     run.start_backends(backends, seed=workload.seed, workload=traffic_hash(workload))
     modes: list[Mode] = []

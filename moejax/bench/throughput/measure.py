@@ -11,7 +11,6 @@ from moejax.bench.common.trace_io import start_capture, take_capture
 from moejax.bench.driver import drive
 from moejax.bench.throughput.modes import Mode
 from moejax.bench.traffic import ThroughputWorkload
-from moejax.core.errors import RequestError
 from moejax.report.progress import Task, progress
 from moejax.sharding.distributed import agree
 
@@ -72,7 +71,5 @@ def run_pass(mode: Mode, workload: ThroughputWorkload, case: int, task: Task, me
     if not mode.runs and case == 0:
         mode.trace = take_capture(llm, case)
     mode.failed_steps += mode.backend.stats()["failed_steps"]
-    if not any(record.completed for record in run.records):
-        reason = next((item.error for item in run.served if item.error), "no reason given")
-        raise RequestError(f"none of {len(mode.plan)} requests was completed ({mode.label}); first: {reason}")
+    run.require_completed(mode.label)
     mode.runs.append(run)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.bench.backends.registry import encoder
 from moejax.bench.driver import ServedRequest, TrafficRun
-from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests
 from moejax.core.errors import ConfigError
 from moejax.routing.capture import RoutingCapture
 
@@ -69,15 +70,24 @@ def plan_modes(
     return [Mode(backend, plan, rate) for backend in chosen]
 
 
-def check_lengths(
-    backends: Sequence[Backend], workload: ThroughputWorkload, plan: Sequence[PlannedRequest]
-) -> None:
-    """Every request fits the models, and alone also our cache: there is no use in waiting for more of it.
+def plan_traffic(backends: Sequence[Backend], workload: ThroughputWorkload) -> list[PlannedRequest]:
+    """Returns the requests in order of arrival, the same for all backends.
+
+    Each fits the models, and alone also our cache: there is no use in waiting for more of it.
 
     Raises:
-        ConfigError: the longest does not.
+        ConfigError: the longest does not fit, or a file of the workload's is wrong.
         RequestError: a backend cannot sample as the workload asks.
     """
+    vocab_size = min(backend.vocab_size for backend in backends)
+    plan = plan_requests(workload, vocab_size, encode=encoder(backends))
+    _check_lengths(backends, workload, plan)
+    return plan
+
+
+def _check_lengths(
+    backends: Sequence[Backend], workload: ThroughputWorkload, plan: Sequence[PlannedRequest]
+) -> None:
     longest = max(plan, key=lambda asked: asked.total_len)
     prompt, output = len(longest.prompt_token_ids), longest.output_len
     text = f"the longest request has {prompt} + {output} tokens"

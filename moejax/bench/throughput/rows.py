@@ -11,7 +11,7 @@ from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.common.step_cost import traffic_utilisation
 from moejax.bench.common.timeline import step_metrics
 from moejax.bench.throughput.modes import Mode
-from moejax.bench.traffic import ThroughputWorkload
+from moejax.bench.traffic import ThroughputWorkload, mean_lengths
 from moejax.core.hardware import Hardware
 from moejax.results.metrics import RequestRecord, case_row, compute_metrics, summarize
 from moejax.results.statistics import interval_fields, paired_ratio
@@ -54,8 +54,7 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
         "num_requests": len(plan),
         "max_num_seqs": limit,
         "batch_size": limit or len(plan),
-        "prompt_len": round(statistics.mean(len(request.prompt_token_ids) for request in plan)),
-        "output_len": round(statistics.mean(request.output_len for request in plan)),
+        **mean_lengths(plan),
     }
     served = mode.served
     duration = sum(run.duration_s for run in mode.runs)
@@ -115,11 +114,11 @@ def request_rows(mode: Mode, workload: ThroughputWorkload) -> list[dict[str, Any
     """Rows of requests.jsonl; `arrival_s` counts from its iteration's start."""
     return [
         {
-            **item.row(run.start, workload.slo),
+            **row,
             "backend": mode.backend.name,
             "batching": mode.batching,
             "iteration": iteration,
         }
         for iteration, run in enumerate(mode.runs)
-        for item in run.served
+        for row in run.rows(workload.slo)
     ]

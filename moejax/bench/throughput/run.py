@@ -6,15 +6,15 @@ from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
-from moejax.bench.backends.registry import encoder, without_our_process
+from moejax.bench.backends.registry import without_our_process
 from moejax.bench.common.step_cost import traffic_step_costs
 from moejax.bench.common.timeline import bin_steps
 from moejax.bench.common.trace_io import write_capture
 from moejax.bench.run import ExperimentRun
 from moejax.bench.throughput.measure import measure
-from moejax.bench.throughput.modes import Mode, check_lengths, plan_modes
+from moejax.bench.throughput.modes import Mode, plan_modes, plan_traffic
 from moejax.bench.throughput.rows import iteration_rates, mode_rows, request_rows, speedup
-from moejax.bench.traffic import ThroughputWorkload, plan_requests, traffic_hash
+from moejax.bench.traffic import ThroughputWorkload, traffic_hash
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.results.result import Result
@@ -48,9 +48,7 @@ def run_throughput(
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     backends = [as_backend(engine) for engine in engines]
-    vocab_size = min(backend.vocab_size for backend in backends)
-    plan = plan_requests(workload, vocab_size, encode=encoder(backends))
-    check_lengths(backends, workload, plan)
+    plan = plan_traffic(backends, workload)
     _ = run.hardware  # an unknown kind is refused here, before anything runs
     run.start_backends(backends, seed=workload.seed, workload=traffic_hash(workload))
     modes = plan_modes(backends, workload, plan)

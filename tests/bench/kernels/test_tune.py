@@ -72,7 +72,7 @@ def untouched(monkeypatch):
             return Measured(timed, {at: "RuntimeError: out of memory" for at in chains if at not in timed})
 
         monkeypatch.setattr(tune, "_static", sound)
-        monkeypatch.setattr(tune, "measure", fake)
+        monkeypatch.setattr(bench, "measure", fake)
         monkeypatch.setattr(bench, "chain_length", lambda expected_us, call_bytes: 2)
 
     return setup
