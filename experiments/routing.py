@@ -13,10 +13,8 @@ def main(config: RoutingConfig) -> None:
     from moejax.bench.run import ExperimentRun
     from moejax.engine.opening.resolve import find_model
 
-    section, model = config.model, None
-    if section is not None:
-        source = section.path if section.path is not None else section.hf_config or {}
-        model = find_model(source, section.load_format)[1]
+    section = config.model
+    model = None if section is None else find_model(section.source, section.load_format)[1]
     with ExperimentRun.open("routing", config, output_dir()) as run:
         run_routing(config, model, run)
 

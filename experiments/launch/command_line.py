@@ -57,8 +57,18 @@ def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
 
 def without_tracker(argv: Sequence[str], schema: type) -> list[str]:
     """Returns `argv` without `tracker=none` where `schema` has no tracker: it asks for what is so anyway."""
-    tracks = any(item.name == "tracker" for item in dataclasses.fields(schema))
+    tracks = has_section(schema, "tracker")
     return [argument for argument in argv if tracks or argument != "tracker=none"]
+
+
+def has_section(schema: type, name: str) -> bool:
+    """Returns whether dataclass `schema` has a field of that name."""
+    return any(field.name == name for field in dataclasses.fields(schema))
+
+
+def override_key(argument: str) -> str:
+    """Returns the key of a KEY=VALUE argument, without `+` or `~`; a flag is its own key."""
+    return argument.partition("=")[0].lstrip("+~")
 
 
 class _Flags(argparse.ArgumentParser):

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from experiments.launch.schema import InferenceSections, LatencyConfig, QuantizationConfig, ThroughputConfig
+from experiments.launch.schema import InferenceSections, ModelSections, QuantizationConfig, ServingSections
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.registry import open_backends as open_section
 from moejax.core.quant import QuantConfig
@@ -19,9 +19,7 @@ def open_llm(config: InferenceSections) -> LLM:
         return _open(config, config.quant, parallel=config.parallel, on_progress=task.to)
 
 
-def open_backends(
-    config: LatencyConfig | ThroughputConfig, log_dir: Path
-) -> AbstractContextManager[list[Backend]]:
+def open_backends(config: ServingSections, log_dir: Path) -> AbstractContextManager[list[Backend]]:
     """Opens the backends of the section `backend`, the first one first.
 
     Raises what `open_section` and `LLM` raise.
@@ -41,7 +39,7 @@ def open_quantized(config: QuantizationConfig, quant: QuantConfig | None) -> LLM
     return _open(config, quant)
 
 
-def _open(config: InferenceSections | QuantizationConfig, quant: QuantConfig | None, **more: Any) -> LLM:
+def _open(config: ModelSections, quant: QuantConfig | None, **more: Any) -> LLM:
     model = config.model
     return LLM(
         model.source,

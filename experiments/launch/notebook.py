@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from experiments.launch.app import Main, schema_of
-from experiments.launch.command_line import translate, without_tracker
+from experiments.launch.command_line import override_key, translate, without_tracker
 from experiments.launch.compose import CONFIG_DIR, composer, hydra_left_alone
 from moejax.core.errors import ConfigError, unknown
 from moejax.tracking.base import TrackerConfig
@@ -68,7 +68,7 @@ def untracked(config: Any, experiment: str) -> Any:
     overrides = overrides_of(config)
     if overrides is None:
         return dataclasses.replace(config, tracker=TrackerConfig(kind="none"))
-    kept = [item for item in overrides if item.lstrip("+~").partition("=")[0].partition(".")[0] != "tracker"]
+    kept = [item for item in overrides if override_key(item).partition(".")[0] != "tracker"]
     return compose([*kept, "tracker=none"], experiment)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict, read_write
 
+from experiments.launch.command_line import has_section
 from moejax.core.errors import ConfigError
 from moejax.core.files import dump_json
 from moejax.core.parallel import ParallelConfig
@@ -43,7 +44,7 @@ def prefix() -> str:
 
 def runs_here(place: LaunchEnvironment, schema: type) -> bool:
     """Whether this process has a part in the experiment: without a mesh, process 0 runs it alone."""
-    return place.index == 0 or _has(schema, "parallel")
+    return place.index == 0 or has_section(schema, "parallel")
 
 
 @contextlib.contextmanager
@@ -67,7 +68,7 @@ def taking_part(config: Any) -> Iterator[Any]:
         ConfigError: this process's configuration is not process 0's, or a process has no device in the mesh.
         ConfigError, DeviceError: as `initialize_from_environment`.
     """
-    if not _has(type(config), "parallel"):
+    if not has_section(type(config), "parallel"):
         yield config
         return
     if config.parallel.num_devices > 1:
@@ -82,7 +83,7 @@ def taking_part(config: Any) -> Iterator[Any]:
         with _stdout_for_results():
             yield config
         return
-    if _has(type(config), "tracker"):
+    if has_section(type(config), "tracker"):
         config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, kind="none"))
     with tempfile.TemporaryDirectory(prefix=f"moejax-process-{info.index}-") as folder:
         _divert_results(Path(folder))
@@ -108,10 +109,6 @@ def _stdout_for_results() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _has(schema: type, name: str) -> bool:
-    return any(field.name == name for field in dataclasses.fields(schema))
 
 
 def _check_same(config: Any, index: int) -> None:

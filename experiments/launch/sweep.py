@@ -22,6 +22,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from experiments.launch.command_line import has_section, override_key
 from experiments.launch.compose import PlannedSweep, assignment
 from experiments.launch.validate import one_line
 from moejax.core.errors import ConfigError, MoejaxError
@@ -65,9 +66,8 @@ def expand_resume(
     # Hydra's parser takes -m before or after all overrides, not between them.
     given.sort(key=lambda text: text not in _MULTIRUN)
     if known.resume is None:
-        keys = {item.name for item in dataclasses.fields(schema)}
         for text in given:
-            if text.startswith("resume=") and "resume" not in keys:
+            if text.startswith("resume=") and not has_section(schema, "resume"):
                 raise ConfigError(f"a sweep is resumed with --resume {text.removeprefix('resume=') or 'DIR'}")
         return given, None
     folder = Path(known.resume)
@@ -79,15 +79,11 @@ def expand_resume(
         )
     if alone and record.alive:
         raise ConfigError(f"the sweep in {known.resume!r} is still running ({record.process})")
-    replaced = {_key(text) for text in given}
-    kept = [text for text in record.argv if _key(text) not in replaced or text.startswith("-")]
+    replaced = {override_key(text) for text in given}
+    kept = [text for text in record.argv if override_key(text) not in replaced or text.startswith("-")]
     flags = [] if set(_MULTIRUN) & {*kept, *given} else ["-m"]
     expanded = [*flags, *kept, *given, assignment("hydra.sweep.dir", known.resume)]
     return sorted(expanded, key=lambda text: text not in _MULTIRUN), folder
-
-
-def _key(argument: str) -> str:
-    return argument.split("=")[0].lstrip("+~")
 
 
 def check_resumed(resumed: Path) -> Callable[[int, Sequence[str], Path, Any], None]:
@@ -133,7 +129,7 @@ class Sweep:
     ) -> None:
         self.plan, self.experiment, self.resumed, self.speaks = plan, experiment, resumed, speaks
         self.folder = resumed if resumed is not None else Path(plan.root)
-        kept = [text for text in argv if _key(text) != "hydra.sweep.dir"]
+        kept = [text for text in argv if override_key(text) != "hydra.sweep.dir"]
         self.record = SweepRecord(experiment, kept, expected=plan.expected)
         self.before: dict[Path, JobRecord] = {}
         self.finished = 0

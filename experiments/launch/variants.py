@@ -8,6 +8,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
+from experiments.launch.command_line import override_key
 from experiments.launch.compose import composer
 from experiments.launch.schema import LatencyConfig, ThroughputConfig
 from experiments.launch.validate import one_line
@@ -35,8 +36,8 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
     variants: dict[str, Any] = {}
     with composer(experiment, type(config)) as compose:
         for name, changes in section.all_variants.items():
-            keys = {_key(item) for item in changes}
-            kept = [item for item in overrides if _key(item) not in keys]
+            keys = {override_key(item) for item in changes}
+            kept = [item for item in overrides if override_key(item) not in keys]
             try:
                 variant = compose.build([*kept, *changes])
             except MoejaxError as error:
@@ -50,10 +51,6 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
                 )
             variants[name] = variant
     return variants
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _check(name: str, config: Any, variant: Any) -> None:
@@ -74,7 +71,7 @@ def run_variants(config: Config, out: Path) -> None:
     Raises what opening a model and `moejax.bench.ab.run.run_ab` raise.
     """
     from moejax.bench.ab.run import run_ab
-    from moejax.bench.ab.variants import Variant
+    from moejax.bench.ab.variants import Arm
     from moejax.bench.run import ExperimentRun
 
     hydra = HydraConfig.get()
@@ -82,12 +79,11 @@ def run_variants(config: Config, out: Path) -> None:
     configs = compose_variants(config, experiment, list(hydra.overrides.task))
     with ExitStack() as stack:
         run = stack.enter_context(ExperimentRun.open(f"{experiment}_ab", config, out))
-        variants: list[Variant] = []
+        arms: list[Arm] = []
         for name, composed in configs.items():
-            backend, shares = _open(composed, out, configs, variants, stack.enter_context)
-            overrides = config.ab.all_variants[name]
-            variants.append(Variant(name, overrides, backend, shares))
-        run_ab(variants, config.workload, config.ab, run)
+            backend, shares = _open(composed, out, configs, arms, stack.enter_context)
+            arms.append(Arm(name, config.ab.all_variants[name], backend, shares))
+        run_ab(arms, config.workload, config.ab, run)
 
 
 def _open(

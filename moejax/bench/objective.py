@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.core.errors import ConfigError, did_you_mean
+from moejax.results.metric_names import RATES
 from moejax.results.metrics import LATENCIES, STATISTICS, Slo
 
-_RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
 _ANYWHERE = (
     "compile_seconds",
     "cost_per_million_output_tokens",
@@ -27,7 +27,7 @@ _OF: dict[str, tuple[str, ...]] = {
 def known_objectives(experiment: str) -> list[str]:
     """Names of the flat metrics that an experiment has or may have."""
     latencies = [f"{statistic}_{name}_ms" for name in LATENCIES for statistic in STATISTICS]
-    return list(dict.fromkeys([*_RATES, *latencies, *_OF[experiment], *_ANYWHERE]))
+    return list(dict.fromkeys([*RATES, *latencies, *_OF[experiment], *_ANYWHERE]))
 
 
 def check_objective(objective: str | None, experiment: str, slo: Slo) -> None:

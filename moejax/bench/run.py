@@ -140,6 +140,7 @@ class ExperimentRun:
             variant: what tells the run from others of its group.
 
         Raises:
+            ConfigError: an unknown kind of device.
             OutputError, TrackingError: the tracker cannot be started.
         """
         self.record(seeds=seeds, checkpoint=checkpoint, workload=workload)
@@ -179,15 +180,14 @@ class ExperimentRun:
         devices = engine.parallel_config.num_devices if engine is not None else 1
         self.meter = Meter(self.telemetry, self.price, devices)
 
-    def record(
-        self,
-        *,
-        seeds: Mapping[str, int] | None = None,
-        checkpoint: Path | None = None,
-        workload: str | None = None,
-    ) -> None:
-        """Collects the provenance only; arguments as in `start`."""
-        self.provenance = collect(self.config, seeds=seeds, checkpoint=checkpoint, workload=workload)
+    def record(self, **sources: Any) -> None:
+        """Collects the provenance only; `sources` are `seeds`, `checkpoint` and `workload` as in `start`.
+
+        Raises:
+            ConfigError: an unknown kind of device.
+        """
+        _ = self.hardware  # asked for here, before anything runs
+        self.provenance = collect(self.config, **sources)
 
     def track(self, **naming: Any) -> None:
         """Starts the tracker of a run whose provenance is recorded; arguments as in `open_tracker`."""

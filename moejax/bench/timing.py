@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 
 from moejax.nn.quantized import weight_size
-from moejax.results.statistics import Interval, bootstrap_interval, interval_fields, paired_ratio
+from moejax.results.statistics import Interval, paired_ratio
 
 
 @dataclass(frozen=True)
@@ -35,32 +35,14 @@ class Timing:
     def min_s(self) -> float:
         return min(self.seconds)
 
-    def interval(self, confidence: float = 0.95) -> Interval:
-        """The median with its bootstrap interval, in seconds."""
-        return bootstrap_interval(self.seconds, "median", confidence=confidence)
-
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants timed in turns. `ratios[name]` is that variant's time over the baseline's:
+    """Variants timed in turns. `ratios[name]` is that variant's time over the first one's:
     below 1 is faster."""
 
     timings: dict[str, Timing]
-    baseline: str
     ratios: dict[str, Interval]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One dict per variant: name, median_ms, min_ms, first_call_ms, ratio, ratio_low, ratio_high."""
-        return [
-            {
-                "name": name,
-                "median_ms": timing.median_s * 1e3,
-                "min_ms": timing.min_s * 1e3,
-                "first_call_ms": timing.first_call_s * 1e3,
-                **interval_fields("ratio", self.ratios[name]),
-            }
-            for name, timing in self.timings.items()
-        ]
 
 
 def timed(fn: Callable[..., Any], *args: Any) -> tuple[float, Any]:
@@ -73,29 +55,25 @@ def timed(fn: Callable[..., Any], *args: Any) -> tuple[float, Any]:
 def interleave(
     variants: Mapping[str, Callable[[], Any]],
     *,
-    baseline: str | None = None,
     warmup: int = 2,
     repeats: int = 10,
 ) -> Comparison:
     """Times several callables in turns, so that a machine's drift falls on all alike.
 
     Args:
-        variants: name → callable without arguments; what it returns is waited for and then dropped.
-            A callable that donates its arguments must keep the returned ones itself.
-        baseline: the variant that ratios divide by; None takes the first.
+        variants: name → callable without arguments; ratios divide by the first one's time. What it returns
+            is waited for and then dropped. A callable that donates its arguments must keep the returned ones
+            itself.
         warmup: calls of each before measuring, at least 1.
         repeats: measured rounds; every other round goes through the variants backwards, so that none
             always runs behind the same neighbour.
 
     Raises:
-        ValueError: no variants, an unknown baseline, or counts below 1.
+        ValueError: no variants, or counts below 1.
     """
     names = list(variants)
     if not names or warmup < 1 or repeats < 1:
         raise ValueError(f"need variants, warmup >= 1 and repeats >= 1; got {names}, {warmup}, {repeats}")
-    base = names[0] if baseline is None else baseline
-    if base not in variants:
-        raise ValueError(f"baseline {base!r} is not among {names}")
     first = {}
     for name in names:
         # The result of `timed` is dropped at once: two variants' outputs need not fit in memory together.
@@ -107,8 +85,8 @@ def interleave(
         for name in names if round_ % 2 == 0 else reversed(names):
             seconds[name].append(timed(variants[name])[0])
     timings = {name: Timing(name, tuple(seconds[name]), first[name]) for name in names}
-    ratios = {name: paired_ratio(seconds[name], seconds[base]) for name in names}
-    return Comparison(timings, base, ratios)
+    ratios = {name: paired_ratio(seconds[name], seconds[names[0]]) for name in names}
+    return Comparison(timings, ratios)
 
 
 def weight_metrics(stages: Iterable[nnx.Module]) -> dict[str, float]:

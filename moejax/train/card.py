@@ -1,6 +1,5 @@
 """The model card: what was trained, by which command, on what, and what was measured."""
 
-import dataclasses
 import math
 import platform
 import textwrap
@@ -11,7 +10,7 @@ from moejax.text.corpus import MIN_REPEATED, characters
 from moejax.tracking.provenance import cpu_info, device_info
 from moejax.train.config import TrainConfig
 from moejax.train.evaluate import HeldOut, load_shares
-from moejax.train.loop import TrainResult
+from moejax.train.loop import TrainResult, run_identity
 from moejax.train.tokenizer import END_OF_TEXT
 
 
@@ -84,8 +83,8 @@ def _intro(config: TrainConfig, facts: CardFacts) -> str:
 
 def _training(config: TrainConfig, facts: CardFacts) -> str:
     result = facts.result
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name in _TRAINING_FIELDS}
-    settings = "\n".join(f"{name}: {value}" for name, value in values.items())
+    identity = run_identity(config).items()
+    settings = "\n".join(f"{name}: {value}" for name, value in identity if not name.startswith("model."))
     tokens = config.tokens_per_step * config.steps
     noise = f"{config.token_noise:.0%} of the input tokens were replaced by random ones. "
     about = f"""{config.steps} steps of {config.tokens_per_step} tokens: {_millions(tokens)} in all,
@@ -167,10 +166,3 @@ def _cost(result: TrainResult, tokens: int) -> str:
     # A busy machine stretches the first figure and not the second.
     used = f"{result.cpu_seconds / 60:.1f} minutes of CPU time"
     return f"{cost} ({used}), on {cpu['usable_cores']} cores of {cpu['model']}"
-
-
-_TRAINING_FIELDS = (
-    "vocab_size", "held_out_fraction", "steps", "batch_size", "seq_len", "learning_rate", "warmup_steps",
-    "min_lr_ratio", "weight_decay", "beta1", "beta2", "grad_clip", "load_balance_coef", "router_z_coef",
-    "capacity_factor", "token_noise", "seed",
-)  # fmt: skip

@@ -100,9 +100,9 @@ def init_state(config: TrainConfig) -> TrainState:
     return TrainState(params, make_optimizer(config).init(params), step, sequence, rng)
 
 
-def build_model(config: ModelConfig, params: Params, moe: MoeConfig | None = None) -> Decoder:
+def build_model(config: ModelConfig, params: Params) -> Decoder:
     """Returns the module around arrays of a `TrainState`."""
-    return nnx.merge(nnx.graphdef(Decoder(config, moe=moe)), params)
+    return nnx.merge(nnx.graphdef(Decoder(config)), params)
 
 
 def add_noise(tokens: jax.Array, share: float, vocab_size: int, key: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import orders
 from moejax.bench.ab.run import run_ab
-from moejax.bench.ab.variants import CONTROL, Arm, Variant
+from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.common.agreement import token_agreement
@@ -89,7 +89,7 @@ QUIET = TrackerConfig(kind="none")
 def run(
     tmp_path: Path, backends: dict[str, Clocked], workload=WORKLOAD, config: Any = None, **section: Any
 ) -> dict[str, Any]:
-    variants = [Variant(name, [f"x={name}"], backend) for name, backend in backends.items()]
+    variants = [Arm(name, [f"x={name}"], backend) for name, backend in backends.items()]
     section.setdefault("rounds", 10)
     kind = "latency" if isinstance(workload, WorkloadConfig) else "throughput"
     with run_into(tmp_path, f"{kind}_ab", config) as this:
@@ -124,7 +124,7 @@ def test_equal_variants_have_no_winner_more_often_than_alpha(tmp_path):
     cases = [{"batch_size": 1, "prompt_len": 4, "output_len": 5}]
 
     def arm(name, rng, common, factor=1.0):
-        found = Arm(Variant(name, [], Clocked()))
+        found = Arm(name, [], Clocked())
         for round_ in range(12):
             noise = factor * common[round_] * np.exp(0.02 * rng.standard_t(2))
             found.rounds[round_, 0] = {
@@ -302,7 +302,7 @@ def test_traffic_is_measured_too(tmp_path, monkeypatch):
         n: FakeLLM(clock=clock, advance=clock.advance, step_s=s) for n, s in (("a", 0.01), ("b", 0.02))
     }
     backends = {name: MoejaxBackend(llm) for name, llm in engines.items()}
-    variants = [Variant(name, [], backend) for name, backend in backends.items()]
+    variants = [Arm(name, [], backend) for name, backend in backends.items()]
     with run_into(tmp_path, "throughput_ab") as this:
         result = run_ab(variants, workload, AbSection(rounds=8), this)
     assert result["experiment"] == "throughput_ab"

@@ -72,7 +72,7 @@ def test_a_fixed_batch() -> None:
         *(record(10, [first, first + 1], arrival=1.0) for first in (1.75, 1.25)),
         *(record(10, [first, first + 1], arrival=1.0) for first in (5.0, 1.25)),
     ]
-    row, (prefill, decode) = latency_step_costs(llm, case, hits, records, 20.0, DEVICE)
+    row, (prefill, decode) = latency_step_costs(EngineSteps(llm), case, hits, records, 20.0, DEVICE)
     assert (prefill["phase"], decode["phase"]) == ("prefill", "decode")
     assert (prefill["seconds"], decode["seconds"]) == (0.75, 0.02)
     ops = EngineSteps(llm).decode(case, hits["decode"])
@@ -82,9 +82,9 @@ def test_a_fixed_batch() -> None:
     # 20 tokens, 8 a step: three steps read the weights three times.
     assert prefill["weight_bytes"] > 2.9 * 4 * CONFIG.hidden_size * CONFIG.num_experts
     assert {"a100_80gb", "h100", "h200"} == set(decode["devices"])
-    nothing, costs = latency_step_costs(llm, case, {"decode": None, "prefill": None}, records, 20.0, DEVICE)
+    nothing, costs = latency_step_costs(EngineSteps(llm), case, {}, records, 20.0, DEVICE)
     assert (nothing, costs) == ({}, [])
-    unknown, _ = latency_step_costs(llm, case, hits, records, 20.0, None)
+    unknown, _ = latency_step_costs(EngineSteps(llm), case, hits, records, 20.0, None)
     assert set(unknown) == set(row) and not any(unknown.values())
 
 

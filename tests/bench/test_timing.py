@@ -14,7 +14,6 @@ def test_compiling_is_in_the_first_call_only():
     x = jnp.ones((64, 64), jnp.float32)
     timing = interleave({"step": lambda: step(x)}, repeats=5).timings["step"]
     assert len(timing.seconds) == 5 and timing.first_call_s > timing.median_s >= timing.min_s > 0
-    assert timing.interval().low <= timing.median_s <= timing.interval().high
 
 
 def test_device_work_is_waited_for():
@@ -45,15 +44,13 @@ def test_variants_take_turns_and_ratios_refer_to_the_baseline():
     assert order[:4] == ["fast", "fast", "slow", "slow"]
     assert order[4:] == ["fast", "slow", "slow", "fast"] * 2
     assert found.ratios["fast"].estimate == 1.0 and found.ratios["slow"].estimate > 1.5
-    row = found.rows()[1]
-    assert row["name"] == "slow" and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+    slow = found.ratios["slow"]
+    assert slow.low <= slow.estimate <= slow.high
 
 
 def test_wrong_use_is_an_error():
     with pytest.raises(ValueError, match="need variants"):
         interleave({})
-    with pytest.raises(ValueError, match="baseline 'x' is not among"):
-        interleave({"a": lambda: None}, baseline="x")
     with pytest.raises(ValueError, match="warmup >= 1"):
         interleave({"a": lambda: None}, warmup=0)
 

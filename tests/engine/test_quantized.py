@@ -18,7 +18,6 @@ from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, initialize, iter_params, specs
 from moejax.nn.quantized import quantized_weights, weight_size
 from moejax.ops.dispatch import choose_quantized
-from moejax.perf.cost import decode_step_cost
 from moejax.perf.memory import held_weights, tensor_bytes
 from moejax.ptq.on_load import QuantizeOnLoad
 from moejax.quantization.arithmetic import dequantize
@@ -26,6 +25,7 @@ from moejax.quantization.formats import parse_format
 from moejax.sharding.axes import Axes
 from tests.engine.mesh_models import ENGINE, FAMILIES, prompts
 from tests.engine.test_mesh import LAYOUTS, RELATIVE, outcome
+from tests.perf.steps import decode_step_cost
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

@@ -22,9 +22,10 @@ from moejax.perf.attribution import (
     total,
     utilisation,
 )  # fmt: skip
-from moejax.perf.cost import decode_step_cost, expert_params
+from moejax.perf.cost import expert_params
 from moejax.perf.memory import held_weights
 from tests.perf.models import small_model
+from tests.perf.steps import decode_step_cost
 
 # Two experts of sixteen, D 40, H 8 and K 4 heads of 6, F 24, shared 72, dense 56, V 96.
 CONFIG = small_model()

@@ -12,7 +12,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.opening.resolve import cache_dtype, unsupported_by_kernels
 from moejax.engine.opening.start import cache_blocks
-from moejax.perf.cost import decode_step_cost, kv_head_bytes
+from moejax.perf.cost import kv_head_bytes
 from moejax.perf.memory import device_memory
 from moejax.quantization.kv import (
     KV_FORMATS,
@@ -26,6 +26,7 @@ from moejax.quantization.kv import (
 )
 from tests.engine.tiny import main_config
 from tests.numerics import UNIT_ROUNDOFF
+from tests.perf.steps import decode_step_cost
 
 # Half the distance between neighbours: of all codes, relative to a value, and below the least normal one in
 # units of the scale.

@@ -122,10 +122,10 @@ def warm_up_all(arms: Sequence[Arm], load: Load) -> None:
         for arm in arms:
             task.describe(f"compiling and warming up ({arm.name})")
             for case in range(count):
-                load.warm_up(arm.variant.backend, case)
-                arm.tokens[case] = load.tokens(arm.variant.backend, case)
+                load.warm_up(arm.backend, case)
+                arm.tokens[case] = load.tokens(arm.backend, case)
                 task.advance()
-            if (llm := engine_of(arm.variant.backend)) is not None:
+            if (llm := engine_of(arm.backend)) is not None:
                 llm.ledger.warmed_up = True
 
 
@@ -152,9 +152,9 @@ def run_rounds(
         for case in range(len(load.cases)):
             for position, index in enumerate(turns):
                 arm = arms[index]
-                records, seconds, rows = load.run(arm.variant.backend, case)
+                records, seconds, rows = load.run(arm.backend, case)
                 metrics = dict(compute_metrics(records, seconds, load.workload.slo))
-                known = arm.variant.backend.itl_known
+                known = arm.backend.itl_known
                 arm.rounds[round_, case] = blank_unknown(metrics, itl_known=known)
                 extra = {"variant": arm.name, "iteration": round_, "position": position}
                 arm.rows += [{**row, "case": case, **extra} for row in rows]

@@ -9,7 +9,7 @@ import numpy as np
 from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import Judged, judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
-from moejax.bench.ab.variants import CONTROL, Arm, Variant
+from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.agreement import token_agreement
@@ -28,7 +28,7 @@ _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
 
 def run_ab(
-    variants: Sequence[Variant],
+    arms: Sequence[Arm],
     workload: WorkloadConfig | ThroughputWorkload,
     ab: AbSection,
     run: ExperimentRun,
@@ -36,7 +36,7 @@ def run_ab(
     """Measures variants in turns and finishes `run`, whose experiment is `latency_ab` or `throughput_ab`.
 
     Args:
-        variants: the first is the baseline; it is opened once more as the control.
+        arms: the first is the baseline; it is opened once more as the control.
         workload: what all are given.
 
     Returns:
@@ -47,11 +47,9 @@ def run_ab(
         ConfigError: a case longer than a variant allows, or nothing to judge by; before anything is measured.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
-    variants = [variants[0], _control(variants[0]), *variants[1:]]
-    load = _load(workload, [variant.backend for variant in variants])
-    arms = [Arm(variant) for variant in variants]
-    _ = run.hardware  # an unknown kind is refused here, before anything runs
-    first = [variants[0].backend]
+    arms = [arms[0], _control(arms[0]), *arms[1:]]
+    load = _load(workload, [arm.backend for arm in arms])
+    first = [arms[0].backend]
     run.start_backends(first, seed=workload.seed, workload=load.hash, seeds={"ab": ab.seed}, variant="ab")
     warm_up_all(arms, load)
     judged = _measure(arms, load, ab)
@@ -70,13 +68,13 @@ def _load(workload: WorkloadConfig | ThroughputWorkload, backends: Sequence[Back
     return TrafficLoad(workload, backends)
 
 
-def _control(baseline: Variant) -> Variant:
+def _control(baseline: Arm) -> Arm:
     """The baseline's second engine: of our own one with a cache and programs of its own, so that the place of
     things in memory is part of what counts as noise; a peer's is the same."""
     backend = baseline.backend
     if isinstance(backend, MoejaxBackend):
         backend = MoejaxBackend(backend.llm.variant(backend.llm.engine_config))
-    return dataclasses.replace(baseline, name=CONTROL, backend=backend, shares=baseline.name)
+    return Arm(CONTROL, baseline.overrides, backend, shares=baseline.name)
 
 
 def _measure(arms: Sequence[Arm], load: Load, ab: AbSection) -> Judged:
@@ -106,13 +104,13 @@ def _measure(arms: Sequence[Arm], load: Load, ab: AbSection) -> Judged:
 
 
 def _place(arm: int, case: int, load: Load) -> int:
-    """The row of a arm's case in the result."""
+    """Returns the row of an arm's case in the result."""
     return arm * len(load.cases) + case
 
 
 def _rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
-    """A row a arm and case: the medians over rounds of each pass's metrics, and how far its tokens agree
-    with the baseline's."""
+    """Returns a row for each arm and case: the medians over rounds of each pass's metrics, and how far its
+    tokens agree with the baseline's."""
     rows = []
     for index, arm in enumerate(arms):
         for case, fields in enumerate(load.cases):
@@ -121,7 +119,7 @@ def _rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
             head = {
                 "case": _place(index, case, load),
                 "variant": arm.name,
-                "backend": arm.variant.backend.name,
+                "backend": arm.backend.name,
             }
             rows.append({**head, **fields, "rounds": len(passes), **agreed, **_medians(passes)})
     return rows
@@ -145,10 +143,10 @@ def _build(
         trial = verdict.trial
         if trial.ratio is not None:
             metrics |= interval_fields(f"ratio_{trial.metric}_{trial.run}", trial.ratio)
-    engines = {arm.name: llm for arm in arms if (llm := engine_of(arm.variant.backend))}
+    engines = {arm.name: llm for arm in arms if (llm := engine_of(arm.backend))}
     ledgers = [{**row, "variant": name} for name, llm in engines.items() for row in llm.ledger.rows()]
     metrics["recompiles_after_warmup"] = sum(bool(row["after_warmup"]) for row in ledgers)
-    first = engine_of(arms[0].variant.backend)
+    first = engine_of(arms[0].backend)
     judged_names = {verdict.trial.metric for verdict in judged.verdicts}
     return run.result(
         metrics=metrics,
@@ -157,7 +155,7 @@ def _build(
         slo=dataclasses.asdict(load.workload.slo),
         compile_ledger=ledgers,
         resolved=as_dict(first.resolutions) if first is not None else {},
-        variants=[_described(arm.variant) for arm in arms],
+        variants=[_described(arm) for arm in arms],
         verdicts=[verdict.row() for verdict in judged.verdicts],
         case_verdicts=[verdict.row() for verdict in judged.case_verdicts],
         control=[verdict.row() for verdict in judged.control],
@@ -170,12 +168,12 @@ def _build(
     )
 
 
-def _described(variant: Variant) -> dict[str, Any]:
-    llm = engine_of(variant.backend)
+def _described(arm: Arm) -> dict[str, Any]:
+    llm = engine_of(arm.backend)
     return {
-        "name": variant.name,
-        "overrides": list(variant.overrides),
-        "weights": f"shared with {variant.shares}" if variant.shares else "its own",
+        "name": arm.name,
+        "overrides": list(arm.overrides),
+        "weights": f"shared with {arm.shares}" if arm.shares else "its own",
         "resolved": as_dict(llm.resolutions) if llm is not None else {},
-        **variant.backend.memory(),
+        **arm.backend.memory(),
     }

@@ -11,38 +11,24 @@ CONTROL = "control"
 """Name of the baseline's second engine, against which the first one is measured like any variant."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One configuration, opened.
+@dataclass
+class Arm:
+    """A variant, opened, with what was measured of it.
 
     Attributes:
         name: as in `ab.variants`, or `control`.
         overrides: what it adds to the command line.
         backend: its engine.
         shares: the variant whose weights it uses; None has its own.
+        rows: rows of requests.jsonl without their place in the result's cases.
+        rounds: (round, case) → flat metrics of that pass.
+        tokens: case → output token ids of the first round's requests.
     """
 
     name: str
     overrides: Sequence[str]
     backend: Backend
     shares: str | None = None
-
-
-@dataclass
-class Arm:
-    """A variant with what was measured of it.
-
-    Attributes:
-        rows: rows of requests.jsonl without their place in the result's cases.
-        rounds: (round, case) → flat metrics of that pass.
-        tokens: case → output token ids of the first round's requests.
-    """
-
-    variant: Variant
     rows: list[dict[str, Any]] = field(default_factory=list)
     rounds: dict[tuple[int, int], Metrics] = field(default_factory=dict)
     tokens: dict[int, list[list[int]]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.variant.name

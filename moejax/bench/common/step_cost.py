@@ -13,7 +13,8 @@ from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM
 from moejax.engine.stats import StepRecord
 from moejax.nn.param import specs
-from moejax.perf.attribution import OpCost, attribute, summed
+from moejax.perf.attribution import Bound, OpCost, attribute, summed, total
+from moejax.perf.cost import step_bound
 from moejax.perf.memory import held_weights
 from moejax.perf.steps import captured_steps, prefill
 from moejax.results.metrics import RequestRecord
@@ -46,6 +47,14 @@ class EngineSteps:
             self.llm.config, new_tokens=ones, context=seen, phase="decode", hits=hits, **self._model
         )
 
+    def decode_bound(
+        self, case: LatencyCase, hits: np.ndarray, hardware: Hardware | None
+    ) -> tuple[OpCost, Bound | None]:
+        """Returns the whole cost of a mean decode step of a batch, and the least time that the device allows;
+        None where its rates are not known. hits `[L]`, of a mean step."""
+        cost = total(self.decode(case, hits))
+        return cost, step_bound(cost, hardware, self.dtype)
+
     def prefill(self, case: LatencyCase, hits: np.ndarray) -> list[OpCost]:
         """All steps of a batch's prompts together; hits `[L]`, of a mean step."""
         budget = self.llm.engine_config.max_num_batched_tokens
@@ -74,9 +83,9 @@ class EngineSteps:
 
 
 def latency_step_costs(
-    llm: LLM,
+    engine: EngineSteps,
     case: LatencyCase,
-    hits: Mapping[str, np.ndarray | None],
+    hits: Mapping[str, np.ndarray],
     records: Sequence[RequestRecord],
     median_tpot_ms: float | None,
     hardware: Hardware | None,
@@ -87,10 +96,9 @@ def latency_step_costs(
     has its first token, the host's part included.
 
     Args:
-        hits: by phase, of a mean recorded step; None where none was recorded.
+        hits: by phase, of a mean recorded step; without the phases of which none was recorded.
         records: of all iterations, `batch_size` after `batch_size`.
     """
-    engine = EngineSteps(llm)
     row: dict[str, float | None] = {}
     costs = []
     for phase, seconds, prefix in (

@@ -70,11 +70,7 @@ def compile_all(selected: Sequence[Selected], config: KernelSelection) -> tuple[
         ConfigError: the Triton wheel is missing.
     """
     rows: list[Row] = []
-    try:
-        compiler = Compiler(config.workers, cache_folder(config.cache_dir))
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"mode=static: {error}") from error
-    with compiler, progress("compiling kernels", total=len(selected)) as task:
+    with open_compiler(config) as compiler, progress("compiling kernels", total=len(selected)) as task:
         for item in selected:
             task.describe(f"compiling {item.op.name}")
             rows += report_op(item.op, compiler, targets=config.targets, select=item.wanted).rows
@@ -82,8 +78,20 @@ def compile_all(selected: Sequence[Selected], config: KernelSelection) -> tuple[
     return rows, {"jax": jax.__version__, "triton": compiler.version}
 
 
+def open_compiler(config: KernelSelection) -> Compiler:
+    """Returns the compiler with its workers and its folder of compiled results.
+
+    Raises:
+        ConfigError: the Triton wheel is missing.
+    """
+    try:
+        return Compiler(config.workers, cache_folder(config.cache_dir))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"mode={config.mode} compiles kernels: {error}") from error
+
+
 def cache_folder(asked: str | None) -> Path | None:
-    """Where compiled results are kept: None for nowhere."""
+    """Returns where compiled results are kept: None for nowhere."""
     if asked == "none":
         return None
     return Path(asked) if asked else cache_root() / "kernels"

@@ -18,7 +18,7 @@ from moejax.bench.kernels.bench import require_gpu, try_variants
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_products
 from moejax.bench.kernels.select import select
-from moejax.bench.kernels.static import cache_folder
+from moejax.bench.kernels.static import open_compiler
 from moejax.bench.run import ExperimentRun
 from moejax.core.errors import ConfigError
 from moejax.report.progress import progress
@@ -50,10 +50,7 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
         raise ConfigError(f"mode=tune knows {', '.join(_TARGET)}, and this is {device!r}")
     data = Path(config.tune.data_dir) if config.tune.data_dir else DATA
     rows: list[dict[str, Any]] = []
-    try:
-        compiler = Compiler(config.workers, cache_folder(config.cache_dir))
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"mode=tune prunes by the static report, and {error}") from error
+    compiler = open_compiler(config)
     run.start(variant="tune")
     total = sum(len(item.specs) * len(item.implementations) for item in selected)
     with compiler, progress("tuning", total=total) as task:

@@ -23,8 +23,8 @@ class CaseData:
         records: requests of all iterations, `batch_size` after `batch_size`.
         durations: seconds of each iteration.
         tokens: output token ids of the first iteration's requests.
-        counts, decode_hits, prefill_hits, overflow: recorded routing (ours only): assignments [L, E] by
-            phase, mean experts hit in a decode and in a prefill step [L], dropped and rerouted assignments.
+        counts, hits, overflow: recorded routing (ours only): assignments [L, E] by phase, experts visited in
+            a mean step [L] by phase, dropped and rerouted assignments.
         trace: of the recording pass, where the engine captures routing.
         step_costs: FLOPs and bytes of its phases, from `moejax.bench.common.roofline.cost_breakdown`.
     """
@@ -36,8 +36,7 @@ class CaseData:
     durations: list[float] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     counts: dict[str, np.ndarray] = field(default_factory=dict)
-    decode_hits: np.ndarray | None = None
-    prefill_hits: np.ndarray | None = None
+    hits: dict[str, np.ndarray] = field(default_factory=dict)
     overflow: dict[str, int] = field(default_factory=dict)
     trace: RoutingCapture | None = None
     step_costs: list[dict[str, Any]] = field(default_factory=list)

@@ -62,10 +62,8 @@ def _record(item: CaseData, workload: WorkloadConfig, index: int) -> None:
     backend.generate(item.prompts, _params(item, workload), record_routing=True)
     item.counts = {phase: counts.copy() for phase, counts in llm.routing_counts.items()}
     item.overflow = dict(llm.routing.overflow)
+    item.hits = llm.routing.mean_hits
     item.trace = take_capture(llm, index)
-    for phase in ("decode", "prefill"):
-        if steps := llm.routing.steps[phase]:
-            setattr(item, f"{phase}_hits", llm.routing.hits[phase] / steps)
 
 
 def _turns(data: Sequence[CaseData], iteration: int) -> Iterator[int]:

@@ -6,14 +6,10 @@ from typing import Any
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.backends.peer_ratios import against_first, blank_unknown
 from moejax.bench.common.agreement import percent_agreed
-from moejax.bench.common.step_cost import latency_step_costs
+from moejax.bench.common.step_cost import EngineSteps, latency_step_costs
 from moejax.bench.latency.cases import CaseData
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware
-from moejax.engine.llm import LLM
-from moejax.nn.param import specs
-from moejax.perf.cost import decode_step_cost, step_bound
-from moejax.perf.memory import held_weights
 from moejax.results.metrics import case_row
 
 
@@ -51,29 +47,24 @@ def _row(item: CaseData, workload: WorkloadConfig, hardware: Hardware | None, in
     row = case_row(fields, item.records, sum(item.durations), workload.slo)
     row = blank_unknown(row, itl_known=item.backend.itl_known)
     llm = engine_of(item.backend)
-    if llm is not None and item.decode_hits is not None:
-        row |= _bounds(llm, item, hardware, row.get("median_tpot_ms"))
-        hits = {"decode": item.decode_hits, "prefill": item.prefill_hits}
+    if llm is not None and "decode" in item.hits:
+        engine = EngineSteps(llm)
+        row |= _bounds(engine, item, hardware, row.get("median_tpot_ms"))
         used, item.step_costs = latency_step_costs(
-            llm, item.case, hits, item.records, row.get("median_tpot_ms"), hardware
+            engine, item.case, item.hits, item.records, row.get("median_tpot_ms"), hardware
         )
         row |= used
     return row
 
 
 def _bounds(
-    llm: LLM, item: CaseData, hardware: Hardware | None, median_tpot_ms: float | None
+    engine: EngineSteps, item: CaseData, hardware: Hardware | None, median_tpot_ms: float | None
 ) -> dict[str, Any]:
     """Returns a decode step's experts hit, bytes moved, and the least time that the device allows."""
-    assert item.decode_hits is not None
-    row: dict[str, Any] = {"mean_experts_hit": float(item.decode_hits[list(llm.config.moe_layers)].mean())}
-    context = item.case.prompt_len + item.case.output_len / 2
-    declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
-    weights = held_weights(llm.config, declared)
-    batch, kv = item.case.batch_size, llm.kv_cache_dtype
-    cost = decode_step_cost(llm.config, batch, context, item.decode_hits, kv_dtype=kv, weights=weights)
+    hits = item.hits["decode"]
+    row: dict[str, Any] = {"mean_experts_hit": float(hits[list(engine.llm.config.moe_layers)].mean())}
+    cost, bound = engine.decode_bound(item.case, hits, hardware)
     row["decode_step_mbytes"] = cost.bytes / 1e6
-    bound = step_bound(cost, hardware, llm.config.dtype)
     if bound is not None and median_tpot_ms:
         row["roofline_tpot_ms"] = bound.seconds * 1e3
         row["roofline_limit"] = bound.limit

@@ -10,7 +10,7 @@ the middle half by their time is kept, so that a moment in which the machine did
 become an operation's; means over those still add up.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,7 +41,7 @@ class PhaseTimes:
     launch: float = 0.0
     host: float = 0.0
     instructions: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    executions: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    executions: Counter[tuple[str, str]] = field(default_factory=Counter)
     places: dict[tuple[str, str], Place] = field(default_factory=dict)
 
     def by_operation(self) -> dict[str, float]:
@@ -66,8 +66,7 @@ class PhaseTimes:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for key, spent in other.instructions.items():
             self.instructions[key] += spent
-        for key, count in other.executions.items():
-            self.executions[key] += count
+        self.executions.update(other.executions)
         self.places |= other.places
 
     @property

@@ -100,12 +100,8 @@ def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> ProfiledRun
         task.describe("recording routing")
         llm.routing.reset()
         generate(record=True)
-        hits = {
-            phase: llm.routing.hits[phase] / max(1, llm.routing.steps[phase])
-            for phase in ("prefill", "decode")
-        }
+        run = ProfiledRun(Path(), [], llm.routing.mean_hits)
         task.advance()
-        run = ProfiledRun(Path(), [], hits)
         llm.ledger.warmed_up = True
         before = llm.on_step
         try:

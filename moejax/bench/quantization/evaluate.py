@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax.bench.quantization.metrics import BatchStats, Evaluation
+from moejax.bench.quantization.metrics import Evaluation
 from moejax.bench.quantization.text import Windows
 from moejax.cache.rounded import RoundedLayer
 from moejax.core.config import ModelConfig
@@ -46,7 +46,7 @@ class Streams(NamedTuple):
 
 
 class LayerStats(NamedTuple):
-    """A layer's part of `BatchStats`, without L."""
+    """A layer's part of `Evaluation`, of one batch and without L."""
 
     flipped: jax.Array
     changed: jax.Array
@@ -84,7 +84,7 @@ class Evaluator:
             (nnx.split(full), nnx.split(other))
             for full, other in zip(self.full.in_order(), quantized.in_order(), strict=True)
         ]
-        parts: list[BatchStats] = []
+        batches: list[tuple[Any, list[LayerStats]]] = []
         for first in range(0, len(self.windows.tokens), self.batch_size):
             tokens, scored = self._batch(first)
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -97,9 +97,9 @@ class Evaluator:
                 streams, stats = _layer(*graphs, kv_cache, *states, streams, rope, positions, scored)
                 layer_stats.append(stats)
             ends = _head(heads[0][0], heads[1][0], heads[0][1], heads[1][1], streams, targets)
-            parts.append(_batch_stats(*jax.device_get((ends, layer_stats))))
+            batches.append(jax.device_get((ends, layer_stats)))
             advance()
-        return self._sum(parts)
+        return self._sum(batches)
 
     def baseline(self) -> np.ndarray:
         """float64 `[W]`: losses of the full-precision model in nats, summed over each window; layer by layer
@@ -123,38 +123,21 @@ class Evaluator:
         missing = ((0, self.batch_size - len(tokens)), (0, 0))
         return np.pad(tokens, missing), np.pad(scored, missing)
 
-    def _sum(self, parts: list[BatchStats]) -> Evaluation:
-        count, scored = len(self.windows.tokens), self.windows.scored
-
-        def by_window(name: str) -> np.ndarray:
-            each = np.concatenate([np.asarray(getattr(p, name), np.float64) for p in parts], axis=1)
-            return (each[:, :count] * scored).sum(axis=2)
-
-        def total(name: str, dtype: Any = np.int64) -> np.ndarray:
-            return np.sum([np.asarray(getattr(p, name), dtype) for p in parts], axis=0)
-
-        return Evaluation(
-            **{name: by_window(name) for name in ("nats", "kl", "agree")},
-            **{name: total(name) for name in ("flipped", "changed", "counts")},
-            **{name: total(name, np.float64) for name in ("squared_error", "squared_norm")},
-            tokens=self.windows.num_tokens,
-        )
-
-
-def _batch_stats(ends: Any, layers: list[LayerStats]) -> BatchStats:
-    """Window by window and layer by layer → the passes in front."""
-
-    def stack(name: str) -> np.ndarray:
-        return np.stack([getattr(layer, name) for layer in layers])
-
-    def passes(values: np.ndarray) -> np.ndarray:
-        return np.moveaxis(values, 1, 0)
-
-    nats, kl, agree = map(passes, ends)
-    flipped, changed, counts = (passes(stack(name)) for name in ("flipped", "changed", "counts"))
-    return BatchStats(
-        nats, kl, agree, flipped, changed, counts, stack("squared_error"), stack("squared_norm")
-    )
+    def _sum(self, batches: list[tuple[Any, list[LayerStats]]]) -> Evaluation:
+        """Sums over the text, from each batch's output of `_head` and its layers' figures."""
+        scored = self.windows.scored[:, None]
+        ends = []
+        for of_batches in zip(*(ends for ends, _ in batches), strict=True):
+            values = np.concatenate(of_batches).astype(np.float64)[: len(scored)]
+            ends.append((values * scored).sum(axis=2).T)
+        fields: dict[str, Any] = {"tokens": self.windows.num_tokens}
+        for name in LayerStats._fields:
+            by_batch = np.array([[getattr(layer, name) for layer in stats] for _, stats in batches])
+            if name.startswith("squared"):
+                fields[name] = by_batch.astype(np.float64).sum(axis=0)
+            else:  # the passes in front of the layers
+                fields[name] = np.moveaxis(by_batch.astype(np.int64).sum(axis=0), 1, 0)
+        return Evaluation(*ends, **fields)
 
 
 def _places(config: ModelConfig, scored: np.ndarray) -> tuple[jax.Array, Any]:

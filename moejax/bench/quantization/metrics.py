@@ -18,18 +18,19 @@ Floats = NDArray[np.float64]
 
 
 @dataclass
-class BatchStats:
-    """Two models compared on a batch, on the host. An axis of 2 is (free, replayed).
+class Evaluation:
+    """Two models compared on a text. An axis of 2 is (free, replayed).
 
     Attributes:
-        nats: float32 `[3, B, T]`, losses of the next token: full precision, free, replayed.
-        kl: float32 `[2, B, T]`, KL(full precision || quantized) in nats.
-        agree: bool `[2, B, T]`, the same likeliest token.
-        flipped: int32 `[2, L]`, tokens whose set of experts differs. Of "replayed": the set that its router
+        nats: float64 `[3, W]`, losses of the next token: full precision, free, replayed.
+        kl: float64 `[2, W]`, KL(full precision || quantized) in nats. These three are sums over a window.
+        agree: float64 `[2, W]`, tokens with the same likeliest next one.
+        flipped: int64 `[2, L]`, tokens whose set of experts differs. Of "replayed": the set that its router
             would have chosen.
-        changed: int32 `[2, L]`, assignments that went to an expert which full precision did not choose.
-        counts: int32 `[2, L, E]`, assignments: of full precision, of free.
-        squared_error, squared_norm: float32 `[L, E]`, of each expert's outputs, summed over its tokens.
+        changed: int64 `[2, L]`, assignments that went to an expert which full precision did not choose.
+        counts: int64 `[2, L, E]`, assignments: of full precision, of free.
+        squared_error, squared_norm: float64 `[L, E]`, of each expert's outputs, summed over its tokens.
+        tokens: that were scored.
     """
 
     nats: np.ndarray
@@ -40,13 +41,6 @@ class BatchStats:
     counts: np.ndarray
     squared_error: np.ndarray
     squared_norm: np.ndarray
-
-
-@dataclass
-class Evaluation(BatchStats):
-    """Sums over a text of `tokens` tokens, in float64 and int64; fields as in `BatchStats`, with `[…, W]`,
-    sums over a window's tokens, in place of `[…, B, T]`."""
-
     tokens: int
 
 

@@ -146,7 +146,6 @@ def run_quantization(
     if section.routing_trace is not None:
         capture = open_trace("quantization.routing_trace", section.routing_trace, full.config)
         loads = loads_of(capture, full.config.num_layers)
-    _ = run.hardware  # an unknown kind is refused here, before any method runs
     run.record(seeds={"seed": seed}, checkpoint=full.model_dir, workload=windows.fingerprint)
     evaluator = Evaluator(full.model, windows, section.batch_size)
     total = 2 + len(section.methods) * (2 + evaluator.num_batches)

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from moejax.bench.common.step_cost import EngineSteps
 from moejax.bench.quantization.config import SpeedSection
+from moejax.bench.workload import LatencyCase
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
-from moejax.nn.param import specs
-from moejax.perf.cost import decode_step_cost, step_bound
-from moejax.perf.memory import held_weights
 from moejax.results.statistics import interval_fields, paired_ratio
 
 
@@ -34,18 +33,14 @@ class SpeedMeter:
         full.routing.reset()
         full.generate(prompts, self.params, record_routing=True)
         # Distinct experts that a step of the full-precision model reads; of the others' about as many.
-        self.hits = full.routing.hits["decode"] / max(full.routing.steps["decode"], 1)
+        self.hits = full.routing.mean_hits["decode"]
 
     def bound(self, llm: LLM, hardware: Hardware | None) -> tuple[float, str] | None:
         """Most output tokens a second that memory and compute allow for what `llm` holds, and which of them
         sets the limit; None where the device's bandwidth is not known."""
-        config, batch = llm.config, len(self.prompts)
-        context = self.speed.prompt_len + self.speed.output_len / 2
-        weights = held_weights(config, specs(llm.model))
-        kv = llm.kv_cache_dtype
-        cost = decode_step_cost(config, batch, context, self.hits, kv_dtype=kv, weights=weights)
-        bound = step_bound(cost, hardware, config.dtype)
-        return None if bound is None else (batch / bound.seconds, bound.limit)
+        case = LatencyCase(len(self.prompts), self.speed.prompt_len, self.speed.output_len)
+        bound = EngineSteps(llm).decode_bound(case, self.hits, hardware)[1]
+        return None if bound is None else (case.batch_size / bound.seconds, bound.limit)
 
     def __call__(self, llm: LLM) -> dict[str, Any]:
         """Row fields: tokens/s of the median run, and its ratio to full precision with its interval.

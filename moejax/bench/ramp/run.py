@@ -44,7 +44,6 @@ def run_ramp(
         return plan_traffic(backends, step)
 
     longest = plan(ramp.steps()[-1])  # a lower rate's requests are the first of these
-    _ = run.hardware  # an unknown kind is refused here, before anything runs
     run.start_backends(backends, seed=workload.seed, workload=traffic_hash(workload))
     modes: list[Mode] = []
     rows: list[dict[str, Any]] = []

@@ -46,8 +46,7 @@ class _Dealt(NamedTuple):
 
     def only(self, chosen: NDArray[np.bool_]) -> "_Dealt":
         """Some of the steps."""
-        sent, load, tokens = (array[chosen] for array in (self.sent, self.load, self.tokens))
-        return _Dealt(sent, load, tokens, self.prefill[chosen], self.node_sent[chosen])
+        return _Dealt._make(array[chosen] for array in self)
 
 
 class _Sums:

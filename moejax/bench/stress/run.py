@@ -73,7 +73,6 @@ def run_stress(llm: LLM, section: StressSection, run: ExperimentRun) -> Result:
             f"stress.probe_tokens {section.probe_tokens} leave no room for a prompt within "
             f"engine.max_model_len {llm.max_model_len}"
         )
-    _ = run.hardware  # an unknown kind is refused here, before anything runs
     run.start(seeds={"engine": llm.seed, "stress": section.seed}, checkpoint=llm.model_dir, engine=llm)
     with progress("compiling and warming up"):
         llm.warmup(max_total_len=llm.max_model_len, sampling_params=[greedy(1)])

@@ -13,11 +13,9 @@ from moejax.bench.common.timeline import step_metrics
 from moejax.bench.throughput.modes import Mode
 from moejax.bench.traffic import ThroughputWorkload, mean_lengths
 from moejax.core.hardware import Hardware
+from moejax.results.metric_names import RATES
 from moejax.results.metrics import RequestRecord, case_row, compute_metrics, summarize
 from moejax.results.statistics import interval_fields, paired_ratio
-
-# Rates are medians over the iterations; a pooled rate would let one slow iteration pull it down.
-_RATES = ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput")
 
 
 def mode_rows(
@@ -43,8 +41,8 @@ def _iterations(mode: Mode) -> list[tuple[list[RequestRecord], float]]:
 
 
 def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardware | None) -> dict[str, Any]:
-    """A mode's row in `cases`. Records and steps of all iterations are pooled, rates are medians over them;
-    `duration_s` is their sum."""
+    """Returns a mode's row in `cases`. Records and steps of all iterations are pooled. Rates are medians over
+    them: a pooled rate would let one slow iteration pull it down. `duration_s` is their sum."""
     limit, plan = mode.backend.max_num_seqs, mode.plan
     fields = {
         "case": index,
@@ -60,7 +58,7 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
     duration = sum(run.duration_s for run in mode.runs)
     row = case_row(fields, [item.record for item in served], duration, workload.slo)
     rates = iteration_rates(mode, workload)
-    row |= {name: _median([run[name] for run in rates]) for name in _RATES}
+    row |= {name: _median([run[name] for run in rates]) for name in RATES}
     row |= summarize([item.queue_s * 1e3 for item in served if item.queue_s is not None], "queue")
     row |= step_metrics([step for run in mode.runs for step in run.steps], mode.backend.stats()["block_size"])
     row = blank_unknown(row, itl_known=mode.backend.itl_known)
@@ -81,7 +79,7 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
 def iteration_rates(mode: Mode, workload: ThroughputWorkload) -> list[dict[str, Any]]:
     """Each iteration's rates and duration."""
     passes = [compute_metrics(run.records, run.duration_s, workload.slo) for run in mode.runs]
-    return [{name: metrics[name] for name in ("duration_s", *_RATES)} for metrics in passes]
+    return [{name: metrics[name] for name in ("duration_s", *RATES)} for metrics in passes]
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -89,20 +87,19 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def speedup(modes: Sequence[Mode], rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def speedup(
+    modes: Sequence[Mode], rows: Sequence[Mapping[str, Any]], workload: ThroughputWorkload
+) -> dict[str, float | None]:
     """Continuous over static, where both were measured: output tokens/s, as the median of the iterations'
     ratios with its bootstrap interval, and the 99th percentile of the time to the first token."""
     by_name = {mode.batching: mode for mode in modes if isinstance(mode.backend, MoejaxBackend)}
     if not {"continuous", "static"} <= by_name.keys():
         return {}
-    rates = {
-        name: [
-            sum(record.output_len for record in run.records if record.completed) / run.duration_s
-            for run in by_name[name].runs
-        ]
+    rates = (
+        [rates["output_throughput"] for rates in iteration_rates(by_name[name], workload)]
         for name in ("continuous", "static")
-    }
-    ratio = paired_ratio(rates["continuous"], rates["static"])
+    )
+    ratio = paired_ratio(*rates)
     ttft = {row["batching"]: row["p99_ttft_ms"] for row in rows if row["backend"] == "moejax"}
     return {
         **interval_fields("speedup_over_static", ratio),

@@ -49,7 +49,6 @@ def run_throughput(
     """
     backends = [as_backend(engine) for engine in engines]
     plan = plan_traffic(backends, workload)
-    _ = run.hardware  # an unknown kind is refused here, before anything runs
     run.start_backends(backends, seed=workload.seed, workload=traffic_hash(workload))
     modes = plan_modes(backends, workload, plan)
     measure(modes, workload, run.meter)
@@ -70,7 +69,7 @@ def _build(run: ExperimentRun, modes: Sequence[Mode], workload: ThroughputWorklo
     """Returns the result; its flat metrics are the first mode's."""
     rows = mode_rows(modes, workload, run.hardware)
     metrics = {key: value for key, value in rows[0].items() if key not in _NO_METRICS}
-    metrics |= speedup(modes, rows) | modes[0].backend.memory()
+    metrics |= speedup(modes, rows, workload) | modes[0].backend.memory()
     extra: dict[str, Any] = {}
     engines = [llm for mode in modes if (llm := engine_of(mode.backend)) is not None]
     if (first := engine_of(modes[0].backend)) is not None:

@@ -73,6 +73,11 @@ class RoutingRecord:
         if self.window is not None:
             self.window.add(counts)
 
+    @property
+    def mean_hits(self) -> dict[str, np.ndarray]:
+        """Phase → float64 `[L]`, experts visited in a mean step; phases without a step are left out."""
+        return {phase: self.hits[phase] / steps for phase, steps in self.steps.items() if steps}
+
     def reset(self) -> None:
         for phase in PHASES:
             self.counts[phase][...] = 0
