@@ -1,4 +1,4 @@
-"""What an experiment says to a tracker. No tracker's library is imported here.
+"""Defines what a tracker takes from an experiment. No tracker's library is imported here.
 
 A tracker gets aggregates: a few numbers a step, never one call per token and never inside a timed region.
 """
@@ -16,13 +16,6 @@ logger = logging.getLogger(__name__)
 
 Scalar = float | int | bool | str | None
 
-# kind → "module:factory"; the module is imported only when its kind is chosen.
-TRACKERS: dict[str, str | None] = {
-    "none": None,
-    "wandb_offline": "moejax.tracking.wandb:WandbTracker",
-    "wandb": "moejax.tracking.wandb:WandbTracker",
-}
-
 
 @dataclass(frozen=True)
 class TrackerConfig(Checked, section="tracker"):
@@ -37,7 +30,7 @@ class TrackerConfig(Checked, section="tracker"):
         finish_timeout_s: most seconds that uploading what is left may take at the end.
     """
 
-    kind: Annotated[str, Among(TRACKERS)] = "wandb_offline"
+    kind: Annotated[str, Among(("none", "wandb_offline", "wandb"))] = "wandb_offline"
     project: Name = "moejax"
     entity: str | None = None
     group: str | None = None

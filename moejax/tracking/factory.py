@@ -1,9 +1,6 @@
 """Chooses and starts the trackers of a run."""
 
-import importlib
-from collections.abc import Callable
-
-from moejax.tracking.base import TRACKERS, CompositeTracker, RunInfo, Tracker, TrackerConfig
+from moejax.tracking.base import CompositeTracker, RunInfo, Tracker, TrackerConfig
 from moejax.tracking.jsonl import JsonlTracker
 
 
@@ -15,14 +12,11 @@ def make_tracker(config: TrackerConfig, info: RunInfo) -> CompositeTracker:
         TrackingError: the tracker cannot be started; there is no falling back to another.
     """
     trackers: list[Tracker] = [JsonlTracker(info)]
-    target = TRACKERS[config.kind]
-    if target is not None:
-        module, _, attribute = target.partition(":")
-        factory: Callable[[TrackerConfig, RunInfo], Tracker] = getattr(
-            importlib.import_module(module), attribute
-        )
+    if config.kind != "none":
         try:
-            trackers.append(factory(config, info))
+            from moejax.tracking.wandb import WandbTracker  # imports wandb, which takes a second
+
+            trackers.append(WandbTracker(config, info))
         except BaseException:
             trackers[0].finish(1)
             raise

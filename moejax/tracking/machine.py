@@ -1,4 +1,4 @@
-"""The machine's settings that explain a number, and what it was doing when a run began.
+"""Reads the machine's settings that explain a number, and what it was doing when a run began.
 
 Each function returns what it could read; a setting that cannot be had is None. Together they take about a
 tenth of a second, nearly all of it a look at what other processes do. No names of hosts or users are read.
@@ -9,7 +9,7 @@ import hmac
 import importlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,28 @@ JAX_SETTINGS: tuple[str, ...] = (
 
 
 def cpu_settings(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
-    """How the CPU is run: `governor` of the first core, `boost` (whether the clock may rise above the base),
-    `smt`, `quota_cores` (a container's share; None: unlimited), `hugepages`, `isa` (instruction sets) and
-    `machine_key`, a keyed hash that tells machines of one kind apart and nothing else."""
+    """Returns how the CPU is run: `governor` of the first core, `boost` (whether the clock may rise above the
+    base), `smt`, `quota_cores` (a container's share; None: unlimited), `hugepages`, `isa` (instruction sets)
+    and `machine_key`, a keyed hash that tells machines of one kind apart and nothing else."""
     top = Path(root)
     cpu, kernel = top / "sys/devices/system/cpu", top / "sys/kernel/mm"
-    no_turbo = _text(cpu / "intel_pstate/no_turbo")
-    boost = _text(cpu / "cpufreq/boost") or {"0": "1", "1": "0"}.get(no_turbo or "")
-    pages = re.search(r"\[(\w+)\]", _text(kernel / "transparent_hugepage/enabled") or "")
-    smt = _text(cpu / "smt/active")
+    no_turbo = read_text(cpu / "intel_pstate/no_turbo")
+    boost = read_text(cpu / "cpufreq/boost") or {"0": "1", "1": "0"}.get(no_turbo or "")
+    pages = re.search(r"\[(\w+)\]", read_text(kernel / "transparent_hugepage/enabled") or "")
+    smt = read_text(cpu / "smt/active")
     return {
-        "governor": _text(cpu / "cpu0/cpufreq/scaling_governor"),
+        "governor": read_text(cpu / "cpu0/cpufreq/scaling_governor"),
         "boost": None if boost is None else boost == "1",
         "smt": None if smt is None else smt == "1",
         "quota_cores": _quota(top / "sys/fs/cgroup"),
         "hugepages": pages[1] if pages else None,
-        "isa": _instruction_sets(top / "proc/cpuinfo"),
+        "isa": _instruction_sets(first_processor(top)),
         "machine_key": _machine(top / "etc/machine-id"),
     }
 
 
-def _text(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
+    """Returns a small file's text without the space around it; None where there is none to read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or None
     except OSError:
@@ -65,9 +66,9 @@ def _text(path: Path) -> str | None:
 
 def _quota(cgroup: Path) -> float | None:
     """Cores that the control group may use, by version 2's file or version 1's pair."""
-    words = (_text(cgroup / "cpu.max") or "").split()
+    words = (read_text(cgroup / "cpu.max") or "").split()
     if not words:
-        words = [_text(cgroup / f"cpu/cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+        words = [read_text(cgroup / f"cpu/cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
     try:
         quota, period = int(words[0]), int(words[1])
     except (ValueError, IndexError):
@@ -75,26 +76,29 @@ def _quota(cgroup: Path) -> float | None:
     return quota / period if quota > 0 and period > 0 else None
 
 
-def _instruction_sets(cpuinfo: Path) -> str | None:
-    for line in (_text(cpuinfo) or "").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            flags = set(value.split())
-            return " ".join(flag for flag in _ISA if flag in flags)
-    return None
+def first_processor(root: str | os.PathLike[str] = "/") -> dict[str, str]:
+    """Returns the first processor's fields in /proc/cpuinfo; none where there is no such file."""
+    first = (read_text(Path(root) / "proc/cpuinfo") or "").partition("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _instruction_sets(processor: Mapping[str, str]) -> str | None:
+    words = processor.get("flags") or processor.get("Features")
+    return None if words is None else " ".join(flag for flag in _ISA if flag in words.split())
 
 
 def _machine(path: Path) -> str | None:
     """The machine's id keyed with our name, as machine-id(5) asks: the id itself must not be given away."""
-    found = _text(path)
-    if found is None:
+    machine_id = read_text(path)
+    if machine_id is None:
         return None
-    return hmac.new(found.encode(), b"moejax", hashlib.sha256).hexdigest()[:12]
+    return hmac.new(machine_id.encode(), b"moejax", hashlib.sha256).hexdigest()[:12]
 
 
 def machine_state() -> dict[str, Any]:
-    """What the machine does while this process waits: `busy_percent` of all cores together, `steal_percent`
-    (taken by other virtual machines), `load_1min` and `memory_available_bytes`."""
+    """Returns what the machine does while this process waits: `busy_percent` of all cores together,
+    `steal_percent` (taken by other virtual machines), `load_1min` and `memory_available_bytes`."""
     state: dict[str, Any] = dict.fromkeys(
         ("busy_percent", "steal_percent", "load_1min", "memory_available_bytes")
     )
@@ -115,43 +119,43 @@ def jax_settings() -> dict[str, Any]:
         config = importlib.import_module("jax").config
     except ImportError:
         return {}
-    found = {}
+    settings = {}
     for name in JAX_SETTINGS:
         # Some switches have no attribute.
         value = getattr(config, name, getattr(config, "values", {}).get(name))
-        found[name] = value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-    return found
+        settings[name] = value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return settings
 
 
 def gpu_settings(driver_file: str | os.PathLike[str] = "/proc/driver/nvidia/version") -> dict[str, Any]:
     """`driver` of NVIDIA's GPUs, and where nvidia-ml-py is installed the first GPU's `power_limit_w`,
     `max_sm_clock_mhz`, `persistence`, `ecc` and `mig`. Empty on a machine without."""
-    text = _text(Path(driver_file))
+    text = read_text(Path(driver_file))
     if text is None:
         return {}
     version = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text)
-    found: dict[str, Any] = {"driver": version[1] if version else None}
+    settings: dict[str, Any] = {"driver": version[1] if version else None}
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception:  # not installed, or NVML's own errors
-        return found
+        return settings
     try:
         gpu = nvml.nvmlDeviceGetHandleByIndex(0)
-        asked: dict[str, Callable[[], Any]] = {
+        readings: dict[str, Callable[[], Any]] = {
             "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
             "max_sm_clock_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
             "persistence": lambda: bool(nvml.nvmlDeviceGetPersistenceMode(gpu)),
             "ecc": lambda: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]),
             "mig": lambda: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]),
         }
-        for name, get in asked.items():
+        for name, get in readings.items():
             try:
-                found[name] = get()
+                settings[name] = get()
             except Exception:  # a GPU without the setting
-                found[name] = None
+                settings[name] = None
     except Exception:  # no GPU that NVML sees
         pass
     finally:
         nvml.nvmlShutdown()
-    return found
+    return settings

@@ -1,11 +1,13 @@
-"""How a run is called, grouped and tagged, so that a W&B workspace can be read at a glance: all experiments
+"""Names, groups and tags a run, so that a W&B workspace can be read at a glance: all experiments
 ask here. No JAX here."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moejax.report.style import commit_name, model_name
 from moejax.tracking.base import RunInfo
 
 _SEPARATOR = " · "
@@ -52,14 +54,13 @@ def run_info(
 def run_name(
     experiment: str,
     config: Mapping[str, Any],
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any],
     *,
     model: str | None = None,
     variant: str | None = None,
 ) -> str:
     """Such as "tiny · b1-8 p64 o32 · int8 · 8x a100": what was run, on what. A part that says nothing
     (unquantized, our own engine) is left out."""
-    device = device_word(provenance or {}, config)
     parts = [
         model_word(config) or model or experiment,
         workload_words(config),
@@ -67,24 +68,20 @@ def run_name(
         parallel_word(config),
         *(name for name in backend_words(config) if name != "moejax"),
         variant,
-        device,
+        device_word(provenance, config),
     ]
-    found = list(dict.fromkeys(part for part in parts if part))
-    name = _SEPARATOR.join(found)
+    name = _SEPARATOR.join(dict.fromkeys(part for part in parts if part))
     return name if len(name) <= _MOST_NAME else name[: _MOST_NAME - 1] + "…"
 
 
 def run_tags(experiment: str, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> tuple[str, ...]:
     """Model, device, dtype, quantization, backends, commit and the preset, each a tag."""
-    git = provenance.get("git") or {}
-    commit = (
-        f"commit-{git['commit'][:7]}{'-dirty' if git.get('dirty') else ''}" if git.get("commit") else None
-    )
+    commit = commit_name({"provenance": provenance})
     dtype = _section(config, "model").get("dtype")
     parts = [
         model_word(config), device_word(provenance, {}), None if dtype in (None, "auto") else dtype,
-        *(quant_words(config) or ["full-precision"] * ("quant" in config)), *backend_words(config), commit,
-        preset(provenance),
+        *(quant_words(config) or ["full-precision"] * ("quant" in config)), *backend_words(config),
+        f"commit-{commit.replace('+', '-dirty')}" if commit else None, preset(provenance),
     ]  # fmt: skip
     return tuple(dict.fromkeys(_tag(part) for part in parts if part and part != experiment))
 
@@ -109,13 +106,8 @@ def preset(provenance: Mapping[str, Any]) -> str | None:
 
 def model_word(config: Mapping[str, Any]) -> str | None:
     """The model's short name."""
-    model = config.get("model")
-    if isinstance(model, str):
-        return model
-    section = _section(config, "model")
-    described = section.get("hf_config") or {}
-    source = section.get("name") or section.get("path") or described.get("_name_or_path")
-    return Path(str(source)).name if source else ("custom" if described else None)
+    name = model_name({"config": config})
+    return Path(name).name if name else "custom" if _section(config, "model").get("hf_config") else None
 
 
 def workload_words(config: Mapping[str, Any]) -> str | None:
@@ -138,8 +130,8 @@ def quant_words(config: Mapping[str, Any]) -> list[str]:
     method, form = str(quant.get("method") or ""), str(quant.get("format") or "")
     words = [word for word in (form, method) if word not in (*_UNQUANTIZED, "rtn")]
     kv = str(quant.get("kv_cache") or "")
-    found = ["-".join(words)] if method not in _UNQUANTIZED and words else []
-    return found + ([] if kv in (*_UNQUANTIZED, "auto") else [f"kv-{kv}"])
+    weights = ["-".join(words)] if method not in _UNQUANTIZED and words else []
+    return weights + ([] if kv in (*_UNQUANTIZED, "auto") else [f"kv-{kv}"])
 
 
 def parallel_word(config: Mapping[str, Any]) -> str | None:
@@ -175,12 +167,9 @@ def device_word(provenance: Mapping[str, Any], config: Mapping[str, Any]) -> str
         return "cpu"
     match = re.search(r"\b([abhlv]\d{2,3}s?|rtx \d{4}|t4|tpu[\w ]*)\b", kind)
     word = match.group(1) if match else kind.removeprefix("nvidia ").split("-")[0].strip()
-    count = device.get("count") or 1
     sizes = [_section(config, "parallel").get(axis) for axis in ("dp", "pp", "ep", "tp")]
-    if any(isinstance(size, int) for size in sizes):
-        count = 1
-        for size in sizes:
-            count *= size if isinstance(size, int) else 1
+    known = [size for size in sizes if isinstance(size, int)]
+    count = math.prod(known) if known else device.get("count") or 1
     return f"{count}x {word}" if count > 1 else word
 
 

@@ -1,4 +1,4 @@
-"""What telemetry reads: this process and the machine, GPUs through NVML, the CPU's energy through RAPL.
+"""Reads what telemetry samples: this process and the machine, GPUs through NVML, the CPU's energy by RAPL.
 
 A probe has `read() -> Sample`: gauges (values at this instant) and counters (values that only grow, whose
 differences count). It never raises: what cannot be read is None, with the reason once in `notes`. No JAX
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+
+from moejax.tracking.machine import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ SLOWDOWNS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """What a probe read at one instant; None where it could not. Counters are in seconds or joules."""
+    """Holds a probe's readings of one instant; None where it could not. Counters are in seconds or joules."""
 
     gauges: Reading = field(default_factory=dict)
     counters: Reading = field(default_factory=dict)
@@ -84,7 +86,7 @@ class RaplProbe:
         self._domains: list[_RaplDomain] = []
         for folder in sorted(root.glob("*-rapl:*")):
             # intel-rapl:0 is a package; intel-rapl:0:0 is a part of it, and psys contains all of them.
-            if folder.name.count(":") != 1 or not _text(folder / "name").startswith("package"):
+            if folder.name.count(":") != 1 or not (read_text(folder / "name") or "").startswith("package"):
                 continue
             try:
                 self._domains.append(_RaplDomain(folder))
@@ -231,13 +233,6 @@ def open_gpus(
 def slowdown_names(bits: int) -> list[str]:
     """The reasons for which a GPU runs below the clock that was asked for."""
     return [name for bit, name in SLOWDOWNS.items() if bits & bit]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _note(notes: list[str], text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a number came from: configuration, code, versions, machine, checkpoint and workload.
+"""Records what a number came from: configuration, code, versions, machine, checkpoint and workload.
 
 Collecting never fails: a part that cannot be had is None. Neither host nor user name is recorded.
 """
@@ -16,9 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from moejax.core.errors import CheckpointError
 from moejax.core.files import content_hash, to_jsonable
-from moejax.tracking.machine import cpu_settings, gpu_settings, jax_settings, machine_state
+from moejax.tracking.machine import cpu_settings, first_processor, gpu_settings, jax_settings, machine_state
 
 DISTRIBUTIONS: tuple[str, ...] = (
     "moejax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "tokenizers",
@@ -118,13 +120,13 @@ def git_state(directory: str | os.PathLike[str] = _PACKAGE) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Version of Python and of each installed distribution among `DISTRIBUTIONS`."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def environment() -> dict[str, str]:
@@ -139,24 +141,12 @@ def environment() -> dict[str, str]:
 def cpu_info() -> dict[str, Any]:
     """`model`, `cores` (logical), `usable_cores` (this process's share), `memory_bytes`, `machine`, `os`,
     `nice` (this process's priority), and `machine.cpu_settings`."""
-    model = platform.processor() or None
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            model = next(
-                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model
-            )
-    except OSError:
-        pass
-    try:
-        memory: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        memory = None
     affinity = getattr(os, "sched_getaffinity", None)
     return {
-        "model": model,
+        "model": first_processor().get("model name") or platform.processor() or None,
         "cores": os.cpu_count(),
         "usable_cores": len(affinity(0)) if affinity else os.cpu_count(),
-        "memory_bytes": memory,
+        "memory_bytes": psutil.virtual_memory().total,
         "machine": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
         "nice": os.nice(0) if hasattr(os, "nice") else None,

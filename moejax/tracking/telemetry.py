@@ -1,4 +1,4 @@
-"""Memory, CPU, power and energy beside a measurement, sampled by a thread of its own.
+"""Samples memory, CPU, power and energy beside a measurement, in a thread of its own.
 
     telemetry = Telemetry(TelemetryConfig())
     for case in cases:
@@ -7,8 +7,8 @@
     telemetry.summary(output_tokens=n)  # flat metrics of all parts; summary(case, …) of some
     telemetry.report()                  # for result["telemetry"], with the time series
 
-`with telemetry:` is a part without a name. Each part begins and ends with a sample, taken outside of what
-runs in it. A figure that no device reports is None, with its reason in `report()["notes"]`. No JAX here.
+Each part begins and ends with a sample, taken outside of what runs in it. A figure that no device reports is
+None, with its reason in `report()["notes"]`. No JAX here.
 """
 
 import logging
@@ -111,20 +111,13 @@ class Telemetry:
         elif not gpus:
             self.notes += rapl.notes
         if gpus:
-            found, reason = open_gpus(gpus)
-            if found is not None:
-                probes.append(found)
+            gpu_probe, reason = open_gpus(gpus)
+            if gpu_probe is not None:
+                probes.append(gpu_probe)
             else:
                 self.notes.append(str(reason))
                 logger.warning("%s", reason)
         return probes
-
-    def __enter__(self) -> "Telemetry":
-        self._begin(None)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
 
     @contextmanager
     def part(self, key: Hashable = None) -> Iterator[None]:
@@ -185,9 +178,9 @@ class Telemetry:
         logger.warning("telemetry: %s", text)
 
     def _read(self) -> Sample:
-        found = [probe.read() for probe in self._probes]
-        gauges = {name: value for sample in found for name, value in sample.gauges.items()}
-        return Sample(gauges, {name: value for sample in found for name, value in sample.counters.items()})
+        samples = [probe.read() for probe in self._probes]
+        gauges = {name: value for sample in samples for name, value in sample.gauges.items()}
+        return Sample(gauges, {name: value for sample in samples for name, value in sample.counters.items()})
 
     def _sample(self) -> None:
         assert self._last is not None
@@ -202,7 +195,7 @@ class Telemetry:
     def _emit(self, now: float) -> None:
         """Ends the open window as a point; once there are too many, every two neighbours become one."""
         assert self._origin is not None
-        self._points.append((now - self._origin, window_point(self._window)))
+        self._points.append((now - self._origin, self._window))
         self._window = Totals()
         if len(self._points) >= 2 * self.config.max_points:
             self._points = halve(self._points)
@@ -225,7 +218,7 @@ class Telemetry:
         if self._incomplete is not None:
             return None
         if not self._on_gpu:
-            return totals.whole(totals.counted, totals.counted_s, "cpu_energy_j")
+            return totals.whole("cpu_energy_j")
         return totals.gpu_energy(len(self.gpu_names))
 
     def series(self) -> dict[str, list[float | None]]:
@@ -237,21 +230,20 @@ class Telemetry:
             and self._last_end is not None
             and (not points or self._window.seconds > 0.5 * self._stride_s)
         ):
-            points.append((self._last_end - self._origin, window_point(self._window)))
+            points.append((self._last_end - self._origin, self._window))
         while len(points) > self.config.max_points:
             points = halve(points)
-        names = list(dict.fromkeys(name for _, values in points for name in values))
-        columns: dict[str, list[float | None]] = {"time_s": [round(t, 3) for t, _ in points]}
-        for name in names:
-            column = [_short(values.get(name)) for _, values in points]
+        rows = [window_point(totals) for _, totals in points]
+        columns: dict[str, list[float | None]] = {"time_s": [round(end, 3) for end, _ in points]}
+        for name in dict.fromkeys(name for row in rows for name in row):
+            column = [_short(row.get(name)) for row in rows]
             if any(value is not None for value in column):
                 columns[name] = column
-        return columns if points else {"time_s": []}
+        return columns
 
     def report(self) -> dict[str, Any]:
-        """What `result["telemetry"]` keeps: how it was sampled, a row per GPU, the series, and why a figure
-        is
-        missing."""
+        """Returns what `result["telemetry"]` keeps: how it was sampled, a row per GPU, the series, and why a
+        figure is missing."""
         if not self.config.enabled:
             return {"enabled": False}
         totals = self._totals

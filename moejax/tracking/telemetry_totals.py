@@ -7,86 +7,89 @@ from typing import Any
 
 from moejax.tracking.probes import Reading, Sample, slowdown_names
 
-Point = tuple[float, Reading]
-
 
 @dataclass
 class Totals:
-    """Sums over the stretches between two samples: `weighted[gauge]` is its integral over the `known[gauge]`
-    seconds in which it could be read, `counted[counter]` what it grew by."""
+    """Sums over the stretches between two samples.
+
+    Attributes:
+        seconds, samples: the stretches' length together and their number.
+        sums: a gauge's integral, or what a counter grew by. A GPU's `gpu{i}_energy_j` is by its counter or
+            else by its power; its `gpu{i}_slowdowns` are the seconds below the clock that was asked for.
+        known: the seconds in which each of them could be read.
+        peaks: a gauge's largest value.
+        by_power: the GPUs whose energy is by their power.
+        slowdowns: GPU → bits of the reasons.
+    """
 
     seconds: float = 0.0
     samples: int = 0
-    weighted: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
     known: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
-    counted: dict[str, float] = field(default_factory=dict)
-    counted_s: dict[str, float] = field(default_factory=dict)
-    # GPU → joules, by its counter or else by its power, and for how many seconds by which.
-    energy: dict[str, float] = field(default_factory=dict)
-    energy_s: dict[str, float] = field(default_factory=dict)
     by_power: set[str] = field(default_factory=set)
-    slow_s: dict[str, float] = field(default_factory=dict)
     slowdowns: dict[str, int] = field(default_factory=dict)
 
     def add(self, seconds: float, before: Sample, after: Sample) -> None:
+        """Adds a stretch of `seconds` between two samples."""
         self.seconds += seconds
         self.samples += 1
         for name, end in after.gauges.items():
             start = before.gauges.get(name)
             if name.endswith("_slowdowns"):
-                self._slow(name.removesuffix("_slowdowns"), seconds, start, end)
+                if end is not None:
+                    bits = int(start or 0) | int(end)
+                    self._grow(name, seconds if slowdown_names(bits) else 0.0, seconds)
+                    self._mark(name.removesuffix("_slowdowns"), bits)
             elif start is not None and end is not None:
-                _grow(self.weighted, name, 0.5 * (start + end) * seconds)
-                _grow(self.known, name, seconds)
-                self.peaks[name] = max(self.peaks.get(name, end), start, end)
+                self._grow(name, 0.5 * (start + end) * seconds, seconds)
+                self._raise(name, max(start, end))
         for name, end in after.counters.items():
             start = before.counters.get(name)
             # A counter that fell was set back, by a driver that was loaded anew.
             grown = None if start is None or end is None or end < start else end - start
+            if grown is None and name.startswith("gpu"):
+                grown = self._energy_by_power(name.removesuffix("_energy_j"), seconds, before, after)
             if grown is not None:
-                _grow(self.counted, name, grown)
-                _grow(self.counted_s, name, seconds)
-            if name.startswith("gpu"):
-                self._energy(name.removesuffix("_energy_j"), seconds, grown, before, after)
+                self._grow(name, grown, seconds)
 
-    def _slow(self, gpu: str, seconds: float, start: float | None, end: float | None) -> None:
-        bits = int(start or 0) | int(end or 0)
-        if slowdown_names(bits):
-            _grow(self.slow_s, gpu, seconds)
-            self.slowdowns[gpu] = self.slowdowns.get(gpu, 0) | bits
-        if end is not None:
-            _grow(self.known, f"{gpu}_slowdowns", seconds)
+    def _energy_by_power(self, gpu: str, seconds: float, before: Sample, after: Sample) -> float | None:
+        start, end = (sample.gauges.get(f"{gpu}_power_w") for sample in (before, after))
+        if start is None or end is None:
+            return None
+        self.by_power.add(gpu)
+        return 0.5 * (start + end) * seconds
 
-    def _energy(self, gpu: str, seconds: float, grown: float | None, before: Sample, after: Sample) -> None:
-        if grown is None:
-            powers = (before.gauges.get(f"{gpu}_power_w"), after.gauges.get(f"{gpu}_power_w"))
-            if powers[0] is None or powers[1] is None:
-                return
-            grown = 0.5 * (powers[0] + powers[1]) * seconds
-            self.by_power.add(gpu)
-        _grow(self.energy, gpu, grown)
-        _grow(self.energy_s, gpu, seconds)
+    def _grow(self, name: str, by: float, seconds: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + by
+        self.known[name] = self.known.get(name, 0.0) + seconds
+
+    def _raise(self, gauge: str, value: float) -> None:
+        self.peaks[gauge] = max(self.peaks.get(gauge, value), value)
+
+    def _mark(self, gpu: str, bits: int) -> None:
+        self.slowdowns[gpu] = self.slowdowns.get(gpu, 0) | bits
 
     def mean(self, name: str) -> float | None:
+        """Returns a gauge's mean, or a counter's growth a second."""
         seconds = self.known.get(name, 0.0)
-        return self.weighted[name] / seconds if seconds > 0 and name in self.weighted else None
+        return self.sums[name] / seconds if seconds > 0 else None
 
-    def rate(self, counter: str) -> float | None:
-        seconds = self.counted_s.get(counter, 0.0)
-        return self.counted[counter] / seconds if seconds > 0 else None
-
-    def whole(self, sums: dict[str, float], seconds: dict[str, float], name: str) -> float | None:
+    def whole(self, name: str) -> float | None:
         """A sum that covers all of the time, else None: part of an energy would pass for all of it."""
-        if self.seconds <= 0 or not math.isclose(seconds.get(name, 0.0), self.seconds, rel_tol=1e-6):
+        if self.seconds <= 0 or not math.isclose(self.known.get(name, 0.0), self.seconds, rel_tol=1e-6):
             return None
-        return sums[name]
+        return self.sums[name]
 
     def gpu_energy(self, gpus: int) -> float | None:
         """Joules of GPUs 0 to `gpus` - 1 together."""
-        found = [self.whole(self.energy, self.energy_s, f"gpu{index}") for index in range(gpus)]
-        known = [joules for joules in found if joules is not None]
+        joules = [self.whole(f"gpu{index}_energy_j") for index in range(gpus)]
+        known = [value for value in joules if value is not None]
         return sum(known) if known and len(known) == gpus else None
+
+
+Point = tuple[float, Totals]
+"""A stretch of the time series: when it ended, and its sums."""
 
 
 def merged(parts: Iterable[Totals]) -> Totals:
@@ -95,35 +98,29 @@ def merged(parts: Iterable[Totals]) -> Totals:
     for part in parts:
         whole.seconds += part.seconds
         whole.samples += part.samples
-        for name in ("weighted", "known", "counted", "counted_s", "energy", "energy_s", "slow_s"):
-            for key, value in getattr(part, name).items():
-                _grow(getattr(whole, name), key, value)
-        for key, value in part.peaks.items():
-            whole.peaks[key] = max(whole.peaks.get(key, value), value)
-        for key, bits in part.slowdowns.items():
-            whole.slowdowns[key] = whole.slowdowns.get(key, 0) | bits
+        for name, amount in part.sums.items():
+            whole._grow(name, amount, part.known[name])
+        for gauge, value in part.peaks.items():
+            whole._raise(gauge, value)
+        for gpu, bits in part.slowdowns.items():
+            whole._mark(gpu, bits)
         whole.by_power |= part.by_power
     return whole
 
 
-def _grow(sums: dict[str, float], name: str, by: float) -> None:
-    sums[name] = sums.get(name, 0.0) + by
-
-
 def summarize(totals: Totals, gpus: int, energy: float | None, output_tokens: int | None) -> Reading:
-    own, machine = totals.rate("cpu_s"), totals.rate("machine_cpu_s")
-    found: Reading = {
+    process, machine = totals.mean("cpu_s"), totals.mean("machine_cpu_s")
+    others = None if process is None or machine is None else machine - process
+    figures: Reading = {
         "mean_host_rss_bytes": totals.mean("host_rss_bytes"),
         "max_host_rss_bytes": totals.peaks.get("host_rss_bytes"),
-        "mean_cpu_percent": None if own is None else 100 * own,
+        "mean_cpu_percent": None if process is None else 100 * process,
         # The machine's counter ticks coarsely, so the difference can come out below nothing.
-        "mean_other_cpu_percent": None if own is None or machine is None else max(0.0, 100 * (machine - own)),
+        "mean_other_cpu_percent": None if others is None else max(0.0, 100 * others),
         "energy_j": energy,
         "energy_per_output_token_j": energy / output_tokens if energy is not None and output_tokens else None,
     }
-    if not gpus:
-        return found
-    return found | _gpu_summary(totals, [f"gpu{index}" for index in range(gpus)])
+    return figures | _gpu_summary(totals, [f"gpu{index}" for index in range(gpus)]) if gpus else figures
 
 
 def _gpu_summary(totals: Totals, gpus: list[str]) -> Reading:
@@ -134,20 +131,20 @@ def _gpu_summary(totals: Totals, gpus: list[str]) -> Reading:
         return [value for value in values if value is not None]
 
     powers = [totals.mean(f"{gpu}_power_w") for gpu in gpus]
-    found: Reading = {"mean_gpu_power_w": sum(known(powers)) if None not in powers else None}
+    figures: Reading = {"mean_gpu_power_w": sum(known(powers)) if None not in powers else None}
     for gauge in ("utilization_percent", "sm_clock_mhz"):
         values = known([totals.mean(f"{gpu}_{gauge}") for gpu in gpus])
-        found[f"mean_gpu_{gauge}"] = sum(values) / len(values) if values else None
+        figures[f"mean_gpu_{gauge}"] = sum(values) / len(values) if values else None
     for gauge in ("temperature_c", "memory_bytes"):
         values = known([totals.peaks.get(f"{gpu}_{gauge}") for gpu in gpus])
-        found[f"max_gpu_{gauge}"] = max(values, default=None)
-    found["gpu_slowdown_percent"] = max(known([_slow_percent(totals, gpu) for gpu in gpus]), default=None)
-    return found | {f"{gpu}_mean_power_w": power for gpu, power in zip(gpus, powers, strict=True)}
+        figures[f"max_gpu_{gauge}"] = max(values, default=None)
+    figures["gpu_slowdown_percent"] = max(known([_slow_percent(totals, gpu) for gpu in gpus]), default=None)
+    return figures | {f"{gpu}_mean_power_w": power for gpu, power in zip(gpus, powers, strict=True)}
 
 
 def _slow_percent(totals: Totals, gpu: str) -> float | None:
-    seconds = totals.known.get(f"{gpu}_slowdowns", 0.0)
-    return 100 * totals.slow_s.get(gpu, 0.0) / seconds if seconds > 0 else None
+    share = totals.mean(f"{gpu}_slowdowns")
+    return None if share is None else 100 * share
 
 
 def device_row(totals: Totals, index: int, name: str) -> dict[str, Any]:
@@ -164,19 +161,19 @@ def device_row(totals: Totals, index: int, name: str) -> dict[str, Any]:
         "max_temperature_c": totals.peaks.get(f"{gpu}_temperature_c"),
         "slowdown_percent": _slow_percent(totals, gpu),
         "slowdowns": slowdown_names(totals.slowdowns.get(gpu, 0)),
-        "energy_j": totals.whole(totals.energy, totals.energy_s, gpu),
+        "energy_j": totals.whole(f"{gpu}_energy_j"),
         "energy_source": "nvml_power" if gpu in totals.by_power else "nvml_counter",
     }
 
 
 def window_point(totals: Totals) -> Reading:
     """A window's means, with counters as rates: `cpu_percent`, `machine_cpu_percent`, `cpu_power_w`."""
-    point: Reading = {name: totals.mean(name) for name in totals.weighted}
+    point: Reading = {name: totals.mean(name) for name in totals.peaks}
     for counter, name, scale in (
         ("cpu_s", "cpu_percent", 100.0), ("machine_cpu_s", "machine_cpu_percent", 100.0),
         ("cpu_energy_j", "cpu_power_w", 1.0),
     ):  # fmt: skip
-        rate = totals.rate(counter)
+        rate = totals.mean(counter)
         if rate is not None:
             point[name] = scale * rate
     return point
@@ -185,13 +182,5 @@ def window_point(totals: Totals) -> Reading:
 def halve(points: list[Point]) -> list[Point]:
     """Every two neighbours as one, at the second's time; a last one without a neighbour stays."""
     pairs = [(points[i], points[i + 1]) for i in range(0, len(points) - 1, 2)]
-    merged = [(second[0], _mean(first[1], second[1])) for first, second in pairs]
-    return merged + points[2 * len(pairs) :]
-
-
-def _mean(first: Reading, second: Reading) -> Reading:
-    merged: Reading = {}
-    for name in dict.fromkeys((*first, *second)):
-        known = [v for v in (first.get(name), second.get(name)) if v is not None]
-        merged[name] = sum(known) / len(known) if known else None
-    return merged
+    joined = [(end, merged([first, second])) for (_, first), (end, second) in pairs]
+    return joined + points[2 * len(pairs) :]

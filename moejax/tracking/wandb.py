@@ -22,6 +22,7 @@ import wandb
 
 from moejax.core.errors import TrackingError
 from moejax.core.files import ensure_writable, to_jsonable
+from moejax.report.tables import shown_path
 from moejax.tracking.base import RunInfo, Scalar, Tracker, TrackerConfig, plain_scalars
 
 logger = logging.getLogger(__name__)
@@ -129,10 +130,10 @@ class WandbTracker(Tracker):
 
 
 def _command() -> str:
-    """How this shell calls wandb: by name where it is on the path, else from this environment's folder."""
+    """Returns what this shell calls wandb by: its name if it is on the path, else this environment's file."""
     beside = Path(sys.executable).parent / "wandb"
-    found = shutil.which("wandb")
-    if found and Path(found).resolve() == beside.resolve():
+    on_path = shutil.which("wandb")
+    if on_path and Path(on_path).resolve() == beside.resolve():
         return "wandb"
     return _shell_path(beside) if beside.is_file() else "wandb"
 
@@ -202,9 +203,4 @@ def _one_line(error: object) -> str:
 
 
 def _shell_path(path: Path) -> str:
-    """`path` quoted for a shell, relative to the working directory where it lies below it."""
-    try:
-        path = path.relative_to(Path.cwd().resolve())
-    except ValueError:
-        pass
-    return shlex.quote(str(path))
+    return shlex.quote(shown_path(path))

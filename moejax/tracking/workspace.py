@@ -72,7 +72,7 @@ def build_workspace(config: DashboardConfig) -> Any:
 
 
 def workspace_spec(workspace: Any) -> dict[str, Any]:
-    """What the server would be sent, as JSON's own types."""
+    """Returns what the server would be sent, as JSON's own types."""
     return workspace._to_model().model_dump(by_alias=True, exclude_none=True, mode="json")
 
 

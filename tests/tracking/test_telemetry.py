@@ -66,7 +66,7 @@ def test_only_what_lies_within_parts_counts_and_each_part_by_itself() -> None:
 
 def test_gpus_add_up_and_energy_is_the_counters() -> None:
     telemetry, _, clock = on_gpus(FakeGpu(watts=100), FakeGpu(watts=300, slowdowns=0x4 | 0x1, temperature=80))
-    with telemetry:
+    with telemetry.part():
         clock.now += 4.0
     found = telemetry.summary(output_tokens=160)
     assert found["energy_j"] == pytest.approx(1600, abs=0.01)
@@ -87,7 +87,7 @@ def test_without_a_counter_power_is_integrated_by_trapezoids() -> None:
     missing = {"energy": NVMLError_NotSupported("Not Supported")}
     gpu = FakeGpu(watts=100, fails=missing)
     telemetry, nvml, clock = on_gpus(gpu, FakeGpu(watts=50))
-    with telemetry:
+    with telemetry.part():
         clock.now += 2.0
         gpu.watts = 300
         telemetry._sample()
@@ -105,7 +105,7 @@ def test_a_counter_that_falls_is_not_taken_for_energy() -> None:
     """A driver that is loaded anew begins again at 0; the stretch is bridged by the power."""
     gpu = FakeGpu(watts=200)
     telemetry, _, clock = on_gpus(gpu)
-    with telemetry:
+    with telemetry.part():
         clock.now += 1.0
         gpu.energy_offset_j = 0.0
         telemetry._sample()
@@ -117,7 +117,7 @@ def test_a_counter_that_falls_is_not_taken_for_energy() -> None:
 def test_an_error_in_the_middle_leaves_no_part_of_an_energy(caplog: pytest.LogCaptureFixture) -> None:
     gpu = FakeGpu(watts=200)
     telemetry, _, clock = on_gpus(gpu, FakeGpu(watts=100))
-    with caplog.at_level(logging.INFO), telemetry:
+    with caplog.at_level(logging.INFO), telemetry.part():
         clock.now += 1.0
         for name in ("energy", "power"):
             gpu.fails[name] = NVMLError("GPU is lost")
@@ -142,7 +142,7 @@ def test_no_nvml_is_one_line_and_no_error(
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
     with caplog.at_level(logging.WARNING):
         telemetry = Telemetry(NEVER, gpus=[0])
-        with telemetry:
+        with telemetry.part():
             pass
     lines = [record.message for record in caplog.records]
     assert lines == ["GPU telemetry needs the package nvidia-ml-py: pip install nvidia-ml-py"]
@@ -193,7 +193,7 @@ def test_cpu_energy_adds_packages_wraps_and_leaves_their_parts_out(tmp_path: Pat
     probe, clock = RaplProbe(tmp_path), Clock()
     assert probe and probe.notes == []
     telemetry = Telemetry(NEVER, probes=[probe], clock=clock)
-    with telemetry:
+    with telemetry.part():
         clock.now += 2.0
         first.write_text("300000\n")  # 0.4 J on, past the end of the counter's range
     found = telemetry.summary(output_tokens=4)
@@ -217,7 +217,7 @@ def test_other_processes_devices_make_energy_unknown() -> None:
     probe, _ = open_gpus([0], {}, nvml)
     assert probe is not None
     telemetry = Telemetry(NEVER, gpus=[0], incomplete="2 processes took part", probes=[probe], clock=clock)
-    with telemetry:
+    with telemetry.part():
         clock.now += 1.0
     assert telemetry.summary(output_tokens=1)["energy_j"] is None
     assert telemetry.report()["notes"] == ["no energy: 2 processes took part"]
@@ -226,7 +226,7 @@ def test_other_processes_devices_make_energy_unknown() -> None:
 def test_the_thread_samples_this_process_while_a_part_is_open_and_ends_with_it() -> None:
     telemetry = Telemetry(TelemetryConfig(interval_s=0.02))
     before = threading.active_count()
-    with telemetry:
+    with telemetry.part():
         assert threading.active_count() == before + 1
         end = time.perf_counter() + 0.3
         while time.perf_counter() < end:
@@ -274,7 +274,7 @@ def test_a_probe_that_breaks_stops_sampling_and_not_the_measurement(
             return super().read()
 
     telemetry = Telemetry(TelemetryConfig(interval_s=0.02), probes=[Broken()])
-    with telemetry:
+    with telemetry.part():
         time.sleep(0.1)
         done = True
     assert done and "sampling stopped: RuntimeError: boom" in telemetry.report()["notes"]
@@ -290,9 +290,9 @@ def test_switched_off_it_does_nothing_at_all() -> None:
 
 def test_parts_do_not_nest() -> None:
     telemetry = Telemetry(NEVER)
-    with telemetry, pytest.raises(RuntimeError, match="open already"), telemetry.part("inner"):
+    with telemetry.part(), pytest.raises(RuntimeError, match="open already"), telemetry.part("inner"):
         pass
-    with telemetry:  # and the refused one has left it as it was
+    with telemetry.part():  # and the refused one has left it as it was
         pass
 
 

@@ -82,7 +82,7 @@ def _ramp_names() -> set[str]:
 
 def _gpu_names() -> set[str]:
     telemetry, _, clock = on_gpus(FakeGpu(), beside=[HostProbe()], config=TelemetryConfig(interval_s=0.5))
-    with telemetry:
+    with telemetry.part():
         for _ in range(4):
             clock.now += 1.0
             telemetry._sample()
