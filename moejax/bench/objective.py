@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.core.errors import ConfigError, did_you_mean
-from moejax.results.metric_names import RATES
-from moejax.results.metrics import LATENCIES, STATISTICS, Slo
+from moejax.results.metric_names import RATES, STATISTICS
+from moejax.results.metrics import LATENCIES, Slo
 
 _ANYWHERE = (
     "compile_seconds",

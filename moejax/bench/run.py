@@ -247,7 +247,7 @@ class ExperimentRun:
         result: Result,
         *,
         requests: Iterable[Mapping[str, Any]] | None = None,
-        plot_data: Sequence[Any] = (),
+        plot_data: Mapping[str, Any] | None = None,
         files: Sequence[Path] = (),
         timeline: Mapping[str, Any] | None = None,
         tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
@@ -257,7 +257,7 @@ class ExperimentRun:
         Args:
             result: from `result`.
             requests: rows of requests.jsonl, where there is one.
-            plot_data: what the plots show besides the result.
+            plot_data: what the plots show besides the result and the requests, by parameter.
             files: further ones, written already, that belong to the result.
             timeline, tables: see `moejax.tracking.publish.publish`.
 
@@ -273,7 +273,7 @@ class ExperimentRun:
         rows = None if requests is None else list(requests)
         if rows is not None:
             written.append(write_request_rows(rows, self.out_dir))
-        plots = save_plots(result, self.out_dir, *plot_data)
+        plots = save_plots(result, self.out_dir, requests=rows or (), **(plot_data or {}))
         publish(
             tracker,
             result,

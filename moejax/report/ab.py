@@ -1,8 +1,6 @@
 """An A/B result's tables and plots. No JAX here."""
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,22 +12,30 @@ from rich.text import Text
 
 from moejax.report.compare_plots import forest
 from moejax.report.compare_tables import verdict_tables, verdicts_table
-from moejax.report.figure import legend_below, new_figure, save_figures
+from moejax.report.figure import legend_below, new_figure
 from moejax.report.style import COLORS, run_title
-from moejax.report.tables import Column, add_columns, number, plain_table
+from moejax.report.tables import Column, column_table, metric_columns, number, print_lines
 from moejax.results.compare.samples import short_case_name
 from moejax.results.metric_names import short_name
 from moejax.results.statistics import Interval
 from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
 
+
+def _agreement(row: Mapping[str, Any]) -> Text | None:
+    equal = row["equal_requests"]
+    return None if equal is None else Text(f"{100 * equal:.0f}%", style="" if equal == 1 else "yellow")
+
+
 _COLUMNS = (
-    Column("TTFT\np50", "median_ttft_ms"),
-    Column("TPOT\np50", "median_tpot_ms"),
-    Column("ITL\np99", "p99_itl_ms"),
-    Column("E2E\np50", "median_e2el_ms"),
-    Column("tok/s", "output_throughput"),
-    Column("good\nreq/s", "request_goodput"),
-)
+    Column("variant", "variant", fold=True),
+    Column("case", short_case_name, left=True),
+    *metric_columns(
+        "median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "median_e2el_ms", "output_throughput",
+        "request_goodput", cell=number,
+    ),
+    Column("same\ntokens", _agreement),
+    Column("rounds", "rounds"),
+)  # fmt: skip
 
 
 def verdict_of(row: Mapping[str, Any]) -> Verdict:
@@ -79,30 +85,19 @@ def _explained(tests: int) -> str:
 
 def cases_table(result: Mapping[str, Any]) -> Table:
     """A line a variant and case: medians over rounds, and how far its tokens are the baseline's."""
-    rows = result["cases"]
-    table = plain_table(
+    return column_table(
         f"{result['experiment']}: {run_title(result)}",
+        _COLUMNS,
+        result["cases"],
         "medians over rounds, times in ms; same: requests with the baseline's tokens throughout",
     )
-    table.add_column("variant", overflow="fold")
-    table.add_column("case", no_wrap=True)
-    columns = add_columns(table, _COLUMNS, rows)
-    table.add_column("same\ntokens", justify="right", no_wrap=True)
-    table.add_column("rounds", justify="right", no_wrap=True)
-    for row in rows:
-        equal = row["equal_requests"]
-        same = Text("–" if equal is None else f"{100 * equal:.0f}%", style="" if equal == 1 else "yellow")
-        figures = [column.text(row) for column in columns]
-        table.add_row(row["variant"], short_case_name(row), *figures, same, number(row["rounds"]))
-    return table
 
 
 def print_ab(result: Mapping[str, Any], console: Console) -> None:
     """The tables and the verdicts in words."""
     for table in ab_tables(result):
         console.print(table)
-    for line in ab_lines(result):
-        console.print(line, markup=False, highlight=False)
+    print_lines(console, ab_lines(result))
 
 
 def ab_lines(result: Mapping[str, Any]) -> list[str]:
@@ -168,9 +163,3 @@ def _series(result: Mapping[str, Any], name: str, metric: str) -> np.ndarray:
         if row["variant"] == name:
             by_round.setdefault(row["iteration"], []).append(row[metric])
     return np.exp([np.log(by_round[round_]).mean() for round_ in sorted(by_round)])
-
-
-def save_ab_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str]) -> list[Path]:
-    """`ratios.png` and `rounds.png` in `out_dir`; returns the files drawn."""
-    figures = {"ratios": ratios_plot(result), "rounds": rounds_plot(result)}
-    return save_figures(figures, out_dir)

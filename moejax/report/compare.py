@@ -5,13 +5,11 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from moejax.core.files import atomic_write_text, dump_json
 from moejax.report.compare_plots import save_compare_plots
 from moejax.report.compare_tables import comparison_tables
 from moejax.report.html import write_report
-from moejax.report.tables import shown_path, stderr_console
+from moejax.report.tables import print_lines, shown_path, stderr_console
 from moejax.results.compare import RunComparison, compare
 from moejax.results.run_folders import usable_runs
 
@@ -53,15 +51,12 @@ def compare_and_print(
     return comparison
 
 
-def print_comparison(
-    comparison: RunComparison, out_dir: Path, page: Path | None = None, console: Console | None = None
-) -> None:
+def print_comparison(comparison: RunComparison, out_dir: Path, page: Path | None) -> None:
     """The tables, what is to be known, the outcome in words and where the files are."""
-    console = console or stderr_console()
+    console = stderr_console()
     for table in comparison_tables(comparison):
         console.print(table)
-    for note in comparison.notes:
-        console.print(note, style="yellow", markup=False, highlight=False)
+    print_lines(console, comparison.notes, "yellow")
     for line in comparison.lines():
         style = "" if line.startswith(" ") else "bold"
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=False)
@@ -72,6 +67,5 @@ def print_comparison(
     if few:
         needed = max(int(text.rpartition(" ")[2]) for text in few)
         console.print(f"enough would be: workload.iterations={needed}", style="dim", highlight=False)
-    console.print(f"results: {shown_path(out_dir)}", soft_wrap=True, highlight=False)
-    if page is not None:
-        console.print(f"open {shown_path(page)} in a browser", soft_wrap=True, highlight=False)
+    opened = [] if page is None else [f"open {shown_path(page)} in a browser"]
+    print_lines(console, [f"results: {shown_path(out_dir)}", *opened])

@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moejax.report.figure import (
-    draw_distributions,
-    legend_below,
+    distribution_panels,
     new_figure,
     round_ticks,
     save_figures,
@@ -23,7 +22,8 @@ from moejax.report.figure import (
 from moejax.report.style import commit_name, device_name, model_name, nth_color
 from moejax.results.compare.comparison import RunComparison
 from moejax.results.compare.samples import Cases, case_name, latency_values, match_cases
-from moejax.results.metric_names import LATENCIES, lower_is_better, short_name
+from moejax.results.metric_names import lower_is_better, short_name
+from moejax.results.metrics import LATENCIES
 from moejax.results.verdict import Verdict
 
 _MOST_ROWS = 40
@@ -98,23 +98,17 @@ def _ratio_ticks(axis: Axes, low: float, high: float) -> None:
 def latency_cdfs(comparison: RunComparison, case: int = 0) -> Figure | None:
     """Cumulative distributions of TTFT, TPOT, ITL and E2E of one of the baseline's cases, a curve a run, all
     iterations pooled. None where fewer than two runs have samples of it."""
-    names = ("ttft", "tpot", "itl", "e2el")
     places = _same_case(comparison, case)
-    drawn = [(cases, {name: latency_values(cases, name, i) for name in names}) for cases, i in places]
-    panels = [name for name in names if sum(values[name].size > 0 for _, values in drawn) > 1]
+    panels = []
+    for name, title in LATENCIES.items():
+        samples = [(cases.run.title, latency_values(cases, name, index)) for cases, index in places]
+        curves = [(label, nth_color(run), values) for run, (label, values) in enumerate(samples)]
+        panels += [(title, curves, None)] if sum(values.size > 0 for _, values in samples) > 1 else []
     if not panels:
         return None
+    columns = 1 if max(len(cases.run.title) for cases, _ in places) > 60 else 2
     title = f"Latency distributions, {case_name(comparison.cases[0].fields(case))}"
-    figure, axes = new_figure(title, shared_title(comparison), 9.0, 6.8, 2, 2)
-    for axis in axes[len(panels) :]:
-        axis.set_visible(False)
-    for axis, name in zip(axes, panels, strict=False):
-        draw_distributions(axis, [(c.run.title, nth_color(i), v[name]) for i, (c, v) in enumerate(drawn)])
-        axis.set_title(LATENCIES[name], fontsize=10)
-        axis.set_xlabel("milliseconds")
-    columns = 1 if max(len(cases.run.title) for cases, _ in drawn) > 60 else 2
-    legend_below(figure, axes, columns, fontsize=8)
-    return figure
+    return distribution_panels(title, shared_title(comparison), panels, columns=columns, fontsize=8)
 
 
 def _same_case(comparison: RunComparison, case: int) -> list[tuple[Cases, int]]:

@@ -1,13 +1,14 @@
 """A comparison on the terminal, for a hundred columns."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from moejax.report.style import commit_name, device_name, model_name
-from moejax.report.tables import number, plain_table
+from moejax.report.tables import Column, column_table, number, plain_table
 from moejax.results.compare.comparison import RunComparison
 from moejax.results.compare.inputs import MISSING, UNKNOWN, Difference
 from moejax.results.compare.runs import Run
@@ -70,22 +71,20 @@ def _explained(comparison: RunComparison) -> str:
 
 def runs_table(comparison: RunComparison) -> Table:
     """A line a run: letter, folder, start, model, device, commit, how often each case was measured."""
-    table = plain_table(f"compare: {comparison.experiment}")
-    for name in ("", "run", "began (UTC)", "model", "device", "commit", "times"):
-        folds = name in ("run", "model", "device")
-        table.add_column(name, overflow="fold" if folds else "ellipsis", no_wrap=not folds)
-    for run, cases in zip(comparison.runs, comparison.cases, strict=True):
-        times = min((cases.iterations(index) for index in range(len(cases.rows))), default=0)
-        table.add_row(
-            Text(run.label, style="bold"),
-            run.name if run.source == "folder" else f"{run.name} (W&B)",
-            _began(run),
-            model_name(run.result) or "–",
-            device_name(run.result) or "–",
-            commit_name(run.result) or "–",
-            number(times or None),
-        )
-    return table
+    columns = (
+        Column("", lambda run: Text(run.label, style="bold"), left=True),
+        Column("run", lambda run: run.name if run.source == "folder" else f"{run.name} (W&B)", fold=True),
+        Column("began (UTC)", _began, left=True),
+        Column("model", lambda run: model_name(run.result), fold=True),
+        Column("device", lambda run: device_name(run.result), fold=True),
+        Column("commit", lambda run: commit_name(run.result), left=True),
+        Column("times", lambda run: times[run.label] or None),
+    )
+    times = {
+        cases.run.label: min((cases.iterations(index) for index in range(len(cases.rows))), default=0)
+        for cases in comparison.cases
+    }
+    return column_table(f"compare: {comparison.experiment}", columns, comparison.runs)
 
 
 def _began(run: Run) -> str:
@@ -99,21 +98,15 @@ def inputs_table(comparison: RunComparison) -> Table:
     caption = None
     if len(rows) > _MOST_INPUTS:
         caption = f"and {len(rows) - _MOST_INPUTS} more, in comparison.json"
-    table = plain_table("inputs that differ", caption)
-    table.add_column("kind", no_wrap=True)
-    table.add_column("key", overflow="fold")
-    many = len(comparison.runs) > _MOST_COLUMNS
-    for label in ("values",) if many else comparison.labels:
-        table.add_column(label, overflow="fold")
-    kind = ""
-    for difference in rows[:_MOST_INPUTS]:
-        values = difference.values
-        cells: Iterable[Text] = [_value(value, values[0]) for value in values]
-        if many:
-            cells = [_by_value(values, comparison.labels)]
-        table.add_row("" if difference.kind == kind else difference.kind, difference.key, *cells)
-        kind = difference.kind
-    return table
+    columns = [
+        Column("kind", lambda difference: difference.kind, left=True, once=True),
+        Column("key", lambda difference: difference.key, fold=True),
+    ]
+    if len(comparison.runs) > _MOST_COLUMNS:
+        columns.append(Column("values", partial(_by_value, comparison.labels), fold=True))
+    else:
+        columns += [Column(r, partial(_value, i), fold=True) for i, r in enumerate(comparison.labels)]
+    return column_table("inputs that differ", columns, rows[:_MOST_INPUTS], caption)
 
 
 def _collapsed(differences: Sequence[Difference]) -> list[Difference]:
@@ -139,15 +132,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= _CELL else f"{text[: _CELL - 1]}…"
 
 
-def _value(value: Any, first: Any) -> Text:
+def _value(run: int, difference: Difference) -> Text:
+    value, first = difference.values[run], difference.values[0]
     faint = value in (MISSING, UNKNOWN) if isinstance(value, str) else False
     return Text(_short(value), style="dim" if faint else "" if value == first else "bold yellow")
 
 
-def _by_value(values: Sequence[Any], labels: Sequence[str]) -> Text:
+def _by_value(labels: Sequence[str], difference: Difference) -> Text:
     """`8: A C · 16: B`."""
     groups: dict[str, list[str]] = {}
-    for value, label in zip(values, labels, strict=True):
+    for value, label in zip(difference.values, labels, strict=True):
         groups.setdefault(_short(value), []).append(label)
     return Text(" · ".join(f"{text}: {' '.join(runs)}" for text, runs in groups.items()))
 
@@ -155,31 +149,26 @@ def _by_value(values: Sequence[Any], labels: Sequence[str]) -> Text:
 def verdicts_table(verdicts: Sequence[Verdict], title: str, caption: str | None = None) -> Table:
     """A line a metric (and case) of one run: both values, their ratio's interval, effect size and verdict."""
     base, run = verdicts[0].trial.baseline, verdicts[0].trial.run
-    table = plain_table(title, caption)
-    with_case = any(verdict.trial.case for verdict in verdicts)
-    if with_case:
-        table.add_column("case", overflow="fold")
-    table.add_column("metric", no_wrap=True)
-    for name in (base, run, f"{run} / {base}", "effect", "p"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
-    case = None
-    for verdict in verdicts:
-        trial = verdict.trial
-        cells = [] if not with_case else ["" if trial.case == case else (trial.case or "")]
-        case = trial.case
-        tested = min(trial.samples) > 1
-        table.add_row(
-            *cells,
-            short_name(trial.metric),
-            number(trial.base),
-            number(trial.value),
-            _interval(trial.ratio, bare=not tested),
-            f"{trial.effect:+.2f}" if trial.effect is not None and tested else "–",
-            _p(verdict.p_adjusted) if tested else "–",
-            Text(_brief(verdict), style=_COLORS.get(verdict.outcome, "dim")),
-        )
-    return table
+
+    def tested(verdict: Verdict) -> bool:
+        return min(verdict.trial.samples) > 1
+
+    def outcome(verdict: Verdict) -> Text:
+        return Text(_brief(verdict), style=_COLORS.get(verdict.outcome, "dim"))
+
+    columns = (
+        Column("case", lambda verdict: verdict.trial.case, fold=True, once=True),
+        Column("metric", lambda verdict: short_name(verdict.trial.metric), left=True),
+        Column(base, lambda verdict: verdict.trial.base),
+        Column(run, lambda verdict: verdict.trial.value),
+        Column(f"{run} / {base}", lambda verdict: _interval(verdict.trial.ratio, bare=not tested(verdict))),
+        Column(
+            "effect", lambda verdict: verdict.trial.effect if tested(verdict) else None, 1, "{:+.2f}".format
+        ),
+        Column("p", lambda verdict: _p(verdict.p_adjusted) if tested(verdict) else None),
+        Column("verdict", outcome, fold=True),
+    )
+    return column_table(title, columns, verdicts, caption)
 
 
 def _brief(verdict: Verdict) -> str:

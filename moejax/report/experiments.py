@@ -4,8 +4,10 @@ Functions are named and imported when they are used, so that a table needs no pl
 """
 
 import importlib
+import inspect
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,64 @@ class Report:
 
     Attributes:
         table: prints (result, console).
-        plots: draws (result, out_dir, …) and returns the files; None: there is nothing to draw.
+        plots: name → what draws it: of the result and of as much other data as its parameters name.
     """
 
     table: str
-    plots: str | None = None
+    plots: Mapping[str, str] = field(default_factory=dict)
 
 
 EXPERIMENTS: Mapping[str, Report] = {
-    "latency": Report("tables:print_latency", "plots:save_latency_plots"),
-    "throughput": Report("tables:print_throughput", "throughput_plots:save_throughput_plots"),
-    "ramp": Report("ramp:print_ramp", "ramp:save_ramp_plots"),
-    "ab": Report("ab:print_ab", "ab:save_ab_plots"),
-    "stress": Report("stress:print_stress", "stress:save_stress_plots"),
-    "profile": Report("roofline:print_profile", "roofline:save_profile_plots"),
-    "quantization": Report("quantization:print_quantization", "quantization:save_quantization_plots"),
-    "scaling": Report("scaling:print_scaling", "scaling:save_scaling_plots"),
-    "routing": Report("routing_tables:print_routing", "routing:save_routing_plots"),
+    "latency": Report(
+        "tables:print_latency",
+        {
+            "latency": "plots:latency_percentiles",
+            "itl": "plots:inter_token_latency",
+            "throughput": "plots:throughput_by_batch",
+            "expert_load": "plots:expert_load",
+            "backends": "plot_peers:backends_beside",
+        },
+    ),
+    "throughput": Report(
+        "tables:print_throughput",
+        {
+            "latency": "throughput_plots:latency_distributions",
+            "load": "throughput_plots:load_over_time",
+            "cache": "throughput_plots:cache_over_time",
+            "tokens": "throughput_plots:tokens_over_time",
+            "requests": "throughput_plots:request_spans",
+            "backends": "plot_peers:backends_beside",
+        },
+    ),
+    "ramp": Report("ramp:print_ramp", {"ramp": "ramp:ramp_figure", "pareto": "ramp:pareto_figure"}),
+    "ab": Report("ab:print_ab", {"ratios": "ab:ratios_plot", "rounds": "ab:rounds_plot"}),
+    "stress": Report("stress:print_stress", {"stress": "stress:stress_figure"}),
+    "profile": Report(
+        "roofline:print_profile",
+        {"roofline": "roofline:roofline_figure", "residuals": "roofline:residual_figure"},
+    ),
+    "quantization": Report(
+        "quantization:print_quantization",
+        {
+            "pareto": "quantization:pareto_plot",
+            "routing": "quantization:heatmaps",
+            "popularity": "quantization:popularity_plot",
+            "replay": "quantization:replay_plot",
+        },
+    ),
+    "scaling": Report(
+        "scaling:print_scaling", {"scaling": "scaling:layouts_plot", "routing": "scaling:routed_plot"}
+    ),
+    "routing": Report(
+        "routing_tables:print_routing",
+        {
+            "load": "routing:load_heatmap",
+            "co_activation": "routing:co_activation_heatmap",
+            "working_set": "routing:working_set_plot",
+            "temporal_locality": "routing:temporal_locality_plot",
+            "load_over_time": "routing:load_over_time_plot",
+        },
+    ),
     "kernels static": Report("kernel_tables:print_static"),
     "kernels bench": Report("kernel_tables:print_bench"),
     "kernels tune": Report("kernel_tables:print_tuned"),
@@ -63,14 +106,31 @@ def print_result(result: Mapping[str, Any], console: Console) -> bool:
     return True
 
 
-def save_plots(result: Mapping[str, Any], out_dir: Path, *data: Any) -> list[Path]:
-    """Draws a result into `out_dir` and returns the files; `data` is what its plots show besides the result.
+def save_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str], **data: Any) -> list[Path]:
+    """Draws a result into `out_dir`, a file `NAME.png` for each plot that there is data for.
+
+    Args:
+        data: what plots show besides the result, by their parameters' names: `requests`, rows of
+            requests.jsonl; a routing trace's `captures` and `model`; quantization's `details`.
+
+    Returns:
+        The files.
 
     Raises:
         OutputError: one cannot be written.
     """
     report = report_of(result)
-    return [] if report is None or report.plots is None else _function(report.plots)(result, out_dir, *data)
+    plots = {} if report is None else {name: _function(target) for name, target in report.plots.items()}
+    known = {"result": result, **data}
+    figures = {
+        name: plot(**{key: known[key] for key in inspect.signature(plot).parameters if key in known})
+        for name, plot in plots.items()
+    }
+    if not figures:
+        return []
+    from moejax.report.figure import save_figures
+
+    return save_figures(figures, out_dir)
 
 
 def _function(target: str) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ Figures are made without pyplot, so no backend or global state is touched. No JA
 
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from matplotlib.ticker import (
 from numpy.typing import NDArray
 
 from moejax.core.files import atomic_write_bytes
-from moejax.report.style import run_title
+from moejax.report.style import COLORS, run_title
 
 _DPI, _CELL_DPI = 150, 90
 
@@ -103,6 +103,13 @@ def vertical_grid(axis: Axes) -> None:
     axis.grid(axis="x", color="#dddddd", linewidth=0.7)
 
 
+def thin_ticks(axis: Axis, labels: Sequence[Any] | NDArray[Any], most: int = 12) -> None:
+    """Labels the places 0, 1, … of an axis, every second or third of them where there are many more than
+    `most`."""
+    shown = range(0, len(labels), max(1, len(labels) // most))
+    axis.set_ticks(shown, [str(labels[place]) for place in shown], fontsize=8)
+
+
 def heat_map(axis: Axes, values: NDArray[np.float64], **look: Any) -> AxesImage:
     """Draws a matrix as coloured cells; `look` is for matplotlib's `imshow`."""
     axis.grid(visible=False)
@@ -137,13 +144,14 @@ def draw_distributions(
         limit: an objective, drawn as a dashed line.
     """
     known = [(label, color, np.sort(values)) for label, color, values in curves if values.size]
-    for label, color, values in known:
+    for place, (label, color, values) in enumerate(known):
+        style = "-" if place < len(COLORS) else "--"  # where colours come again
         shares = np.arange(1, values.size + 1) / values.size
         times = values
         if values.size > points:
             shares = np.linspace(0.0, 1.0, points)
             times = np.quantile(values, shares)
-        axis.step(times, shares, where="post", color=color, linewidth=1.5, label=label)
+        axis.step(times, shares, where="post", color=color, linestyle=style, linewidth=1.5, label=label)
         marks = np.percentile(values, (50, 99))
         axis.plot(marks, (0.5, 0.99), "o", color=color, markersize=4.5, markeredgecolor="white")
     if limit is not None:
@@ -158,6 +166,32 @@ def draw_distributions(
         axis.set_xlim(0, max(min(max(extent), high), limit or 0.0) * 1.05)
         axis.xaxis.set_major_locator(MaxNLocator(nbins=6))
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+
+
+def distribution_panels(
+    title: str,
+    result: Mapping[str, Any],
+    panels: Sequence[tuple[str, Sequence[tuple[str, str, NDArray[np.float64]]], float | None]],
+    columns: int = 4,
+    **look: Any,
+) -> Figure | None:
+    """Up to four panels of distributions with one legend below; None without any.
+
+    Args:
+        panels: title, curves and limit of each, as in `draw_distributions`.
+        columns, look: of the legend.
+    """
+    if not panels:
+        return None
+    figure, axes = new_figure(title, result, 9.0, 7.0, 2, 2)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (name, curves, limit) in zip(axes, panels, strict=False):
+        draw_distributions(axis, curves, limit=limit)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("milliseconds")
+    legend_below(figure, axes[: len(panels)], columns, **look)
+    return figure
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:

@@ -15,12 +15,13 @@ from matplotlib.figure import Figure
 
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, ensure_writable
+from moejax.core.html import cut
 from moejax.report import html_figures
 from moejax.report.compare_plots import ratio_forest
 from moejax.report.roofline import roofline_figure
 from moejax.report.style import nth_color, run_title
 from moejax.report.tables import number
-from moejax.results.compare import RunComparison, compare
+from moejax.results.compare import MetricRow, RunComparison, compare
 from moejax.results.compare.inputs import flatten
 from moejax.results.compare.runs import Run, load_runs
 from moejax.results.compare.samples import Cases
@@ -28,8 +29,6 @@ from moejax.results.metric_names import lower_is_better, short_name
 from moejax.results.metrics import is_number
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "assets" / "report.html.j2"
-MOST_BYTES = 5_000_000
-"""What a report of two usual runs stays below."""
 
 _MOST_CASES, _MOST_COLUMNS, _MOST_RUNS = 100, 20, 24
 _MOST_ROOFLINES = 4
@@ -127,10 +126,10 @@ def _run(run: Run, index: int) -> dict[str, Any]:
         "color": nth_color(index),
         "title": run_title(run.result),
         "time": provenance.get("time_utc"),
-        "command": _cut(" ".join(str(word) for word in provenance.get("argv") or ())),
+        "command": cut(" ".join(str(word) for word in provenance.get("argv") or ()), _LONGEST),
         "cases": len(run.result.get("cases") or ()),
         "missing": "; ".join(run.missing),
-        "facts": [(key, _cut(value)) for key, value in facts],
+        "facts": [(key, cut(value, _LONGEST)) for key, value in facts],
     }
 
 
@@ -159,7 +158,7 @@ def _differences(comparison: RunComparison | None) -> list[dict[str, Any]]:
         {
             "kind": difference.kind,
             "key": difference.key,
-            "cells": [(_cut(value), value != difference.values[0]) for value in difference.values],
+            "cells": [(cut(value, _LONGEST), value != difference.values[0]) for value in difference.values],
         }
         for difference in (comparison.differences if comparison is not None else ())
     ]
@@ -172,8 +171,7 @@ def _metrics(runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
     rows = []
     for name in dict.fromkeys([*usual, *known]):
         values = [run.result["metrics"].get(name) for run in runs]
-        base = values[0]
-        ratios = [v / base if is_number(v) and is_number(base) and base else None for v in values[1:]]
+        ratios = MetricRow(name, tuple(values)).ratios[1:]
         rows.append(
             {
                 "name": name,
@@ -255,13 +253,8 @@ def _figures(runs: Sequence[Run], comparison: RunComparison | None) -> list[dict
 
 
 def _cell(value: Any) -> Cell:
-    return (number(value), _raw(value)) if is_number(value) or value is None else (_cut(value), "")
+    return (number(value), _raw(value)) if is_number(value) or value is None else (cut(value, _LONGEST), "")
 
 
 def _raw(value: Any) -> str:
     return repr(float(value)) if is_number(value) else ""
-
-
-def _cut(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text) - _LONGEST} more characters)"

@@ -20,18 +20,16 @@ from moejax.report.figure import (
     new_figure,
     vertical_grid,
 )
-from moejax.report.plots import relative_load
 from moejax.report.style import nth_color
 from moejax.results.compare.runs import Run
 from moejax.results.compare.samples import Cases, case_name, latency_values
 from moejax.results.metric_names import lower_is_better, short_name
-from moejax.results.metrics import is_number
+from moejax.results.metrics import LATENCIES, is_number, relative_load
 from moejax.results.pareto import pareto
 
 _MARKERS = "osD^vP*X"
 _MOST_CASES = 4
 _CDF_POINTS = 201
-_LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "inter-token"), ("e2el", "E2E"))
 # Latency, then rate: the first pair that every run's cases have is drawn.
 _TRADE_OFFS = (
     ("median_tpot_ms", "output_throughput"), ("median_ttft_ms", "output_throughput"),
@@ -107,7 +105,7 @@ def distributions(cases: Sequence[Cases]) -> Figure | None:
     all runs have (at most four, evenly chosen), a curve per run. Points are medians and 99th percentiles."""
     shared = _shared_cases(cases)
     places = _evenly(shared, _MOST_CASES)
-    columns = [pair for pair in _LATENCIES if any(latency_values(c, pair[0]).size for c in cases)]
+    columns = [pair for pair in LATENCIES.items() if any(latency_values(c, pair[0]).size for c in cases)]
     if not places or not columns:
         return None
     figure, axes = new_figure(

@@ -1,28 +1,31 @@
 """Tables of `experiments.kernels`. No JAX here."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.tables import number, plain_table
+from moejax.report.tables import Column, column_table, number, plain_table, print_lines
 
 
 def print_static(result: Mapping[str, Any], console: Console) -> None:
     """A table per operation, the targets side by side, then what fails the gate, in red."""
+    for op, rows in _by_operation(result):
+        console.print(static_table(op, rows))
+    about, metrics = result["compiler"], result["metrics"]
+    print_lines(console, [f"{metrics['kernels']} kernels, triton {about['triton']}, jax {about['jax']}"])
+    print_lines(console, [*result["failures"], *result["grown"]], "red")
+
+
+def _by_operation(result: Mapping[str, Any]) -> Iterable[tuple[str, list[Mapping[str, Any]]]]:
+    """(operation, its rows), in the rows' order."""
     by_op: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["cases"]:
         by_op.setdefault(row["op"], []).append(row)
-    for op, rows in by_op.items():
-        console.print(static_table(op, rows))
-    about, metrics = result["compiler"], result["metrics"]
-    console.print(
-        f"{metrics['kernels']} kernels, triton {about['triton']}, jax {about['jax']}", highlight=False
-    )
-    for line in [*result["failures"], *result["grown"]]:
-        console.print(line, style="red", markup=False, soft_wrap=True)
+    return by_op.items()
 
 
 def static_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -88,19 +91,16 @@ def _tile(config: str) -> str:
 def print_bench(result: Mapping[str, Any], console: Console) -> None:
     """A line per implementation: time, bound, shares; what did not run, with its reason."""
     metrics = result["metrics"]
-    console.print(
+    rates = (
         f"measured: copy {metrics['copy_bandwidth'] / 1e9:,.0f} GB/s,"
         f" bfloat16 product {metrics['matmul_bfloat16'] / 1e12:,.0f} TFLOP/s,"
-        f" int8 {metrics['matmul_int8'] / 1e12:,.0f}",
-        highlight=False,
+        f" int8 {metrics['matmul_int8'] / 1e12:,.0f}"
     )
-    by_op: dict[str, list[Mapping[str, Any]]] = {}
-    for row in result["cases"]:
-        by_op.setdefault(row["op"], []).append(row)
-    for op, rows in by_op.items():
+    print_lines(console, [rates])
+    for op, rows in _by_operation(result):
         console.print(bench_table(op, rows))
         for line, style in bench_faults(rows):
-            console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+            print_lines(console, [line], style)
 
 
 _WRONG = "wrong result"
@@ -111,49 +111,44 @@ def bench_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
     What has no time is marked; `bench_faults` says why.
     """
+    fastest: dict[str, float] = {}
+    for row in rows:
+        if row["ours"] and row.get("median_us") and not row["error"]:
+            fastest[row["spec"]] = min(row["median_us"], fastest.get(row["spec"], math.inf))
+
+    def shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        best = fastest.get(row["spec"])
+        if not row["error"]:
+            return {**row, "over_ours": None if best is None else row["median_us"] / best}
+        failed = {name: row[name] for name in ("spec", "implementation", "error")}
+        if not row["error"].startswith(_WRONG):
+            return {**failed, "style": "dim"}
+        # JSON has no word for infinity: there it is null.
+        error = math.inf if row.get("relative_error") is None else row["relative_error"]
+        name = f"{row['implementation']} WRONG"
+        return {**failed, "implementation": name, "relative_error": error, "style": "red"}
+
+    columns = (
+        Column("spec", "spec", fold=True, once=True),
+        Column("implementation", "implementation", fold=True),
+        Column("µs", "median_us"),
+        Column("±", "spread", 100),
+        Column("bound", "bound_us"),
+        Column("of it", "bound_share", 100),
+        Column("x ours", "over_ours", 1, "{:.2f}".format),
+        Column("err", "relative_error", 1, "{:.1e}".format),
+        Column("x bf16", "speedup_over_bf16", 1, "{:.2f}".format),
+    )
     gains = any(row.get("speedup_over_bf16") for row in rows)
-    table = plain_table(
+    return column_table(
         op,
+        columns,
+        [shown(row) for row in rows],
         "µs: median; ±: half the interquartile range, %; bound: least µs at this device's measured rates;\n"
         "of it: bound over time, %; x ours: time over our fastest; err: distance from the reference"
         + (";\nx bf16: the bf16 row's time over it" if gains else ""),
+        style=lambda row: row.get("style"),
     )
-    for name in ("spec", "implementation"):
-        table.add_column(name, overflow="fold")
-    names = ("µs", "±", "bound", "of it", "x ours", "err", *(["x bf16"] if gains else []))
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    previous = None
-    for row in rows:
-        same = [r for r in rows if r["spec"] == row["spec"]]
-        best = min(
-            (r["median_us"] for r in same if r["ours"] and r.get("median_us") and not r["error"]),
-            default=None,
-        )
-        spec = "" if row["spec"] == previous else row["spec"]
-        previous = row["spec"]
-        error = row.get("relative_error")
-        distance = "–" if error is None else f"{error:.1e}"
-        if row["error"]:
-            wrong = row["error"].startswith(_WRONG)
-            # JSON has no word for infinity: there it is null.
-            distance = "inf" if wrong and (error is None or error == float("inf")) else distance
-            name, style = f"{row['implementation']}{' WRONG' if wrong else ''}", "red" if wrong else "dim"
-            table.add_row(spec, name, "–", "", "", "", "", distance if wrong else "", style=style)
-            continue
-        gain = row.get("speedup_over_bf16")
-        table.add_row(
-            spec,
-            row["implementation"],
-            number(row["median_us"]),
-            number(100 * row["spread"]) if row["spread"] is not None else "–",
-            number(row["bound_us"]),
-            number(100 * row["bound_share"]) if row["bound_share"] is not None else "–",
-            "–" if best is None else f"{row['median_us'] / best:.2f}",
-            distance,
-            *([] if not gains else ["" if gain is None else f"{gain:.2f}"]),
-        )
-    return table
 
 
 def bench_faults(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -172,25 +167,22 @@ def bench_faults(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 def print_tuned(result: Mapping[str, Any], console: Console) -> None:
     """A line per spec: the winner, and what it saves over the heuristic's configuration."""
-    timed = result["metrics"]["timed"]
-    what = "timed" if timed else "by the static model, untimed"
-    table = plain_table(
-        f"tuned, {what}",
-        "x: the heuristic's time over the winner's; =: the winner is the heuristic's configuration",
+    timed = "timed" if result["metrics"]["timed"] else "by the static model, untimed"
+
+    def winner(row: Mapping[str, Any]) -> str:
+        return ("= " if row["is_heuristic"] else "") + _tile(json.dumps(row["config"]))
+
+    def saved(row: Mapping[str, Any]) -> float | None:
+        return row["heuristic_us"] / row["us"] if row["us"] and row["heuristic_us"] is not None else None
+
+    columns = (
+        Column("kernel", lambda row: f"{row['op']} {row['implementation']}", fold=True),
+        Column("spec", "spec", fold=True),
+        Column("winner", winner, fold=True),
+        Column("sound", "sound"),
+        Column("tried", "tried"),
+        Column("µs", "us"),
+        Column("x", saved, 1, "{:.2f}".format),
     )
-    for name in ("kernel", "spec", "winner"):
-        table.add_column(name, overflow="fold")
-    for name in ("sound", "tried", "µs", "x"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in result["cases"]:
-        base = row["heuristic_us"]
-        table.add_row(
-            f"{row['op']} {row['implementation']}",
-            row["spec"],
-            ("= " if row["is_heuristic"] else "") + _tile(json.dumps(row["config"])),
-            number(row["sound"]),
-            number(row["tried"]),
-            number(row["us"]),
-            "–" if base is None or not row["us"] else f"{base / row['us']:.2f}",
-        )
-    console.print(table)
+    caption = "x: the heuristic's time over the winner's; =: the winner is the heuristic's configuration"
+    console.print(column_table(f"tuned, {timed}", columns, result["cases"], caption))

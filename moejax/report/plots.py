@@ -5,28 +5,24 @@ result has nothing for it. Figures are made without pyplot, so no backend or glo
 No JAX here.
 """
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
-from numpy.typing import NDArray
 
 from moejax.report.figure import (
+    draw_distributions,
     heat_map,
     legend_below,
     log_scale,
     new_figure,
     round_ticks,
-    save_figures,
-    vertical_grid,
 )
-from moejax.report.plot_peers import backends_beside
-from moejax.report.style import COLORS, Record, case_label, has_peers, nth_color, rows_by_case
+from moejax.report.style import COLORS, case_label, has_peers, nth_color, rows_by_case
+from moejax.results.metrics import relative_load
 
 _PERCENTILES = (("median", "p50", "#9ecae1"), ("p90", "p90", "#4292c6"), ("p99", "p99", "#084594"))
 
@@ -82,10 +78,10 @@ def _token_matrix(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
     return matrix
 
 
-def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) -> Figure | None:
+def inter_token_latency(result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]]) -> Figure | None:
     """Left: inter-token latency over the token's place in the output, median over requests with the 10th to
     90th percentile as a band. Right: its cumulative distribution over all tokens."""
-    groups = [(label, _token_matrix(rows)) for label, rows in rows_by_case(result, records)]
+    groups = [(label, _token_matrix(rows)) for label, rows in rows_by_case(result, requests)]
     groups = [(label, matrix) for label, matrix in groups if matrix.size]
     if not groups:
         return None
@@ -96,29 +92,18 @@ def inter_token_latency(result: Mapping[str, Any], records: Iterable[Record]) ->
         low, middle, high = np.nanpercentile(matrix, (10, 50, 90), axis=0)
         over.fill_between(places, low, high, color=nth_color(index), alpha=0.18, linewidth=0)
         over.plot(places, middle, color=nth_color(index), linewidth=1.3, linestyle=style, label=label)
-        values = np.sort(matrix[~np.isnan(matrix)])
-        cumulative.step(
-            values,
-            np.arange(1, values.size + 1) / values.size,
-            where="post",
-            color=nth_color(index),
-            linestyle=style,
-        )
     over.set_xlabel("output token")
     over.set_ylabel("inter-token latency (ms), p10 to p90")
     over.xaxis.set_major_locator(MaxNLocator(integer=True))
     # From zero, so that a flat curve looks flat; one slow token must not press all the others down.
-    everything = np.concatenate([m[~np.isnan(m)] for _, m in groups])
     over.set_ylim(0, max(np.nanpercentile(m, 90, axis=0).max() for _, m in groups) * 1.1)
     if has_peers(result):
         medians = [value for _, matrix in groups for value in np.nanmedian(matrix, axis=0)]
         log_scale(over.yaxis, medians, over=12, margin=2)
+    curves = [(label, nth_color(i), m[~np.isnan(m)]) for i, (label, m) in enumerate(groups)]
+    draw_distributions(cumulative, curves)
     cumulative.set_xlabel("inter-token latency (ms)")
     cumulative.set_ylabel("share of tokens")
-    cumulative.set_ylim(0, 1.02)
-    if everything.min() > 0:
-        log_scale(cumulative.xaxis, (everything.min(), everything.max()), margin=1.1)
-    vertical_grid(cumulative)
     legend_below(figure, [over], 3 if has_peers(result) else 4)
     return figure
 
@@ -153,17 +138,6 @@ def throughput_by_batch(result: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-def relative_load(result: Mapping[str, Any]) -> NDArray[np.float64] | None:
-    """Returns each expert's load over the even share [layers, experts] from `routing["counts"]`, NaN in dense
-    layers; None where nothing was counted."""
-    counts = np.asarray((result.get("routing") or {}).get("counts") or [], dtype=np.float64)
-    if counts.ndim != 2 or not counts.sum():
-        return None
-    totals = counts.sum(axis=1, keepdims=True)
-    shares = np.full_like(counts, np.nan)
-    return np.divide(counts * counts.shape[1], totals, out=shares, where=totals > 0)
-
-
 def expert_load(result: Mapping[str, Any]) -> Figure | None:
     """Heat map of the experts' load, layers x experts, from `routing["counts"]`: 1 is an even share, and the
     number beside each layer is its busiest expert's. A dense layer (all zero) is left blank."""
@@ -186,35 +160,25 @@ def expert_load(result: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-def training_curve(
-    rows: Iterable[Mapping[str, Any]],
-    result: Mapping[str, Any] | None = None,
-    *,
-    loss: Sequence[str] = ("train_loss", "loss"),
-    heldout: Sequence[str] = ("heldout_loss", "eval_loss"),
-    rate: Sequence[str] = ("learning_rate", "lr"),
-) -> Figure | None:
+def training_curve(rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> Figure | None:
     """Training loss, held-out loss and learning rate over the step, from the rows of metrics.jsonl.
 
-    Of each kind the first name that occurs is drawn. A step that was logged twice (a run killed and resumed
-    from an earlier checkpoint) counts with its last value.
+    A step that was logged twice (a run killed and resumed from an earlier checkpoint) counts with its last
+    value.
     """
-    rows = list(rows)
 
-    def series(names: Sequence[str]) -> tuple[list[int], list[float]]:
-        for name in names:
-            logged = [row for row in rows if row.get(name) is not None and row.get("step") is not None]
-            values = {row["step"]: row[name] for row in logged}
-            if values:
-                return sorted(values), [values[step] for step in sorted(values)]
-        return [], []
+    def series(name: str) -> tuple[list[int], list[float]]:
+        logged = [row for row in rows if row.get(name) is not None and row.get("step") is not None]
+        values = {row["step"]: row[name] for row in logged}
+        return sorted(values), [values[step] for step in sorted(values)]
 
-    train, held_out, rates = series(loss), series(heldout), series(rate)
+    names = ("train/cross_entropy", "held_out/loss", "train/learning_rate")
+    train, held_out, rates = (series(name) for name in names)
     if not train[0] and not held_out[0]:
         return None
     ratios, height = ((3, 1), 5.2) if rates[0] else ((1,), 4.2)
     panels = {"sharex": True, "height_ratios": ratios}
-    figure, axes = new_figure("Training", result or {}, 7.2, height, len(ratios), 1, **panels)
+    figure, axes = new_figure("Training", result, 7.2, height, len(ratios), 1, **panels)
     _draw_losses(axes[0], train, held_out)
     if rates[0]:
         axes[1].plot(*rates, color=COLORS[2], linewidth=1.3)
@@ -245,18 +209,3 @@ def _draw_losses(
         )  # fmt: skip
     axis.set_ylabel("loss (nats per token)")
     axis.legend(frameon=False)
-
-
-def save_latency_plots(
-    result: Mapping[str, Any], out_dir: str | os.PathLike[str], records: Iterable[Record]
-) -> list[Path]:
-    """Draws every plot that the result has data for into `out_dir` and returns the files, one per plot drawn:
-    `latency.png`, `itl.png`, `throughput.png`, `expert_load.png`, and beside peers `backends.png`."""
-    figures = {
-        "latency": latency_percentiles(result),
-        "itl": inter_token_latency(result, records),
-        "throughput": throughput_by_batch(result),
-        "expert_load": expert_load(result),
-        "backends": backends_beside(result),
-    }
-    return save_figures(figures, out_dir)

@@ -1,7 +1,6 @@
 """Table and plots of `experiments.quantization`. No JAX here."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,29 @@ from moejax.report.figure import (
     legend_below,
     new_figure,
     round_ticks,
-    save_figures,
+    thin_ticks,
     write_cells,
 )
 from moejax.report.style import COLORS, nth_color, run_title
-from moejax.report.tables import Column, plain_table
+from moejax.report.tables import Column, column_table, print_lines, rounded
 
 
-def _figure(value: Any) -> str:
-    """Three digits."""
-    if isinstance(value, float) and not np.isfinite(value):
-        return "–"
-    if isinstance(value, int):
-        return f"{value:,}"
-    size = abs(value)
-    return f"{value:,.{0 if size >= 1000 else 1 if size >= 100 else 2}f}"
+def _figure(value: float) -> str:
+    return rounded(value, 100, 1000)
+
+
+def _loss(case: Mapping[str, Any]) -> str | None:
+    if case.get("perplexity_loss_percent") is None:
+        return None
+    value, low, high = (case[f"perplexity_loss_percent{end}"] for end in ("", "_low", "_high"))
+    return f"{'~' if case['inside_noise'] else ''}{value:+.2f} [{low:+.2f} {high:+.2f}]"
+
+
+def _routing_part(case: Mapping[str, Any]) -> str | None:
+    if case.get("routing_delta") is None:
+        return None
+    part = 100 * case["routing_delta"] / (case["perplexity"] - case["perplexity_delta"])
+    return f"{'~' if case['routing_inside_noise'] else ''}{part:+.2f}"
 
 
 # Two tables, each for 100 columns.
@@ -38,6 +45,8 @@ _LOSSES: tuple[Column, ...] = (
     Column("cache\nbits", "cache_bits", 1, _figure),
     Column("model\nMB", "model_bytes", 1e-6, _figure),
     Column("perplexity", "perplexity", 1, _figure),
+    Column("loss %\n[interval]", _loss),
+    Column("of that\nrouting", _routing_part),
     Column("KL\nmnat", "kl", 1e3, _figure),
     Column("top-1\n%", "top1_agreement", 100, _figure),
 )
@@ -83,38 +92,15 @@ def routing_table(result: Mapping[str, Any]) -> Table:
 
 
 def _table(cases: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str) -> Table:
-    table = plain_table(title, padding=(0, 1, 0, 0), collapse_padding=False)
-    kept = [c for c in columns if any(case.get(c.key) is not None for case in cases)]
-    if len({case.get("cache_bits") for case in cases if case["error"] is None}) < 2:
-        kept = [c for c in kept if c.key != "cache_bits"]
-    table.add_column("method", no_wrap=True)
-    for column in kept:
-        table.add_column(column.title, justify="right", no_wrap=True)
-        if column.key == "perplexity":
-            table.add_column("loss %\n[interval]", justify="right", no_wrap=True)
-            table.add_column("of that\nrouting", justify="right", no_wrap=True)
-    for case in cases:
-        cells = [case["name"]]
-        for column in kept:
-            cells.append(column.text(case))
-            if column.key == "perplexity":
-                cells += [_loss(case), _routing_part(case)]
-        table.add_row(*cells, style=None if case["error"] is None else "red")
-    return table
-
-
-def _loss(case: Mapping[str, Any]) -> str:
-    if case.get("perplexity_loss_percent") is None:
-        return ""
-    value, low, high = (case[f"perplexity_loss_percent{end}"] for end in ("", "_low", "_high"))
-    return f"{'~' if case['inside_noise'] else ''}{value:+.2f} [{low:+.2f} {high:+.2f}]"
-
-
-def _routing_part(case: Mapping[str, Any]) -> str:
-    if case.get("routing_delta") is None:
-        return "–"
-    part = 100 * case["routing_delta"] / (case["perplexity"] - case["perplexity_delta"])
-    return f"{'~' if case['routing_inside_noise'] else ''}{part:+.2f}"
+    several = len({case.get("cache_bits") for case in cases if case["error"] is None}) > 1
+    return column_table(
+        title,
+        [Column("method", "name", left=True), *(c for c in columns if several or c.key != "cache_bits")],
+        cases,
+        style=lambda case: None if case["error"] is None else "red",
+        padding=(0, 1, 0, 0),
+        collapse_padding=False,
+    )
 
 
 def conclusions(result: Mapping[str, Any]) -> list[str]:
@@ -154,17 +140,12 @@ def print_quantization(result: Mapping[str, Any], console: Console) -> None:
         trace = (result.get("popularity") or {}).get("routing_trace")
         console.print(_ROUTING_NOTE + decode, highlight=False)
         whose = [f"load, rare and popular: in the routing trace {trace}"] if trace else []
-        for line in (*whose, *_unmeasured(result)):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for line in conclusions(result):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for case in result["cases"]:
-        if case["error"] is not None:
-            console.print(
-                f"{case['name']} failed: {case['error']}", style="red", markup=False, soft_wrap=True
-            )
+        print_lines(console, [*whose, *_unmeasured(result)])
+    print_lines(console, conclusions(result))
+    failed = [case for case in result["cases"] if case["error"] is not None]
+    print_lines(console, [f"{case['name']} failed: {case['error']}" for case in failed], "red")
     if result.get("wandb_group"):
-        console.print(f"W&B: one run per method, in group {result['wandb_group']}", highlight=False)
+        print_lines(console, [f"W&B: one run per method, in group {result['wandb_group']}"])
 
 
 def _unmeasured(result: Mapping[str, Any]) -> list[str]:
@@ -288,8 +269,7 @@ def _heatmap(axis: Axes, values: np.ndarray, rows: Sequence[int], columns: Seque
     """Numbers in coloured cells; few enough cells show their number."""
     image = heat_map(axis, values, vmin=0, vmax=max(float(np.nanmax(values)), 1e-9))
     axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", fontsize=8)
-    shown = [i for i in range(len(rows)) if i % max(1, len(rows) // 12) == 0]
-    axis.set_yticks(shown, [str(rows[i]) for i in shown], fontsize=8)
+    thin_ticks(axis.yaxis, rows)
     if values.size <= 320:
         write_cells(axis, image, values, _short)
 
@@ -348,16 +328,3 @@ def replay_plot(result: Mapping[str, Any]) -> Figure | None:
     axis.set_ylabel("perplexity lost, % of full precision")
     axis.legend(frameon=False, fontsize=8)
     return figure
-
-
-def save_quantization_plots(
-    result: Mapping[str, Any], out_dir: Path, details: Mapping[str, Any]
-) -> list[Path]:
-    """`pareto.png`, `routing.png`, `popularity.png`, `replay.png`, where there is data for them."""
-    figures = {
-        "pareto": pareto_plot(result),
-        "routing": heatmaps(result, details),
-        "popularity": popularity_plot(result, details),
-        "replay": replay_plot(result),
-    }
-    return save_figures(figures, out_dir)

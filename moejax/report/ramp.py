@@ -1,8 +1,6 @@
 """The table and plots of a throughput ramp. No JAX here."""
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -10,9 +8,9 @@ from matplotlib.ticker import PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.figure import log_scale, new_figure, save_figures, vertical_grid
-from moejax.report.style import COLORS, run_title
-from moejax.report.tables import Column, add_columns, plain_table, share, stderr_console, three_digits
+from moejax.report.figure import log_scale, new_figure, vertical_grid
+from moejax.report.style import nth_color, run_title
+from moejax.report.tables import Column, column_table, metric_columns, print_lines, share, three_digits
 
 Row = Mapping[str, Any]
 
@@ -21,10 +19,7 @@ _COLUMNS = (
     Column("\nserved", "request_throughput", cell=three_digits),
     Column("\ngood", "request_goodput", cell=three_digits),
     Column("kept\nup, %", "followed", cell=share),
-    Column("TTFT\np50", "median_ttft_ms", cell=three_digits),
-    Column("\np99", "p99_ttft_ms", cell=three_digits),
-    Column("TPOT\np50", "median_tpot_ms", cell=three_digits),
-    Column("\np99", "p99_tpot_ms", cell=three_digits),
+    *metric_columns("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms"),
     Column("tok/s\nuser", "tokens_per_s_per_user", cell=three_digits),
     Column("\ndevice", "tokens_per_s_per_device", cell=three_digits),
 )
@@ -32,31 +27,31 @@ _COLUMNS = (
 
 def ramp_table(result: Mapping[str, Any]) -> Table:
     """A line per rate in rising order, mode by mode; the knee and saturated rates are marked."""
-    table = plain_table(
+    modes = {(mode["backend"], mode["batching"]): mode for mode in result["ramp"]}
+
+    def mode_of(row: Row) -> Row:
+        return modes[row["backend"], row["batching"]]
+
+    def mark(row: Row) -> str:
+        knee = row["case"] == mode_of(row)["knee_case"]
+        word = "knee" if knee else "saturated" if row["saturated"] else ""
+        return f"{_prefix(result, mode_of(row), ' ')}{word}".strip()
+
+    return column_table(
         f"ramp: {run_title(result)}",
+        (*_COLUMNS, Column("", mark, left=True)),
+        [row for mode in result["ramp"] for row in _rising(result["cases"], mode)],
         "times in ms; kept up: requests ended over requests come, while they came;\n"
         "tok/s user: a request's output over its time from asking to the last token",
+        section=lambda row: (row["backend"], row["batching"]),
+        style=lambda row: "bold" if row["case"] == mode_of(row)["knee_case"] else None,
     )
-    rows = result["cases"]
-    columns = add_columns(table, _COLUMNS, rows)
-    table.add_column("")
-    modes = result["ramp"]
-    for mode in modes:
-        for row in _rising(rows, mode):
-            cells = [column.text(row) for column in columns]
-            mark = "knee" if row["case"] == mode["knee_case"] else "saturated" if row["saturated"] else ""
-            name = f"{_name(mode)} " if len(modes) > 1 else ""
-            table.add_row(*cells, f"{name}{mark}".strip(), style="bold" if mark == "knee" else None)
-        table.add_section()
-    return table
 
 
-def print_ramp(result: Mapping[str, Any], console: Console | None = None) -> None:
+def print_ramp(result: Mapping[str, Any], console: Console) -> None:
     """The table, and a line per mode that says where its knee is."""
-    console = console or stderr_console()
     console.print(ramp_table(result))
-    for line in ramp_lines(result):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    print_lines(console, ramp_lines(result))
 
 
 def ramp_lines(result: Mapping[str, Any]) -> list[str]:
@@ -85,11 +80,10 @@ def ramp_figure(result: Mapping[str, Any]) -> Figure:
     figure, axes = new_figure("Throughput ramp", result, 9.0, 7.0, 2, 2)
     served, ttft, tpot, kept = axes
     slo = result.get("slo") or {}
-    modes = result["ramp"]
-    for index, mode in enumerate(modes):
+    for index, mode in enumerate(result["ramp"]):
         rows = _rising(result["cases"], mode)
         rates = [row["request_rate"] for row in rows]
-        color, name = COLORS[index % len(COLORS)], f"{_name(mode)}: " if len(modes) > 1 else ""
+        color, name = nth_color(index), _prefix(result, mode)
         series = (
             (served, "request_throughput", "-", f"{name}served"),
             (served, "request_goodput", ":", f"{name}within the objectives"),
@@ -133,8 +127,7 @@ def pareto_figure(result: Mapping[str, Any]) -> Figure | None:
     figure, (axis,) = new_figure("Tokens/s per device against tokens/s per user", result, 7.0, 5.0)
     for index, mode in enumerate(result["ramp"]):
         mine = [row for row in _rising(rows, mode) if row["tokens_per_s_per_user"]]
-        color = COLORS[index % len(COLORS)]
-        name = f"{_name(mode)}: " if len(result["ramp"]) > 1 else ""
+        color, name = nth_color(index), _prefix(result, mode)
         device = [row["tokens_per_s_per_device"] for row in mine]
         user = [row["tokens_per_s_per_user"] for row in mine]
         decode = [row["decode_tokens_per_s_per_user"] for row in mine]
@@ -158,16 +151,6 @@ def pareto_figure(result: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-def save_ramp_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str]) -> list[Path]:
-    """`ramp.png` and `pareto.png` in `out_dir`; returns what was drawn.
-
-    Raises:
-        OutputError: one cannot be written.
-    """
-    figures = {"ramp": ramp_figure(result), "pareto": pareto_figure(result)}
-    return save_figures(figures, out_dir)
-
-
 def _rising(rows: Sequence[Row], mode: Row) -> list[Row]:
     mine = [r for r in rows if (r["backend"], r["batching"]) == (mode["backend"], mode["batching"])]
     return sorted(mine, key=lambda row: row["request_rate"])
@@ -175,3 +158,8 @@ def _rising(rows: Sequence[Row], mode: Row) -> list[Row]:
 
 def _name(mode: Row) -> str:
     return str(mode["batching"] if mode["backend"] == "moejax" else mode["backend"])
+
+
+def _prefix(result: Mapping[str, Any], mode: Row, end: str = ": ") -> str:
+    """Names a mode in front of a label; a single one goes without saying."""
+    return f"{_name(mode)}{end}" if len(result["ramp"]) > 1 else ""

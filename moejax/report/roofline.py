@@ -5,7 +5,6 @@ times too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax.core.errors import ConfigError
-from moejax.report.figure import new_figure, save_figures
+from moejax.report.figure import new_figure
 from moejax.report.style import COLORS, run_title
-from moejax.report.tables import number, plain_table
+from moejax.report.tables import Column, column_table, number, print_lines
 
 _REST = {"launch_overhead": "between instructions", "host_gap": "host", "unattributed": "not attributed"}
 _PHASE_COLORS = {"decode": COLORS[0], "prefill": COLORS[1], "mixed": COLORS[2]}
@@ -30,51 +29,48 @@ _LEAST_SHARE = 0.001
 
 def print_profile(result: Mapping[str, Any], console: Console) -> None:
     """A table per phase, the operations ranked by what they take beyond their bound."""
-    console.print(f"profile: {run_title(result)}", highlight=False, soft_wrap=True)
+    print_lines(console, [f"profile: {run_title(result)}"])
     for phase in result["roofline"]:
         console.print(profile_table(phase, result["hardware"]["kind"]))
-        for line in _remarks(phase):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_lines(console, _remarks(phase))
         console.print()
     slowdown = result["metrics"]["profiler_slowdown"]
     if slowdown > 1.05:
-        console.print(
-            f"the profiler slows a decode step {slowdown:.2f} times, small instructions more than large ones",
-            style="yellow",
-        )
+        slowed = f"the profiler slows a decode step {slowdown:.2f} times"
+        print_lines(console, [f"{slowed}, small instructions more than large ones"], "yellow")
 
 
 def profile_table(phase: Mapping[str, Any], kind: str) -> Table:
     """One phase: measured, bound and excess of each operation, and the rest of the step."""
+
+    spent = {label: phase[f"{key}_ms"] for key, label in _REST.items()}
+    rest = [
+        {"operation": label, "measured_ms": ms, "share": ms / phase["measured_ms"], "excess_ms": ms}
+        for label, ms in spent.items()
+    ]
     what = "decode step" if phase["phase"] == "decode" else "prompts"
-    table = plain_table(
+    columns = (
+        Column("operation", "operation", left=True),
+        Column("measured\nms", "measured_ms"),
+        Column("share\n%", "share", 100, "{:.1f}".format),
+        Column("bound\nms", "bound_ms"),
+        Column("limit", lambda row: row["limit"] if row.get("bound_ms") else None),
+        Column("excess\nms", "excess_ms"),
+        Column("\nGFLOP/s", lambda row: _rate(row, "flops")),
+        Column("\nGB/s", lambda row: _rate(row, "weight_bytes", "cache_bytes")),
+    )
+    return column_table(
         f"{what}: {number(phase['plain_ms'])} ms, {number(phase['measured_ms'])} under the profiler;"
         f" bound {number(phase['bound_ms'])} ms ({phase['limit']}, {kind})\n"
         f"MFU {_percent(phase['mfu'])}, MBU {_percent(phase['mbu'])}",
+        columns,
+        [*ranked(phase), *rest],
         "measured: under the profiler; bound: least time on the device, by FLOPs and by bytes\n"
         "of weights and cache; excess: measured - bound; rates: those over measured",
+        section=lambda row: row in rest,
+        style=lambda row: "dim" if row in rest else None,
         collapse_padding=False,
     )
-    table.add_column("operation", no_wrap=True)
-    for name in ("measured\nms", "share\n%", "bound\nms", "limit", "excess\nms", "\nGFLOP/s", "\nGB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in ranked(phase):
-        table.add_row(
-            row["operation"],
-            number(row["measured_ms"]),
-            f"{100 * row['share']:.1f}",
-            number(row["bound_ms"]),
-            (row["limit"] or "–") if row["bound_ms"] else "–",
-            number(row["excess_ms"]),
-            _rate(row["flops"], row["measured_ms"]),
-            _rate(row["weight_bytes"] + row["cache_bytes"], row["measured_ms"]),
-        )
-    table.add_section()
-    for key, label in _REST.items():
-        spent = phase[f"{key}_ms"]
-        share = f"{100 * spent / phase['measured_ms']:.1f}"
-        table.add_row(label, number(spent), share, "–", "–", number(spent), style="dim")
-    return table
 
 
 def ranked(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -110,22 +106,21 @@ def _percent(part: float | None) -> str:
     return "–" if part is None else f"{100 * part:.1f} %"
 
 
-def _rate(amount: float, ms: float | None) -> str:
-    return number(amount / ms / 1e6) if ms and amount else "–"
+def _rate(row: Mapping[str, Any], *keys: str) -> float | None:
+    """Billions a second of what an operation's row counts under `keys`."""
+    amount = sum(row.get(key, 0.0) for key in keys)
+    return amount / row["measured_ms"] / 1e6 if row["measured_ms"] and amount else None
 
 
-def roofline_figure(result: Mapping[str, Any], case: int | None = None) -> Figure:
+def roofline_figure(result: Mapping[str, Any]) -> Figure:
     """Arithmetic intensity against FLOP/s, both logarithmic: the device's roof, and a mark for each operation
     and phase. A filled one is measured; a hollow one, at the roof, is the bound of what was not. A star is
     the whole phase.
 
-    Args:
-        case: row of `cases` whose phases are shown, where the result has several; None: all.
-
     Raises:
-        ConfigError: the result, or that case, has no cost breakdown, or its device no known peaks.
+        ConfigError: the result has no cost breakdown, or its device no known peaks.
     """
-    phases, hardware = _breakdowns(result, case), result.get("hardware") or {}
+    phases, hardware = _breakdowns(result), result.get("hardware") or {}
     dtype = phases[0]["dtype"]
     peak, bandwidth = (hardware.get("flops") or {}).get(dtype), hardware.get("bandwidth")
     if not peak or not bandwidth:
@@ -240,19 +235,8 @@ def _bars(phase: Mapping[str, Any]) -> list[tuple[str, float, float, bool]]:
     return sorted((bar for bar in bars if bar[1] >= least), key=lambda bar: bar[2] - bar[1])
 
 
-def save_profile_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
-    """`roofline.png` and `residuals.png`."""
-    figures = {"roofline": roofline_figure(result), "residuals": residual_figure(result)}
-    return save_figures(figures, out_dir)
-
-
-def _breakdowns(result: Mapping[str, Any], case: int | None = None) -> list[Mapping[str, Any]]:
+def _breakdowns(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     phases = [phase for phase in result.get("roofline") or [] if phase.get("operations")]
-    cases = sorted({phase["case"] for phase in phases if "case" in phase})
-    if case is not None and phases:
-        phases = [phase for phase in phases if phase.get("case") == case]
-        if not phases:
-            raise ConfigError(f"the result has no roofline of case {case} (it has {cases})")
     if not phases:
         raise ConfigError("the result has no roofline; it is older, or of an experiment without one")
     return phases

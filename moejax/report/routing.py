@@ -6,7 +6,6 @@ has nothing for it. `result`, if there is one, says under the title which run it
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moejax.core.config import ModelConfig
-from moejax.report.figure import heat_map, legend_below, new_figure, round_ticks, save_figures
+from moejax.report.figure import heat_map, legend_below, new_figure, round_ticks, thin_ticks
 from moejax.report.style import COLORS, nth_color
 from moejax.routing import analysis, locality
 from moejax.routing.capture import RoutingCapture
@@ -59,8 +58,8 @@ def load_heatmap(captures: Captures, result: Mapping[str, Any] | None = None) ->
         share = loads / np.maximum(loads.mean(1, keepdims=True), 1e-9)
         image = heat_map(heat, share, vmin=0, vmax=max(2.0, float(share.max())))
         figure.colorbar(image, ax=heat, shrink=0.9)
-        _ticks(heat, capture.num_experts, "x")
-        _layer_ticks(heat, capture)
+        thin_ticks(heat.xaxis, range(capture.num_experts), _MOST_TICKS)
+        thin_ticks(heat.yaxis, capture.layers)
         heat.set_xlabel("expert")
         heat.set_ylabel("layer")
         skew = analysis.skew(loads)
@@ -117,8 +116,8 @@ def co_activation_heatmap(
             image = heat_map(axis, shown, cmap="RdBu_r", norm=LogNorm(1 / top, top), aspect="equal")
             axis.set_facecolor(_GREY)
             axis.set_title(f"{name}, layer {layer}" if name else f"layer {layer}", fontsize=9)
-            for way in ("x", "y"):
-                _ticks(axis, len(order), way, order)
+            for side in (axis.xaxis, axis.yaxis):
+                thin_ticks(side, order, _MOST_TICKS)
             axis.tick_params(axis="x", rotation=90)
         for axis in panels[len(chosen) :]:
             axis.set_visible(False)
@@ -220,9 +219,8 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
         figure.colorbar(image, ax=heat, label="load / even share", shrink=0.9)
         title = f"layer {capture.layers[at]}: {burst[at]:.1f} × the changes of chance"
         heat.set_title(f"{name}, {title}" if name else title, fontsize=9)
-        shown = list(range(0, len(starts), max(1, len(starts) // 8)))
-        heat.set_xticks(shown, [str(starts[i]) for i in shown], fontsize=8)
-        _ticks(heat, capture.num_experts, "y")
+        thin_ticks(heat.xaxis, starts, 8)
+        thin_ticks(heat.yaxis, range(capture.num_experts), _MOST_TICKS)
         heat.set_xlabel("step")
         heat.set_ylabel("expert")
         within = np.nanmean(analysis.skew(loads).max_over_mean, axis=1)
@@ -239,25 +237,6 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
     return figure
 
 
-def save_routing_plots(
-    result: Mapping[str, Any] | None, out_dir: Path, captures: Captures, model: ModelConfig | None = None
-) -> list[Path]:
-    """`load.png`, `co_activation.png`, `working_set.png`, `temporal_locality.png` and `load_over_time.png`,
-    where there is data for them.
-
-    Raises:
-        OutputError: one cannot be written.
-    """
-    figures = {
-        "load": load_heatmap(captures, result),
-        "co_activation": co_activation_heatmap(captures, result),
-        "working_set": working_set_plot(captures, result, model),
-        "temporal_locality": temporal_locality_plot(captures, result),
-        "load_over_time": load_over_time_plot(captures, result),
-    }
-    return save_figures(figures, out_dir)
-
-
 def _shuffled_skew(capture: RoutingCapture, windows: int) -> np.ndarray:
     """float64 `[W]`: max/mean of windows as long, whose tokens are of any time; the mean over layers."""
     order = np.random.default_rng(0).permutation(capture.num_rows)
@@ -266,18 +245,6 @@ def _shuffled_skew(capture: RoutingCapture, windows: int) -> np.ndarray:
 
 
 # -- parts ---------------------------------------------------------------------------------------------------
-
-
-def _ticks(axis: Axes, count: int, way: str, labels: np.ndarray | None = None) -> None:
-    """Experts' numbers, as many as fit."""
-    shown = np.arange(0, count, max(1, -(-count // _MOST_TICKS)))
-    names = shown if labels is None else labels[shown]
-    (axis.set_xticks if way == "x" else axis.set_yticks)(shown, [str(n) for n in names], fontsize=7)
-
-
-def _layer_ticks(axis: Axes, capture: RoutingCapture) -> None:
-    shown = range(0, len(capture.layers), max(1, len(capture.layers) // 12))
-    axis.set_yticks(list(shown), [str(capture.layers[i]) for i in shown], fontsize=8)
 
 
 def _three(capture: RoutingCapture) -> tuple[int, ...]:

@@ -1,21 +1,16 @@
 """Tables of `experiments.routing`. No JAX here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from moejax.report.style import run_title
-from moejax.report.tables import Column, add_columns, number, plain_table
+from moejax.report.tables import Column, column_table, number, print_lines, rounded
 
 
-def _cell(value: Any) -> str:
-    """Two digits after the point below ten, one above; whole numbers as they are."""
-    if isinstance(value, float) and not np.isfinite(value):
-        return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.{1 if abs(value) >= 10 else 2}f}"
+def _cell(value: float) -> str:
+    return rounded(value, 10)
 
 
 _SKEW = (
@@ -42,22 +37,21 @@ next bits: what a token's first expert tells of its next layer's; hits: distinct
 def print_routing(result: Mapping[str, Any], console: Console) -> None:
     """Each trace as a whole, each of its layers, what traces differ in, placement."""
     cases, layers = result["cases"], result["layers"]
-    names = [case["trace"] for case in cases]
     shape = "; ".join(
         f"{c['trace']}: {c['moe_layers']} layers, top-{c['experts_per_token']} of {c['experts']}"
         for c in cases
     )
     title = f"routing: {run_title(result)}\n{shape}"
-    console.print(_table(title, "trace", names, cases, (*_SIZE, *_SKEW)))
-    for name in names:
-        rows = [row for row in layers if row["trace"] == name]
-        shown = rows[:_MOST_LAYERS]
-        console.print(_table(f"{name}, by layer", "layer", [str(r["layer"]) for r in shown], shown, _SKEW))
+    look: dict[str, Any] = {"padding": (0, 1, 0, 0), "collapse_padding": False}
+    console.print(column_table(title, (Column("trace", "trace", fold=True), *_SIZE, *_SKEW), cases, **look))
+    for case in cases:
+        rows = [row for row in layers if row["trace"] == case["trace"]]
+        shown, columns = rows[:_MOST_LAYERS], (Column("layer", "layer", left=True), *_SKEW)
+        console.print(column_table(f"{case['trace']}, by layer", columns, shown, **look))
         if len(rows) > len(shown):
-            console.print(f"{len(rows) - len(shown)} more layers are in result.json", highlight=False)
+            print_lines(console, [f"{len(rows) - len(shown)} more layers are in result.json"])
     console.print(_NOTE, highlight=False)
-    for line in conclusions(result):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, conclusions(result))
 
 
 def conclusions(result: Mapping[str, Any]) -> list[str]:
@@ -103,14 +97,3 @@ def _difference(row: Mapping[str, Any]) -> str:
         f"{line}; of {row['matched_rows']:,} tokens that both have, {100 * row['flips']:.1f} % visit other"
         f" experts ({100 * row['overlap']:.1f} % of the experts are the same)"
     )
-
-
-def _table(
-    title: str, first: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]
-) -> Table:
-    table = plain_table(title, padding=(0, 1, 0, 0), collapse_padding=False)
-    table.add_column(first, overflow="fold", max_width=24)
-    kept = add_columns(table, columns, rows)
-    for name, row in zip(names, rows, strict=True):
-        table.add_row(name, *(column.text(row) for column in kept))
-    return table

@@ -1,18 +1,15 @@
 """Table and plots of `experiments.scaling`. No JAX here."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from moejax.report.figure import new_figure, save_figures
+from moejax.report.figure import new_figure
 from moejax.report.style import COLORS
-from moejax.report.tables import number
+from moejax.report.tables import Column, column_table, number, print_lines
 
 _ROLES = ("tensor", "exchange", "node", "local", "pipeline", "data", "kv")
 _PARTS = (
@@ -22,98 +19,87 @@ _PARTS = (
 )
 
 
+def _links(row: Mapping[str, Any]) -> float:
+    return (row["decode_link_ms"] + row["decode_link_latency_ms"]) / row["decode_ms"]
+
+
+_COLUMNS = (
+    Column("layout", "layout", left=True),
+    Column("GPUs", "devices"),
+    Column("weights\nGB", "weights_bytes", 1e-9),
+    Column(
+        "+ cache\nGB", lambda row: number(row["memory_bytes"] / 1e9) + (" !" if row["fits"] is False else "")
+    ),
+    Column("decode\nKB sent", "decode_comm_bytes", 1e-3),
+    Column("ms", "decode_ms"),
+    Column("of it\nlinks", _links, cell="{:.0%}".format),
+    Column("tok/s\n/GPU", "tokens_per_s_device"),
+    Column("prefill\nMB sent", "prefill_comm_bytes", 1e-6),
+    Column("ms", "prefill_ms"),
+    Column("CPU\nms", "cpu_decode_ms"),
+    Column("bytes\nagree", "formulas_agree", cell=lambda agree: "yes" if agree else "NO"),
+)
+# Of a phase; keys are the ends of its fields' names.
+_ROUTED = (
+    Column("exchange", "exchange", left=True),
+    Column("load", "load_imbalance", cell="{:.2f}".format),
+    Column("even\nKB", "bytes_even", 1e-3),
+    Column("mean\nKB", "bytes_mean", 1e-3),
+    Column("max\nKB", "bytes_max", 1e-3),
+    Column("max /\nmean", "imbalance", cell="{:.2f}".format),
+    Column("sent\nKB", "wire_bytes", 1e-3),
+    Column("if\neven", "wire_bytes_even", 1e-3),
+)
+
+
 def print_scaling(result: Mapping[str, Any], console: Console) -> None:
     """A row per layout, and why a layout has none."""
     kind, section = result["hardware"]["kind"], result["config"].get("scaling", {})
     load = f"{section.get('batch_size')} sequences of {section.get('context_len')} tokens"
     prompts = f"{section.get('num_prompts')} prompts of {section.get('prompt_len')}"
-    table = Table(
-        title=f"Layouts, modelled on {kind} ({load}; {prompts})",
-        box=box.SIMPLE_HEAD,
-        caption="of one device (!: more memory than it has); ms modelled, nothing overlaps; even routing",
+    fitting = [row for row in result["cases"] if row["error"] is None]
+    console.print(
+        column_table(
+            f"Layouts, modelled on {kind} ({load}; {prompts})",
+            _COLUMNS,
+            fitting,
+            "of one device (!: more memory than it has); ms modelled, nothing overlaps; even routing",
+        )
     )
-    measured = any(row.get("measured_devices") for row in result["cases"])
-    columns = ["layout", "GPUs", "weights\nGB", "+ cache\nGB", "decode\nKB sent", "ms", "of it\nlinks",
-               "tok/s\n/GPU", "prefill\nMB sent", "ms"]  # fmt: skip
-    if measured:
-        columns += ["CPU\nms", "bytes\nagree"]
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in result["cases"]:
-        if row["error"] is None:
-            table.add_row(*_cells(row, measured))
-    console.print(table)
     if result.get("routing_trace"):
         _print_routed(result, console)
-    for row in result["cases"]:
-        for key in ("error", "not_measured"):
-            if row.get(key):
-                console.print(f"{row['layout']}: {row[key]}", style="yellow", markup=False, soft_wrap=True)
+    for key in ("error", "not_measured"):
+        without = [row for row in result["cases"] if row.get(key)]
+        print_lines(console, [f"{row['layout']}: {row[key]}" for row in without], "yellow")
     small = [r for r in result["cases"] if r.get("measured_devices") not in (None, r["devices"])]
-    for row in small:
-        console.print(
-            f"{row['layout']}: measured in a smaller form on {row['measured_devices']} virtual devices",
-            markup=False,
-        )
-
-
-def _cells(row: Mapping[str, Any], measured: bool) -> list[str]:
-    links = row["decode_link_ms"] + row["decode_link_latency_ms"]
-    cells = [
-        row["layout"],
-        str(row["devices"]),
-        number(row["weights_bytes"] / 1e9),
-        number(row["memory_bytes"] / 1e9) + ("" if row["fits"] is not False else " !"),
-        number(row["decode_comm_bytes"] / 1e3),
-        number(row["decode_ms"]),
-        f"{links / row['decode_ms']:.0%}",
-        number(row["tokens_per_s_device"]),
-        number(row["prefill_comm_bytes"] / 1e6),
-        number(row["prefill_ms"]),
-    ]
-    if measured:
-        agree = row.get("formulas_agree")
-        cells += [number(row.get("cpu_decode_ms")), "–" if agree is None else "yes" if agree else "NO"]
-    return cells
+    smaller = "measured in a smaller form on {} virtual devices"
+    print_lines(console, [f"{row['layout']}: {smaller.format(row['measured_devices'])}" for row in small])
 
 
 def _print_routed(result: Mapping[str, Any], console: Console) -> None:
     """Prints the rows that the trace's own steps send, beside an even routing."""
     about = result["routing_trace"]
-    table = Table(
-        title=f"Under the routing of {about['path']} ({about['requests']} requests, {about['steps']} steps)",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        caption="KB of a device and step, all layers. even: all choices equally likely; mean, max: of ranks\n"
+    rows = [
+        {"layout": row["layout"], "phase": phase}
+        | {str(column.key): row.get(f"routed_{phase}_{column.key}") for column in _ROUTED}
+        for row in result["cases"]
+        for phase in ("decode", "prefill")
+        if row.get(f"routed_{phase}_load_imbalance") is not None
+    ]
+    table = column_table(
+        f"Under the routing of {about['path']} ({about['requests']} requests, {about['steps']} steps)",
+        (Column("layout", "layout", left=True), Column("phase", "phase", left=True), *_ROUTED),
+        rows,
+        "KB of a device and step, all layers. even: all choices equally likely; mean, max: of ranks\n"
         "sent: by the exchange, with room that stays empty; load: heaviest rank's assignments / mean",
     )
-    columns = ["layout", "phase", "exchange", "load", "even\nKB", "mean\nKB", "max\nKB", "max /\nmean",
-               "sent\nKB", "if\neven"]  # fmt: skip
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < 3 else "right", no_wrap=True)
-    for row in result["cases"]:
-        for phase in ("decode", "prefill"):
-            key = f"routed_{phase}_"
-            if row.get(f"{key}load_imbalance") is None:
-                continue
-            sizes = ["bytes_even", "bytes_mean", "bytes_max", "imbalance", "wire_bytes", "wire_bytes_even"]
-            values = [row.get(key + name) for name in sizes]
-            table.add_row(
-                row["layout"], phase, row[f"{key}exchange"], f"{row[f'{key}load_imbalance']:.2f}",
-                *("–" if v is None else f"{v:.2f}" if n == "imbalance" else number(v / 1e3)
-                  for n, v in zip(sizes, values, strict=True)),
-            )  # fmt: skip
     console.print(table)
-    for row in result["cases"]:
-        if row.get("routed_idle_groups"):
-            console.print(
-                f"{row['layout']}: {row['routed_idle_groups']} of its groups get none of the trace's"
-                f" {about['requests']} requests, which adds to its imbalance",
-                markup=False, highlight=False, soft_wrap=True,
-            )  # fmt: skip
+    idle = [row for row in result["cases"] if row.get("routed_idle_groups")]
+    text = f"of its groups get none of the trace's {about['requests']} requests, which adds to its imbalance"
+    print_lines(console, [f"{row['layout']}: {row['routed_idle_groups']} {text}" for row in idle])
 
 
-def _routed_plot(result: Mapping[str, Any]) -> Figure | None:
+def routed_plot(result: Mapping[str, Any]) -> Figure | None:
     """Bytes of a device under an even routing and under the trace; load of the heaviest rank."""
     rows = [row for row in result["cases"] if row.get("routed_decode_load_imbalance") is not None]
     sent = [row for row in rows if row.get("routed_decode_bytes_even") is not None]
@@ -149,11 +135,11 @@ def _side_by_side(axis: Any, names: Sequence[str], bars: Sequence[tuple[str, Seq
     axis.set_ylim(top=max(max(values) for _, values, _ in bars) * 1.35 or None)
 
 
-def save_scaling_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
-    """Bytes by axis, memory, and modelled times; a bar for each layout. Under a trace, a second picture."""
+def layouts_plot(result: Mapping[str, Any]) -> Figure | None:
+    """Bytes by axis, memory, and modelled times; a bar for each layout."""
     rows = [row for row in result["cases"] if row["error"] is None]
     if not rows:
-        return []
+        return None
     names = [row["layout"] for row in rows]
     figure, axes = new_figure("Layouts", result, 12, 9, rows=2, columns=3)
     for axis, phase, scale, unit in (
@@ -193,7 +179,7 @@ def save_scaling_plots(result: Mapping[str, Any], out_dir: Path) -> list[Path]:
         axes[2].annotate("its memory", (0, memory / 1e9), va="bottom", fontsize=8)
     _stack(axes[5], names, [("", [row["tokens_per_s_device"] for row in rows], 0)])
     axes[5].set_title("decode: modelled tokens/s per GPU", fontsize=10)
-    return save_figures({"scaling": figure, "routing": _routed_plot(result)}, out_dir)
+    return figure
 
 
 def _stack(axis: Any, names: Sequence[str], parts: Sequence[tuple[str, Any, int]]) -> None:

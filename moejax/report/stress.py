@@ -1,8 +1,6 @@
 """The table and plot of a stress run. No JAX here."""
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -10,9 +8,9 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from moejax.report.figure import new_figure, save_figures
+from moejax.report.figure import new_figure
 from moejax.report.style import COLORS, nth_color, run_title
-from moejax.report.tables import Column, plain_table, share, stderr_console
+from moejax.report.tables import Column, column_table, print_lines, share
 
 _COLUMNS = (
     Column("phase", "phase", left=True),
@@ -22,49 +20,40 @@ _COLUMNS = (
     Column("left", "left"),
     Column("failed", "failed"),
     Column("tokens", "tokens"),
-    Column("tok/s", "output_throughput", cell=lambda value: f"{value:,.0f}"),
+    Column("tok/s", "output_throughput", cell="{:,.0f}".format),
     Column("preempted", "preemptions"),
     Column("cache\n%", "cache_use_peak", cell=share),
-    Column("TPOT\nratio", "tpot_ratio", cell=lambda value: f"{value:.2f}"),
+    Column("TPOT\nratio", "tpot_ratio", cell="{:.2f}".format),
+    Column("", "passed", cell=lambda passed: "ok" if passed else "[red]FAILED[/red]", left=True),
 )
 
 
 def stress_table(result: Mapping[str, Any]) -> Table:
     """A line per phase, all rounds together."""
-    table = plain_table(
+    return column_table(
         f"stress: {run_title(result)}",
+        _COLUMNS,
+        result["cases"],
         "cache: most blocks in use; TPOT ratio: of the probes, most after the phase over before all",
     )
-    for column in _COLUMNS:
-        table.add_column(column.title, justify="left" if column.left else "right", no_wrap=True)
-    table.add_column("")
-    for row in result["cases"]:
-        cells = [column.text(row) for column in _COLUMNS]
-        table.add_row(*cells, "ok" if row["passed"] else "[red]FAILED[/red]")
-    return table
 
 
-def print_stress(result: Mapping[str, Any], console: Console | None = None) -> None:
+def print_stress(result: Mapping[str, Any], console: Console) -> None:
     """The table, growth a round, and every fault in red."""
-    console = console or stderr_console()
     console.print(stress_table(result))
     metrics = result["metrics"]
-    console.print(
+    growth = (
         f"growth a round: {metrics['rss_mb_per_round']:+.2f} MB resident, "
         f"{metrics['live_mb_per_round']:+.3f} MB and {metrics['live_arrays_per_round']:+.2f} JAX arrays, "
-        f"{metrics['programs_per_round']:+.2f} compiled steps",
-        highlight=False,
+        f"{metrics['programs_per_round']:+.2f} compiled steps"
     )
+    print_lines(console, [growth])
     for row in result["cases"]:
         if row["phase"] == "memory" and not row["preemptions"]:
-            console.print(
-                "memory: no sequence was preempted, the cache is not scarce: lower engine.num_blocks",
-                style="yellow", highlight=False,
-            )  # fmt: skip
-        for fault in row["faults"]:
-            console.print(f"{row['phase']}: {fault}", style="red", markup=False, highlight=False)
-    for fault in result["faults"]:
-        console.print(fault, style="red", markup=False, highlight=False)
+            scarce = "no sequence was preempted, the cache is not scarce: lower engine.num_blocks"
+            print_lines(console, [f"memory: {scarce}"], "yellow")
+        print_lines(console, [f"{row['phase']}: {fault}" for fault in row["faults"]], "red")
+    print_lines(console, result["faults"], "red")
 
 
 def stress_figure(result: Mapping[str, Any]) -> Figure | None:
@@ -93,12 +82,3 @@ def stress_figure(result: Mapping[str, Any]) -> Figure | None:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(frameon=False, fontsize=8)
     return figure
-
-
-def save_stress_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str]) -> list[Path]:
-    """`stress.png` in `out_dir`.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    return save_figures({"stress": stress_figure(result)}, out_dir)

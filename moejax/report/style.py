@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moejax.results.metrics import RequestRecord, record_row
-
 # Okabe and Ito's colours: told apart by every kind of colour vision, and in this order also in grey.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
@@ -12,9 +10,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 def nth_color(index: int) -> str:
     """Returns the colour of the curve or run of this number; after eight they come again."""
     return COLORS[index % len(COLORS)]
-
-
-Record = RequestRecord | Mapping[str, Any]
 
 
 def model_name(result: Mapping[str, Any]) -> str | None:
@@ -72,16 +67,13 @@ def mode_label(result: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     return f"moejax {batching}" if backend == "moejax" and len(ours) > 1 else str(backend)
 
 
-def request_rows(records: Iterable[Record]) -> list[Mapping[str, Any]]:
-    """Records as rows of requests.jsonl; rows pass through."""
-    return [record_row(record) if isinstance(record, RequestRecord) else record for record in records]
-
-
-def rows_by_case(result: Mapping[str, Any], records: Iterable[Record]) -> list[tuple[str, Sequence[Any]]]:
+def rows_by_case(
+    result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]]
+) -> list[tuple[str, Sequence[Any]]]:
     """(label, rows) of each case that has rows, in the cases' order."""
     cases, named = result.get("cases", []), has_peers(result)
     groups: dict[int, list[Any]] = {}
-    for row in request_rows(records):
+    for row in requests:
         groups.setdefault(row["case"], []).append(row)
     return [
         (case_label(cases[index], " ", named=named) if index < len(cases) else f"case {index}", groups[index])

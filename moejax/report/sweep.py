@@ -21,7 +21,7 @@ from rich.table import Table
 from moejax.core.errors import ConfigError
 from moejax.report.figure import heat_map, legend_below, log_scale, new_figure, save_figure, write_cells
 from moejax.report.style import COLORS, nth_color
-from moejax.report.tables import number, plain_table, stderr_console
+from moejax.report.tables import number, plain_table, print_lines, stderr_console
 from moejax.results.metric_names import lower_is_better
 from moejax.results.metrics import is_number
 from moejax.results.result import load_result
@@ -155,10 +155,9 @@ def report_sweep(
             keys = swept_keys(sweep["jobs"]) or list(job["overrides"])
             told = " ".join(f"{key}={job['overrides'].get(key)}" for key in keys)
             reason = f": {job['error']}" if job["error"] else ""
-            console.print(f"job {job['job']} ({told}) {job['state']}{reason}", style="yellow", markup=False)
+            print_lines(console, [f"job {job['job']} ({told}) {job['state']}{reason}"], "yellow")
     if objective:
-        for line in best_lines(sweep):
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+        print_lines(console, best_lines(sweep))
     figure = sweep_figure(sweep, _title_source(sweep, folder))
     return [save_figure(figure, folder / PLOT_FILE)] if figure is not None else []
 

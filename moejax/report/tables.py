@@ -1,6 +1,7 @@
 """Tables for the terminal. They go wherever the caller's console does, by default to stderr: stdout is for
 what programs read. No JAX here."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from moejax.report.style import has_peers, mode_label, run_title
+from moejax.report.style import case_label, has_peers, mode_label, run_title
 
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
 _LOG_WIDTH = 140
@@ -37,11 +39,18 @@ def number(value: Any) -> str:
     return f"{value:,.{0 if size >= 1000 or size == 0 else 1 if size >= 100 else 2 if size >= 1 else 4}f}"
 
 
+def rounded(value: float, *limits: float) -> str:
+    """A cell of two digits after the point, one less from each of `limits` on; "–" for what is not finite."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    digits = 2 - sum(abs(value) >= limit for limit in limits)
+    return f"{value:,.{digits}f}" if math.isfinite(value) else "–"
+
+
 def three_digits(value: Any) -> str:
     """A cell of about three digits: eleven must fit 80 columns."""
-    if not isinstance(value, float) or 0 < value < 0.01:
-        return number(value)
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    small = not isinstance(value, float) or 0 < value < 0.01
+    return number(value) if small else rounded(value, 10, 100)
 
 
 def share(value: Any) -> str:
@@ -51,25 +60,35 @@ def share(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of rows.
+    """A column of a table.
 
     Attributes:
         title: its heading.
-        key: in a row.
+        key: the field of a row that it shows, or what reads the value from a row.
         scale: what a number is multiplied with.
         cell: writes a value.
         left: whether it is aligned to the left, as words are.
+        fold: whether long words go on in the next line; otherwise a cell is one line.
+        once: whether a cell is empty below an equal one.
     """
 
     title: str
-    key: str
+    key: str | Callable[[Any], Any]
     scale: float = 1
     cell: Callable[[Any], str] = number
     left: bool = False
+    fold: bool = False
+    once: bool = False
 
-    def text(self, row: Mapping[str, Any]) -> str:
-        """Returns a row's cell, "–" where the row has no value."""
-        value = row.get(self.key)
+    def value(self, row: Any) -> Any:
+        """Returns what the column shows of a row; None where the row has no value."""
+        return self.key(row) if callable(self.key) else row.get(self.key)
+
+    def text(self, row: Any) -> str | Text:
+        """Returns a row's cell, "–" where the row has no value; a styled text is a cell already."""
+        value = self.value(row)
+        if isinstance(value, Text):
+            return value
         return "–" if value is None else self.cell(value if self.scale == 1 else value * self.scale)
 
 
@@ -79,92 +98,116 @@ def plain_table(title: str | None = None, caption: str | None = None, **look: An
     return Table(title=title, caption=caption, **{**usual, "collapse_padding": True, **look})
 
 
-def add_columns(table: Table, columns: Iterable[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Adds the columns that any row fills, another would only take width, and returns them."""
-    kept = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
+def filled(columns: Iterable[Column], rows: Sequence[Any]) -> list[Column]:
+    """Returns the columns that any row fills; another would only take width."""
+    return [column for column in columns if any(column.value(row) is not None for row in rows)]
+
+
+def column_table(
+    title: str | None,
+    columns: Iterable[Column],
+    rows: Sequence[Any],
+    caption: str | None = None,
+    *,
+    section: Callable[[Any], Any] | None = None,
+    style: Callable[[Any], str | None] | None = None,
+    **look: Any,
+) -> Table:
+    """Returns a table with a line per row, under the columns that any row fills.
+
+    Args:
+        section: a row's section, which a rule sets apart from the next; None: there are none.
+        style: a row's style of Rich's; None: no row has one.
+        look: for `plain_table`.
+    """
+    table, kept = plain_table(title, caption, **look), filled(columns, rows)
     for column in kept:
-        table.add_column(column.title, justify="left" if column.left else "right", no_wrap=True)
-    return kept
+        overflow: Any = "fold" if column.fold else "ellipsis"
+        justify: Any = "left" if column.left or column.fold else "right"
+        table.add_column(column.title, justify=justify, no_wrap=not column.fold, overflow=overflow)
+    for above, row in zip((None, *rows), rows, strict=False):
+        if section is not None and above is not None and section(above) != section(row):
+            table.add_section()
+        again = [c.once and above is not None and c.value(above) == c.value(row) for c in kept]
+        cells = ["" if same else column.text(row) for column, same in zip(kept, again, strict=True)]
+        table.add_row(*cells, style=None if style is None else style(row))
+    return table
+
+
+def print_lines(console: Console, lines: Iterable[str], style: str | None = None) -> None:
+    """Prints lines as they are: neither marked up nor coloured by what they hold, nor broken."""
+    for line in lines:
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 # Titles are short, because tables must fit 80 columns.
-_LATENCY_COLUMNS: tuple[Column, ...] = (
-    Column("batch", "batch_size"),
-    Column("in", "prompt_len"),
-    Column("out", "output_len"),
-    Column("TTFT\np50", "median_ttft_ms"),
-    Column("\np99", "p99_ttft_ms"),
-    Column("TPOT\np50", "median_tpot_ms"),
-    Column("\np99", "p99_tpot_ms"),
-    Column("ITL\np99", "p99_itl_ms"),
-    Column("E2E\np50", "median_e2el_ms"),
-    Column("\np99", "p99_e2el_ms"),
-    Column("tok/s", "output_throughput"),
-    Column("% of\nroof", "roofline_percent"),
-)
-
-_THROUGHPUT_COLUMNS: tuple[Column, ...] = (
-    Column("batching", "batching", left=True),
-    Column("TTFT\np50", "median_ttft_ms", cell=three_digits),
-    Column("\np99", "p99_ttft_ms", cell=three_digits),
-    Column("TPOT\np50", "median_tpot_ms", cell=three_digits),
-    Column("ITL\np99", "p99_itl_ms", cell=three_digits),
-    Column("req/s", "request_throughput", cell=three_digits),
-    Column("good\nreq/s", "request_goodput", cell=three_digits),
-    Column("tok/s", "output_throughput", cell=three_digits),
-    Column("seqs", "mean_batch_size", cell=three_digits),
-    Column("cache\n%", "cache_use_peak", cell=share),
-    Column("pad\n%", "padding_waste", cell=share),
-)
-
+_TITLES = {
+    "backend": "backend",
+    "batching": "batching",
+    "batch_size": "batch",
+    "prompt_len": "in",
+    "output_len": "out",
+    "median_ttft_ms": "TTFT\np50",
+    "p99_ttft_ms": "\np99",
+    "median_tpot_ms": "TPOT\np50",
+    "p99_tpot_ms": "\np99",
+    "p99_itl_ms": "ITL\np99",
+    "median_e2el_ms": "E2E\np50",
+    "p99_e2el_ms": "\np99",
+    "request_throughput": "req/s",
+    "request_goodput": "good\nreq/s",
+    "output_throughput": "tok/s",
+    "mean_batch_size": "seqs",
+    "cache_use_peak": "cache\n%",
+    "padding_waste": "pad\n%",
+    "roofline_percent": "% of\nroof",
+    "ttft_ratio": "TTFT\nratio",
+    "tpot_ratio": "TPOT\nratio",
+    "output_ratio": "tok/s\nratio",
+    "tokens_agree_percent": "same\ntok %",
+}
+_LATENCY = (
+    "batch_size", "prompt_len", "output_len", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms",
+    "p99_tpot_ms", "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms", "output_throughput", "roofline_percent",
+)  # fmt: skip
+_THROUGHPUT = (
+    "batching", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "request_throughput",
+    "request_goodput", "output_throughput", "mean_batch_size", "cache_use_peak", "padding_waste",
+)  # fmt: skip
 # Where other engines were measured too: fewer figures of each, and what it is to the first one.
-_LATENCY_BESIDE: tuple[Column, ...] = (
-    Column("backend", "backend", left=True),
-    Column("batch", "batch_size", cell=three_digits),
-    Column("in", "prompt_len", cell=three_digits),
-    Column("out", "output_len", cell=three_digits),
-    Column("TTFT\np50", "median_ttft_ms", cell=three_digits),
-    Column("TPOT\np50", "median_tpot_ms", cell=three_digits),
-    Column("tok/s", "output_throughput", cell=three_digits),
-    Column("% of\nroof", "roofline_percent", cell=three_digits),
-    Column("TTFT\nratio", "ttft_ratio", cell=three_digits),
-    Column("TPOT\nratio", "tpot_ratio", cell=three_digits),
-    Column("same\ntok %", "tokens_agree_percent", cell=three_digits),
-)
-_THROUGHPUT_BESIDE: tuple[Column, ...] = (
-    Column("backend", "backend", left=True),
-    Column("batching", "batching", left=True),
-    Column("TTFT\np50", "median_ttft_ms", cell=three_digits),
-    Column("\np99", "p99_ttft_ms", cell=three_digits),
-    Column("TPOT\np50", "median_tpot_ms", cell=three_digits),
-    Column("req/s", "request_throughput", cell=three_digits),
-    Column("good\nreq/s", "request_goodput", cell=three_digits),
-    Column("tok/s", "output_throughput", cell=three_digits),
-    Column("tok/s\nratio", "output_ratio", cell=three_digits),
-    Column("same\ntok %", "tokens_agree_percent", cell=three_digits),
-)
+_LATENCY_BESIDE = (
+    "backend", "batch_size", "prompt_len", "output_len", "median_ttft_ms", "median_tpot_ms",
+    "output_throughput", "roofline_percent", "ttft_ratio", "tpot_ratio", "tokens_agree_percent",
+)  # fmt: skip
+_THROUGHPUT_BESIDE = (
+    "backend", "batching", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "request_throughput",
+    "request_goodput", "output_throughput", "output_ratio", "tokens_agree_percent",
+)  # fmt: skip
+
+
+def metric_columns(*keys: str, cell: Callable[[Any], str] = three_digits) -> list[Column]:
+    """Returns the columns of a case's fields and metrics in a result's order; shares are in per cent."""
+    shares, words = ("cache_use_peak", "padding_waste"), ("backend", "batching")
+    return [
+        Column(_TITLES[key], key, cell=share if key in shares else cell, left=key in words) for key in keys
+    ]
 
 
 def latency_table(result: Mapping[str, Any]) -> Table:
     """One line per case: TTFT, TPOT, ITL and E2E at the median and the 99th percentile, and tokens/s; beside
     peers a line for each backend, with ratios."""
-    caption = "in, out: tokens per request; times in ms; tok/s: output tokens;\n"
-    if any(case.get("roofline_percent") is not None for case in result["cases"]):
-        caption += "roof: the least time per output token that memory and compute allow, over the measured"
-    beside = has_peers(result)
-    table = plain_table(
+    cases, beside = result["cases"], has_peers(result)
+    caption = "in, out: tokens per request; times in ms; tok/s: output tokens"
+    if any(case.get("roofline_percent") is not None for case in cases):
+        caption += ";\nroof: the least time per output token that memory and compute allow, over the measured"
+    columns = metric_columns(*_LATENCY_BESIDE) if beside else metric_columns(*_LATENCY, cell=number)
+    return column_table(
         f"{result.get('experiment', '')}: {run_title(result)}",
-        caption.rstrip(";\n") + _beside_caption(result),
+        columns,
+        cases,
+        caption + _beside_caption(result),
+        section=case_label if beside else None,
     )
-    columns = add_columns(table, _LATENCY_BESIDE if beside else _LATENCY_COLUMNS, result["cases"])
-    before = None
-    for case in result["cases"]:
-        shape = tuple(case.get(key) for key in ("batch_size", "prompt_len", "output_len"))
-        if beside and before not in (None, shape):
-            table.add_section()
-        before = shape
-        table.add_row(*(column.text(case) for column in columns))
-    return table
 
 
 def _beside_caption(result: Mapping[str, Any]) -> str:
@@ -186,16 +229,16 @@ def throughput_table(result: Mapping[str, Any]) -> Table:
         "times in ms; tok/s: output tokens; seqs: mean sequences in a step;\n"
         "cache: most blocks in use; pad: padding in computed tokens"
     )
-    table = plain_table(
+    columns = filled(metric_columns(*(_THROUGHPUT_BESIDE if beside else _THROUGHPUT)), cases)
+    table = column_table(
         f"{result.get('experiment', '')}: {run_title(result)}\n{_traffic(cases[0])}",
+        columns,
+        cases,
         "times in ms; tok/s: output tokens" + _beside_caption(result) if beside else caption,
     )
-    columns = add_columns(table, _THROUGHPUT_BESIDE if beside else _THROUGHPUT_COLUMNS, cases)
-    for case in cases:
-        table.add_row(*(column.text(case) for column in columns))
     if len(cases) == 2 and not beside:
         table.add_section()
-        ratios = [_ratio(cases[0].get(column.key), cases[1].get(column.key)) for column in columns[1:]]
+        ratios = [_ratio(column.value(cases[0]), column.value(cases[1])) for column in columns[1:]]
         table.add_row("ratio", *ratios, style="bold")
     return table
 
@@ -217,24 +260,15 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 def metrics_table(metrics: Mapping[str, Any], title: str = "metrics") -> Table:
     """Flat metrics, a line each."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("metric", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    for name, value in metrics.items():
-        table.add_row(name, number(value))
-    return table
+    columns = Column("metric", lambda item: item[0], left=True), Column("value", lambda item: number(item[1]))
+    return column_table(title, columns, list(metrics.items()))
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Any rows (a compile ledger, timed variants) under the keys that occur, in order of appearance."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    numeric = {k for k in keys if all(isinstance(row.get(k), (int, float, type(None))) for row in rows)}
-    table = Table(title=title, title_justify="left")
-    for key in keys:
-        table.add_column(key, justify="right" if key in numeric else "left")
-    for row in rows:
-        table.add_row(*(number(row.get(key)) for key in keys))
-    return table
+    keys = dict.fromkeys(key for row in rows for key in row)
+    words = {key for key in keys if any(isinstance(row.get(key), str) for row in rows)}
+    return column_table(title, [Column(key, key, left=key in words) for key in keys], rows)
 
 
 def backends_table(result: Mapping[str, Any]) -> Table | None:
@@ -242,29 +276,28 @@ def backends_table(result: Mapping[str, Any]) -> Table | None:
     peak. None without peers."""
     if not has_peers(result):
         return None
-    table = plain_table()
-    for name in ("backend", "versions", "weights as", "threads", "weights\nMB", "process\npeak MB"):
-        table.add_column(name, justify="right" if "MB" in name or name == "threads" else "left")
-    for backend in result.get("backends", []):
-        versions = ", ".join(f"{name} {version}" for name, version in backend.get("versions", {}).items())
-        sizes = [backend.get(key) for key in ("weight_bytes", "host_peak_bytes")]
-        cells = (backend.get("name"), versions, backend.get("dtype"), backend.get("threads"))
-        table.add_row(
-            *("–" if cell is None else str(cell) for cell in cells),
-            *("–" if size is None else f"{size / 1e6:,.0f}" for size in sizes),
-        )
-    return table
+
+    def versions(backend: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name} {version}" for name, version in backend.get("versions", {}).items())
+
+    columns = (
+        Column("backend", "name", fold=True),
+        Column("versions", versions, fold=True),
+        Column("weights as", "dtype", fold=True),
+        Column("threads", "threads"),
+        Column("weights\nMB", "weight_bytes", 1e-6, "{:,.0f}".format),
+        Column("process\npeak MB", "host_peak_bytes", 1e-6, "{:,.0f}".format),
+    )
+    return column_table(None, columns, result.get("backends", []))
 
 
-def print_latency(result: Mapping[str, Any], console: Console | None = None) -> None:
+def print_latency(result: Mapping[str, Any], console: Console) -> None:
     """Prints `latency_table`, the peers, and in yellow the assignments that were dropped."""
-    console = console or stderr_console()
     console.print(latency_table(result))
     _print_backends(result, console)
     if dropped := result["metrics"].get("dropped_assignments"):
-        console.print(
-            f"{dropped} expert assignments dropped for lack of capacity (recorded pass)", style="yellow"
-        )
+        text = f"{dropped} expert assignments dropped for lack of capacity (recorded pass)"
+        print_lines(console, [text], "yellow")
 
 
 def _print_backends(result: Mapping[str, Any], console: Console) -> None:
@@ -272,9 +305,8 @@ def _print_backends(result: Mapping[str, Any], console: Console) -> None:
         console.print(table)
 
 
-def print_throughput(result: Mapping[str, Any], console: Console | None = None) -> None:
+def print_throughput(result: Mapping[str, Any], console: Console) -> None:
     """Prints `throughput_table`, and in red what did not end well: it is in no other figure."""
-    console = console or stderr_console()
     console.print(throughput_table(result))
     _print_backends(result, console)
     for case in result["cases"]:
@@ -285,7 +317,7 @@ def print_throughput(result: Mapping[str, Any], console: Console | None = None) 
         if lost:
             reason = f"; first error: {case['first_error']}" if case.get("first_error") else ""
             total = f"of {number(case['completed'] + case['failed'] + case['aborted'])} requests"
-            console.print(f"{mode_label(result, case)}: {lost} {total}{reason}", style="red", markup=False)
+            print_lines(console, [f"{mode_label(result, case)}: {lost} {total}{reason}"], "red")
 
 
 def print_closing(
@@ -293,13 +325,10 @@ def print_closing(
 ) -> None:
     """Prints the end of a run: compilations that were none of the measurement's business, where the results
     are, and the tracker's lines, ready to paste."""
-    for entry in compile_ledger:
-        if entry["after_warmup"]:
-            text = f"recompiled while measuring: {entry['function']} {entry['key']} ({entry['cause']})"
-            console.print(text, style="red", markup=False)
-    console.print(f"results: {shown_path(out_dir)}", soft_wrap=True, highlight=False)
-    for line in hints:
-        console.print(line, soft_wrap=True, highlight=False)
+    late = [entry for entry in compile_ledger if entry["after_warmup"]]
+    recompiled = [f"{entry['function']} {entry['key']} ({entry['cause']})" for entry in late]
+    print_lines(console, [f"recompiled while measuring: {text}" for text in recompiled], "red")
+    print_lines(console, [f"results: {shown_path(out_dir)}", *hints])
 
 
 def shown_path(path: Path) -> str:

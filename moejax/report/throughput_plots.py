@@ -5,9 +5,7 @@ matplotlib `Figure`, or None where there is nothing to draw. A batching mode and
 in all of them. No JAX here.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from moejax.report.figure import draw_distributions, legend_below, new_figure, save_figures, vertical_grid
-from moejax.report.plot_peers import backends_beside
+from moejax.report.figure import distribution_panels, legend_below, new_figure, vertical_grid
 from moejax.report.style import COLORS, mode_label, nth_color
+from moejax.results.metrics import LATENCIES, samples_by_case
 
 Rows = Sequence[Mapping[str, Any]]
 
-_LATENCIES = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("inter-token latency", "itl_ms"), ("E2E", "e2el_ms"))
 _QUEUED, _PREFILL, _DECODE, _PADDING = "#bdbdbd", COLORS[1], COLORS[0], "#d9d9d9"
 # Where the engine idles for longer than this share of the run, a curve is broken instead of drawn through.
 _IDLE = 0.005
@@ -36,20 +33,12 @@ def latency_distributions(result: Mapping[str, Any], requests: Rows) -> Figure |
     """Cumulative distribution of TTFT, TPOT, ITL and E2E: a curve per batching mode with points at its median
     and 99th percentile; objectives are dashed. All iterations pooled."""
     modes = _modes(result)
-    values = {(case, key): _samples(requests, case, key) for case, _ in modes for _, key in _LATENCIES}
-    panels = [(title, key) for title, key in _LATENCIES if any(values[case, key].size for case, _ in modes)]
-    if not panels:
-        return None
-    figure, axes = new_figure("Latency distributions", result, 9.0, 7.0, 2, 2)
-    for axis in axes[len(panels) :]:
-        axis.set_visible(False)
-    for axis, (title, key) in zip(axes, panels, strict=False):
-        curves = [(name, nth_color(case), values[case, key]) for case, name in modes]
-        draw_distributions(axis, curves, limit=(result.get("slo") or {}).get(key))
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("milliseconds")
-    legend_below(figure, axes[: len(panels)])
-    return figure
+    panels = []
+    for name, title in LATENCIES.items():
+        samples = samples_by_case(requests, f"{name}_ms")
+        curves = [(label, nth_color(case), samples[case]) for case, label in modes if case in samples]
+        panels += [(title, curves, (result.get("slo") or {}).get(f"{name}_ms"))] if curves else []
+    return distribution_panels("Latency distributions", result, panels)
 
 
 def load_over_time(result: Mapping[str, Any]) -> Figure | None:
@@ -192,36 +181,8 @@ def _draw_spans(axis: Axes, rows: Rows) -> None:
     axis.autoscale_view()
 
 
-def save_throughput_plots(
-    result: Mapping[str, Any], out_dir: str | os.PathLike[str], requests: Rows
-) -> list[Path]:
-    """Draws every plot that the result has data for into `out_dir` and returns the files: `latency.png`,
-    `load.png`, `cache.png`, `tokens.png`, `requests.png`, and beside peers `backends.png`.
-
-    Raises:
-        OutputError: one cannot be written.
-    """
-    figures = {
-        "latency": latency_distributions(result, requests),
-        "load": load_over_time(result),
-        "cache": cache_over_time(result),
-        "tokens": tokens_over_time(result),
-        "requests": request_spans(result, requests),
-        "backends": backends_beside(result),
-    }
-    return save_figures(figures, out_dir)
-
-
 def _modes(result: Mapping[str, Any]) -> list[tuple[int, str]]:
     return [(index, mode_label(result, case)) for index, case in enumerate(result.get("cases", []))]
-
-
-def _samples(requests: Rows, case: int, key: str) -> NDArray[np.float64]:
-    values: list[float] = []
-    for row in requests:
-        if row["case"] == case and row[key] is not None:
-            values += row[key] if isinstance(row[key], list) else [row[key]]
-    return np.asarray(values, dtype=np.float64)
 
 
 def _timelines(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:

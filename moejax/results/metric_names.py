@@ -1,9 +1,8 @@
 """Reads metrics' names: whether less of it is better, its unit, and how to write it in a table."""
 
 import re
-from dataclasses import dataclass
 
-STATISTICS = ("mean", "median", "std", "p50", "p90", "p95", "p99")
+STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E", "queue": "queue"}
 
 RATES = ("output_throughput", "request_throughput", "total_token_throughput", "request_goodput")
@@ -51,18 +50,10 @@ def lower_is_better(name: str) -> bool | None:
     return next((lower for pattern, lower in _DIRECTIONS if re.search(pattern, name)), None)
 
 
-@dataclass(frozen=True)
-class LatencyName:
-    """A latency metric's parts: `p99`, `itl`."""
-
-    statistic: str
-    latency: str
-
-
-def latency_name(name: str) -> LatencyName | None:
-    """The parts of `p99_itl_ms` and its like; None for other names."""
+def latency_name(name: str) -> tuple[str, str] | None:
+    """Returns the statistic and the latency of `p99_itl_ms` and its like; None for other names."""
     match = re.fullmatch(rf"({'|'.join(STATISTICS)})_({'|'.join(LATENCIES)})_ms", name)
-    return LatencyName(match[1], match[2]) if match else None
+    return (match[1], match[2]) if match else None
 
 
 def percentile_of(statistic: str) -> float | None:
@@ -76,8 +67,8 @@ def short_name(name: str) -> str:
     """As a table has it: `TTFT p50 (ms)`, `output tok/s`."""
     parts = latency_name(name)
     if parts is not None:
-        statistic = "p50" if parts.statistic == "median" else parts.statistic
-        return f"{LATENCIES[parts.latency]} {statistic} (ms)"
+        statistic, latency = parts
+        return f"{LATENCIES[latency]} {'p50' if statistic == 'median' else statistic} (ms)"
     known = {
         "output_throughput": "output tok/s",
         "total_token_throughput": "total tok/s",

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moejax.core.checked import Checked, Must, PositiveInt, check
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOutput
+from moejax.results.metric_names import STATISTICS
 
-LATENCIES: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-STATISTICS: tuple[str, ...] = ("mean", "median", "std", "p90", "p95", "p99")
+LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
+"""What every request's times give, and how tables and plots call it."""
 
 _BROKEN_OFF = ("abort", "error")
 
@@ -222,3 +224,25 @@ def record_row(record: RequestRecord, origin: float = 0.0) -> dict[str, Any]:
 def is_number(value: Any) -> bool:
     """Whether a value of a result is a finite number; true and false are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def samples_by_case(rows: Iterable[Mapping[str, Any]], key: str) -> dict[int, NDArray[np.float64]]:
+    """Collects from rows of requests.jsonl each case's values of `key`, a number or a list of them; a case
+    without any is left out."""
+    values: dict[int, list[Any]] = {}
+    for row in rows:
+        if row.get(key) is not None:
+            values.setdefault(row["case"], []).append(np.atleast_1d(np.asarray(row[key], dtype=np.float64)))
+    samples = {case: np.concatenate(parts) for case, parts in values.items()}
+    return {case: array for case, array in samples.items() if array.size}
+
+
+def relative_load(result: Mapping[str, Any]) -> NDArray[np.float64] | None:
+    """Returns each expert's load over the even share [layers, experts] from `routing["counts"]`, NaN in dense
+    layers; None where nothing was counted."""
+    counts = np.asarray((result.get("routing") or {}).get("counts") or [], dtype=np.float64)
+    if counts.ndim != 2 or not counts.sum():
+        return None
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = np.full_like(counts, np.nan)
+    return np.divide(counts * counts.shape[1], totals, out=shares, where=totals > 0)

@@ -129,7 +129,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"no result at {path}") from error
+        raise ConfigError(f"no result at {path}: {error.strerror}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -165,20 +165,28 @@ def load_result(path: str | os.PathLike[str]) -> Result:
 
 
 def load_requests(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the rows of a requests.jsonl, or of the one in a folder.
+    """Reads the rows of a requests.jsonl, or of the one in a folder; raises as `load_rows`."""
+    return load_rows(path, REQUESTS_FILE)
+
+
+def load_rows(path: str | os.PathLike[str], name: str, *, torn: bool = False) -> list[dict[str, Any]]:
+    """Reads the rows of a file of JSON lines, or of the one called `name` in a folder. With `torn`, a last
+    line that a kill cut short is left out.
 
     Raises:
         ConfigError: there is none, or a line is not JSON (named by its number).
     """
     file = Path(path)
     if file.is_dir():
-        file = file / REQUESTS_FILE
+        file = file / name
+    lines = _read(file).split("\n")
     rows = []
-    for number, line in enumerate(_read(file).split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{file}, line {number} is not JSON: {error}") from error
+            if not torn or number < len(lines):
+                raise ConfigError(f"{file}, line {number} is not JSON: {error}") from error
     return rows

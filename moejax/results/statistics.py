@@ -7,17 +7,12 @@ test, which holds at few samples too. No JAX here.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
-
-Statistic = Literal["mean", "median"]
-
-_REDUCE: dict[str, Callable[..., NDArray[np.float64]]] = {"mean": np.mean, "median": np.median}
 
 
 @dataclass(frozen=True)
@@ -52,13 +47,13 @@ def _pair_ratios(values: ArrayLike, baseline: ArrayLike) -> NDArray[np.float64]:
 
 
 def _bootstrap(
-    sides: Sequence[NDArray[np.float64]], statistic: Statistic, confidence: float, resamples: int, seed: int
+    sides: Sequence[NDArray[np.float64]], confidence: float = 0.95, resamples: int = 2000
 ) -> Interval:
-    """Returns the percentile bootstrap of one side's statistic, or of the first's over the second's."""
-    rng = np.random.default_rng(seed)
-    reduce = _REDUCE[statistic]
-    draws = [reduce(side[rng.integers(0, side.size, (resamples, side.size))], axis=1) for side in sides]
-    values = [reduce(side) for side in sides]
+    """Returns the percentile bootstrap of one side's median, or of the first's over the second's; the same
+    samples give the same interval."""
+    rng = np.random.default_rng(0)
+    draws = [np.median(side[rng.integers(0, side.size, (resamples, side.size))], axis=1) for side in sides]
+    values = [np.median(side) for side in sides]
     tail = 50.0 * (1.0 - confidence)
     low, high = np.percentile(functools.reduce(np.divide, draws), (tail, 100.0 - tail))
     estimate = float(functools.reduce(np.divide, values))
@@ -76,34 +71,16 @@ def _samples(values: ArrayLike, *, positive: bool = False) -> NDArray[np.float64
     return array
 
 
-def percentiles(values: ArrayLike, points: Sequence[float] = (50, 90, 95, 99)) -> dict[float, float]:
-    """Percentiles by linear interpolation (numpy's and vLLM's).
+def bootstrap_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval:
+    """Percentile-bootstrap interval of the median (Efron & Tibshirani 1993, chapter 13).
 
-    Raises:
-        ValueError: no samples, or one is not finite.
-    """
-    return dict(zip(points, (float(v) for v in np.percentile(_samples(values), points)), strict=True))
-
-
-def bootstrap_interval(
-    values: ArrayLike,
-    statistic: Statistic = "median",
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Interval:
-    """Percentile-bootstrap interval of the median or mean (Efron & Tibshirani 1993, chapter 13).
-
-    The same seed gives the same interval. One sample, or equal samples, give an interval of width 0: no
+    The same samples give the same interval. One sample, or equal samples, give an interval of width 0: no
     spread was seen, which is not the same as knowing that there is none.
     """
-    return _bootstrap([_samples(values)], statistic, confidence, resamples, seed)
+    return _bootstrap([_samples(values)], confidence)
 
 
-def paired_ratio(
-    values: ArrayLike, baseline: ArrayLike, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> Interval:
+def paired_ratio(values: ArrayLike, baseline: ArrayLike) -> Interval:
     """Median of `values[i] / baseline[i]` with its bootstrap interval; the pairs are what is resampled.
 
     For interleaved runs: both members of a pair were measured within moments, so the machine's drift cancels
@@ -112,12 +89,10 @@ def paired_ratio(
     Raises:
         ValueError: the lengths differ, or a sample is not positive.
     """
-    return _bootstrap([_pair_ratios(values, baseline)], "median", confidence, resamples, seed)
+    return _bootstrap([_pair_ratios(values, baseline)])
 
 
-def ratio_of_medians(
-    values: ArrayLike, baseline: ArrayLike, *, confidence: float = 0.95, resamples: int = 4000, seed: int = 0
-) -> Interval:
+def ratio_of_medians(values: ArrayLike, baseline: ArrayLike, *, resamples: int = 4000) -> Interval:
     """`median(values) / median(baseline)` of two runs that were not interleaved, with its bootstrap interval.
 
     Each side is resampled by itself, so a sample must be what is independent: one number an iteration. The
@@ -128,7 +103,7 @@ def ratio_of_medians(
         ValueError: no samples, or one that is not positive and finite.
     """
     sides = [_samples(side, positive=True) for side in (values, baseline)]
-    return _bootstrap(sides, "median", confidence, resamples, seed)
+    return _bootstrap(sides, resamples=resamples)
 
 
 _MOST_EXACT = 50  # samples a side up to which the distribution of a rank statistic is computed exactly
@@ -195,6 +170,6 @@ def least_p(samples: int, *, paired: bool, other: int | None = None) -> float:
     return 2.0 / math.comb(samples + (samples if other is None else other), samples)
 
 
-def fewest_samples(tests: int, *, paired: bool, alpha: float = 0.05) -> int:
+def fewest_samples(tests: int, *, paired: bool, alpha: float) -> int:
     """Samples a side (or pairs) below which none of so many tests could ever come out after `holm`."""
     return next(n for n in range(2, 1000) if least_p(n, paired=paired) * tests <= alpha)

@@ -139,17 +139,15 @@ class Verdict:
         }
 
 
-def decide(trials: Sequence[Trial], *, unit: str = "iterations", alpha: float = ALPHA) -> list[Verdict]:
+def decide(trials: Sequence[Trial], *, unit: str = "iterations") -> list[Verdict]:
     """Verdicts of one family of trials: all that is asked of the same data at once. Holm's adjustment is over
     those that can be tested."""
     tested = [i for i, trial in enumerate(trials) if trial.blocked is None and trial.p_value is not None]
     adjusted = dict(zip(tested, holm([trials[i].p_value or 0.0 for i in tested]), strict=True))
-    return [
-        _verdict(trial, adjusted.get(index), len(tested), unit, alpha) for index, trial in enumerate(trials)
-    ]
+    return [_verdict(trial, adjusted.get(i), len(tested), unit) for i, trial in enumerate(trials)]
 
 
-def _verdict(trial: Trial, p_adjusted: float | None, family: int, unit: str, alpha: float) -> Verdict:
+def _verdict(trial: Trial, p_adjusted: float | None, family: int, unit: str) -> Verdict:
     def no(outcome: Outcome, text: str) -> Verdict:
         return Verdict(trial, outcome, p_adjusted, text)
 
@@ -159,11 +157,11 @@ def _verdict(trial: Trial, p_adjusted: float | None, family: int, unit: str, alp
     if p_adjusted is None or ratio is None:
         return no("too few", "no samples")
     mine, others = trial.samples
-    if least_p(mine, paired=trial.paired, other=others) * family > alpha:
-        needed = fewest_samples(family, paired=trial.paired, alpha=alpha)
+    if least_p(mine, paired=trial.paired, other=others) * family > ALPHA:
+        needed = fewest_samples(family, paired=trial.paired, alpha=ALPHA)
         have = f"{mine}" if mine == others else f"{mine} and {others}"
         return no("too few", f"too few {unit}: {have}, needs {needed}")
-    if p_adjusted > alpha or not ratio.excludes(1.0):
+    if p_adjusted > ALPHA or not ratio.excludes(1.0):
         return no("no winner", "no winner: inside the noise")
     if trial.floor.holds(ratio):
         return no("no winner", f"no winner: inside {trial.floor.why}")

@@ -27,7 +27,7 @@ class OfflineRun:
 
     Attributes:
         log: the `.wandb` file.
-        name, job_type, group, started: W&B's own words for it; `started` is ISO 8601.
+        job_type, started: W&B's own words for it; `started` is ISO 8601.
         config: as passed to `wandb.init`, with what was changed later.
         summary: dotted name → last value.
         tables: name → file of each logged table that is there, as `{"columns": […], "data": […]}`.
@@ -36,9 +36,7 @@ class OfflineRun:
     """
 
     log: Path
-    name: str | None
     job_type: str | None
-    group: str | None
     started: str | None
     config: dict[str, Any]
     summary: dict[str, Any]
@@ -89,9 +87,7 @@ def read_offline_run(path: str | os.PathLike[str]) -> OfflineRun:
     config.pop("_wandb", None)
     return OfflineRun(
         log=log,
-        name=run.get("display_name"),
         job_type=run.get("job_type"),
-        group=run.get("run_group") or run.get("group"),
         started=run.get("start_time"),
         config=config,
         summary=summary,

@@ -1,14 +1,13 @@
 """The tracker that always runs: one JSON object per logged step in `metrics.jsonl`, readable by anything."""
 
-import json
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from moejax.core.errors import ConfigError, OutputError
+from moejax.core.errors import OutputError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable
+from moejax.results.result import load_rows
 from moejax.tracking.base import RunInfo, Scalar, Tracker, plain_scalars
 
 METRICS_FILE = "metrics.jsonl"
@@ -55,21 +54,4 @@ def load_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ConfigError: there is no such file, or another line than the last is not JSON.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / METRICS_FILE
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ConfigError(f"{file}, line {number} is not JSON: {error}") from error
-    return rows
+    return load_rows(path, METRICS_FILE, torn=True)

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moejax.core.files import to_jsonable
-from moejax.report.style import case_label
+from moejax.results.compare.samples import CASE_FIELDS, case_name
 from moejax.results.metric_names import lower_is_better
-from moejax.results.metrics import is_number
+from moejax.results.metrics import LATENCIES, is_number, relative_load, samples_by_case
 from moejax.tracking.base import Scalar, Tracker
 
-CDF_METRICS = ("ttft", "tpot", "itl", "e2el")
 _CDF_ROWS = 1_000  # of one metric's table, all cases together
 _CURVE_POINTS = 240
 _LOAD_ROWS = 10_000
@@ -88,80 +86,58 @@ Table = tuple[list[str], list[list[Any]]]
 
 def result_tables(result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]] = ()) -> dict[str, Table]:
     """Name → (columns, rows) of all tables that the result has something for."""
-    found: dict[str, Table] = {}
+    tables: dict[str, Table] = {}
     for name in ("cases", "iterations", "differences"):
         if result.get(name):
-            found[name] = _rows_table(result[name])
-    found.update(cdf_tables(result, requests))
+            tables[name] = _rows_table(result[name])
+    tables.update(cdf_tables(result, requests))
     load = expert_load_table(result)
     if load[1]:
-        found["expert_load_table"] = load
+        tables["expert_load_table"] = load
     devices = (result.get("telemetry") or {}).get("devices")
     if devices:
-        found["telemetry_devices"] = _rows_table(devices)
-    return found
+        tables["telemetry_devices"] = _rows_table(devices)
+    return tables
 
 
 def cdf_tables(result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
     """`ttft_cdf`, `tpot_cdf`, `itl_cdf`, `e2el_cdf`: milliseconds, share of the requests (of the tokens, for
     `itl`) that took no longer, and case; quantiles at even distances, at most 1,000 rows a table."""
     rows = list(requests)
-    labels = [case_name(case, index) for index, case in enumerate(result.get("cases", []))]
-    found: dict[str, Table] = {}
-    for metric in CDF_METRICS:
+    keys = ("name", *CASE_FIELDS)
+    fields = [
+        {key: case[key] for key in keys if case.get(key) is not None} for case in result.get("cases", [])
+    ]
+    tables: dict[str, Table] = {}
+    for metric in LATENCIES:
         samples = samples_by_case(rows, f"{metric}_ms")
-        samples = {case: values for case, values in samples.items() if values.size}
         if not samples:
             continue
         points = max(11, min(101, _CDF_ROWS // len(samples)))
         shares = np.linspace(0.0, 1.0, points)
         lines = []
         for case in sorted(samples)[: _CDF_ROWS // points]:
-            label = labels[case] if case < len(labels) else f"case {case}"
+            label = (case < len(fields) and case_name(fields[case])) or f"case {case}"
             quantiles = np.quantile(samples[case], shares)
             lines += [
                 [float(f"{quantile:.6g}"), round(float(share), 4), label]
                 for quantile, share in zip(quantiles, shares, strict=True)
             ]
-        found[f"{metric}_cdf"] = (["milliseconds", "share", "case"], lines)
-    return found
-
-
-def samples_by_case(rows: Iterable[Mapping[str, Any]], key: str) -> dict[int, NDArray[np.float64]]:
-    """Case → every value of `key`, a number or a list of them, in milliseconds."""
-    found: dict[int, list[Any]] = {}
-    for row in rows:
-        value = row.get(key)
-        if value is not None:
-            found.setdefault(row["case"], []).append(value)
-    return {
-        case: np.concatenate([np.atleast_1d(np.asarray(value, dtype=np.float64)) for value in values])
-        for case, values in found.items()
-    }
-
-
-def case_name(case: Mapping[str, Any], index: int) -> str:
-    """A case in a few words: backend and batching mode where there are several, then lengths."""
-    words = [str(case[key]) for key in ("backend", "batching", "name") if case.get(key)]
-    rate = case.get("request_rate")
-    words += [f"rate={rate}"] if rate is not None else []
-    words.append(case_label(case, " "))
-    return " ".join(filter(None, words)) or f"case {index}"
+        tables[f"{metric}_cdf"] = (["milliseconds", "share", "case"], lines)
+    return tables
 
 
 def expert_load_table(result: Mapping[str, Any]) -> Table:
     """Layer, expert, tokens, and the load relative to an even share; empty where nothing was recorded or the
     model has more experts than a table takes rows."""
+    load = relative_load(result)
     columns = ["layer", "expert", "tokens", "load"]
-    counts = _counts(result)
-    if counts is None or counts.size > _LOAD_ROWS:
+    if load is None or load.size > _LOAD_ROWS:
         return columns, []
-    totals = counts.sum(axis=1)
     return columns, [
-        [layer, expert, int(tokens), float(f"{tokens * counts.shape[1] / totals[layer]:.4g}")]
-        for layer, row in enumerate(counts)
-        if totals[layer] > 0
-        for expert, tokens in enumerate(row)
+        [layer, expert, int(result["routing"]["counts"][layer][expert]), float(f"{value:.4g}")]
+        for (layer, expert), value in np.ndenumerate(load)
+        if np.isfinite(value)
     ]
 
 
@@ -169,24 +145,14 @@ def expert_load_metrics(result: Mapping[str, Any]) -> dict[str, Scalar]:
     """`expert_load_max` (the busiest expert's load over an even share, mean over the layers) and
     `expert_load_entropy` (of the shares, 1 is even, mean over the layers); nothing without a recorded
     pass."""
-    counts = _counts(result)
-    if counts is None:
+    load = relative_load(result)
+    if load is None or load.shape[1] < 2:
         return {}
-    counts = counts[counts.sum(axis=1) > 0]
-    if not len(counts) or counts.shape[1] < 2:
-        return {}
-    shares = counts / counts.sum(axis=1, keepdims=True)
+    load = load[np.isfinite(load).all(axis=1)]
+    shares = load / load.shape[1]
     logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
-    entropy = -(shares * logs).sum(axis=1) / np.log(counts.shape[1])
-    return {
-        "expert_load_max": float((shares.max(axis=1) * counts.shape[1]).mean()),
-        "expert_load_entropy": float(entropy.mean()),
-    }
-
-
-def _counts(result: Mapping[str, Any]) -> NDArray[np.float64] | None:
-    counts = np.asarray((result.get("routing") or {}).get("counts") or [], dtype=np.float64)
-    return counts if counts.ndim == 2 and counts.sum() > 0 else None
+    entropy = -(shares * logs).sum(axis=1) / np.log(load.shape[1])
+    return {"expert_load_max": float(load.max(axis=1).mean()), "expert_load_entropy": float(entropy.mean())}
 
 
 def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -208,7 +174,7 @@ def _timeline(result: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
 
 
 def _columns(curves: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
-    """Those of `curves` that have a value for each instant."""
+    """Returns the curves that have a value for each instant."""
     count = len(curves["time_s"])
     return {k: v for k, v in curves.items() if isinstance(v, Sequence) and len(v) == count and count}
 

@@ -9,7 +9,7 @@ from typing import Any
 from moejax.core.files import to_jsonable
 from moejax.report.figure import save_figures
 from moejax.report.plots import expert_load, training_curve
-from moejax.report.tables import metrics_table, stderr_console
+from moejax.report.tables import metrics_table, print_lines, stderr_console
 from moejax.results.result import build_result, write_result
 from moejax.tracking.base import TrackerConfig
 from moejax.tracking.factory import make_tracker
@@ -95,13 +95,7 @@ def _result(
 def _plots(outcome: dict[str, Any], output_dir: Path) -> list[Path]:
     """Draws `training.png` (this start's part of the run) and `expert_load.png`, where there is data."""
     figures = {
-        "training": training_curve(
-            load_metrics(output_dir),
-            outcome,
-            loss=("train/cross_entropy",),
-            heldout=("held_out/loss",),
-            rate=("train/learning_rate",),
-        ),
+        "training": training_curve(load_metrics(output_dir), outcome),
         "expert_load": expert_load(outcome),
     }
     return save_figures(figures, output_dir)
@@ -118,6 +112,5 @@ def _print(exported: Exported, metrics: dict[str, Any], files: list[Path], hints
     }
     console = stderr_console()
     console.print(metrics_table(shown, "trained"))
-    for line in (*map(str, files), *hints):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, (*map(str, files), *hints))
     sys.stdout.write(f"{exported.directory}\n")

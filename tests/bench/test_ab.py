@@ -77,7 +77,8 @@ def _only_what_is_tested(request, monkeypatch):
     if "drift_that_would_hide" in request.node.name:
         return
     monkeypatch.setattr(measure.gc, "collect", lambda: 0)
-    monkeypatch.setattr("moejax.report.ab.save_ab_plots", lambda result, out: [])
+    for plot in ("ratios_plot", "rounds_plot"):
+        monkeypatch.setattr(f"moejax.report.ab.{plot}", lambda result: None)
     provenance = {"seeds": {}, "checkpoint_hash": "c", "workload_hash": "w", "device": {"platform": "gpu"}}
     monkeypatch.setattr("moejax.bench.run.collect", lambda *_, **__: copy.deepcopy(provenance))
 

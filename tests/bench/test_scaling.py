@@ -21,7 +21,8 @@ from moejax.nn.param import num_params
 from moejax.perf.comm import Exchange
 from moejax.perf.memory import StageMemory
 from moejax.perf.scaling import Phase, model_step
-from moejax.report.scaling import print_scaling, save_scaling_plots
+from moejax.report.experiments import save_plots
+from moejax.report.scaling import print_scaling
 from tests.bench.runs import run_into
 from tests.engine.mesh_models import BASE
 
@@ -132,5 +133,5 @@ def test_the_table_says_what_was_left_out(result: Any, capsys: pytest.CaptureFix
 
 
 def test_plots_are_written(result: Any, tmp_path: Path) -> None:
-    (plot,) = save_scaling_plots(result[0], tmp_path)
+    (plot,) = save_plots(result[0], tmp_path)
     assert plot.read_bytes().startswith(b"\x89PNG")

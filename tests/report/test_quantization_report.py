@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moejax.report.quantization import conclusions, print_quantization, save_quantization_plots
+from moejax.report.experiments import save_plots
+from moejax.report.quantization import conclusions, print_quantization
 
 LAYERS, EXPERTS = 5, 16
 MOE = [True, True, False, True, True]
@@ -133,22 +134,22 @@ def test_a_failed_method_keeps_its_row(result: dict[str, Any], tmp_path: Path) -
     }  # fmt: skip
     text = text_of(result)
     assert "int4_rtn_g64 failed: groups of 64 do not divide its 96 inputs" in text
-    assert len(save_quantization_plots(result, tmp_path, details())) == 4
+    assert len(save_plots(result, tmp_path, details=details())) == 4
 
 
 def test_every_plot_is_a_png(result: dict[str, Any], tmp_path: Path) -> None:
-    plots = save_quantization_plots(result, tmp_path, details())
+    plots = save_plots(result, tmp_path, details=details())
     assert [plot.name for plot in plots] == ["pareto.png", "routing.png", "popularity.png", "replay.png"]
     assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
 
 
 def test_nothing_is_drawn_of_nothing(result: dict[str, Any], tmp_path: Path) -> None:
     result["cases"] = result["cases"][:1]
-    assert save_quantization_plots(result, tmp_path, {}) == []
+    assert save_plots(result, tmp_path, details={}) == []
     assert "full precision" in text_of(result)
 
 
 def test_a_cache_alone_has_a_plot_too(result: dict[str, Any], tmp_path: Path) -> None:
     result["cases"] = [result["cases"][0], result["cases"][-1]]
-    names = [plot.name for plot in save_quantization_plots(result, tmp_path, details(METHODS[-1:]))]
+    names = [plot.name for plot in save_plots(result, tmp_path, details=details(METHODS[-1:]))]
     assert names == ["pareto.png", "routing.png", "replay.png"]

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from moejax.engine.requests.api import RequestMetrics
 from moejax.report import plots, tables
+from moejax.report.experiments import save_plots
 from moejax.report.progress import progress
 from moejax.results.metrics import RequestRecord, case_row, compute_metrics
 from moejax.results.result import build_result, load_requests, request_rows, write_request_rows
@@ -78,7 +79,7 @@ def test_other_tables():
 def test_every_plot_with_data_is_a_png_and_is_listed(tmp_path):
     counts = np.arange(32).reshape(2, 16)
     result, records = build(routing={"counts": counts})
-    paths = plots.save_latency_plots(result, tmp_path, records)
+    paths = save_plots(result, tmp_path, requests=request_rows(records))
     assert [p.name for p in paths] == ["latency.png", "itl.png", "throughput.png", "expert_load.png"]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
@@ -87,17 +88,17 @@ def test_every_plot_with_data_is_a_png_and_is_listed(tmp_path):
 
 def test_plots_without_data_are_not_drawn(tmp_path):
     result, records = build(shapes=((1, 8, 1),))
-    paths = plots.save_latency_plots(result, tmp_path, records)
+    paths = save_plots(result, tmp_path, requests=request_rows(records))
     assert [p.name for p in paths] == ["latency.png"]
     empty = build_result("latency", metrics={}, config={}, provenance={})
-    assert plots.save_latency_plots(empty, tmp_path / "empty", []) == []
+    assert save_plots(empty, tmp_path / "empty", requests=[]) == []
     assert not (tmp_path / "empty").exists()
 
 
 def test_plots_draw_the_same_from_rows_read_back(tmp_path):
     result, records = build()
     rows = load_requests(write_request_rows(request_rows(records), tmp_path))
-    figures = [plots.inter_token_latency(result, source) for source in (records, rows)]
+    figures = [plots.inter_token_latency(result, source) for source in (request_rows(records), rows)]
     lines = [f.axes[0].lines[1].get_xydata() for f in figures]
     np.testing.assert_allclose(lines[0], lines[1])
     np.testing.assert_allclose(lines[0][:, 1], 40.0)
@@ -114,7 +115,10 @@ def test_bars_are_the_cases_percentiles():
 def test_many_cases_and_outputs_of_unequal_length():
     shapes = [(b, p, n) for b in (1, 2, 4) for p, n in ((8, 6), (16, 3), (32, 1))]
     result, records = build(shapes=shapes)
-    for figure in (plots.latency_percentiles(result), plots.inter_token_latency(result, records)):
+    for figure in (
+        plots.latency_percentiles(result),
+        plots.inter_token_latency(result, request_rows(records)),
+    ):
         figure.savefig(io.BytesIO(), format="png")
 
 
@@ -128,12 +132,13 @@ def test_expert_load_is_relative_to_an_even_share_and_blank_for_dense_layers():
 
 
 def test_training_curve_keeps_the_last_value_of_a_step():
-    rows = [{"step": s, "train_loss": 5.0 - s, "lr": 1e-3} for s in (0, 1, 2)]
-    rows += [{"step": 1, "train_loss": 3.5}, {"step": 2, "train_loss": 2.5}, {"step": 2, "heldout_loss": 2.8}]
-    figure = plots.training_curve(rows)
+    loss, held_out = "train/cross_entropy", "held_out/loss"
+    rows = [{"step": s, loss: 5.0 - s, "train/learning_rate": 1e-3} for s in (0, 1, 2)]
+    rows += [{"step": 1, loss: 3.5}, {"step": 2, loss: 2.5}, {"step": 2, held_out: 2.8}]
+    figure = plots.training_curve(rows, {})
     np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), [5.0, 3.5, 2.5])
     np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), [2.8])
-    assert plots.training_curve([{"step": 1}]) is None
+    assert plots.training_curve([{"step": 1}], {}) is None
 
 
 def test_progress_prints_nothing_without_a_terminal():

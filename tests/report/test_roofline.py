@@ -11,7 +11,8 @@ from moejax.bench.common.roofline import cost_breakdown
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import Hardware
 from moejax.perf.attribution import OpCost
-from moejax.report.roofline import print_profile, ranked, residual_figure, roofline_figure, save_profile_plots
+from moejax.report.experiments import save_plots
+from moejax.report.roofline import print_profile, ranked, residual_figure, roofline_figure
 
 DEVICE = {"kind": "made_up", "bandwidth": 1e9, "flops": {"float32": 1e10}, "source": "measured"}
 OPS = [
@@ -96,15 +97,6 @@ def test_the_roof_and_its_marks() -> None:
     assert "bound, not measured" in [text.get_text() for text in hollow.get_legend().get_texts()]
 
 
-def test_one_case_of_several() -> None:
-    shown = result()
-    shown["roofline"] = [{**shown["roofline"][0], "case": i} for i in (0, 2)]
-    (both,), (one,) = roofline_figure(shown).axes, roofline_figure(shown, case=2).axes
-    assert len(both.lines) - 1 == 2 * (len(one.lines) - 1)
-    with pytest.raises(ConfigError, match=r"no roofline of case 1 \(it has \[0, 2\]\)"):
-        roofline_figure(shown, case=1)
-
-
 def test_bars() -> None:
     (axis,) = residual_figure(result()).axes
     names = [label.get_text() for label in axis.get_yticklabels()]
@@ -114,7 +106,10 @@ def test_bars() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    assert [path.name for path in save_profile_plots(result(), tmp_path)] == ["roofline.png", "residuals.png"]
+    assert [path.name for path in save_plots(result() | {"experiment": "profile"}, tmp_path)] == [
+        "roofline.png",
+        "residuals.png",
+    ]
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
 
 

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.report.experiments import save_plots
 from moejax.report.routing import (
     co_activation_heatmap,
     load_heatmap,
     load_over_time_plot,
-    save_routing_plots,
     temporal_locality_plot,
     working_set_plot,
 )
@@ -73,15 +73,15 @@ def test_curves_are_the_analysis(trace: RoutingCapture, tiny_config: ModelConfig
 
 
 def test_all_of_them_are_saved(trace: RoutingCapture, tmp_path: Any) -> None:
-    result = {"config": {"model": {"name": "small"}}}
-    paths = save_routing_plots(result, tmp_path, {"a": trace, "b": trace})
+    result = {"experiment": "routing", "config": {"model": {"name": "small"}}}
+    paths = save_plots(result, tmp_path, captures={"a": trace, "b": trace}, model=None)
     names = ["load", "co_activation", "working_set", "temporal_locality", "load_over_time"]
     assert [path.stem for path in paths] == names and all(path.stat().st_size > 5000 for path in paths)
 
 
 def test_traces_with_nothing_for_a_figure(trace: RoutingCapture, tmp_path: Any) -> None:
     empty = trace.select(np.zeros(trace.num_rows, bool))
-    assert save_routing_plots(None, tmp_path, empty) == []
+    assert save_plots({"experiment": "routing"}, tmp_path, captures=empty, model=None) == []
     one = generate("uniform", num_experts=4, top_k=1, layers=1, requests=2, prompt_len=1, output_len=1)
     assert co_activation_heatmap(one) is None and load_over_time_plot(one) is None
     assert temporal_locality_plot(one) is None

@@ -13,8 +13,10 @@ from moejax.bench.common.timeline import bin_steps, step_metrics
 from moejax.engine.requests.api import RequestMetrics
 from moejax.engine.stats import StepRecord
 from moejax.report import tables, throughput_plots
+from moejax.report.experiments import save_plots
 from moejax.report.tables import share, three_digits
 from moejax.results.compare import compare
+from moejax.results.metric_names import lower_is_better
 from moejax.results.metrics import RequestRecord, Slo, case_row
 from moejax.results.result import build_result, write_result
 
@@ -129,7 +131,7 @@ def drawn(figure: Figure | None) -> Figure:
 
 def test_every_plot_is_a_png_and_is_listed(tmp_path: Path) -> None:
     result, rows = build(failed=1)
-    paths = throughput_plots.save_throughput_plots(result, tmp_path, rows)
+    paths = save_plots(result, tmp_path, requests=rows)
     assert [path.name for path in paths] == [
         "latency.png", "load.png", "cache.png", "tokens.png", "requests.png"
     ]  # fmt: skip
@@ -139,11 +141,11 @@ def test_every_plot_is_a_png_and_is_listed(tmp_path: Path) -> None:
 
 def test_without_data_nothing_is_drawn(tmp_path: Path) -> None:
     empty = build_result("throughput", metrics={}, config={}, provenance={}, timeline=[])
-    assert throughput_plots.save_throughput_plots(empty, tmp_path / "none", []) == []
+    assert save_plots(empty, tmp_path / "none", requests=[]) == []
     assert not (tmp_path / "none").exists()
     result, rows = build(modes=("continuous",), failed=6)
     result["timeline"] = [{"batching": "continuous", "num_blocks": None, "bin_s": None, "time_s": []}]
-    paths = throughput_plots.save_throughput_plots(result, tmp_path, rows)
+    paths = save_plots(result, tmp_path, requests=rows)
     assert [path.name for path in paths] == ["requests.png"]
 
 
@@ -204,10 +206,10 @@ def test_throughput_results_compare(tmp_path: Path) -> None:
     ]
     rows = {row.name: row for row in compare(paths).metrics}
     assert rows["output_throughput"].ratios[1] == pytest.approx(0.5)
-    assert rows["output_throughput"].lower_is_better is False
+    assert lower_is_better("output_throughput") is False
     for name in ("padding_waste", "preemptions", "failed", "p99_ttft_ms"):
-        assert rows[name].lower_is_better is True
-    assert rows["mean_batch_size"].lower_is_better is None
+        assert name in rows and lower_is_better(name) is True
+    assert "mean_batch_size" in rows and lower_is_better("mean_batch_size") is None
 
 
 def test_a_small_share_is_in_per_cent_too() -> None:

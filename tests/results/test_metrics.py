@@ -7,9 +7,9 @@ import pytest
 
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
+from moejax.results.metric_names import STATISTICS
 from moejax.results.metrics import (
     LATENCIES,
-    STATISTICS,
     RequestRecord,
     Slo,
     case_row,

@@ -13,7 +13,7 @@ from moejax.results.statistics import (
     sign_effect,
     signed_rank_test,
 )
-from moejax.results.verdict import Floor, Trial, decide, exact_verdict
+from moejax.results.verdict import ALPHA, Floor, Trial, decide, exact_verdict
 
 
 def unpaired(values, base, metric="median_tpot_ms", **fields) -> Trial:
@@ -92,8 +92,8 @@ def test_the_interval_covers_the_true_ratio():
 
 
 def test_needs_are_what_the_exact_test_can_give():
-    assert [fewest_samples(n, paired=False) for n in (1, 3, 15)] == [4, 5, 6]
-    assert [fewest_samples(n, paired=True) for n in (1, 3, 12)] == [6, 7, 9]
+    assert [fewest_samples(n, paired=False, alpha=ALPHA) for n in (1, 3, 15)] == [4, 5, 6]
+    assert [fewest_samples(n, paired=True, alpha=ALPHA) for n in (1, 3, 12)] == [6, 7, 9]
     apart = np.arange(1.0, 5.0), np.arange(11.0, 15.0)
     assert rank_test(*apart) == pytest.approx(least_p(4, paired=False))
     assert signed_rank_test(np.arange(2.0, 8.0), np.arange(1.0, 7.0)) == pytest.approx(

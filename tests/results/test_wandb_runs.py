@@ -56,7 +56,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
 def test_config_summary_and_tables_come_back(runs):
     run = read_offline_run(runs["a"])
-    assert (run.name, run.job_type, run.finished) == ("tiny", "latency", True)
+    assert (run.job_type, run.finished) == ("latency", True)
     assert run.config["engine"] == CONFIG["engine"] and run.config["provenance"]["git"] == PROVENANCE["git"]
     assert run.summary["weight_bytes"] == 1000
     assert [row["batch_size"] for row in read_table(run.tables["cases"])] == [1, 4]

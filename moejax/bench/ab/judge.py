@@ -53,10 +53,10 @@ def judged_metrics(arms: Sequence[Arm], cases: Sequence[dict[str, Any]], chosen:
 def too_few_values(name: str, cases: Sequence[dict[str, Any]]) -> bool:
     """Whether a pass has fewer values than a percentile needs to be more than their largest."""
     parts = latency_name(name)
-    rank = percentile_of(parts.statistic) if parts else None
+    rank = percentile_of(parts[0]) if parts else None
     if parts is None or rank is None or rank <= 50:
         return False
-    each = [(case["batch_size"], case["output_len"] - 1 if parts.latency == "itl" else 1) for case in cases]
+    each = [(case["batch_size"], case["output_len"] - 1 if parts[1] == "itl" else 1) for case in cases]
     return min(requests * values for requests, values in each) < round(100 / (100 - rank))
 
 
@@ -125,10 +125,8 @@ def _floor(control: Trial) -> Floor:
 def _blocked(baseline: Arm, arm: Arm, metric: str) -> str | None:
     """Why a metric of a arm says nothing: it is of whole requests, and theirs have other lengths."""
     parts = latency_name(metric)
-    if (parts is not None and parts.latency != "e2el") or metric in (
-        "output_throughput",
-        "total_token_throughput",
-    ):
+    token_rates = ("output_throughput", "total_token_throughput")
+    if (parts is not None and parts[1] != "e2el") or metric in token_rates:
         return None
     same = [
         token_agreement(arm.tokens[case], tokens)["equal_lengths"] for case, tokens in baseline.tokens.items()

@@ -48,7 +48,7 @@ def run_latency(engines: Sequence[LLM | Backend], workload: WorkloadConfig, run:
     without_our_process(result["metrics"], backends[0])
     result |= write_capture([data[index].trace for index in first], run.out_dir, run.provenance)
     records = [record for item in data for record in item.records]
-    return run.finish(result, requests=request_rows(records), plot_data=[records])
+    return run.finish(result, requests=request_rows(records))
 
 
 def _build(

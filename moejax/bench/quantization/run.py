@@ -168,7 +168,7 @@ def run_quantization(
     run.track(**methods.naming("summary", "summary"))
     result = methods.result()
     result["metrics"]["compile_seconds"] = compiled.seconds
-    return run.finish(result, plot_data=[methods.details], files=[details])
+    return run.finish(result, plot_data={"details": methods.details}, files=[details])
 
 
 def check_methods(result: Mapping[str, Any]) -> None:

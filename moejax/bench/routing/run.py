@@ -64,7 +64,7 @@ def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: Exp
         working_sets=details,
         loads={label: capture.counts() for label, capture in captures.items()},
     )
-    return run.finish(result, plot_data=[captures, model], files=files)
+    return run.finish(result, plot_data={"captures": captures, "model": model}, files=files)
 
 
 def open_traces(

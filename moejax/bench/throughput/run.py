@@ -60,7 +60,6 @@ def run_throughput(
     return run.finish(
         result,
         requests=requests,
-        plot_data=[requests],
         timeline=bin_steps(modes[0].runs[0].steps, modes[0].runs[0].start, _TRACKED_POINTS),
     )
 

@@ -20,6 +20,7 @@ from moejax.results.compare.inputs import (
     conditions,
     incomparable,
     input_differences,
+    same_inputs,
 )
 from moejax.results.compare.judge import NOISE_FLOOR, noise_floor, trials
 from moejax.results.compare.runs import Run, load_runs
@@ -85,11 +86,7 @@ def compare(
             same_work="workload" not in across, same_slo=same_slo,
         )  # fmt: skip
         overall, each, notes = overall + first, each + second, notes + left
-    same = {
-        run.label
-        for index, run in enumerate(runs[1:], start=1)
-        if all(difference.kind == "tracking" for difference in between(apart, 0, index))
-    }
+    same = {run.label for index, run in enumerate(runs) if index and same_inputs(apart, index)}
     overall, each = _seen_noise(overall, same), _seen_noise(each, same)
     values = {name: [run.result["metrics"].get(name) for run in runs] for name in _flat_names(runs, metrics)}
     return RunComparison(

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moejax.results.compare.inputs import KINDS, UNKNOWN, Difference, between
+from moejax.results.compare.inputs import KINDS, UNKNOWN, Difference, between, same_inputs
 from moejax.results.compare.runs import Run
 from moejax.results.compare.samples import Cases
-from moejax.results.metric_names import lower_is_better, short_name
+from moejax.results.metric_names import short_name
 from moejax.results.statistics import Interval
 from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
 
@@ -29,10 +29,6 @@ class MetricRow:
         """Each value over the first; None where it is not defined."""
         base = self.values[0]
         return tuple(None if value is None or not base else value / base for value in self.values)
-
-    @property
-    def lower_is_better(self) -> bool | None:
-        return lower_is_better(self.name)
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class RunComparison:
     def identical_inputs(self, index: int) -> bool:
         """Whether run `index` had the first one's inputs, as far as is recorded. Where the results go (the
         tracker, the log) is no input."""
-        return all(difference.kind == "tracking" for difference in self.differences_from_baseline(index))
+        return same_inputs(self.differences, index)
 
     def lines(self) -> list[str]:
         """The outcome in words: for each run the inputs that differ by kind, and who wins in what."""

@@ -85,6 +85,11 @@ def between(differences: Sequence[Difference], one: int, other: int) -> list[Dif
     return [d for d, a, b in pairs if UNKNOWN not in (a, b) and a != b]
 
 
+def same_inputs(differences: Sequence[Difference], index: int) -> bool:
+    """Whether a run had the first one's inputs, as far as is recorded. Where the results go is none."""
+    return all(difference.kind == "tracking" for difference in between(differences, 0, index))
+
+
 def _compare(
     prefix: str, flats: Sequence[Mapping[str, Any]], absent: Any, kind: str | Callable[[str], str]
 ) -> list[Difference]:

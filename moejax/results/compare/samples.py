@@ -71,17 +71,18 @@ class Cases:
         parts = latency_name(metric)
         if parts is None:
             return np.empty(0), "measured once a run"
-        if parts.latency == "itl" and index in self._made_up:
+        statistic, latency = parts
+        if latency == "itl" and index in self._made_up:
             return np.empty(0), "the tokens' instants are not known"
-        rank = percentile_of(parts.statistic)
-        groups = [_latencies(rows, parts.latency) for rows in self._iterations.get(index, [])]
+        rank = percentile_of(statistic)
+        groups = [_latencies(rows, latency) for rows in self._iterations.get(index, [])]
         groups = [group for group in groups if group.size]
         if rank is not None and rank > 50 and groups:
             # Fewer values have no such percentile: it would be their largest.
             needed, least = round(100 / (100 - rank)), min(group.size for group in groups)
             if least < needed:
                 return np.empty(0), f"needs {needed} values an iteration, has {least}"
-        return np.array([_statistic(group, parts.statistic) for group in groups]), None
+        return np.array([_statistic(group, statistic) for group in groups]), None
 
     def _rate(self, index: int, metric: str) -> Values:
         noted = [row.get(metric) for row in self._rates.get(index, ())]
