@@ -12,17 +12,16 @@ from hydra.core.hydra_config import HydraConfig
 
 from experiments.launch.app import output_dir, run_experiment
 from experiments.launch.schema import TrainExperimentConfig
-from moejax.train.run import run
 
 
 def main(config: TrainExperimentConfig) -> None:
+    from moejax.bench.run import ExperimentRun
+    from moejax.train.run import run_training
+
     overrides = HydraConfig.get().overrides.task
-    run(
-        config,
-        config.tracker,
-        output_dir(),
-        command=shlex.join(["python", "-m", "experiments.train", *overrides]),
-    )
+    command = shlex.join(["python", "-m", "experiments.train", *overrides])
+    with ExperimentRun.open("train", config, output_dir()) as run:
+        run_training(config, run, command=command)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ class ExperimentRun:
         self,
         *,
         metrics: Mapping[str, Any],
-        cases: Sequence[Mapping[str, Any]],
+        cases: Sequence[Mapping[str, Any]] = (),
         engine: LLM | None = None,
         **extra: Any,
     ) -> Result:

@@ -72,6 +72,10 @@ class SampledWorkload(Checked, section="workload"):
             ignore_eos=self.ignore_eos,
         )
 
+    def batch_sampling(self, case: "LatencyCase") -> list[SamplingParams]:
+        """Returns the sampling parameters of each of a batch's requests."""
+        return [self.sampling(case.output_len, index) for index in range(case.batch_size)]
+
 
 @dataclass(frozen=True)
 class WorkloadConfig(SampledWorkload):

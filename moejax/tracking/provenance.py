@@ -196,7 +196,6 @@ def collect(
     *,
     seeds: Mapping[str, int] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_hash: str | None = None,
     workload: Any = None,
     argv: Sequence[str] | None = None,
 ) -> dict[str, Any]:
@@ -206,7 +205,6 @@ def collect(
         config: the resolved configuration; it is repeated here beside its hash.
         seeds: name → seed.
         checkpoint: the model's folder, hashed here; leave it out where weights are random.
-        checkpoint_hash: its hash, where the caller has it already.
         workload: what was asked for (prompt token ids, lengths, arrival times) as JSON-like data; only its
             hash is kept.
         argv: the command; None takes this process's.
@@ -214,8 +212,6 @@ def collect(
     Raises:
         CheckpointError: `checkpoint` is not a readable folder.
     """
-    if checkpoint is not None and checkpoint_hash is None:
-        checkpoint_hash = hash_directory(checkpoint)
     return to_jsonable(
         {
             "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -230,7 +226,7 @@ def collect(
             "jax": jax_settings(),
             "state": machine_state(),
             "seeds": dict(seeds or {}),
-            "checkpoint_hash": checkpoint_hash,
+            "checkpoint_hash": None if checkpoint is None else hash_directory(checkpoint),
             "workload_hash": None if workload is None else content_hash(workload),
         }
     )

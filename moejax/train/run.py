@@ -1,29 +1,24 @@
 """A whole training run as an experiment: train, export, and say what came of it in `result.json`."""
 
-import dataclasses
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from moejax.core.files import to_jsonable
+from moejax.bench.run import ExperimentRun
 from moejax.report.figure import save_figures
 from moejax.report.plots import expert_load, training_curve
 from moejax.report.tables import metrics_table, print_lines, stderr_console
-from moejax.results.result import build_result, write_result
-from moejax.tracking.base import TrackerConfig
-from moejax.tracking.factory import make_tracker
+from moejax.results.result import write_result
 from moejax.tracking.jsonl import load_metrics
-from moejax.tracking.naming import run_info
-from moejax.tracking.provenance import collect, hash_directory
 from moejax.train.config import TrainConfig
 from moejax.train.evaluate import load_shares
 from moejax.train.export import Exported, check_export_dir, export
-from moejax.train.loop import TrainResult, define_metrics, train
+from moejax.train.loop import define_metrics, train
 
 
-def run(config: TrainConfig, tracking: TrackerConfig, output_dir: Path, *, command: str) -> Exported:
-    """Trains, exports to `config.export_dir` and writes `output_dir/result.json`.
+def run_training(config: TrainConfig, run: ExperimentRun, *, command: str) -> Exported:
+    """Trains, exports to `config.export_dir` and writes `result.json` into the run's folder.
 
     Args:
         command: what the user typed, for the model card.
@@ -31,13 +26,12 @@ def run(config: TrainConfig, tracking: TrackerConfig, output_dir: Path, *, comma
     Raises:
         MoejaxError: see `train` and `export`; places are checked before any work.
     """
-    target = Path(config.export_dir) if config.export_dir else output_dir / "model"
+    target = Path(config.export_dir) if config.export_dir else run.out_dir / "model"
     check_export_dir(target)
-    resolved = to_jsonable(dataclasses.asdict(config))
-    provenance = collect(resolved, seeds={"seed": config.seed})
-    info = run_info("train", output_dir, resolved, provenance, variant=output_dir.name)
+    seeds = {"seed": config.seed}
+    run.record(seeds=seeds)
     began = time.perf_counter()
-    with make_tracker(tracking, info) as tracker:
+    with run.open_tracker(variant=run.out_dir.name) as tracker:
         define_metrics(tracker)
         result = train(config, tracker)
         exported = export(config, result, target, command)
@@ -47,9 +41,11 @@ def run(config: TrainConfig, tracking: TrackerConfig, output_dir: Path, *, comma
             "wall_seconds": time.perf_counter() - began,
         }
         tracker.summary(metrics)
-        outcome = _result(config, resolved, result, exported, metrics)
-        file = write_result(outcome, output_dir)
-        plots = _plots(outcome, output_dir)
+        run.record(seeds=seeds, checkpoint=exported.directory, workload=result.text.fingerprint)
+        routing = {"counts": exported.held_out.counts, "text": "held_out.txt"}
+        outcome = run.result(metrics=metrics, routing=routing, resumed_from=result.resumed_from)
+        file = write_result(outcome, run.out_dir)
+        plots = _plots(outcome, run.out_dir)
         for plot in plots:
             tracker.image(plot.stem, plot)
         tracker.artifact("result", "result", [file, *plots])
@@ -66,30 +62,6 @@ def _exported_metrics(exported: Exported) -> dict[str, float]:
         "exported_min_expert_share": float(shares.min()),
         "exported_max_expert_share": float(shares.max()),
     }
-
-
-def _result(
-    config: TrainConfig,
-    resolved: dict[str, Any],
-    result: TrainResult,
-    exported: Exported,
-    metrics: dict[str, Any],
-) -> dict[str, Any]:
-    provenance = collect(
-        resolved,
-        seeds={"seed": config.seed},
-        checkpoint_hash=hash_directory(exported.directory),
-        workload=result.text.fingerprint,
-    )
-    routing = {"counts": exported.held_out.counts, "text": "held_out.txt"}
-    return build_result(
-        "train",
-        metrics=metrics,
-        config=resolved,
-        provenance=provenance,
-        routing=routing,
-        resumed_from=result.resumed_from,
-    )
 
 
 def _plots(outcome: dict[str, Any], output_dir: Path) -> list[Path]:

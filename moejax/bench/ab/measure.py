@@ -18,6 +18,7 @@ from moejax.bench.backends.moejax import engine_of
 from moejax.bench.backends.peer_ratios import blank_unknown
 from moejax.bench.driver import drive
 from moejax.bench.latency.cases import plan_batches, prepare_peer
+from moejax.bench.latency.measure import batch_records
 from moejax.bench.throughput.measure import warm_up
 from moejax.bench.throughput.modes import Mode, plan_traffic
 from moejax.bench.traffic import ThroughputWorkload, mean_lengths, traffic_hash
@@ -46,8 +47,7 @@ class BatchLoad:
 
     def _generate(self, backend: Backend, index: int) -> list[RequestOutput]:
         case, prompts = self.plan[index]
-        params = [self.workload.sampling(case.output_len, i) for i in range(case.batch_size)]
-        return backend.generate(prompts, params)
+        return backend.generate(prompts, self.workload.batch_sampling(case))
 
     def warm_up(self, backend: Backend, case: int) -> None:
         """Runs a case until all is compiled."""
@@ -59,11 +59,8 @@ class BatchLoad:
 
     def run(self, backend: Backend, case: int) -> tuple[list[RequestRecord], float, list[dict[str, Any]]]:
         """Runs a case once: records, seconds, and rows of requests.jsonl."""
-        outputs = self._generate(backend, case)
-        records = [RequestRecord.from_output(output, case=case) for output in outputs]
-        start = min(record.metrics.arrival_time for record in records)
-        seconds = max(record.metrics.token_times[-1] for record in records) - start
-        return records, seconds, [record_row(record, start) for record in records]
+        records, start, end = batch_records(self._generate(backend, case), case)
+        return records, end - start, [record_row(record, start) for record in records]
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
         """Returns the output token ids of a pass that is not timed."""

@@ -8,7 +8,7 @@ from moejax.bench.common.telemetry import Meter
 from moejax.bench.common.trace_io import start_capture, take_capture
 from moejax.bench.latency.cases import CaseData, prepare_peer
 from moejax.bench.workload import WorkloadConfig
-from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
 from moejax.results.metrics import RequestRecord
 
@@ -43,12 +43,12 @@ def _warm_up(data: Sequence[CaseData], workload: WorkloadConfig, task: Task) -> 
     for llm in {id(llm): llm for item in data if (llm := engine_of(item.backend)) is not None}.values():
         with shown_compilation(llm, task):
             mine = [item for item in data if engine_of(item.backend) is llm]
-            batches = [(item.prompts, _params(item, workload)) for item in mine]
+            batches = [(item.prompts, workload.batch_sampling(item.case)) for item in mine]
             llm.compile_for(batches, record_routing=True)
     task.describe("warming up")
     for item in data:
         for _ in range(workload.warmup):
-            item.backend.generate(item.prompts, _params(item, workload))
+            item.backend.generate(item.prompts, workload.batch_sampling(item.case))
             task.advance()
 
 
@@ -59,7 +59,7 @@ def _record(item: CaseData, workload: WorkloadConfig, index: int) -> None:
     llm = backend.llm
     llm.routing.reset()
     start_capture(llm)
-    backend.generate(item.prompts, _params(item, workload), record_routing=True)
+    backend.generate(item.prompts, workload.batch_sampling(item.case), record_routing=True)
     item.counts = {phase: counts.copy() for phase, counts in llm.routing_counts.items()}
     item.overflow = dict(llm.routing.overflow)
     item.hits = llm.routing.mean_hits
@@ -79,13 +79,15 @@ def _turns(data: Sequence[CaseData], iteration: int) -> Iterator[int]:
 def _time(item: CaseData, workload: WorkloadConfig, index: int) -> None:
     """One timed pass."""
     start_capture(engine_of(item.backend))  # else the trace of all passes would pile up
-    outputs: list[RequestOutput] = item.backend.generate(item.prompts, _params(item, workload))
-    start = min(output.metrics.arrival_time for output in outputs)
-    end = max(output.metrics.token_times[-1] for output in outputs)
+    outputs = item.backend.generate(item.prompts, workload.batch_sampling(item.case))
+    records, start, end = batch_records(outputs, index)
     item.durations.append(end - start)
-    item.records += [RequestRecord.from_output(output, case=index) for output in outputs]
+    item.records += records
     item.tokens = item.tokens or [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def _params(item: CaseData, workload: WorkloadConfig) -> list[SamplingParams]:
-    return [workload.sampling(item.case.output_len, i) for i in range(item.case.batch_size)]
+def batch_records(outputs: Sequence[RequestOutput], case: int) -> tuple[list[RequestRecord], float, float]:
+    """Returns a batch's records, when its requests arrived, and when the last of its tokens came."""
+    start = min(output.metrics.arrival_time for output in outputs)
+    end = max(output.metrics.token_times[-1] for output in outputs)
+    return [RequestRecord.from_output(output, case=case) for output in outputs], start, end

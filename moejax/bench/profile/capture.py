@@ -86,7 +86,7 @@ def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> ProfiledRun
     encode = llm.tokenizer.encode if llm.tokenizer else None
     case = workload.case
     prompts = case_prompts(workload.as_latency(), case, llm.config.vocab_size, encode=encode)
-    params = [workload.as_latency().sampling(case.output_len, i) for i in range(case.batch_size)]
+    params = workload.as_latency().batch_sampling(case)
 
     def generate(record: bool = False) -> list[RequestOutput]:
         return llm.generate(prompts, params, record_routing=record)
