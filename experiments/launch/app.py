@@ -61,9 +61,7 @@ USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
 Main = Callable[[Any], Any]
 
 
-def run_experiment(
-    main: Main, config_name: str, *, config_dir: Path = CONFIG_DIR, positional: str | None = None
-) -> None:
+def run_experiment(main: Main, config_name: str, *, positional: str | None = None) -> None:
     """Runs `main` on the config that the command line describes, and exits with the code if it is not 0.
 
     `positional` is the key of the list that arguments without a key make up.
@@ -71,7 +69,7 @@ def run_experiment(
     `main`'s first parameter is annotated with the experiment's dataclass, which becomes the config's schema.
     `configs/<config_name>.yaml` lists `<config_name>_schema` first in its defaults.
     """
-    code = launch(main, config_name, sys.argv[1:], config_dir=config_dir, positional=positional)
+    code = launch(main, config_name, sys.argv[1:], positional=positional)
     if code:
         report_failure(code)
         sys.exit(code)
@@ -82,14 +80,7 @@ def output_dir() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(
-    main: Main,
-    config_name: str,
-    argv: list[str],
-    *,
-    config_dir: Path = CONFIG_DIR,
-    positional: str | None = None,
-) -> int:
+def launch(main: Main, config_name: str, argv: list[str], *, positional: str | None = None) -> int:
     """`run_experiment` for a given command line; returns the exit code."""
     jobs = _Jobs(main, schema_of(main))
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -100,7 +91,7 @@ def launch(
         argv = without_tracker(translate(argv, positional), jobs.schema)
         argv, resumed = expand_resume(argv, config_name, jobs.schema, alone=place.index == 0)
         with own_folder(place) as overrides, _hydra_environment([sys.argv[0], *argv, *overrides]):
-            return _launch(jobs, config_name, [*argv, *overrides], config_dir, resumed)
+            return _launch(jobs, config_name, [*argv, *overrides], resumed)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -128,9 +119,7 @@ def schema_of(main: Main) -> type:
     return hints[0]
 
 
-def _launch(
-    jobs: "_Jobs", config_name: str, argv: list[str], config_dir: Path, resumed: Path | None = None
-) -> int:
+def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | None = None) -> int:
     args = parse_flags(argv)
     jobs.resumed = resumed.absolute() if resumed is not None else None
     sweep, overrides = None, []
@@ -141,9 +130,10 @@ def _launch(
         register_schema(config_name, jobs.schema)
         os.environ["COMP_LINE"] = query_line(os.environ.get("COMP_LINE", ""))
     else:
-        folders: dict[str, Any] = {"config_dir": config_dir, "extra_dir": args.config_dir}
         shown = args.cfg or args.info or args.help or args.hydra_help
-        with composer(config_name, jobs.schema, config_name=args.config_name, **folders) as compose:
+        with composer(
+            config_name, jobs.schema, config_name=args.config_name, extra_dir=args.config_dir
+        ) as compose:
             if shown:
                 compose.config(args.overrides)
                 plan, config = None, None
@@ -160,7 +150,7 @@ def _launch(
     try:
         with _hydras_faults():
             start = hydra.main(
-                version_base=VERSION_BASE, config_path=str(config_dir), config_name=config_name
+                version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name=config_name
             )
             start(jobs.task)()
         complete = True

@@ -73,17 +73,16 @@ def composer(
     schema: type,
     *,
     config_name: str | None = None,
-    config_dir: Path = CONFIG_DIR,
     extra_dir: str | None = None,
 ) -> Iterator[Composer]:
-    """Yields a `Composer` that searches `config_dir`, and `extra_dir` after it."""
+    """Yields a `Composer` that searches our own `configs/`, and `extra_dir` after it."""
     register_schema(experiment, schema)
     search: tuple[str, ...] = ()
     if extra_dir is not None:
         search = (f"hydra.searchpath=[{quoted(f'file://{Path(extra_dir).absolute()}')}]",)
     with hydra_left_alone():
         GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(config_dir), job_name=experiment, version_base=VERSION_BASE):
+        with hydra.initialize_config_dir(str(CONFIG_DIR), job_name=experiment, version_base=VERSION_BASE):
             yield Composer(config_name or experiment, schema, search)
 
 

@@ -20,7 +20,7 @@ from moejax.core.errors import ConfigError, MoejaxError, unknown
 from moejax.core.files import atomic_write_text, cache_root, dump_json, ensure_writable
 from moejax.core.hardware import KNOWN
 from moejax.report.progress import progress
-from moejax.results.result import SCHEMA, Result
+from moejax.results.result import Result, build_result
 from pallas_kernels.static import Row, failures, report_op
 from pallas_kernels.static.compiler import Compiler
 
@@ -47,13 +47,7 @@ def run_static(config: KernelSelection, run: ExperimentRun) -> Result:
     rows, about = compile_all(selected, config)
     grown = compare_with_baseline(rows, about, baselines)
     wrong = failures(rows)
-    result = run.result(
-        metrics=static_metrics(rows, wrong, grown),
-        cases=[case(row) for row in rows],
-        compiler=about,
-        failures=wrong,
-        grown=grown,
-    )
+    result = run.result(**_content(rows, about, wrong, grown))
     run.finish(result, tables={"kernel_table": result["cases"]})  # "kernels" is a metric: their number
     if config.update_baseline:
         write_baseline(rows, about, baselines)
@@ -61,6 +55,15 @@ def run_static(config: KernelSelection, run: ExperimentRun) -> Result:
         first = (wrong + grown)[0]
         raise KernelGateError(f"the static gate failed in {len(wrong) + len(grown)} places; first: {first}")
     return result
+
+
+def _content(
+    rows: Sequence[Row], about: Mapping[str, str], wrong: Sequence[str], grown: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the keys of a static report's result."""
+    cases = [case(row) for row in rows]
+    metrics = static_metrics(rows, wrong, grown)
+    return {"metrics": metrics, "cases": cases, "compiler": about, "failures": wrong, "grown": grown}
 
 
 def compile_all(selected: Sequence[Selected], config: KernelSelection) -> tuple[list[Row], dict[str, str]]:
@@ -221,15 +224,5 @@ def committed_report(
     rows = [row for row in rows if not specs or any(part in row.spec for part in specs)]
     if not rows:
         raise ConfigError(f"no spec of {', '.join(ops or files)} has a name with {' or '.join(specs)}")
-    wrong = failures(rows)
-    return Result(
-        schema=SCHEMA,
-        experiment="kernels",
-        metrics=static_metrics(rows, wrong, []),
-        cases=[case(row) for row in rows],
-        config={"mode": "static"},
-        provenance={},
-        compiler=about,
-        failures=wrong,
-        grown=[],
-    )
+    content = _content(rows, about, failures(rows), [])
+    return build_result("kernels", config={"mode": "static"}, provenance={}, **content)

@@ -63,9 +63,10 @@ def run_profile(llm: LLM, workload: ProfileWorkload, section: ProfileSection, ru
         for phase, ops in attribution(llm, workload, profiled.hits).items()
         if times[phase].units
     ]
+    rows = [_row(phase, workload) for phase in phases]
     result = run.result(
-        metrics=_metrics(phases, profiled, llm),
-        cases=[_row(phase, workload) for phase in phases],
+        metrics=_metrics(rows, profiled, llm),
+        cases=rows,
         engine=llm,
         hardware=hardware,
         roofline=[{k: v for k, v in phase.items() if k != "instructions"} for phase in phases],
@@ -192,21 +193,15 @@ def _percent(part: float | None) -> float | None:
     return None if part is None else 100 * part
 
 
-def _metrics(phases: Sequence[Mapping[str, Any]], profiled: ProfiledRun, llm: LLM) -> dict[str, Any]:
-    """Decode's figures by their plain names, prefill's after `prefill_`."""
+def _metrics(rows: Sequence[Mapping[str, Any]], profiled: ProfiledRun, llm: LLM) -> dict[str, Any]:
+    """Returns the rows' figures: decode's by their plain names, prefill's after `prefill_`."""
     metrics: dict[str, Any] = {}
-    for phase in phases:
-        prefix = "prefill_" if phase["phase"] == "prefill" else ""
-        metrics |= {
-            f"{prefix}step_ms": phase["plain_ms"],
-            f"{prefix}profiled_step_ms": phase["measured_ms"],
-            f"{prefix}bound_ms": phase["bound_ms"],
-            f"{prefix}mfu_percent": _percent(phase["mfu"]),
-            f"{prefix}mbu_percent": _percent(phase["mbu"]),
-            f"{prefix}roofline_percent": 100 * phase["bound_ms"] / phase["plain_ms"],
-        }
-        for name in REST:
-            metrics[f"{prefix}{name}_percent"] = 100 * phase[f"{name}_ms"] / phase["measured_ms"]
+    for row in rows:
+        prefix = "prefill_" if row["phase"] == "prefill" else ""
+        metrics[f"{prefix}step_ms"] = row["plain_ms"]
+        metrics[f"{prefix}profiled_step_ms"] = row["measured_ms"]
+        metrics[f"{prefix}bound_ms"] = row["bound_ms"]
+        metrics |= {f"{prefix}{name}": value for name, value in row.items() if name.endswith("_percent")}
     metrics["profiler_slowdown"] = _decode_seconds(profiled.traced) / _decode_seconds(profiled.plain)
     metrics["compile_seconds"] = llm.ledger.seconds
     metrics["recompiles_after_warmup"] = len(llm.ledger.recompiles)
