@@ -22,6 +22,7 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.common.compilation import compilation_line
 from moejax.bench.common.telemetry import Meter
+from moejax.bench.workload import SampledWorkload
 from moejax.core.hardware import Hardware, get_hardware
 from moejax.core.price import Price
 from moejax.core.resolve import as_dict
@@ -153,26 +154,24 @@ class ExperimentRun:
     def start_backends(
         self,
         backends: Sequence[Backend],
+        workload: SampledWorkload,
         *,
-        seed: int,
-        workload: str,
         seeds: Mapping[str, int] | None = None,
         variant: str | None = None,
     ) -> None:
         """Starts a run of one or several engines, the first of which the flat metrics are of.
 
         Args:
-            seed: the workload's.
-            workload: its hash.
+            workload: what all are given.
             seeds: further ones.
             variant: see `start`.
         """
         first, engine = backends[0], engine_of(backends[0])
         engine_seed = {} if first.seed is None else {"engine": first.seed}
         self.start(
-            seeds={"workload": seed, **engine_seed, **(seeds or {})},
+            seeds={"workload": workload.seed, **engine_seed, **(seeds or {})},
             checkpoint=first.checkpoint,
-            workload=workload,
+            workload=workload.hash,
             engine=engine,
             backends=[backend.describe() for backend in backends],
             variant=variant,

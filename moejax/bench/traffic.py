@@ -128,6 +128,17 @@ class ThroughputWorkload(SampledWorkload):
         if self.burstiness != 1.0 and self.request_rate == math.inf:
             raise ConfigError("workload.burstiness needs a finite workload.request_rate")
 
+    @property
+    def hash(self) -> str:
+        content = asdict(self)
+        for name in ("iterations", "warmup", "compare", "slo", "trace_file", "prompts_file"):
+            del content[name]
+        # JSON has no infinity, and null must not stand for it here.
+        content["request_rate"] = repr(float(self.request_rate))
+        content["trace"] = load_trace(self.trace_file) if self.trace_file else None
+        content["prompts"] = load_prompts(self.prompts_file) if self.prompts_file else None
+        return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
+
 
 @dataclass(frozen=True)
 class PlannedRequest:
@@ -177,22 +188,6 @@ def mean_lengths(plan: Sequence[PlannedRequest]) -> dict[str, int]:
         "prompt_len": round(statistics.mean(len(request.prompt_token_ids) for request in plan)),
         "output_len": round(statistics.mean(request.output_len for request in plan)),
     }
-
-
-def traffic_hash(workload: ThroughputWorkload) -> str:
-    """Sixteen hex digits that name what is asked of the engine: equal hashes, comparable results.
-
-    Covers arrivals, lengths, prompts, sampling fields and seed, files by content and not by name; not how
-    often and in which modes it is measured, nor the objectives, which change neither prompts nor tokens.
-    """
-    content = asdict(workload)
-    for name in ("iterations", "warmup", "compare", "slo", "trace_file", "prompts_file"):
-        del content[name]
-    # JSON has no infinity, and null must not stand for it here.
-    content["request_rate"] = repr(float(workload.request_rate))
-    content["trace"] = load_trace(workload.trace_file) if workload.trace_file else None
-    content["prompts"] = load_prompts(workload.prompts_file) if workload.prompts_file else None
-    return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
 
 
 def _arrivals(workload: ThroughputWorkload, count: int) -> list[float]:

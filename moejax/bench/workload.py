@@ -56,6 +56,15 @@ class SampledWorkload(Checked, section="workload"):
             raise ConfigError(f"workload.prompts_file: there is no file {self.prompts_file!r}")
         self.sampling(1)  # raises RequestError for a wrong sampling field
 
+    @property
+    def hash(self) -> str:
+        """Sixteen hex digits that name what is asked of the engine: equal hashes, comparable results.
+
+        Covers prompts, lengths, arrivals, sampling fields and seed, files by content and not by name; not how
+        often and in which modes it is measured, nor the objectives, which change neither prompts nor tokens.
+        """
+        raise NotImplementedError
+
     def sampling(self, output_len: int, index: int = 0) -> SamplingParams:
         """Returns the sampling parameters of the `index`-th request, which generates `output_len` tokens.
 
@@ -99,6 +108,16 @@ class WorkloadConfig(SampledWorkload):
         super().__post_init__()
         if self.pairing == "zip":
             _zipped_length(self)
+
+    @property
+    def hash(self) -> str:
+        content = asdict(self)
+        for name in (*_LENGTHS, "pairing", "iterations", "warmup", "slo", "prompts_file"):
+            del content[name]
+        content["cases"] = [asdict(case) for case in latency_cases(self)]
+        content["prompts"] = "random" if self.prompts_file is None else load_prompts(self.prompts_file)
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -200,21 +219,6 @@ def prompt_ids(
     if outside:
         raise ConfigError(f"{where}: token id {outside[0]} is outside the vocabulary [0, {vocab_size})")
     return ids
-
-
-def workload_hash(config: WorkloadConfig) -> str:
-    """Sixteen hex digits that name what is asked of the engine: equal hashes, comparable results.
-
-    Covers the cases, the sampling fields, the seed and the prompt file's content (not its name); not how
-    often a case is measured and not the objectives, which change neither prompts nor tokens.
-    """
-    content = asdict(config)
-    for name in (*_LENGTHS, "pairing", "iterations", "warmup", "slo", "prompts_file"):
-        del content[name]
-    content["cases"] = [asdict(case) for case in latency_cases(config)]
-    content["prompts"] = "random" if config.prompts_file is None else load_prompts(config.prompts_file)
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _as_list(value: int | list[int]) -> list[int]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.bench.trace import TraceRow, load_trace
-from moejax.bench.traffic import Lengths, ThroughputWorkload, plan_requests, traffic_hash
+from moejax.bench.traffic import Lengths, ThroughputWorkload, plan_requests
 from moejax.core.errors import ConfigError, RequestError
 
 VOCAB = 1000
@@ -297,16 +297,16 @@ def test_wrong_sampling_is_found_at_once() -> None:
 
 
 def test_hash_is_of_what_is_asked_and_nothing_else(tmp_path: Path) -> None:
-    base = traffic_hash(ThroughputWorkload())
+    base = ThroughputWorkload().hash
     assert len(base) == 16
-    assert base == traffic_hash(ThroughputWorkload(iterations=3, warmup=0, compare=("static",)))
+    assert base == ThroughputWorkload(iterations=3, warmup=0, compare=("static",)).hash
     for fields in (
         {"num_requests": 65}, {"request_rate": 4.0}, {"request_rate": 4.0, "burstiness": 2.0}, {"seed": 1},
         {"prompt_len": 9}, {"output_len": Lengths(8, 129)}, {"temperature": 1.0}, {"ignore_eos": False},
     ):  # fmt: skip
-        assert traffic_hash(ThroughputWorkload(**fields)) != base
+        assert ThroughputWorkload(**fields).hash != base
     paths = [write(tmp_path / name, [{"time": 0.0}]) for name in ("a.jsonl", "b.jsonl")]
-    one, two = (traffic_hash(ThroughputWorkload(trace_file=path)) for path in paths)
+    one, two = (ThroughputWorkload(trace_file=path).hash for path in paths)
     assert one == two != base
     write(tmp_path / "b.jsonl", [{"time": 0.5}])
-    assert traffic_hash(ThroughputWorkload(trace_file=paths[1])) != one
+    assert ThroughputWorkload(trace_file=paths[1]).hash != one

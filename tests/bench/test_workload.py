@@ -16,7 +16,6 @@ from moejax.bench.workload import (
     latency_cases,
     load_prompts,
     random_prompts,
-    workload_hash,
 )
 from moejax.core.errors import ConfigError, RequestError
 
@@ -145,8 +144,8 @@ def test_case_prompts_are_random_without_a_file() -> None:
 
 
 def test_hash_is_of_what_is_asked_and_nothing_else(tmp_path: Path) -> None:
-    base = workload_hash(WorkloadConfig())
-    assert base == workload_hash(WorkloadConfig(batch_size=[1], iterations=9, warmup=0, pairing="zip"))
+    base = WorkloadConfig().hash
+    assert base == WorkloadConfig(batch_size=[1], iterations=9, warmup=0, pairing="zip").hash
     for fields in (
         {"batch_size": 2},
         {"output_len": 1},
@@ -154,9 +153,9 @@ def test_hash_is_of_what_is_asked_and_nothing_else(tmp_path: Path) -> None:
         {"temperature": 1.0},
         {"ignore_eos": False},
     ):
-        assert workload_hash(WorkloadConfig(**fields)) != base
+        assert WorkloadConfig(**fields).hash != base
     first, second = write(tmp_path / "a.txt", ["x"]), write(tmp_path / "b.txt", ["x"])
-    one = workload_hash(WorkloadConfig(prompts_file=first))
-    assert one == workload_hash(WorkloadConfig(prompts_file=second)) != base
+    one = WorkloadConfig(prompts_file=first).hash
+    assert one == WorkloadConfig(prompts_file=second).hash != base
     write(tmp_path / "b.txt", ["y"])
-    assert one != workload_hash(WorkloadConfig(prompts_file=second))
+    assert one != WorkloadConfig(prompts_file=second).hash

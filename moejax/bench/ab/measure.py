@@ -21,8 +21,8 @@ from moejax.bench.latency.cases import plan_batches, prepare_peer
 from moejax.bench.latency.measure import batch_records
 from moejax.bench.throughput.measure import warm_up
 from moejax.bench.throughput.modes import Mode, plan_traffic
-from moejax.bench.traffic import ThroughputWorkload, mean_lengths, traffic_hash
-from moejax.bench.workload import WorkloadConfig, workload_hash
+from moejax.bench.traffic import ThroughputWorkload, mean_lengths
+from moejax.bench.workload import WorkloadConfig
 from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
 from moejax.results.metrics import RequestRecord, compute_metrics, record_row
@@ -33,7 +33,6 @@ class BatchLoad:
     """Fixed batches, as `experiments.latency` has them: the cases that every arm is given.
 
     Attributes:
-        hash: names the workload: equal hashes, comparable results.
         cases: each case's fields in its row.
 
     Raises:
@@ -41,7 +40,7 @@ class BatchLoad:
     """
 
     def __init__(self, workload: WorkloadConfig, backends: Sequence[Backend]) -> None:
-        self.workload, self.hash = workload, workload_hash(workload)
+        self.workload = workload
         self.plan = plan_batches(backends, workload)
         self.cases: list[dict[str, Any]] = [dataclasses.asdict(case) for case, _ in self.plan]
 
@@ -76,7 +75,7 @@ class TrafficLoad:
     """
 
     def __init__(self, workload: ThroughputWorkload, backends: Sequence[Backend]) -> None:
-        self.workload, self.hash = workload, traffic_hash(workload)
+        self.workload = workload
         self.plan = plan_traffic(backends, workload)
         self.rate = None if workload.trace_file else workload.request_rate
         self.cases: list[dict[str, Any]] = [

@@ -49,8 +49,7 @@ def run_ab(
     """
     arms = [arms[0], _control(arms[0]), *arms[1:]]
     load = _load(workload, [arm.backend for arm in arms])
-    first = [arms[0].backend]
-    run.start_backends(first, seed=workload.seed, workload=load.hash, seeds={"ab": ab.seed}, variant="ab")
+    run.start_backends([arms[0].backend], workload, seeds={"ab": ab.seed}, variant="ab")
     warm_up_all(arms, load)
     judged = _measure(arms, load, ab)
     result = _build(run, arms, load, judged, ab.metrics)

@@ -12,7 +12,7 @@ from moejax.bench.latency.cases import CaseData, plan_batches
 from moejax.bench.latency.measure import measure
 from moejax.bench.latency.rows import case_rows
 from moejax.bench.run import ExperimentRun
-from moejax.bench.workload import WorkloadConfig, workload_hash
+from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM
 from moejax.results.metrics import compute_metrics
@@ -40,7 +40,7 @@ def run_latency(engines: Sequence[LLM | Backend], workload: WorkloadConfig, run:
     hardware, llm = run.hardware, engine_of(backends[0])
     if hardware is not None and llm is not None:
         hardware = together(hardware, llm.parallel_config.num_devices)
-    run.start_backends(backends, seed=workload.seed, workload=workload_hash(workload))
+    run.start_backends(backends, workload)
     measure(data, workload, run.meter)
     result = _build(run, backends, workload, data, hardware)
     first = [index for index, item in enumerate(data) if item.backend is backends[0]]

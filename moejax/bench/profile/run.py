@@ -19,7 +19,6 @@ from moejax.bench.profile.capture import ProfiledRun, capture, check
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.profile.trace import TraceError, read_trace
 from moejax.bench.run import ExperimentRun
-from moejax.bench.workload import workload_hash
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, dump_json
 from moejax.core.hardware import Hardware
@@ -54,7 +53,7 @@ def run_profile(llm: LLM, workload: ProfileWorkload, section: ProfileSection, ru
     run.start(
         seeds={"engine": llm.seed, "workload": workload.seed},
         checkpoint=llm.model_dir,
-        workload=workload_hash(workload.as_latency()),
+        workload=workload.as_latency().hash,
     )
     profiled = capture(llm, workload, run.out_dir / "trace")
     times = attribute_trace(read_trace(profiled.file), profiled.programs)

@@ -14,7 +14,7 @@ from moejax.bench.run import ExperimentRun
 from moejax.bench.throughput.measure import run_pass, warm_up
 from moejax.bench.throughput.modes import Mode, plan_modes, plan_traffic
 from moejax.bench.throughput.rows import mode_rows, request_rows
-from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, traffic_hash
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.report.progress import progress
@@ -44,7 +44,7 @@ def run_ramp(
         return plan_traffic(backends, step)
 
     longest = plan(ramp.steps()[-1])  # a lower rate's requests are the first of these
-    run.start_backends(backends, seed=workload.seed, workload=traffic_hash(workload))
+    run.start_backends(backends, workload)
     modes: list[Mode] = []
     rows: list[dict[str, Any]] = []
     for mode in plan_modes(backends, workload, longest):

@@ -14,7 +14,7 @@ from moejax.bench.run import ExperimentRun
 from moejax.bench.throughput.measure import measure
 from moejax.bench.throughput.modes import Mode, plan_modes, plan_traffic
 from moejax.bench.throughput.rows import iteration_rates, mode_rows, request_rows, speedup
-from moejax.bench.traffic import ThroughputWorkload, traffic_hash
+from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.results.result import Result
@@ -49,7 +49,7 @@ def run_throughput(
     """
     backends = [as_backend(engine) for engine in engines]
     plan = plan_traffic(backends, workload)
-    run.start_backends(backends, seed=workload.seed, workload=traffic_hash(workload))
+    run.start_backends(backends, workload)
     modes = plan_modes(backends, workload, plan)
     measure(modes, workload, run.meter)
     result = _build(run, modes, workload)
