@@ -21,11 +21,17 @@ from moejax.results.statistics import Interval, paired_ratio
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured calls of one variant, in seconds. `first_call_s` includes tracing and compiling."""
+    """Measured calls of one variant.
 
-    name: str
+    Attributes:
+        seconds: of each call.
+        first_call_s: seconds of the first call, which traces and compiles.
+        ratio: time over the first variant's; below 1 is faster.
+    """
+
     seconds: tuple[float, ...]
     first_call_s: float
+    ratio: Interval
 
     @property
     def median_s(self) -> float:
@@ -34,15 +40,6 @@ class Timing:
     @property
     def min_s(self) -> float:
         return min(self.seconds)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Variants timed in turns. `ratios[name]` is that variant's time over the first one's:
-    below 1 is faster."""
-
-    timings: dict[str, Timing]
-    ratios: dict[str, Interval]
 
 
 def timed(fn: Callable[..., Any], *args: Any) -> tuple[float, Any]:
@@ -57,7 +54,7 @@ def interleave(
     *,
     warmup: int = 2,
     repeats: int = 10,
-) -> Comparison:
+) -> dict[str, Timing]:
     """Times several callables in turns, so that a machine's drift falls on all alike.
 
     Args:
@@ -84,9 +81,10 @@ def interleave(
     for round_ in range(repeats):
         for name in names if round_ % 2 == 0 else reversed(names):
             seconds[name].append(timed(variants[name])[0])
-    timings = {name: Timing(name, tuple(seconds[name]), first[name]) for name in names}
-    ratios = {name: paired_ratio(seconds[name], seconds[names[0]]) for name in names}
-    return Comparison(timings, ratios)
+    return {
+        name: Timing(tuple(times), first[name], paired_ratio(times, seconds[names[0]]))
+        for name, times in seconds.items()
+    }
 
 
 def weight_metrics(stages: Iterable[nnx.Module]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from moejax.bench.timing import interleave, peak_memory, timed
 def test_compiling_is_in_the_first_call_only():
     step = jax.jit(lambda x: jnp.tanh(x @ x).sum())
     x = jnp.ones((64, 64), jnp.float32)
-    timing = interleave({"step": lambda: step(x)}, repeats=5).timings["step"]
+    timing = interleave({"step": lambda: step(x)}, repeats=5)["step"]
     assert len(timing.seconds) == 5 and timing.first_call_s > timing.median_s >= timing.min_s > 0
 
 
@@ -43,8 +43,8 @@ def test_variants_take_turns_and_ratios_refer_to_the_baseline():
     found = interleave({"fast": variant("fast", 0.002), "slow": variant("slow", 0.008)}, warmup=2, repeats=4)
     assert order[:4] == ["fast", "fast", "slow", "slow"]
     assert order[4:] == ["fast", "slow", "slow", "fast"] * 2
-    assert found.ratios["fast"].estimate == 1.0 and found.ratios["slow"].estimate > 1.5
-    slow = found.ratios["slow"]
+    assert found["fast"].ratio.estimate == 1.0 and found["slow"].ratio.estimate > 1.5
+    slow = found["slow"].ratio
     assert slow.low <= slow.estimate <= slow.high
 
 

@@ -235,17 +235,17 @@ def _dot_product_attention(implementation: Any, spec: Spec) -> Variant:
     if extra or "sinks" in spec.abstract or "lengths" in spec.abstract:
         return Variant(name, _same, False, unavailable=f"no {', '.join(extra) or 'sinks or lengths'}")
     window = spec.static.get("window")
+    local = None if window is None else (window - 1, 0)
+    attention = functools.partial(jax.nn.dot_product_attention, local_window_size=local)
+    return _attention(name, attention, implementation, spec)
+
+
+def _attention(name: str, attention: Callable[..., jax.Array], implementation: Any, spec: Spec) -> Variant:
+    """Returns a function with the arguments of `jax.nn.dot_product_attention` as a variant."""
+    static = {"scale": spec.static["scale"], "is_causal": spec.static.get("causal", True)}
 
     def run(a: Arrays) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            a["q"],
-            a["k"],
-            a["v"],
-            scale=spec.static["scale"],
-            is_causal=spec.static.get("causal", True),
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation=implementation,
-        )
+        return attention(a["q"], a["k"], a["v"], **static, implementation=implementation)
 
     return Variant(name, run, False)
 
@@ -285,17 +285,7 @@ def _tokamax_attention(spec: Spec) -> Variant:
         return Variant(name, _same, False, unavailable=refused)
     import tokamax
 
-    def run(a: Arrays) -> jax.Array:
-        return tokamax.dot_product_attention(
-            a["q"],
-            a["k"],
-            a["v"],
-            scale=spec.static["scale"],
-            is_causal=spec.static.get("causal", True),
-            implementation="triton",
-        )
-
-    return Variant(name, run, False)
+    return _attention(name, tokamax.dot_product_attention, "triton", spec)
 
 
 def _pallas_paged(spec: Spec) -> Variant:

@@ -92,10 +92,10 @@ def compare(
             "median_s": timing.median_s,
             "min_s": timing.min_s,
             "first_call_s": timing.first_call_s,
-            "times_ours": timed.ratios[name].estimate,
+            "times_ours": timing.ratio.estimate,
             "output_error": errors[name] / nearest,
         }
-        for name, timing in timed.timings.items()
+        for name, timing in timed.items()
     ]
     result: dict[str, Any] = {
         "rows": rows,
@@ -103,7 +103,7 @@ def compare(
         "device": jax.devices()[0].device_kind,
     }
     if theirs is not None:
-        ratio = timed.ratios["qwix gptq_core"]
+        ratio = timed["qwix gptq_core"].ratio
         result |= {"ratio": ratio.estimate, "ratio_low": ratio.low, "ratio_high": ratio.high}
     return result
 
