@@ -67,7 +67,7 @@ class ModelSection(Checked, section="model"):
 
     @property
     def source(self) -> str | dict[str, Any]:
-        """What `LLM` opens: the path, or the shape."""
+        """Returns what `LLM` opens: the path, or the shape."""
         return self.path if self.path is not None else self.hf_config or {}
 
     @property

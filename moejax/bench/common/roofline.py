@@ -86,9 +86,9 @@ def _sums(op: OpCost) -> dict[str, float]:
     }
 
 
-def _bounds(found: Any) -> dict[str, Any]:
+def _bounds(limits: Any) -> dict[str, Any]:
     return {
-        "bound_ms": found.whole.seconds * 1e3,
-        "limit": found.whole.limit,
-        "in_turn_ms": found.in_turn * 1e3,
+        "bound_ms": limits.whole.seconds * 1e3,
+        "limit": limits.whole.limit,
+        "in_turn_ms": limits.in_turn * 1e3,
     }

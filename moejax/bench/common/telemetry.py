@@ -93,6 +93,6 @@ def _elsewhere(backends: Sequence[Mapping[str, Any]]) -> set[Any]:
     }
 
 
-def _without_devices(found: Mapping[str, Any], elsewhere: bool) -> dict[str, Any]:
+def _without_devices(figures: Mapping[str, Any], elsewhere: bool) -> dict[str, Any]:
     """Energy and the GPUs' figures are None for work that was done elsewhere."""
-    return {k: None if elsewhere and ("energy" in k or "gpu" in k) else v for k, v in found.items()}
+    return {k: None if elsewhere and ("energy" in k or "gpu" in k) else v for k, v in figures.items()}

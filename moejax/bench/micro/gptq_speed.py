@@ -50,12 +50,12 @@ def qwix_core(w: jax.Array, gram: jax.Array, fmt: WeightFormat, block: int) -> C
         qarray = importlib.import_module("qwix._src.core.qarray")
     except ModuleNotFoundError:
         return None
-    how = qarray.HowToQuantize(
+    settings = qarray.HowToQuantize(
         qtype=jnp.dtype(fmt.numbers), channelwise_axes=[0], tiled_axes={1: fmt.group} if fmt.group else {}
     )
     matrices = [jnp.asarray(one.T) for one in w]
     return lambda: [
-        core.quantize_weight(one, h, how, blocksize=block, percdamp=DAMPING)[0]
+        core.quantize_weight(one, h, settings, blocksize=block, percdamp=DAMPING)[0]
         for one, h in zip(matrices, gram, strict=True)
     ]
 
@@ -84,8 +84,8 @@ def compare(
     errors = {name: float(output_error(dequantize(call()) - w, gram).sum()) for name, call in ours.items()}
     if theirs is not None:
         dequantized = importlib.import_module("qwix._src.core.qarray").dequantize
-        found = jnp.stack([dequantized(one).T for one in theirs()])
-        errors["qwix gptq_core"] = float(output_error(found - w, gram).sum())
+        weights = jnp.stack([dequantized(one).T for one in theirs()])
+        errors["qwix gptq_core"] = float(output_error(weights - w, gram).sum())
     rows = [
         {
             "name": name,
@@ -131,16 +131,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         fmt.check("--inputs", options.inputs, options.outputs)
     except ConfigError as error:
         parser.error(str(error))
-    found = compare(
+    compared = compare(
         options.experts, options.inputs, options.outputs, fmt,
         block=options.block, tokens=options.tokens, repeats=options.repeats,
     )  # fmt: skip
     console = stderr_console()
     shape = f"{options.experts} experts of {options.inputs} x {options.outputs}"
-    console.print(rows_table(found["rows"], f"GPTQ, {shape}, {fmt.name} (error: round-to-nearest is 1)"))
-    if "ratio" not in found:
+    console.print(rows_table(compared["rows"], f"GPTQ, {shape}, {fmt.name} (error: round-to-nearest is 1)"))
+    if "ratio" not in compared:
         console.print("qwix is not installed, so there is nothing to compare with: pip install qwix==0.1.8")
-    print(json.dumps({**vars(options), **found}))
+    print(json.dumps({**vars(options), **compared}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the host does in a step, timed without a model: schedule, build the batch, postprocess.
+"""Times the host's work in a step without a model: schedule, build the batch, postprocess.
 
     python -m moejax.bench.micro.host_work      # a table on stderr, one line of JSON on stdout
 

@@ -194,8 +194,8 @@ def _own_place(line: Instruction, by_computation: Mapping[str, Sequence[Instruct
         return place_of(line.op_name)
     inside = [part for name in line.called for part in by_computation.get(name, ())]
     products = [part for part in inside if part.opcode in ("dot", "convolution")]
-    own = place_of((products[-1] if products else line).op_name)
-    if own.operation is not None or not inside:
-        return own
+    named = place_of((products[-1] if products else line).op_name)
+    if named.operation is not None or not inside:
+        return named
     votes = Counter(place for part in inside if (place := place_of(part.op_name)).operation is not None)
     return votes.most_common(1)[0][0] if votes else NOWHERE

@@ -108,7 +108,7 @@ def _row(
     """A step's row; of several passes a saturated one decides, then the one that followed least."""
     (row,) = mode_rows([mode], workload, hardware)
     verdicts = [judge(passed, ramp.followed) for passed in mode.runs]
-    verdict = min(verdicts, key=lambda found: (not found.saturated, found.followed))
+    verdict = min(verdicts, key=lambda one: (not one.saturated, one.followed))
     engine = engine_of(mode.backend)
     devices = engine.parallel_config.num_devices if engine is not None else 1
     throughput = row["output_throughput"]

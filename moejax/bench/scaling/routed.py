@@ -94,17 +94,17 @@ def routed_row(
     return row
 
 
-def _fields(found: _Sums, capture: RoutingCapture, parallel: ParallelConfig) -> dict[str, float]:
-    fields = {"load_imbalance": found.load_max / found.load_mean if found.load_mean else 1.0}
-    if found.wire_even:
-        each = len(capture.layers) / parallel.pp / found.steps
+def _fields(sums: _Sums, capture: RoutingCapture, parallel: ParallelConfig) -> dict[str, float]:
+    fields = {"load_imbalance": sums.load_max / sums.load_mean if sums.load_mean else 1.0}
+    if sums.wire_even:
+        each = len(capture.layers) / parallel.pp / sums.steps
         fields |= {
-            "bytes_even": found.even * each,
-            "bytes_mean": found.bytes_mean * each,
-            "bytes_max": found.bytes_max * each,
-            "imbalance": found.bytes_max / found.bytes_mean if found.bytes_mean else 1.0,
-            "wire_bytes": found.wire * each,
-            "wire_bytes_even": found.wire_even * each,
+            "bytes_even": sums.even * each,
+            "bytes_mean": sums.bytes_mean * each,
+            "bytes_max": sums.bytes_max * each,
+            "imbalance": sums.bytes_max / sums.bytes_mean if sums.bytes_mean else 1.0,
+            "wire_bytes": sums.wire * each,
+            "wire_bytes_even": sums.wire_even * each,
         }
     return fields
 
