@@ -5,7 +5,6 @@
     parse.py                `quantization_config` → convention
     gptq.py awq.py fp8.py own.py
     compressed_tensors.py   its configuration; layouts.py, its tensors; compressed_config.py writes one
-    bits.py                 words and nibbles in numpy
 
 Everything here is numpy on one matrix at a time. It knows no files and no model; `moejax.checkpoint` does.
 """

@@ -21,8 +21,8 @@ from moejax.quantization.checkpoints.scheme import (
     Need,
     Scheme,
     check_finite,
-    check_zeros,
     our_codes,
+    zero_points,
 )
 from moejax.quantization.formats import WeightFormat
 
@@ -49,10 +49,7 @@ class AwqScheme(Scheme):
         parts = {"values": our_codes(codes, self.format), "scales": tensors["scales"]}
         if "qzeros" in tensors:
             zeros = _output_major(tensors["qzeros"])[:F].T
-            if self.format.symmetric:
-                check_zeros("qzeros", zeros, 8, complain, " (zero_point is false)")
-            else:
-                parts["zeros"] = zeros
+            parts |= zero_points("qzeros", zeros, self.format, complain, " (zero_point is false)")
         return parts
 
 

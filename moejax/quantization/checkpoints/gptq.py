@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from moejax.core.errors import CheckpointError
-from moejax.quantization.checkpoints.bits import signed, words_to_codes
 from moejax.quantization.checkpoints.convention import Convention, QuantFields, Role, Verdict
 from moejax.quantization.checkpoints.scheme import (
     FLOATS,
@@ -29,9 +28,10 @@ from moejax.quantization.checkpoints.scheme import (
     Scheme,
     Shape,
     check_finite,
-    check_zeros,
     group_index,
     our_codes,
+    words_to_codes,
+    zero_points,
 )
 from moejax.quantization.formats import WeightFormat
 
@@ -64,19 +64,15 @@ class GptqScheme(Scheme):
         codes = words_to_codes(tensors["qweight"].T, bits)[:, :D]
         zeros = words_to_codes(tensors["qzeros"], bits)[:, :F]
         if self.less_one:
-            zeros = (zeros + np.uint8(1)) & np.uint8(2**bits - 1)
+            zeros = (zeros + 1) & 15 if bits == 4 else zeros + 1
         check_finite("scales", tensors["scales"], complain)
-        parts = {"scales": tensors["scales"]}
-        if fmt.symmetric:
-            other = "gptq_v2" if self.less_one else "gptq"
-            hint = f" (sym is true; is checkpoint_format {other!r}?)"
-            check_zeros("qzeros", zeros, 2 ** (bits - 1), complain, hint)
-        else:
-            parts["zeros"] = zeros if bits == 4 else signed(zeros)
+        other = "gptq_v2" if self.less_one else "gptq"
+        hint = f" (sym is true; is checkpoint_format {other!r}?)"
+        parts = {"scales": tensors["scales"], **zero_points("qzeros", zeros, fmt, complain, hint)}
         if "g_idx" in tensors:
             order = "desc_act is false or static_groups true" if fmt.group else "group_size is -1"
             parts |= group_index("g_idx", tensors["g_idx"], fmt, D, complain, order)
-        return {"values": our_codes(codes if bits == 4 else signed(codes), fmt), **parts}
+        return {"values": our_codes(codes, fmt), **parts}
 
 
 @dataclass(frozen=True)

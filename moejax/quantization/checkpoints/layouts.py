@@ -23,14 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moejax.quantization.checkpoints.bits import (
-    codes_to_words,
-    nibbles_to_octets,
-    octets_to_nibbles,
-    signed,
-    unsigned,
-    words_to_codes,
-)
+from moejax.quantization.arithmetic import pack, unpack
 from moejax.quantization.checkpoints.scheme import (
     FLOATS,
     WHOLE,
@@ -40,10 +33,12 @@ from moejax.quantization.checkpoints.scheme import (
     Shape,
     WrittenScheme,
     check_finite,
-    check_zeros,
+    codes_to_words,
     group_index,
     our_codes,
     plain_codes,
+    words_to_codes,
+    zero_points,
 )
 from moejax.quantization.formats import WeightFormat
 
@@ -116,11 +111,8 @@ class PlainScheme(_Scaled):
             check_finite("weight", values, complain)
         parts = {"values": values, **self.read_scales(tensors, D, F, complain)}
         if "weight_zero_point" in tensors:
-            zeros = tensors["weight_zero_point"]
-            if self.format.symmetric:
-                check_zeros("weight_zero_point", zeros, 0, complain)
-            else:
-                parts["zeros"] = zeros.reshape(self.place(D, F)).T
+            zeros = tensors["weight_zero_point"].reshape(self.place(D, F)).T
+            parts |= zero_points("weight_zero_point", zeros, self.format, complain)
         return parts
 
     def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
@@ -163,14 +155,10 @@ class PackedScheme(_Scaled):
         if tuple(tensors["weight_shape"].tolist()) != (F, D):
             complain("weight_shape", f"{tensors['weight_shape'].tolist()} for a weight of {[F, D]}")
         codes = words_to_codes(tensors["weight_packed"], bits)[:, :D]
-        values = our_codes(codes if bits == 4 else signed(codes), fmt)
-        parts = {"values": values, **self.read_scales(tensors, D, F, complain)}
+        parts = {"values": our_codes(codes, fmt), **self.read_scales(tensors, D, F, complain)}
         if "weight_zero_point" in tensors:
             zeros = self._zeros(tensors["weight_zero_point"], D, F)
-            if fmt.symmetric:
-                check_zeros("weight_zero_point", zeros, 8 if bits == 4 else 0, complain)
-            else:
-                parts["zeros"] = zeros
+            parts |= zero_points("weight_zero_point", zeros, fmt, complain)
         if "weight_g_idx" in tensors:
             indices = tensors["weight_g_idx"]
             parts |= group_index("weight_g_idx", indices, fmt, D, complain, 'actorder is not "group"')
@@ -178,25 +166,23 @@ class PackedScheme(_Scaled):
 
     def _zeros(self, stored: np.ndarray, D: int, F: int) -> np.ndarray:
         """Returns `[G, O]` as we keep them: uint8 from 0 for 4 bits, int8 for 8."""
-        four = self.format.bits == 4
         if stored.dtype == np.int32:
-            codes = words_to_codes(stored.T, self.format.bits)[:, :F]
-            return codes if four else signed(codes)
+            return words_to_codes(stored.T, self.format.bits)[:, :F]
         zeros = stored.reshape(self.place(D, F)).T
-        return (zeros + np.int8(8)).view(np.uint8) if four else zeros
+        return (zeros + np.int8(8)).view(np.uint8) if self.format.bits == 4 else zeros
 
     def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
         fmt, bits = self.format, self.format.bits
         codes = plain_codes(parts["values"], fmt, D)
         out = {
-            "weight_packed": codes_to_words(codes if bits == 4 else unsigned(codes), bits),
+            "weight_packed": codes_to_words(codes, bits),
             "weight_shape": np.asarray([F, D], np.int64),
             **self.write_scales(parts),
         }
         if "zeros" in parts:
             zeros = parts["zeros"]  # [G, O]
             if self.packs_zeros:
-                out["weight_zero_point"] = codes_to_words(zeros if bits == 4 else unsigned(zeros), bits).T
+                out["weight_zero_point"] = codes_to_words(zeros, bits).T
             else:
                 whole = zeros.T if bits == 8 else zeros.T.view(np.int8) - np.int8(8)
                 out["weight_zero_point"] = whole.reshape(out[self.scale].shape)
@@ -219,7 +205,7 @@ class Fp4Scheme(_Scaled):
         return needs
 
     def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
-        codes = octets_to_nibbles(tensors["weight_packed"])
+        codes = unpack(tensors["weight_packed"], 2)
         parts = {"values": our_codes(codes, self.format), **self.read_scales(tensors, D, F, complain)}
         if self.format.has_tensor_scale:
             divisor = tensors["weight_global_scale"].reshape(1, 1)
@@ -231,7 +217,7 @@ class Fp4Scheme(_Scaled):
 
     def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
         codes = plain_codes(parts["values"], self.format, D)
-        out = {"weight_packed": nibbles_to_octets(codes), **self.write_scales(parts)}
+        out = {"weight_packed": pack(codes, 2), **self.write_scales(parts)}
         if self.format.has_tensor_scale:
             # None only where another process has the values, and writes them.
             divisor = divisor_of(parts["tensor_scale"].item()) or np.float32(0)

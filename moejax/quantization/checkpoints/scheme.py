@@ -101,6 +101,24 @@ class WrittenScheme(Scheme):
         """Inverts `read`."""
 
 
+def words_to_codes(words: np.ndarray, bits: int) -> np.ndarray:
+    """Maps int32 `[..., W]` to codes `[..., W * 32 / bits]`, a word's lowest bits first.
+
+    Codes of 4 bits are uint8; those of 8 bits, which words count from 0, are int8.
+    """
+    octets = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
+    return unpack(octets, 2) if bits == 4 else (octets ^ np.uint8(128)).view(np.int8)
+
+
+def codes_to_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Inverts `words_to_codes`; the last word is filled up with zeros."""
+    codes = codes if bits == 4 else codes.view(np.uint8) ^ np.uint8(128)
+    short = -codes.shape[-1] % (32 // bits)
+    filled = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, short)])
+    octets = pack(filled, 2) if bits == 4 else filled
+    return np.ascontiguousarray(octets).view("<i4").astype(np.int32, copy=False)
+
+
 def our_codes(codes: np.ndarray, fmt: WeightFormat) -> np.ndarray:
     """Maps unpacked codes `[F, D]` to the part `values`."""
     return pack(codes, fmt.pack(codes.shape[-1])) if fmt.packed else codes
@@ -118,12 +136,18 @@ def check_finite(name: str, values: np.ndarray, complain: Complain) -> None:
         complain(name, "NaN or infinite")
 
 
-def check_zeros(name: str, zeros: np.ndarray, middle: int, complain: Complain, hint: str = "") -> None:
-    """Checks the zero points of a symmetric format."""
+def zero_points(
+    name: str, zeros: np.ndarray, fmt: WeightFormat, complain: Complain, hint: str = ""
+) -> Arrays:
+    """Returns the part `zeros`; nothing for a symmetric format, whose zero points must be the middle code."""
+    if not fmt.symmetric:
+        return {"zeros": zeros}
+    middle = 8 if fmt.numbers == "int4" else 0
     if (zeros != middle).any():
         low, high = int(zeros.min()), int(zeros.max())
         values = f"{low}" if low == high else f"from {low} to {high}"
         complain(name, f"zero points {values} where a symmetric format has {middle}{hint}")
+    return {}
 
 
 def group_index(
