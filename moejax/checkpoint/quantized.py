@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 _dequantize_stored = jax.jit(dequantize_stored)
 
-LEFT_OUT = "quantized, although config.json leaves them in full precision"
-PLAIN = "in full precision, although config.json has them quantized"
-
 
 class Matrix(NamedTuple):
     """One quantized matrix of a checkpoint.
@@ -182,14 +179,16 @@ def _judge(
         if module.marked:
             files.faults.add("quantized, although they are vectors", module.name)
         return
-    verdict = convention.verdict(module.name, role_of(param))
+    role = role_of(param)
+    verdict = convention.verdict(module.name, role)
     if not module.marked:
         if verdict.scheme is not None and verdict.must:
-            files.faults.add(PLAIN, module.name)
+            files.faults.add("in full precision, although config.json has them quantized", module.name)
         return
-    if role_of(param) == "embedding" or verdict.scheme is None:
-        supported = role_of(param) != "embedding"
-        files.faults.add(LEFT_OUT if supported else "quantized embeddings, not supported", module.name)
+    if role == "embedding" or verdict.scheme is None:
+        left_out = "quantized, although config.json leaves them in full precision"
+        unread = "quantized embeddings, not supported"
+        files.faults.add(unread if role == "embedding" else left_out, module.name)
         plan.matrices.setdefault(param, {})  # not missing, too
         return
     matrices = plan.matrices.setdefault(param, {})

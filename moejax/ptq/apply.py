@@ -25,14 +25,14 @@ from moejax.core.files import content_hash
 from moejax.core.quant import QuantConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params, specs
-from moejax.nn.quantized import quantized_weights, replace_weights
+from moejax.nn.quantized import quantized_weights
 from moejax.ptq.batches import HiddenStates
 from moejax.ptq.collect_statistics import StatisticsCollector
 from moejax.ptq.fold import store
 from moejax.ptq.layerwise import QuantizedStage, StageWork, expert_counts, scaling_method
 from moejax.ptq.methods import Rounded, weight_report
 from moejax.ptq.observers import advance
-from moejax.ptq.on_load import QuantizeOnLoad, quant_report
+from moejax.ptq.on_load import QuantizeOnLoad, place_tensors, quant_report
 from moejax.ptq.report import QuantReport, StageReport, WeightReport, resumed_report
 from moejax.ptq.sites import Stage, stages_of
 from moejax.ptq.store import WorkDir, hash_arrays
@@ -166,7 +166,7 @@ class _Run:
                 }
                 D = params[name].get_metadata("spec").canonical_shape[-2]
                 tensors[stage.prefix + name] = QTensor.of(saved, one.format, D)
-            _place(self.model, tensors)
+            place_tensors([self.model], tensors)
             reports.append(resumed_report(values["report"]))
         return reports
 
@@ -204,7 +204,7 @@ class _Run:
         weights, notes, changed = self._install(stage, part, quantized)
         out = self._advance(number, stage, hidden, work) if number + 1 < total else hidden
         tensors = {stage.prefix + name: one.tensor for name, one in quantized.rounded.items()}
-        _place(self.model, tensors)
+        place_tensors([self.model], tensors)
         report = StageReport(
             stage.name,
             hidden.num_tokens,
@@ -272,12 +272,6 @@ def _part(stage: Stage, chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
     """Returns a stage's weights by their path in it."""
     choices = {name: chosen.get(stage.prefix + name) for name in stage.params()}
     return {name: one for name, one in choices.items() if one is not None}
-
-
-def _place(model: Decoder, tensors: Mapping[str, QTensor]) -> None:
-    placed = replace_weights(model, {path: tensor.format for path, tensor in tensors.items()})
-    for path, tensor in tensors.items():
-        placed[path].set(tensor)
 
 
 def _check_model(model: Decoder) -> None:

@@ -45,11 +45,6 @@ class HiddenStates:
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
         return cls(np.memmap(path, dtype, "r+", shape=shape), batch_size)
 
-    @classmethod
-    def opened(cls, shape: tuple[int, ...], dtype: Any, batch_size: int, path: Path) -> "HiddenStates":
-        """Opens a file written before."""
-        return cls(np.memmap(path, dtype, "r", shape=shape), batch_size)
-
     @property
     def num_tokens(self) -> int:
         return int(self.values.shape[0] * self.values.shape[1])

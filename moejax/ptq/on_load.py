@@ -83,15 +83,20 @@ class QuantizeOnLoad:
 
     def put(self, models: Sequence[nnx.Module]) -> None:
         """Puts the weights quantized so far into their places in these models."""
-        formats = {name: tensor.format for name, tensor in self._tensors.items()}
-        for model in models:
-            for name, weight in replace_weights(model, formats).items():
-                weight.set(self._tensors.pop(name))
-        assert not self._tensors, list(self._tensors)
+        place_tensors(models, self._tensors)
 
     def report(self) -> StageReport:
         """Returns what has been quantized."""
         return StageReport("weights", 0, None, [], None, [], self._weights, [], self._seconds)
+
+
+def place_tensors(models: Sequence[nnx.Module], tensors: dict[str, QTensor]) -> None:
+    """Moves quantized weights out of `tensors`, path → weight, into their places in these models."""
+    formats = {path: tensor.format for path, tensor in tensors.items()}
+    for model in models:
+        for path, weight in replace_weights(model, formats).items():
+            weight.set(tensors.pop(path))
+    assert not tensors, list(tensors)
 
 
 def quant_report(

@@ -129,7 +129,7 @@ class WorkDir:
                 f"quant.calibration.work_dir: {path} is missing; remove the folder {self.folder} to start "
                 "afresh"
             )
-        return HiddenStates.opened(shape, dtype, batch_size, path)
+        return HiddenStates(np.memmap(path, dtype, "r", shape=shape), batch_size)
 
     def remove_hidden(self, before: int | None = None) -> None:
         """Removes hidden states of the stages before one, or all, which nothing reads after the last."""

@@ -349,23 +349,22 @@ def quantize_activations(
             (a weight's own `input_scale` `[1]`, or `[E, 1]` for x `[E, T, D]`).
     """
     assert fmt.activations != "none", fmt
+    wide, most = x.astype(jnp.float32), MOST[fmt.numbers]
     if fmt.activations == "static":
         assert input_scale is not None, fmt
         lead = input_scale.shape[:-1]
         scale = input_scale.astype(jnp.float32).reshape(*lead, *(1,) * (x.ndim - len(lead)))
-        scaled = x.astype(jnp.float32) / scale
-        scale = jnp.broadcast_to(scale, (*x.shape[:-1], 1))
+        scaled, scale = wide / scale, jnp.broadcast_to(scale, (*x.shape[:-1], 1))
         if is_integer(fmt):
-            return jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8), scale
-        return encode(scaled, fmt.numbers), scale
-    if is_integer(fmt):
+            return jnp.clip(jnp.round(scaled), -most, most).astype(jnp.int8), scale
+    elif is_integer(fmt):
         codes, scale = qformats.quantize_rows(x)
         return codes, scale[..., None]
-    wide, most = x.astype(jnp.float32), MOST[fmt.numbers]
-    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    inverse = jnp.where(largest > 0, most / jnp.maximum(largest, 1e-30), 0.0)
-    scale = jnp.where(jnp.isfinite(largest), largest * (1.0 / most), jnp.nan)
-    return encode(wide * inverse, fmt.numbers), scale
+    else:
+        largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+        scaled = wide * jnp.where(largest > 0, most / jnp.maximum(largest, 1e-30), 0.0)
+        scale = jnp.where(jnp.isfinite(largest), largest * (1.0 / most), jnp.nan)
+    return encode(scaled, fmt.numbers), scale
 
 
 # --- GPU kernels --------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ but an expert that saw few tokens has such inputs by chance, and other text will
 an expert without tokens, thus gives round-to-nearest.
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -135,22 +136,13 @@ def gptq(
     codes, grid = loop.run(rows, factor, groups, grid)
 
     codes = jnp.take_along_axis(codes, inverse_order[:, :, None], axis=1)
-    group_index = (
-        jnp.take_along_axis(groups, inverse_order, axis=1).astype(jnp.int32) if fmt.indexed else None
-    )
-
-    def with_lead(array: jax.Array | None) -> jax.Array | None:
-        return None if array is None else array.reshape(*lead, *array.shape[1:])
-
-    tensor = assemble(
-        jnp.swapaxes(codes, 1, 2).reshape(*lead, F, D),
-        grid.scales.reshape(*lead, *grid.scales.shape[1:]),
-        with_lead(grid.zeros),
-        fmt,
-        tensor_scale=with_lead(tensor_scale),
-        group_index=with_lead(group_index),
-        input_scale=input_scale,
-    )
+    group_index = None
+    if fmt.indexed:
+        group_index = jnp.take_along_axis(groups, inverse_order, axis=1).astype(jnp.int32)
+    codes = jnp.swapaxes(codes, 1, 2)
+    flat = assemble(codes, grid.scales, grid.zeros, fmt, tensor_scale=tensor_scale, group_index=group_index)
+    tensor = jax.tree.map(lambda array: array.reshape(*lead, *array.shape[1:]), flat)
+    tensor = dataclasses.replace(tensor, input_scale=input_scale)
     return GptqResult(tensor, used.reshape(lead), (used > damping).reshape(lead))
 
 
