@@ -90,10 +90,9 @@ def weight_report(
 ) -> tuple[WeightReport, list[str]]:
     """Returns the report's entry, and notes."""
     shape = done.tensor.shape
-    notes: list[str] = []
+    note = None
     if done.damping is not None and done.raised is not None:
         note = damping_note(weight_name(path), GptqResult(done.tensor, done.damping, done.raised))
-        notes = [note] if note else []
     raised = np.flatnonzero(np.asarray(False if done.raised is None else done.raised).reshape(-1))
     report = WeightReport(
         weight_name(path),
@@ -109,7 +108,7 @@ def weight_report(
         float_bytes,
         done.seconds,
     )
-    return report, notes
+    return report, [note] if note else []
 
 
 def _floats(values: jax.Array) -> list[float]:

@@ -4,7 +4,7 @@
 the held-out part that perplexity is measured on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,11 +41,11 @@ def calibration_tokens(
     if calibration.text == "auto":
         documents = [document.text for document in build_corpus(HELD_OUT_FRACTION).train]
         order = rng.permutation(len(documents))
-        stream = _stream((documents[i] for i in order), _encoder(tokenizer), end, 2 * samples * length)
+        stream = _stream((documents[i] for i in order), tokenizer, end, 2 * samples * length)
         source = "'auto' (the training part of Python's own documentation)"
     else:
         text = _read(calibration.text)
-        stream = _stream((text,), _encoder(tokenizer), end, None)
+        stream = _stream((text,), tokenizer, end, None)
         source = str(calibration.text)
     windows = len(stream) // length
     if windows < samples:
@@ -54,22 +54,13 @@ def calibration_tokens(
     return stream[: windows * length].reshape(windows, length)[chosen]
 
 
-def _encoder(tokenizer: Encoder) -> Callable[[str], Sequence[int]]:
-    def encode(text: str) -> Sequence[int]:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        return encoding if isinstance(encoding, list) else encoding.ids
-
-    return encode
-
-
-def _stream(
-    texts: Any, encode: Callable[[str], Sequence[int]], end: int | None, enough: int | None
-) -> np.ndarray:
+def _stream(texts: Iterable[str], tokenizer: Encoder, end: int | None, enough: int | None) -> np.ndarray:
     """Returns int32 tokens of the texts, one after another, until there are enough."""
     parts: list[np.ndarray] = []
     count = 0
     for text in texts:
-        ids = [*encode(text), *([] if end is None else [end])]
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        ids = [*getattr(encoding, "ids", encoding), *([] if end is None else [end])]
         parts.append(np.array(ids, np.int32))
         count += len(ids)
         if enough is not None and count >= enough:

@@ -372,15 +372,12 @@ def quantize_activations(
 
 def why_no_kernel(fmt: WeightFormat, D: int) -> str | None:
     """Returns why the GPU kernels have no product with such a weight of D inputs; None where they have."""
-    kernel_format = _kernel_format(fmt)
-    if isinstance(kernel_format, str):
-        return f"{fmt.name}: {kernel_format}"
-    if D % kernel_format.block:
-        return f"{fmt.name}: the kernel's inputs are a multiple of {kernel_format.block}, here {D}"
-    return None
+    kernel_format = _kernel_format(fmt, D)
+    return f"{fmt.name}: {kernel_format}" if isinstance(kernel_format, str) else None
 
 
-def _kernel_format(fmt: WeightFormat) -> qformats.Format | str:
+def _kernel_format(fmt: WeightFormat, D: int) -> qformats.Format | str:
+    """Returns the kernels' own format, or why there is none."""
     kind = {
         ("int8", "none"): "w8a16",
         ("int8", "dynamic"): "w8a8",
@@ -403,16 +400,18 @@ def _kernel_format(fmt: WeightFormat) -> qformats.Format | str:
     if (fmt.granularity == "block") != (kind == "fp8" and fmt.group > 0) or fmt.group not in groups:
         known = ", ".join(str(g) if g else "per channel" for g in groups)
         return f"no kernel for {fmt.granularity} scales of {fmt.group or 'all inputs'}; known: {known}"
-    return qformats.Format(kind, fmt.group, zeros=not fmt.symmetric)
+    kernel_format = qformats.Format(kind, fmt.group, zeros=not fmt.symmetric)
+    if D % kernel_format.block:
+        return f"the kernel's inputs are a multiple of {kernel_format.block}, here {D}"
+    return kernel_format
 
 
 def to_kernel(q: QTensor) -> qformats.QuantizedTensor | None:
     """Returns the arrays as the GPU kernels' weight, without copies; None where they have no such format."""
-    D = q.shape[-2]
-    if why_no_kernel(q.format, D) is not None:
+    fmt = _kernel_format(q.format, q.shape[-2])
+    if isinstance(fmt, str):
         return None
-    fmt = _kernel_format(q.format)
-    assert isinstance(fmt, qformats.Format) and (not q.format.packed or q.pack == qformats.PACK), q.format
+    assert not q.format.packed or q.pack == qformats.PACK, q.format
     values = q.values
     if fmt.kind == "fp8":
         values = jax.lax.bitcast_convert_type(values, jnp.uint8)
