@@ -51,7 +51,7 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 def shipped_models() -> list[str]:
-    """Names of the models that come with the package."""
+    """Returns the names of the models that come with the package."""
     return (
         sorted(p.name for p in ASSETS.iterdir() if (p / "config.json").is_file()) if ASSETS.is_dir() else []
     )

@@ -100,7 +100,7 @@ def _module(path: str, rules: Sequence[Rule]) -> str:
 
 
 def _left(model: Decoder, rules: Sequence[Rule]) -> list[str]:
-    """Modules of the linear layers in full precision."""
+    """Returns the modules of the linear layers in full precision."""
     modules = []
     for path, spec in specs(model).items():
         if path.endswith((".kernel", ".gate_proj", ".up_proj", ".down_proj")) and len(spec.shape) > 1:
@@ -109,7 +109,7 @@ def _left(model: Decoder, rules: Sequence[Rule]) -> list[str]:
 
 
 def _reasons(weights: dict[str, QuantizedWeight], gather: Gather) -> dict[str, str]:
-    """Paths of weights that compressed-tensors cannot say, and why."""
+    """Returns the paths of weights that compressed-tensors cannot say, and why."""
     reasons = {}
     for path, weight in weights.items():
         why = why_not(weight.format)

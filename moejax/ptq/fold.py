@@ -63,7 +63,7 @@ class Folds:
         self.outputs: dict[str, jax.Array] = {}
 
     def add(self, site: QuantizationSite, scales: jax.Array) -> None:
-        """Scales of a whole site: float32 `[C]`; `[E, C]` for what the experts' down projections read."""
+        """Adds a site's scales: float32 `[C]`; `[E, C]` for what the experts' down projections read."""
         assert site.blocked is None, site
         for reader in site.readers:
             self.rows[reader] = scales

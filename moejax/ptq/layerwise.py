@@ -163,7 +163,7 @@ class StageWork:
     # --- Rounding -------------------------------------------------------------------------------------------
 
     def _divided(self, stats: Statistics | None, reader: str, part: slice = slice(None)) -> Statistics | None:
-        """Statistics of what a weight reads after folding."""
+        """Returns the statistics of what a weight reads after folding."""
         if stats is None or reader not in self.folds.rows:
             return stats
         scales = self.folds.rows[reader]
@@ -178,7 +178,7 @@ class StageWork:
 
 
 def expert_counts(collector: StatisticsCollector) -> tuple[list[int] | None, list[int]]:
-    """Tokens that visited each expert, and the experts that fell back; None where none is calibrated."""
+    """Returns the tokens of each expert, None where none is calibrated, and the experts that fell back."""
     if not collector.num_experts or (collector.visits < 0).all():
         return None, []
     return [int(n) for n in collector.visits], [int(e) for e in np.flatnonzero(collector.cold)]

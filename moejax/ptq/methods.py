@@ -77,7 +77,7 @@ def errors(w: jax.Array, tensor: QTensor, gram: jax.Array | None) -> tuple[jax.A
 
 
 def joined(parts: list[Rounded]) -> Rounded:
-    """Chunks of experts one after the other."""
+    """Joins chunks of experts one after the other."""
     if len(parts) == 1:
         return parts[0]
     arrays = [part._replace(seconds=0.0) for part in parts]

@@ -83,7 +83,7 @@ def unpack(packed: Array, piece: int) -> Array:
 
 
 def encode_e2m1(x: jax.Array) -> jax.Array:
-    """Nibbles of the nearest numbers 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, saturating; uint8.
+    """Encodes x as uint8 nibbles: the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, saturating.
 
     Ties go to the even code: a magnitude is as many codes from zero as it exceeds midpoints, and a midpoint
     itself counts where the code below it is odd.
@@ -337,7 +337,7 @@ def dequantize(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
 def quantize_activations(
     x: jax.Array, fmt: WeightFormat, input_scale: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Activations in the weight's numbers: codes `[..., D]`, float32 scales `[..., 1]`, x ≈ codes · scales.
+    """Returns codes `[..., D]` in the weight's numbers and float32 scales `[..., 1]`: x ≈ codes · scales.
 
     Dynamic: each row's largest magnitude becomes the largest code; a row of zeros has scale 0. int8 as
     `pallas_kernels.qformats.quantize_rows` does it, bit for bit. Rows that are not finite have scale NaN.

@@ -252,7 +252,7 @@ def _rounded(w: jax.Array, low: jax.Array, high: jax.Array, fmt: WeightFormat) -
 
 
 def _sum_outputs(errors: jax.Array, columns: int, fmt: WeightFormat) -> jax.Array:
-    """Errors `[n, F]` of outputs, summed over the outputs that share a scale: `[n, O]`."""
+    """Sums errors `[n, F]` of outputs over the outputs that share a scale: `[n, O]`."""
     n, F = errors.shape
     if fmt.granularity != "block":
         return errors if columns == F else jnp.sum(errors, axis=1, keepdims=True)

@@ -80,7 +80,7 @@ def members(w: jax.Array, fmt: WeightFormat) -> jax.Array:
 
 
 def _member_counts(D: int, F: int, fmt: WeightFormat) -> np.ndarray:
-    """Weights of each scale, without what blocks are filled up with: int `[G, O]`."""
+    """Counts the weights of each scale without what fills blocks up: int `[G, O]`."""
     G, columns = fmt.scale_shape(D, F)
     rows, width = -(-D // G), -(-F // columns)
     if fmt.granularity == "block":

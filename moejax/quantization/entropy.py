@@ -71,7 +71,7 @@ def _bins(count: int, fmt: WeightFormat) -> int:
 
 
 def _magnitudes(fmt: WeightFormat) -> tuple[np.ndarray, float]:
-    """Magnitudes of all codes in steps, ascending, and the magnitude that the threshold is."""
+    """Returns the magnitudes of all codes in steps, ascending, and the magnitude that the threshold is."""
     if fmt.numbers in ("int8", "int4"):
         codes = np.arange(2 ** (fmt.bits - 1), dtype=np.float32)
         return codes, codes[-1] + (0.0 if fmt.symmetric else 0.5)
@@ -84,7 +84,7 @@ def _magnitudes(fmt: WeightFormat) -> tuple[np.ndarray, float]:
 
 
 def _histogram(share: jax.Array, weight: jax.Array, bins: int) -> jax.Array:
-    """Weights by magnitude: shares in 0..1 `[R, n]` → float32 `[R, bins]`."""
+    """Counts weights by magnitude: shares in 0..1 `[R, n]` → float32 `[R, bins]`."""
     rows = share.shape[0]
     place = jnp.minimum((share * bins).astype(jnp.int32), bins - 1)
     place = place + jnp.arange(rows, dtype=jnp.int32)[:, None] * bins

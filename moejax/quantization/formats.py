@@ -135,7 +135,7 @@ class WeightFormat(Checked, section="weight format"):
             )
 
     def pack(self, D: int) -> int:
-        """Inputs of a piece of packed bytes."""
+        """Returns the number of inputs of a piece of packed bytes."""
         return 64 if D % 64 == 0 else 2
 
     def scale_shape(self, D: int, F: int) -> tuple[int, int]:
@@ -177,7 +177,7 @@ class WeightFormat(Checked, section="weight format"):
         return parts
 
     def bits_held(self, shape: tuple[int, ...]) -> int:
-        """Bits of all arrays of a weight `[..., D, F]`, scales included."""
+        """Counts the bits of all arrays of a weight `[..., D, F]`, scales included."""
         return sum(8 * math.prod(p.shape) * p.dtype.itemsize for p in self.parts(shape).values())
 
 

@@ -169,7 +169,7 @@ def damping_note(path: str, result: GptqResult) -> str | None:
 
 
 def _order(hessian: jax.Array, act_order: bool) -> tuple[jax.Array, jax.Array]:
-    """Inputs in the order of the loop `[n, D]`, and each input's place in it."""
+    """Returns the inputs in the order of the loop `[n, D]`, and each input's place in it."""
     diagonal = jnp.diagonal(hessian, axis1=1, axis2=2)
     if not act_order:
         place = jnp.broadcast_to(jnp.arange(diagonal.shape[1])[None, :], diagonal.shape)

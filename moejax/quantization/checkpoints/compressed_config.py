@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moejax.quantization.checkpoints.compressed_tensors import METHOD
-from moejax.quantization.checkpoints.layouts import layout
+from moejax.quantization.checkpoints.layouts import LAYOUTS
 from moejax.quantization.checkpoints.scheme import WrittenScheme
 from moejax.quantization.formats import MXFP4, NVFP4, WeightFormat
 
@@ -39,7 +39,7 @@ def layout_name(fmt: WeightFormat) -> str:
 
 def scheme_for(fmt: WeightFormat) -> WrittenScheme:
     """Returns the scheme that writes weights of this format."""
-    return layout(layout_name(fmt), fmt)
+    return LAYOUTS[layout_name(fmt)][0](fmt)
 
 
 def compressed_config(formats: Mapping[str, WeightFormat], left: Iterable[str]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _group(fmt: WeightFormat) -> dict[str, Any]:
 
 
 def _names(modules: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Names or patterns of these modules and of none of the others, few where layers are alike."""
+    """Returns names or patterns of these modules and of none of the others, few where layers are alike."""
     layers: dict[str, list[str]] = {}
     for module in modules:
         shape = re.sub(r"\.layers\.(\d+)\.", ".layers.{l}.", module)

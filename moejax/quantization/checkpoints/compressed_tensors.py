@@ -6,29 +6,18 @@ that order. Its `weights` and `input_activations` say what the numbers are; how 
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moejax.core.errors import CheckpointError, ConfigError, unknown
 from moejax.quantization.checkpoints.convention import Convention, QuantFields, Role, Verdict
-from moejax.quantization.checkpoints.layouts import layout
+from moejax.quantization.checkpoints.layouts import LAYOUTS
 from moejax.quantization.checkpoints.scheme import Scheme
 from moejax.quantization.formats import MXFP4, NVFP4, Activations, WeightFormat
 
 METHOD = "compressed-tensors"
-LAYOUTS: Mapping[str, tuple[tuple[str, int], ...]] = {
-    "pack-quantized": (("int", 4), ("int", 8)),
-    "int-quantized": (("int", 8),),
-    "float-quantized": (("float", 8),),
-    "naive-quantized": (("int", 8), ("float", 8)),
-    "mxfp8-quantized": (("float", 8),),
-    "mxfp4-pack-quantized": (("float", 4),),
-    "nvfp4-pack-quantized": (("float", 4),),
-}
-"""Types and bits of the codes that each layout stores."""
 SUPPORTED = ", ".join(
-    f"{name} ({', '.join(f'{kind}{bits}' for kind, bits in stored)})" for name, stored in LAYOUTS.items()
+    f"{name} ({', '.join(f'{kind}{bits}' for kind, bits in stored)})" for name, (_, stored) in LAYOUTS.items()
 )
 
 
@@ -166,7 +155,7 @@ def _scheme(fields: QuantFields, whole: str) -> tuple[Scheme | None, list[str]]:
     fmt = _format(name, weights, where)
     activations, note = _activations(fmt, inputs)
     fmt = WeightFormat(**(vars(fmt) | {"activations": activations}))
-    return layout(name, fmt), [note] if note else []
+    return LAYOUTS[name][0](fmt), [note] if note else []
 
 
 def _inferred(weights: Args, inputs: Args | None) -> str:
@@ -180,7 +169,7 @@ def _inferred(weights: Args, inputs: Args | None) -> str:
 
 def _format(name: str, weights: Args, where: str) -> WeightFormat:
     """Returns the format without the activations; scales that are floats are taken for float32."""
-    if (weights.type, weights.bits) not in LAYOUTS[name]:
+    if (weights.type, weights.bits) not in LAYOUTS[name][1]:
         raise ConfigError(
             f"{where}: {weights.type} of {weights.bits} bits in {name} is not supported; "
             f"supported: {SUPPORTED}"

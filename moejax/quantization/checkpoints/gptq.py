@@ -26,7 +26,6 @@ from moejax.quantization.checkpoints.scheme import (
     Complain,
     Need,
     Scheme,
-    Shape,
     check_finite,
     group_index,
     our_codes,
@@ -42,7 +41,7 @@ class GptqScheme(Scheme):
 
     less_one: bool = True
 
-    main = "qweight"
+    main = words = "qweight"
     scale = "scales"
 
     def needs(self, D: int, F: int) -> dict[str, Need]:
@@ -53,11 +52,6 @@ class GptqScheme(Scheme):
             "scales": Need(((G, F),), FLOATS),
             "g_idx": Need(((D,),), ("I32",), optional=not self.format.indexed),
         }
-
-    def hint(self, name: str, shape: Shape, D: int, F: int) -> str:
-        if name == "qweight" and len(shape) == 2 and shape[1] == F and 32 * shape[0] % D == 0:
-            return f": codes of {32 * shape[0] // D} bits, not {self.format.bits}"
-        return super().hint(name, shape, D, F)
 
     def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
         fmt, bits = self.format, self.format.bits

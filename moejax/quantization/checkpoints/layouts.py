@@ -40,7 +40,6 @@ from moejax.quantization.checkpoints.scheme import (
     words_to_codes,
     zero_points,
 )
-from moejax.quantization.formats import WeightFormat
 
 ONE: tuple[Shape, ...] = ((1,), ())
 
@@ -50,7 +49,7 @@ class _Scaled(WrittenScheme):
     """Base of the layouts with scales, int8 zero points and activation scales."""
 
     def grid(self, D: int, F: int) -> tuple[Shape, ...]:
-        """Shapes of the scales."""
+        """Returns the shapes that scales may have."""
         fmt = self.format
         if fmt.granularity == "tensor":
             return (*ONE, (1, 1))
@@ -126,7 +125,7 @@ class PlainScheme(_Scaled):
 class PackedScheme(_Scaled):
     """Integers of 4 or 8 bits in words."""
 
-    main = "weight_packed"
+    main = words = "weight_packed"
 
     @property
     def packs_zeros(self) -> bool:
@@ -144,11 +143,6 @@ class PackedScheme(_Scaled):
             "weight_zero_point": Need(grid, ("I32", "I8"), optional=fmt.symmetric),
             "weight_g_idx": Need(((D,),), WHOLE, optional=not fmt.indexed),
         }
-
-    def hint(self, name: str, shape: Shape, D: int, F: int) -> str:
-        if name == "weight_packed" and len(shape) == 2 and shape[0] == F and 32 * shape[1] % D == 0:
-            return f": codes of {32 * shape[1] // D} bits, not {self.format.bits}"
-        return super().hint(name, shape, D, F)
 
     def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
         fmt, bits = self.format, self.format.bits
@@ -236,8 +230,13 @@ def divisor_of(scale: float) -> np.float32 | None:
     return None
 
 
-def layout(name: str, fmt: WeightFormat) -> WrittenScheme:
-    """Returns the scheme of a format's name in compressed-tensors."""
-    if name == "pack-quantized":
-        return PackedScheme(fmt)
-    return Fp4Scheme(fmt) if name in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") else PlainScheme(fmt)
+LAYOUTS: Mapping[str, tuple[type[WrittenScheme], tuple[tuple[str, int], ...]]] = {
+    "pack-quantized": (PackedScheme, (("int", 4), ("int", 8))),
+    "int-quantized": (PlainScheme, (("int", 8),)),
+    "float-quantized": (PlainScheme, (("float", 8),)),
+    "naive-quantized": (PlainScheme, (("int", 8), ("float", 8))),
+    "mxfp8-quantized": (PlainScheme, (("float", 8),)),
+    "mxfp4-pack-quantized": (Fp4Scheme, (("float", 4),)),
+    "nvfp4-pack-quantized": (Fp4Scheme, (("float", 4),)),
+}
+"""The scheme of each format's name in compressed-tensors, and the types and bits of the codes it stores."""

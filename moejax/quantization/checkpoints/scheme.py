@@ -10,7 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -67,6 +67,9 @@ class Scheme(ABC):
 
     scale = "weight_scale"
 
+    words: ClassVar[str | None] = None
+    """The tensor whose codes are packed in words of 32 bits along D."""
+
     @abstractmethod
     def needs(self, D: int, F: int) -> dict[str, Need]:
         """Returns what there must be, by last name."""
@@ -85,11 +88,15 @@ class Scheme(ABC):
         return dataclasses.replace(self.format, scale_dtype=SCALE_DTYPES[dtype])
 
     def hint(self, name: str, shape: Shape, D: int, F: int) -> str:
-        """Returns a hint at the group size that a tensor of another shape has, as `": …"`, or nothing."""
-        if name != self.scale or self.format.granularity != "group" or len(shape) != 2:
+        """Returns a hint at the bits or groups that a tensor of another shape has, as `": …"`, or nothing."""
+        if len(shape) != 2:
             return ""
-        groups = next((n for n, other in (shape, shape[::-1]) if other == F), 0)
-        return f": groups of {D // groups}, not {self.format.group}" if groups and D % groups == 0 else ""
+        size = next((n for n, other in (shape, shape[::-1]) if other == F), 0)
+        if size and name == self.words and 32 * size % D == 0:
+            return f": codes of {32 * size // D} bits, not {self.format.bits}"
+        if size and name == self.scale and self.format.granularity == "group" and D % size == 0:
+            return f": groups of {D // size}, not {self.format.group}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ def plain_codes(values: np.ndarray, fmt: WeightFormat, D: int) -> np.ndarray:
 
 
 def check_finite(name: str, values: np.ndarray, complain: Complain) -> None:
-    """Floats, or exponents of e8m0, whose 255 is NaN."""
+    """Complains of floats that are not finite, or exponents of e8m0 that are 255, their NaN."""
     bad = (values == 255) if values.dtype == np.uint8 else ~np.isfinite(values)
     if bad.any():
         complain(name, "NaN or infinite")
