@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.errors import KernelError
 
-# The whole package stands on this backend; docs/architecture.md says what replaces it.
+# The whole package stands on this backend; docs/decisions.md says what replaces it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
 cdiv = pl.cdiv

@@ -8,6 +8,7 @@ kernels and pytest-xdist's workers inherit it.
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,16 @@ def forget_programs() -> Iterator[None]:
         import jax
 
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def captured_stderr_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra's logging set-up closes every handler that exists. Absl's (orbax brings it) closes its stream too,
+    which under pytest is the captured stderr, so it is kept from doing that whatever test ran before."""
+    absl = sys.modules.get("absl.logging")
+    if absl is not None:
+        monkeypatch.setattr(absl.PythonHandler, "close", lambda self: None)
+        monkeypatch.setattr(absl.ABSLHandler, "close", lambda self: None)
 
 
 @pytest.fixture

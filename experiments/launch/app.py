@@ -290,8 +290,11 @@ def _reader_left() -> int:
 
 @contextmanager
 def _hydra_environment(argv: list[str]) -> Iterator[None]:
-    """For the time of a run: the command line that Hydra reads, and its errors raised and not printed."""
+    """For the time of a run: the command line that Hydra reads, its errors raised and not printed, and the
+    logging it configures. The caller's handlers come back at the end; Hydra's are closed."""
     old_argv, old_flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    loggers = [logging.getLogger(), logging.getLogger("moejax")]
+    old_handlers, old_levels = list(loggers[0].handlers), [logger.level for logger in loggers]
     sys.argv = argv
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -306,3 +309,8 @@ def _hydra_environment(argv: list[str]) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = old_flag
+        for handler in set(loggers[0].handlers) - set(old_handlers):
+            handler.close()
+        loggers[0].handlers[:] = old_handlers
+        for logger, level in zip(loggers, old_levels, strict=True):
+            logger.setLevel(level)

@@ -1,6 +1,6 @@
 """`grouped_swiglu` as a `@triton.jit` kernel through jax-triton: the twin of `pallas_triton`, same tiles.
 
-Pallas's Triton backend is on its way out (docs/architecture.md); this path does not need it.
+Pallas's Triton backend is on its way out (docs/decisions.md); this path does not need it.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Paged decode as `@triton.jit` kernels through jax-triton: the twin of `decode.py`, without prompt chunks.
 
-Pallas's Triton backend is on its way out (docs/architecture.md); this path does not need it.
+Pallas's Triton backend is on its way out (docs/decisions.md); this path does not need it.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,6 @@
 """The launcher of experiments: configs compose, mistakes end in one line, jobs and sweeps behave."""
 
 import json
-import logging
 import math
 import os
 import pickle
@@ -9,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,18 +52,10 @@ REPOSITORY = CONFIG_DIR.parent
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fresh working directory, and the logging that a job configures taken down again."""
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    root, ours = logging.getLogger(), logging.getLogger("moejax")
-    handlers, levels = list(root.handlers), (root.level, ours.level)
-    yield
-    for handler in [item for item in root.handlers if item not in handlers]:
-        handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
 
 
 def compose(name: str, *overrides: str) -> Any:

@@ -1,11 +1,9 @@
 """`python -m experiments.kernels`: mistakes are one line, and the default tracker gets the table."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,18 +14,10 @@ from experiments.launch.app import CONFIG_DIR, launch
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fresh working directory, and the logging that a job configures taken down again."""
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    root, ours = logging.getLogger(), logging.getLogger("moejax")
-    handlers, levels = list(root.handlers), (root.level, ours.level)
-    yield
-    for handler in [item for item in root.handlers if item not in handlers]:
-        handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
 
 
 NAMES = [

@@ -168,9 +168,10 @@ def _small(config: EngineConfig, num_seqs: int, total_len: int) -> EngineConfig:
 def growth(values: Sequence[float]) -> float:
     """Slope a round (least squares), from the second value on: the first round fills caches and pools."""
     later = np.asarray(values[1:], dtype=np.float64)
-    if len(later) < 2 or (later == later[0]).all():
+    if len(later) < 2:
         return 0.0
-    return float(np.polyfit(np.arange(len(later)), later, 1)[0])
+    rounds = np.arange(len(later)) - (len(later) - 1) / 2  # centred: for whole numbers the sums are exact
+    return float(rounds @ later / (rounds @ rounds))
 
 
 def leak_faults(snapshots: Sequence[Snapshot], section: StressSection) -> tuple[dict[str, float], list[str]]:
