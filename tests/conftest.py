@@ -6,6 +6,7 @@ kernels and pytest-xdist's workers inherit it.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -66,6 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
     quick = [] if config.getoption("as_shipped") or "cuda" in os.environ["JAX_PLATFORMS"] else QUICK
     wanted = [*quick, *([] if any("device_count" in flag for flag in flags) else [EIGHT_DEVICES])]
     os.environ["XLA_FLAGS"] = " ".join([*flags, *(flag for flag in wanted if flag not in flags)])
+    # Tracing makes and keeps many objects: looking for circles among them as often as Python does by default
+    # takes a tenth of the suite's time, and so does writing each operation's lines of Python into its program.
+    gc.set_threshold(100_000, 50, 100)
+    if quick:
+        os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "raise")

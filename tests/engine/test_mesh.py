@@ -90,11 +90,11 @@ def check(layout: str, family: str, model: Any, single: Any, *, skewed: bool = F
 @pytest.mark.parametrize(
     ("layout", "family", "skewed"),
     [
-        ("tp8", "olmoe", False),
+        pytest.param("tp8", "olmoe", False, marks=pytest.mark.slow),
         ("ep8", "qwen3_moe", False),
         ("ep4_tp2", "qwen2_moe", False),
-        ("dp_attention_ep8", "mixtral", False),
-        ("nodes2_ep8", "qwen3_moe", True),
+        pytest.param("dp_attention_ep8", "mixtral", False, marks=pytest.mark.slow),
+        pytest.param("nodes2_ep8", "qwen3_moe", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(
@@ -103,6 +103,7 @@ def test_a_mesh_gives_what_one_device_gives(
     check(layout, family, model, single, skewed=skewed)
 
 
+@pytest.mark.slow
 def test_fewer_requests_than_devices(model: Any, single: Any) -> None:
     check("dp_attention_ep8_all_to_all", "qwen2_moe", model, single, count=1)
 

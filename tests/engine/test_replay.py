@@ -73,7 +73,9 @@ def replaying(bare_llm: LLM, recorded: Any) -> Callable[[str], LLM]:
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "preempting" else []) for name in CONFIGS]
+)
 def test_the_recorded_rows_run_again(name: str, replaying: Any, recorded: Any) -> None:
     trace, came_out = recorded
     llm = replaying(name)

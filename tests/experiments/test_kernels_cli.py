@@ -80,6 +80,7 @@ def test_a_device_that_cannot_be_timed_is_one_line(
     assert {item.name for item in (tmp_path / "run").iterdir()} <= {".hydra", "kernels.log"}
 
 
+@pytest.mark.slow
 def test_the_default_tracker_has_the_table(tmp_path: Path) -> None:
     """As a program: W&B offline, the table in its run, the figures on stdout, the command to look at it."""
     pytest.importorskip("triton")

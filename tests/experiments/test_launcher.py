@@ -180,7 +180,10 @@ def test_process_0_alone_writes_and_prints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "code", "text"),
-    [(13, 2, "[1] error: seed 13 brings bad luck"), (14, 1, "ZeroDivisionError: a defect of seed 14")],
+    [
+        (13, 2, "[1] error: seed 13 brings bad luck"),
+        pytest.param(14, 1, "ZeroDivisionError: a defect of seed 14", marks=pytest.mark.slow),
+    ],
 )
 def test_one_process_fails(tmp_path: Path, seed: int, code: int, text: str) -> None:
     with started([SCRIPT, "parallel=ep8", "tracker=none", f"seed={seed}"], cwd=tmp_path) as running:
@@ -190,6 +193,7 @@ def test_one_process_fails(tmp_path: Path, seed: int, code: int, text: str) -> N
     assert not list(tmp_path.glob("outputs/latency/*/result.json"))
 
 
+@pytest.mark.slow
 def test_both_processes_fail(tmp_path: Path) -> None:
     """On the same mistake: each has its line, and neither speaks of the other."""
     with started([SCRIPT, "parallel=single", "tracker=none"], cwd=tmp_path) as running:
@@ -199,6 +203,7 @@ def test_both_processes_fail(tmp_path: Path) -> None:
         assert "ends with it" not in running[0].stderr + running[1].stderr
 
 
+@pytest.mark.slow
 def test_processes_started_differently(tmp_path: Path) -> None:
     """The second one reads another model's section: the line names the keys."""
     override = tmp_path / "other"

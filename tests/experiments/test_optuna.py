@@ -37,6 +37,7 @@ def trials(folder: Path) -> list[str]:
         return [state for (state,) in database.execute("select state from trials order by number")]
 
 
+@pytest.mark.slow
 def test_refused_combinations_are_failed_trials_and_a_killed_study_goes_on(tmp_path: Path) -> None:
     """Seeds 1 to 3 by batch sizes of which 9 exceeds the engine's 8; killed in the first trial of seed 2."""
     swept = ("seed=choice(1,2,3)", "workload.batch_size=choice(1,9)", "engine.max_num_seqs=8")

@@ -52,7 +52,7 @@ def same(a, b):
     [
         pytest.param("awq", "int4_g8", "quantizing layer 1", 1, marks=pytest.mark.slow),
         pytest.param("awq", "int4_g8", "running layer 2, quantized", 2, marks=pytest.mark.slow),
-        ("gptq", "int4_g8_asym", "calibrating lm_head", 3),
+        pytest.param("gptq", "int4_g8_asym", "calibrating lm_head", 3, marks=pytest.mark.slow),
         ("smoothquant", "w8a8_static", "calibrating layer 0", 0),
     ],
 )

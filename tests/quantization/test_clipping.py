@@ -123,7 +123,9 @@ def test_mse_of_powers_of_two_may_widen():
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("clip", METHODS)
-@pytest.mark.parametrize("name", ["int4_g32_asym", "fp8_block128", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["int4_g32_asym", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp8_block128", "nvfp4"))]
+)
 def test_chunks_do_not_change_a_range(name, clip):
     """Matrices one by one, and outputs apart where nothing joins them; the last chunk may be smaller."""
     fmt, w = parse_format(name), heavy((3, 64, 96))

@@ -253,7 +253,10 @@ class TestExperts:
         assert_twin(found["pallas_triton"], loops(formats, x, chosen), formats)
 
     @pytest.mark.parametrize("layout", ["edf", pytest.param("efd", marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("formats", MIXED, ids="-".join)
+    @pytest.mark.parametrize(
+        "formats",
+        [pytest.param(f, marks=[pytest.mark.slow] if f in MIXED[3:] else [], id="-".join(f)) for f in MIXED],
+    )
     def test_a_format_of_its_own_for_each(self, formats: tuple[str, str, str], layout: str) -> None:
         x, chosen = draw(9, D, seed=4), routing(9)
         expected = loops(formats, x, chosen)

@@ -121,7 +121,10 @@ def check(
     return programs
 
 
-@pytest.mark.parametrize("layout", HERE)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[] if name in ("tp8", "ep8", "pp2_ep4") else [pytest.mark.slow]) for name in HERE],
+)
 def test_bytes_of_every_preset(layout: str) -> None:
     check(MODEL, PRESETS[layout], decode())
 

@@ -23,7 +23,9 @@ def outcomes(directory: Path, parallel: dict[str, Any], count: int) -> list[dict
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"ep": 8, "nodes": 2, "attention": "data", "exchange": "hierarchical"},
+        pytest.param(
+            {"ep": 8, "nodes": 2, "attention": "data", "exchange": "hierarchical"}, marks=pytest.mark.slow
+        ),
         pytest.param({"ep": 4, "tp": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "ep": 4}, marks=pytest.mark.slow),
     ],

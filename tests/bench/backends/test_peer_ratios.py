@@ -195,6 +195,7 @@ def test_what_a_peer_cannot_do_ends_before_anything_runs(
         run_throughput([peer], traffic, run)
 
 
+@pytest.mark.slow
 def test_throughput_beside_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Our batching modes first, the peer last; what the peer does not tell of its cache is left out."""
     peer = open_fake(tmp_path, step_s=0.002)
