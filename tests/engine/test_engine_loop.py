@@ -29,7 +29,10 @@ def whole(bare_llm: LLM) -> FullForward:
     return FullForward(bare_llm.model)
 
 
-@pytest.fixture(scope="module", params=["auto", *(pytest.param(d, marks=pytest.mark.slow) for d in ("int8", "float8_e5m2"))])
+@pytest.fixture(
+    scope="module",
+    params=["auto", *(pytest.param(d, marks=pytest.mark.slow) for d in ("int8", "float8_e5m2"))],
+)
 def forked(bare_llm: LLM, request: pytest.FixtureRequest) -> LLM:
     """An engine that has decoded, computed chunks and copied blocks, in each kind of cache."""
     llm = bare_llm.variant(SCARCE)

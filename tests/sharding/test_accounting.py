@@ -48,6 +48,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = small_model(vocab_size=99, num_layers=2, moe_layers=(True, False), sliding_windows=(None, None))
 
 HERE = [name for name, layout in PRESETS.items() if 1 < layout.num_devices <= 8]
+QUICK = ("tp8", "ep8", "pp2_ep4")
 OTHERS = [
     name for name, layout in LAYOUTS.items() if layout.num_devices > 1 and layout not in PRESETS.values()
 ]
@@ -123,7 +124,7 @@ def check(
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=[] if name in ("tp8", "ep8", "pp2_ep4") else [pytest.mark.slow]) for name in HERE],
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in HERE],
 )
 def test_bytes_of_every_preset(layout: str) -> None:
     check(MODEL, PRESETS[layout], decode())
