@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = [*quick, *([] if any("device_count" in flag for flag in flags) else [EIGHT_DEVICES])]
     os.environ["XLA_FLAGS"] = " ".join([*flags, *(flag for flag in wanted if flag not in flags)])
     # Tracing makes and keeps many objects: looking for circles among them as often as Python does by default
-    # takes a tenth of the suite's time, and so does writing each operation's lines of Python into its program.
+    # takes a tenth of the suite's time. Each operation's lines of Python in its program cost some, too.
     gc.set_threshold(100_000, 50, 100)
     if quick:
         os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
@@ -104,8 +104,8 @@ def forget_programs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def captured_stderr_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra's logging set-up closes every handler that exists. Absl's (orbax brings it) closes its stream too,
-    which under pytest is the captured stderr, so it is kept from doing that whatever test ran before."""
+    """Hydra's logging set-up closes every handler that exists. Absl's (orbax brings it) closes its stream
+    too, which under pytest is the captured stderr, so it is kept from doing that whatever test ran before."""
     absl = sys.modules.get("absl.logging")
     if absl is not None:
         monkeypatch.setattr(absl.PythonHandler, "close", lambda self: None)
