@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moejax.core.errors import ConfigError, MoejaxError, did_you_mean, unknown
+from moejax.core.errors import ConfigError, MoejaxError, did_you_mean
 
 T = TypeVar("T")
 _TWIN = "mirror$"
@@ -56,8 +56,8 @@ def build(cls: type[T], config: DictConfig) -> T:
     """Returns the dataclass `cls` that a composed config describes, its interpolations resolved.
 
     Raises:
-        ConfigError: a value is missing or no choice of its `Literal`, or an interpolation cannot be resolved.
-        MoejaxError: whatever a `__post_init__` raises.
+        ConfigError: a value is missing, or an interpolation cannot be resolved.
+        MoejaxError: whatever a `__post_init__` raises, with the key's place in the config.
     """
     for key in _missing(OmegaConf.to_container(config, resolve=False)):
         raise ConfigError(f"{key!r} has no value yet: add {key}=VALUE")
@@ -168,28 +168,22 @@ def _build(cls: Any, values: Any, path: str) -> Any:
     try:
         return cls(**kwargs)
     except MoejaxError as error:
-        # The library's class does not always know where in the config it stands.
-        parent, _, section = path.rpartition(".")
-        if not path or path in str(error):
+        # The library's class names its keys by its own section, wherever in the config it stands.
+        text, section = str(error), getattr(cls, "_section", "")
+        if not path or path in text:
             raise
-        where = f"{parent}." if parent and str(error).startswith(f"{section}.") else f"{path}: "
-        raise type(error)(f"{where}{error}") from error
+        inside = bool(section) and text.startswith(section)
+        raise type(error)(prefix + text.removeprefix(section) if inside else f"{path}: {text}") from error
 
 
 def _build_value(hint: Any, value: Any, key: str) -> Any:
+    """Builds the sections in a value; all else is the dataclasses' own to check and to convert."""
     inner, _ = _split_optional(hint)
-    if value is None:
-        return None
-    if _is_union(inner) and isinstance(value, dict):
-        # A number or a section: what is written as a section is that dataclass.
-        inner = next((arg for arg in get_args(inner) if dataclasses.is_dataclass(arg)), inner)
-    origin, args = get_origin(inner), get_args(inner)
-    if dataclasses.is_dataclass(inner):
-        return _build(inner, value, key)
-    if origin is Literal and value not in args:
-        raise ConfigError(f"{key}: {unknown('value', str(value), map(str, args))}")
-    if origin in (list, tuple) and args:
-        return origin(_build_value(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
-    if origin is dict and _holds_sections(args):
+    args = get_args(inner)
+    if isinstance(value, dict) and get_origin(inner) is dict and _holds_sections(args):
         return {name: _build_value(args[1], item, f"{key}.{name}") for name, item in value.items()}
-    return value
+    # A number or a section: what is written as a section is that dataclass.
+    section = next((arm for arm in (inner, *args) if dataclasses.is_dataclass(arm)), None)
+    if section is not None and isinstance(value, list):
+        return [_build(section, item, f"{key}[{place}]") for place, item in enumerate(value)]
+    return _build(section, value, key) if section is not None and isinstance(value, dict) else value

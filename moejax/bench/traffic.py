@@ -29,7 +29,7 @@ _ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS = range(4)
 
 
 @dataclass(frozen=True)
-class Lengths(Checked):
+class Lengths(Checked, section="lengths"):
     """A distribution of lengths in tokens, whole numbers within [low, high].
 
     Attributes:

@@ -34,6 +34,7 @@ from experiments.launch.structured import build, mirror
 from moejax.bench.backends.config import BackendOptions
 from moejax.bench.traffic import Lengths
 from moejax.bench.workload import LatencyCase, latency_cases
+from moejax.core.checked import Checked
 from moejax.core.config import EngineConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.train.config import TrainConfig
@@ -530,13 +531,13 @@ def test_query_line_strips_the_program() -> None:
 
 
 @dataclass(frozen=True)
-class Inner:
+class Inner(Checked, section="inner"):
     kind: Literal["a", "b"] = "a"
     sizes: tuple[int, ...] = (1, 2)
 
 
 @dataclass(frozen=True)
-class Outer:
+class Outer(Checked):
     name: str
     either: int | list[int] = 1
     limit: float | None = None

@@ -3,7 +3,7 @@
 import importlib.util
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -69,18 +69,21 @@ class BackendOptions(Checked, section="backend"):
     prompts: Prompts = "token_ids"
     timeout_s: PositiveNumber = 600.0
 
-    def check(self, where: str = "backend") -> None:
+    def check(self, where: str = "backend", shared: Collection[str] = ()) -> None:
         """Checks what can be known before anything runs: values that belong to another kind, missing files,
         packages, interpreters.
 
         Args:
             where: the section's name in messages.
+            shared: fields that stand here for other backends.
 
         Raises:
             ConfigError: the first that is wrong.
         """
+        usual = BackendOptions()
         for name, kinds in _ONLY.items():
-            if self.kind not in kinds and getattr(self, name) != getattr(BackendOptions(), name):
+            foreign = self.kind not in kinds and name not in shared
+            if foreign and getattr(self, name) != getattr(usual, name):
                 raise ConfigError(f"{where}.{name} is for {' and '.join(kinds)}, and this is {self.kind}")
         if self.kind in _LOCAL:
             self._check_worker(where)
@@ -148,9 +151,7 @@ class BackendSection(BackendOptions):
                 raise ConfigError(f"backend.compare_with: {name} is measured already; every name once")
         # Options that everyone shares may stand beside a first backend that has none of them.
         used = {self.peers[name].kind for name in self.compare_with}
-        shared = {name for name in _SHARED if used & set(_ONLY[name])}
-        blank: dict[str, Any] = {} if self.kind in _LOCAL else dict.fromkeys(shared)
-        replace(self.first(), **blank).check()
+        self.check(shared={name for name in _SHARED if used & set(_ONLY[name])})
         for name, options in self.chosen()[1:]:
             options.check(f"backend.peers.{name}")
 
@@ -175,13 +176,9 @@ class BackendSection(BackendOptions):
         if keys and not any(options.kind == "moejax" for _, options in chosen):
             raise ConfigError(f"{keys[0]} is moejax's own, and {self.kind} knows nothing of it; leave it out")
 
-    def first(self) -> BackendOptions:
-        """Returns the first backend's options alone."""
-        return BackendOptions(**{name: getattr(self, name) for name in BackendOptions.__dataclass_fields__})
-
     def chosen(self) -> list[tuple[str, BackendOptions]]:
         """Returns (name, options) of all that are measured, the first one first."""
-        chosen: list[tuple[str, BackendOptions]] = [(self.kind, self.first())]
+        chosen: list[tuple[str, BackendOptions]] = [(self.kind, self)]
         for name in self.compare_with:
             options = self.peers[name]
             if options.kind in _LOCAL:
