@@ -116,16 +116,44 @@ def drive(
     A request that the engine refuses or breaks off is a `ServedRequest` like any other. If the body is left
     by an exception (Ctrl-C too), what still runs is aborted.
     """
+    params = [sampling(planned.output_len, index) for index, planned in enumerate(plan)]
     steps: list[StepRecord] = []
-    live: list[RequestOutput] = []
+    outputs: list[RequestOutput | str] = []  # of a refused request the engine's line
+    running: list[RequestOutput] = []
     before, backend.on_step = backend.on_step, steps.append
     agree(0)  # so that all processes' clocks start together
-    start = clock()
+    start = looked = clock()
     try:
-        outputs = _serve(backend, plan, sampling, start, live, on_progress, clock, sleep, agree)
+        while True:
+            now = clock()
+            due = len(outputs)
+            while due < len(plan) and start + plan[due].arrival_s <= now:
+                due += 1
+            if len(outputs) < len(plan):
+                due = agree(due)
+            while len(outputs) < due:
+                planned, chosen = plan[len(outputs)], params[len(outputs)]
+                arrival = start + planned.arrival_s
+                try:
+                    output = backend.submit(planned.prompt_token_ids, chosen, arrival_time=arrival)
+                except RequestError as error:
+                    outputs.append(str(error))
+                    on_progress(1)
+                else:
+                    outputs.append(output)
+                    running.append(output)
+            busy = backend.step()
+            if not busy or now - looked >= _LOOK_EVERY:
+                looked, count = now, len(running)
+                running = [output for output in running if not output.finished]
+                on_progress(count - len(running))
+            if not busy and len(outputs) == len(plan):
+                break
+            if not busy:
+                sleep(max(0.0, start + plan[len(outputs)].arrival_s - clock()))
     finally:
         backend.on_step = before
-        for output in live:
+        for output in running:
             if not output.finished:
                 backend.abort(output.request_id)
     served = [
@@ -133,53 +161,6 @@ def drive(
         for index, (planned, output) in enumerate(zip(plan, outputs, strict=True))
     ]
     return TrafficRun(start, tuple(served), tuple(steps))
-
-
-def _serve(
-    backend: Backend,
-    plan: Sequence[PlannedRequest],
-    sampling: Callable[[int, int], SamplingParams],
-    start: float,
-    live: list[RequestOutput],
-    on_progress: Callable[[int], None],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-    agree: Callable[[int], int],
-) -> list[RequestOutput | str]:
-    """The loop; a request's output, or the line with which the engine refused it. Appends to `live` what was
-    taken on, so that the caller can clear up."""
-    params = [sampling(planned.output_len, index) for index, planned in enumerate(plan)]
-    outputs: list[RequestOutput | str] = []
-    running: list[RequestOutput] = []
-    looked = start
-    while True:
-        now = clock()
-        due = len(outputs)
-        while due < len(plan) and start + plan[due].arrival_s <= now:
-            due += 1
-        if len(outputs) < len(plan):
-            due = agree(due)
-        while len(outputs) < due:
-            planned, chosen = plan[len(outputs)], params[len(outputs)]
-            arrival = start + planned.arrival_s
-            try:
-                output = backend.submit(planned.prompt_token_ids, chosen, arrival_time=arrival)
-            except RequestError as error:
-                outputs.append(str(error))
-                on_progress(1)
-                continue
-            outputs.append(output)
-            live.append(output)
-            running.append(output)
-        busy = backend.step()
-        if not busy or now - looked >= _LOOK_EVERY:
-            looked, before = now, len(running)
-            running = [output for output in running if not output.finished]
-            on_progress(before - len(running))
-        if not busy:
-            if len(outputs) == len(plan):
-                return outputs
-            sleep(max(0.0, start + plan[len(outputs)].arrival_s - clock()))
 
 
 def _outcome(
