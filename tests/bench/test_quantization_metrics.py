@@ -19,8 +19,8 @@ TOKENS = np.array([4, 4, 2])
 def test_perplexity_counts_tokens_not_windows():
     boot = WindowBootstrap(TOKENS)
     nats = np.array([4.0, 8.0, 8.0])  # 20 nats over 10 tokens
-    assert boot.perplexity(nats).estimate == pytest.approx(np.exp(2.0), rel=1e-12)
     fields = loss_fields(boot, nats, nats - TOKENS * 0.01, bytes_per_token=2.0)
+    assert fields["perplexity"] == pytest.approx(np.exp(2.0), rel=1e-12)
     assert fields["perplexity_loss_percent"] == pytest.approx(100 * (np.exp(0.01) - 1), rel=1e-9)
     assert fields["perplexity_delta"] == pytest.approx(np.exp(2.0) - np.exp(1.99), rel=1e-9)
     assert fields["bits_per_byte"] == pytest.approx(2 / np.log(2) / 2, rel=1e-12)

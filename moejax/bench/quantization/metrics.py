@@ -77,10 +77,6 @@ class WindowBootstrap:
         """Returns the interval of the mean over tokens."""
         return self.interval(self.means(sums))
 
-    def perplexity(self, nats: ArrayLike) -> Interval:
-        """Returns the interval of exp(mean loss); nats summed over each window `[W]`."""
-        return self.interval(np.exp(self.means(nats)))
-
     def difference(self, nats: ArrayLike, base: ArrayLike) -> Interval:
         """Returns the interval of a perplexity less the base's."""
         return self.interval(np.exp(self.means(nats)) - np.exp(self.means(base)))
