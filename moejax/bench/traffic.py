@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -182,9 +182,11 @@ def plan_requests(
     ]
 
 
-def mean_lengths(plan: Sequence[PlannedRequest]) -> dict[str, int]:
-    """Returns the mean prompt and output lengths of a plan in tokens, for its row."""
+def plan_fields(plan: Sequence[PlannedRequest], request_rate: float | None) -> dict[str, Any]:
+    """Returns a row's fields: requests/s, the number of requests, and their mean lengths in tokens."""
     return {
+        "request_rate": "inf" if request_rate == math.inf else request_rate,
+        "num_requests": len(plan),
         "prompt_len": round(statistics.mean(len(request.prompt_token_ids) for request in plan)),
         "output_len": round(statistics.mean(request.output_len for request in plan)),
     }

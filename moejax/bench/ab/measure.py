@@ -21,7 +21,7 @@ from moejax.bench.latency.cases import plan_batches, prepare_peer
 from moejax.bench.latency.measure import batch_records
 from moejax.bench.throughput.measure import warm_up
 from moejax.bench.throughput.modes import Mode, plan_traffic
-from moejax.bench.traffic import ThroughputWorkload, mean_lengths
+from moejax.bench.traffic import ThroughputWorkload, plan_fields
 from moejax.bench.workload import WorkloadConfig
 from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
@@ -79,12 +79,7 @@ class TrafficLoad:
         self.plan = plan_traffic(backends, workload)
         self.rate = None if workload.trace_file else workload.request_rate
         self.cases: list[dict[str, Any]] = [
-            {
-                "request_rate": "inf" if self.rate == float("inf") else self.rate,
-                "num_requests": len(self.plan),
-                "batch_size": len(self.plan),
-                **mean_lengths(self.plan),
-            }
+            {**plan_fields(self.plan, self.rate), "batch_size": len(self.plan)}
         ]
 
     def warm_up(self, backend: Backend, case: int) -> None:

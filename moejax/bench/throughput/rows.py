@@ -1,6 +1,5 @@
 """A throughput result's rows: a mode's latencies, rates, queue and cache; and one mode over another."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.common.step_cost import traffic_utilisation
 from moejax.bench.common.timeline import step_metrics
 from moejax.bench.throughput.modes import Mode
-from moejax.bench.traffic import ThroughputWorkload, mean_lengths
+from moejax.bench.traffic import ThroughputWorkload, plan_fields
 from moejax.core.hardware import Hardware
 from moejax.results.metric_names import RATES
 from moejax.results.metrics import RequestRecord, case_row, compute_metrics, summarize
@@ -48,11 +47,9 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
         "case": index,
         "backend": mode.backend.name,
         "batching": mode.batching,
-        "request_rate": "inf" if mode.request_rate == math.inf else mode.request_rate,
-        "num_requests": len(plan),
         "max_num_seqs": limit,
         "batch_size": limit or len(plan),
-        **mean_lengths(plan),
+        **plan_fields(plan, mode.request_rate),
     }
     served = mode.served
     duration = sum(run.duration_s for run in mode.runs)
