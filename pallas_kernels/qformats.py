@@ -26,6 +26,7 @@ Scales are bfloat16, float16 or float32. `quantize` rounds to nearest; better me
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,21 @@ class Format:
         values = (F, D // 2 if self.kind == "w4a16" else D)
         rows = -(-D // self.group) if self.group else 1
         return values, (rows, -(-F // self.scale_columns))
+
+    def weight_bytes(self, D: int, F: int) -> float:
+        """Returns the bytes of one matrix with bfloat16 scales."""
+        (outputs, inputs), (rows, columns) = self.shapes(D, F)
+        return outputs * inputs + rows * columns * (3.0 if self.zeros else 2.0)
+
+    @property
+    def problem(self) -> dict[str, int | str]:
+        """The part of a problem (`pallas_kernels.op.Problem`) that says which format it is of."""
+        return {"kind": self.kind, "group": self.group, "zeros": int(self.zeros)}
+
+    @classmethod
+    def of(cls, problem: Mapping[str, int | str]) -> "Format":
+        """Returns the format of a problem."""
+        return cls(str(problem["kind"]), int(problem["group"]), bool(problem["zeros"]))
 
     @property
     def value_dtype(self) -> Any:

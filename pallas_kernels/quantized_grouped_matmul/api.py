@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import arrays_of, bind_shapes, check_arrays, check_dtype, check_that
+from pallas_kernels.group_specs import problem
 from pallas_kernels.groups import ACTIVATIONS, check_table
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.qformats import PACK, QuantizedTensor, check_quantized
@@ -15,7 +16,7 @@ from pallas_kernels.quantized_grouped_matmul.reference import (
     quantized_grouped_matmul_reference,
     quantized_grouped_swiglu_reference,
 )
-from pallas_kernels.quantized_grouped_matmul.specs import SPECS, SWIGLU_SPECS, problem
+from pallas_kernels.quantized_grouped_matmul.specs import SPECS, SWIGLU_SPECS
 from pallas_kernels.run import Options, run
 
 OP = Op(

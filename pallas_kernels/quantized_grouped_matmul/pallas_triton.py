@@ -141,8 +141,7 @@ def tiles(
 
 def _read(problem: Problem) -> tuple[Format, int, int]:
     block_m = int(problem["block_m"])
-    fmt = Format(str(problem["kind"]), int(problem["group"]), bool(problem["zeros"]))
-    return fmt, block_m, int(problem["P"]) // block_m
+    return Format.of(problem), block_m, int(problem["P"]) // block_m
 
 
 def activations(

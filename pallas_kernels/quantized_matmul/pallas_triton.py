@@ -39,7 +39,7 @@ class Config:
 
 def heuristic(problem: Problem) -> Config:
     """Blocks as high as the rows need, up to 64, or 128 where nothing is decoded."""
-    fmt, T = _format(problem), int(problem["T"])
+    fmt, T = Format.of(problem), int(problem["T"])
     wide = problem["dtype"] == "float32"
     most = 128 if fmt.kind == "w8a8" else 64
     block_m = 16 if wide else min(most, max(16, next_power_of_2(T)))
@@ -50,7 +50,7 @@ def heuristic(problem: Problem) -> Config:
 
 def space(problem: Problem) -> Iterable[Config]:
     """Returns both modes, with tiles for two heights of blocks."""
-    fmt, T, best = _format(problem), int(problem["T"]), heuristic(problem)
+    fmt, T, best = Format.of(problem), int(problem["T"]), heuristic(problem)
     seen = {best}
     if fmt.kind != "w8a8":
         seen |= {replace(best, mode=mode) for mode in ("fused", "dequantize_once")}
@@ -58,10 +58,6 @@ def space(problem: Problem) -> Iterable[Config]:
         for tile in tiles(fmt, block_m, -(-T // block_m), int(problem["F"]), 1):
             seen.add(Config("fused", block_m, *tile))
     return sorted(seen, key=lambda c: tuple(vars(c).values()))
-
-
-def _format(problem: Problem) -> Format:
-    return Format(str(problem["kind"]), int(problem["group"]), bool(problem["zeros"]))
 
 
 def quantized_matmul_pallas(

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
 from pallas_kernels.op import Cost, Problem, Spec
 from pallas_kernels.qformats import Format, random_quantized
-from pallas_kernels.quantized_grouped_matmul.specs import weight_bytes
 
 CASES = (
     (MIXTRAL, "qkv", "decode", 1, Format("w4a16", 128)),
@@ -24,15 +23,7 @@ CASES = (
 
 
 def problem(T: int, D: int, F: int, dtype: Any, fmt: Format) -> Problem:
-    return {
-        "T": T,
-        "D": D,
-        "F": F,
-        "dtype": str(jnp.dtype(dtype)),
-        "kind": fmt.kind,
-        "group": fmt.group,
-        "zeros": int(fmt.zeros),
-    }
+    return {"T": T, "D": D, "F": F, "dtype": str(jnp.dtype(dtype)), **fmt.problem}
 
 
 def _spec(model: ModelShape, which: str, phase: str, T: int, fmt: Format) -> Spec:
@@ -51,7 +42,7 @@ def _spec(model: ModelShape, which: str, phase: str, T: int, fmt: Format) -> Spe
         problem=problem(T, D, F, jnp.bfloat16, fmt),
         cost=Cost(
             flops=2.0 * T * D * F,
-            bytes=weight_bytes(fmt, D, F) + 2.0 * T * (D + F),
+            bytes=fmt.weight_bytes(D, F) + 2.0 * T * (D + F),
             unit="int8" if fmt.kind == "w8a8" else "bfloat16",
         ),
         tags=frozenset({model.name, phase, f"tokens_{T}", which, fmt.kind, fmt.name}),

@@ -4,9 +4,8 @@ Of each phase the steps with (nearly) as many tokens as any are taken, in every 
 step and layer some between the most even and the most skewed (load of the most loaded expert over the mean).
 """
 
-import importlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,14 +15,14 @@ from moejax.core.errors import ConfigError, MoejaxError
 from moejax.routing.analysis import skew
 from moejax.routing.capture import RoutingCapture
 from moejax.routing.source import open_trace
+from pallas_kernels.group_specs import down_spec, swiglu_spec
 from pallas_kernels.models import MODELS, ModelShape
 from pallas_kernels.op import Spec
 from pallas_kernels.qformats import Format
 from pallas_kernels.registry import load_op
 
-_PLAIN = ("grouped_matmul", "grouped_swiglu")
-_QUANTIZED = {"quantized_grouped_matmul": "make_down", "quantized_grouped_swiglu": "make_swiglu"}
-OPS = (*_PLAIN, *_QUANTIZED)
+_QUANTIZED = ("quantized_grouped_matmul", "quantized_grouped_swiglu")
+OPS = ("grouped_matmul", "grouped_swiglu", *_QUANTIZED)
 """Operations whose work depends on the sizes of groups."""
 
 _FORMATS = (Format("w4a16", 128), Format("w8a16"))
@@ -150,13 +149,10 @@ def pick_steps(capture: RoutingCapture, phase: str, count: int) -> list[Step]:
 
 def _specs(op: str, shape: ModelShape, step: Step) -> Sequence[Spec]:
     """Returns the step's specs of one operation, of a quantized one in each of `_FORMATS` that fits."""
+    formats: list[Format | None] = [None]
+    if op in _QUANTIZED:
+        inputs = shape.expert_hidden if op == "quantized_grouped_matmul" else shape.hidden
+        formats = [f for f in _FORMATS if not f.group or inputs % f.group == 0]
+    make = swiglu_spec if op.endswith("swiglu") else down_spec
     case = (shape, step.phase, len(step.ids), step.routing)
-    if op in _PLAIN:
-        make: Callable[..., Spec] = importlib.import_module(f"pallas_kernels.{op}.specs").make_spec
-        return [make(*case, ids=step.ids)]
-    from pallas_kernels.quantized_grouped_matmul import specs
-
-    make = getattr(specs, _QUANTIZED[op])
-    inputs = shape.expert_hidden if op == "quantized_grouped_matmul" else shape.hidden
-    formats: list[Any] = [f for f in _FORMATS if not f.group or inputs % f.group == 0]
     return [make(*case, fmt, ids=step.ids) for fmt in formats]
