@@ -12,7 +12,7 @@ from moejax.nn.rope import apply_rope
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
-from moejax.perf.cost import kv_head_bytes
+from moejax.perf.sizes import kv_head_bytes
 from moejax.quantization.kv import bits_dtype, is_quantized
 from moejax.sharding.spmd import SingleDevice
 

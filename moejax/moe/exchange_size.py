@@ -91,33 +91,11 @@ def _blocks(rows: float) -> int:
     return BLOCK_ROWS * max(1, math.ceil(rows / BLOCK_ROWS))
 
 
-def row_bytes(hidden: int, itemsize: int, top_k: int) -> int:
-    """Returns the bytes of a row there (with its ids and weights) and back."""
-    return 2 * hidden * itemsize + 8 * top_k
+def exchanged_bytes(rows: int, ranks: int, hidden: int, itemsize: int, top_k: int) -> int:
+    """Returns the bytes of `rows` from a device to each other of `ranks`, with their ids and weights, and of
+    their results back.
 
-
-def allgather_bytes(tokens: int, hidden: int, itemsize: int, top_k: int, ranks: int) -> int:
-    """Returns the bytes of every token to every other rank, and of a result back: (R - 1)·N rows each."""
-    return (ranks - 1) * tokens * row_bytes(hidden, itemsize, top_k)
-
-
-def all_to_all_bytes(rows: int, hidden: int, itemsize: int, top_k: int, ranks: int) -> int:
-    """Returns the bytes of `rows` between each pair of ranks, there and back: a bucket, N at worst."""
-    return (ranks - 1) * rows * row_bytes(hidden, itemsize, top_k)
-
-
-def hierarchical_bytes(
-    capacities: Sequence[int], hidden: int, itemsize: int, top_k: int, nodes: int, local: int
-) -> tuple[int, int]:
-    """Returns (between nodes, within the node), there and back: `capacities` rows on each of the two hops.
-
-    Without a capacity; with one, the way back between nodes has 4 bytes more a row (`exchange_hops`).
+    The rows are all N tokens under an all-gather, a bucket under an all-to-all or one hop of two; with a
+    capacity the way back between nodes has 4 bytes more a row (`exchange_hops`).
     """
-    between, within = capacities
-    each = row_bytes(hidden, itemsize, top_k)
-    return (nodes - 1) * between * each, (local - 1) * within * each
-
-
-def ragged_bytes(rows: float, hidden: int, itemsize: int, top_k: int, ranks: int) -> float:
-    """Returns the bytes of `rows`, the mean over pairs of ranks of those really sent, and of R counts."""
-    return (ranks - 1) * (rows * row_bytes(hidden, itemsize, top_k) + 4 * ranks)
+    return (ranks - 1) * rows * (2 * hidden * itemsize + 8 * top_k)

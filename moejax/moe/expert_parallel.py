@@ -22,8 +22,8 @@ Inference only: payloads are bits, which have no gradient.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,7 @@ from moejax.core.resolve import Resolution
 from moejax.moe.exchange_hops import Part, Run, exchange_hops, make_hops
 from moejax.moe.exchange_pack import pack, unpack
 from moejax.moe.exchange_ragged import exchange_ragged
-from moejax.moe.exchange_size import (
-    HopSize,
-    all_to_all_bytes,
-    allgather_bytes,
-    capacity_buckets,
-    hierarchical_bytes,
-)
+from moejax.moe.exchange_size import HopSize, capacity_buckets, exchanged_bytes
 from moejax.ops.dispatch import choose
 from moejax.sharding.axes import Axes, all_gather, index, reduce_scatter
 
@@ -200,24 +194,14 @@ def _auto(
         local = ranks // nodes
         hops = [HopSize(nodes, local * experts), HopSize(local, experts)]
         first, what, worth = "hierarchical", "between nodes", WORTH_BYTES_NODES
-        gathered = allgather_bytes(tokens, *row, ranks) - allgather_bytes(tokens, *row, local)
-        even, worst = (
-            hierarchical_bytes(capacities, *row, nodes, local)[0]
-            for capacities in _ends(capacity_buckets(tokens, top_k, hops))
-        )
+        gathered = exchanged_bytes(tokens, ranks, *row) - exchanged_bytes(tokens, local, *row)
     else:
         hops = [HopSize(ranks, experts)]
         first, what, worth = "all_to_all", "a device", WORTH_BYTES
-        gathered = allgather_bytes(tokens, *row, ranks)
-        even, worst = (
-            all_to_all_bytes(capacities[0], *row, ranks)
-            for capacities in _ends(capacity_buckets(tokens, top_k, hops))
-        )
+        gathered = exchanged_bytes(tokens, ranks, *row)
+    buckets = capacity_buckets(tokens, top_k, hops)
+    even, worst = (exchanged_bytes(rows, hops[0].size, *row) for rows in (buckets[0][0], buckets[-1][0]))
     numbers = f"{tokens} tokens: {gathered:,} bytes {what} gathered, {even:,} (at worst {worst:,}) by {first}"
     if gathered - even < worth:
         return Resolution(KEY, "allgather", f"{numbers}, which saves less than {worth:,}")
     return Resolution(KEY, first, f"{numbers}, which saves at least {worth:,}")
-
-
-def _ends(buckets: Sequence[Any]) -> tuple[Any, Any]:
-    return buckets[0], buckets[-1]

@@ -85,7 +85,6 @@ def attribute(
     hits: Sequence[float] | np.ndarray,
     logits: float | None = None,
     assignments: Sequence[float] | np.ndarray | None = None,
-    dtype: str | None = None,
     kv_dtype: str | None = None,
     weights: HeldWeights | None = None,
 ) -> list[OpCost]:
@@ -98,9 +97,9 @@ def attribute(
         hits: `[L]`, distinct experts that the step visits in each layer (0 in a dense one).
         logits: rows whose next token is sampled; None: each row's.
         assignments: `[L]`, (token, expert) pairs that ran, where a capacity has dropped some; None: all.
-        dtype: of weights and activations; None: the configuration's.
-        kv_dtype: of the cache; None: `dtype`.
-        weights: weights as they are held (`moejax.perf.memory.held_weights`); None: all in `dtype`.
+        kv_dtype: of the cache; None: the configuration's dtype.
+        weights: weights as they are held (`moejax.perf.memory.held_weights`); None: all in the
+            configuration's dtype.
 
     Raises:
         ConfigError: lengths that are none, or hits for another number of layers.
@@ -116,7 +115,7 @@ def attribute(
         raise ConfigError(
             f"expert hits of shape {visited.shape} for {config.num_layers} layers; give one each"
         )
-    count = _Counter(config, dtype or config.dtype, kv_dtype or dtype or config.dtype, weights, phase)
+    count = _Counter(config, kv_dtype or config.dtype, weights, phase)
     sampled = float(new.size if logits is None else logits)
     tokens = float(new.sum())
     ops = [count.embedding(tokens), count.rope(tokens)]
@@ -132,11 +131,9 @@ def attribute(
 class _Counter:
     """The formulas of one model."""
 
-    def __init__(
-        self, config: ModelConfig, dtype: str, kv_dtype: str, weights: HeldWeights | None, phase: str
-    ) -> None:
+    def __init__(self, config: ModelConfig, kv_dtype: str, weights: HeldWeights | None, phase: str) -> None:
         self.config, self.held_weights, self.phase = config, weights, phase
-        self.size = DTYPE_BYTES[dtype]
+        self.size = DTYPE_BYTES[config.dtype]
         self.kv_bytes = 2 * config.num_kv_heads * kv_head_bytes(config.head_dim, kv_dtype)
 
     def weights(self, layer: int | None, operation: str, params: float) -> float:
@@ -244,12 +241,6 @@ def by_operation(ops: Iterable[OpCost]) -> list[OpCost]:
     return sorted(sums, key=lambda op: (op.phase, order.index(op.operation)))
 
 
-def by_layer(ops: Iterable[OpCost]) -> dict[int | None, OpCost]:
-    """Returns the sum of each layer (None: what is outside of the layers), as operation "all"."""
-    sums = summed((replace(op, operation="all", phase="all") for op in ops), lambda op: op.layer)
-    return {op.layer: op for op in sums}
-
-
 def total(ops: Iterable[OpCost]) -> OpCost:
     """Returns the sum over everything, as operation and phase "all"."""
     zero = OpCost(None, "all", "all")
@@ -288,6 +279,13 @@ def bound(flops: float, bytes_: float, peak: float, bandwidth: float) -> Bound:
     and bytes/s."""
     memory, compute = bytes_ / bandwidth, flops / peak
     return Bound(max(memory, compute), "memory" if memory >= compute else "compute")
+
+
+def step_bound(cost: OpCost, hardware: Hardware | None, dtype: str) -> Bound | None:
+    """Returns a step's bound; None without a known bandwidth. Compute counts where its peak is known."""
+    if hardware is None or hardware.bandwidth is None:
+        return None
+    return bound(cost.flops, cost.bytes, hardware.flops.get(dtype, float("inf")), hardware.bandwidth)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.parallel import ParallelConfig
-from moejax.perf.cost import DTYPE_BYTES
+from moejax.perf.sizes import DTYPE_BYTES
 
 EXCHANGES = ("none", "allgather", "all_to_all", "ragged", "hierarchical")
 _INT = _FLOAT = 4
@@ -140,7 +140,6 @@ def step_comm(
     tokens: int,
     rows: int,
     exchange: Exchange | None = None,
-    dtype: str | None = None,
     layers: Sequence[int] | None = None,
     passes: int = 1,
     slots: int | None = None,
@@ -154,7 +153,6 @@ def step_comm(
         tokens: N, of one data group in one pass of the program: rows and chunk tokens, padding included.
         rows: S, sampled rows of one data group in one pass.
         exchange: how tokens travel; needed where `parallel.attention` is "data" and ep > 1.
-        dtype: of the activations; None is the configuration's.
         layers: the stage's layers; None: all, in one stage.
         passes: of the stage's program in a step: microbatches of the pipeline.
         slots: sequences of one data group whose newest tokens go from the last stage back to the first, at
@@ -169,7 +167,7 @@ def step_comm(
     stage_layers = range(model.num_layers) if layers is None else layers
     sizes = role_sizes(model, parallel)
     terms = _Terms(sizes, passes)
-    itemsize = DTYPE_BYTES[dtype or model.dtype]
+    itemsize = DTYPE_BYTES[model.dtype]
     hidden = tokens * model.hidden_size * itemsize
     sparse = sum(model.moe_layers[layer] for layer in stage_layers)
     first, last = stage_layers[0] == 0, stage_layers[-1] == model.num_layers - 1

@@ -16,9 +16,9 @@ from moejax.core.config import ModelConfig
 from moejax.core.hardware import Hardware
 from moejax.core.parallel import ParallelConfig
 from moejax.perf.comm import CommTerm, Exchange, step_comm
-from moejax.perf.cost import DTYPE_BYTES, expert_params
 from moejax.perf.links import link_seconds
 from moejax.perf.memory import StageMemory
+from moejax.perf.sizes import DTYPE_BYTES, expert_params
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ def model_step(
     exchange: Exchange,
     *,
     microbatches: int = 1,
-    dtype: str | None = None,
 ) -> StepModel:
     """Returns the step of a phase on a device kind.
 
@@ -83,7 +82,6 @@ def model_step(
         exchange: of a microbatch's tokens.
         microbatches: parts that the step goes through the pipeline in.
     """
-    dtype = dtype or model.dtype
     part = _part(phase, microbatches)
     stage_times: list[tuple[float, float, float, float]] = []
     per_role: list[dict[str, float]] = []
@@ -95,10 +93,9 @@ def model_step(
             tokens=part.tokens,
             rows=part.rows,
             exchange=exchange,
-            dtype=dtype,
             layers=stage.layers,
         )
-        memory, compute = _roofline(model, parallel, hardware, stage, part, dtype)
+        memory, compute = _roofline(model, parallel, hardware, stage, part)
         link = link_seconds(sent, hardware, parallel, model)
         linked &= link is not None
         stage_times.append((memory, compute, link.transfer if link else 0.0, link.latency if link else 0.0))
@@ -129,10 +126,9 @@ def _roofline(
     hardware: Hardware,
     stage: StageMemory,
     phase: Phase,
-    dtype: str,
 ) -> tuple[float, float]:
     """Seconds of reading and of arithmetic on one device of a stage."""
-    itemsize = DTYPE_BYTES[dtype]
+    itemsize = DTYPE_BYTES[model.dtype]
     sparse = sum(model.moe_layers[layer] for layer in stage.layers)
     # Tokens that come together at the experts: all data groups' that exchange.
     meeting = phase.tokens * (parallel.ep if parallel.attention == "data" else 1)
@@ -151,7 +147,7 @@ def _roofline(
     flops = 2.0 * phase.tokens * dense_params
     flops += 2.0 * sparse * assignments * expert_params(model) / parallel.tp
     flops += 4.0 * phase.tokens * sum(seen) * model.num_heads / parallel.tensor_size * model.head_dim
-    peak = hardware.flops.get(dtype)
+    peak = hardware.flops.get(model.dtype)
     assert hardware.bandwidth is not None
     return read / hardware.bandwidth, flops / peak if peak else 0.0
 

@@ -1,9 +1,11 @@
-"""Bytes of numbers as they are held: dtypes, cache entries, a model's matrices."""
+"""Numbers of a layer's matrices, and bytes as they are held: dtypes, cache entries, a model's weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from moejax.core.config import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_CODE_BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -11,6 +13,17 @@ KV_SCALE_BYTES = 4
 
 EXPERT_OPERATIONS = ("experts_gate_up", "experts_down")
 """Operations whose weights are read for the experts visited only."""
+
+
+def attention_params(config: ModelConfig) -> int:
+    """Returns projection weights of one layer."""
+    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return config.hidden_size * (2 * heads + 2 * kv)
+
+
+def expert_params(config: ModelConfig) -> int:
+    """Returns weights of one expert of one layer."""
+    return 3 * config.hidden_size * config.moe_intermediate_size
 
 
 def kv_head_bytes(head_dim: int, dtype: str) -> int:
@@ -32,11 +45,6 @@ class HeldWeights:
 
     num_layers: int
     parts: Mapping[tuple[int | None, str], float] = field(default_factory=dict)
-
-    @property
-    def always(self) -> float:
-        """Bytes of the weights that every step reads: all but the experts'."""
-        return sum(size for (_, name), size in self.parts.items() if name not in EXPERT_OPERATIONS)
 
     @property
     def expert(self) -> np.ndarray:

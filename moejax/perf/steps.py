@@ -48,7 +48,6 @@ def prefill(
     token_budget: int,
     *,
     hits: Sequence[float] | np.ndarray,
-    dtype: str | None = None,
     kv_dtype: str | None = None,
     weights: HeldWeights | None = None,
 ) -> list[OpCost]:
@@ -62,7 +61,7 @@ def prefill(
         op
         for new, context, ended in prefill_steps(lengths, token_budget)
         for op in attribute(
-            config, new_tokens=new, context=context, phase="prefill", hits=hits, logits=ended, dtype=dtype,
+            config, new_tokens=new, context=context, phase="prefill", hits=hits, logits=ended,
             kv_dtype=kv_dtype, weights=weights,
         )
     ]  # fmt: skip
@@ -73,7 +72,6 @@ def captured_steps(
     config: ModelConfig,
     capture: RoutingCapture,
     *,
-    dtype: str | None = None,
     kv_dtype: str | None = None,
     weights: HeldWeights | None = None,
 ) -> Iterator[tuple[int, list[OpCost]]]:
@@ -107,6 +105,6 @@ def captured_steps(
         sampled = int(np.count_nonzero(context >= ends[rows_of[:, 0]]))
         ops = attribute(
             config, new_tokens=new, context=context, phase=phase, hits=hits, logits=sampled,
-            assignments=ran, dtype=dtype, kv_dtype=kv_dtype, weights=weights,
+            assignments=ran, kv_dtype=kv_dtype, weights=weights,
         )  # fmt: skip
         yield int(capture.step[first]), ops

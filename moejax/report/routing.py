@@ -268,7 +268,7 @@ def _together(lift: np.ndarray) -> np.ndarray:
 
 def _bytes_axis(axis: Axes, named: Mapping[str, RoutingCapture], model: ModelConfig) -> None:
     """Bytes of the experts of all layers, on the right; only where all traces have the model's shape."""
-    from moejax.perf.cost import DTYPE_BYTES, expert_params
+    from moejax.perf.sizes import DTYPE_BYTES, expert_params
 
     layers = sum(model.moe_layers)
     if any((len(c.layers), c.num_experts) != (layers, model.num_experts) for c in named.values()):

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.perf.cost import attention_params, expert_params
+from moejax.perf.sizes import attention_params, expert_params
 from moejax.sharding.spmd import MeshDevices
 
 DECODE_TOKENS = 64

@@ -19,6 +19,8 @@ from moejax.nn.param import ParamSpec, initialize, iter_params, specs
 from moejax.nn.quantized import quantized_weights, weight_size
 from moejax.ops.dispatch import choose_quantized
 from moejax.perf.memory import held_weights, tensor_bytes
+from moejax.perf.sizes import EXPERT_OPERATIONS
+from moejax.perf.steps import decode_step_cost
 from moejax.ptq.on_load import QuantizeOnLoad
 from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import parse_format
@@ -337,7 +339,8 @@ def test_costs_count_what_is_held() -> None:
     assert held.expert.tolist() == [size / 2 + size / 32 * 2, size + 3 * 128 * 4]
     hits = np.array([3.0, 5.0])
     cost = decode_step_cost(llm.config, 2, 10.0, hits, weights=held)
-    assert cost.weight_bytes == held.always + 3 * held.expert[0] + 5 * held.expert[1]
+    always = sum(size for (_, name), size in held.parts.items() if name not in EXPERT_OPERATIONS)
+    assert cost.weight_bytes == always + 3 * held.expert[0] + 5 * held.expert[1]
     plain = decode_step_cost(llm.config, 2, 10.0, hits)
     assert plain.cache_bytes == cost.cache_bytes and plain.flops == cost.flops
     floats = held_weights(config, specs(Decoder(config)))

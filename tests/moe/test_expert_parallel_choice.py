@@ -14,13 +14,10 @@ from moejax.moe.exchange_size import (
     BLOCK_ROWS,
     MOST_BUCKETS,
     HopSize,
-    all_to_all_bytes,
-    allgather_bytes,
     capacity_buckets,
-    hierarchical_bytes,
+    exchanged_bytes,
     mean_rows,
     most_rows,
-    ragged_bytes,
     share,
 )
 from moejax.moe.expert_parallel import choose_exchange
@@ -68,10 +65,8 @@ def test_room_ladder(hops, top_k):
 def test_bytes():
     """32 tokens a device of 2048 bfloat16 with 8 experts: a row is 4096 + 64 bytes there and 4096 back."""
     row = 2 * 4096 + 64
-    assert allgather_bytes(32, 2048, 2, 8, 8) == 7 * 32 * row
-    assert all_to_all_bytes(24, 2048, 2, 8, 8) == 7 * 24 * row
-    assert hierarchical_bytes((32, 40), 2048, 2, 8, 4, 8) == (3 * 32 * row, 7 * 40 * row)
-    assert ragged_bytes(20.5, 2048, 2, 8, 8) == 7 * (20.5 * row + 32)
+    assert exchanged_bytes(32, 8, 2048, 2, 8) == 7 * 32 * row
+    assert exchanged_bytes(40, 4, 2048, 2, 8) == 3 * 40 * row
 
 
 def axes(**parallel):
@@ -87,11 +82,11 @@ def choice(asked="auto", tokens=4096, platform="gpu", parallel=None):
 def test_auto_by_payload():
     """Decode gathers, prefill sends; the reason has the numbers."""
     few, many = choice(tokens=16), choice(tokens=4096)
-    assert few.value == "allgather" and f"{allgather_bytes(16, 2048, 2, 8, 8):,} bytes" in few.reason
+    assert few.value == "allgather" and f"{exchanged_bytes(16, 8, 2048, 2, 8):,} bytes" in few.reason
     assert many.value == "all_to_all"
     low, *_, high = capacity_buckets(4096, 8, ONE)
     for (room,) in (low, high):
-        assert f"{all_to_all_bytes(room, 2048, 2, 8, 8):,}" in many.reason
+        assert f"{exchanged_bytes(room, 8, 2048, 2, 8):,}" in many.reason
     assert len(many.reason.splitlines()) == 1
 
 

@@ -16,14 +16,13 @@ from moejax.perf.attribution import (
     OpCost,
     attribute,
     bounds,
-    by_layer,
     by_operation,
     query_key_pairs,
     total,
     utilisation,
 )  # fmt: skip
-from moejax.perf.cost import expert_params
 from moejax.perf.memory import held_weights
+from moejax.perf.sizes import expert_params
 from tests.perf.models import small_model
 from tests.perf.steps import decode_step_cost
 
@@ -117,13 +116,12 @@ def test_a_prompt_in_two_parts_computes_the_same_and_reads_more() -> None:
 
 def test_sums() -> None:
     ops = decode()
-    whole, layers, names = total(ops), by_layer(ops), by_operation(ops)
+    whole, names = total(ops), by_operation(ops)
     for field in ("flops", "weight_bytes", "cache_bytes", "activation_bytes"):
         expected = sum(getattr(op, field) for op in ops)
         assert getattr(whole, field) == expected
-        assert sum(getattr(op, field) for op in layers.values()) == pytest.approx(expected)
         assert sum(getattr(op, field) for op in names) == pytest.approx(expected)
-    assert set(layers) == {None, 0, 1, 2}
+    assert {op.layer for op in ops} == {None, 0, 1, 2}
     assert [op.operation for op in names] == [n for n in OPERATIONS if n in {op.operation for op in ops}]
 
 

@@ -11,11 +11,8 @@ from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.moe.exchange_size import (
     HopSize,
-    all_to_all_bytes,
-    allgather_bytes,
     capacity_buckets,
-    hierarchical_bytes,
-    ragged_bytes,
+    exchanged_bytes,
 )
 from moejax.perf.comm import CommTerm, Difference, Exchange, compare, role_sizes, step_comm, wire_bytes
 from moejax.sharding.axes import Axes
@@ -85,9 +82,8 @@ def test_attention_over_tensor(layout: str) -> None:
 def test_attention_over_data() -> None:
     """Four groups of two: sums over pairs, tokens exchanged among four, sampled tokens gathered."""
     parallel = LAYOUTS["dp_attention_ep4_tp2"]
-    terms = step_comm(
-        small_model(), parallel, tokens=N, rows=S, exchange=Exchange("allgather"), dtype="bfloat16"
-    )
+    model = small_model(dtype="bfloat16")
+    terms = step_comm(model, parallel, tokens=N, rows=S, exchange=Exchange("allgather"))
     assert by_operation(terms) == {
         ("embedding", "all-reduce", "tensor"): (1, N * D * 2),
         ("attention", "all-reduce", "tensor"): (3, N * D * 2),
@@ -164,21 +160,22 @@ def test_exchanges_agree_with_their_own_count(microbatches: int) -> None:
     model, row = small_model(), (D, 4, 2)
     flat, nodes = LAYOUTS["dp_attention_ep8"], LAYOUTS["two_nodes"]
     gathered = Exchange("allgather", microbatches=microbatches)
-    assert sent(model, flat, gathered, "exchange") == allgather_bytes(N, *row, 8)
+    assert sent(model, flat, gathered, "exchange") == exchanged_bytes(N, 8, *row)
     buckets = capacity_buckets(N, 2, [HopSize(8, 2)])
     for capacities in buckets:
         bucketed = Exchange("all_to_all", capacities, len(buckets), microbatches)
-        assert sent(model, flat, bucketed, "exchange") == microbatches * all_to_all_bytes(
-            capacities[0], *row, 8
-        )
+        expected = microbatches * exchanged_bytes(capacities[0], 8, *row)
+        assert sent(model, flat, bucketed, "exchange") == expected
     buckets = capacity_buckets(N, 2, [HopSize(2, 8), HopSize(4, 2)])
     for capacities in buckets:
         hops = Exchange("hierarchical", capacities, len(buckets), microbatches)
-        between, within = hierarchical_bytes(capacities, *row, 2, 4)
+        between, within = (exchanged_bytes(rows, n, *row) for rows, n in zip(capacities, (2, 4), strict=True))
         assert sent(model, nodes, hops, "node") == microbatches * between
         assert sent(model, nodes, hops, "local") == microbatches * within
     exact = Exchange("ragged", (2.5,), microbatches=microbatches)
-    assert sent(model, flat, exact, "exchange") == microbatches * ragged_bytes(2.5, *row, 8)
+    # Rows in the mean, and eight counts.
+    expected = 7 * (2.5 * (2 * D * 4 + 8 * 2) + 4 * 8)
+    assert sent(model, flat, exact, "exchange") == microbatches * expected
 
 
 def test_agreeing_on_a_size() -> None:

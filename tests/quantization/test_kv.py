@@ -12,8 +12,8 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.opening.resolve import cache_dtype, unsupported_by_kernels
 from moejax.engine.opening.start import cache_blocks
-from moejax.perf.cost import kv_head_bytes
 from moejax.perf.memory import device_memory
+from moejax.perf.sizes import kv_head_bytes
 from moejax.quantization.kv import (
     KV_FORMATS,
     bits_dtype,

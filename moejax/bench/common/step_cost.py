@@ -13,8 +13,7 @@ from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM
 from moejax.engine.stats import StepRecord
 from moejax.nn.param import specs
-from moejax.perf.attribution import Bound, OpCost, attribute, summed, total
-from moejax.perf.cost import step_bound
+from moejax.perf.attribution import Bound, OpCost, attribute, step_bound, summed, total
 from moejax.perf.memory import held_weights
 from moejax.perf.steps import captured_steps, prefill
 from moejax.results.metrics import RequestRecord

@@ -20,7 +20,7 @@ from moejax.bench.quantization.text import Windows
 from moejax.core.hardware import Hardware
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
-from moejax.perf.cost import kv_head_bytes
+from moejax.perf.sizes import kv_head_bytes
 
 _COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from moejax.core.config import ModelConfig
-from moejax.perf.cost import DTYPE_BYTES, expert_params
+from moejax.perf.sizes import DTYPE_BYTES, expert_params
 from moejax.routing import analysis, difference, locality
 from moejax.routing.capture import RoutingCapture
 

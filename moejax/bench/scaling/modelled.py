@@ -12,9 +12,9 @@ from moejax.moe.exchange_cost import exchange_cost
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.param import specs
 from moejax.perf.comm import Exchange
-from moejax.perf.cost import DTYPE_BYTES
 from moejax.perf.memory import StageMemory, device_memory, largest
 from moejax.perf.scaling import Phase, model_step
+from moejax.perf.sizes import DTYPE_BYTES
 from moejax.sharding.mesh import make_axes
 from moejax.sharding.pipeline import split_layers
 

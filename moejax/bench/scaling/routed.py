@@ -17,7 +17,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.moe.exchange_cost import exchange_hops
 from moejax.moe.exchange_size import HopSize, capacity_buckets, mean_rows
 from moejax.perf.comm import Exchange, exchange_terms, wire_bytes
-from moejax.perf.cost import DTYPE_BYTES
+from moejax.perf.sizes import DTYPE_BYTES
 from moejax.routing.capture import RoutingCapture
 from moejax.routing.locality import step_numbers
 

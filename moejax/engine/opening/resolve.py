@@ -34,7 +34,7 @@ from moejax.ops.dispatch import (
     choose_kernels,
     compute_capability,
 )
-from moejax.perf.cost import kv_head_bytes
+from moejax.perf.sizes import kv_head_bytes
 from moejax.sharding.distributed import reserve_cpu_threads
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.spmd import MeshDevices, SingleDevice

@@ -24,7 +24,7 @@ from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec
 from moejax.engine.step.program import PagedFunctions
-from moejax.perf.cost import KV_CODE_BYTES
+from moejax.perf.sizes import KV_CODE_BYTES
 from moejax.sharding.pipeline import stage_config
 from moejax.sharding.spmd import MeshDevices
 
