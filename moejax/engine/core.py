@@ -255,10 +255,10 @@ class Engine:
                 )
         if result.prompt_logprobs is not None:
             start = 0
-            for chunk, wanted in zip(plan.chunks, alive, strict=True):
+            for chunk, scored in zip(plan.chunks, alive, strict=True):
                 part = result.prompt_logprobs[start : start + chunk.count]
                 start += chunk.count
-                if wanted:
+                if scored:
                     chunk.sequence.owner[0].take_scores(chunk.sequence, chunk.start, part)
         self._record(step, result, now)
 

@@ -186,7 +186,7 @@ class LLM:
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """`generate` for one conversation, or several, written out by the model's chat template."""
+        """Runs `generate` for one conversation, or several, written out by the model's chat template."""
         prompts: list[Prompt] = [self.chat_prompt(c) for c in conversations(messages)]
         return self.generate(prompts, sampling_params)
 

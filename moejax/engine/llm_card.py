@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 
 def engine_card(llm: "LLM") -> str:
-    """HTML: model, devices, cache, what "auto" became and why, what was compiled."""
+    """Writes HTML: model, devices, cache, what "auto" became and why, what was compiled."""
     config, stats = llm.config, llm.stats()
-    held, numbers = _sizes(llm)
+    num_bytes, numbers = _sizes(llm)
     device, count = jax.devices()[0], llm.parallel_config.num_devices
     about = {
         "model": f"{config.family}, {config.num_layers} layers, {sum(config.moe_layers)} of them with"
         f" {config.num_experts} experts (top-{config.num_experts_per_tok})",
-        "weights": f"{numbers:,} parameters, {held / 1e6:,.1f} MB, {8 * held / numbers:.3g} bits each",
+        "weights": f"{numbers:,} parameters, {num_bytes / 1e6:,.1f} MB,"
+        f" {8 * num_bytes / numbers:.3g} bits each",
         "devices": f"{count} × {device.device_kind}",
         "cache": f"{stats['num_blocks']:,} blocks of {stats['block_size']} tokens,"
         f" {stats['cache_bytes'] / 1e6:,.1f} MB in {stats['cache_dtype']}, {stats['used_blocks']:,} in use",
@@ -33,10 +34,10 @@ def engine_card(llm: "LLM") -> str:
 
 
 def engine_line(llm: "LLM") -> str:
-    """One line for a terminal."""
-    held, numbers = _sizes(llm)
+    """Writes one line for a terminal."""
+    num_bytes, numbers = _sizes(llm)
     return (
-        f"<LLM {_name(llm)}: {numbers:,} parameters, {held / 1e6:,.1f} MB,"
+        f"<LLM {_name(llm)}: {numbers:,} parameters, {num_bytes / 1e6:,.1f} MB,"
         f" {llm.parallel_config.num_devices} × {jax.devices()[0].device_kind}>"
     )
 
@@ -46,6 +47,6 @@ def _name(llm: "LLM") -> str:
 
 
 def _sizes(llm: "LLM") -> tuple[int, int]:
-    """Bytes held, and parameters that they stand for."""
+    """Returns bytes held, and parameters that they stand for."""
     sizes = [weight_size(stage) for stage in llm.stages]
-    return sum(held for held, _ in sizes), sum(numbers for _, numbers in sizes)
+    return sum(num_bytes for num_bytes, _ in sizes), sum(numbers for _, numbers in sizes)

@@ -74,6 +74,6 @@ class EngineStats:
         return 1.0 - real / self.padded_tokens if self.padded_tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for `LLM.stats()` and result files."""
+        """Returns plain values, for `LLM.stats()` and result files."""
         values = {name: value for name, value in asdict(self).items() if name != "last"}
         return {**values, "padding_waste": self.padding_waste}

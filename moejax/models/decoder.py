@@ -256,7 +256,7 @@ class Decoder(nnx.Module):
         routing: Recorded | None = None,
         return_routing: bool = False,
     ) -> Any:
-        """Logits of whole sequences: int32 `[B, T]` → float32 `[B, T, V]`.
+        """Returns logits of whole sequences: int32 `[B, T]` → float32 `[B, T, V]`.
 
         With `return_routing`, `(logits, traces)` where traces has a `RoutingTrace` per layer, or None for a
         dense layer. `routing` as in `run`.

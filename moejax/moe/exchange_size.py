@@ -37,7 +37,7 @@ def share(top_k: int, experts_per_rank: int, num_experts: int) -> float:
 
 
 def mean_rows(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[float]:
-    """Rows that a device sends to one other device on each hop, in the mean of evenly spread choices.
+    """Returns rows that a device sends to one other device on each hop, in the mean of evenly spread choices.
 
     After a hop a device holds what its G partners sent it: rows of G·N tokens.
     """
@@ -49,12 +49,12 @@ def mean_rows(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[float]:
 
 
 def most_rows(tokens: int, hops: Sequence[HopSize]) -> list[int]:
-    """Rows that a device can have to send to one other device on each hop: all that it holds."""
+    """Returns rows that a device can have to send to one other device on each hop: all that it holds."""
     return [tokens * math.prod(hop.size for hop in hops[:number]) for number in range(len(hops))]
 
 
 def fixed_capacities(tokens: int, top_k: int, hops: Sequence[HopSize], capacity: float) -> tuple[int, ...]:
-    """Rows between a pair of devices on each hop: ceil(capacity · mean), at least 1, at most all."""
+    """Returns rows between a pair of devices on each hop: ceil(capacity · mean), at least 1, at most all."""
     means, capacities, rows = mean_rows(tokens, top_k, hops), [], tokens
     for hop, mean in zip(hops, means, strict=True):
         capacities.append(min(rows, max(1, math.ceil(capacity * mean))))
@@ -87,7 +87,7 @@ def capacity_buckets(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[t
 
 
 def _blocks(rows: float) -> int:
-    """Rows in whole blocks."""
+    """Returns rows in whole blocks."""
     return BLOCK_ROWS * max(1, math.ceil(rows / BLOCK_ROWS))
 
 

@@ -95,7 +95,7 @@ class Placement:
 
     @cached_property
     def replicas(self) -> NDArray[np.int32]:
-        """int32 `[L, E]`: copies of each expert."""
+        """Returns int32 `[L, E]`: copies of each expert."""
         return count(self.physical_to_logical, self.num_experts).astype(np.int32)
 
     def logical_to_physical(self, width: int) -> NDArray[np.int32]:

@@ -92,7 +92,7 @@ class Stack:
         return quantize_activations(rows, q.format, q.input_scale[expert])
 
     def rounded(self, rows: jax.Array, expert: jax.Array, split: Names = ()) -> jax.Array:
-        """Rows in their dtype as the products see them; arguments as of `codes_of`."""
+        """Returns rows in their dtype as the products see them; arguments as of `codes_of`."""
         if not self.quantizes_rows:
             return rows
         codes, scale = self.codes_of(rows, expert, split)

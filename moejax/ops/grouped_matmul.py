@@ -127,7 +127,7 @@ def grouped_swiglu_blocks(
 def _block_loop(
     padded: jax.Array, A: int, product: Product, blocks: Blocks, height: int, out: jax.Array
 ) -> jax.Array:
-    """Blocks of one height: `padded` `[A + some, ·]` → `out` with their rows written."""
+    """Runs the blocks of one height: `padded` `[A + some, ·]` → `out` with their rows written."""
     unroll = _unroll(height)
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -219,7 +219,7 @@ def rows_together(rows: int, elements: int) -> tuple[int, ...]:
 
 
 def _unroll(block_rows: int) -> int:
-    """Single rows go two at a time, which is faster at batch 16 and level below (docs/log.md)."""
+    """Returns blocks a turn: single rows go by twos, faster at batch 16 and level below (docs/log.md)."""
     return 2 if block_rows == 1 else 1
 
 

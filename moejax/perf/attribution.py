@@ -150,7 +150,7 @@ class _Counter:
         return OpCost(layer, operation, self.phase, flops, weights, cache, elements * self.size)
 
     def product(self, layer: int | None, operation: str, rows: float, params: float, width: float) -> OpCost:
-        """Rows times matrices of `params` numbers; each row reads and writes `width` numbers in all."""
+        """Costs rows times matrices of `params` numbers; each row reads and writes `width` numbers in all."""
         weights = self.weights(layer, operation, params) if rows else 0.0
         return self.op(layer, operation, flops=2 * rows * params, weights=weights, elements=rows * width)
 

@@ -96,7 +96,7 @@ def leaving(kind: str, group: int, nodes: int) -> float:
 
 
 def latency(kind: str, group: int, nodes: int) -> float:
-    """Seconds before a collective's bytes count, as NCCL's tuner has it: the faster of ring and tree for an
+    """Returns seconds before a collective's bytes count, by NCCL's tuner: the faster of ring and tree for an
     all-reduce, else the ring; one step for what goes straight to its peers."""
     if group <= 1:
         return 0.0

@@ -127,7 +127,7 @@ def _roofline(
     stage: StageMemory,
     phase: Phase,
 ) -> tuple[float, float]:
-    """Seconds of reading and of arithmetic on one device of a stage."""
+    """Returns seconds of reading and of arithmetic on one device of a stage."""
     itemsize = DTYPE_BYTES[model.dtype]
     sparse = sum(model.moe_layers[layer] for layer in stage.layers)
     # Tokens that come together at the experts: all data groups' that exchange.

@@ -51,8 +51,8 @@ def prefill(
     kv_dtype: str | None = None,
     weights: HeldWeights | None = None,
 ) -> list[OpCost]:
-    """Whole prompts in as many steps as the budget of tokens makes of them, see `prefill_steps`; a step after
-    the first reads the weights, and a prompt's earlier chunks from the cache, again.
+    """Costs whole prompts in as many steps as the budget of tokens makes of them, see `prefill_steps`; a step
+    after the first reads the weights, and a prompt's earlier chunks from the cache, again.
 
     Args:
         hits: `[L]`, mean number of experts that a step visits.

@@ -83,7 +83,7 @@ def compare_captures(one: RoutingCapture, other: RoutingCapture) -> TraceCompari
 
 
 def _matching_rows(one: RoutingCapture, other: RoutingCapture) -> tuple[Ints, Ints]:
-    """Rows of both that are the same token; of a token computed twice the first computation."""
+    """Returns the rows of both that are the same token; of a token computed twice the first computation."""
     place = {key: number for number, key in enumerate(_request_keys(one))}
     theirs = _request_keys(other)
     to_mine = np.array([place.get(key, -1) for key in theirs], np.int64)

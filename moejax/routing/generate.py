@@ -332,7 +332,7 @@ _MAKERS: Mapping[str, Callable[[np.random.Generator, _Shape, Mapping[str, Any]],
 
 
 def _arrange(shape: _Shape, draw: _Draw, meta: Mapping[str, Any]) -> RoutingCapture:
-    """Rows by request and position → in the order of steps."""
+    """Puts rows, by request and position, in the order of steps."""
     at = np.arange(shape.rows).reshape(shape.requests, shape.length)
     order = np.concatenate([at[:, : shape.prompt_len].reshape(-1), at[:, shape.prompt_len :].T.reshape(-1)])
     position = (order % shape.length).astype(np.int32)

@@ -91,7 +91,7 @@ def fused_tile(
 
 
 def heuristic(problem: Problem) -> Config:
-    """See `fused_tile` and `once_pays`."""
+    """Chooses by `fused_tile` and `once_pays`."""
     fmt, block_m, blocks = _read(problem)
     matrices, wide = int(problem["matrices"]), problem["dtype"] == "float32"
     D, F, E = (int(problem[name]) for name in ("D", "F", "E"))

@@ -23,7 +23,7 @@ def problem(
     sinks: bool,
     max_q_len: int | None,
 ) -> Problem:
-    """`context` is what the block table holds; `decode`: 1 where no sequence has several queries."""
+    """Returns the problem: `context` tokens fit the block table; `decode`: 1 where all have one query."""
     return {
         "T": sizes["T"],
         "S": sizes["S"],

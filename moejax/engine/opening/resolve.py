@@ -136,11 +136,11 @@ def resolve(
     unsupported = unsupported_by_kernels(config, engine, compute_capability(platform.value))
     kernels = choose_kernels(engine.kernels, platform.value, unsupported)
     # Kernels for quantized weights that were asked for by name are kernels for the experts, too.
-    wanted = "pallas_triton" if quant.implementation == "pallas_triton" else kernels.value
-    asked = engine.moe
-    product = choose_grouped_matmul(asked.grouped_matmul, platform.value, asked.block_rows, wanted)
-    layout = choose_expert_layout(asked.expert_layout, platform.value, product.value)
-    moe = dataclasses.replace(asked, expert_layout=cast(ExpertLayout, layout.value))
+    fused = "pallas_triton" if quant.implementation == "pallas_triton" else kernels.value
+    moe = engine.moe
+    product = choose_grouped_matmul(moe.grouped_matmul, platform.value, moe.block_rows, fused)
+    layout = choose_expert_layout(moe.expert_layout, platform.value, product.value)
+    moe = dataclasses.replace(moe, expert_layout=cast(ExpertLayout, layout.value))
     if product.value == "pallas_triton":
         moe = dataclasses.replace(moe, grouped_matmul=product.value)
     limits = _engine_limits(engine, parallel, config)
@@ -323,7 +323,7 @@ def find_model(
 
 
 def eos_token_ids(config: ModelConfig, directory: Path | None) -> tuple[int, ...]:
-    """The configuration's end-of-sequence tokens and those that `generation_config.json` adds."""
+    """Returns the configuration's end-of-sequence tokens and those that `generation_config.json` adds."""
     ids = set(config.eos_token_ids)
     path = directory / "generation_config.json" if directory else None
     if path is not None and path.is_file():
@@ -339,7 +339,7 @@ def eos_token_ids(config: ModelConfig, directory: Path | None) -> tuple[int, ...
 
 
 def _given(name: str, value: Any, kind: Any) -> Any:
-    """`value`, or `kind`'s defaults for None.
+    """Returns `value`, or `kind`'s defaults for None.
 
     Raises:
         ConfigError: it is something else, a dictionary for example.

@@ -39,7 +39,7 @@ class _Cut(NamedTuple):
 
 
 def split_plan(plan: Plan, count: int, rank: Callable[[Sequence], Any], least_tokens: int = 1) -> list[Part]:
-    """At most `count` microbatches; fewer where there are too few rows, or tokens of chunks.
+    """Returns at most `count` microbatches; fewer where there are too few rows, or tokens of chunks.
 
     Args:
         rank: decoding rows with a low one go into the first microbatches.
@@ -64,7 +64,7 @@ def split_plan(plan: Plan, count: int, rank: Callable[[Sequence], Any], least_to
 def _split(
     plan: StepPlan, number: int, decodes: int, chunks: int, rank: Callable[[Sequence], Any]
 ) -> list[_Cut]:
-    """One group's microbatches: the first `decodes` have decoding rows, the first `chunks` prompt tokens."""
+    """Returns one group's microbatches; the first `decodes` have decoding rows, `chunks` prompts."""
     parts = [_Cut(StepPlan(), [], []) for _ in range(number)]
     active, ended = len(plan.decodes) - plan.idle, range(len(plan.decodes) - plan.idle, len(plan.decodes))
     order = sorted(range(active), key=lambda row: rank(plan.decodes[row]))
@@ -110,12 +110,12 @@ def _ends(items: int, count: int) -> list[int]:
 
 
 def _even(items: Items[int], count: int) -> list[Items[int]]:
-    """In order, in `count` parts of nearly the same length."""
+    """Returns items in order, in `count` parts of nearly the same length."""
     return [items[a:b] for a, b in pairwise([0, *_ends(len(items), count)])]
 
 
 def _join(mine: list[_Cut], groups: list[StepPlan]) -> Part:
-    """One microbatch of all groups, whose rows and tokens follow one another."""
+    """Returns one microbatch of all groups, whose rows and tokens follow one another."""
     rows: list[int] = []
     spans: list[tuple[int, int]] = []
     row = token = 0

@@ -202,7 +202,7 @@ class PipelineRunner(BucketRunner):
         return StepResult(tokens, logprobs, scores, padded)
 
     def bubble(self) -> float:
-        """Part of the devices' time for which they would have waited, of the measured steps each by itself.
+        """Returns the share of time that devices would have waited, of the measured steps each by itself.
 
         Raises:
             ConfigError: nothing was measured.
@@ -255,7 +255,7 @@ class PipelineRunner(BucketRunner):
         microbatch.outputs.append(output)
 
     def _bring_back(self) -> None:
-        """The newest tokens of all slots, from the last stage to the first."""
+        """Brings the newest tokens of all slots from the last stage to the first."""
         self.stages[0].last = self._back(self.stages[-1].last)
         self._returned = self._through
 
@@ -267,11 +267,11 @@ class PipelineRunner(BucketRunner):
         return microbatch
 
     def _sampled_in(self, sequence: Sequence) -> int:
-        """The microbatch that sampled what it decodes next."""
+        """Returns the microbatch that sampled what it decodes next."""
         return self._sampled_by.get((sequence.group, sequence.slot), -1)
 
     def _needs(self, plan: Plan) -> int:
-        """The last microbatch that sampled what a row decodes and the host has not read."""
+        """Returns the last microbatch that sampled what a row decodes and the host has not read."""
         needs = -1
         for group, part in enumerate(plan.groups):
             for sequence, position in zip(part.decodes, part.positions, strict=True):
@@ -280,7 +280,7 @@ class PipelineRunner(BucketRunner):
         return needs
 
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
-        """A rehearsal, with everything that can happen to a microbatch."""
+        """Rehearses a step, with everything that can happen to a microbatch."""
         microbatch = self._microbatch(key, buffer, 0)
         self._steps += 1
         self._start(microbatch)
@@ -316,7 +316,7 @@ class PipelineRunner(BucketRunner):
         return [stage._copier(segments) for stage in self.stages if stage.here]
 
     def _thinned(self, max_total_len: int) -> Buckets:
-        """Those of a whole step, and those of one microbatch of a full step."""
+        """Returns the buckets of a whole step, and of one microbatch of a full step."""
         whole = self._all_buckets(self.buckets.segments.num_blocks)
         thinned = whole.thinned(self.config, max_total_len)
         rows = whole.rows_for(-(-self.config.max_num_seqs // self.microbatches))

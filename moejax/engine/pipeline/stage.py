@@ -162,7 +162,7 @@ class Stage(DeviceRunner):
             self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
 
     def _program(self, key: StepKey) -> Program:
-        """The step of a bucket, to be compiled."""
+        """Returns the step of a bucket, to be compiled."""
 
         def build() -> jax.stages.Wrapped:
             def step(leaves: Any, state: DeviceState, buffer: jax.Array, given: jax.Array) -> Any:
@@ -189,8 +189,8 @@ class Stage(DeviceRunner):
         """Returns a stand-in for the output of a stage that is not here: shapes, and zeros for the host."""
         model, S, T = self.functions.config, self.groups * key.rows, self.groups * key.tokens
 
-        def zeros(wanted: bool, *shape: int, dtype: Any = np.int32) -> Any:
-            return np.zeros(shape, dtype) if wanted else None
+        def zeros(present: bool, *shape: int, dtype: Any = np.int32) -> Any:
+            return np.zeros(shape, dtype) if present else None
 
         last, n = self.functions.is_last, key.mode.logprobs
         sampled = Sampled(
@@ -219,6 +219,6 @@ class Stage(DeviceRunner):
         )
 
     def _absent(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """An array by group that has no part in this process."""
+        """Returns an array by group that has no part in this process."""
         struct = self.place.struct(shape, jnp.dtype(dtype))
         return jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, [], dtype=struct.dtype)

@@ -60,7 +60,7 @@ class RequestBuilder:
         record: bool = False,
         arrival: float | None = None,
     ) -> list[RequestState]:
-        """Checked requests, not queued yet; each prompt with its parameters.
+        """Returns checked requests, not queued yet; each prompt with its parameters.
 
         Args:
             streams: keep what each step adds.
@@ -128,7 +128,7 @@ class RequestBuilder:
     def _samples(
         self, ids: list[int], params: SamplingParams, seed: int, max_tokens: int, record: bool
     ) -> list[Sequence]:
-        """A request's sequences; more than fit the batch at a time come as several groups."""
+        """Returns a request's sequences; more than fit the batch at a time come as several groups."""
         mode, stop_ids = self.mode(params), end_tokens(params, self.eos_token_ids)
         samples = [
             Sequence(

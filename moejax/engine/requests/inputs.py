@@ -14,7 +14,7 @@ Prompt = str | Sequence[int] | np.ndarray
 
 
 def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One set of parameters a prompt."""
+    """Returns one set of parameters a prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
@@ -25,7 +25,7 @@ def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count:
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several → a list of prompts.
+    """Turns one prompt or several into a list of prompts.
 
     Raises:
         RequestError: nothing was given.
@@ -46,7 +46,7 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def flat_ids(prompt: Any) -> list[int] | None:
-    """The integers of a list or array of them; None for anything else, bools and floats included."""
+    """Returns the integers of a list or array of them; None for anything else, bools and floats included."""
     if isinstance(prompt, (np.ndarray, jax.Array)):
         array = np.asarray(prompt)
         whole = array.ndim == 1 and (np.issubdtype(array.dtype, np.integer) or not array.size)
@@ -58,7 +58,7 @@ def flat_ids(prompt: Any) -> list[int] | None:
 
 
 def conversations(messages: Any) -> list[list[ChatMessage]]:
-    """One conversation or several → a list of conversations.
+    """Turns one conversation or several into a list of conversations.
 
     Raises:
         RequestError: something else was given.

@@ -58,8 +58,8 @@ class OutputProcessor:
         if stop is not None:
             text = self._finish("stop", stop)
         elif reason is not None and ends:
-            asked = reason == "stop" and token in self.params.stop_token_ids
-            text = self._finish(reason, token if asked else None)
+            requested = reason == "stop" and token in self.params.stop_token_ids
+            text = self._finish(reason, token if requested else None)
         else:
             ready = max(0, len(self._held) - self._hold)
             text, self._held = self._held[:ready], self._held[ready:]

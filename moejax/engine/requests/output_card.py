@@ -12,7 +12,7 @@ _MOST_TOKENS = 24  # of a prompt or an output without text
 
 
 def output_card(output: "RequestOutput") -> str:
-    """HTML: the prompt, every sample's text or tokens, and the request's latencies."""
+    """Writes HTML: the prompt, every sample's text or tokens, and the request's latencies."""
     prompt = output.prompt
     if prompt is None:
         prompt = f"{len(output.prompt_token_ids)} tokens: {_tokens(output.prompt_token_ids)}"

@@ -25,7 +25,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer | None":
-        """None where the directory has no `tokenizer.json`.
+        """Reads a directory's tokenizer; None where it has no `tokenizer.json`.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -61,7 +61,7 @@ class Tokenizer:
         return cls(tokenizer, settings, template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids.
+        """Returns a text's token ids.
 
         Raises:
             RequestError: text with half a surrogate pair, which no tokenizer can read.
@@ -89,7 +89,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt text of a conversation.
+        """Returns the prompt text of a conversation.
 
         Raises:
             RequestError: the model has no template, or the template rejects the messages.
@@ -138,7 +138,7 @@ class TextStream:
         self._given_chars = 0
 
     def step(self, token: int) -> str:
-        """The text that `token` completes; may be empty."""
+        """Returns the text that `token` completes; may be empty."""
         self._ids.append(token)
         text = self._decode()
         if len(text) <= self._given_chars or text.endswith("\ufffd"):
@@ -146,7 +146,7 @@ class TextStream:
         return self._give_out(text)
 
     def flush(self) -> str:
-        """The text held back, at the sequence's end: an unfinished character shows as U+FFFD."""
+        """Returns the text held back, at the sequence's end: an unfinished character shows as U+FFFD."""
         return self._give_out(self._decode())
 
     def _decode(self) -> str:

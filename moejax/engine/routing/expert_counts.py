@@ -64,7 +64,7 @@ class RoutingRecord:
         self.window: LoadWindow | None = None
 
     def add(self, phase: str, counts: np.ndarray, overflow: np.ndarray) -> None:
-        """One step's int32 `[L, E]` and `[2]`."""
+        """Adds one step's counts, int32 `[L, E]`, and overflow, int32 `[2]`."""
         self.counts[phase] += counts
         self.hits[phase] += np.count_nonzero(counts, axis=1)
         self.steps[phase] += 1

@@ -53,7 +53,7 @@ def track_load(runner: BucketRunner, config: ModelConfig, window_steps: int) -> 
 
 
 def tracked(runner: BucketRunner) -> np.ndarray:
-    """`[L, E]` assignments that `track_load` has counted.
+    """Returns `[L, E]` assignments that `track_load` has counted.
 
     Raises:
         ConfigError: there are none.
@@ -65,7 +65,7 @@ def tracked(runner: BucketRunner) -> np.ndarray:
 
 
 def expert_layers(stages: Sequence[Decoder]) -> list[tuple[MoELayer, ReplicaTable]]:
-    """The layers with experts, which are on several devices.
+    """Returns the layers with experts, which are on several devices.
 
     Raises:
         ConfigError: they are on one.
@@ -167,7 +167,7 @@ def apply_placement(stages: Sequence[Decoder], new: Placement, loads: np.ndarray
 
 
 def sources(was: np.ndarray, now: np.ndarray, slots_per_device: int) -> np.ndarray:
-    """int32 `[P]`: the slot that each new slot's expert is taken from, on its own device if it is there."""
+    """Returns the slot, int32 `[P]`, that each new slot's expert comes from: of its own device if there."""
     taken_from = np.zeros(len(now), np.int32)
     for slot, expert in enumerate(now):
         holders = np.flatnonzero(was == expert)

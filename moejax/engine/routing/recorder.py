@@ -92,7 +92,7 @@ class RoutingRecorder:
             self._read(self._pending.popleft())
 
     def trace(self) -> RoutingCapture:
-        """All of it, as copies."""
+        """Returns all that was recorded, as copies."""
         while self._pending:
             self._read(self._pending.popleft())
         used = [_Block(*(column[: self._filled] for column in block)) for block in self._blocks[-1:]]
@@ -132,8 +132,8 @@ class RoutingRecorder:
                 first += chunk.count
 
     def _decoded(self, part: StepPlan, active: int) -> np.ndarray:
-        """int32 `[active, 5]`, the decoding rows' columns but for the step. Mostly the rows are of the
-        same requests as in the step before."""
+        """Returns the decoding rows' columns but for the step, int32 `[active, 5]`. Mostly the rows are of
+        the same requests as in the step before."""
         sequences = part.decodes[:active]
         if sequences != self._decoding.sequences:
             index = np.asarray([(0, *self._whose(s), 0, 0) for s in sequences], np.int32)
@@ -144,7 +144,7 @@ class RoutingRecorder:
         return index
 
     def _whose(self, sequence: Sequence) -> tuple[int, int]:
-        """A sequence's request in the trace's table, and which of its samples it is."""
+        """Returns a sequence's request in the trace's table, and which of its samples it is."""
         live, sample = sequence.owner
         output = live.output
         index = self._place.get(output.request_id)
@@ -154,7 +154,7 @@ class RoutingRecorder:
         return index, sample
 
     def _write(self, ids: np.ndarray, weights: np.ndarray, index: np.ndarray) -> None:
-        """Rows of one step."""
+        """Writes the rows of one step."""
         while len(ids):
             if self._filled == BLOCK_ROWS:
                 self._blocks.append(self._block(BLOCK_ROWS))
@@ -167,7 +167,7 @@ class RoutingRecorder:
             ids, weights, index = ids[take:], weights[take:], index[take:]
 
     def _block(self, rows: int) -> _Block:
-        """Empty columns."""
+        """Makes columns to be filled."""
         shape = (rows, len(self._layers), self._top_k)
         return _Block(
             np.empty(shape, id_dtype(self._experts)),

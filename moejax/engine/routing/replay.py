@@ -82,7 +82,7 @@ class RoutingReplay:
                     sequence.max_length, sequence.limit_reason = len(table) + 1, "error"
 
     def _find(self, requests: Sequence[RequestState], kind: str) -> list[list[np.ndarray]]:
-        """Each request's `_tables`; counts what is given out, unless it raises."""
+        """Returns each request's `_tables`; counts what is given out, unless it raises."""
         taken: Counter[str] = Counter()
         tables_of = []
         for i, request in enumerate(requests):
@@ -124,7 +124,7 @@ class RoutingReplay:
         views["replay_weights"][place] = self._bits[row]
 
     def _tables(self, request: RequestState, index: int, name: str) -> list[np.ndarray]:
-        """Each sample's rows of the trace by position, from 0 without a gap."""
+        """Returns each sample's rows of the trace by position, from 0 without a gap."""
         first = request.sequences[0]
         prompt_len, needed = first.prompt_len, first.max_length - (not first.score)
         by_sample = [self._rows(index, sample) for sample in range(self._samples)]
@@ -161,7 +161,7 @@ class RoutingReplay:
         return tables
 
     def _rows(self, request: int, sample: int) -> np.ndarray:
-        """int64: of each position the last row recorded for it, -1 for none."""
+        """Returns int64: of each position the last row recorded for it, -1 for none."""
         key = request * self._samples + sample
         low, high = np.searchsorted(self._keys, (key, key + 1))
         rows = np.sort(self._order[low:high])
@@ -172,7 +172,7 @@ class RoutingReplay:
 
 
 def open_replay(path: str | os.PathLike[str] | None, model: ModelConfig) -> RoutingReplay | None:
-    """The trace of `engine.replay_routing`; None for None.
+    """Returns the trace of `engine.replay_routing`; None for None.
 
     Raises:
         ConfigError: it cannot be read, or is not this model's.

@@ -75,14 +75,14 @@ class GroupScheduler:
         self.groups[group].add(sequence)
 
     def schedule(self) -> GroupPlan | None:
-        """All groups' next step; None if none has anything to compute now."""
+        """Returns all groups' next step; None if none has anything to compute now."""
         plans = [group.schedule() for group in self.groups]
         if all(plan is None for plan in plans):
             return None
         return GroupPlan([plan or StepPlan() for plan in plans])
 
     def postprocess(self, plan: GroupPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
-        """See `Scheduler.postprocess`; rows are those of the whole plan."""
+        """Does what `Scheduler.postprocess` does; rows are those of the whole plan."""
         taken, first = [], 0
         for group, part in zip(self.groups, plan.groups, strict=True):
             rows = part.sequences
@@ -94,7 +94,7 @@ class GroupScheduler:
         return taken
 
     def finish(self, sequence: Sequence) -> None:
-        """See `Scheduler.finish`."""
+        """Ends a sequence as `Scheduler.finish` does."""
         forks = list(sequence.forks)
         self.groups[sequence.group].finish(sequence)
         for each in (sequence, *forks):

@@ -42,7 +42,7 @@ POLICIES: dict[str, type[Policy]] = {"fcfs": FirstComeFirstServed}
 
 
 def make_policy(name: str) -> Policy:
-    """The policy of that name.
+    """Returns the policy of that name.
 
     Raises:
         ConfigError: there is none.
@@ -87,7 +87,7 @@ class Scheduler:
         return not self.running and not self.num_waiting
 
     def waiting(self) -> list[Sequence]:
-        """The queue in the policy's order."""
+        """Returns the queue in the policy's order."""
         return [s for _, _, s in sorted(self._waiting, key=lambda e: e[:2]) if s.state is State.WAITING]
 
     def check_fits(self, sequence: Sequence) -> None:
@@ -116,7 +116,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def schedule(self) -> StepPlan | None:
-        """The next step's plan; None if there is nothing to compute now."""
+        """Returns the next step's plan; None if there is nothing to compute now."""
         before = self._unreported
         plan = StepPlan(preempted=before)
         self._unreported = 0
@@ -161,7 +161,7 @@ class Scheduler:
         return taken
 
     def stored_tokens(self) -> int:
-        """Tokens whose keys and values the blocks hold or are about to; a shared one counts once."""
+        """Returns tokens whose keys and values the blocks hold or are about to; a shared one counts once."""
         allocator = self.allocator
         empty = 0.0
         for s in self._holders():
@@ -173,7 +173,7 @@ class Scheduler:
         return round(allocator.num_used * allocator.block_size - empty)
 
     def forget_device_state(self) -> None:
-        """After a failed step: tokens that were not read are lost, and what runs is computed anew."""
+        """Gives up, after a failed step, tokens that were not read, and has what runs computed anew."""
         for sequence in [*self.running, *self.waiting()]:
             sequence.pending = 0
         for sequence in list(self.running):
@@ -237,17 +237,17 @@ class Scheduler:
         return self.running
 
     def _least_blocks(self, sequence: Sequence) -> int:
-        """Blocks without which it cannot end; forks can come and go one at a time."""
+        """Returns blocks without which it cannot end; forks can come and go one at a time."""
         return self._whole(sequence)
 
     def _whole(self, sequence: Sequence) -> int:
-        """Blocks of one sample at its full length. The last token that it samples is never stored."""
+        """Returns blocks of one sample at its full length. The last token that it samples is never stored."""
         return self.allocator.blocks_for(sequence.max_length - (not sequence.score))
 
     # -- parts of a step ---------------------------------------------------------------------------------
 
     def _decode(self, plan: StepPlan, budget: int) -> int:
-        """One token of every sequence that decodes, oldest first; returns what is left of the budget."""
+        """Adds one token of every sequence that decodes, oldest first; returns what is left of the budget."""
         index, running = 0, self.running
         decodes, positions, append = plan.decodes, plan.positions, self.allocator.append
         while index < len(running) and budget > 0:
@@ -314,7 +314,7 @@ class Scheduler:
                 self._run(fork)
 
     def _admissible(self) -> Sequence | None:
-        """The first of the queue if there is room for it now."""
+        """Returns the first of the queue if there is room for it now."""
         while self._waiting and self._waiting[0][2].state is not State.WAITING:
             heapq.heappop(self._waiting)
         if not self._waiting:
@@ -339,7 +339,7 @@ class Scheduler:
         return len(self._free_slots) - sum(len(s.forks) for s in self.running if s.forks)
 
     def _admit(self, sequence: Sequence) -> None:
-        """From the head of the queue to running, with blocks for all the tokens it has."""
+        """Moves the head of the queue to running, with blocks for all the tokens it has."""
         heapq.heappop(self._waiting)
         self.num_waiting -= sequence.samples
         self.allocator.grow(sequence.blocks, sequence.length)
@@ -351,7 +351,7 @@ class Scheduler:
         insort(self.running, sequence, key=self.policy.key)
 
     def _end(self, sequence: Sequence) -> None:
-        """A running sequence finishes."""
+        """Ends a running sequence."""
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

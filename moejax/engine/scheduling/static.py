@@ -82,5 +82,5 @@ class StaticScheduler(Scheduler):
         super()._admit(sequence)
 
     def _least_blocks(self, sequence: Sequence) -> int:
-        """The whole of each of its samples."""
+        """Returns the blocks of each of its samples at full length."""
         return self._whole(sequence) * sequence.samples

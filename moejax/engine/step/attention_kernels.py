@@ -40,7 +40,7 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
 
 
 def unpack(take: Callable[[str], jax.Array], key: StepKey) -> KernelPlan:
-    """The plan's arrays, inside a trace."""
+    """Returns the plan's arrays, inside a trace."""
     S = key.rows
     table, kv_lens = take("table"), take("kv_len")
     if not key.tokens:
@@ -60,7 +60,7 @@ def fill(
     key: StepKey,
     limits: Limits,
     segments: SegmentLayout,
-    held: np.ndarray,
+    block_ids: np.ndarray,
     counts: list[int],
 ) -> None:
     """Writes the plan's fields; the arguments are as in `attention_xla.fill`."""

@@ -38,17 +38,17 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
 
 
 def max_tiles(rows: int, tokens: int) -> int:
-    """Most tiles that T tokens of at most S sequences fall into: each may leave one part empty."""
+    """Returns most tiles that T tokens of at most S sequences fall into: each may leave one part empty."""
     return tokens // tile_rows(tokens) + min(rows, tokens)
 
 
 def max_runs(rows: int, tokens: int, block_size: int) -> int:
-    """Most blocks that T tokens of at most S sequences touch: each may start and end within one."""
+    """Returns most blocks that T tokens of at most S sequences touch: each may start and end within one."""
     return min(tokens, tokens // block_size + 2 * min(rows, tokens))
 
 
 def unpack(take: Callable[[str], jax.Array], key: StepKey) -> AttentionPlan:
-    """The plan's arrays, inside a trace."""
+    """Returns the plan's arrays, inside a trace."""
     decode = DecodePlan(*(take(name) for name in _DECODE))
     return AttentionPlan(decode, ChunkPlan(*(take(name) for name in _CHUNK)) if key.tokens else None)
 
@@ -59,16 +59,17 @@ def fill(
     key: StepKey,
     limits: Limits,
     segments: SegmentLayout,
-    held: np.ndarray,
+    block_ids: np.ndarray,
     counts: list[int],
 ) -> None:
     """Writes the plan's fields.
 
     Args:
-        held: int64, all blocks of the decoding rows, one row's after another's; counts: how many each has.
+        block_ids: int64, all blocks of the decoding rows, one row's after another's.
+        counts: how many blocks each row has.
     """
     if plan.decodes:
-        _decodes(views, plan, limits.block_size, segments, held, counts, key.owners)
+        _decodes(views, plan, limits.block_size, segments, block_ids, counts, key.owners)
     else:
         views["owner"][...] = -1
     if plan.chunk_tokens:
@@ -80,7 +81,7 @@ def _decodes(
     plan: StepPlan,
     size: int,
     segments: SegmentLayout,
-    held: np.ndarray,
+    block_ids: np.ndarray,
     counts: list[int],
     owners: int,
 ) -> None:
@@ -89,7 +90,7 @@ def _decodes(
     positions = np.asarray(plan.positions)
     starts = np.fromiter(accumulate(counts, initial=0), np.int64, D + 1)
     W = D - plan.idle  # rows that have ended are computed as padding and store nothing
-    segment, local = segments.locate(held[starts[:W] + positions[:W] // size])
+    segment, local = segments.locate(block_ids[starts[:W] + positions[:W] // size])
     order = np.argsort(segment, kind="stable")
     views["write_row"][:W] = order
     views["write_block"][:W] = local[order]
@@ -100,13 +101,13 @@ def _decodes(
     row_of = np.repeat(np.arange(D), counts)
     owner, logical = views["owner"], views["logical"]
     owner[...] = -1
-    logical[held] = np.arange(len(held)) - starts[row_of]
+    logical[block_ids] = np.arange(len(block_ids)) - starts[row_of]
     if owners == 1:
-        owner[held, 0] = row_of
+        owner[block_ids, 0] = row_of
         return
-    by_block = np.argsort(held, kind="stable")
-    sorted_blocks = held[by_block]
-    rank = np.arange(len(held)) - np.searchsorted(sorted_blocks, sorted_blocks, side="left")
+    by_block = np.argsort(block_ids, kind="stable")
+    sorted_blocks = block_ids[by_block]
+    rank = np.arange(len(block_ids)) - np.searchsorted(sorted_blocks, sorted_blocks, side="left")
     owner[sorted_blocks, rank] = row_of[by_block]
 
 

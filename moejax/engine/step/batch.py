@@ -77,7 +77,7 @@ def metadata_of(limits: Limits) -> ModuleType:
 
 @functools.lru_cache(maxsize=4096)
 def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
-    """Field → (offset, shape) in the buffer, and the buffer's length."""
+    """Returns (offset, shape) in the buffer by field, and the buffer's length."""
     S, T = key.rows, key.tokens
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
         ("slot", "token", "position", "logit", "step", "sample"), (S,)
@@ -105,7 +105,7 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
 
 @jax.named_scope("inputs")
 def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
-    """The step's arrays, inside a trace."""
+    """Returns the step's arrays, inside a trace."""
     fields, _ = layout(key, limits)
 
     def take(name: str) -> jax.Array:
@@ -157,34 +157,34 @@ class BatchBuilder:
         self.record_all = self.counting = False
 
     def key(self, plan: Plan) -> StepKey:
-        """The least bucket that holds a plan."""
-        return self.common([self._key(group, _held(group)[0]) for group in plan.groups])
+        """Returns the least bucket that holds a plan."""
+        return self.common([self._key(group, _owned_blocks(group)[0]) for group in plan.groups])
 
     def build(self, plan: Plan, key: StepKey | None = None) -> tuple[StepKey, np.ndarray]:
-        """The bucket and the int32 buffer of a plan; data-parallel groups have one after another, and share
-        their bucket.
+        """Returns the bucket and the int32 buffer of a plan; data-parallel groups' buffers follow each other,
+        and they share their bucket.
 
         Args:
             key: a bucket that holds the plan; None: the least.
         """
         plans = plan.groups
-        blocks_of = [_held(plan) for plan in plans]
+        blocks_of = [_owned_blocks(plan) for plan in plans]
         if key is None:
             key = self.common(
                 [self._key(plan, blocks) for plan, (blocks, _) in zip(plans, blocks_of, strict=True)]
             )
         length = layout(key, self.limits)[1]
         buffer = np.zeros(len(plans) * length, np.int32)
-        for i, (plan, (blocks, counts)) in enumerate(zip(plans, blocks_of, strict=True)):
-            self._fill(buffer[i * length : (i + 1) * length], plan, key, blocks, counts)
+        for i, (plan, (block_ids, counts)) in enumerate(zip(plans, blocks_of, strict=True)):
+            self._fill(buffer[i * length : (i + 1) * length], plan, key, block_ids, counts)
         return key, buffer
 
-    def _key(self, plan: StepPlan, held: np.ndarray) -> StepKey:
+    def _key(self, plan: StepPlan, block_ids: np.ndarray) -> StepKey:
         rows, D = plan.sequences, len(plan.decodes)
-        highest = int(held.max()) if D else 0
+        highest = int(block_ids.max()) if D else 0
         highest = max([highest, *(max(chunk.sequence.blocks) for chunk in plan.chunks)])
         # Kernels read through block tables, which do not care who else has a block.
-        shared = int(np.bincount(held).max()) if D and self.limits.kernels == "xla" else 1
+        shared = int(np.bincount(block_ids).max()) if D and self.limits.kernels == "xla" else 1
         tokens = plan.chunk_tokens
         computed = max(tokens, plan.min_tokens) if tokens else 0
         segments = self.buckets.segments_for(highest + 1, tokens)
@@ -199,7 +199,7 @@ class BatchBuilder:
         )
 
     def common(self, keys: Items[StepKey]) -> StepKey:
-        """The least bucket that holds all of these."""
+        """Returns the least bucket that holds all of these."""
         if len(keys) == 1:
             return keys[0]
         return StepKey(
@@ -213,7 +213,7 @@ class BatchBuilder:
         )
 
     def _fill(
-        self, buffer: np.ndarray, plan: StepPlan, key: StepKey, held: np.ndarray, counts: list[int]
+        self, buffer: np.ndarray, plan: StepPlan, key: StepKey, block_ids: np.ndarray, counts: list[int]
     ) -> None:
         """Writes a plan into its part of the buffer, all zero before."""
         rows = plan.sequences
@@ -225,7 +225,7 @@ class BatchBuilder:
         self._rows(views, plan, rows)
         if key.tokens:
             self._chunks(views, plan, key)
-        metadata_of(self.limits).fill(views, plan, key, self.limits, self.buckets.segments, held, counts)
+        metadata_of(self.limits).fill(views, plan, key, self.limits, self.buckets.segments, block_ids, counts)
         if "seed" in views:
             _fill_sampling(views, rows)
         if key.mode.penalty:
@@ -234,7 +234,7 @@ class BatchBuilder:
             self.replay.fill(views, plan, key.rows)
 
     def empty(self, key: StepKey) -> np.ndarray:
-        """A buffer that computes nothing and writes nothing, to rehearse a step."""
+        """Returns a buffer that computes nothing and writes nothing, to rehearse a step."""
         fields, length = layout(key, self.limits)
         buffer = np.zeros(length, np.int32)
         blank = {"slot": self.limits.slots, "position": -1, "chunk_position": -1}
@@ -245,7 +245,7 @@ class BatchBuilder:
         return buffer
 
     def _mode(self, sampling: Items[Sequence], rows: Items[Sequence]) -> SamplerMode:
-        """The least mode that serves every sequence that samples, or a compiled one that does."""
+        """Returns the least mode that serves every sequence that samples, or a compiled one that does."""
         modes: set[SamplerMode] = {s.mode for s in sampling}
         least = common_mode(modes)
         # A part of a prompt samples nothing, but its tokens have been seen.
@@ -282,7 +282,7 @@ class BatchBuilder:
             row = after
 
     def _chunks(self, views: dict[str, np.ndarray], plan: StepPlan, key: StepKey) -> None:
-        """The chunks' tokens and positions."""
+        """Fills in the chunks' tokens and positions."""
         S, rope = key.rows, views["rope_len"]
         views["chunk_position"][:] = -1
         if "chunk_row" in views:
@@ -304,15 +304,15 @@ class BatchBuilder:
         views["chunk_position"][start : plan.min_tokens] = 0
 
 
-def _held(plan: StepPlan) -> tuple[np.ndarray, list[int]]:
-    """int64, all blocks of the decoding rows, one row's after another's; and how many each has."""
+def _owned_blocks(plan: StepPlan) -> tuple[np.ndarray, list[int]]:
+    """Returns all blocks of the decoding rows, int64, one row's after another's; and how many each has."""
     counts = [len(s.blocks) for s in plan.decodes]
     blocks = chain.from_iterable([s.blocks for s in plan.decodes])
     return np.fromiter(blocks, np.int64, sum(counts)), counts
 
 
 def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:
-    """The rows' parameters; padding rows are greedy."""
+    """Fills in the rows' parameters; padding rows are greedy."""
     padding = len(views["slot"]) - len(rows)
     params = [s.params for s in rows] + [_GREEDY] * padding
     values = sampling_values(params, [s.seed for s in rows] + [0] * padding)

@@ -27,13 +27,13 @@ class Rows(NamedTuple):
     """The rows of a batch, as the host must know them to read the result.
 
     Attributes:
-        wanted: how many likeliest tokens each row wants to know; None where nobody does.
+        logprobs: how many likeliest tokens each row asks for; None where nobody does.
         rows, chunk_tokens: of each data-parallel group, padding not counted.
         record: whether somebody asked for expert counts.
         plan: what was asked for; its sequences have gone on since.
     """
 
-    wanted: list[int | None] | None
+    logprobs: list[int | None] | None
     rows: list[int]
     chunk_tokens: list[int]
     record: bool
@@ -122,7 +122,7 @@ class BucketRunner(ABC):
         """Starts a step on a built batch."""
 
     def _programs(self, key: StepKey) -> list[Program]:
-        """What a step needs; nothing where that is compiled when it first runs."""
+        """Returns the programs of a step; none where they are compiled when it first runs."""
         return []
 
     def compile_ahead(self, keys: Iterable[StepKey]) -> None:
@@ -131,12 +131,12 @@ class BucketRunner(ABC):
 
     @abstractmethod
     def _copier(self, segments: int) -> Any:
-        """The compiled program that copies blocks within the first `segments` segments."""
+        """Returns the compiled program that copies blocks within the first `segments` segments."""
 
     def _result(self, key: StepKey, batch: Rows, output: PagedOutput) -> StepResult:
         """Reads what a batch gave; this is where the host waits for the device."""
         sampled = jax.tree.map(lambda x: _of_groups(x, batch.rows), output.sampled)
-        logprobs = None if batch.wanted is None else read_logprobs(sampled, batch.wanted)
+        logprobs = None if batch.logprobs is None else read_logprobs(sampled, batch.logprobs)
         scores = None
         if output.prompt_logprobs is not None:
             scores = _of_groups(output.prompt_logprobs, batch.chunk_tokens)
@@ -144,8 +144,8 @@ class BucketRunner(ABC):
 
     def _add_counts(self, phase: str, batch: Rows, output: PagedOutput) -> None:
         """Adds a batch's expert counts to `routing`, unless it counted though nobody asked."""
-        asked = batch.record or self.builder.record_all or not self.builder.counting
-        if output.counts is not None and asked:
+        requested = batch.record or self.builder.record_all or not self.builder.counting
+        if output.counts is not None and requested:
             self.routing.add(phase, np.asarray(output.counts), np.asarray(output.overflow))
 
     def _take_routing(self, key: StepKey, batch: Rows, output: PagedOutput) -> None:
@@ -202,11 +202,11 @@ class BucketRunner(ABC):
                 self._copier(segments)
 
     def count_always(self, count: bool) -> None:
-        """Whether steps count their routing though nobody asks; only on one group, where it sends nothing."""
+        """Has steps count their routing unasked, or no more; on one group only, where it sends nothing."""
         self.builder.counting = count and self.groups == 1
 
     def _thinned(self, max_total_len: int) -> Buckets:
-        """The buckets that a warm-up compiles."""
+        """Returns the buckets that a warm-up compiles."""
         whole = self._all_buckets(self.buckets.segments.num_blocks)
         return whole.thinned(self.config, max_total_len)
 
@@ -219,7 +219,7 @@ class BucketRunner(ABC):
 
 
 def _of_groups(x: jax.Array, counts: Sequence[int]) -> np.ndarray:
-    """The first `counts[g]` rows of each group g's equal share of the rows."""
+    """Returns the first `counts[g]` rows of each group g's equal share of the rows."""
     rows = np.asarray(x)
     each = len(rows) // len(counts)
     if len(counts) == 1:

@@ -18,7 +18,7 @@ CHUNK_BLOCKS = 128
 
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
-    """first, 2·first, 4·first, …, ending with `last` itself."""
+    """Returns first, 2·first, 4·first, …, ending with `last` itself."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -44,7 +44,7 @@ class Buckets:
 
     @classmethod
     def of(cls, config: EngineConfig, num_blocks: int) -> "Buckets":
-        """From the configuration; the largest buckets always hold the configured limits."""
+        """Makes buckets from the configuration; the largest always hold the configured limits."""
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         rows = config.seq_buckets or powers_of_two(1, seqs)
         chunk = config.token_buckets or powers_of_two(min(SMALLEST_CHUNK, tokens), tokens)
@@ -54,11 +54,11 @@ class Buckets:
         )
 
     def rows_for(self, rows: int, tokens: int = 0) -> int:
-        """Rows of a step with that many chunk tokens."""
+        """Returns rows of a step with that many chunk tokens."""
         return self.rows[bisect_left(self.rows, max(rows, self.chunk_rows) if tokens else rows)]
 
     def tokens_for(self, tokens: int) -> int:
-        """0 for none."""
+        """Returns the bucket of a step's chunk tokens; 0 for none."""
         return self.tokens[bisect_left(self.tokens, tokens)] if tokens else 0
 
     def segments_for(self, blocks: int, tokens: int = 0) -> int:
@@ -68,7 +68,7 @@ class Buckets:
         return self.segment_counts[bisect_left(self.segment_counts, least)]
 
     def thinned(self, config: EngineConfig, max_total_len: int) -> "Buckets":
-        """Fewer buckets for a workload whose every step is to be compiled ahead.
+        """Returns fewer buckets for a workload whose every step is to be compiled ahead.
 
         The buckets that the configuration leaves open are reduced to the largest that the workload needs and
         one of about a quarter of it; those beyond its needs stay for what comes after it. Steps with chunk
@@ -114,7 +114,7 @@ class Buckets:
                         yield rows, tokens, segments
 
     def _largest(self, max_total_len: int, block_size: int) -> tuple[int, int]:
-        """The largest chunk tokens and segments that requests of this length can need."""
+        """Returns the largest chunk tokens and segments that requests of this length can need."""
         most_rows = self.rows[-1]
         # Preempted sequences come back as prompts of up to their whole length.
         tokens = self.tokens_for(min(self.tokens[-1], most_rows * max_total_len))
@@ -123,12 +123,12 @@ class Buckets:
 
 
 def _two(sizes: tuple[int, ...], largest: int, quarter: int | None = None) -> tuple[int, ...]:
-    """Of rising sizes: one at least a quarter of `largest`, `largest` itself, and all that are larger."""
+    """Returns, of rising sizes, one of at least a quarter of `largest`, `largest`, and all larger ones."""
     quarter = -(-largest // 4) if quarter is None else quarter
     small = sizes[bisect_left(sizes, quarter)]
     return tuple(size for size in sizes if size in (small, largest) or size > largest)
 
 
 def _up_to(sizes: tuple[int, ...] | list[int], limit: int) -> tuple[int, ...]:
-    """The sizes below `limit`, and `limit`."""
+    """Returns the sizes below `limit`, and `limit`."""
     return (*(size for size in sizes if size < limit), limit)

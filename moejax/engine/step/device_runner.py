@@ -127,14 +127,14 @@ class DeviceRunner(BucketRunner):
         return self._seen
 
     def program(self, key: StepKey) -> Any:
-        """The compiled step of a bucket."""
+        """Returns the compiled step of a bucket."""
         return self.ledger.get(*self._program(key))
 
     def _programs(self, key: StepKey) -> list[Program]:
         return [self._program(key)]
 
     def _program(self, key: StepKey) -> Program:
-        """The step of a bucket, to be compiled."""
+        """Returns the step of a bucket, to be compiled."""
 
         def build() -> jax.stages.Wrapped:
             def step(leaves: Any, state: DeviceState, buffer: jax.Array) -> Any:
@@ -155,14 +155,14 @@ class DeviceRunner(BucketRunner):
         return self._leaves(), state, struct((layout(key, self.limits)[1],), jnp.int32)
 
     def _leaves(self) -> Any:
-        """The weights' shapes, on a mesh with where they are."""
+        """Returns the weights' shapes, on a mesh with where they are."""
         leaves = self.functions.leaves
         if isinstance(self.place, MeshDevices):
             return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
         return shapes_of(leaves)
 
     def _copier(self, segments: int) -> Any:
-        """The compiled program that copies blocks within the first `segments` segments."""
+        """Returns the compiled program that copies blocks within the first `segments` segments."""
         most = self.limits.slots
 
         def build() -> jax.stages.Wrapped:

@@ -56,7 +56,7 @@ class FakeDevice:
         self._last: dict[int, int] = {}
 
     def step(self, plan: StepPlan) -> list[int]:
-        """A token for each row; 0 for those that sample nothing."""
+        """Returns a token for each row; 0 for those that sample nothing."""
         for source, destination in plan.copies:
             self._cache[destination] = list(self._block(source))
         tokens = [0] * len(plan.sequences)
@@ -91,8 +91,8 @@ class FakeDevice:
         self._block(sequence.blocks[index])[offset] = hash((before, token))
 
     def _attend(self, sequence: Sequence) -> int:
-        """A hash of what all its positions hold, once this step's are written."""
-        held = [value for block in sequence.blocks for value in self._block(block)][: sequence.computed]
-        if None in held:
-            raise AssertionError(f"{sequence!r} reads position {held.index(None)}, which was never written")
-        return hash(tuple(held))
+        """Hashes what all its positions hold, once this step's are written."""
+        hashes = [value for block in sequence.blocks for value in self._block(block)][: sequence.computed]
+        if None in hashes:
+            raise AssertionError(f"{sequence!r} reads position {hashes.index(None)}, which was never written")
+        return hash(tuple(hashes))

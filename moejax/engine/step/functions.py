@@ -27,21 +27,21 @@ class ModelFunctions:
         self.config = model.config
 
     def merge(self, leaves: Sequence[jax.Array]) -> Decoder:
-        """The module again, inside a trace."""
+        """Returns the module again, inside a trace."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
 def routing_counts(traces: tuple[RoutingTrace | None, ...], num_experts: int) -> tuple[jax.Array, jax.Array]:
     """Assignments int32 `[L, E]`, a dense layer's row being 0, and int32 `[2]`: dropped, rerouted."""
-    found = [trace for trace in traces if trace is not None]
+    sparse = [trace for trace in traces if trace is not None]
     zero, none = jnp.zeros((), jnp.int32), jnp.zeros(num_experts, jnp.int32)
-    overflow = jnp.stack([sum((t.dropped for t in found), zero), sum((t.rerouted for t in found), zero)])
+    overflow = jnp.stack([sum((t.dropped for t in sparse), zero), sum((t.rerouted for t in sparse), zero)])
     return jnp.stack([none if trace is None else trace.counts for trace in traces]), overflow
 
 
 @jax.named_scope("sampling")
 def token_logprobs(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:
-    """x `[N, D]`, targets int32 `[N]` → float32 `[N]`, in parts so that `[N, V]` never exists whole."""
+    """Maps x `[N, D]`, targets int32 `[N]` to float32 `[N]`, in parts so that `[N, V]` never exists whole."""
     N = x.shape[0]
     part = max(1, min(N, MAX_LOGIT_ELEMENTS // model.config.vocab_size))
     parts = -(-N // part)
@@ -56,5 +56,5 @@ def token_logprobs(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Arra
 
 
 def shapes_of(tree: Any) -> Any:
-    """The same tree with shapes and dtypes only."""
+    """Returns the same tree with shapes and dtypes only."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

@@ -67,7 +67,7 @@ class CompileLedger:
     def get(
         self, function: str, key: Any, build: Callable[[], Any], args: Callable[[], tuple[Any, ...]]
     ) -> Callable[..., Any]:
-        """The compiled `function` for `key`; compiled now if it is new.
+        """Returns the compiled `function` for `key`; compiled now if it is new.
 
         Args:
             key: hashable; describes the bucket (a NamedTuple reads well in the ledger).
@@ -121,7 +121,7 @@ class CompileLedger:
         self._compiled = other._compiled
 
     def programs(self, function: str) -> list[tuple[Any, Any]]:
-        """(key, `jax.stages.Compiled`) of each bucket of `function`, in the order of their compilation."""
+        """Returns (key, `jax.stages.Compiled`) of each bucket of `function`, in the order of compilation."""
         return [(key, compiled) for (name, key), compiled in self._compiled.items() if name == function]
 
     @property
@@ -130,7 +130,7 @@ class CompileLedger:
         return [entry for entry in self.entries if entry.after_warmup]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The entries as dictionaries, for a result file."""
+        """Returns the entries as dictionaries, for a result file."""
         return [asdict(entry) for entry in self.entries]
 
 
@@ -140,14 +140,14 @@ def _threads() -> int:
 
 
 def _compile(lowered: jax.stages.Lowered, before: float) -> tuple[Any, float]:
-    """The compiled program, and the seconds it took beside those of `before`."""
+    """Returns the compiled program, and the seconds it took beside those of `before`."""
     start = time.perf_counter()
     compiled = lowered.compile()
     return compiled, before + time.perf_counter() - start
 
 
 def _cause(key: Any, others: list[Any]) -> str:
-    """What is new about a key, compared with the nearest one already compiled."""
+    """Says what is new about a key, compared with the nearest one already compiled."""
     if not others:
         return "first use"
     if not hasattr(key, "_asdict"):

@@ -70,7 +70,7 @@ class PagedFunctions(ModelFunctions):
         limits: Limits,
         place: SingleDevice,
     ) -> tuple[DeviceState, PagedOutput]:
-        """One token of each decoding row and all chunk tokens, in one pass of the model.
+        """Computes one token of each decoding row and all chunk tokens, in one pass of the model.
 
         On a mesh (`place`) this is a device's part: its group's state and buffer. The output is all groups'.
         """
@@ -90,21 +90,21 @@ class PagedFunctions(ModelFunctions):
 
 @jax.named_scope("inputs")
 def decoded_tokens(batch: Batch, last: jax.Array) -> jax.Array:
-    """int32 `[S]`: what each row decodes, known to the host or sampled last by its slot."""
+    """Returns int32 `[S]`: what each row decodes, known to the host or sampled last by its slot."""
     return jnp.where(batch.token >= 0, batch.token, last[batch.slot])
 
 
 @jax.named_scope("inputs")
 def flat_tokens(batch: Batch, token: jax.Array) -> jax.Array:
-    """int32 `[S + T]`: the rows' tokens, then the chunks'."""
+    """Returns int32 `[S + T]`: the rows' tokens, then the chunks'."""
     return token if batch.chunk_token is None else jnp.concatenate([token, batch.chunk_token])
 
 
 def run_layers(
     model: Decoder, x: jax.Array, batch: Batch, pages: Pages, limits: Limits
 ) -> tuple[jax.Array, Pages, tuple[RoutingTrace | None, ...]]:
-    """The model's layers (of a pipeline stage: its own) over the flat batch: x `[S + T, 1, D]` → (the same,
-    pages, traces)."""
+    """Runs the model's layers (of a pipeline stage: its own) over the flat batch: x `[S + T, 1, D]` → (the
+    same, pages, traces)."""
     positions = batch.position
     if batch.chunk_position is not None:
         positions = jnp.concatenate([positions, batch.chunk_position])
@@ -129,7 +129,7 @@ def capture(traces: Sequence[RoutingTrace | None], num_experts: int) -> Captured
 
 
 def replayed(model: Decoder, whole: Replay) -> list[Replay | None]:
-    """`[S + T, L, k]` of the whole model → `[S + T, 1, k]` for each layer here, None for a dense one."""
+    """Maps `[S + T, L, k]` of the whole model to `[S + T, 1, k]` of each layer here, None of a dense one."""
     assert whole.weights is not None
     by_layer: list[Replay | None] = []
     for layer in model.stage:
@@ -161,7 +161,7 @@ def finish(
 
 @jax.named_scope("sampling")
 def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:
-    """bool `[S, V]`: what each row has seen, this step's tokens included."""
+    """Returns bool `[S, V]`: what each row has seen, this step's tokens included."""
     assert batch.fresh is not None and batch.seen_as is not None
     rows = seen[batch.slot] & (batch.fresh == 0)[:, None]
     S = rows.shape[0]
@@ -177,7 +177,7 @@ def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:
 
 @jax.named_scope("sampling")
 def _remember(last: jax.Array, batch: Batch, tokens: jax.Array) -> jax.Array:
-    """`last` with the tokens of the rows that sampled.
+    """Returns `last` with the tokens of the rows that sampled.
 
     By comparison, not by scatter, which XLA:CPU runs element by element.
     """

@@ -43,5 +43,5 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """After a failed step: forgets all sequences' state. They will be computed anew."""
+        """Forgets all sequences' state, after a failed step. They will be computed anew."""
         ...

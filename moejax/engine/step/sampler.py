@@ -16,8 +16,8 @@ from moejax.engine.requests.api import Logprob, SamplingParams
 
 
 class SamplerMode(NamedTuple):
-    """What a batch needs of the sampler: part of a step's compile key, so that greedy decoding pays for
-    nothing else. `logprobs` is the number of likeliest tokens to report, -1 for no log-probabilities."""
+    """The sampler's work for a batch: part of a step's compile key, so that greedy decoding pays for nothing
+    else. `logprobs` is the number of likeliest tokens to report, -1 for no log-probabilities."""
 
     greedy: bool = True
     filters: bool = False
@@ -48,31 +48,31 @@ class Sampled(NamedTuple):
 
 
 def sampler_mode(params: Sequence[SamplingParams], vocab_size: int) -> SamplerMode:
-    """The least mode that serves all of `params`."""
-    wanted = [p.logprobs for p in params if p.logprobs is not None]
+    """Returns the least mode that serves all of `params`."""
+    logprobs = [p.logprobs for p in params if p.logprobs is not None]
     return SamplerMode(
         greedy=all(p.greedy for p in params),
         filters=any(not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params),
         penalty=any(p.repetition_penalty != 1.0 for p in params),
-        logprobs=min(max(wanted), vocab_size) if wanted else -1,
+        logprobs=min(max(logprobs), vocab_size) if logprobs else -1,
     )
 
 
 def common_mode(modes: Iterable[SamplerMode]) -> SamplerMode:
-    """The least mode that does what all of `modes` do."""
-    found = set(modes)
-    if len(found) == 1:
-        return found.pop()
+    """Returns the least mode that does what all of `modes` do."""
+    distinct = set(modes)
+    if len(distinct) == 1:
+        return distinct.pop()
     return SamplerMode(
-        greedy=all(m.greedy for m in found),
-        filters=any(m.filters for m in found),
-        penalty=any(m.penalty for m in found),
-        logprobs=max((m.logprobs for m in found), default=-1),
+        greedy=all(m.greedy for m in distinct),
+        filters=any(m.filters for m in distinct),
+        penalty=any(m.penalty for m in distinct),
+        logprobs=max((m.logprobs for m in distinct), default=-1),
     )
 
 
 def sampling_values(params: Sequence[SamplingParams], seeds: Sequence[int]) -> dict[str, np.ndarray]:
-    """Per-row parameters by name; what float32 or int32 cannot hold becomes the nearest that it can."""
+    """Returns per-row parameters by name; what float32 or int32 cannot hold becomes the nearest number."""
     int32, f32 = np.iinfo(np.int32), np.finfo(np.float32)
     tiny = float(f32.tiny)
 
@@ -125,7 +125,7 @@ def sample(
 
 
 def first_argmax(scores: jax.Array) -> jax.Array:
-    """int32 `[B]`: the first index of each row's maximum.
+    """Returns int32 `[B]`: the first index of each row's maximum.
 
     Equals `jnp.argmax`, which XLA:CPU computes element by element: four times slower (docs/log.md).
     """
@@ -158,7 +158,7 @@ def penalize(scores: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Arra
 
 
 def filter_scores(scores: jax.Array, arrays: SamplingArrays) -> jax.Array:
-    """Scores `[B, V]` with the tokens that min-p, top-k and top-p exclude at -inf.
+    """Returns scores `[B, V]` with the tokens that min-p, top-k and top-p exclude at -inf.
 
     At least the likeliest token always stays. Ties with the last token kept by top-k are kept too.
     """
@@ -183,7 +183,7 @@ def filter_scores(scores: jax.Array, arrays: SamplingArrays) -> jax.Array:
 
 
 def draw(scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
-    """One sample a row from softmax(scores), by row keys (seed, step). int32 `[B]`."""
+    """Draws one sample a row from softmax(scores), by row keys (seed, step): int32 `[B]`."""
 
     def one(row: jax.Array, row_seed: jax.Array, row_step: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row_seed), row_step)
@@ -192,15 +192,15 @@ def draw(scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
     return first_argmax(jax.vmap(one)(scores, seed, step))
 
 
-def read_logprobs(sampled: Sampled, wanted: Sequence[int | None]) -> list[Logprob | None]:
-    """The log-probabilities of the first rows, on the host: `wanted[i]` likeliest tokens, None for none."""
+def read_logprobs(sampled: Sampled, counts: Sequence[int | None]) -> list[Logprob | None]:
+    """Reads the first rows' log-probabilities to the host, of `counts[i]` likeliest tokens, None for none."""
     chosen, rank = np.asarray(sampled.logprob), np.asarray(sampled.rank)
     ids, top = np.asarray(sampled.top_ids), np.asarray(sampled.top_logprobs)
-    found: list[Logprob | None] = []
-    for i, count in enumerate(wanted):
+    logprobs: list[Logprob | None] = []
+    for i, count in enumerate(counts):
         if count is None:
-            found.append(None)
+            logprobs.append(None)
             continue
         likeliest = dict(zip(ids[i, :count].tolist(), top[i, :count].tolist(), strict=True))
-        found.append(Logprob(float(chosen[i]), int(rank[i]), likeliest))
-    return found
+        logprobs.append(Logprob(float(chosen[i]), int(rank[i]), likeliest))
+    return logprobs
