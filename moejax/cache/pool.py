@@ -110,13 +110,10 @@ class PagedCache(NamedTuple):
     plan: AttentionPlan | KernelPlan
     kernels: str = "xla"
 
-    def layer(self, index: int) -> "PagedLayer | KernelLayer":
-        segments = tuple(segment[index] for segment in self.pages)
-        if isinstance(self.plan, KernelPlan):
-            return KernelLayer(segments, self.plan, self.kernels)
-        return PagedLayer(segments, self.plan)
+    def layer(self, index: int) -> "PagedLayer":
+        return PagedLayer(tuple(segment[index] for segment in self.pages), self.plan, self.kernels)
 
-    def with_layers(self, layers: "list[PagedLayer | KernelLayer]") -> "PagedCache":
+    def with_layers(self, layers: "list[PagedLayer]") -> "PagedCache":
         segments = range(len(self.pages))
         return self._replace(pages=tuple(tuple(layer.segments[z] for layer in layers) for z in segments))
 
@@ -125,32 +122,7 @@ class PagedLayer(NamedTuple):
     """One layer's segments, as `moejax.ops.attention.LayerCache` of a flat batch: q `[N, 1, H, Dh]`."""
 
     segments: Segments
-    plan: AttentionPlan
-
-    def update_and_attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        positions: jax.Array,
-        *,
-        window: int | None,
-        scale: float,
-    ) -> tuple[jax.Array, "PagedLayer"]:
-        """Stores and attends at the plan's positions."""
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        out, segments = paged_attention(
-            q[:, 0], k[:, 0], v[:, 0], self.segments, self.plan, window=window, scale=scale
-        )
-        return out[:, None], PagedLayer(segments, self.plan)
-
-
-class KernelLayer(NamedTuple):
-    """`PagedLayer` by GPU kernels, which rotate and store in one pass."""
-
-    segments: Segments
-    plan: KernelPlan
+    plan: AttentionPlan | KernelPlan
     kernels: str
 
     def update_and_attend(
@@ -163,18 +135,17 @@ class KernelLayer(NamedTuple):
         *,
         window: int | None,
         scale: float,
-    ) -> tuple[jax.Array, "KernelLayer"]:
-        """Stores and attends at the plan's positions."""
-        (pages,) = self.segments
-        out, pages = kernel_attention(
-            q[:, 0],
-            k[:, 0],
-            v[:, 0],
-            (rope[0][:, 0], rope[1][:, 0]),
-            pages,
-            self.plan,
-            window=window,
-            scale=scale,
-            implementation=self.kernels,
+    ) -> tuple[jax.Array, "PagedLayer"]:
+        """Stores and attends at the plan's positions; kernels rotate and store in one pass."""
+        if isinstance(self.plan, KernelPlan):
+            cos, sin = rope
+            out, pages = kernel_attention(
+                q[:, 0], k[:, 0], v[:, 0], (cos[:, 0], sin[:, 0]), self.segments[0], self.plan,
+                window=window, scale=scale, implementation=self.kernels,
+            )  # fmt: skip
+            return out[:, None], self._replace(segments=(pages,))
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        out, segments = paged_attention(
+            q[:, 0], k[:, 0], v[:, 0], self.segments, self.plan, window=window, scale=scale
         )
-        return out[:, None], self._replace(segments=(pages,))
+        return out[:, None], self._replace(segments=segments)

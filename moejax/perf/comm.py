@@ -22,8 +22,8 @@ _INT = _FLOAT = 4
 
 
 def wire_bytes(kind: str, operand: float, group: int) -> float:
-    """Returns the bytes that each device of a group sends, by the ring and direct algorithms, which send the
-    least possible (Thakur, Rabenseifner and Gropp, 2005, section 4). With g devices, each putting in an operand:
+    """Returns the bytes that each device of a group sends, by ring and direct algorithms, which send the
+    least possible (Thakur, Rabenseifner and Gropp, 2005, section 4). With g devices, each with an operand:
 
         all-gather           (g - 1) · operand
         reduce-scatter       (g - 1) / g · operand

@@ -18,7 +18,7 @@ of a model without stages, once a microbatch.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -172,7 +172,6 @@ def measured_bubble(times: Sequence[StageTime]) -> float:
 
 # -- moving ----------------------------------------------------------------------------------------------
 
-Method = Literal["permute", "put"]
 Programs = Callable[[str, Any, Callable[[], Any], Callable[[], tuple[Any, ...]]], Callable[..., Any]]
 """Finds or compiles a program: `moejax.engine.step.ledger.CompileLedger.get`."""
 
@@ -187,27 +186,18 @@ class TransferKey(NamedTuple):
 class Transfer:
     """Moves arrays whose first dimension is by data group from one stage's mesh to another's.
 
-    "permute" is one program, a collective-permute over both stages' devices; it works as well where these
-    belong to different processes, each of which then gives and takes what is on its own devices. "put", its
-    plain twin, is `jax.device_put`.
+    It is one program, a collective-permute over both stages' devices; it works as well where these belong to
+    different processes, each of which then gives and takes what is on its own devices.
 
     Args:
         source, target: meshes with the same axes and no device in common.
-        programs: where programs are compiled; by default it keeps its own.
+        programs: where programs are compiled.
+        name: of the program.
     """
 
-    def __init__(
-        self,
-        source: MeshDevices,
-        target: MeshDevices,
-        programs: Programs | None = None,
-        *,
-        method: Method = "permute",
-        name: str = "transfer",
-    ) -> None:
-        self.source, self.target, self.method, self.name = source, target, method, name
-        self._programs = programs or self._compile
-        self._own: dict[Any, Any] = {}
+    def __init__(self, source: MeshDevices, target: MeshDevices, programs: Programs, name: str) -> None:
+        self.source, self.target, self.name = source, target, name
+        self._programs = programs
         self._empty: dict[TransferKey, list[jax.Array]] = {}
         data = source.axes.data or None
         self._arrived = NamedSharding(target.mesh, PartitionSpec(data))
@@ -223,8 +213,6 @@ class Transfer:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the array on the target's devices. On the source's it stays."""
-        if self.method == "put":
-            return jax.device_put(x, self._arrived)
         if not self._joint.addressable_devices:
             return _assemble(x, self._arrived, [])
         key = TransferKey(x.shape, str(x.dtype))
@@ -261,13 +249,6 @@ class Transfer:
             return []
         shape = self._arrived.shard_shape(key.shape)
         return [shard.data for shard in self.target.zeros(shape, key.dtype).addressable_shards]
-
-    def _compile(
-        self, name: str, key: Any, build: Callable[[], Any], args: Callable[[], tuple[Any, ...]]
-    ) -> Any:
-        if key not in self._own:
-            self._own[key] = build().lower(*args()).compile()
-        return self._own[key]
 
 
 def _assemble(x: jax.Array, sharding: NamedSharding, shards: list[jax.Array]) -> jax.Array:

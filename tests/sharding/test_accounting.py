@@ -161,7 +161,7 @@ def test_bytes_between_stages() -> None:
     arrays = [stages[1].place.struct((key.rows, MODEL.hidden_size), jnp.float32), stages[1].last]
     moved = []
     for source, target, array in ((0, 1, arrays[0]), (1, 0, arrays[1])):
-        transfer = Transfer(places[source], places[target])
+        transfer = Transfer(places[source], places[target], CompileLedger().get, "transfer")
         program = transfer.program(TransferKey(array.shape, str(array.dtype)))
         (found,) = collectives(program, transfer._mesh)
         assert (found.axes, found.executions) == (("pp",), 1)

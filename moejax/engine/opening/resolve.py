@@ -261,14 +261,14 @@ def unsupported_by_kernels(
     return None
 
 
-def cache_dtype(asked: str, config: ModelConfig) -> Resolution:
+def cache_dtype(requested: str, config: ModelConfig) -> Resolution:
     """Decides the dtype of the key/value cache, with the reason. The choice is checked by `QuantConfig`."""
     key, plain = "quant.kv_cache", kv_head_bytes(config.head_dim, config.dtype)
-    if asked == "auto":
+    if requested == "auto":
         return Resolution(key, config.dtype, "the model's dtype")
-    coded = kv_head_bytes(config.head_dim, asked)
+    coded = kv_head_bytes(config.head_dim, requested)
     why = f"asked for; {coded} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
-    return Resolution(key, asked, why)
+    return Resolution(key, requested, why)
 
 
 def _exchanges(

@@ -45,7 +45,7 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.program import PagedOutput
 from moejax.engine.step.runner import StepResult
-from moejax.sharding.pipeline import Method, StageTime, Transfer, measured_bubble
+from moejax.sharding.pipeline import StageTime, Transfer, measured_bubble
 from moejax.sharding.spmd import MeshDevices
 
 
@@ -90,7 +90,6 @@ class PipelineRunner(BucketRunner):
         stages: each stage's functions and devices, in order; at least two.
         config, cache, ledger, kernels, replay: as for `DeviceRunner`; each stage has as many blocks.
         microbatches: the most that a step is cut into.
-        transfer: how arrays move between stages, see `Transfer`.
 
     With `measure_bubble` each stage's program is waited for, and `stage_times` grows; `bubble()` is what they
     come to. Run the workload once before: a program's first run takes longer.
@@ -106,7 +105,6 @@ class PipelineRunner(BucketRunner):
         replay: RoutingReplay | None = None,
         *,
         microbatches: int = 1,
-        transfer: Method = "permute",
     ) -> None:
         whole, groups = stages[0][0].whole, stages[0][1].groups
         super().__init__(whole, config, cache, ledger, kernels, replay, groups=groups)
@@ -117,11 +115,11 @@ class PipelineRunner(BucketRunner):
         ]
         places = [place for _, place in stages]
         self._onward = [
-            Transfer(source, target, ledger.get, method=transfer, name=f"transfer {i} to {i + 1}")
+            Transfer(source, target, ledger.get, f"transfer {i} to {i + 1}")
             for i, (source, target) in enumerate(pairwise(places))
         ]
         back = f"transfer {len(places) - 1} to 0"
-        self._back = Transfer(places[-1], places[0], ledger.get, method=transfer, name=back)
+        self._back = Transfer(places[-1], places[0], ledger.get, back)
         # The process that has each stage's outputs; one that has part in all stages needs no other's.
         self._owners = [min(d.process_index for d in place.mesh.devices.flat) for place in places]
         holders = [{d.process_index for d in place.mesh.devices.flat} for place in places]
