@@ -91,16 +91,7 @@ class LLM:
         whole_in, cache = None, self.runner.cache
         if self.engine_config.batching == "static":
             whole_in = BlockAllocator(cache.num_blocks, cache.block_size)
-        return RequestBuilder(
-            self.tokenizer,
-            self.config.vocab_size,
-            self.max_model_len,
-            self.eos_token_ids,
-            self.seed,
-            self.engine_config.max_num_seqs,
-            whole_in,
-            replay,
-        )
+        return RequestBuilder(self._resolved, whole_in, replay)
 
     def __repr__(self) -> str:
         return engine_line(self)

@@ -4,10 +4,10 @@ import itertools
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
+from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.requests.inputs import Prompt, flat_ids, params_list
 from moejax.engine.requests.output import OutputProcessor
@@ -18,31 +18,22 @@ from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
 
-@dataclass(eq=False)
 class RequestBuilder:
     """Turns prompts into checked requests, numbered in the order in which they are built.
 
-    Attributes:
-        tokenizer: None where the model has none; text is then an error.
-        vocab_size: of the model.
-        max_model_len: tokens of the longest sequence, prompt and output together.
-        eos_token_ids: what ends a sample unless its parameters ignore it.
-        seed: the engine's, from which requests without one of their own draw theirs.
-        max_num_seqs: samples that run at a time.
+    Args:
+        resolved: the model, its tokenizer, and the engine's seed and limits.
         whole_in: the cache, where each sample's blocks are all set aside at once (static batching).
         replay: what gives each request its recorded routing, None where routers choose.
     """
 
-    tokenizer: Tokenizer | None
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    seed: int
-    max_num_seqs: int
-    whole_in: BlockAllocator | None
-    replay: RoutingReplay | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, resolved: ResolvedEngine, whole_in: BlockAllocator | None, replay: RoutingReplay | None
+    ) -> None:
+        self.tokenizer, self.vocab_size = resolved.tokenizer, resolved.config.vocab_size
+        self.max_model_len, self.max_num_seqs = resolved.max_model_len, resolved.engine.max_num_seqs
+        self.eos_token_ids, self.seed = resolved.eos_token_ids, resolved.seed
+        self.whole_in, self.replay = whole_in, replay
         self._ids = itertools.count()
         self._orders = itertools.count()
 
