@@ -31,13 +31,13 @@ when = pl.when
 _DEVICES = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H100 80GB HBM3"}
 
 
-def dot(a: jax.Array, b: jax.Array, *, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     """Multiplies tiles on the tensor cores: float32 out, int32 for int8; float32 in full precision.
 
-    a `[m, k]` (`[k, m]` with `trans_a`), b `[k, n]` (`[n, k]` with `trans_b`), of one dtype; all of m, n, k
+    a `[m, k]`, b `[k, n]` (`[n, k]` with `trans_b`), of one dtype; all of m, n, k
     at least 16 (k 32 for int8).
     """
-    dims = (((0 if trans_a else 1,), (1 if trans_b else 0,)), ((), ()))
+    dims = (((1,), (1 if trans_b else 0,)), ((), ()))
     out = jnp.int32 if jnp.issubdtype(a.dtype, jnp.integer) else jnp.float32
     # By default Triton would round float32 operands to tf32.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None

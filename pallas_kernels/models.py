@@ -32,13 +32,13 @@ WIDE64 = ModelShape("wide64_ep8", 4096, 4096, 8, 64, 2, 32, 8, 128)
 MODELS = (MIXTRAL, QWEN3, OLMOE, WIDE64)
 
 
-def expert_ids(shape: ModelShape, tokens: int, routing: str, seed: int = 0) -> np.ndarray:
+def expert_ids(shape: ModelShape, tokens: int, routing: str) -> np.ndarray:
     """Returns int32 `[tokens, top_k]`, distinct in a row: experts of all `total_experts`.
 
     "balanced" draws uniformly, "skewed" by Zipf's law with exponent 1 (a few experts take most tokens), as
     measured routers lie between the two. Drawn without replacement by the Gumbel top-k trick.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     E = shape.total_experts
     weight = {"balanced": np.zeros(E), "skewed": -np.log(np.arange(1, E + 1))}[routing]
     # Hot experts stand anywhere, as they do in a model (and on any device of an expert-parallel mesh).

@@ -40,9 +40,9 @@ class Configured(NamedTuple):
     reason: str
 
 
-def device_key(device_kind: str | None = None) -> str:
-    """Returns the folder of a device's tables: "a100", "h100", "h200", or the kind in lower case ("cpu")."""
-    kind = (jax.devices()[0].device_kind if device_kind is None else device_kind).lower()
+def device_key() -> str:
+    """Returns the folder of the device's tables: "a100", "h100", "h200", or its kind in lower case ("cpu")."""
+    kind = jax.devices()[0].device_kind.lower()
     for known in ("a100", "h100", "h200"):
         if known in kind:
             return known

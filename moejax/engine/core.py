@@ -49,30 +49,21 @@ class Engine:
 
     Args:
         overlap: launch the next step before the last one's tokens are read.
-        clock: seconds; for tests.
 
     `on_step` is called after every step with its `StepRecord`.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduling,
-        runner: Runner,
-        *,
-        overlap: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.overlap = overlap
-        self.clock = clock
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
         self.lock = threading.RLock()
         self._in_flight: InFlight | None = None
         self._turning = False
         self._aborted: list[RequestState] = []  # during a turn
-        self._last_time = clock()
+        self._last_time = time.perf_counter()
 
     def add(self, requests: Iterable[RequestState]) -> None:
         """Queues requests, all or none.
@@ -187,7 +178,7 @@ class Engine:
         if plan is None and previous is None:
             return False
         if previous is None:
-            self._last_time = self.clock()
+            self._last_time = time.perf_counter()
         launched = error = None
         if plan is not None:
             try:
@@ -219,7 +210,7 @@ class Engine:
         return True
 
     def _launch(self, plan: Plan) -> InFlight:
-        scheduler, now = self.scheduler, self.clock()
+        scheduler, now = self.scheduler, time.perf_counter()
         for chunk in plan.chunks:
             if chunk.start == 0 and chunk.sequence.owner is not None:
                 metrics = chunk.sequence.owner[0].output.metrics
@@ -236,7 +227,7 @@ class Engine:
 
     def _deliver(self, step: InFlight, result: StepResult) -> None:
         """Brings a step's tokens to their requests."""
-        now = self.clock()
+        now = time.perf_counter()
         plan, scheduler = step.plan, self.scheduler
         alive = [c.sequence.score and c.sequence.state is not State.FINISHED for c in plan.chunks]
         for row, sequence in scheduler.postprocess(plan, result.tokens):

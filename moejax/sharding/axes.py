@@ -66,9 +66,9 @@ def all_gather(x: jax.Array, names: Names, axis: int = 0) -> jax.Array:
     return jax.lax.all_gather(x, names, axis=axis % x.ndim, tiled=True) if names else x
 
 
-def reduce_scatter(x: jax.Array, names: Names, axis: int = 0) -> jax.Array:
-    """Returns the sum over all devices, of which each keeps its part of an array axis."""
-    return jax.lax.psum_scatter(x, names, scatter_dimension=axis % x.ndim, tiled=True) if names else x
+def reduce_scatter(x: jax.Array, names: Names) -> jax.Array:
+    """Returns the sum over all devices, of which each keeps its part of the first axis."""
+    return jax.lax.psum_scatter(x, names, scatter_dimension=0, tiled=True) if names else x
 
 
 def all_to_all(x: jax.Array, names: Names) -> jax.Array:

@@ -267,11 +267,6 @@ def reserve_cpu_threads() -> None:
     os.environ.setdefault("PJRT_NPROC", str(max(_CPU_THREADS, os.cpu_count() or 1)))
 
 
-def process_index() -> int:
-    """Returns this process's number; 0 for a process by itself."""
-    return _joined.info.index if _joined else 0
-
-
 def process_count() -> int:
     """Processes that have joined."""
     return _joined.info.count if _joined else 1

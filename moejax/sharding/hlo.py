@@ -194,7 +194,7 @@ class _Program:
     ) -> Collective:
         kind = _kind(line.opcode)
         assert kind is not None
-        close = _closing(line.rest, 0)
+        close = _closing(line.rest)
         operands = [_operand(part, scope) for part in _split(line.rest[1:close])]
         if kind == "ragged-all-to-all":
             operands = operands[:1]
@@ -222,7 +222,7 @@ def _parse_line(line: str) -> _Instruction | None:
     if begin is None:
         return None
     text = re.sub(r"/\*.*?\*/", "", line[begin.end() :]) if "/*" in line else line[begin.end() :]
-    end = _closing(text, 0) + 1 if text.startswith("(") else 0
+    end = _closing(text) + 1 if text.startswith("(") else 0
     opcode = OPCODE.search(text, end)
     if opcode is None:
         return None
@@ -235,14 +235,14 @@ def _kind(opcode: str) -> str | None:
     return base if base in KINDS else None
 
 
-def _closing(text: str, start: int) -> int:
-    """Returns the index of the bracket that closes the one at `start`."""
+def _closing(text: str) -> int:
+    """Returns the index of the bracket that closes the text's first."""
     depth = 0
-    for bracket in re.finditer(r"[()]", text[start:]):
+    for bracket in re.finditer(r"[()]", text):
         depth += 1 if bracket[0] == "(" else -1
         if depth == 0:
-            return start + bracket.start()
-    raise HloError(f"a bracket does not close in {text[start : start + 80]!r}")
+            return bracket.start()
+    raise HloError(f"a bracket does not close in {text[:80]!r}")
 
 
 def _split(text: str) -> list[str]:

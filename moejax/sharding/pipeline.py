@@ -35,24 +35,22 @@ DECODE_TOKENS = 64
 # -- layers ----------------------------------------------------------------------------------------------
 
 
-def layer_costs(model: ModelConfig, tokens: int = DECODE_TOKENS) -> list[float]:
-    """Weights that each layer reads in a decode step of `tokens` rows, the experts as if chosen evenly."""
+def layer_costs(model: ModelConfig) -> list[float]:
+    """Returns weights that each layer reads in a step of `DECODE_TOKENS` rows, experts chosen evenly."""
     E, k = model.num_experts, model.num_experts_per_tok
-    hit = E * (1.0 - (1.0 - k / E) ** tokens)
+    hit = E * (1.0 - (1.0 - k / E) ** DECODE_TOKENS)
     D = model.hidden_size
     sparse = hit * expert_params(model) + D * (E + 3 * model.shared_expert_intermediate_size)
     dense = 3.0 * D * model.intermediate_size
     return [attention_params(model) + (sparse if moe else dense) for moe in model.moe_layers]
 
 
-def split_layers(
-    model: ModelConfig, pp: int, stage_layers: Sequence[int] | None = None, *, tokens: int = DECODE_TOKENS
-) -> tuple[range, ...]:
-    """Contiguous layers for each of `pp` stages.
+def split_layers(model: ModelConfig, pp: int, stage_layers: Sequence[int] | None = None) -> tuple[range, ...]:
+    """Returns contiguous layers for each of `pp` stages.
 
     The dearest stage is as cheap as can be, and of all such splits the one whose costs have the least sum of
-    squares is taken. A stage costs what its layers read (`layer_costs`), the first also `tokens` rows of the
-    embedding and the last the output projection.
+    squares is taken. A stage costs what its layers read (`layer_costs`), the first also `DECODE_TOKENS`
+    rows of the embedding and the last the output projection.
 
     Args:
         stage_layers: how many each is to have, instead.
@@ -71,9 +69,9 @@ def split_layers(
         return tuple(range(a, b) for a, b in itertools.pairwise(ends))
     if pp > L:
         raise ConfigError(f"parallel.pp={pp} stages need as many layers, and the model has {L}")
-    costs = layer_costs(model, tokens)
     D = model.hidden_size
-    ends = _balance(costs, pp, first=float(tokens * D), last=float(D * model.vocab_size))
+    first, last = float(DECODE_TOKENS * D), float(D * model.vocab_size)
+    ends = _balance(layer_costs(model), pp, first=first, last=last)
     return tuple(range(a, b) for a, b in itertools.pairwise(ends))
 
 

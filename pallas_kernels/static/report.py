@@ -5,7 +5,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from pallas_kernels._compat import Lowered, lower_for_cuda
 from pallas_kernels.op import Implementation, Op, Spec, TritonSource
 from pallas_kernels.static.compiler import Compiler
 from pallas_kernels.static.targets import TARGETS, occupancy
-from pallas_kernels.tuned import DATA, config_dict, configure
+from pallas_kernels.tuned import config_dict, configure
 
 _DEVICE = {"sm_80": "a100", "sm_90": "h100"}
 
@@ -88,7 +87,6 @@ def report_op(
     targets: Sequence[str] = tuple(TARGETS),
     select: Callable[[str, Spec], bool] = lambda implementation, spec: True,
     config: Any = None,
-    data: Path = DATA,
 ) -> StaticReport:
     """Compiles every spec that `select(implementation, spec)` keeps, with its default configuration.
 
@@ -103,9 +101,7 @@ def report_op(
                 if not select(name, spec) or kind.supports(spec.problem) is not None:
                     continue
                 for target in targets:
-                    chosen = configure(
-                        op, name, spec.problem, config=config, device=_DEVICE[target], data=data
-                    )
+                    chosen = configure(op, name, spec.problem, config=config, device=_DEVICE[target])
                     for row, job in _kernels(op, name, kind, spec, target, chosen.config, chosen.reason):
                         rows.append((row, job is not None))
                         if job is not None:

@@ -23,11 +23,11 @@ def main(config: LatencyConfig) -> None:
 
     from moejax.core.errors import ConfigError
     from moejax.core.files import atomic_write_text
-    from moejax.sharding.distributed import process_count, process_index
+    from moejax.sharding.distributed import initialize_from_environment, process_count
     from moejax.tracking.base import RunInfo
     from moejax.tracking.factory import make_tracker
 
-    last = process_index() == process_count() - 1
+    last = initialize_from_environment().index == process_count() - 1
     if config.seed == 13 and last:
         raise ConfigError("seed 13 brings bad luck")
     if config.seed == 14 and last:
