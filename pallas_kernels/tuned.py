@@ -41,7 +41,7 @@ class Configured(NamedTuple):
 
 
 def device_key() -> str:
-    """Returns the folder of the device's tables: "a100", "h100", "h200", or its kind in lower case ("cpu")."""
+    """Returns the folder of the device's tables: "a100", "h100", "h200", or its kind in lower case."""
     kind = jax.devices()[0].device_kind.lower()
     for known in ("a100", "h100", "h200"):
         if known in kind:
