@@ -8,7 +8,7 @@ Tried with JAX 0.10.2, 0.11.2 and 0.12.0. Differences met:
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.errors import KernelError
+from pallas_kernels.op import TritonSource
 
 # The whole package stands on this backend; docs/decisions.md says what replaces it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
@@ -92,22 +93,9 @@ def pallas_call(
 
 
 def triton_call(
-    op: str,
-    kernel: Callable[[], Any],
-    arguments: Sequence[jax.Array],
-    *,
-    out_shape: Any,
-    grid: Sequence[int],
-    num_warps: int,
-    num_stages: int,
-    constants: Mapping[str, Any],
-    interpret: bool | None = None,
+    op: str, kernel: TritonSource, arguments: Sequence[jax.Array], *, out_shape: Any, interpret: bool | None
 ) -> Any:
     """Calls a `@triton.jit` kernel through jax-triton, whose output follows its `arguments`.
-
-    Args:
-        kernel: imports triton and returns the function.
-        constants: its `tl.constexpr` arguments.
 
     Raises:
         KernelError: jax-triton cannot be used here, or interpretation is asked for.
@@ -123,12 +111,12 @@ def triton_call(
         raise KernelError(op, name, f"{type(error).__name__}: {why}", remedy) from error
     return jax_triton.triton_call(
         *arguments,
-        kernel=kernel(),
+        kernel=kernel.function(),
         out_shape=out_shape,
-        grid=tuple(int(n) for n in grid),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **constants,
+        grid=tuple(int(n) for n in kernel.grid),
+        num_warps=kernel.num_warps,
+        num_stages=kernel.num_stages,
+        **kernel.constants,
     )
 
 

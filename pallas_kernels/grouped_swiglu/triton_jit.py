@@ -6,6 +6,7 @@ Pallas's Triton backend is on its way out (docs/decisions.md); this path does no
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels._compat import cdiv, triton_call
 from pallas_kernels.grouped_swiglu.pallas_triton import Config
@@ -21,18 +22,31 @@ def kernel() -> Any:
     return grouped_swiglu_kernel
 
 
-def constants(R: int, D: int, F: int, block_m: int, activation: str, config: Config) -> dict[str, Any]:
-    """Returns the constants that the kernel is compiled for."""
-    return {
-        "R": R,
-        "D": D,
-        "F": F,
-        "BLOCK_M": block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP": config.group,
-        "ACT": activation,
-    }
+def source(
+    R: int, D: int, F: int, P: int, block_m: int, activation: str, dtype: Any, config: Config
+) -> TritonSource:
+    """Returns the kernel for x `[R, D]` and P slots, as it is compiled and launched."""
+    wide = _TYPES[str(jnp.dtype(dtype))]
+    pointers = {"x_ptr": wide, "gate_ptr": wide, "up_ptr": wide}
+    pointers |= {"rows_ptr": "*i32", "block_ptr": "*i32", "num_ptr": "*i32", "out_ptr": wide}
+    return TritonSource(
+        name="grouped_swiglu_kernel",
+        function=kernel,
+        signature=pointers,
+        constants={
+            "R": R,
+            "D": D,
+            "F": F,
+            "BLOCK_M": block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP": config.group,
+            "ACT": activation,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        grid=(P // block_m * cdiv(F, config.block_n),),
+    )
 
 
 def grouped_swiglu_triton(
@@ -54,35 +68,17 @@ def grouped_swiglu_triton(
         KernelError: jax-triton or a CUDA jaxlib is not installed, or interpretation is asked for.
     """
     (R, D), (P, F) = x.shape, (rows.shape[0], gate.shape[2])
-    out = triton_call(
+    return triton_call(
         "grouped_swiglu",
-        kernel,
+        source(R, D, F, P, block_m, activation, x.dtype, config),
         (x, gate, up, rows, block_expert, num_blocks),
         out_shape=jax.ShapeDtypeStruct((P, F), x.dtype),
-        grid=(P // block_m * cdiv(F, config.block_n),),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        constants=constants(R, D, F, block_m, activation, config),
         interpret=interpret,
     )
-    return out
 
 
 def sources(spec: Spec, config: Config) -> list[TritonSource]:
     """Returns the kernel of a spec, for the static report."""
     shapes, static = spec.abstract, spec.static
     (R, D), P, F = shapes["x"].shape, shapes["rows"].shape[0], shapes["gate"].shape[2]
-    wide = _TYPES[str(shapes["x"].dtype)]
-    pointers = {"x_ptr": wide, "gate_ptr": wide, "up_ptr": wide}
-    pointers |= {"rows_ptr": "*i32", "block_ptr": "*i32", "num_ptr": "*i32", "out_ptr": wide}
-    return [
-        TritonSource(
-            name="grouped_swiglu_kernel",
-            function=kernel,
-            signature=pointers,
-            constants=constants(R, D, F, static["block_m"], static["activation"], config),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            grid=(P // static["block_m"] * cdiv(F, config.block_n),),
-        )
-    ]
+    return [source(R, D, F, P, static["block_m"], static["activation"], shapes["x"].dtype, config)]

@@ -76,48 +76,58 @@ def reduce_kernel() -> Any:
     return paged_decode_reduce_kernel
 
 
-def split_constants(a: Attention, config: Config) -> dict[str, Any]:
-    """Returns the constants that the first kernel is compiled for."""
-    return {
-        "H": a.H,
-        "K": a.K,
-        "DH": a.Dh,
-        "DP": a.Dp,
-        "BS": a.bs,
-        "M": a.M,
-        "ROWS": max(16, next_power_of_2(a.G)),
-        "TILE": config.tile,
-        "SPLITS": config.splits,
-        "LEAST": max(1, LEAST_KEYS // config.tile),
-        "WINDOW": a.window or 0,
-        "FACTOR": a.score_factor,
-        "SOFT_CAP": a.soft_cap or 0.0,
-        "KV": str(jnp.dtype(a.kv_dtype)) if a.quantized else "float",
-        "F32": a.product == jnp.float32,
-    }
-
-
-def reduce_constants(a: Attention, config: Config) -> dict[str, Any]:
-    """Returns the constants that the second kernel is compiled for."""
-    return {
-        "T": a.T,
-        "S": a.S,
+def passes(a: Attention, config: Config) -> list[TritonSource]:
+    """Returns both kernels as they are compiled and launched: a context's splits, and their parts' sum."""
+    q, kv = (_TYPES[str(jnp.dtype(dtype))] for dtype in (a.q_dtype, a.kv_dtype))
+    scales = "*fp32" if a.quantized else "*i32"
+    lengths = {"lens_ptr": "*i32", "cu_ptr": "*i32"}
+    parts = {"part_ptr": "*fp32", "lse_ptr": "*fp32"}
+    pages = {"q_ptr": q, "k_ptr": kv, "v_ptr": kv, "table_ptr": "*i32", **lengths}
+    shared = {
         "H": a.H,
         "DH": a.Dh,
         "DP": a.Dp,
         "TILE": config.tile,
         "SPLITS": config.splits,
-        "SPLITS_P": max(2, next_power_of_2(config.splits)),
         "LEAST": max(1, LEAST_KEYS // config.tile),
         "WINDOW": a.window or 0,
-        "SINKS": a.sinks,
-        "PADDING": PADDING_ROWS,
     }
-
-
-def grids(a: Attention, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Programs of both kernels."""
-    return (config.splits, a.K, a.S), (a.S + cdiv(a.T, PADDING_ROWS), a.H)
+    split = TritonSource(
+        name="paged_decode_kernel",
+        function=split_kernel,
+        signature={**pages, "k_scale_ptr": scales, "v_scale_ptr": scales, **parts},
+        constants={
+            **shared,
+            "K": a.K,
+            "BS": a.bs,
+            "M": a.M,
+            "ROWS": max(16, next_power_of_2(a.G)),
+            "FACTOR": a.score_factor,
+            "SOFT_CAP": a.soft_cap or 0.0,
+            "KV": str(jnp.dtype(a.kv_dtype)) if a.quantized else "float",
+            "F32": a.product == jnp.float32,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        grid=(config.splits, a.K, a.S),
+    )
+    reduce = TritonSource(
+        name="paged_decode_reduce_kernel",
+        function=reduce_kernel,
+        signature={**parts, **lengths, "sinks_ptr": "*fp32" if a.sinks else "*i32", "out_ptr": q},
+        constants={
+            **shared,
+            "T": a.T,
+            "S": a.S,
+            "SPLITS_P": max(2, next_power_of_2(config.splits)),
+            "SINKS": a.sinks,
+            "PADDING": PADDING_ROWS,
+        },
+        num_warps=reduce_warps(a, config.splits),
+        num_stages=1,
+        grid=(a.S + cdiv(a.T, PADDING_ROWS), a.H),
+    )
+    return [split, reduce]
 
 
 def ragged_paged_attention_triton(
@@ -146,82 +156,28 @@ def ragged_paged_attention_triton(
     op = "ragged_paged_attention"
     check_that(op, "max_q_len", max_q_len == 1, max_q_len, "1")
     a = pallas_triton.attention(q, k_pages, block_table, scale, window, soft_cap, sinks)
-    split_grid, reduce_grid = grids(a, config)
+    split, reduce = passes(a, config)
     # Where there are no scales or sinks, some other array takes their place and is not read.
+    k_scale, v_scale, sinks = (kv_lens if array is None else array for array in (k_scale, v_scale, sinks))
     part, lse = triton_call(
         op,
-        split_kernel,
-        (
-            q,
-            k_pages,
-            v_pages,
-            block_table,
-            kv_lens,
-            cu_q_lens,
-            kv_lens if k_scale is None else k_scale,
-            kv_lens if v_scale is None else v_scale,
-        ),
+        split,
+        (q, k_pages, v_pages, block_table, kv_lens, cu_q_lens, k_scale, v_scale),
         out_shape=[
             jax.ShapeDtypeStruct((a.S, a.H, config.splits, a.Dh), jnp.float32),
             jax.ShapeDtypeStruct((a.S, a.H, config.splits), jnp.float32),
         ],
-        grid=split_grid,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        constants=split_constants(a, config),
         interpret=interpret,
     )
+    out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
     return triton_call(
-        op,
-        reduce_kernel,
-        (part, lse, kv_lens, cu_q_lens, kv_lens if sinks is None else sinks),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=reduce_grid,
-        num_warps=reduce_warps(a, config.splits),
-        num_stages=1,
-        constants=reduce_constants(a, config),
-        interpret=interpret,
+        op, reduce, (part, lse, kv_lens, cu_q_lens, sinks), out_shape=out_shape, interpret=interpret
     )
 
 
 def sources(spec: Spec, config: Config) -> list[TritonSource]:
     """Returns both kernels of a spec, for the static report."""
     arrays: dict[str, Any] = dict(spec.abstract)
-    static = spec.static
-    sinks = arrays.get("sinks")
-    a = pallas_triton.attention(
-        arrays["q"],
-        arrays["k_pages"],
-        arrays["block_table"],
-        static["scale"],
-        static["window"],
-        None,
-        sinks,
-    )
-    split_grid, reduce_grid = grids(a, config)
-    q, kv = _TYPES[str(arrays["q"].dtype)], _TYPES[str(arrays["k_pages"].dtype)]
-    scales = "*fp32" if a.quantized else "*i32"
-    integers = {"table_ptr": "*i32", "lens_ptr": "*i32", "cu_ptr": "*i32"}
-    split = {"q_ptr": q, "k_ptr": kv, "v_ptr": kv, **integers, "k_scale_ptr": scales, "v_scale_ptr": scales}
-    reduce = {"part_ptr": "*fp32", "lse_ptr": "*fp32", "lens_ptr": "*i32", "cu_ptr": "*i32"}
-    reduce |= {"sinks_ptr": "*i32" if sinks is None else "*fp32", "out_ptr": q}
-    return [
-        TritonSource(
-            name="paged_decode_kernel",
-            function=split_kernel,
-            signature={**split, "part_ptr": "*fp32", "lse_ptr": "*fp32"},
-            constants=split_constants(a, config),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            grid=split_grid,
-        ),
-        TritonSource(
-            name="paged_decode_reduce_kernel",
-            function=reduce_kernel,
-            signature=reduce,
-            constants=reduce_constants(a, config),
-            num_warps=reduce_warps(a, config.splits),
-            num_stages=1,
-            grid=reduce_grid,
-        ),
-    ]
+    static, sinks = spec.static, arrays.get("sinks")
+    pages = (arrays["q"], arrays["k_pages"], arrays["block_table"])
+    return passes(pallas_triton.attention(*pages, static["scale"], static["window"], None, sinks), config)

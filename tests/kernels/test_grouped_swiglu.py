@@ -126,14 +126,9 @@ class TestTritonJitInterpreted:
             (R, D), F, P = arrays["x"].shape, arrays["gate"].shape[2], len(arrays["rows"])
             out = np.full((P, F), np.nan, arrays["x"].dtype)
             order = ("x", "gate", "up", "rows", "block_expert", "num_blocks")
-            grid = (P // block_m * _compat.cdiv(F, config.block_n),)
-            launches.append(
-                Launch(
-                    [*(np.asarray(arrays[name]) for name in order), out],
-                    triton_jit.constants(R, D, F, block_m, activation, config),
-                    grid,
-                )
-            )
+            kernel = triton_jit.source(R, D, F, P, block_m, activation, out.dtype, config)
+            inputs = [np.asarray(arrays[name]) for name in order]
+            launches.append(Launch([*inputs, out], kernel.constants, kernel.grid))
         for (arrays, block_m, activation, _), done in zip(
             cases, interpret("pallas_kernels.grouped_swiglu.triton_jit:kernel", launches), strict=True
         ):

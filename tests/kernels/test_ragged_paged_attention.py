@@ -278,15 +278,15 @@ class TestTritonJitInterpreted:
             held[1:3] = [pool.view(np.int8) if a.quantized else pool for pool in held[1:3]]
             shape = (a.S, a.H, config.splits)
             held += [np.full((*shape, a.Dh), np.nan, np.float32), np.full(shape, np.nan, np.float32)]
-            grid = triton_jit.grids(a, config)[0]
-            splits.append(Launch(held, triton_jit.split_constants(a, config), grid))
+            kernel = triton_jit.passes(a, config)[0]
+            splits.append(Launch(held, kernel.constants, kernel.grid))
         module = "pallas_kernels.ragged_paged_attention.triton_jit"
         parts = interpret(f"{module}:split_kernel", splits)
         for a, part, (arrays, _, config) in zip(facts, parts, cases, strict=True):
             rest = [np.asarray(arrays.get(n, arrays["kv_lens"])) for n in ("kv_lens", "cu_q_lens", "sinks")]
             held = [*part[-2:], *rest, np.full(arrays["q"].shape, np.nan, arrays["q"].dtype)]
-            grid = triton_jit.grids(a, config)[1]
-            reductions.append(Launch(held, triton_jit.reduce_constants(a, config), grid))
+            kernel = triton_jit.passes(a, config)[1]
+            reductions.append(Launch(held, kernel.constants, kernel.grid))
         for (arrays, static, _), done in zip(
             cases, interpret(f"{module}:reduce_kernel", reductions), strict=True
         ):
