@@ -127,8 +127,8 @@ class TestTritonJitInterpreted:
             out = np.full((P, F), np.nan, arrays["x"].dtype)
             order = ("x", "gate", "up", "rows", "block_expert", "num_blocks")
             kernel = triton_jit.source(R, D, F, P, block_m, activation, out.dtype, config)
-            inputs = [np.asarray(arrays[name]) for name in order]
-            launches.append(Launch([*inputs, out], kernel.constants, kernel.grid))
+            operands = [np.asarray(arrays[name]) for name in order]
+            launches.append(Launch([*operands, out], kernel.constants, kernel.grid))
         for (arrays, block_m, activation, _), done in zip(
             cases, interpret("pallas_kernels.grouped_swiglu.triton_jit:kernel", launches), strict=True
         ):
