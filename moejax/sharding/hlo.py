@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moejax.perf.comm import wire_bytes
-from moejax.sharding.hlo_groups import Grid, HloError, numbers
-from moejax.sharding.hlo_syntax import BRANCHES, CALLED, COMPUTATION, INSTRUCTION, OP_NAME, OPCODE
+from moejax.sharding.hlo_groups import Grid, numbers
+from moejax.sharding.hlo_syntax import BRANCHES, CALLED, OP_NAME, HloError, Line, closing, read_lines
 
 KINDS = (
     "all-reduce",
@@ -123,34 +123,19 @@ def taken(instructions: Iterable[Collective], choose: Callable[[Branch], int]) -
     return [c for c in instructions if all(branch.number == choose(branch) for branch in c.branches)]
 
 
-class _Instruction(NamedTuple):
-    """A line of HLO: the result's shape, the opcode, and the text from the operands on."""
-
-    name: str
-    shape: str
-    opcode: str
-    rest: str
-
-
 class _Program:
     """A module's computations, and the walk through them."""
 
     def __init__(self, text: str, mesh: Any) -> None:
         self.grid = Grid(mesh)
-        self.computations: dict[str, dict[str, _Instruction]] = {}
+        self.computations: dict[str, dict[str, Line]] = {}
         self.entry = ""
         replicas = re.search(r"\breplica_count=(\d+)", text[: text.find("\n")])
         if replicas and int(replicas[1]) > 1:
             raise HloError(f"the program has {replicas[1]} replicas (pmap); only partitioned ones are read")
-        current: dict[str, _Instruction] | None = None
-        for line in text.splitlines():
-            if current is None or not line[:1].isspace():
-                opened = COMPUTATION.match(line)
-                current = self.computations.setdefault(opened[2], {}) if opened else None
-                if opened and opened[1]:
-                    self.entry = opened[2]
-            elif instruction := _parse_line(line):
-                current[instruction.name] = instruction
+        for line in read_lines(text):
+            self.computations.setdefault(line.computation, {})[line.name] = line
+            self.entry = line.computation if line.entry else self.entry
         if not self.entry:
             raise HloError("the text has no ENTRY computation")
 
@@ -187,14 +172,14 @@ class _Program:
 
     def _collective(
         self,
-        line: _Instruction,
-        scope: dict[str, _Instruction],
+        line: Line,
+        scope: dict[str, Line],
         executions: int | None,
         branches: tuple[Branch, ...],
     ) -> Collective:
         kind = _kind(line.opcode)
         assert kind is not None
-        close = _closing(line.rest)
+        close = closing(line.rest)
         operands = [_operand(part, scope) for part in _split(line.rest[1:close])]
         if kind == "ragged-all-to-all":
             operands = operands[:1]
@@ -217,32 +202,10 @@ class _Program:
         )
 
 
-def _parse_line(line: str) -> _Instruction | None:
-    begin = INSTRUCTION.match(line)
-    if begin is None:
-        return None
-    text = re.sub(r"/\*.*?\*/", "", line[begin.end() :]) if "/*" in line else line[begin.end() :]
-    end = _closing(text) + 1 if text.startswith("(") else 0
-    opcode = OPCODE.search(text, end)
-    if opcode is None:
-        return None
-    return _Instruction(begin[1], text[: opcode.start()], opcode[1], text[opcode.end() - 1 :])
-
-
 def _kind(opcode: str) -> str | None:
     """Returns the kind of a collective that starts here; its -done and -update are parts of it."""
     base = opcode.removesuffix("-start")
     return base if base in KINDS else None
-
-
-def _closing(text: str) -> int:
-    """Returns the index of the bracket that closes the text's first."""
-    depth = 0
-    for bracket in re.finditer(r"[()]", text):
-        depth += 1 if bracket[0] == "(" else -1
-        if depth == 0:
-            return bracket.start()
-    raise HloError(f"a bracket does not close in {text[:80]!r}")
 
 
 def _split(text: str) -> list[str]:
@@ -259,7 +222,7 @@ def _split(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _operand(text: str, scope: dict[str, _Instruction]) -> str:
+def _operand(text: str, scope: dict[str, Line]) -> str:
     """Returns the shape of an operand: as written before its name, or as its own line says."""
     shape, _, name = text.rpartition(" ")
     if shape:

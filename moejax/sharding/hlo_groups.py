@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from moejax.sharding.hlo_syntax import HloError
+
 _GROUPS = re.compile(r"\breplica_groups=(\{(?:\{[\d,]*\},?)*\})")
 _IOTA = re.compile(r"\breplica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"\breplica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _AXIS = re.compile(r"'?([^',:=]+)'?(?::\((\d+)\)(\d+))?$")
 _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
-
-
-class HloError(ValueError):
-    """A text that cannot be read so that nothing is missed."""
 
 
 class Grid:

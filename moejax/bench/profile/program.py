@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moejax.perf.attribution import OPERATIONS
-from moejax.sharding.hlo_syntax import BRANCHES, CALLED, COMPUTATION, INSTRUCTION, OP_NAME, OPCODE
+from moejax.sharding.hlo_syntax import BRANCHES, CALLED, OP_NAME, read_lines
 
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _LAYER = re.compile(r"layer_(\d+)$")
@@ -117,28 +117,14 @@ def place_of(op_name: str) -> Place:
 
 
 def _lines(text: str) -> Iterable[Instruction]:
-    computation = ""
-    for line in text.splitlines():
-        if not line[:1].isspace():
-            opened = COMPUTATION.match(line)
-            computation = opened[2] if opened else ""
-            continue
-        begin = INSTRUCTION.match(line)
-        if not computation or begin is None:
-            continue
-        rest = line[begin.end() :]
-        opcode = OPCODE.search(rest) if not rest.startswith("(") else OPCODE.search(rest, rest.index(") "))
-        if opcode is None:
-            continue
-        after = rest[opcode.end() :]
-        called = [name for _, name in CALLED.findall(after)]
-        for branches in BRANCHES.findall(after):
+    for line in read_lines(text):
+        called = [name for _, name in CALLED.findall(line.rest)]
+        for branches in BRANCHES.findall(line.rest):
             called += [name.strip().lstrip("%") for name in branches.split(",")]
-        named = OP_NAME.search(after)
-        operands = _OPERAND.findall(after.split(")", 1)[0])
-        yield Instruction(
-            begin[1], opcode[1], computation, named[1] if named else "", tuple(called), tuple(operands)
-        )
+        named = OP_NAME.search(line.rest)
+        operands = _OPERAND.findall(line.rest.split(")", 1)[0])
+        op_name = named[1] if named else ""
+        yield Instruction(line.name, line.opcode, line.computation, op_name, tuple(called), tuple(operands))
 
 
 def _callers(
