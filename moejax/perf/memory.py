@@ -66,15 +66,14 @@ def device_memory(
         num_blocks: cache blocks of each data group.
         block_size: tokens in a block.
         dtype: of the cache, "int8" and 8-bit floats with their scales; None is the configuration's.
-        stages: layers of each stage; None: `parallel.stage_layers`, or all in one stage.
+        stages: layers of each stage; None: all in one stage.
 
     Raises:
         ConfigError: a tensor does not divide, or the stages are not given or do not fit.
     """
-    parts = _stages(model, parallel) if stages is None else [tuple(stage) for stage in stages]
-    if len(parts) != parallel.pp or [layer for part in parts for layer in part] != list(
-        range(model.num_layers)
-    ):
+    parts = [tuple(stage) for stage in stages or [range(model.num_layers)]]
+    in_order = [layer for part in parts for layer in part]
+    if len(parts) != parallel.pp or in_order != list(range(model.num_layers)):
         raise ConfigError(
             f"parallel.pp={parallel.pp}: stages {parts} do not hold the {model.num_layers} layers in order"
         )
@@ -170,18 +169,6 @@ def _itemsize(dtype: Any) -> int:
     """Returns the bytes of an element of a NumPy-like dtype, or of its name."""
     itemsize = getattr(dtype, "itemsize", None)
     return int(itemsize) if isinstance(itemsize, int) else DTYPE_BYTES[str(dtype)]
-
-
-def _stages(model: ModelConfig, parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    if parallel.stage_layers is None:
-        if parallel.pp > 1:
-            raise ConfigError(f"parallel.pp={parallel.pp}: the layers of each stage must be given")
-        return [tuple(range(model.num_layers))]
-    stages, begin = [], 0
-    for count in parallel.stage_layers:
-        stages.append(tuple(range(begin, begin + count)))
-        begin += count
-    return stages
 
 
 def _places(name: str, model: ModelConfig, parts: Sequence[Sequence[int]]) -> list[int]:

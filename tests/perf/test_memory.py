@@ -77,9 +77,10 @@ def test_cache(layout: str, heads: int) -> None:
 
 def test_stages() -> None:
     """The embedding is in the first, norm and output in the last; layers where they belong."""
-    model, parallel = small_model(), ParallelConfig(pp=2, ep=4, stage_layers=[1, 2])
+    model, parallel = small_model(), ParallelConfig(pp=2, ep=4)
     declared = specs(decoder(model, parallel))
-    first, last = device_memory(model, parallel, declared, num_blocks=3, block_size=16)
+    stages = [range(1), range(1, 3)]
+    first, last = device_memory(model, parallel, declared, num_blocks=3, block_size=16, stages=stages)
     assert (first.layers, last.layers) == ((0,), (1, 2))
     assert last.cache == 2 * first.cache and last.expert_weights == first.expert_weights
 
@@ -98,7 +99,7 @@ def test_misfits_are_errors() -> None:
     odd = specs(Decoder(model.replace(intermediate_size=90)))
     with pytest.raises(ConfigError, match=r"layers.1.mlp.*: axis 'mlp' of 90 does not divide over 8"):
         device_memory(model, LAYOUTS["tp8"], odd, num_blocks=1, block_size=1)
-    with pytest.raises(ConfigError, match="the layers of each stage must be given"):
+    with pytest.raises(ConfigError, match="do not hold the 3 layers in order"):
         device_memory(model, ParallelConfig(pp=2), declared, num_blocks=1, block_size=1)
     with pytest.raises(ConfigError, match="do not hold the 3 layers in order"):
         device_memory(model, ParallelConfig(pp=2), declared, num_blocks=1, block_size=1, stages=[[0], [2]])
