@@ -20,8 +20,8 @@ class HloError(ValueError):
 
 
 class Line(NamedTuple):
-    """An instruction: its computation, and whether that is the entry; its name, the result's shape, the opcode,
-    and the text from the operands' bracket on."""
+    """An instruction: its computation, and whether that is the entry; its name, the result's shape, the
+    opcode, and the text from the operands' bracket on."""
 
     computation: str
     entry: bool
