@@ -20,7 +20,6 @@ from moejax.nn.quantized import quantized_weights, weight_size
 from moejax.ops.dispatch import choose_quantized
 from moejax.perf.memory import held_weights, tensor_bytes
 from moejax.perf.sizes import EXPERT_OPERATIONS
-from moejax.perf.steps import decode_step_cost
 from moejax.ptq.on_load import QuantizeOnLoad
 from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import parse_format
