@@ -242,9 +242,10 @@ def quantize(w: jax.Array, fmt: Format, scale_dtype: Any = jnp.float32) -> Quant
     return QuantizedTensor(jnp.swapaxes(values, -1, -2), scales, None, fmt)
 
 
-def random_quantized(key: jax.Array, shape: tuple[int, ...], fmt: Format) -> QuantizedTensor:
-    """Returns any codes at all (fp8: but NaN), scaled by bfloat16 as weights of variance about 1/D.
-    Cheap at any size."""
+def random_quantized(
+    key: jax.Array, shape: tuple[int, ...], fmt: Format, scale_dtype: Any = jnp.bfloat16
+) -> QuantizedTensor:
+    """Returns any codes at all (fp8: but NaN), scaled as weights of variance about 1/D. Cheap at any size."""
     *lead, D, F = shape
     a, b, c = jax.random.split(key, 3)
     value_shape, scale_shape = fmt.shapes(D, F)
@@ -255,7 +256,7 @@ def random_quantized(key: jax.Array, shape: tuple[int, ...], fmt: Format) -> Qua
     scales = jax.random.uniform(b, (*lead, *scale_shape), jnp.float32, 0.5, 1.5) / (deviation * D**0.5)
     zeros = jax.random.randint(c, (*lead, *scale_shape), 5, 11).astype(jnp.uint8) if fmt.zeros else None
     values = jax.lax.bitcast_convert_type(values, fmt.value_dtype)
-    return QuantizedTensor(values, scales.astype(jnp.bfloat16), zeros, fmt)
+    return QuantizedTensor(values, scales.astype(scale_dtype), zeros, fmt)
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
