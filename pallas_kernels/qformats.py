@@ -22,7 +22,7 @@ transposed, inputs contiguous, as checkpoints store the weights of linear layers
   scale for each 128 × 128 block (DeepSeek-V3, arXiv 2412.19437, whose checkpoints have the scales
   transposed).
 
-Scales are bfloat16, float16 or float32. `quantize` rounds to nearest; better methods fill the same layouts.
+Scales are bfloat16, float16 or float32.
 """
 
 import functools
@@ -35,7 +35,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dtypes import wide_type
 from pallas_kernels.errors import KernelError, bind_shapes, check_dtype, check_that
-from pallas_kernels.fp8 import MAX, decode_e4m3, encode_e4m3
+from pallas_kernels.fp8 import decode_e4m3
 
 PACK = 64
 """Rows of a pack block of `w4a16`: two halves of 32."""
@@ -167,23 +167,16 @@ def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> 
     return sizes
 
 
-def pack_nibbles(values: jax.Array) -> jax.Array:
-    """Numbers below 16, `[..., D]`, as uint8 `[..., D/2]`."""
-    *lead, D = values.shape
-    blocks = values.astype(jnp.uint8).reshape(*lead, D // PACK, 2, PACK // 2)
-    return (blocks[..., 0, :] | (blocks[..., 1, :] << jnp.uint8(4))).reshape(*lead, D // 2)
-
-
 def unpack_nibbles(packed: jax.Array) -> jax.Array:
-    """Inverts `pack_nibbles`."""
+    """Returns numbers below 16, `[..., D]`, of packed uint8 `[..., D/2]`."""
     *lead, half = packed.shape
     blocks = packed.reshape(*lead, 2 * half // PACK, PACK // 2)
     pair = jnp.stack([blocks & jnp.uint8(15), blocks >> jnp.uint8(4)], axis=-2)
     return pair.reshape(*lead, 2 * half)
 
 
-def _spread(scales: jax.Array, D: int, F: int, fmt: Format) -> jax.Array:
-    """Scales or zeros, one for each weight: `[..., D, F]`."""
+def spread(scales: jax.Array, D: int, F: int, fmt: Format) -> jax.Array:
+    """Returns scales or zeros, one for each weight: `[..., D, F]`."""
     if fmt.scale_columns > 1:
         scales = jnp.repeat(scales, fmt.scale_columns, axis=-1)[..., :F]
     return jnp.repeat(scales, fmt.group or D, axis=-2)[..., :D, :]
@@ -198,48 +191,12 @@ def dequantize(w: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
     elif w.format.kind == "w4a16":
         values = unpack_nibbles(w.values).astype(jnp.int32) - 8
         if w.zeros is not None:
-            zeros = _spread(w.zeros, D, F, w.format).astype(jnp.int32)
+            zeros = spread(w.zeros, D, F, w.format).astype(jnp.int32)
             values = values + 8 - jnp.swapaxes(zeros, -1, -2)
     else:
         values = w.values
     values = jnp.swapaxes(values, -1, -2).astype(wide)
-    return (values * _spread(w.scales.astype(wide), D, F, w.format)).astype(dtype)
-
-
-def quantize(w: jax.Array, fmt: Format, scale_dtype: Any = jnp.float32) -> QuantizedTensor:
-    """Rounds to nearest. Symmetric formats map the largest magnitude of a group to the largest code.
-
-    Raises:
-        KernelError: D is not a multiple of the format's group or pack block.
-    """
-    *lead, D, F = w.shape
-    check_that("quantize", "w", D % fmt.block == 0, f"D={D}", f"a multiple of {fmt.block} for {fmt.name}")
-    wide = w.astype(jnp.float32)
-    if fmt.kind == "fp8" and fmt.group:
-        pad = [(0, 0)] * len(lead) + [(0, -D % FP8_BLOCK), (0, -F % FP8_BLOCK)]
-        a, b = fmt.shapes(D, F)[1]
-        blocks = jnp.pad(wide, pad).reshape(*lead, a, FP8_BLOCK, b, FP8_BLOCK)
-        low, high = blocks.min(axis=(-3, -1)), blocks.max(axis=(-3, -1))
-    else:
-        groups = wide.reshape(*lead, fmt.shapes(D, F)[1][0], fmt.group or D, F)
-        low, high = groups.min(axis=-2), groups.max(axis=-2)
-    most = {"w4a16": 7.0, "fp8": MAX}.get(fmt.kind, 127.0)
-    span = jnp.maximum(high, 0) - jnp.minimum(low, 0) if fmt.zeros else jnp.maximum(high, -low)
-    # A group of zeros takes any scale.
-    scales = jnp.where(span > 0, span / (15.0 if fmt.zeros else most), 1.0).astype(scale_dtype)
-    step = scales.astype(jnp.float32)
-    scaled = wide / _spread(step, D, F, fmt)
-    zeros = None
-    if fmt.kind == "fp8":
-        return QuantizedTensor(jnp.swapaxes(encode_e4m3(scaled), -1, -2), scales, None, fmt)
-    if fmt.kind == "w4a16":
-        point = jnp.clip(jnp.round(-jnp.minimum(low, 0) / step), 0, 15)
-        zeros = point.astype(jnp.uint8) if fmt.zeros else None
-        shift = _spread(point, D, F, fmt) if fmt.zeros else 8.0
-        nibbles = jnp.clip(jnp.round(scaled) + shift, 0, 15).astype(jnp.uint8)
-        return QuantizedTensor(pack_nibbles(jnp.swapaxes(nibbles, -1, -2)), scales, zeros, fmt)
-    values = jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8)
-    return QuantizedTensor(jnp.swapaxes(values, -1, -2), scales, None, fmt)
+    return (values * spread(w.scales.astype(wide), D, F, w.format)).astype(dtype)
 
 
 def random_quantized(

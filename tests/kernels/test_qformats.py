@@ -14,14 +14,13 @@ from pallas_kernels.qformats import (
     QuantizedTensor,
     check_quantized,
     dequantize,
-    pack_nibbles,
-    quantize,
     quantize_rows,
     random_quantized,
     unpack_nibbles,
 )
 from pallas_kernels.quantized_grouped_matmul import decode
 from pallas_kernels.quantized_grouped_matmul.convert import dequantize_pallas, quantize_rows_pallas
+from tests.oracles.kernel_quantizer import pack_nibbles, quantize
 
 FORMATS = [
     Format("w8a16"),
