@@ -1,4 +1,4 @@
-"""Rounding to nearest into the layouts of `pallas_kernels.qformats`, what the library's own is compared with."""
+"""Rounding to nearest into the layouts of `pallas_kernels.qformats`: the twin of the library's own."""
 
 from typing import Any
 
