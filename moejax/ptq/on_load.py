@@ -4,7 +4,6 @@ So the model is never whole in both forms.
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.core.quant import QuantConfig
-from moejax.nn.param import OnValue, ParamSpec, specs
+from moejax.nn.param import specs
 from moejax.nn.quantized import QuantizedWeight, replace_weights, weight_size
 from moejax.ptq.methods import Rounded, errors, weight_report
 from moejax.ptq.report import QuantReport, StageReport, WeightReport
-from moejax.quantization.formats import QTensor, WeightFormat
+from moejax.quantization.formats import QTensor
 from moejax.quantization.rtn import round_to_nearest
 from moejax.quantization.rules import Chosen
 from moejax.sharding.rules import shardings
@@ -39,27 +38,28 @@ class QuantizeOnLoad:
         self._weights: list[WeightReport] = []
         self._seconds = 0.0
 
-    def at(self, place: SingleDevice) -> OnValue:
-        """Returns what takes the values of a model, or of a pipeline stage, that lies there.
+    def take(self, place: SingleDevice, name: str, param: nnx.Param, value: jax.Array) -> None:
+        """Rounds the value of a parameter that lies there, or assigns it where it is to be left as it is.
 
         Each device rounds its part: with the scales that one device would find, and its codes but for numbers
         next to the middle of two, where compiled programs differ. A weight to be quantized stays abstract
         until `put`.
         """
-        return functools.partial(self.take, place)
-
-    def take(self, place: SingleDevice, name: str, param: nnx.Param, value: jax.Array) -> None:
-        """Rounds a parameter's value, or assigns it where it is to be left as it is."""
         choice = self._plan.get(name)
         if choice is None:
             param.set_value(value)
             return
         start = time.perf_counter()
         spec, quant, fmt = param.get_metadata("spec"), self._quant, choice.format
-        placed = _shardings(spec, fmt, place)
-        if not value.sharding.addressable_devices:  # another process's pipeline stage
+        parts, D = specs(QuantizedWeight(spec, fmt)), spec.canonical_shape[-2]
+        placed = shardings(parts, place.mesh, place.axes) if isinstance(place, MeshDevices) else None
+        if not value.sharding.addressable_devices:  # another process's stage: no part of any array is here
             assert placed is not None
-            self._tensors[name] = _elsewhere(spec, fmt, placed)
+            arrays = {}
+            for array, where in placed.items():
+                shape, dtype = parts[array].shape, parts[array].dtype
+                arrays[array] = jax.make_array_from_single_device_arrays(shape, where, [], dtype=dtype)
+            self._tensors[name] = QTensor.of(arrays, fmt, D)
             return
         program = self._programs.get((spec, fmt, place))
         if program is None:
@@ -68,11 +68,10 @@ class QuantizeOnLoad:
                 w = spec.without_padding(value)  # which a tensor's percentile would see
                 w = jnp.swapaxes(w, -1, -2) if spec.transposed else w
                 q = round_to_nearest(w, fmt, clip=quant.clip, percentile=quant.percentile)
-                parts = specs(QuantizedWeight(spec, fmt)).items()
-                padded = {name: part.with_padding(getattr(q, name)) for name, part in parts}
+                padded = {name: part.with_padding(getattr(q, name)) for name, part in parts.items()}
                 return dataclasses.replace(q, **padded), errors(w.astype(jnp.float32), q, None)[0]
 
-            out = None if placed is None else (QTensor.of(placed, fmt, spec.canonical_shape[-2]), None)
+            out = None if placed is None else (QTensor.of(placed, fmt, D), None)
             program = self._programs[spec, fmt, place] = jax.jit(run, out_shardings=out)
         tensor, error = jax.block_until_ready(program(value))
         self._tensors[name] = tensor
@@ -108,24 +107,3 @@ def quant_report(
     saved = sum(weight.float_bytes - weight.bytes for stage in stages for weight in stage.weights)
     numbers = sum(count for _, count in sizes)
     return QuantReport(quant.method, quant.format, num_bytes, num_bytes + saved, numbers, seconds, stages)
-
-
-def _shardings(
-    spec: ParamSpec, fmt: WeightFormat, place: SingleDevice
-) -> dict[str, jax.sharding.Sharding] | None:
-    """Returns where each of a quantized weight's arrays lies; None on one device."""
-    if not isinstance(place, MeshDevices):
-        return None
-    return dict(shardings(specs(QuantizedWeight(spec, fmt)), place.mesh, place.axes))
-
-
-def _elsewhere(spec: ParamSpec, fmt: WeightFormat, placed: Mapping[str, jax.sharding.Sharding]) -> QTensor:
-    """Returns a tensor of whose arrays this process holds no part."""
-    declared = specs(QuantizedWeight(spec, fmt))
-
-    def empty(name: str, where: jax.sharding.Sharding) -> jax.Array:
-        part = declared[name]
-        return jax.make_array_from_single_device_arrays(part.shape, where, [], dtype=part.dtype)
-
-    arrays = {name: empty(name, where) for name, where in placed.items()}
-    return QTensor.of(arrays, fmt, spec.canonical_shape[-2])

@@ -1,5 +1,6 @@
 """Reads a resolved model's weights, or draws them, onto its devices, and quantizes them on the way."""
 
+import functools
 import logging
 import math
 from collections import Counter
@@ -61,7 +62,7 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None) -> Weigh
     rounding = QuantizeOnLoad({} if plan.calibrates else plan.weights, resolved.quant)
     ranges = split_layers(resolved.config, parallel.pp, parallel.stage_layers)
     stages = [
-        load_stage(resolved, place, layers, rounding.at(place))
+        load_stage(resolved, place, layers, functools.partial(rounding.take, place))
         for place, layers in zip(resolved.places, ranges, strict=True)
     ]
     report = None
