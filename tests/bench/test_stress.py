@@ -16,26 +16,21 @@ from moejax.bench.stress.checks import Prober, Snapshot, growth, idle_faults, le
 from moejax.bench.stress.config import StressSection
 from moejax.bench.stress.phases import RUN, Load
 from moejax.bench.stress.run import StressError, check_stress, run_stress
-from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
 from moejax.report.stress import stress_figure
 from moejax.tracking.base import TrackerConfig
 from tests.bench.runs import run_into
+from tests.engine.paged import SCARCE
 from tests.engine.tiny import small_config
 
 NO_TRACKER = TrackerConfig(kind="none")
 SMALL = StressSection(rounds=3, requests=8, probes=2, probe_tokens=4, tpot_band=1e6, rss_mb_per_round=1e6)
-# Ten blocks of four for four sequences of up to 32 tokens: scarce.
-ENGINE = EngineConfig(
-    max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16, block_size=4, num_blocks=10,
-    seq_buckets=[4], token_buckets=[16], block_buckets=[10], compile_cache=False,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    yield LLM(small_config(), load_format="dummy", engine=ENGINE)
+    yield LLM(small_config(), load_format="dummy", engine=SCARCE)
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,16 @@
 """The trace beside a result: cases one after another, as if one engine had run them all."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 
 from moejax.bench.common.trace_io import joined, start_capture, take_capture, write_capture
-from moejax.core.config import EngineConfig
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.routing.capture import RoutingCapture, load_capture
+from tests.engine.paged import TIGHT, tight
 from tests.engine.tiny import small_config
 
-ENGINE = EngineConfig(
-    compile_cache=False, max_model_len=32, seq_buckets=[4], token_buckets=[8], max_num_seqs=4
-)
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 
@@ -27,7 +23,7 @@ def taken(llm: LLM, prompts: list[list[int]], case: int) -> RoutingCapture:
 
 
 def test_cases_are_joined_and_written(tmp_path: Path) -> None:
-    llm = LLM(small_config(), load_format="dummy", engine=dataclasses.replace(ENGINE, capture_routing=True))
+    llm = LLM(small_config(), load_format="dummy", engine=tight(capture_routing=True))
     llm.generate([[9, 9]], GREEDY)  # a warm-up, which is in no trace
     cases = [taken(llm, prompts, case) for case, prompts in enumerate(([[1, 2], [3]], [[4, 5, 6]]))]
     assert llm.routing_capture().num_rows == 0
@@ -46,7 +42,7 @@ def test_cases_are_joined_and_written(tmp_path: Path) -> None:
 
 
 def test_without_capture_there_is_nothing(tmp_path: Path) -> None:
-    llm = LLM(small_config(), load_format="dummy", engine=ENGINE)
+    llm = LLM(small_config(), load_format="dummy", engine=TIGHT)
     for engine in (llm, None):  # a peer has no engine of ours
         start_capture(engine)
         assert take_capture(engine, 0) is None

@@ -13,7 +13,6 @@ from moejax.bench.ramp.rule import user_rates
 from moejax.bench.throughput import run_throughput
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
-from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.price import Price
 from moejax.engine.llm import LLM
@@ -26,6 +25,7 @@ from moejax.tracking.publish import publish
 from moejax.tracking.telemetry import TelemetryConfig
 from tests.bench.fake_llm import FakeLLM
 from tests.bench.runs import run_into
+from tests.engine.paged import TIGHT
 from tests.engine.tiny import small_config
 from tests.tracking.fake_nvml import FakeGpu, on_gpus
 from tests.tracking.fake_wandb_server import FakeWandb
@@ -38,10 +38,6 @@ QUANTIZATION = ("perplexity", "perplexity_loss_percent", "bits_per_weight", "rou
 LOGGED = {name for section in SECTIONS for panel in section.panels for name in panel.metrics}
 """Every name that a panel shows."""
 
-ENGINE = EngineConfig(
-    max_num_seqs=2, max_model_len=16, seq_buckets=[2], token_buckets=[16], compile_cache=False
-)
-
 SAMPLING = TelemetryConfig(interval_s=0.02)
 
 
@@ -49,7 +45,7 @@ SAMPLING = TelemetryConfig(interval_s=0.02)
 def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """The names that a latency run, a throughput run and a run on a GPU give to a tracker."""
     found: set[str] = set()
-    llm = LLM(small_config(), load_format="dummy", engine=ENGINE)
+    llm = LLM(small_config(), load_format="dummy", engine=TIGHT)
     with pytest.MonkeyPatch.context() as patch:
         for experiment in ("latency", "throughput"):
             told = Recorder()
