@@ -23,6 +23,7 @@ from moejax.bench.backends.moejax import engine_of
 from moejax.bench.common.compilation import compilation_line
 from moejax.bench.common.telemetry import Meter
 from moejax.bench.workload import SampledWorkload
+from moejax.core.files import ensure_writable
 from moejax.core.hardware import Hardware, get_hardware
 from moejax.core.price import Price
 from moejax.core.resolve import as_dict
@@ -32,7 +33,6 @@ from moejax.report.tables import print_closing, stderr_console
 from moejax.results.result import (
     Result,
     build_result,
-    ensure_writable,
     print_metrics_line,
     write_request_rows,
     write_result,

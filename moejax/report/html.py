@@ -21,7 +21,8 @@ from moejax.report.compare_plots import ratio_forest
 from moejax.report.roofline import roofline_figure
 from moejax.report.style import nth_color, run_title
 from moejax.report.tables import number
-from moejax.results.compare import MetricRow, RunComparison, compare
+from moejax.results.compare import RunComparison, compare
+from moejax.results.compare.comparison import MetricRow
 from moejax.results.compare.inputs import flatten
 from moejax.results.compare.runs import Run, load_runs
 from moejax.results.compare.samples import Cases

@@ -271,11 +271,7 @@ def _heatmap(axis: Axes, values: np.ndarray, rows: Sequence[int], columns: Seque
     axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", fontsize=8)
     thin_ticks(axis.yaxis, rows)
     if values.size <= 320:
-        write_cells(axis, image, values, _short)
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+        write_cells(axis, image, values, lambda value: rounded(value, 1, 10))
 
 
 def popularity_plot(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | None:

@@ -7,11 +7,13 @@ what `sweep.json` holds, or a sweep's folder by `load_sweep`. No JAX here.
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -28,6 +30,10 @@ from moejax.results.result import load_result
 from moejax.results.sweep import job_rows, read_sweep, swept_keys
 
 Row = dict[str, Any]
+Metrics = Sequence[tuple[str, str]]
+"""Heading and key of each."""
+Panels = Callable[..., tuple[Figure, list[Axes]]]
+"""`new_figure` with the sweep's title."""
 
 PLOT_FILE = "sweep.png"
 
@@ -130,12 +136,12 @@ def sweep_figure(sweep: Mapping[str, Any], result: Mapping[str, Any] | None = No
     if len(rows) < 2 or not axes or not metrics:
         return None
     numeric = [axis for axis in axes if all(is_number(row.get(axis)) for row in rows)]
-    title = f"Sweep of {sweep['experiment']}"
+    panels = partial(new_figure, f"Sweep of {sweep['experiment']}", result or {})
     if len(numeric) >= 2:
-        return _heat_maps(title, rows, axes, _best_axes(numeric), metrics, result or {})
+        return _heat_maps(panels, rows, axes, _best_axes(numeric), metrics)
     if numeric:
-        return _lines(title, rows, [a for a in axes if a != numeric[0]], numeric[0], metrics, result or {})
-    return _bars(title, rows, axes, metrics, result or {})
+        return _lines(panels, rows, [a for a in axes if a != numeric[0]], numeric[0], metrics)
+    return _bars(panels, rows, axes, metrics)
 
 
 def report_sweep(
@@ -185,12 +191,7 @@ def best_lines(sweep: Mapping[str, Any]) -> list[str]:
 
 
 def _heat_maps(
-    title: str,
-    rows: Sequence[Row],
-    axes: Sequence[str],
-    pair: tuple[str, str],
-    metrics: Sequence[tuple[str, str]],
-    result: Mapping[str, Any],
+    panels: Panels, rows: Sequence[Row], axes: Sequence[str], pair: tuple[str, str], metrics: Metrics
 ) -> Figure:
     """A row of panels per metric, a column per value of what else varies."""
     down, across = pair
@@ -199,7 +200,7 @@ def _heat_maps(
     ys, xs = _values(rows, down), _values(rows, across)
     width = 1.6 + len(facets) * max(2.2, 0.62 * len(xs) + 1.0)
     height = 1.0 + len(metrics) * max(1.7, 0.36 * len(ys) + 0.9)
-    figure, panels = new_figure(title, result, max(6.0, width), height, len(metrics), len(facets))
+    figure, places = panels(max(6.0, width), height, len(metrics), len(facets))
     for line, (heading, key) in enumerate(metrics):
         grids = [
             _grid([row for row in rows if tuple(row.get(a) for a in others) == facet], pair, ys, xs, key)
@@ -210,7 +211,7 @@ def _heat_maps(
         norm = LogNorm(low, high) if 0 < low and high > 10 * low else None
         scale: dict[str, Any] = {"norm": norm} if norm else {"vmin": min(low, 0.0), "vmax": high or 1.0}
         for column, (facet, grid) in enumerate(zip(facets, grids, strict=True)):
-            axis = panels[line * len(facets) + column]
+            axis = places[line * len(facets) + column]
             image = heat_map(axis, grid, origin="lower", **scale)
             write_cells(axis, image, grid, _cell_text)
             axis.set_xticks(range(len(xs)), [_axis_value(x) for x in xs], fontsize=8)
@@ -243,18 +244,13 @@ def _cell_text(value: float) -> str:
 
 
 def _lines(
-    title: str,
-    rows: Sequence[Row],
-    others: Sequence[str],
-    across: str,
-    metrics: Sequence[tuple[str, str]],
-    result: Mapping[str, Any],
+    panels: Panels, rows: Sequence[Row], others: Sequence[str], across: str, metrics: Metrics
 ) -> Figure:
     """A panel per metric over the one axis of numbers, a line per combination of the names."""
-    figure, panels = new_figure(title, result, max(6.0, 3.4 * len(metrics)), 3.8, 1, len(metrics))
+    figure, places = panels(max(6.0, 3.4 * len(metrics)), 3.8, 1, len(metrics))
     series = list(dict.fromkeys(tuple(row.get(axis) for axis in others) for row in rows))
     xs = _values(rows, across)
-    for axis, (heading, key) in zip(panels, metrics, strict=True):
+    for axis, (heading, key) in zip(places, metrics, strict=True):
         for index, which in enumerate(series):
             mine = [row for row in rows if tuple(row.get(a) for a in others) == which]
             points = sorted((row[across], row[key]) for row in mine if is_number(row.get(key)))
@@ -268,26 +264,20 @@ def _lines(
         if xs[0] > 0:
             log_scale(axis.xaxis, xs)
     if others:
-        legend_below(figure, panels)
+        legend_below(figure, places)
     return figure
 
 
-def _bars(
-    title: str,
-    rows: Sequence[Row],
-    axes: Sequence[str],
-    metrics: Sequence[tuple[str, str]],
-    result: Mapping[str, Any],
-) -> Figure:
+def _bars(panels: Panels, rows: Sequence[Row], axes: Sequence[str], metrics: Metrics) -> Figure:
     """A panel per metric, a bar per row."""
     labels = [", ".join(_axis_value(row.get(axis)) for axis in axes) for row in rows]
     height = 1.6 + 0.28 * len(rows)
-    figure, panels = new_figure(title, result, max(6.0, 3.4 * len(metrics)), height, 1, len(metrics))
-    for axis, (heading, key) in zip(panels, metrics, strict=True):
+    figure, places = panels(max(6.0, 3.4 * len(metrics)), height, 1, len(metrics))
+    for axis, (heading, key) in zip(places, metrics, strict=True):
         values = [row[key] if is_number(row.get(key)) else 0.0 for row in rows]
         bars = axis.barh(range(len(rows)), values, color=COLORS[0])
         axis.bar_label(bars, [number(row.get(key)) for row in rows], fontsize=7, padding=2)
-        axis.set_yticks(range(len(rows)), labels if axis is panels[0] else [""] * len(rows), fontsize=8)
+        axis.set_yticks(range(len(rows)), labels if axis is places[0] else [""] * len(rows), fontsize=8)
         axis.invert_yaxis()
         axis.margins(x=0.2)
         axis.set_title(heading, fontsize=10)

@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moejax.core.errors import ConfigError
-from moejax.core.files import atomic_write_text, dump_json, ensure_writable, to_jsonable
+from moejax.core.files import atomic_write_text, dump_json, to_jsonable
 from moejax.results.metrics import RequestRecord, record_row
-
-__all__ = [
-    "REQUESTS_FILE", "RESULT_FILE", "SCHEMA", "Result", "build_result", "ensure_writable", "load_requests",
-    "load_result", "print_metrics_line", "request_rows", "write_request_rows", "write_result",
-]  # fmt: skip
 
 SCHEMA = 1
 """Version of result.json. It grows when a key's meaning changes, not when a key is added."""

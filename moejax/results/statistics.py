@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
+_CONFIDENCE = 0.95
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -24,9 +26,6 @@ class Interval:
     high: float
     confidence: float
     samples: int
-
-    def __str__(self) -> str:
-        return f"{self.estimate:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
     def excludes(self, value: float) -> bool:
         """Whether `value` lies outside the interval; for a ratio, `excludes(1.0)` is "they differ"."""
@@ -46,18 +45,20 @@ def _pair_ratios(values: ArrayLike, baseline: ArrayLike) -> NDArray[np.float64]:
     return _samples(values, positive=True) / _samples(baseline, positive=True)
 
 
-def _bootstrap(
-    sides: Sequence[NDArray[np.float64]], confidence: float = 0.95, resamples: int = 2000
-) -> Interval:
-    """Returns the percentile bootstrap of one side's median, or of the first's over the second's; the same
-    samples give the same interval."""
+def _bootstrap(sides: Sequence[NDArray[np.float64]], resamples: int) -> Interval:
+    """Returns the percentile bootstrap (Efron & Tibshirani 1993, chapter 13) of one side's median, or of the
+    first's over the second's.
+
+    The same samples give the same interval. One sample, or equal samples, give an interval of width 0: no
+    spread was seen, which is not the same as knowing that there is none.
+    """
     rng = np.random.default_rng(0)
     draws = [np.median(side[rng.integers(0, side.size, (resamples, side.size))], axis=1) for side in sides]
     values = [np.median(side) for side in sides]
-    tail = 50.0 * (1.0 - confidence)
+    tail = 50.0 * (1.0 - _CONFIDENCE)
     low, high = np.percentile(functools.reduce(np.divide, draws), (tail, 100.0 - tail))
     estimate = float(functools.reduce(np.divide, values))
-    return Interval(estimate, float(low), float(high), confidence, min(side.size for side in sides))
+    return Interval(estimate, float(low), float(high), _CONFIDENCE, min(side.size for side in sides))
 
 
 def _samples(values: ArrayLike, *, positive: bool = False) -> NDArray[np.float64]:
@@ -71,15 +72,6 @@ def _samples(values: ArrayLike, *, positive: bool = False) -> NDArray[np.float64
     return array
 
 
-def bootstrap_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval:
-    """Percentile-bootstrap interval of the median (Efron & Tibshirani 1993, chapter 13).
-
-    The same samples give the same interval. One sample, or equal samples, give an interval of width 0: no
-    spread was seen, which is not the same as knowing that there is none.
-    """
-    return _bootstrap([_samples(values)], confidence)
-
-
 def paired_ratio(values: ArrayLike, baseline: ArrayLike) -> Interval:
     """Median of `values[i] / baseline[i]` with its bootstrap interval; the pairs are what is resampled.
 
@@ -89,7 +81,7 @@ def paired_ratio(values: ArrayLike, baseline: ArrayLike) -> Interval:
     Raises:
         ValueError: the lengths differ, or a sample is not positive.
     """
-    return _bootstrap([_pair_ratios(values, baseline)])
+    return _bootstrap([_pair_ratios(values, baseline)], resamples=2000)
 
 
 def ratio_of_medians(values: ArrayLike, baseline: ArrayLike, *, resamples: int = 4000) -> Interval:

@@ -59,12 +59,6 @@ class Panel:
     y: tuple[str, ...] = ()
     x: str | None = None
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Returns the names of the logged metrics, tables and pictures that the panel shows."""
-        names = (*self.y, *([self.x] if self.x else []))
-        return tuple(name for name in names if not name.startswith("config."))
-
 
 @dataclass(frozen=True)
 class Section:

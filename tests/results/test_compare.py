@@ -11,7 +11,8 @@ from moejax.core.errors import ConfigError
 from moejax.report.compare import compare_and_print
 from moejax.report.compare_plots import latency_cdfs, ratio_forest
 from moejax.report.compare_tables import comparison_tables
-from moejax.results.compare import MISSING, UNKNOWN, compare
+from moejax.results.compare import compare
+from moejax.results.compare.inputs import MISSING, UNKNOWN
 from moejax.results.metric_names import better_word, lower_is_better
 from moejax.results.run_folders import run_names
 from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run

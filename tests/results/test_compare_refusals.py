@@ -2,7 +2,8 @@
 
 import json
 
-from moejax.results.compare import compare, latency_values
+from moejax.results.compare import compare
+from moejax.results.compare.samples import latency_values
 from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run
 
 OTHER = changed(CONFIG, engine__overlap=False)

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from moejax.core.errors import ConfigError, OutputError
-from moejax.core.files import atomic_write_bytes, canonical_json, to_jsonable
+from moejax.core.files import atomic_write_bytes, canonical_json, ensure_writable, to_jsonable
 from moejax.engine.requests.api import RequestMetrics
 from moejax.results.metrics import RequestRecord
 from moejax.results.result import (
     SCHEMA,
     build_result,
-    ensure_writable,
     load_requests,
     load_result,
     request_rows,

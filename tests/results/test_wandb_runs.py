@@ -9,7 +9,8 @@ import pytest
 
 from moejax.core.errors import ConfigError
 from moejax.results import wandb_runs as offline
-from moejax.results.compare import UNKNOWN, compare
+from moejax.results.compare import compare
+from moejax.results.compare.inputs import UNKNOWN
 from moejax.results.wandb_runs import find_log, read_offline_run, read_table
 from moejax.tracking.base import RunInfo, TrackerConfig
 from moejax.tracking.factory import make_tracker

@@ -4,6 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moejax.tracking.dashboard import Panel
+
+
+def shown(panel: Panel) -> set[str]:
+    """The names of the logged metrics, tables and pictures that a panel of a workspace shows."""
+    return {name for name in (*panel.y, panel.x) if name and not name.startswith("config.")}
+
 
 class Recorder:
     """`names`: everything that a workspace could refer to."""

@@ -29,13 +29,13 @@ from tests.engine.paged import TIGHT
 from tests.engine.tiny import small_config
 from tests.tracking.fake_nvml import FakeGpu, on_gpus
 from tests.tracking.fake_wandb_server import FakeWandb
-from tests.tracking.recorder import Recorder
+from tests.tracking.recorder import Recorder, shown
 from tests.tracking.test_wandb import KEY, clean_environment
 
 QUANTIZATION = ("perplexity", "perplexity_loss_percent", "bits_per_weight", "router_flips", "kl")
 """Named by tests/bench/test_quantization_run.py."""
 
-LOGGED = {name for section in SECTIONS for panel in section.panels for name in panel.metrics}
+LOGGED = {name for section in SECTIONS for panel in section.panels for name in shown(panel)}
 """Every name that a panel shows."""
 
 SAMPLING = TelemetryConfig(interval_s=0.02)

@@ -13,26 +13,20 @@ from collections.abc import Iterable, Sequence
 from moejax.core.errors import ConfigError, unknown
 from moejax.results.compare.comparison import MetricRow, RunComparison, exact_trial
 from moejax.results.compare.inputs import (
-    MISSING,
-    UNKNOWN,
-    Difference,
     between,
     conditions,
     incomparable,
     input_differences,
     same_inputs,
 )
-from moejax.results.compare.judge import NOISE_FLOOR, noise_floor, trials
+from moejax.results.compare.judge import noise_floor, trials
 from moejax.results.compare.runs import Run, load_runs
-from moejax.results.compare.samples import Cases, latency_values
+from moejax.results.compare.samples import Cases
 from moejax.results.metric_names import EXACT, JUDGED, RATES, latency_name
 from moejax.results.metrics import is_number
 from moejax.results.verdict import Floor, Trial, Verdict, decide, exact_verdict
 
-__all__ = [
-    "ACROSS", "MISSING", "NOISE_FLOOR", "UNKNOWN", "Cases", "Difference", "MetricRow", "Run", "RunComparison",
-    "compare", "latency_values",
-]  # fmt: skip
+__all__ = ["ACROSS", "RunComparison", "compare"]
 
 ACROSS = ("model", "workload", "device")
 """Differences that keep a winner from being called, unless `across` says that they are what is compared."""
@@ -53,7 +47,7 @@ def compare(
             power, since all are adjusted together.
         across: among `ACROSS`, in what the runs are meant to differ.
         floor: the relative difference of two runs of the same command that is still noise; None takes the
-            platform's, see `NOISE_FLOOR`. Where some of the runs have the baseline's very inputs, their
+            platform's, see `judge.NOISE_FLOOR`. Where some of the runs have the baseline's very inputs, their
             difference counts as noise too.
 
     Raises:
