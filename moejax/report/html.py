@@ -45,9 +45,6 @@ _CASE_FIRST = (
     "output_len", *_FIRST, "roofline_percent",
 )  # fmt: skip
 
-Cell = tuple[str, str]
-"""A shown value, and the number that a table sorts by ("" for none)."""
-
 
 def write_report(
     paths: Sequence[str | os.PathLike[str]],
@@ -86,12 +83,19 @@ def write_report(
 def render_report(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
     """The page of `write_report` as text."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters |= {
+        "cell": lambda value: number(value) if is_number(value) or value is None else _cut(value),
+        "cut": _cut,
+        "raw": lambda value: repr(float(value)) if is_number(value) else "",  # that a table sorts by
+        "short_name": short_name,
+        "lower_is_better": lower_is_better,
+    }
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(**_page(runs, comparison))
 
 
 def _page(runs: Sequence[Run], comparison: RunComparison | None) -> dict[str, Any]:
-    """Returns what the template lays out, as plain values."""
+    """Returns what the template lays out."""
     first = runs[0]
     several = len(runs) > 1
     figures = _figures(runs, comparison)
@@ -107,8 +111,8 @@ def _page(runs: Sequence[Run], comparison: RunComparison | None) -> dict[str, An
         "runs": [_run(run, index) for index, run in enumerate(runs)],
         "lines": "\n".join(comparison.lines()) if comparison is not None else "",
         "notes": list(comparison.notes) if comparison is not None else [],
-        "verdicts": [_verdict(verdict) for verdict in verdicts],
-        "differences": _differences(comparison),
+        "verdicts": verdicts,
+        "differences": comparison.differences if comparison is not None else (),
         "metrics": _metrics(runs),
         "figures": figures,
         "cases": [_case_table(run, index) for index, run in enumerate(runs) if run.result.get("cases")],
@@ -127,60 +131,21 @@ def _run(run: Run, index: int) -> dict[str, Any]:
         "color": nth_color(index),
         "title": run_title(run.result),
         "time": provenance.get("time_utc"),
-        "command": cut(" ".join(str(word) for word in provenance.get("argv") or ()), _LONGEST),
+        "command": _cut(" ".join(str(word) for word in provenance.get("argv") or ())),
         "cases": len(run.result.get("cases") or ()),
         "missing": "; ".join(run.missing),
-        "facts": [(key, cut(value, _LONGEST)) for key, value in facts],
+        "facts": facts,
     }
 
 
-def _verdict(verdict: Any) -> dict[str, Any]:
-    trial, ratio = verdict.trial, verdict.trial.ratio
-    return {
-        "metric": short_name(trial.metric),
-        "case": trial.case or "all",
-        "run": f"{trial.run} against {trial.baseline}",
-        "value": number(trial.value),
-        "value_raw": _raw(trial.value),
-        "base": number(trial.base),
-        "base_raw": _raw(trial.base),
-        "ratio": f"{ratio.estimate:.3f}" if ratio else "–",
-        "ratio_raw": _raw(ratio.estimate if ratio else None),
-        "interval": f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio else "–",
-        "p": number(verdict.p_adjusted),
-        "p_raw": _raw(verdict.p_adjusted),
-        "text": verdict.text,
-        "tone": {"better": "good", "worse": "bad"}.get(verdict.outcome, "soft"),
-    }
-
-
-def _differences(comparison: RunComparison | None) -> list[dict[str, Any]]:
-    return [
-        {
-            "kind": difference.kind,
-            "key": difference.key,
-            "cells": [(cut(value, _LONGEST), value != difference.values[0]) for value in difference.values],
-        }
-        for difference in (comparison.differences if comparison is not None else ())
-    ]
-
-
-def _metrics(runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
+def _metrics(runs: Sequence[Run]) -> list[list[MetricRow]]:
     """Every flat metric of any run: the usual ones, and the rest (all of them where none is usual)."""
     known = [n for run in runs for n, value in run.result["metrics"].items() if is_number(value)]
     usual = [name for name in _FIRST if name in known] or list(dict.fromkeys(known))
-    rows = []
-    for name in dict.fromkeys([*usual, *known]):
-        values = [run.result["metrics"].get(name) for run in runs]
-        ratios = MetricRow(name, tuple(values)).ratios[1:]
-        rows.append(
-            {
-                "name": name,
-                "cells": [_cell(value) for value in values],
-                "ratios": [(f"{ratio:.3f}" if ratio is not None else "–", _raw(ratio)) for ratio in ratios],
-                "better": {True: "less", False: "more", None: ""}[lower_is_better(name)],
-            }
-        )
+    rows = [
+        MetricRow(name, tuple(run.result["metrics"].get(name) for run in runs))
+        for name in dict.fromkeys([*usual, *known])
+    ]
     return [rows[: len(usual)], rows[len(usual) :]]
 
 
@@ -204,7 +169,7 @@ def _case_table(run: Run, index: int) -> dict[str, Any]:
         "name": run.title,
         "color": nth_color(index),
         "columns": columns,
-        "rows": [[_cell(row.get(key)) for key in columns] for row in rows[:_MOST_CASES]],
+        "rows": [[row.get(key) for key in columns] for row in rows[:_MOST_CASES]],
         "left_out": f"In result.json: {said}." if said else "",
     }
 
@@ -253,9 +218,5 @@ def _figures(runs: Sequence[Run], comparison: RunComparison | None) -> list[dict
     ]
 
 
-def _cell(value: Any) -> Cell:
-    return (number(value), _raw(value)) if is_number(value) or value is None else (cut(value, _LONGEST), "")
-
-
-def _raw(value: Any) -> str:
-    return repr(float(value)) if is_number(value) else ""
+def _cut(value: Any) -> str:
+    return cut(value, _LONGEST)
