@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moejax.results.metric_names import better_word, lower_is_better, short_name
-from moejax.results.statistics import Interval, fewest_samples, holm, least_p
+from moejax.results.statistics import Interval, fewest_samples, holm, interval_fields, least_p
 
 ALPHA = 0.05
 """Chance of even one false call in a family of tests where nothing differs."""
@@ -124,9 +124,7 @@ class Verdict:
             "baseline": trial.baseline,
             "value": trial.value,
             "baseline_value": trial.base,
-            "ratio": trial.ratio.estimate if trial.ratio else None,
-            "ratio_low": trial.ratio.low if trial.ratio else None,
-            "ratio_high": trial.ratio.high if trial.ratio else None,
+            **interval_fields("ratio", trial.ratio),
             "confidence": trial.ratio.confidence if trial.ratio else None,
             "effect": trial.effect,
             "p_value": trial.p_value,
