@@ -140,7 +140,7 @@ class _Counter:
         """Returns the bytes of an operation's matrices; of one expert where it is the experts'."""
         if self.held_weights is None:
             return params * self.size
-        return self.held_weights.parts.get((layer, operation), 0.0)
+        return self.held_weights.get((layer, operation), 0.0)
 
     def op(
         self, layer: int | None, operation: str, *, flops: float = 0.0, weights: float = 0.0,
@@ -201,7 +201,7 @@ class _Counter:
         if shared := config.shared_expert_intermediate_size:
             # Its gate, of D numbers, is left out of the formula, but not of weights as held.
             ops.append(self.product(layer, "shared_expert", tokens, 3 * D * shared, 2 * D + 4 * shared))
-        other = 0.0 if self.held_weights is None else self.held_weights.parts.get((layer, "other"), 0.0)
+        other = 0.0 if self.held_weights is None else self.held_weights.get((layer, "other"), 0.0)
         return [*ops, self.op(layer, "other", weights=other)] if other else ops
 
     def experts(
@@ -217,7 +217,7 @@ class _Counter:
             self.product(None, "lm_head", sampled, D * V, D + V),
             self.op(None, "sampling", elements=sampled * V),
         ]
-        other = 0.0 if self.held_weights is None else self.held_weights.parts.get((None, "other"), 0.0)
+        other = 0.0 if self.held_weights is None else self.held_weights.get((None, "other"), 0.0)
         return [*ops, self.op(None, "other", weights=other)] if other else ops
 
 

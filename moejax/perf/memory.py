@@ -111,7 +111,7 @@ def held_weights(model: ModelConfig, specs: Mapping[str, Declared]) -> HeldWeigh
         layer = int(pieces[1]) if pieces[0] == "layers" else None
         key = layer, _operation(pieces)
         parts[key] = parts.get(key, 0.0) + size
-    return HeldWeights(model.num_layers, parts)
+    return parts
 
 
 _OPERATIONS = {

@@ -1,9 +1,6 @@
 """Numbers of a layer's matrices, and bytes as they are held: dtypes, cache entries, a model's weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from moejax.core.config import ModelConfig
 
@@ -11,8 +8,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_CODE_BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 KV_SCALE_BYTES = 4
 
-EXPERT_OPERATIONS = ("experts_gate_up", "experts_down")
-"""Operations whose weights are read for the experts visited only."""
+HeldWeights = Mapping[tuple[int | None, str], float]
+"""Bytes of a model's matrices as they are held, codes and scales of quantized ones, by (layer or None,
+operation): None is outside of the layers, operations are those of `moejax.perf.attribution`. Of
+"experts_gate_up" and "experts_down" they are one expert's; the embedding counts only as output."""
 
 
 def attention_params(config: ModelConfig) -> int:
@@ -31,26 +30,3 @@ def kv_head_bytes(head_dim: int, dtype: str) -> int:
     if dtype in KV_CODE_BYTES:
         return head_dim * KV_CODE_BYTES[dtype] + KV_SCALE_BYTES
     return head_dim * DTYPE_BYTES[dtype]
-
-
-@dataclass(frozen=True)
-class HeldWeights:
-    """Bytes of a model's matrices as they are held, codes and scales of quantized ones.
-
-    Attributes:
-        num_layers: L.
-        parts: by (layer, or None outside of the layers; operation of `moejax.perf.attribution`); for
-            `EXPERT_OPERATIONS` those of one expert. The embedding counts only as output.
-    """
-
-    num_layers: int
-    parts: Mapping[tuple[int | None, str], float] = field(default_factory=dict)
-
-    @property
-    def expert(self) -> np.ndarray:
-        """float `[L]`, of one expert in each layer; 0 in dense layers."""
-        sizes = [
-            sum(self.parts.get((layer, name), 0.0) for name in EXPERT_OPERATIONS)
-            for layer in range(self.num_layers)
-        ]
-        return np.array(sizes)

@@ -19,7 +19,6 @@ from moejax.nn.param import ParamSpec, initialize, iter_params, specs
 from moejax.nn.quantized import quantized_weights, weight_size
 from moejax.ops.dispatch import choose_quantized
 from moejax.perf.memory import held_weights, tensor_bytes
-from moejax.perf.sizes import EXPERT_OPERATIONS
 from moejax.ptq.on_load import QuantizeOnLoad
 from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import parse_format
@@ -335,11 +334,13 @@ def test_costs_count_what_is_held() -> None:
     declared = specs(llm.model)
     held = held_weights(llm.config, declared)
     size = 3 * 128 * 128
-    assert held.expert.tolist() == [size / 2 + size / 32 * 2, size + 3 * 128 * 4]
+    of_experts = {key: part for key, part in held.items() if key[1] in ("experts_gate_up", "experts_down")}
+    expert = [sum(part for (layer, _), part in of_experts.items() if layer == n) for n in (0, 1)]
+    assert expert == [size / 2 + size / 32 * 2, size + 3 * 128 * 4]
     hits = np.array([3.0, 5.0])
     cost = decode_step_cost(llm.config, 2, 10.0, hits, weights=held)
-    always = sum(size for (_, name), size in held.parts.items() if name not in EXPERT_OPERATIONS)
-    assert cost.weight_bytes == always + 3 * held.expert[0] + 5 * held.expert[1]
+    always = sum(held.values()) - sum(of_experts.values())
+    assert cost.weight_bytes == always + 3 * expert[0] + 5 * expert[1]
     plain = decode_step_cost(llm.config, 2, 10.0, hits)
     assert plain.cache_bytes == cost.cache_bytes and plain.flops == cost.flops
     floats = held_weights(config, specs(Decoder(config)))

@@ -144,7 +144,7 @@ def test_weights_as_they_are_held() -> None:
         ratio = 2 if op.operation.startswith("experts_") else 1
         assert ratio * op.weight_bytes == other.weight_bytes
     tied = CONFIG.replace(tie_word_embeddings=True)
-    parts = held_weights(tied, specs(Decoder(tied))).parts
+    parts = held_weights(tied, specs(Decoder(tied)))
     assert parts[None, "lm_head"] == 96 * 40 * 4 and not any(name == "other" for _, name in parts)
 
 
