@@ -17,6 +17,7 @@ from pathlib import Path
 import hypothesis
 import jaxlib
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from moejax.core.config import ModelConfig
 from tests.model_shapes import TWO_LAYERS
@@ -74,6 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     import jax
 
+    # Hydra copies the store of all schemas for every composition, half of its time; what it hands out of the
+    # store it copies again, so nothing can change it.
+    ConfigStore.__deepcopy__ = lambda store, memo: store
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
