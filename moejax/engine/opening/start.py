@@ -16,14 +16,12 @@ from moejax.engine.core import Engine
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights
 from moejax.engine.pipeline.runner import PipelineRunner
-from moejax.engine.pipeline.stage import StageFunctions
 from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec
-from moejax.engine.step.program import PagedFunctions
 from moejax.perf.sizes import KV_CODE_BYTES
 from moejax.sharding.pipeline import stage_config
 from moejax.sharding.spmd import MeshDevices
@@ -62,14 +60,13 @@ def make_runner(
 ) -> DeviceRunner | PipelineRunner:
     """Returns the runner of one stage or of several, whose captured traces say what model they are of."""
     pairs = list(zip(weights.functions, resolved.places, strict=True))
-    stages = [(f, p) for f, p in pairs if isinstance(f, StageFunctions) and isinstance(p, MeshDevices)]
+    stages = [(functions, place) for functions, place in pairs if isinstance(place, MeshDevices)]
     common = (resolved.engine, cache, ledger, resolved.kernels, resolved.replay)
     runner: DeviceRunner | PipelineRunner
-    if stages:
+    if len(stages) > 1:
         runner = PipelineRunner(stages, *common, microbatches=resolved.microbatches)
     else:
         ((functions, place),) = pairs
-        assert isinstance(functions, PagedFunctions)
         runner = DeviceRunner(functions, *common, place=place)
     if runner.capture is not None:
         runner.capture.meta = {

@@ -15,7 +15,6 @@ from moejax.core.config import ModelConfig
 from moejax.core.resolve import Resolution
 from moejax.engine.opening.quantize import choose_implementation
 from moejax.engine.opening.resolve import ResolvedEngine
-from moejax.engine.pipeline.stage import StageFunctions
 from moejax.engine.step.program import PagedFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
@@ -43,7 +42,7 @@ class Weights:
     """
 
     stages: list[Decoder]
-    functions: list[PagedFunctions | StageFunctions]
+    functions: list[PagedFunctions]
     quant_report: QuantReport | None
     resolutions: list[Resolution]
 
@@ -74,9 +73,7 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None) -> Weigh
         done = rounding.report()
         report = quant_report(stages, resolved.quant, [done], done.seconds)
     resolutions = _settle_products(resolved, stages)
-    whole = len(stages) == 1
-    functions = [PagedFunctions(stage) if whole else StageFunctions(stage) for stage in stages]
-    return Weights(stages, functions, report, resolutions)
+    return Weights(stages, [PagedFunctions(stage) for stage in stages], report, resolutions)
 
 
 def load_stage(resolved: ResolvedEngine, place: SingleDevice, layers: range, store: OnValue) -> Decoder:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ from jax.experimental import multihost_utils
 
 from moejax.core.config import EngineConfig
 from moejax.engine.pipeline.microbatches import Part, split_plan
-from moejax.engine.pipeline.stage import Stage, StageFunctions, StageLedger, StageOutput
+from moejax.engine.pipeline.stage import Stage, StageLedger
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.sequence import Sequence
@@ -43,7 +43,7 @@ from moejax.engine.step.bucket_runner import BucketRunner, Rows
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec, StepKey
-from moejax.engine.step.program import PagedOutput
+from moejax.engine.step.program import PagedFunctions, PagedOutput
 from moejax.engine.step.runner import StepResult
 from moejax.sharding.pipeline import StageTime, Transfer, measured_bubble
 from moejax.sharding.spmd import MeshDevices
@@ -72,7 +72,7 @@ class Microbatch:
     copies: list[list[tuple[int, int]]] = field(default_factory=list)
     stage: int = 0
     given: jax.Array | None = None
-    outputs: list[StageOutput] = field(default_factory=list)
+    outputs: list[PagedOutput] = field(default_factory=list)
 
 
 class LaunchedPipeline(NamedTuple):
@@ -97,7 +97,7 @@ class PipelineRunner(BucketRunner):
 
     def __init__(
         self,
-        stages: Items[tuple[StageFunctions, MeshDevices]],
+        stages: Items[tuple[PagedFunctions, MeshDevices]],
         config: EngineConfig,
         cache: CacheSpec,
         ledger: CompileLedger,
@@ -110,7 +110,7 @@ class PipelineRunner(BucketRunner):
         super().__init__(whole, config, cache, ledger, kernels, replay, groups=groups)
         self.microbatches = microbatches
         self.stages = [
-            Stage(cast(Any, functions), config, cache, StageLedger(ledger, i), kernels, replay, place=place)
+            Stage(functions, config, cache, StageLedger(ledger, i), kernels, replay, place=place)
             for i, (functions, place) in enumerate(stages)
         ]
         places = [place for _, place in stages]
@@ -299,7 +299,6 @@ class PipelineRunner(BucketRunner):
                 for output, owner in zip(every, self._owners, strict=True)
             ]
         last = outputs[-1]
-        assert last.sampled is not None
         counts: Any = None
         overflow: Any = None
         if last.counts is not None:

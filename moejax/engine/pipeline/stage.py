@@ -1,100 +1,20 @@
 """One pipeline stage on its devices: weights, pages, programs. `moejax.engine.pipeline.runner` drives it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.engine.step.batch import unpack
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.device_runner import DeviceRunner
-from moejax.engine.step.functions import ModelFunctions, routing_counts
 from moejax.engine.step.ledger import CompileLedger, Program
-from moejax.engine.step.limits import Limits, StepKey
-from moejax.engine.step.program import (
-    Captured,
-    DeviceState,
-    capture,
-    decoded_tokens,
-    finish,
-    flat_tokens,
-    run_layers,
-)
+from moejax.engine.step.limits import StepKey
+from moejax.engine.step.program import Captured, DeviceState, PagedOutput
 from moejax.engine.step.sampler import Sampled
-from moejax.models.decoder import Decoder
 from moejax.routing.capture import id_dtype
-from moejax.sharding.pipeline import stage_config
-from moejax.sharding.spmd import MeshDevices, SingleDevice
-
-
-class StageOutput(NamedTuple):
-    """The output of a stage's step.
-
-    Attributes:
-        x: `[S + T, D]`, what the next stage takes, by group; None from the last one.
-        counts, overflow: int32 `[l, E]`, of the stage's own layers, and `[2]`, where routing is recorded.
-        sampled, prompt_logprobs: of the last stage, see `moejax.engine.step.program.PagedOutput`.
-        captured: of the stage's own layers; None also where none of them has experts.
-    """
-
-    x: jax.Array | None
-    counts: jax.Array | None
-    overflow: jax.Array | None
-    sampled: Sampled | None
-    prompt_logprobs: jax.Array | None
-    captured: Captured | None
-
-
-class StageFunctions(ModelFunctions):
-    """A stage's layers split into weight leaves and the step. `config` is that of these layers alone, `whole`
-    the model's."""
-
-    def __init__(self, model: Decoder) -> None:
-        super().__init__(model)
-        self.whole = model.config
-        self.config = stage_config(model.config, model.stage)
-        self.is_first, self.is_last = model.is_first, model.is_last
-
-    def step(
-        self,
-        leaves: Sequence[jax.Array],
-        state: DeviceState,
-        buffer: jax.Array,
-        given: jax.Array,
-        *,
-        key: StepKey,
-        limits: Limits,
-        place: SingleDevice,
-    ) -> tuple[DeviceState, StageOutput]:
-        """This stage's part of one device's part of a step (`step.program.PagedFunctions.step`).
-
-        Args:
-            state: the last stage's is whole; the others' has pages only, None for the rest.
-            given: what the stage before gave, `[S + T, D]`; the first stage's is `last`, int32 `[slots + 1]`,
-                as the last stage has it after the steps that this one's rows depend on.
-        """
-        batch = unpack(buffer, key, limits)
-        model = self.merge(leaves)
-        if self.is_first:
-            x = model.embed(flat_tokens(batch, decoded_tokens(batch, given)))
-        else:
-            x = given
-        x, pages, traces = run_layers(model, x[:, None], batch, state.pages, limits)
-        state = state._replace(pages=pages)
-        counts = overflow = None
-        if key.record:
-            counts, overflow = (place.sum_groups(x) for x in routing_counts(traces, self.config.num_experts))
-        captured = None
-        if limits.capture:
-            captured = place.gather_groups(capture(traces, self.config.num_experts))
-        if not self.is_last:
-            return state, StageOutput(x[:, 0], counts, overflow, None, None, captured)
-        token = decoded_tokens(batch, state.last)
-        state, sampled, scores = finish(model, x, batch, token, state, key)
-        sampled, scores = place.gather_groups((sampled, scores))
-        return state, StageOutput(None, counts, overflow, sampled, scores, captured)
+from moejax.sharding.spmd import MeshDevices
 
 
 class StageLedger(CompileLedger):
@@ -117,7 +37,6 @@ class Stage(DeviceRunner):
     is the last stage's own, and the first stage's copy of it.
     """
 
-    functions: StageFunctions  # type: ignore[assignment]
     place: MeshDevices
 
     @property
@@ -131,7 +50,7 @@ class Stage(DeviceRunner):
         shape = (self.limits.slots + 1,)
         self.last = self.place.zeros(shape, jnp.int32) if self.here else self._absent(shape, jnp.int32)
 
-    def run(self, key: StepKey, buffer: np.ndarray, given: jax.Array | None) -> StageOutput:
+    def run(self, key: StepKey, buffer: np.ndarray, given: jax.Array | None) -> PagedOutput:
         """Starts the stage's step on a microbatch; `given` is what the stage before gave, if there is one."""
         if not self.here:
             return self._nothing(key)
@@ -170,7 +89,7 @@ class Stage(DeviceRunner):
                     leaves, state, buffer, given, key=key, limits=self.limits, place=self.place
                 )
 
-            by_group: Any = cast(Any, StageOutput)(True, False, False, False, False, False)
+            by_group: Any = cast(Any, PagedOutput)(False, False, False, False, False, x=True)
             return self.place.compiled(step, shapes(), donate=1, output=True, by_group=by_group)
 
         def shapes() -> tuple[Any, ...]:
@@ -185,7 +104,7 @@ class Stage(DeviceRunner):
 
         return Program("step", key, build, shapes)
 
-    def _nothing(self, key: StepKey) -> StageOutput:
+    def _nothing(self, key: StepKey) -> PagedOutput:
         """Returns a stand-in for the output of a stage that is not here: shapes, and zeros for the host."""
         model, S, T = self.functions.config, self.groups * key.rows, self.groups * key.tokens
 
@@ -200,13 +119,13 @@ class Stage(DeviceRunner):
             zeros(n >= 0, S, n),
             zeros(n >= 0, S, n, dtype=np.float32),
         )
-        return StageOutput(
-            None if last else self._absent((key.rows + key.tokens, model.hidden_size), model.dtype),
+        return PagedOutput(
+            sampled if last else None,
             zeros(key.record, model.num_layers, model.num_experts),
             zeros(key.record, 2),
-            sampled if last else None,
             zeros(last and key.score, T, dtype=np.float32),
             self._nothing_captured(S + T) if self.limits.capture else None,
+            None if last else self._absent((key.rows + key.tokens, model.hidden_size), model.dtype),
         )
 
     def _nothing_captured(self, tokens: int) -> Any:

@@ -15,6 +15,7 @@ from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay
 from moejax.routing.capture import id_dtype
+from moejax.sharding.pipeline import stage_config
 from moejax.sharding.spmd import SingleDevice
 
 
@@ -34,20 +35,22 @@ class DeviceState(NamedTuple):
 
 
 class PagedOutput(NamedTuple):
-    """The arrays that the host reads after a step.
+    """The arrays that a step gives. The host reads all but `x`.
 
     Attributes:
-        sampled: of the rows `[S]`.
-        counts, overflow: int32 `[L, E]` and `[2]`, where routing is recorded.
+        sampled: of the rows `[S]`; None from a pipeline stage before the last, as `prompt_logprobs` is.
+        counts, overflow: int32 `[L, E]` and `[2]`, where routing is recorded; of a stage's own layers.
         prompt_logprobs: float32 `[T]`, where chunks are scored.
-        captured: of the S + T tokens, where routing is captured.
+        captured: of the S + T tokens, where routing is captured; None also of a stage without experts.
+        x: `[S + T, D]`, what the next stage takes, by group; None from the last one.
     """
 
-    sampled: Sampled
+    sampled: Sampled | None
     counts: jax.Array | None
     overflow: jax.Array | None
     prompt_logprobs: jax.Array | None
     captured: "Captured | None" = None
+    x: jax.Array | None = None
 
 
 class Captured(NamedTuple):
@@ -58,13 +61,21 @@ class Captured(NamedTuple):
 
 
 class PagedFunctions(ModelFunctions):
-    """A model split into weight leaves and the step."""
+    """A model, or a pipeline stage of it, split into weight leaves and the step. `config` is that of the
+    layers that are here, `whole` the model's."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model)
+        self.whole = model.config
+        self.config = stage_config(model.config, model.stage)
+        self.is_first, self.is_last = model.is_first, model.is_last
 
     def step(
         self,
         leaves: Sequence[jax.Array],
         state: DeviceState,
         buffer: jax.Array,
+        given: jax.Array | None = None,
         *,
         key: StepKey,
         limits: Limits,
@@ -73,18 +84,31 @@ class PagedFunctions(ModelFunctions):
         """Computes one token of each decoding row and all chunk tokens, in one pass of the model.
 
         On a mesh (`place`) this is a device's part: its group's state and buffer. The output is all groups'.
+
+        Args:
+            state: the last stage's is whole; the others' has pages only, None for the rest.
+            given: what the stage before gave, `[S + T, D]`; the first stage's is `last`, int32 `[slots + 1]`,
+                as the last stage has it after the steps that this one's rows depend on. None: one stage.
         """
         batch = unpack(buffer, key, limits)
         model = self.merge(leaves)
-        token = decoded_tokens(batch, state.last)
-        x = model.embed(flat_tokens(batch, token)[:, None])
-        x, pages, traces = run_layers(model, x, batch, state.pages, limits)
+        if self.is_first:
+            token = decoded_tokens(batch, state.last if given is None else given)
+            x = model.embed(flat_tokens(batch, token))
+        else:
+            assert given is not None
+            x = given
+        x, pages, traces = run_layers(model, x[:, None], batch, state.pages, limits)
+        state = state._replace(pages=pages)
         counts = overflow = None
         if key.record:
             counts, overflow = (place.sum_groups(x) for x in routing_counts(traces, self.config.num_experts))
-        state, sampled, scores = finish(model, x, batch, token, state._replace(pages=pages), key)
         captured = capture(traces, self.config.num_experts) if limits.capture else None
-        sampled, scores, captured = place.gather_groups((sampled, scores, captured))
+        captured = place.gather_groups(captured)
+        if not self.is_last:
+            return state, PagedOutput(None, counts, overflow, None, captured, x[:, 0])
+        state, sampled, scores = finish(model, x, batch, decoded_tokens(batch, state.last), state, key)
+        sampled, scores = place.gather_groups((sampled, scores))
         return state, PagedOutput(sampled, counts, overflow, scores, captured)
 
 
