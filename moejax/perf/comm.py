@@ -53,7 +53,7 @@ class CommTerm:
 
     Attributes:
         operation: "embedding", "attention", "qk_norm", "dispatch", "combine", "experts", "mlp", "logits",
-            "sampling", "routing", "scores" or "pipeline".
+            "sampling" or "pipeline".
         kind: HLO's name of the collective.
         role: the devices that take part.
         group: how many they are.
@@ -124,13 +124,11 @@ class _Terms:
     """Collects what runs over more than one device."""
 
     sizes: dict[str, int]
-    passes: int
     terms: list[CommTerm] = field(default_factory=list)
 
     def add(self, operation: str, kind: str, role: str, operand_bytes: float, count: int = 1) -> None:
         if self.sizes[role] > 1 and count:
-            times = count * self.passes
-            self.terms.append(CommTerm(operation, kind, role, self.sizes[role], times, operand_bytes))
+            self.terms.append(CommTerm(operation, kind, role, self.sizes[role], count, operand_bytes))
 
 
 def step_comm(
@@ -141,32 +139,22 @@ def step_comm(
     rows: int,
     exchange: Exchange | None = None,
     layers: Sequence[int] | None = None,
-    passes: int = 1,
-    slots: int | None = None,
-    logprobs: int = -1,
-    scored: tuple[int, int] = (0, 0),
-    record: bool = False,
 ) -> list[CommTerm]:
-    """Returns the collectives of one step of the engine, of each device of a pipeline stage.
+    """Returns the collectives of one pass of the engine's step, of each device of a pipeline stage: rows are
+    sampled, without log-probabilities, and no routing is recorded.
 
     Args:
-        tokens: N, of one data group in one pass of the program: rows and chunk tokens, padding included.
-        rows: S, sampled rows of one data group in one pass.
+        tokens: N, of one data group: rows and chunk tokens, padding included.
+        rows: S, sampled rows of one data group.
         exchange: how tokens travel; needed where `parallel.attention` is "data" and ep > 1.
         layers: the stage's layers; None: all, in one stage.
-        passes: of the stage's program in a step: microbatches of the pipeline.
-        slots: sequences of one data group whose newest tokens go from the last stage back to the first, at
-            most once a pass; None: none do, as in the plain loop.
-        logprobs: likeliest tokens that are reported of each row, -1 for no log-probabilities.
-        scored: where chunks are scored, the parts that this is done in, and the rows of each.
-        record: routing is recorded.
 
     Raises:
         ConfigError: an exchange is needed and not given, or given where there is none.
     """
     stage_layers = range(model.num_layers) if layers is None else layers
     sizes = role_sizes(model, parallel)
-    terms = _Terms(sizes, passes)
+    terms = _Terms(sizes)
     itemsize = DTYPE_BYTES[model.dtype]
     hidden = tokens * model.hidden_size * itemsize
     sparse = sum(model.moe_layers[layer] for layer in stage_layers)
@@ -194,31 +182,10 @@ def step_comm(
     if last:
         logits = parallel.padded_vocab(model.vocab_size) // sizes["tensor"] * itemsize
         terms.add("logits", "all-gather", "tensor", rows * logits)
-        parts, part_rows = scored
-        terms.add("scores", "all-gather", "tensor", part_rows * logits, parts)
-        _sampling(terms, tokens, rows, logprobs, parts > 0)
-    if record:
-        # Each layer's assignments to each expert; and how many were dropped or rerouted, where that is not
-        # known to be 0 when the program is compiled.
-        overflow = 2 if exchange.lossy or exchange.choices > 1 else 0
-        terms.add("routing", "all-reduce", "data", (len(stage_layers) * model.num_experts + overflow) * _INT)
-    if parallel.pp > 1:
-        if not last:
-            terms.add("pipeline", "collective-permute", "pipeline", hidden)
-        elif slots is not None:
-            terms.add("pipeline", "collective-permute", "pipeline", (slots + 1) * _INT)
+        terms.add("sampling", "all-gather", "data", rows * _INT)
+    else:
+        terms.add("pipeline", "collective-permute", "pipeline", hidden)
     return terms.terms
-
-
-def _sampling(terms: _Terms, tokens: int, rows: int, logprobs: int, scored: bool) -> None:
-    """Adds each data group's host reads: tokens; log-probability, rank, and the likeliest; scores."""
-    terms.add("sampling", "all-gather", "data", rows * _INT)
-    if logprobs >= 0:
-        terms.add("sampling", "all-gather", "data", rows * _FLOAT, 2)
-        if logprobs:
-            terms.add("sampling", "all-gather", "data", rows * logprobs * _FLOAT, 2)
-    if scored:
-        terms.add("scores", "all-gather", "data", (tokens - rows) * _FLOAT)
 
 
 def exchange_terms(

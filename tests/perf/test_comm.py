@@ -17,6 +17,7 @@ from moejax.moe.exchange_size import (
 from moejax.perf.comm import CommTerm, Difference, Exchange, compare, role_sizes, step_comm, wire_bytes
 from moejax.sharding.axes import Axes
 from moejax.sharding.hlo import Collective, Shape
+from tests.oracles.step_extras import extra_terms
 from tests.perf.models import LAYOUTS, small_model
 
 N, S, D = 12, 8, 40
@@ -61,7 +62,7 @@ def test_an_unknown_collective_is_an_error() -> None:
 
 
 def test_one_device_sends_nothing() -> None:
-    assert step_comm(small_model(qk_norm="projection"), ParallelConfig(), tokens=N, rows=S, logprobs=3) == []
+    assert step_comm(small_model(qk_norm="projection"), ParallelConfig(), tokens=N, rows=S) == []
 
 
 @pytest.mark.parametrize("layout", ["tp8", "ep8", "ep4_tp2"])
@@ -108,15 +109,13 @@ def test_norm_over_the_projection() -> None:
 
 
 def test_what_the_host_reads() -> None:
+    """What `tests.oracles.step_extras` adds; the programs agree with it in tests/sharding/test_accounting."""
     parallel, model = LAYOUTS["dp2_ep2_tp2"], small_model()
-    plain = step_comm(model, parallel, tokens=N, rows=S)
-    more = step_comm(model, parallel, tokens=N, rows=S, logprobs=3, scored=(2, 5), record=True)
-    extra = [
-        (term.operation, term.kind, term.group, term.count, term.operand_bytes)
-        for term in more
-        if term not in plain
-    ]
-    assert extra == [
+    options: dict[str, Any] = {"logprobs": 3, "scored": (2, 5), "record": True}
+    more = extra_terms(model, parallel, Exchange(), range(3), tokens=N, rows=S, **options)
+    assert [
+        (term.operation, term.kind, term.group, term.count, term.operand_bytes) for term in more
+    ] == [
         ("scores", "all-gather", 4, 2, 5 * 96 // 4 * 4),
         ("sampling", "all-gather", 2, 2, S * 4),
         ("sampling", "all-gather", 2, 2, S * 3 * 4),
@@ -126,24 +125,18 @@ def test_what_the_host_reads() -> None:
 
 
 def test_pipeline_stages_add_up() -> None:
-    """What the stages do together is what one stage would, in as many passes, and the hand-over."""
+    """What the stages do together is what one stage would, and the hand-over."""
     model, parallel = small_model(), LAYOUTS["pp2_ep4"]
-    stages = [
-        step_comm(model, parallel, tokens=N, rows=S, layers=layers, passes=2, slots=10)
-        for layers in ([0], [1, 2])
-    ]
+    stages = [step_comm(model, parallel, tokens=N, rows=S, layers=layers) for layers in ([0], [1, 2])]
     whole = step_comm(model, ParallelConfig(ep=4), tokens=N, rows=S)
     together: Counter[tuple[Any, ...]] = Counter()
     for term in itertools.chain(*stages):
         together[term.operation, term.kind, term.group, term.operand_bytes] += term.count
     handed = {key: together.pop(key) for key in list(together) if key[0] == "pipeline"}
     assert together == {
-        (term.operation, term.kind, term.group, term.operand_bytes): 2 * term.count for term in whole
+        (term.operation, term.kind, term.group, term.operand_bytes): term.count for term in whole
     }
-    assert handed == {
-        ("pipeline", "collective-permute", 2, N * D * 4): 2,
-        ("pipeline", "collective-permute", 2, 11 * 4): 2,
-    }
+    assert handed == {("pipeline", "collective-permute", 2, N * D * 4): 1}
     assert [term.operation for term in stages[0]] == ["embedding", "attention", "experts", "pipeline"]
 
 

@@ -29,6 +29,7 @@ from moejax.perf.memory import device_memory
 from moejax.sharding.hlo import Collective, bytes_on_wire, collectives, taken
 from moejax.sharding.pipeline import Transfer, TransferKey, split_layers
 from moejax.sharding.spmd import MeshDevices
+from tests.oracles.step_extras import extra_terms
 from tests.perf.models import LAYOUTS, small_model
 
 pytestmark = pytest.mark.multidevice
@@ -105,13 +106,14 @@ def check(
     for program in programs:
         assert any(found.axes for found in program.found)
         for bucket, exchange in enumerate(exchanges(program, model, parallel, key)):
-            terms = step_comm(
+            size = {"tokens": key.rows + key.tokens, "rows": key.rows}
+            terms = step_comm(model, parallel, **size, exchange=exchange, layers=program.layers)
+            terms += extra_terms(
                 model,
                 parallel,
-                tokens=key.rows + key.tokens,
-                rows=key.rows,
-                exchange=exchange,
-                layers=program.layers,
+                exchange,
+                program.layers,
+                **size,
                 logprobs=key.mode.logprobs,
                 scored=scored,
                 record=key.record,
@@ -166,12 +168,12 @@ def test_bytes_between_stages() -> None:
         (found,) = collectives(program, transfer._mesh)
         assert (found.axes, found.executions) == (("pp",), 1)
         moved.append((found.kind, found.operand_bytes, bytes_on_wire(found)))
-    expected = []
-    for layers in ([0], [1]):
-        terms = step_comm(MODEL, parallel, tokens=key.rows, rows=key.rows, layers=layers, slots=slots)
-        (term,) = (term for term in terms if term.role == "pipeline")
-        expected.append((term.kind, term.operand_bytes, term.total_bytes))
-    assert moved == expected
+    terms = step_comm(MODEL, parallel, tokens=key.rows, rows=key.rows, layers=[0])
+    (term,) = (term for term in terms if term.role == "pipeline")
+    last = 4 * (slots + 1)
+    assert moved == [(term.kind, term.operand_bytes, term.total_bytes), (term.kind, last, last)]
+    terms = step_comm(MODEL, parallel, tokens=key.rows, rows=key.rows, layers=[1])
+    assert not any(term.role == "pipeline" for term in terms)
 
 
 @pytest.mark.parametrize("layout", ["tp8", "dp_attention_ep4_tp2"])
