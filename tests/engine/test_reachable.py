@@ -16,10 +16,10 @@ from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.step.batch import BatchBuilder
 from moejax.engine.step.buckets import Buckets
-from moejax.engine.step.fake_runner import FakeRunner
 from moejax.engine.step.limits import Limits
 from moejax.engine.step.sampler import SamplerMode
 from tests.engine.tiny import PROPERTY
+from tests.oracles.fake_runner import FakeRunner
 
 
 @dataclass

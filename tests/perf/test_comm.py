@@ -113,9 +113,7 @@ def test_what_the_host_reads() -> None:
     parallel, model = LAYOUTS["dp2_ep2_tp2"], small_model()
     options: dict[str, Any] = {"logprobs": 3, "scored": (2, 5), "record": True}
     more = extra_terms(model, parallel, Exchange(), range(3), tokens=N, rows=S, **options)
-    assert [
-        (term.operation, term.kind, term.group, term.count, term.operand_bytes) for term in more
-    ] == [
+    assert [(term.operation, term.kind, term.group, term.count, term.operand_bytes) for term in more] == [
         ("scores", "all-gather", 4, 2, 5 * 96 // 4 * 4),
         ("sampling", "all-gather", 2, 2, S * 4),
         ("sampling", "all-gather", 2, 2, S * 3 * 4),

@@ -3,8 +3,8 @@
     python -m moejax.bench.micro.host_work      # a table on stderr, one line of JSON on stdout
 
 In the plain loop the device waits for the host; in the overlapped loop host work is hidden only as long as it
-takes less than a step. So it has limits of its own, apart from any model's speed. The fake runner stands in
-for the device; its time is not counted.
+takes less than a step. So it has limits of its own, apart from any model's speed. No step is computed: every
+row samples token 0.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.batch import BatchBuilder
 from moejax.engine.step.buckets import Buckets
-from moejax.engine.step.fake_runner import FakeRunner
 from moejax.engine.step.limits import Limits
 from moejax.engine.step.sampler import SamplerMode
 from moejax.report.tables import rows_table, stderr_console
@@ -55,7 +54,7 @@ class QueueWork:
 
 
 class _Host:
-    """Allocator, scheduler, batch builder and fake runner, large enough that nothing is preempted."""
+    """Allocator, scheduler and batch builder, large enough that nothing is preempted."""
 
     def __init__(self, sequences: int, max_len: int) -> None:
         config = EngineConfig(
@@ -74,15 +73,11 @@ class _Host:
         self.builder = BatchBuilder(
             buckets, Limits(sequences, BLOCK_SIZE, per_sequence, buckets.segments.ends)
         )
-        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
 
     def sequence(self, order: int) -> Sequence:
         """A greedy request that runs to its full length."""
         prompt, params = list(range(PROMPT_LEN)), SamplingParams(temperature=0.0)
         return Sequence(prompt, PROMPT_LEN, params, self.max_len, order, seed=order, mode=SamplerMode())
-
-    def compute(self, plan: StepPlan) -> list[int]:
-        return self.runner.collect(self.runner.launch(plan)).tokens
 
 
 def measure_steps(sequences: int, steps: int = 200) -> StepWork:
@@ -93,7 +88,7 @@ def measure_steps(sequences: int, steps: int = 200) -> StepWork:
         scheduler.add(host.sequence(order))
     prompts = scheduler.schedule()
     assert prompts is not None and len(prompts.chunks) == sequences
-    scheduler.postprocess(prompts, host.compute(prompts))
+    scheduler.postprocess(prompts, _tokens(prompts))
     schedule, build, postprocess = [], [], []
     for _ in range(steps):
         times = [time.perf_counter()]
@@ -102,7 +97,7 @@ def measure_steps(sequences: int, steps: int = 200) -> StepWork:
         assert plan is not None and len(plan.decodes) == sequences
         builder.build(plan)
         times.append(time.perf_counter())
-        tokens = host.compute(plan)
+        tokens = _tokens(plan)
         times.append(time.perf_counter())
         scheduler.postprocess(plan, tokens)
         times.append(time.perf_counter())
@@ -126,11 +121,15 @@ def measure_queue(requests: int, output_len: int = 2) -> QueueWork:
         plan = scheduler.schedule()
         seconds += time.perf_counter() - start
         assert plan is not None
-        tokens = host.compute(plan)
+        tokens = _tokens(plan)
         start = time.perf_counter()
         scheduler.postprocess(plan, tokens)
         seconds += time.perf_counter() - start
     return QueueWork(requests, seconds / requests * 1e6)
+
+
+def _tokens(plan: StepPlan) -> list[int]:
+    return [0] * len(plan.sequences)
 
 
 def _us(seconds: Row[float]) -> float:

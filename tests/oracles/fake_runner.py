@@ -1,5 +1,4 @@
-"""A runner without a model: checks what it is asked to do and samples by hashing. For tests and for timing
-the host's work. No JAX here.
+"""A runner without a model: checks what it is asked to do and samples by hashing. No JAX here.
 
 Its cache holds, for each position, a hash of all tokens up to there, as a real cache's keys depend on all
 tokens up to theirs. A token is sampled from all positions up to its own, read through the block table: a
