@@ -16,7 +16,7 @@ from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.moe.layer import MoELayer, RoutingTrace
-from moejax.moe.router import Replay
+from moejax.moe.router import Replay, check_replay
 from moejax.nn.attention import Attention
 from moejax.nn.embedding import Embedding
 from moejax.nn.linear import Linear
@@ -224,12 +224,14 @@ class Decoder(nnx.Module):
             raise ConfigError(f"routing: {len(routing)} entries for {len(layers)} layers; give one a layer")
         replays: list[Replay | None] = []
         for number, layer, recorded in zip(self.stage, layers, routing, strict=True):
-            if layer.moe is not None:
-                replays.append(layer.moe.check_replay(f"layer {number}", recorded, tokens))
-            elif recorded is None:
+            if recorded is None:
                 replays.append(None)
-            else:
+            elif layer.moe is None:
                 raise ConfigError(f"routing: layer {number} is dense and has no router; give None")
+            else:
+                replay = Replay(recorded.ids, recorded.weights)
+                sizes = layer.moe.router.top_k, layer.moe.num_experts
+                replays.append(check_replay(f"layer {number}", replay, tokens, *sizes))
         return replays
 
     def in_order(self) -> list[DecoderLayer]:

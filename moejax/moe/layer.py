@@ -12,7 +12,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.moe.expert_parallel import choose_exchange, dispatch_experts
 from moejax.moe.experts import Experts, ExpertsOutput
 from moejax.moe.replicas import ReplicaTable
-from moejax.moe.router import Replay, Router, Routing, check_replay, expert_counts
+from moejax.moe.router import Replay, Router, Routing, expert_counts
 from moejax.nn.linear import Linear
 from moejax.nn.mlp import GatedMLP
 from moejax.sharding.axes import SINGLE, Axes, psum
@@ -104,13 +104,6 @@ class MoELayer(nnx.Module):
             output.rerouted,
         )
         return out.reshape(B, T, D), trace
-
-    def check_replay(self, name: str, recorded: Any, tokens: tuple[int, ...]) -> Replay | None:
-        """Returns `__call__`'s form of a `Replay` or `RoutingTrace`; None for None. Raises `ConfigError`."""
-        if recorded is None:
-            return None
-        replay = Replay(recorded.ids, recorded.weights)
-        return check_replay(name, replay, tokens, self.router.top_k, self.num_experts)
 
     @jax.named_scope("shared_expert")
     def _shared(self, x: jax.Array) -> jax.Array:

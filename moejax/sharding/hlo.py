@@ -64,8 +64,8 @@ class Collective:
     Attributes:
         name: of the HLO instruction.
         kind: one of `KINDS`.
-        operands, results: what each device puts in and gets out; several where XLA combined collectives, or
-            where an all-to-all takes a part for each device. A ragged-all-to-all's operand is its data alone.
+        operands: what each device puts in; several where XLA combined collectives, or where an all-to-all
+            takes a part for each device. A ragged-all-to-all's operand is its data alone.
         group_size: devices that take part with each other.
         axes: mesh axes of size above 1 that the groups run along, in mesh order; None where the groups are no
             product of whole axes. A permutation runs along every axis that one of its pairs moves on.
@@ -77,7 +77,6 @@ class Collective:
     name: str
     kind: str
     operands: tuple[Shape, ...]
-    results: tuple[Shape, ...]
     group_size: int
     axes: tuple[str, ...] | None
     op_name: str
@@ -183,17 +182,12 @@ class _Program:
         operands = [_operand(part, scope) for part in _split(line.rest[1:close])]
         if kind == "ragged-all-to-all":
             operands = operands[:1]
-        results = line.shape
-        if line.opcode.endswith("-start") and kind != "all-reduce":
-            # (operands, results, and what the backend keeps until -done); an all-reduce has results only.
-            results = _split(line.shape[1:-1])[1]
         attributes = line.rest[close + 1 :]
         size, axes = self.grid.participants(kind, attributes, line.name)
         return Collective(
             name=line.name,
             kind=kind,
             operands=tuple(itertools.chain.from_iterable(map(_shapes, operands))),
-            results=tuple(_shapes(results)),
             group_size=size,
             axes=axes,
             op_name=_op_name(attributes),

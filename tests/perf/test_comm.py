@@ -218,7 +218,7 @@ def collective(
     kind: str, axes: tuple[str, ...] | None, *floats: int, executions: int | None = 1
 ) -> Collective:
     shapes = tuple(Shape("f32", (count,)) for count in floats)
-    return Collective("c", kind, shapes, shapes, 4, axes, "", executions, ())
+    return Collective("c", kind, shapes, 4, axes, "", executions, ())
 
 
 TERMS = [

@@ -5,7 +5,6 @@ the new ones. Shapes and shardings stay, so nothing is compiled again, and every
 that outputs do not change (but for the order in which devices' parts are added up).
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -127,28 +126,16 @@ def rebalance(
         keep=old,
         min_gain=min_gain,
     )
-    done = apply_placement(stages, new, sparse)
+    comparison = compare(old, new, sparse, bytes_per_expert=bytes_per_expert(stages))
+    applied = apply_placement(stages, old, new)
     for functions, stage in zip(weights.functions, stages, strict=True):
         functions.leaves[:] = type(functions)(stage).leaves
-    return dataclasses.replace(done, seconds=time.perf_counter() - start)
+    return Rebalanced(comparison, time.perf_counter() - start, applied)
 
 
-def apply_placement(stages: Sequence[Decoder], new: Placement, loads: np.ndarray) -> Rebalanced:
-    """Moves the experts' weights to where `new` has them.
-
-    Args:
-        new: of the layers with experts, in order.
-        loads: `[L, E]` of these layers, which the comparison is about.
-
-    Raises:
-        ConfigError: `new` is of other layers, experts, slots or devices.
-    """
-    start = time.perf_counter()
-    old = current_placement(stages, new.devices)
-    if new.physical_to_logical.shape != old.physical_to_logical.shape:
-        was, now = (list(p.physical_to_logical.shape) for p in (old, new))
-        raise ConfigError(f"rebalance: the placement is of [layers, slots] {now}, the model has {was}")
-    comparison = compare(old, new, loads, bytes_per_expert=bytes_per_expert(stages))
+def apply_placement(stages: Sequence[Decoder], old: Placement, new: Placement) -> bool:
+    """Moves the experts' weights from where `old` has them to where `new` does, both of the layers with
+    experts, in order. Returns whether any had to move."""
     moved = []
     for number, (moe, replicas) in enumerate(expert_layers(stages)):
         was, now = old.physical_to_logical[number], new.physical_to_logical[number]
@@ -163,7 +150,7 @@ def apply_placement(stages: Sequence[Decoder], new: Placement, loads: np.ndarray
         ):
             table.set_value(jax.device_put(value, table[...].sharding))
     jax.block_until_ready(moved)
-    return Rebalanced(comparison, time.perf_counter() - start, bool(moved))
+    return bool(moved)
 
 
 def sources(was: np.ndarray, now: np.ndarray, slots_per_device: int) -> np.ndarray:

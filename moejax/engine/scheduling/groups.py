@@ -27,10 +27,6 @@ class GroupedBlocks:
     def num_used(self) -> int:
         return sum(a.num_used for a in self._groups)
 
-    @property
-    def num_free(self) -> int:
-        return sum(a.num_free for a in self._groups)
-
 
 class GroupScheduler:
     """Implements what `moejax.engine.core.Engine` needs of a `Scheduler`, over one for each group."""
@@ -52,9 +48,6 @@ class GroupScheduler:
     @property
     def idle(self) -> bool:
         return all(group.idle for group in self.groups)
-
-    def waiting(self) -> list[Sequence]:
-        return [s for group in self.groups for s in group.waiting()]
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raises `RequestError` for what could never run in any group."""
