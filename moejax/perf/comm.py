@@ -6,11 +6,8 @@ engine; tests/sharding/test_accounting.py holds them against the compiled progra
 """
 
 import itertools
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, unknown
@@ -228,66 +225,3 @@ def exchange_terms(
             for number, ((role, size), capacity) in enumerate(zip(hops, exchange.capacities, strict=True)):
                 yield "dispatch", "all-to-all", role, size * capacity * there
                 yield "combine", "all-to-all", role, size * capacity * (back + (lost if number == 0 else 0))
-
-
-class Read(Protocol):
-    """A collective of a compiled program (`moejax.sharding.hlo.Collective`)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def axes(self) -> tuple[str, ...] | None: ...
-    @property
-    def executions(self) -> int | None: ...
-    @property
-    def operand_bytes(self) -> int: ...
-
-
-class Difference(NamedTuple):
-    """Disagreement of formulas and program: operand bytes of a device and step, and executions."""
-
-    axes: tuple[str, ...] | None
-    kind: str
-    expected_bytes: float
-    found_bytes: float
-    expected_count: int
-    found_count: int
-
-
-def compare(terms: Iterable[CommTerm], collectives: Iterable[Read], axes: Any) -> list[Difference]:
-    """Differences in bytes, by mesh axes and kind; empty where formulas and program agree.
-
-    Executions do not make a difference by themselves: XLA may combine collectives. What runs within a single
-    device is left out. XLA:CPU moves bfloat16 as float32, so compare programs of other dtypes there.
-
-    Args:
-        collectives: of the branches that are taken, see `moejax.sharding.hlo.taken`.
-        axes: `moejax.sharding.axes.Axes`.
-
-    Raises:
-        ValueError: a collective is in a loop of unknown count.
-    """
-    order = [name for name, _ in axes.sizes]
-    sums: dict[tuple[Any, str], list[float]] = defaultdict(lambda: [0, 0, 0, 0])
-    for term in terms:
-        names = tuple(sorted(getattr(axes, term.role), key=order.index))
-        if math.prod(dict(axes.sizes)[name] for name in names) != term.group:
-            raise ValueError(
-                f"{term.operation}: role {term.role} has {term.group} devices, its axes {names} do not"
-            )
-        entry = sums[names, term.kind]
-        entry[0] += term.count * term.operand_bytes
-        entry[2] += term.count
-    for collective in collectives:
-        if collective.executions is None:
-            raise ValueError(f"{collective.kind} over {collective.axes} runs an unknown number of times")
-        if collective.axes != ():
-            entry = sums[collective.axes, collective.kind]
-            entry[1] += collective.executions * collective.operand_bytes
-            entry[3] += collective.executions
-    ordered = sorted(sums.items(), key=lambda item: (str(item[0][0]), item[0][1]))
-    return [
-        Difference(names, kind, expected, got, int(planned), int(ran))
-        for (names, kind), (expected, got, planned, ran) in ordered
-        if expected != got
-    ]

@@ -28,7 +28,8 @@ TREE_BASE, TREE_LINK, TREE_NETWORK = 6.8e-6, 0.6e-6, 5.0e-6
 
 @dataclass(frozen=True)
 class TermTime:
-    """Seconds of all executions of a term in a step.
+    """Seconds of all executions of a term in a step. `transfer` is a bound; `latency`, on top of it, is a
+    model.
 
     Attributes:
         within: for the bytes that stay within the node, at NVLink's rate.
@@ -36,7 +37,6 @@ class TermTime:
         latency: by NCCL's model; of all-to-all and permute, which it leaves out, one step (an assumption).
     """
 
-    term: CommTerm
     within: float
     between: float
     latency: float
@@ -46,29 +46,11 @@ class TermTime:
         return max(self.within, self.between)
 
 
-@dataclass(frozen=True)
-class LinkTime:
-    """A step's collectives, one after another. `transfer` is a bound; `latency`, on top of it, is a model."""
-
-    terms: tuple[TermTime, ...]
-
-    @property
-    def transfer(self) -> float:
-        return sum(term.transfer for term in self.terms)
-
-    @property
-    def latency(self) -> float:
-        return sum(term.latency for term in self.terms)
-
-    @property
-    def total(self) -> float:
-        return self.transfer + self.latency
-
-
 def link_seconds(
     terms: Iterable[CommTerm], hardware: Hardware, parallel: ParallelConfig, model: ModelConfig
-) -> LinkTime | None:
-    """Returns the time on each link; None where the rate of a link that is used is not known."""
+) -> list[TermTime] | None:
+    """Returns each term's time on its links, one after another; None where the rate of a link that is used is
+    not known."""
     times = []
     for term in terms:
         group, nodes = spread(term.role, parallel, model)
@@ -80,8 +62,8 @@ def link_seconds(
         # A data sheet counts both directions of NVLink.
         seconds = within / (link / 2) if within and link else 0.0
         away = between / network if between and network else 0.0
-        times.append(TermTime(term, seconds, away, term.count * latency(term.kind, group, nodes)))
-    return LinkTime(tuple(times))
+        times.append(TermTime(seconds, away, term.count * latency(term.kind, group, nodes)))
+    return times
 
 
 def leaving(kind: str, group: int, nodes: int) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from moejax.core.config import ModelConfig
 from moejax.core.hardware import Hardware
 from moejax.core.parallel import ParallelConfig
-from moejax.perf.comm import CommTerm, Exchange, step_comm
+from moejax.perf.comm import Exchange, step_comm
 from moejax.perf.links import link_seconds
 from moejax.perf.memory import StageMemory
 from moejax.perf.sizes import DTYPE_BYTES, expert_params
@@ -48,10 +48,9 @@ class StepModel:
         seconds: of the step.
         memory, compute, transfer, latency: of the slowest stage's microbatch: reading weights and cache,
             arithmetic (the stage takes the longer of the two), moving bytes, and starting collectives. The
-            last two are 0 where the links' rates are not known (`linked` is then False).
+            last two are 0 where the links' rates are not known.
         bubble: share of the step that a stage waits in the mean.
         comm_bytes: role of the axes → bytes that a device of the stage that sends most sends in the step.
-        terms: the collectives of every stage in a step.
     """
 
     seconds: float
@@ -60,9 +59,7 @@ class StepModel:
     transfer: float
     latency: float
     bubble: float
-    linked: bool
     comm_bytes: dict[str, float]
-    terms: tuple[tuple[CommTerm, ...], ...]
 
 
 def model_step(
@@ -85,7 +82,6 @@ def model_step(
     part = _part(phase, microbatches)
     stage_times: list[tuple[float, float, float, float]] = []
     per_role: list[dict[str, float]] = []
-    terms, linked = [], True
     for stage in stages:
         sent = step_comm(
             model,
@@ -96,20 +92,19 @@ def model_step(
             layers=stage.layers,
         )
         memory, compute = _roofline(model, parallel, hardware, stage, part)
-        link = link_seconds(sent, hardware, parallel, model)
-        linked &= link is not None
-        stage_times.append((memory, compute, link.transfer if link else 0.0, link.latency if link else 0.0))
+        links = link_seconds(sent, hardware, parallel, model) or ()
+        transfer, latency = sum(link.transfer for link in links), sum(link.latency for link in links)
+        stage_times.append((memory, compute, transfer, latency))
         roles: dict[str, float] = defaultdict(float)
         for term in sent:
             roles[term.role] += microbatches * term.total_bytes
         per_role.append(dict(roles))
-        terms.append(tuple(sent))
     times = [max(memory, compute) + transfer + latency for memory, compute, transfer, latency in stage_times]
     slowest = max(range(len(times)), key=lambda i: times[i])
     seconds = sum(times) + (microbatches - 1) * times[slowest]
     busy = microbatches * sum(times) / len(times)
     most = max(per_role, key=lambda roles: sum(roles.values()))
-    return StepModel(seconds, *stage_times[slowest], 1.0 - busy / seconds, linked, most, tuple(terms))
+    return StepModel(seconds, *stage_times[slowest], 1.0 - busy / seconds, most)
 
 
 def _part(phase: Phase, microbatches: int) -> Phase:

@@ -8,11 +8,13 @@ undone here: it is what runs.
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moejax.perf.comm import wire_bytes
+from moejax.perf.comm import CommTerm, wire_bytes
+from moejax.sharding.axes import Axes
 from moejax.sharding.hlo_groups import Grid, numbers
 from moejax.sharding.hlo_syntax import BRANCHES, CALLED, OP_NAME, HloError, Line, closing, read_lines
 
@@ -120,6 +122,46 @@ def collectives(compiled: Any, mesh: Any) -> list[Collective]:
 def taken(instructions: Iterable[Collective], choose: Callable[[Branch], int]) -> list[Collective]:
     """Returns the collectives that run if `choose` names the branch taken at each conditional."""
     return [c for c in instructions if all(branch.number == choose(branch) for branch in c.branches)]
+
+
+class Difference(NamedTuple):
+    """Operand bytes of a device and step in which formulas and program disagree."""
+
+    axes: tuple[str, ...] | None
+    kind: str
+    expected_bytes: float
+    program_bytes: float
+
+
+def compare(terms: Iterable[CommTerm], instructions: Iterable[Collective], axes: Axes) -> list[Difference]:
+    """Returns the differences in bytes, by mesh axes and kind; empty where formulas and program agree.
+
+    Executions do not count by themselves: XLA may combine collectives. What runs within a single
+    device is left out. XLA:CPU moves bfloat16 as float32, so compare programs of other dtypes there.
+
+    Args:
+        instructions: of the branches that are taken, see `taken`.
+
+    Raises:
+        ValueError: a collective is in a loop of unknown count.
+    """
+    order = [name for name, _ in axes.sizes]
+    expected: dict[tuple[Any, str], float] = defaultdict(float)
+    sent: dict[tuple[Any, str], float] = defaultdict(float)
+    for term in terms:
+        names = tuple(sorted(getattr(axes, term.role), key=order.index))
+        if math.prod(dict(axes.sizes)[name] for name in names) != term.group:
+            raise ValueError(
+                f"{term.operation}: role {term.role} has {term.group} devices, its axes {names} do not"
+            )
+        expected[names, term.kind] += term.count * term.operand_bytes
+    for collective in instructions:
+        if collective.executions is None:
+            raise ValueError(f"{collective.kind} over {collective.axes} runs an unknown number of times")
+        if collective.axes != ():
+            sent[collective.axes, collective.kind] += collective.executions * collective.operand_bytes
+    keys = sorted(expected.keys() | sent.keys(), key=lambda key: (str(key[0]), key[1]))
+    return [Difference(*key, expected[key], sent[key]) for key in keys if expected[key] != sent[key]]
 
 
 class _Program:

@@ -78,7 +78,7 @@ def test_a_step_of_a_pipeline_by_hand() -> None:
     step = model_step(MODEL, parallel, plain, stages, phase, Exchange(), microbatches=3)
     table = 2 * MODEL.vocab_size * MODEL.hidden_size
     first, second = (4_000_000 - table) / 2039e9, 10_000_000 / 2039e9
-    assert not step.linked
+    assert step.transfer == step.latency == 0
     assert step.seconds == pytest.approx(first + second + 2 * second, rel=1e-12)
     assert step.bubble == pytest.approx(1 - 3 * (first + second) / 2 / step.seconds, rel=1e-12)
 

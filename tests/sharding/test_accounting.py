@@ -24,9 +24,9 @@ from moejax.models.decoder import Decoder
 from moejax.moe.exchange_cost import exchange_cost
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.param import specs
-from moejax.perf.comm import Exchange, compare, step_comm
+from moejax.perf.comm import Exchange, step_comm
 from moejax.perf.memory import device_memory
-from moejax.sharding.hlo import Collective, bytes_on_wire, collectives, taken
+from moejax.sharding.hlo import Collective, bytes_on_wire, collectives, compare, taken
 from moejax.sharding.pipeline import Transfer, TransferKey, split_layers
 from moejax.sharding.spmd import MeshDevices
 from tests.oracles.step_extras import extra_terms

@@ -17,8 +17,8 @@ from moejax.engine.stats import StepRecord
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.limits import StepKey
 from moejax.engine.step.sampler import SamplerMode
-from moejax.perf.comm import compare, step_comm
-from moejax.sharding.hlo import bytes_on_wire, collectives, taken
+from moejax.perf.comm import step_comm
+from moejax.sharding.hlo import bytes_on_wire, collectives, compare, taken
 from moejax.sharding.spmd import MeshDevices
 
 # Of the sizes that an exchange chooses among: the one for an even routing.
