@@ -135,25 +135,12 @@ def summarize(samples: Sequence[float], name: str) -> Metrics:
     return {f"{statistic}_{name}_ms": float(v) for statistic, v in zip(STATISTICS, values, strict=True)}
 
 
-def benchmark_duration(records: Iterable[RequestRecord]) -> float:
-    """Seconds from the first arrival to the last token of the completed requests; 0 if there are none.
-
-    Only for records of one uninterrupted run: with pauses between repeats, sum the repeats' durations.
-    """
-    completed = [record.metrics for record in records if record.completed]
-    if not completed:
-        return 0.0
-    return max(m.token_times[-1] for m in completed) - min(m.arrival_time for m in completed)
-
-
-def compute_metrics(
-    records: Iterable[RequestRecord], duration_s: float | None = None, slo: Slo | None = None
-) -> Metrics:
+def compute_metrics(records: Iterable[RequestRecord], duration_s: float, slo: Slo | None = None) -> Metrics:
     """The flat metrics of a run.
 
     Args:
         records: the measured requests, warm-up excluded.
-        duration_s: seconds in which they were served; None takes `benchmark_duration(records)`.
+        duration_s: seconds in which they were served; of several repeats the sum of theirs.
         slo: objectives for `request_goodput`, which is None without any.
 
     Returns:
@@ -161,14 +148,12 @@ def compute_metrics(
         in requests/s; `output_throughput` and `total_token_throughput` in tokens/s; `completed`,
         `total_input_tokens`, `total_output_tokens`, `duration_s`. A value that is not defined is None.
     """
-    records = list(records)
     done = [record for record in records if record.completed]
-    duration = benchmark_duration(done) if duration_s is None else float(duration_s)
     inputs = sum(record.prompt_len for record in done)
     outputs = sum(record.output_len for record in done)
 
     def rate(count: int) -> float | None:
-        return count / duration if duration > 0 else None
+        return count / duration_s if duration_s > 0 else None
 
     metrics: Metrics = {}
     for name, samples in latency_samples(done).items():
@@ -181,7 +166,7 @@ def compute_metrics(
         completed=len(done),
         total_input_tokens=inputs,
         total_output_tokens=outputs,
-        duration_s=duration,
+        duration_s=float(duration_s),
     )
     return metrics
 
@@ -189,7 +174,7 @@ def compute_metrics(
 def case_row(
     fields: Mapping[str, Any],
     records: Iterable[RequestRecord],
-    duration_s: float | None = None,
+    duration_s: float,
     slo: Slo | None = None,
 ) -> dict[str, Any]:
     """One row of a result's `cases`: the workload's `batch_size`, `prompt_len`, `output_len` (and any other

@@ -85,7 +85,7 @@ def test_what_does_not_end_well_is_counted_and_explained() -> None:
         "the engine had nothing left to do before this request was finished", None,
     ]  # fmt: skip
     assert [item.failed for item in done.served] == [True, True, False, True, False]
-    assert compute_metrics(done.records)["completed"] == 1
+    assert compute_metrics(done.records, done.duration_s)["completed"] == 1
     rows = [item.row(done.start, Slo(ttft_ms=1000)) for item in done.served]
     assert [row["slo_met"] for row in rows] == [False, False, False, False, True]
     assert rows[0]["ttft_ms"] is None and rows[4]["queue_ms"] == 0.0 and rows[4]["preemptions"] == 0

@@ -30,10 +30,12 @@ def build(shapes=((1, 8, 6), (4, 8, 6)), step=0.01, config=None, routing=None):
             RequestRecord(f"{index}-{i}", index, prompt, output, RequestMetrics(0.0, list(times)), "length")
             for i in range(batch)
         ]
-        cases.append(case_row({"batch_size": batch, "prompt_len": prompt, "output_len": output}, mine))
+        cases.append(
+            case_row({"batch_size": batch, "prompt_len": prompt, "output_len": output}, mine, times[-1])
+        )
         records += mine
     config = config or {"model": {"name": "tiny"}, "seed": 0}
-    metrics = compute_metrics(records)
+    metrics = compute_metrics(records, max(record.metrics.token_times[-1] for record in records))
     result = build_result(
         "latency", metrics=metrics, cases=cases, config=config, provenance=PROVENANCE, routing=routing
     )

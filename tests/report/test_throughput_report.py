@@ -60,7 +60,8 @@ def build(
             "case": case, "batching": name, "request_rate": "inf", "num_requests": requests,
             "max_num_seqs": 4, "batch_size": 4, "prompt_len": 16, "output_len": 5,
         }  # fmt: skip
-        row = case_row(fields, records, None, SLO) | step_metrics(STEPS, 16)
+        seconds = max((r.metrics.token_times[-1] for r in records if r.completed), default=0.0)
+        row = case_row(fields, records, seconds, SLO) | step_metrics(STEPS, 16)
         row |= {"failed": failed, "aborted": 0, "failed_steps": 0, "first_error": "out of luck"}
         cases.append(row)
         for record in records:
