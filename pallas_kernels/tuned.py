@@ -4,7 +4,6 @@ Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels 
 device that could not be timed (A100 here) is made from the static report; its entries say `"timed": false`.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterable
@@ -104,11 +103,6 @@ def write_table(data: Path, device: str, op: str, entries: Iterable[Entry], **ab
     partial.replace(path)
     read_table.cache_clear()
     return path
-
-
-def config_dict(config: Any) -> dict[str, Any]:
-    """Returns a configuration as a flat dictionary."""
-    return dataclasses.asdict(config)
 
 
 def _nearest(rows: Iterable[Entry], problem: Problem, sizes: tuple[str, ...]) -> tuple[Entry, float] | None:

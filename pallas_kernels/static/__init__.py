@@ -7,6 +7,6 @@ JAX itself compiles the same IR with the Triton inside XLA, whose version differ
 and instruction counts are this compiler's word, and the row says which version it was.
 """
 
-from pallas_kernels.static.report import Row, StaticReport, failures, report_op
+from pallas_kernels.static.report import Row, failures, report_op
 
-__all__ = ["Row", "StaticReport", "failures", "report_op"]
+__all__ = ["Row", "failures", "report_op"]

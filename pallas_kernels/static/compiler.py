@@ -42,7 +42,7 @@ class Compiler:
     def __init__(self, workers: int = 2, cache: Path | None = None) -> None:
         self.version = triton_version()
         self.workers, self.cache = workers, cache
-        self.compiled = self.remembered = 0
+        self.compiled = 0
         # Its threads have a subprocess each, which takes seconds to import Triton: both last until the end.
         self._pool = ThreadPoolExecutor(workers)
         self._mine = threading.local()
@@ -80,8 +80,6 @@ class Compiler:
     def _one(self, key: str, job: dict[str, Any]) -> dict[str, Any]:
         path = None if self.cache is None else self.cache / key[:2] / f"{key}.json"
         if path is not None and path.exists():
-            with self._lock:
-                self.remembered += 1
             return json.loads(path.read_text())
         result = self._run(job)
         with self._lock:

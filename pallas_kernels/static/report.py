@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
-
 from pallas_kernels._compat import Lowered, lower_for_cuda
 from pallas_kernels.op import Implementation, Op, Spec, TritonSource
 from pallas_kernels.static.compiler import Compiler
 from pallas_kernels.static.targets import TARGETS, occupancy
-from pallas_kernels.tuned import config_dict, configure
+from pallas_kernels.tuned import configure
 
 _DEVICE = {"sm_80": "a100", "sm_90": "h100"}
 
@@ -67,19 +65,6 @@ class Row:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class StaticReport:
-    """Rows and the versions that they hold for."""
-
-    rows: list[Row]
-    jax: str
-    triton: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the report in JSON's own types."""
-        return {"jax": self.jax, "triton": self.triton, "rows": [asdict(row) for row in self.rows]}
-
-
 def report_op(
     op: Op,
     compiler: Compiler,
@@ -87,7 +72,7 @@ def report_op(
     targets: Sequence[str] = tuple(TARGETS),
     select: Callable[[str, Spec], bool] = lambda implementation, spec: True,
     config: Any = None,
-) -> StaticReport:
+) -> list[Row]:
     """Compiles every spec that `select(implementation, spec)` keeps, with its default configuration.
 
     Args:
@@ -108,8 +93,7 @@ def report_op(
                             yield job
 
     results = iter(compiler.compile(jobs()))
-    filled = [_filled(row, next(results)) if lowered else row for row, lowered in rows]
-    return StaticReport(filled, jax.__version__, compiler.version)
+    return [_filled(row, next(results)) if lowered else row for row, lowered in rows]
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
@@ -144,7 +128,7 @@ def _kernels(
             spec.name,
             target,
             kernel,
-            config_dict(config),
+            asdict(config),
             reason,
             tuple(grid),
             warps,

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.op import Op, Spec
 from pallas_kernels.qformats import QuantizedTensor, dequantize
-from pallas_kernels.tuned import config_dict, configure
+from pallas_kernels.tuned import configure
 
 Arrays = dict[str, Any]
 
@@ -97,7 +97,7 @@ def configured(
         functools.partial(_call, op.implementations[name].run, {**spec.static, "config": config}),
         True,
         restrict=restriction(op.name),
-        config=json.dumps(config_dict(config)),
+        config=json.dumps(asdict(config)),
         reason=reason,
         carries=op.carries,
     )

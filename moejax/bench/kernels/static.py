@@ -76,7 +76,7 @@ def compile_all(selected: Sequence[Selected], config: KernelSelection) -> tuple[
     with open_compiler(config) as compiler, progress("compiling kernels", total=len(selected)) as task:
         for item in selected:
             task.describe(f"compiling {item.op.name}")
-            rows += report_op(item.op, compiler, targets=config.targets, select=item.wanted).rows
+            rows += report_op(item.op, compiler, targets=config.targets, select=item.wanted)
             task.advance()
     return rows, {"jax": jax.__version__, "triton": compiler.version}
 

@@ -8,6 +8,7 @@ space (spread over `tune.max_configs`) → static report, which drops what does 
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from moejax.results.result import Result
 from pallas_kernels.op import Implementation, Op, Spec
 from pallas_kernels.static import Row, failures, report_op
 from pallas_kernels.static.compiler import Compiler
-from pallas_kernels.tuned import DATA, Entry, config_dict, device_key, read_table, write_table
+from pallas_kernels.tuned import DATA, Entry, device_key, read_table, write_table
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def tune_spec(
     entry = Entry(
         name,
         dict(spec.problem),
-        config_dict(sound[best][0]),
+        asdict(sound[best][0]),
         timed,
         micros[best] if timed else None,
     )
@@ -157,10 +158,9 @@ def candidates(kind: Implementation, spec: Spec, most: int) -> list[Any]:
 
 
 def _static(op: Op, name: str, spec: Spec, compiler: Compiler, target: str, config: Any) -> list[Row]:
-    report = report_op(
+    return report_op(
         op, compiler, targets=(target,), select=lambda i, s: i == name and s is spec, config=config
     )
-    return report.rows
 
 
 def _time(op: Op, name: str, spec: Spec, configs: Sequence[Any], repeats: int) -> list[float]:
@@ -170,5 +170,5 @@ def _time(op: Op, name: str, spec: Spec, configs: Sequence[Any], repeats: int) -
     for config, (timed, facts) in zip(configs, try_variants(op, spec, chosen, repeats), strict=True):
         micros.append(timed.median_us if timed is not None else math.inf)
         if timed is None:
-            logger.warning("%s %s %s dropped: %s", op.name, spec.name, config_dict(config), facts["error"])
+            logger.warning("%s %s %s dropped: %s", op.name, spec.name, asdict(config), facts["error"])
     return micros

@@ -27,7 +27,7 @@ from tests.bench.runs import run_into
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     with Compiler(1, tmp_path_factory.mktemp("cache")) as compiler:
-        return report_op(load_op("rms_norm"), compiler, select=lambda i, s: "decode" in s.name).rows
+        return report_op(load_op("rms_norm"), compiler, select=lambda i, s: "decode" in s.name)
 
 
 def selection(tmp_path, **more):
@@ -112,8 +112,8 @@ def test_a_compiler_that_dies_is_a_row(tmp_path, monkeypatch, rows):
             patch.setattr("pallas_kernels.static.compiler.SECONDS_PER_KERNEL", 0.0)  # killed at once
             assert "the compiler died with exit code" in compiler.compile([job])[0]["error"]
         assert "error" in compiler.compile([job])[0]
-        report = report_op(load_op("rms_norm"), compiler, select=lambda i, s: s.name.startswith("olmoe"))
-        assert failures(report.rows) == []
+        rows = report_op(load_op("rms_norm"), compiler, select=lambda i, s: s.name.startswith("olmoe"))
+        assert failures(rows) == []
 
 
 @pytest.mark.parametrize(

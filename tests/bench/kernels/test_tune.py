@@ -1,6 +1,7 @@
 """mode=tune: what is tried, what wins, and the table that kernels then read."""
 
 import json
+from dataclasses import asdict
 
 import jax.numpy as jnp
 import pytest
@@ -15,7 +16,7 @@ from moejax.bench.kernels.tune import candidates, merge, run_tune, tune_spec
 from pallas_kernels.op import Implementation
 from pallas_kernels.static import Row, report_op
 from pallas_kernels.static.compiler import Compiler
-from pallas_kernels.tuned import Entry, config_dict, configure, read_table, write_table
+from pallas_kernels.tuned import Entry, configure, read_table, write_table
 from tests.bench.kernels.toy import Config, heuristic, selected, space, toy
 from tests.bench.runs import run_into
 
@@ -41,7 +42,7 @@ def test_more_bytes_in_flight_are_predicted_faster(compiler):
     def predicted(config):
         rows = report_op(
             op, compiler, targets=("sm_80",), select=lambda i, s: s.name == "toy_16", config=config
-        ).rows
+        )
         return predict_us(rows)
 
     assert predicted(Config(4, 4)) < predicted(Config(4, 1))
@@ -56,7 +57,7 @@ def sound(op, name, spec, compiler, target, config):
     """A report without a compiler, which under load may take longer than its limit: a sound row."""
     return [
         Row(
-            op.name, name, spec.name, target, "toy", config_dict(config), "explicit", (spec.problem["T"],),
+            op.name, name, spec.name, target, "toy", asdict(config), "explicit", (spec.problem["T"],),
             config.num_warps, 1, spec.cost.flops, spec.cost.bytes, spec.cost.unit, blocks_per_sm=8,
         )
     ]  # fmt: skip
@@ -88,7 +89,7 @@ def test_the_winner_is_the_fastest(untouched):
     op = toy()
     assert candidates(op.implementations["pallas_triton"], op.specs[0], 4) == ALL
     entry, row = tuned(op)
-    assert entry == Entry("pallas_triton", {"T": 16, "dtype": "float32"}, config_dict(ALL[2]), True, 2.0)
+    assert entry == Entry("pallas_triton", {"T": 16, "dtype": "float32"}, asdict(ALL[2]), True, 2.0)
     assert (row["us"], row["heuristic_us"], row["tried"], row["sound"]) == (2.0, 5.0, 4, 4)
     assert not row["is_heuristic"]
 
@@ -101,7 +102,7 @@ def test_a_wrong_configuration_cannot_win(untouched, caplog):
 
     untouched([5.0, 1.0, 0.1, 0.5], failed=[3])
     entry, row = tuned(toy(pallas_triton=Implementation(run, Config, heuristic, space)))
-    assert entry.config == config_dict(ALL[0]) and row["is_heuristic"] and row["us"] == 5.0
+    assert entry.config == asdict(ALL[0]) and row["is_heuristic"] and row["us"] == 5.0
     for text in ("not finite", "wrong result: relative error 3.3e-01", "RuntimeError: out of memory"):
         assert text in caplog.text
     assert caplog.text.count("dropped") == 3
@@ -119,7 +120,7 @@ def test_untimed_the_heuristic_stays_unless_the_model_gains(untouched, monkeypat
         times = iter([10.0, 12.0, best, 11.0])
         monkeypatch.setattr(tune, "predict_us", lambda rows, repeats, times=times: next(times))
         entry, row = tuned(toy(), timed=False)
-        assert entry.config == config_dict(ALL[0 if kept else 2]) and row["is_heuristic"] == kept
+        assert entry.config == asdict(ALL[0 if kept else 2]) and row["is_heuristic"] == kept
         assert not entry.timed and entry.microseconds is None
         assert row["reason"].startswith("the heuristic's: " if kept else "the model's best: gains 2.00")
 
@@ -129,7 +130,7 @@ def test_a_compiled_space_has_sound_configurations(compiler):
     op = toy()
     entry, row = tune_spec(op, "pallas_triton", op.specs[0], compiler, config, "a100", timed=False)
     assert row["sound"] == row["tried"] == 4 and row["us"] <= row["heuristic_us"]
-    assert entry.config in [config_dict(c) for c in ALL]
+    assert entry.config in [asdict(c) for c in ALL]
 
 
 def test_an_untimed_run_writes_what_kernels_then_take(untouched, monkeypatch, tmp_path, capsys):
