@@ -115,14 +115,3 @@ class Op:
     specs: tuple[Spec, ...]
     sizes: tuple[str, ...] = ()
     carries: Mapping[str, int] = field(default_factory=dict)
-
-    def spec(self, name: str) -> Spec:
-        """Returns the spec of that name.
-
-        Raises:
-            KeyError: unknown; the message lists what there is.
-        """
-        for spec in self.specs:
-            if spec.name == name:
-                return spec
-        raise KeyError(f"{self.name} has no spec {name!r}; known: {', '.join(s.name for s in self.specs)}")

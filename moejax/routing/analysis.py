@@ -44,15 +44,6 @@ class Skew(NamedTuple):
     top_share: Floats
 
 
-def load_matrix(capture: RoutingCapture, phase: str | None = None) -> Ints:
-    """Returns int64 `[L, E]`: assignments of each expert, of all rows or of those of one phase.
-
-    Raises:
-        ConfigError: an unknown phase.
-    """
-    return (capture if phase is None else capture.phase(phase)).counts()
-
-
 def loads_of(capture: RoutingCapture, num_layers: int) -> Ints:
     """Returns loads int64 `[num_layers, E]`, a row for every layer of the model, zeros where it is dense.
 

@@ -144,9 +144,6 @@ class GpuProbe:
         self._unsupported: set[tuple[int, str]] = set()
         self._gauges = _gauges(nvml)
 
-    def __len__(self) -> int:
-        return len(self._handles)
-
     def read(self) -> Sample:
         gauges: Reading = {}
         counters: Reading = {}

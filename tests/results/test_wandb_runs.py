@@ -10,7 +10,7 @@ import pytest
 from moejax.core.errors import ConfigError
 from moejax.results import wandb_runs as offline
 from moejax.results.compare import compare
-from moejax.results.compare.inputs import UNKNOWN
+from moejax.results.compare.inputs import UNKNOWN, between
 from moejax.results.wandb_runs import find_log, read_offline_run, read_table
 from moejax.tracking.base import RunInfo, TrackerConfig
 from moejax.tracking.factory import make_tracker
@@ -92,10 +92,10 @@ def test_without_them_it_has_inputs_and_metrics_and_says_what_it_lacks(runs):
 def test_what_a_source_does_not_record_is_no_difference(runs, tmp_path):
     extra = {"resolved": {"engine.kernels": {"value": "xla", "reason": ""}}, "compile_ledger": []}
     found = compare([runs["bare"], latency_run(tmp_path / "x", **extra)])
-    assert not found.differences_from_baseline(1)
+    assert not between(found.differences, 0, 1)
     assert all(UNKNOWN in d.values for d in found.differences)
     other = latency_run(tmp_path / "y", config=changed(CONFIG, engine__overlap=False))
-    assert [d.key for d in compare([runs["bare"], other]).differences_from_baseline(1)] == ["engine.overlap"]
+    assert [d.key for d in between(compare([runs["bare"], other]).differences, 0, 1)] == ["engine.overlap"]
 
 
 def test_a_staged_file_that_changed_is_not_taken_for_the_run(tmp_path):

@@ -53,9 +53,9 @@ def test_zipfs_exponent_of_exact_loads() -> None:
 
 
 def test_loads_count_what_was_made(trace: RoutingCapture) -> None:
-    loads = analysis.load_matrix(trace)
+    loads = trace.counts()
     assert loads.shape == (2, E) and loads.sum() == trace.num_rows * 6 - 4
-    parts = [analysis.load_matrix(trace, phase) for phase in analysis.PHASES]
+    parts = [trace.phase(phase).counts() for phase in analysis.PHASES]
     np.testing.assert_array_equal(sum(parts), loads)
     whole = analysis.loads_of(trace, 4)
     np.testing.assert_array_equal(whole[[0, 2]], loads)

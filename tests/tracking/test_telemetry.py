@@ -162,7 +162,7 @@ def test_no_nvml_is_one_line_and_no_error(
 def test_cuda_s_numbers_become_nvml_s(visible, ordinals, opened) -> None:
     nvml = FakeNvml([FakeGpu(), FakeGpu()], Clock())
     probe, reason = open_gpus(ordinals, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, nvml)
-    assert isinstance(probe, GpuProbe) and reason is None and len(probe) == len(ordinals)
+    assert isinstance(probe, GpuProbe) and reason is None and len(probe.names) == len(ordinals)
     assert nvml.opened == opened
 
 

@@ -21,9 +21,7 @@ def layer_rows(capture: RoutingCapture) -> list[dict[str, Any]]:
     """A row for each layer with experts; see `moejax.routing.analysis` for what the figures are."""
     counts = capture.counts()
     skew = analysis.skew(counts)
-    phases = {
-        name: analysis.skew(analysis.load_matrix(capture, name)).max_over_mean for name in analysis.PHASES
-    }
+    phases = {name: analysis.skew(capture.phase(name).counts()).max_over_mean for name in analysis.PHASES}
     burst = analysis.burstiness(capture)
     zipf = analysis.zipf_exponent(counts)
     near = locality.temporal_locality(capture)

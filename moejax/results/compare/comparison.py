@@ -75,10 +75,6 @@ class RunComparison:
     def experiment(self) -> str:
         return self.runs[0].experiment
 
-    def differences_from_baseline(self, index: int) -> list[Difference]:
-        """Inputs in which run `index` differs from the first."""
-        return between(self.differences, 0, index)
-
     def identical_inputs(self, index: int) -> bool:
         """Whether run `index` had the first one's inputs, as far as is recorded. Where the results go (the
         tracker, the log) is no input."""
@@ -102,7 +98,7 @@ class RunComparison:
         return lines
 
     def _inputs_line(self, index: int) -> str:
-        apart = [d for d in self.differences_from_baseline(index) if d.kind != "tracking"]
+        apart = [d for d in between(self.differences, 0, index) if d.kind != "tracking"]
         if not apart:
             unsaid = any(UNKNOWN in (d.values[0], d.values[index]) for d in self.differences)
             unsaid = unsaid or bool(self.runs[index].unknown or self.runs[0].unknown)
