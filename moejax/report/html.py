@@ -49,15 +49,12 @@ _CASE_FIRST = (
 def write_report(
     paths: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
-    *,
-    comparison: RunComparison | None = None,
 ) -> Path:
     """Writes the report of one run or of several of one experiment; the first is the baseline.
 
     Args:
         paths: run folders, result.json files or offline W&B runs.
         out: the file, or a folder for `report.html`.
-        comparison: of these runs, where it has been made already.
 
     Returns:
         The file.
@@ -74,13 +71,12 @@ def write_report(
     if target.suffix not in (".html", ".htm"):
         target = target / "report.html"
     ensure_writable(target.parent)
-    if comparison is None and len(paths) > 1:
-        comparison = compare(paths)
+    comparison = compare(paths) if len(paths) > 1 else None
     runs = list(comparison.runs) if comparison is not None else load_runs(paths)
     return atomic_write_text(target, render_report(runs, comparison))
 
 
-def render_report(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
+def render_report(runs: Sequence[Run], comparison: RunComparison | None) -> str:
     """The page of `write_report` as text."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {

@@ -12,15 +12,15 @@ from moejax.bench.micro.host_work import measure_queue, measure_steps
 @pytest.mark.parametrize("sequences", [1, 5])
 def test_steps(sequences: int):
     work = measure_steps(sequences, steps=40)
-    assert work.sequences == sequences
-    for value in (work.schedule_us, work.postprocess_us, work.build_us):
-        assert math.isfinite(value) and value > 0
+    assert work["sequences"] == sequences
+    for name in ("schedule_us", "postprocess_us", "build_us"):
+        assert math.isfinite(work[name]) and work[name] > 0
 
 
 def test_more_requests_than_slots(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_work, "SLOTS", 4)
     work = measure_queue(19)
-    assert work.requests == 19 and math.isfinite(work.us_per_request) and work.us_per_request > 0
+    assert work["requests"] == 19 and math.isfinite(work["us_per_request"]) and work["us_per_request"] > 0
 
 
 def test_the_command_prints_a_table_and_one_line_of_json(capsys: pytest.CaptureFixture[str]):

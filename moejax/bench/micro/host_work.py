@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence as Row
-from dataclasses import asdict, dataclass
+from typing import Any
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.config import EngineConfig
@@ -26,31 +26,10 @@ from moejax.engine.step.limits import Limits
 from moejax.engine.step.sampler import SamplerMode
 from moejax.report.tables import rows_table, stderr_console
 
-PROMPT_LEN = 48
+PROMPT_LEN, OUTPUT_LEN = 48, 2
 BLOCK_SIZE = 32
 SLOTS = 256
 """Sequences that run at a time while a queue is worked off."""
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """Medians over decoding steps of `sequences` running sequences, in microseconds a step."""
-
-    sequences: int
-    schedule_us: float
-    postprocess_us: float
-    build_us: float
-
-
-@dataclass(frozen=True)
-class QueueWork:
-    """Queueing, scheduling and postprocessing of all of a queue, in microseconds a request.
-
-    What a request costs must not depend on how many wait behind it.
-    """
-
-    requests: int
-    us_per_request: float
 
 
 class _Host:
@@ -80,8 +59,8 @@ class _Host:
         return Sequence(prompt, PROMPT_LEN, params, self.max_len, order, seed=order, mode=SamplerMode())
 
 
-def measure_steps(sequences: int, steps: int = 200) -> StepWork:
-    """Times `steps` steps in which every one of `sequences` decodes."""
+def measure_steps(sequences: int, steps: int) -> dict[str, Any]:
+    """Times `steps` steps in which every one of `sequences` decodes: a row of medians in microseconds."""
     host = _Host(sequences, PROMPT_LEN + steps + 1)
     scheduler, builder = host.scheduler, host.builder
     for order in range(sequences):
@@ -104,12 +83,16 @@ def measure_steps(sequences: int, steps: int = 200) -> StepWork:
         schedule.append(times[1] - times[0])
         build.append(times[2] - times[1])
         postprocess.append(times[4] - times[3])
-    return StepWork(sequences, _us(schedule), _us(postprocess), _us(build))
+    work = {"schedule_us": _us(schedule), "postprocess_us": _us(postprocess), "build_us": _us(build)}
+    return {"sequences": sequences, **work}
 
 
-def measure_queue(requests: int, output_len: int = 2) -> QueueWork:
-    """Times working off a queue of `requests` at once, `SLOTS` of them at a time."""
-    host = _Host(min(SLOTS, requests), PROMPT_LEN + output_len)
+def measure_queue(requests: int) -> dict[str, Any]:
+    """Times queueing, scheduling and postprocessing a queue of `requests` at once, `SLOTS` of them at a time.
+
+    What a request costs must not depend on how many wait behind it.
+    """
+    host = _Host(min(SLOTS, requests), PROMPT_LEN + OUTPUT_LEN)
     scheduler = host.scheduler
     queue = [host.sequence(order) for order in range(requests)]
     start = time.perf_counter()
@@ -125,7 +108,7 @@ def measure_queue(requests: int, output_len: int = 2) -> QueueWork:
         start = time.perf_counter()
         scheduler.postprocess(plan, tokens)
         seconds += time.perf_counter() - start
-    return QueueWork(requests, seconds / requests * 1e6)
+    return {"requests": requests, "us_per_request": seconds / requests * 1e6}
 
 
 def _tokens(plan: StepPlan) -> list[int]:
@@ -150,9 +133,9 @@ def main(argv: Row[str] | None = None) -> None:
     steps = [measure_steps(sequences, options.steps) for sequences in options.sequences]
     queue = [measure_queue(requests) for requests in options.requests]
     console = stderr_console()
-    console.print(rows_table([asdict(row) for row in steps], "host work per decoding step (medians)"))
-    console.print(rows_table([asdict(row) for row in queue], "scheduling a queue"))
-    print(json.dumps({"steps": [asdict(row) for row in steps], "queue": [asdict(row) for row in queue]}))
+    console.print(rows_table(steps, "host work per decoding step (medians)"))
+    console.print(rows_table(queue, "scheduling a queue"))
+    print(json.dumps({"steps": steps, "queue": queue}))
 
 
 if __name__ == "__main__":
