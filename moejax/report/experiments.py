@@ -19,11 +19,11 @@ class Report:
     """How an experiment's results are shown; functions as `module:function` below `moejax.report`.
 
     Attributes:
-        table: prints (result, console).
+        table: prints (result, console); None: what ran it prints its outcome itself.
         plots: name → what draws it: of the result and of as much other data as its parameters name.
     """
 
-    table: str
+    table: str | None
     plots: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,6 +78,7 @@ EXPERIMENTS: Mapping[str, Report] = {
             "load_over_time": "routing:load_over_time_plot",
         },
     ),
+    "train": Report(None, {"training": "plots:training_curve", "expert_load": "plots:expert_load"}),
     "kernels static": Report("kernel_tables:print_static"),
     "kernels bench": Report("kernel_tables:print_bench"),
     "kernels tune": Report("kernel_tables:print_tuned"),
@@ -100,7 +101,7 @@ def report_of(result: Mapping[str, Any]) -> Report | None:
 def print_result(result: Mapping[str, Any], console: Console) -> bool:
     """Prints the tables of a result's experiment; returns False where it has none."""
     report = report_of(result)
-    if report is None:
+    if report is None or report.table is None:
         return False
     _function(report.table)(result, console)
     return True
@@ -111,7 +112,8 @@ def save_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str], **dat
 
     Args:
         data: what plots show besides the result, by their parameters' names: `requests`, rows of
-            requests.jsonl; a routing trace's `captures` and `model`; quantization's `details`.
+            requests.jsonl; a routing trace's `captures` and `model`; quantization's `details`; training's
+            `steps`, rows of metrics.jsonl.
 
     Returns:
         The files.

@@ -160,15 +160,16 @@ def expert_load(result: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-def training_curve(rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> Figure | None:
-    """Training loss, held-out loss and learning rate over the step, from the rows of metrics.jsonl.
+def training_curve(result: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """Training loss, held-out loss and learning rate over the step, from `steps`, the rows of metrics.jsonl
+    (this start's part of the run).
 
     A step that was logged twice (a run killed and resumed from an earlier checkpoint) counts with its last
     value.
     """
 
     def series(name: str) -> tuple[list[int], list[float]]:
-        logged = [row for row in rows if row.get(name) is not None and row.get("step") is not None]
+        logged = [row for row in steps if row.get(name) is not None and row.get("step") is not None]
         values = {row["step"]: row[name] for row in logged}
         return sorted(values), [values[step] for step in sorted(values)]
 

@@ -5,7 +5,6 @@ The workspace is made without a server, and written as JSON without one; only sa
 
 import contextlib
 import io
-import json
 import math
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from typing import Any
 
 from moejax.core.errors import ConfigError, TrackingError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable
-from moejax.report.tables import stderr_console
 from moejax.tracking.dashboard import PINNED, SECTIONS, DashboardConfig, Panel, Section
 from moejax.tracking.wandb import default_entity, require_login, tracking_errors
 
@@ -40,16 +38,6 @@ def run_dashboard(config: DashboardConfig, out_dir: Path) -> dict[str, Any]:
     atomic_write_text(path, dump_json(workspace_spec(workspace), indent=2) + "\n")
     url = None if config.dry_run else _save(workspace, config)
     return {"spec": str(path), "url": url, "panels": sum(len(section.panels) for section in SECTIONS)}
-
-
-def write_and_print(config: DashboardConfig, out_dir: Path) -> dict[str, Any]:
-    """`run_dashboard`, with a line for the reader on stderr and one of JSON on stdout."""
-    done = run_dashboard(config, out_dir)
-    console = stderr_console()
-    where = done["url"] or f"not sent (dashboard.dry_run); its specification: {done['spec']}"
-    console.print(f"workspace of {done['panels']} panels: {where}", soft_wrap=True, highlight=False)
-    print(json.dumps(done))
-    return done
 
 
 def build_workspace(config: DashboardConfig) -> Any:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.bench.run import ExperimentRun
-from moejax.report.figure import save_figures
-from moejax.report.plots import expert_load, training_curve
+from moejax.report.experiments import save_plots
 from moejax.report.tables import metrics_table, print_lines, stderr_console
 from moejax.results.result import write_result
 from moejax.tracking.jsonl import load_metrics
@@ -45,7 +44,7 @@ def run_training(config: TrainConfig, run: ExperimentRun, *, command: str) -> Ex
         routing = {"counts": exported.held_out.counts, "text": "held_out.txt"}
         outcome = run.result(metrics=metrics, routing=routing, resumed_from=result.resumed_from)
         file = write_result(outcome, run.out_dir)
-        plots = _plots(outcome, run.out_dir)
+        plots = save_plots(outcome, run.out_dir, steps=load_metrics(run.out_dir))
         for plot in plots:
             tracker.image(plot.stem, plot)
         tracker.artifact("result", "result", [file, *plots])
@@ -62,15 +61,6 @@ def _exported_metrics(exported: Exported) -> dict[str, float]:
         "exported_min_expert_share": float(shares.min()),
         "exported_max_expert_share": float(shares.max()),
     }
-
-
-def _plots(outcome: dict[str, Any], output_dir: Path) -> list[Path]:
-    """Draws `training.png` (this start's part of the run) and `expert_load.png`, where there is data."""
-    figures = {
-        "training": training_curve(load_metrics(output_dir), outcome),
-        "expert_load": expert_load(outcome),
-    }
-    return save_figures(figures, output_dir)
 
 
 def _print(exported: Exported, metrics: dict[str, Any], files: list[Path], hints: list[str]) -> None:

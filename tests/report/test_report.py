@@ -137,10 +137,10 @@ def test_training_curve_keeps_the_last_value_of_a_step():
     loss, held_out = "train/cross_entropy", "held_out/loss"
     rows = [{"step": s, loss: 5.0 - s, "train/learning_rate": 1e-3} for s in (0, 1, 2)]
     rows += [{"step": 1, loss: 3.5}, {"step": 2, loss: 2.5}, {"step": 2, held_out: 2.8}]
-    figure = plots.training_curve(rows, {})
+    figure = plots.training_curve({}, rows)
     np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), [5.0, 3.5, 2.5])
     np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), [2.8])
-    assert plots.training_curve([{"step": 1}], {}) is None
+    assert plots.training_curve({}, [{"step": 1}]) is None
 
 
 def test_progress_prints_nothing_without_a_terminal():
