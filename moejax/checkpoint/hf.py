@@ -159,7 +159,6 @@ def load_pretrained(
     *,
     dtype: str = "auto",
     moe: MoeConfig | None = None,
-    kernels: str = "xla",
     build: Callable[[ModelConfig], Decoder] | None = None,
     shardings: Callable[[Mapping[str, ParamSpec]], Mapping[str, Sharding]] | None = None,
     expert_of: ExpertOf | None = None,
@@ -175,8 +174,7 @@ def load_pretrained(
         directory: holds `config.json` and safetensors (bf16, f16 or f32, or quantized).
         dtype: what weights in floating point are kept in; "auto" is what the configuration says.
         moe: how the expert layers are executed.
-        kernels: what norms and router run on, see `moejax.models.decoder.Decoder`.
-        build: makes the abstract model, or a pipeline stage of it, instead of `moe` and `kernels`.
+        build: makes the abstract model, or a pipeline stage of it, instead of `moe`.
         shardings: declarations → sharding of every parameter (`moejax.sharding.rules.shardings`). Each
             process then reads only the slices that its devices hold. None: all on the default device.
         expert_of: for a model with replicas of experts, which one each slot holds.
@@ -193,7 +191,7 @@ def load_pretrained(
     if dtype != "auto":
         check("dtype", dtype, DType)
         config = config.replace(dtype=dtype)
-    model = Decoder(config, moe=moe, kernels=kernels) if build is None else build(config)
+    model = Decoder(config, moe=moe) if build is None else build(config)
     declared = specs(model)
     whole = declared if len(model.stage) == config.num_layers else specs(Decoder(config))
     start = time.perf_counter()

@@ -16,15 +16,11 @@ def exchange_hops(method: str, model: ModelConfig, parallel: ParallelConfig) -> 
     return [HopSize(parallel.ep, experts)]
 
 
-def exchange_cost(
-    method: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, *, bucket: int = 0
-) -> Exchange:
-    """Returns the cost of exchanging `tokens` tokens a device, as large as it gets under the given routing.
+def exchange_cost(method: str, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> Exchange:
+    """Returns the cost of exchanging `tokens` tokens a device, as large as it gets under an even routing.
 
     Args:
         method: as `moejax.moe.expert_parallel.choose_exchange` resolved it.
-        bucket: of the sizes that it chooses among while it runs: 0 holds an even routing, -1 any (all tokens
-            to one rank). Without meaning where there is one size only.
     """
     microbatches = min(parallel.dispatch_microbatches, tokens)
     if method in ("none", "allgather"):
@@ -32,10 +28,9 @@ def exchange_cost(
     hops, top_k = exchange_hops(method, model, parallel), model.num_experts_per_tok
     part = -(-tokens // microbatches)
     if method == "ragged":
-        rows = float(part) if bucket else mean_rows(part, top_k, hops)[0]
-        return Exchange(method, (rows,), microbatches=microbatches)
+        return Exchange(method, (mean_rows(part, top_k, hops)[0],), microbatches=microbatches)
     if parallel.exchange_capacity is not None:
         capacities = fixed_capacities(part, top_k, hops, parallel.exchange_capacity)
         return Exchange(method, capacities, microbatches=microbatches, lossy=True)
     buckets = capacity_buckets(part, top_k, hops)
-    return Exchange(method, buckets[bucket], len(buckets), microbatches)
+    return Exchange(method, buckets[0], len(buckets), microbatches)

@@ -256,11 +256,6 @@ class Comparison:
     moved: NDArray[np.bool_]
     bytes_moved: int
 
-    @property
-    def weights_moved(self) -> int:
-        """Slots that must receive an expert, over all layers."""
-        return int(self.moved.sum())
-
 
 def compare(old: Placement, new: Placement, loads: ArrayLike, *, bytes_per_expert: int = 0) -> Comparison:
     """Returns the balance on `loads` before and after, and the expert weights that must move.

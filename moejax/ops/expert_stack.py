@@ -54,10 +54,7 @@ class Stack:
         def slice_of(array: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(array, expert, 0, keepdims=False)
 
-        one = jax.tree.map(slice_of, self.weight)
-        if isinstance(one, QTensor):
-            return matmul(x, one, self.implementation)
-        return x @ (one.T if self.transposed else one)
+        return self.one(x, jax.tree.map(slice_of, self.weight))
 
     def each(self, x: jax.Array, split: Names = ()) -> jax.Array:
         """Maps x `[E, M, D]` to `[E, M, F]`, expert by expert; `split` as in `matmul`."""
@@ -106,8 +103,3 @@ class Stack:
         return dataclasses.replace(
             self, weight=dataclasses.replace(self.weight, format=fmt, input_scale=None)
         )
-
-
-def as_stack(weight: "jax.Array | Stack", transposed: bool) -> Stack:
-    """Returns an array with its order, or what is a stack already."""
-    return weight if isinstance(weight, Stack) else Stack(weight, transposed=transposed)

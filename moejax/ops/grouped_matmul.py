@@ -10,13 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.ops.expert_stack import Stack, as_stack
+from moejax.ops.expert_stack import Stack
 from moejax.ops.quantized_matmul import activation_codes
 from moejax.quantization.formats import QTensor
 from moejax.sharding.axes import Names
-
-Matrices = jax.Array | Stack
-
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 """Rows `[M, ·]` of one expert, and which → `[M, ·]`."""
@@ -76,15 +73,14 @@ class Blocks(NamedTuple):
 
 def grouped_swiglu_blocks(
     rows: jax.Array,
-    gate: Matrices,
-    up: Matrices,
-    down: Matrices,
+    gate: Stack,
+    up: Stack,
+    down: Stack,
     single: Blocks,
     blocks: Sequence[Blocks],
     *,
     heights: tuple[int, ...],
     act: Callable[[jax.Array], jax.Array],
-    transposed: bool = False,
     split: Names = (),
 ) -> jax.Array:
     """Computes `(act(x @ gate[e]) * (x @ up[e])) @ down[e]` for each block of rows and its expert e.
@@ -96,9 +92,9 @@ def grouped_swiglu_blocks(
 
     Args:
         rows: `[A, D]`, sorted by expert.
-        gate, up: `[E, D, F]`; down: `[E, F, D]`; with `transposed`, each with its last two dimensions
-            swapped. A single row's product then fuses with the slice: no copy of the matrix (docs/log.md).
-            A `Stack` says its order itself, and may be quantized: one expert at a time is then decoded.
+        gate, up: `[E, D, F]`; down: `[E, F, D]`. Where they are stored transposed a single row's product
+            fuses with the slice: no copy of the matrix (docs/log.md). Of quantized ones a single expert at a
+            time is decoded.
         single, blocks: every row in one block at most, of one row or of the height in `heights`.
         split: mesh axes that F is split over.
 
@@ -107,7 +103,6 @@ def grouped_swiglu_blocks(
     """
     A = rows.shape[0]
     most = max((1, *heights))
-    first, second, third = (as_stack(w, transposed) for w in (gate, up, down))
 
     def run(rows: jax.Array, product: Product, width: int) -> jax.Array:
         padded = jnp.pad(rows, ((0, most), (0, 0)))
@@ -117,11 +112,11 @@ def grouped_swiglu_blocks(
                 out = _block_loop(padded, A, product, group, height, out)
         return out
 
-    if not heights and not (split and third.quantizes_rows):
-        by_rows = first.by_rows and second.by_rows and third.by_rows
-        together = rows_together(A, first.elements) if by_rows else (_unroll(1),)
-        return _single_rows(rows, first, second, third, single, together, act=act)
-    return _swiglu(run, rows, first, second, third, act, split)
+    if not heights and not (split and down.quantizes_rows):
+        by_rows = gate.by_rows and up.by_rows and down.by_rows
+        together = rows_together(A, gate.elements) if by_rows else (_unroll(1),)
+        return _single_rows(rows, gate, up, down, single, together, act=act)
+    return _swiglu(run, rows, gate, up, down, act, split)
 
 
 def _block_loop(
@@ -225,9 +220,9 @@ def _unroll(block_rows: int) -> int:
 
 def grouped_swiglu_ragged(
     rows: jax.Array,
-    gate: Matrices,
-    up: Matrices,
-    down: Matrices,
+    gate: Stack,
+    up: Stack,
+    down: Stack,
     counts: jax.Array,
     *,
     act: Callable[[jax.Array], jax.Array],
@@ -237,18 +232,16 @@ def grouped_swiglu_ragged(
 
     Quantized stacks are dequantized whole, in the rows' dtype.
     """
-    stacks = [as_stack(w, transposed=False) for w in (gate, up, down)]
     A, E = rows.shape[0], counts.shape[0]
     expert = jnp.zeros((), jnp.int32)
-    if any(stack.quantizes_rows for stack in stacks):
+    if any(stack.quantizes_rows for stack in (gate, up, down)):
         # Rows past the last expert's are nobody's.
         expert = jnp.repeat(jnp.arange(E, dtype=jnp.int32), counts, total_repeat_length=A)
 
     def product(x: jax.Array, stack: Stack, split: Names = ()) -> jax.Array:
         return jax.lax.ragged_dot(stack.rounded(x, expert, split), stack.matrix(x.dtype), counts)
 
-    first, second, third = stacks
     with jax.named_scope("experts_gate_up"):
-        hidden = act(product(rows, first)) * product(rows, second)
+        hidden = act(product(rows, gate)) * product(rows, up)
     with jax.named_scope("experts_down"):
-        return product(hidden, third, split)
+        return product(hidden, down, split)

@@ -14,7 +14,8 @@ from moejax.bench.scaling.run import run_scaling
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
-from moejax.moe.exchange_cost import exchange_cost
+from moejax.moe.exchange_cost import exchange_cost, exchange_hops
+from moejax.moe.exchange_size import capacity_buckets
 from moejax.perf.comm import step_comm
 from moejax.report.scaling import print_scaling
 from moejax.routing.capture import RoutingCapture
@@ -103,8 +104,10 @@ def test_an_even_routing_sends_what_the_formula_says() -> None:
 @pytest.mark.parametrize("method", ["allgather", "all_to_all", "hierarchical"])
 def test_wire_bytes_are_those_of_the_cost_model(method: str) -> None:
     parallel = ParallelConfig(ep=8, nodes=2, attention="data")
+    even, hops = exchange_cost(method, MODEL, parallel, 200), exchange_hops(method, MODEL, parallel)
+    buckets = capacity_buckets(200, MODEL.num_experts_per_tok, hops)
     for bucket, need in ((0, (1, 1)), (-1, (10**6, 10**6))):
-        exchange = exchange_cost(method, MODEL, parallel, 200, bucket=bucket)
+        exchange = dataclasses.replace(even, capacities=buckets[bucket]) if even.capacities else even
         terms = step_comm(MODEL, parallel, tokens=200, rows=1, exchange=exchange, layers=[0])
         want = sum(t.total_bytes for t in terms if t.operation in ("dispatch", "combine"))
         assert _wire(method, MODEL, parallel, 200, need if method == "hierarchical" else need[:1])[1] == want

@@ -53,7 +53,7 @@ def test_every_role_is_written_out(llm: LLM) -> None:
 def test_chat_generates_from_the_templates_tokens(llm: LLM) -> None:
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert ids[0] == llm.tokenizer.token_id(SPECIALS[1])
+    assert ids[0] == llm.tokenizer.encode(SPECIALS[1])[0]
     (out,) = llm.chat(USER, GREEDY)
     assert out.prompt_token_ids == ids
     assert out.outputs[0].token_ids == llm.generate([ids], GREEDY)[0].outputs[0].token_ids
@@ -64,7 +64,7 @@ def test_the_templates_special_tokens_are_not_added_twice(
 ) -> None:
     """A tokenizer that puts a token in front of a plain prompt does not do so to a conversation."""
     tokenizer = load(CHATML)
-    first = tokenizer.token_id(SPECIALS[0])
+    first = tokenizer._tokenizer.token_to_id(SPECIALS[0])
     tokenizer._tokenizer.post_processor = TemplateProcessing(
         single=f"{SPECIALS[0]} $A", special_tokens=[(SPECIALS[0], first)]
     )

@@ -245,7 +245,7 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("special", SPECIALS)
 def test_special_tokens_are_known_but_not_shown(special: str) -> None:
     tokenizer = wrap(BYTES)
-    token = tokenizer.token_id(special)
+    token = BYTES.token_to_id(special)
     assert token is not None and tokenizer.encode(f"a{special}") == [*ids("a"), token]
     assert tokenizer.decode([*ids("a"), token]) == "a"
     assert tokenizer.vocab_size == BYTES.get_vocab_size()

@@ -10,6 +10,7 @@ from moejax.core.errors import ConfigError
 from moejax.moe.expert_parallel import dispatch_experts
 from moejax.moe.permute import combine, plan_blocks
 from moejax.ops.dispatch import mixed_block_heights
+from moejax.ops.expert_stack import Stack
 from moejax.ops.grouped_matmul import grouped_swiglu_blocks
 from moejax.sharding.axes import SINGLE
 from tests.moe.expert_parallel import (
@@ -182,10 +183,11 @@ def test_with_the_engines_loop(layout, method, transposed):
         singles, heights = mixed_block_heights(rows.shape[0], transposed)
         plan = plan_blocks(ids, up.shape[0], singles, heights)
         sorted_rows = rows[plan.order // ids.shape[1]]
-        how = {"heights": heights, "act": jnp.tanh, "transposed": transposed}
+        how = {"heights": heights, "act": jnp.tanh}
         stacks = (up, jnp.ones_like(up), down)
         if transposed:
             stacks = tuple(jnp.swapaxes(stack, 1, 2) for stack in stacks)
+        stacks = tuple(Stack(stack, transposed=transposed) for stack in stacks)
         done = grouped_swiglu_blocks(sorted_rows, *stacks, plan.single, plan.blocks, **how)
         return combine(done, plan, weights)
 

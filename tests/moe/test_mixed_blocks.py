@@ -17,6 +17,7 @@ from moejax.moe.permute import plan_blocks
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize
 from moejax.ops.dispatch import mixed_block_heights
+from moejax.ops.expert_stack import Stack
 from moejax.ops.grouped_matmul import grouped_swiglu_blocks, rows_together
 from tests.model_shapes import experts_only
 from tests.moe import reference
@@ -177,11 +178,13 @@ def test_what_is_not_finite_stays_in_its_row(layout):
 @functools.partial(jax.jit, static_argnums=3)
 def single_rows(x: jax.Array, ids: jax.Array, stored: list[jax.Array], transposed: bool):
     """All rows singly: several a turn, and by the plain loop, one block after another; both `[>= A, D]`."""
-    how = {"act": jax.nn.silu, "transposed": transposed}
+    operands = [Stack(w, transposed=transposed) for w in stored]
     mixed, plain = plan_blocks(ids, E, x.shape[0], ()), plan_blocks(ids, E, 0, (1,))
     rows = x[mixed.order // ids.shape[1]]
-    together = grouped_swiglu_blocks(rows, *stored, mixed.single, mixed.blocks, heights=(), **how)
-    return together, grouped_swiglu_blocks(rows, *stored, plain.single, plain.blocks, heights=(1,), **how)
+    together = grouped_swiglu_blocks(rows, *operands, mixed.single, mixed.blocks, heights=(), act=jax.nn.silu)
+    return together, grouped_swiglu_blocks(
+        rows, *operands, plain.single, plain.blocks, heights=(1,), act=jax.nn.silu
+    )
 
 
 @pytest.mark.parametrize("transposed", [False, True])

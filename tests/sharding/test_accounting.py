@@ -21,7 +21,8 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.sampler import SamplerMode
 from moejax.models.decoder import Decoder
-from moejax.moe.exchange_cost import exchange_cost
+from moejax.moe.exchange_cost import exchange_cost, exchange_hops
+from moejax.moe.exchange_size import capacity_buckets
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.param import specs
 from moejax.perf.comm import Exchange, step_comm
@@ -94,8 +95,11 @@ def exchanges(program: Program, model: ModelConfig, parallel: ParallelConfig, ke
     method = choose_exchange(
         parallel.exchange, tokens=tokens, **size, top_k=top_k, axes=axes, platform="cpu", num_local=local
     ).value
-    choices = exchange_cost(method, model, parallel, tokens).choices
-    return [exchange_cost(method, model, parallel, tokens, bucket=bucket) for bucket in range(choices)]
+    cost = exchange_cost(method, model, parallel, tokens)
+    if cost.choices == 1:
+        return [cost]
+    part, hops = -(-tokens // cost.microbatches), exchange_hops(method, model, parallel)
+    return [replace(cost, capacities=capacities) for capacities in capacity_buckets(part, top_k, hops)]
 
 
 def check(

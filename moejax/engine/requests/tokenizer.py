@@ -75,9 +75,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def token_id(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token)
-
     @property
     def vocab_size(self) -> int:
         """Number of entries, added tokens included."""
