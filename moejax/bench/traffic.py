@@ -5,7 +5,6 @@ contents each have a random stream of their own: changing one leaves the others 
 requests are the first ones of more.
 """
 
-import hashlib
 import itertools
 import math
 import statistics
@@ -20,7 +19,7 @@ from moejax.bench.workload import SampledWorkload, load_prompts, prompt_ids
 from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, PositiveNumber
 from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
-from moejax.core.files import canonical_json
+from moejax.core.files import content_hash
 
 LengthKind = Literal["uniform", "normal", "lognormal"]
 
@@ -137,7 +136,7 @@ class ThroughputWorkload(SampledWorkload):
         content["request_rate"] = repr(float(self.request_rate))
         content["trace"] = load_trace(self.trace_file) if self.trace_file else None
         content["prompts"] = load_prompts(self.prompts_file) if self.prompts_file else None
-        return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
+        return content_hash(content)[:16]
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,10 @@ import pytest
 from pallas_kernels.errors import KernelError
 from pallas_kernels.group_specs import lay_out
 from pallas_kernels.qformats import Format, QuantizedTensor, quantize_rows, random_quantized
-from pallas_kernels.quantized_grouped_matmul import (
-    OP,
-    SWIGLU_OP,
-    quantized_grouped_matmul,
-    quantized_grouped_swiglu,
-)
+from pallas_kernels.quantized_grouped_matmul import OP, quantized_grouped_matmul
 from pallas_kernels.quantized_grouped_matmul.pallas_triton import Config
+from pallas_kernels.quantized_grouped_swiglu import OP as SWIGLU_OP
+from pallas_kernels.quantized_grouped_swiglu import quantized_grouped_swiglu
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.test_qformats import FORMATS, draw, other_way
 

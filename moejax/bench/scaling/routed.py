@@ -16,7 +16,7 @@ from moejax.core.config import ModelConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.moe.exchange_cost import exchange_hops
 from moejax.moe.exchange_size import HopSize, capacity_buckets, mean_rows
-from moejax.perf.comm import Exchange, exchange_terms, wire_bytes
+from moejax.perf.comm import Exchange, exchange_terms, role_sizes, wire_bytes
 from moejax.perf.sizes import DTYPE_BYTES
 from moejax.routing.capture import RoutingCapture
 from moejax.routing.locality import step_numbers
@@ -236,8 +236,7 @@ def _wire(
     elif method != "allgather":
         buckets = list(capacity_buckets(tokens, k, hops))
     holds = [each for each in buckets if all(a >= b for a, b in zip(each, need, strict=False))]
-    sizes = {"exchange": parallel.ep, "node": parallel.expert_nodes}
-    sizes["local"] = parallel.ep // parallel.expert_nodes
+    sizes = role_sizes(model, parallel)
     wire = []
     for capacities in (buckets[0], (holds or buckets)[0 if holds else -1]):
         terms = exchange_terms(Exchange(method, capacities, len(buckets)), parallel, tokens, row, k)
