@@ -121,12 +121,6 @@ class QuantizedTensor:
         *lead, F, D = self.values.shape
         return (*lead, 2 * D if self.format.kind == "w4a16" else D, F)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        parts = (self.values, self.scales, self.zeros)
-        return sum(p.size * jnp.dtype(p.dtype).itemsize for p in parts if p is not None)
-
 
 def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> dict[str, int]:
     """Shapes and dtypes of a weight; returns its sizes by name.
