@@ -298,7 +298,6 @@ class Bounds:
         in_turn: seconds if none overlaps another, and each is as fast as it can be.
     """
 
-    kind: str
     each: tuple[Bound, ...]
     whole: Bound
     in_turn: float
@@ -317,7 +316,7 @@ def bounds(ops: Sequence[OpCost], hardware: Hardware, dtype: str) -> Bounds:
     peak, bandwidth = _peaks(hardware, dtype)
     each = tuple(bound(op.flops, op.bytes, peak, bandwidth) for op in ops)
     whole = bound(sum(op.flops for op in ops), sum(op.bytes for op in ops), peak, bandwidth)
-    return Bounds(hardware.kind, each, whole, sum(one.seconds for one in each))
+    return Bounds(each, whole, sum(one.seconds for one in each))
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def test_bounds() -> None:
     assert (used.mfu, used.mbu) == (0.25, 0.5)
     for kind in ("a100_80gb", "h100", "h200"):
         each = bounds(decode(), KNOWN[kind], "bfloat16")
-        assert 0 < each.whole.seconds <= each.in_turn * (1 + 1e-9) and each.kind == kind
+        assert 0 < each.whole.seconds <= each.in_turn * (1 + 1e-9)
 
 
 def test_unknown_peaks() -> None:

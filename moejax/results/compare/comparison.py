@@ -63,11 +63,6 @@ class RunComparison:
         return "\n".join(self.lines())
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The runs' names, the shortest ends of their paths that tell them apart."""
-        return tuple(run.name for run in self.runs)
-
-    @property
     def labels(self) -> tuple[str, ...]:
         return tuple(run.label for run in self.runs)
 
