@@ -188,13 +188,14 @@ def outcome(directory: Path, dtype: str, layout: str | None) -> Any:
     return [tokens(outs) for outs in done], scores, llm.stats()["cache_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
         ("dp_attention_ep4_tp2", "int8"),
-        pytest.param("tp8", "float8_e4m3fn", marks=pytest.mark.slow),
-        pytest.param("pp2_ep4", "int8", marks=pytest.mark.slow),
+        ("tp8", "float8_e4m3fn"),
+        ("pp2_ep4", "int8"),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(layout: str, dtype: str, on_disk: Path) -> None:

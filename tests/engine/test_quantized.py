@@ -97,7 +97,9 @@ def test_tokens_are_those_of_the_dequantized_weights(name: str, model: Any, tmp_
     assert got == [out.outputs[0].token_ids for out in floats.generate(asked, GREEDY)]
 
 
-@pytest.mark.parametrize("implementation", ["dequantize", "pallas_triton"])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("dequantize", marks=pytest.mark.slow), "pallas_triton"]
+)
 def test_each_implementation_gives_the_same_tokens(implementation: str, model: Any) -> None:
     asked, engine = prompts(3), dataclasses.replace(ENGINE, moe=MoeConfig())
     found = []

@@ -16,12 +16,13 @@ PROMPTS = ["The function returns", "This class is a"]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "format"),
     [
         ("gptq", "int4_g64"),
-        pytest.param("awq", "int4_g64_asym", marks=pytest.mark.slow),
-        pytest.param("smoothquant", "w8a8_static", marks=pytest.mark.slow),
+        ("awq", "int4_g64_asym"),
+        ("smoothquant", "w8a8_static"),
     ],
 )
 def test_calibrated_saved_and_opened(method: str, format: str, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_launcher_without_its_plugin(
     assert "pip install 'moejax[sweep]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_submitit_local(tmp_path: Path) -> None:
     """Two jobs, of which one fails: its line, its exit code, and the other's result."""
     pytest.importorskip("submitit", reason="hydra-submitit-launcher is not installed (make test installs it)")

@@ -357,6 +357,7 @@ def peak_bytes(layers):
     return most, report.float_bytes
 
 
+@pytest.mark.slow
 def test_memory_above_the_model_does_not_grow_with_layers():
     (few, few_float), (many, many_float) = peak_bytes(2), peak_bytes(6)
     layer = (many_float - few_float) / 4

@@ -50,12 +50,14 @@ def test_its_perplexity_is_the_cards(held_out: HeldOut) -> None:
     assert f"{held_out.tokens} tokens" in " ".join(CARD.split())
 
 
+@pytest.mark.slow
 def test_it_uses_every_expert(held_out: HeldOut) -> None:
     shares = load_shares(held_out.counts)
     assert shares.shape == (5, 16)
     assert shares.min() > 0.01 and shares.max() < 0.25
 
 
+@pytest.mark.slow
 def test_its_held_out_text_was_not_trained_on() -> None:
     """Where this Python is the one it was trained with; another version splits other text."""
     config = TrainConfig()
