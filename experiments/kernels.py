@@ -10,7 +10,7 @@ from experiments.launch.schema import KernelsConfig
 def main(config: KernelsConfig) -> None:
     import importlib
 
-    from moejax.bench.run import ExperimentRun
+    from moejax.bench.experiment_run import ExperimentRun
 
     module = importlib.import_module(f"moejax.bench.kernels.{config.mode}")
     with ExperimentRun.open("kernels", config, output_dir()) as run:

@@ -10,9 +10,9 @@ from experiments.launch.schema import LatencyConfig
 def main(config: LatencyConfig) -> float | None:
     from experiments.launch.model import open_backends
     from experiments.launch.variants import run_variants
+    from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.latency import run_latency
     from moejax.bench.objective import objective_value
-    from moejax.bench.run import ExperimentRun
 
     out = output_dir()
     if config.ab.variants:

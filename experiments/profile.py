@@ -9,9 +9,9 @@ from experiments.launch.schema import ProfileConfig
 
 def main(config: ProfileConfig) -> None:
     from experiments.launch.model import open_llm
+    from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.profile.capture import name_compiled_programs
     from moejax.bench.profile.run import run_profile
-    from moejax.bench.run import ExperimentRun
 
     name_compiled_programs()  # before anything is compiled
     with ExperimentRun.open("profile", config, output_dir()) as run:

@@ -11,8 +11,8 @@ def main(config: QuantizationConfig) -> None:
     from functools import partial
 
     from experiments.launch.model import open_quantized
+    from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.quantization.run import check_methods, run_quantization
-    from moejax.bench.run import ExperimentRun
 
     with ExperimentRun.open("quantization", config, output_dir()) as run:
         open_model = partial(open_quantized, config)

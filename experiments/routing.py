@@ -9,8 +9,8 @@ from experiments.launch.schema import RoutingConfig
 
 
 def main(config: RoutingConfig) -> None:
+    from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.routing.run import run_routing
-    from moejax.bench.run import ExperimentRun
     from moejax.engine.opening.resolve import find_model
 
     section = config.model

@@ -11,7 +11,7 @@ def main(config: ScalingConfig) -> None:
     from moejax.sharding.mesh import virtual_devices
 
     virtual_devices(config.scaling.devices)  # before anything starts JAX's backend
-    from moejax.bench.run import ExperimentRun
+    from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.scaling.run import run_scaling
 
     model = config.model

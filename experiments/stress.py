@@ -9,7 +9,7 @@ from experiments.launch.schema import StressConfig
 
 def main(config: StressConfig) -> None:
     from experiments.launch.model import open_llm
-    from moejax.bench.run import ExperimentRun
+    from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.stress.run import check_stress, run_stress
 
     with ExperimentRun.open("stress", config, output_dir()) as run:

@@ -10,9 +10,9 @@ from experiments.launch.schema import ThroughputConfig
 def main(config: ThroughputConfig) -> float | None:
     from experiments.launch.model import open_backends
     from experiments.launch.variants import run_variants
+    from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.objective import objective_value
     from moejax.bench.ramp.run import run_ramp
-    from moejax.bench.run import ExperimentRun
     from moejax.bench.throughput import run_throughput
 
     out = output_dir()

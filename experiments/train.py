@@ -15,7 +15,7 @@ from experiments.launch.schema import TrainExperimentConfig
 
 
 def main(config: TrainExperimentConfig) -> None:
-    from moejax.bench.run import ExperimentRun
+    from moejax.bench.experiment_run import ExperimentRun
     from moejax.train.run import run_training
 
     overrides = HydraConfig.get().overrides.task

@@ -72,7 +72,7 @@ def run_variants(config: Config, out: Path) -> None:
     """
     from moejax.bench.ab.run import run_ab
     from moejax.bench.ab.variants import Arm
-    from moejax.bench.run import ExperimentRun
+    from moejax.bench.experiment_run import ExperimentRun
 
     hydra = HydraConfig.get()
     experiment = str(hydra.job.config_name)

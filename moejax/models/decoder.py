@@ -1,7 +1,7 @@
 """The one decoder: embedding, layers of attention and experts (or a dense MLP), norm, output projection.
 
 Every family is a `ModelConfig`; there is no per-family module. Named scopes, here and below, say which layer
-and which operation of `moejax.perf.attribution` an instruction of the compiled program belongs to, for
+and which operation of `moejax.perf.operation_costs` an instruction of the compiled program belongs to, for
 profiles; they change no program.
 """
 

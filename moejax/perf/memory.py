@@ -129,7 +129,7 @@ _OPERATIONS = {
 
 
 def _operation(pieces: Sequence[str]) -> str:
-    """Returns the operation (`moejax.perf.attribution.OPERATIONS`) that a tensor's dotted path belongs to."""
+    """Returns which of `moejax.perf.operation_costs.OPERATIONS` a tensor's dotted path belongs to."""
     if "experts" in pieces:
         return "experts_down" if "down_proj" in pieces else "experts_gate_up"
     return next((_OPERATIONS[piece] for piece in pieces if piece in _OPERATIONS), "other")

@@ -10,7 +10,7 @@ KV_SCALE_BYTES = 4
 
 HeldWeights = Mapping[tuple[int | None, str], float]
 """Bytes of a model's matrices as they are held, codes and scales of quantized ones, by (layer or None,
-operation): None is outside of the layers, operations are those of `moejax.perf.attribution`. Of
+operation): None is outside of the layers, operations are those of `moejax.perf.operation_costs`. Of
 "experts_gate_up" and "experts_down" they are one expert's; the embedding counts only as output."""
 
 

@@ -1,4 +1,4 @@
-"""Whole prompts and captured runs as sums of steps, see `moejax.perf.attribution`."""
+"""Whole prompts and captured runs as sums of steps, see `moejax.perf.operation_costs`."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ import numpy as np
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.perf.attribution import OpCost, Phase, attribute, summed
+from moejax.perf.operation_costs import OpCost, Phase, attribute, summed
 from moejax.perf.sizes import HeldWeights
 from moejax.routing.capture import RoutingCapture, count_experts
 

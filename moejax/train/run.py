@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from moejax.bench.run import ExperimentRun
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.report.experiments import save_plots
 from moejax.report.tables import metrics_table, print_lines, stderr_console
 from moejax.results.result import write_result

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moejax.bench.run import ExperimentRun
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.tracking.base import TrackerConfig
 
 

@@ -80,7 +80,7 @@ def _only_what_is_tested(request, monkeypatch):
     for plot in ("ratios_plot", "rounds_plot"):
         monkeypatch.setattr(f"moejax.report.ab.{plot}", lambda result: None)
     provenance = {"seeds": {}, "checkpoint_hash": "c", "workload_hash": "w", "device": {"platform": "gpu"}}
-    monkeypatch.setattr("moejax.bench.run.collect", lambda *_, **__: copy.deepcopy(provenance))
+    monkeypatch.setattr("moejax.bench.experiment_run.collect", lambda *_, **__: copy.deepcopy(provenance))
 
 
 WORKLOAD = WorkloadConfig(batch_size=[1, 2], prompt_len=4, output_len=5)

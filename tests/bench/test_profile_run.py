@@ -14,7 +14,7 @@ from moejax.core import hardware
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
-from moejax.perf.attribution import OPERATIONS
+from moejax.perf.operation_costs import OPERATIONS
 from moejax.results.result import load_result
 from tests.bench.runs import run_into
 

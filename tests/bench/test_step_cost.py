@@ -21,7 +21,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.engine.requests.api import RequestMetrics
 from moejax.engine.stats import StepRecord
 from moejax.models.decoder import Decoder
-from moejax.perf.attribution import OpCost, attribute, total
+from moejax.perf.operation_costs import OpCost, attribute, total
 from moejax.perf.steps import captured_steps
 from moejax.results.metrics import RequestRecord
 from tests.perf.models import small_model

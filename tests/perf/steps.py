@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from moejax.core.config import ModelConfig
-from moejax.perf.attribution import OpCost, attribute, total
+from moejax.perf.operation_costs import OpCost, attribute, total
 
 
 def decode_step_cost(

@@ -10,7 +10,7 @@ from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence
-from moejax.perf.attribution import attribute, total
+from moejax.perf.operation_costs import attribute, total
 from moejax.perf.steps import captured_steps, prefill, prefill_steps
 from moejax.routing.capture import CapturedRequest, RoutingCapture
 from tests.perf.models import small_model

@@ -10,7 +10,7 @@ from rich.console import Console
 from moejax.bench.common.roofline import cost_breakdown
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import Hardware
-from moejax.perf.attribution import OpCost
+from moejax.perf.operation_costs import OpCost
 from moejax.report.experiments import save_plots
 from moejax.report.roofline import print_profile, ranked, residual_figure, roofline_figure
 

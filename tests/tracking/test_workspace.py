@@ -50,7 +50,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         for experiment in ("latency", "throughput"):
             told = Recorder()
             make = lambda *_, told=told: CompositeTracker([told])  # noqa: E731
-            patch.setattr("moejax.bench.run.make_tracker", make)
+            patch.setattr("moejax.bench.experiment_run.make_tracker", make)
             _run(experiment, llm, tmp_path_factory.mktemp(experiment))
             found |= told.names
     return found | _gpu_names() | _ramp_names()

@@ -13,7 +13,7 @@ from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.agreement import token_agreement
-from moejax.bench.run import ExperimentRun
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError

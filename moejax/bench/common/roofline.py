@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moejax.core.hardware import KNOWN, Hardware
-from moejax.perf.attribution import OpCost, bounds, by_operation, total, utilisation
+from moejax.perf.operation_costs import OpCost, bounds, by_operation, total, utilisation
 
 
 def cost_breakdown(

@@ -1,5 +1,5 @@
 """The FLOPs and bytes of an engine's steps, by its weights as held, its cache and its limits
-(`moejax.perf.attribution`)."""
+(`moejax.perf.operation_costs`)."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +13,8 @@ from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM
 from moejax.engine.stats import StepRecord
 from moejax.nn.param import specs
-from moejax.perf.attribution import Bound, OpCost, attribute, step_bound, summed, total
 from moejax.perf.memory import held_weights
+from moejax.perf.operation_costs import Bound, OpCost, attribute, step_bound, summed, total
 from moejax.perf.steps import captured_steps, prefill
 from moejax.results.metrics import RequestRecord
 from moejax.routing.capture import RoutingCapture

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.kernels.baselines import BFLOAT16, Variant, restriction, variants
 from moejax.bench.kernels.check import check, reference_result
 from moejax.bench.kernels.config import KernelSelection
@@ -28,7 +29,6 @@ from moejax.bench.kernels.device_timing import (
 )
 from moejax.bench.kernels.routed import select_routed
 from moejax.bench.kernels.select import Selected, select
-from moejax.bench.run import ExperimentRun
 from moejax.core.errors import DeviceError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 from moejax.core.hardware import get_hardware

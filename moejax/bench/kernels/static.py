@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import jax
 
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.kernels.config import TARGETS, KernelSelection
 from moejax.bench.kernels.select import Selected, select
-from moejax.bench.run import ExperimentRun
 from moejax.core.checked import Among, check
 from moejax.core.errors import ConfigError, MoejaxError, unknown
 from moejax.core.files import atomic_write_text, cache_root, dump_json, ensure_writable

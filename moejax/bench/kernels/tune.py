@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.kernels.baselines import configured
 from moejax.bench.kernels.bench import require_gpu, try_variants
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_products
 from moejax.bench.kernels.select import select
 from moejax.bench.kernels.static import open_compiler
-from moejax.bench.run import ExperimentRun
 from moejax.core.errors import ConfigError
 from moejax.report.progress import progress
 from moejax.results.result import Result

@@ -8,10 +8,10 @@ from moejax.bench.backends.moejax import as_backend, engine_of
 from moejax.bench.backends.peer_ratios import blank_unknown
 from moejax.bench.backends.registry import without_our_process
 from moejax.bench.common.trace_io import write_capture
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.latency.cases import CaseData, plan_batches
 from moejax.bench.latency.measure import measure
 from moejax.bench.latency.rows import case_rows
-from moejax.bench.run import ExperimentRun
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moejax.perf.attribution import OPERATIONS
+from moejax.perf.operation_costs import OPERATIONS
 from moejax.sharding.hlo_syntax import BRANCHES, CALLED, OP_NAME, read_lines
 
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """Where an instruction belongs.
 
     Attributes:
-        operation: of `moejax.perf.attribution.OPERATIONS`; None: not known.
+        operation: of `moejax.perf.operation_costs.OPERATIONS`; None: not known.
         layer: None outside of the layers, or not known.
         inferred: it has no scope of its own: it is its caller's, or that of what uses it.
     """

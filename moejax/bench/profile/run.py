@@ -14,16 +14,16 @@ import numpy as np
 
 from moejax.bench.common.roofline import cost_breakdown
 from moejax.bench.common.step_cost import EngineSteps
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.profile.attribute import HOST, LAUNCH, UNKNOWN, PhaseTimes, attribute_trace
 from moejax.bench.profile.capture import ProfiledRun, capture, check
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.profile.trace import TraceError, read_trace
-from moejax.bench.run import ExperimentRun
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, dump_json
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
-from moejax.perf.attribution import OpCost, bounds
+from moejax.perf.operation_costs import OpCost, bounds
 from moejax.results.result import Result
 
 PROFILE_FILE = "profile.json"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.common.telemetry import open_telemetry
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.quantization.config import QuantizationSection, SpeedSection
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.method import (
@@ -31,7 +32,6 @@ from moejax.bench.quantization.rows import FULL, against_rtn, compare_methods, m
 from moejax.bench.quantization.sizes import model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
 from moejax.bench.quantization.text import Windows, read_windows
-from moejax.bench.run import ExperimentRun
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable, to_jsonable
 from moejax.core.quant import QuantConfig

@@ -8,9 +8,9 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
 from moejax.bench.backends.registry import without_our_process
 from moejax.bench.common.compilation import shown_compilation
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.ramp.config import RampConfig
 from moejax.bench.ramp.rule import best_goodput, judge, knee, pareto_front, user_rates
-from moejax.bench.run import ExperimentRun
 from moejax.bench.throughput.measure import run_pass, warm_up
 from moejax.bench.throughput.modes import Mode, plan_modes, plan_traffic
 from moejax.bench.throughput.rows import mode_rows, request_rows

@@ -8,10 +8,10 @@ other experiment with a trace's key takes.
 import dataclasses
 from typing import Any
 
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.routing.config import RoutingSelection, needs_model
 from moejax.bench.routing.placement import placement_row
 from moejax.bench.routing.rows import differences, layer_rows, trace_row, working_sets
-from moejax.bench.run import ExperimentRun
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.report.progress import progress

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from moejax.bench.run import ExperimentRun
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.scaling.measured import measure_layout
 from moejax.bench.scaling.modelled import exchange_of, layout_row

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.bench.run import ExperimentRun
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.stress.checks import Prober, Snapshot, idle_faults, leak_faults, snapshot
 from moejax.bench.stress.config import StressSection
 from moejax.bench.stress.phases import RUN, Counts, Load, greedy

@@ -10,7 +10,7 @@ from moejax.bench.backends.registry import without_our_process
 from moejax.bench.common.step_cost import traffic_step_costs
 from moejax.bench.common.timeline import bin_steps
 from moejax.bench.common.trace_io import write_capture
-from moejax.bench.run import ExperimentRun
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.throughput.measure import measure
 from moejax.bench.throughput.modes import Mode, plan_modes, plan_traffic
 from moejax.bench.throughput.rows import iteration_rates, mode_rows, request_rows, speedup

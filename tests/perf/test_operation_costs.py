@@ -11,7 +11,8 @@ from moejax.core.errors import ConfigError
 from moejax.core.hardware import KNOWN, Hardware
 from moejax.models.decoder import Decoder
 from moejax.nn.param import specs
-from moejax.perf.attribution import (
+from moejax.perf.memory import held_weights
+from moejax.perf.operation_costs import (
     OPERATIONS,
     OpCost,
     attribute,
@@ -21,7 +22,6 @@ from moejax.perf.attribution import (
     total,
     utilisation,
 )  # fmt: skip
-from moejax.perf.memory import held_weights
 from moejax.perf.sizes import expert_params
 from tests.perf.models import small_model
 from tests.perf.steps import decode_step_cost
