@@ -49,12 +49,15 @@ _CASE_FIRST = (
 def write_report(
     paths: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
+    *,
+    comparison: RunComparison | None = None,
 ) -> Path:
     """Writes the report of one run or of several of one experiment; the first is the baseline.
 
     Args:
         paths: run folders, result.json files or offline W&B runs.
         out: the file, or a folder for `report.html`.
+        comparison: of these runs, where it has been made already.
 
     Returns:
         The file.
@@ -71,7 +74,8 @@ def write_report(
     if target.suffix not in (".html", ".htm"):
         target = target / "report.html"
     ensure_writable(target.parent)
-    comparison = compare(paths) if len(paths) > 1 else None
+    if comparison is None and len(paths) > 1:
+        comparison = compare(paths)
     runs = list(comparison.runs) if comparison is not None else load_runs(paths)
     return atomic_write_text(target, render_report(runs, comparison))
 

@@ -128,7 +128,7 @@ def test_one_run_has_no_outcome_and_no_differences(tmp_path: Path) -> None:
 def test_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
     paths = pair(tmp_path)
     first = write_report(paths, tmp_path / "1.html").read_bytes()
-    assert first == write_report(paths, tmp_path / "2.html").read_bytes()
+    assert first == write_report(paths, tmp_path / "2.html", comparison=compare(paths)).read_bytes()
 
 
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
