@@ -4,9 +4,9 @@ Host code on plain values: no JAX, no Hydra. A case is B prompts of P tokens tha
 requests of a case start together.
 """
 
-import hashlib
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 
 from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt
 from moejax.core.errors import ConfigError
+from moejax.core.files import content_hash
 from moejax.engine.requests.api import SamplingParams
 from moejax.results.metrics import Slo
 
@@ -30,7 +31,7 @@ _LENGTHS = ("batch_size", "prompt_len", "output_len")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledWorkload(Checked, section="workload"):
+class SampledWorkload(Checked, ABC, section="workload"):
     """The prompts, the sampling and the objectives of every workload.
 
     Attributes:
@@ -57,13 +58,13 @@ class SampledWorkload(Checked, section="workload"):
         self.sampling(1)  # raises RequestError for a wrong sampling field
 
     @property
+    @abstractmethod
     def hash(self) -> str:
         """Sixteen hex digits that name what is asked of the engine: equal hashes, comparable results.
 
         Covers prompts, lengths, arrivals, sampling fields and seed, files by content and not by name; not how
         often and in which modes it is measured, nor the objectives, which change neither prompts nor tokens.
         """
-        raise NotImplementedError
 
     def sampling(self, output_len: int, index: int = 0) -> SamplingParams:
         """Returns the sampling parameters of the `index`-th request, which generates `output_len` tokens.
@@ -116,8 +117,7 @@ class WorkloadConfig(SampledWorkload):
             del content[name]
         content["cases"] = [asdict(case) for case in latency_cases(self)]
         content["prompts"] = "random" if self.prompts_file is None else load_prompts(self.prompts_file)
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return content_hash(content)[:16]
 
 
 @dataclass(frozen=True)

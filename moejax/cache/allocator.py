@@ -46,7 +46,7 @@ class BlockAllocator:
         return self._refcount[block]
 
     def blocks_for(self, tokens: int) -> int:
-        """Returns blocks that hold this many tokens."""
+        """Counts the blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
     def grow(self, table: list[int], tokens: int) -> list[int]:

@@ -138,9 +138,9 @@ class PagedLayer(NamedTuple):
     ) -> tuple[jax.Array, "PagedLayer"]:
         """Stores and attends at the plan's positions; kernels rotate and store in one pass."""
         if isinstance(self.plan, KernelPlan):
-            cos, sin = rope
+            (pages,), (cos, sin) = self.segments, rope
             out, pages = kernel_attention(
-                q[:, 0], k[:, 0], v[:, 0], (cos[:, 0], sin[:, 0]), self.segments[0], self.plan,
+                q[:, 0], k[:, 0], v[:, 0], (cos[:, 0], sin[:, 0]), pages, self.plan,
                 window=window, scale=scale, implementation=self.kernels,
             )  # fmt: skip
             return out[:, None], self._replace(segments=(pages,))

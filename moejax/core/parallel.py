@@ -103,11 +103,11 @@ class ParallelConfig(Checked, section="parallel"):
         return self.num_devices == 1 and not self.redundant_experts
 
     def padded_vocab(self, vocab_size: int) -> int:
-        """Returns the rows of embedding and output projection with the zeros that let them divide."""
+        """Counts the rows of embedding and output projection with the zeros that let them divide."""
         return vocab_size + -vocab_size % self.tensor_size
 
     def kv_split(self, num_kv_heads: int) -> int:
-        """Returns the parts that key/value heads are split into; a tensor group beyond that holds copies."""
+        """Counts the parts that key/value heads are split into; a tensor group beyond that holds copies."""
         return math.gcd(self.tensor_size, num_kv_heads)
 
 

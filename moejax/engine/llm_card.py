@@ -47,6 +47,6 @@ def _name(llm: "LLM") -> str:
 
 
 def _sizes(llm: "LLM") -> tuple[int, int]:
-    """Returns bytes held, and parameters that they stand for."""
+    """Counts the bytes held, and the parameters that they stand for."""
     sizes = [weight_size(stage) for stage in llm.stages]
     return sum(num_bytes for num_bytes, _ in sizes), sum(numbers for _, numbers in sizes)

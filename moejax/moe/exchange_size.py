@@ -37,7 +37,7 @@ def share(top_k: int, experts_per_rank: int, num_experts: int) -> float:
 
 
 def mean_rows(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[float]:
-    """Returns rows that a device sends to one other device on each hop, in the mean of evenly spread choices.
+    """Counts the rows that a device sends another on each hop, in the mean of evenly spread choices.
 
     After a hop a device holds what its G partners sent it: rows of G·N tokens.
     """
@@ -49,12 +49,12 @@ def mean_rows(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[float]:
 
 
 def most_rows(tokens: int, hops: Sequence[HopSize]) -> list[int]:
-    """Returns rows that a device can have to send to one other device on each hop: all that it holds."""
+    """Counts the rows that a device can have to send another on each hop: all that it holds."""
     return [tokens * math.prod(hop.size for hop in hops[:number]) for number in range(len(hops))]
 
 
 def fixed_capacities(tokens: int, top_k: int, hops: Sequence[HopSize], capacity: float) -> tuple[int, ...]:
-    """Returns rows between a pair of devices on each hop: ceil(capacity · mean), at least 1, at most all."""
+    """Counts the rows between two devices on each hop: ceil(capacity · mean), at least 1, at most all."""
     means, capacities, rows = mean_rows(tokens, top_k, hops), [], tokens
     for hop, mean in zip(hops, means, strict=True):
         capacities.append(min(rows, max(1, math.ceil(capacity * mean))))
@@ -87,7 +87,7 @@ def capacity_buckets(tokens: int, top_k: int, hops: Sequence[HopSize]) -> list[t
 
 
 def _blocks(rows: float) -> int:
-    """Returns rows in whole blocks."""
+    """Rounds rows up to whole blocks."""
     return BLOCK_ROWS * max(1, math.ceil(rows / BLOCK_ROWS))
 
 

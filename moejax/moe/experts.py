@@ -224,7 +224,7 @@ def kernel_rounding(stack: Stack, operand: Any, split: Names) -> Any:
 
 
 def capacity(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Returns rows per expert: ceil(factor · N·k / E), at least 1 and at most N."""
+    """Counts the rows per expert: ceil(factor · N·k / E), at least 1 and at most N."""
     return max(1, min(tokens, math.ceil(factor * tokens * top_k / num_experts)))
 
 

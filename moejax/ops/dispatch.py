@@ -140,7 +140,7 @@ def mixed_block_heights(tokens: int, transposed: bool = False) -> tuple[int, tup
 
 
 def block_rows_for(assignments: int, num_experts: int, transposed: bool = False) -> int:
-    """Returns rows per block for the loop on CPU, from the mean rows an expert gets.
+    """Returns the rows of a block for the loop on CPU, from the mean rows an expert gets.
 
     Short blocks waste little on experts with few tokens; tall ones amortise reading an expert's weights.
     The steps are where the measured times cross (docs/log.md, 2026-11-21).

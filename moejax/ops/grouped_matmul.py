@@ -214,7 +214,7 @@ def rows_together(rows: int, elements: int) -> tuple[int, ...]:
 
 
 def _unroll(block_rows: int) -> int:
-    """Returns blocks a turn: single rows go by twos, faster at batch 16 and level below (docs/log.md)."""
+    """Counts a turn's blocks: single rows go by twos, faster at batch 16 and level below (docs/log.md)."""
     return 2 if block_rows == 1 else 1
 
 

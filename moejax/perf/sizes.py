@@ -15,13 +15,13 @@ operation): None is outside of the layers, operations are those of `moejax.perf.
 
 
 def attention_params(config: ModelConfig) -> int:
-    """Returns projection weights of one layer."""
+    """Counts the projection weights of one layer."""
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return config.hidden_size * (2 * heads + 2 * kv)
 
 
 def expert_params(config: ModelConfig) -> int:
-    """Returns weights of one expert of one layer."""
+    """Counts the weights of one expert of one layer."""
     return 3 * config.hidden_size * config.moe_intermediate_size
 
 

@@ -36,7 +36,7 @@ DECODE_TOKENS = 64
 
 
 def layer_costs(model: ModelConfig) -> list[float]:
-    """Returns weights that each layer reads in a step of `DECODE_TOKENS` rows, experts chosen evenly."""
+    """Counts the weights that each layer reads in a step of `DECODE_TOKENS` rows, experts chosen evenly."""
     E, k = model.num_experts, model.num_experts_per_tok
     hit = E * (1.0 - (1.0 - k / E) ** DECODE_TOKENS)
     D = model.hidden_size

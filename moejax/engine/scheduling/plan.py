@@ -62,7 +62,7 @@ class StepPlan:
         return rows
 
     def sampling_rows(self) -> Iterator[tuple[int, Sequence]]:
-        """Returns rows that sample a token, with their sequences."""
+        """Returns the rows that sample a token, with their sequences."""
         yield from enumerate(self.decodes)
         row = len(self.decodes)
         for chunk, forks in zip(self.chunks, self.forks, strict=True):

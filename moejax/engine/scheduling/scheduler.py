@@ -161,7 +161,7 @@ class Scheduler:
         return taken
 
     def stored_tokens(self) -> int:
-        """Returns tokens whose keys and values the blocks hold or are about to; a shared one counts once."""
+        """Counts tokens whose keys and values the blocks hold or are about to; a shared one counts once."""
         allocator = self.allocator
         empty = 0.0
         for s in self._holders():
@@ -237,11 +237,11 @@ class Scheduler:
         return self.running
 
     def _least_blocks(self, sequence: Sequence) -> int:
-        """Returns blocks without which it cannot end; forks can come and go one at a time."""
+        """Counts the blocks without which it cannot end; forks can come and go one at a time."""
         return self._whole(sequence)
 
     def _whole(self, sequence: Sequence) -> int:
-        """Returns blocks of one sample at its full length. The last token that it samples is never stored."""
+        """Counts the blocks of a whole sample. The last token that it samples is never stored."""
         return self.allocator.blocks_for(sequence.max_length - (not sequence.score))
 
     # -- parts of a step ---------------------------------------------------------------------------------

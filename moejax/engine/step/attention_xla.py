@@ -38,12 +38,12 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
 
 
 def max_tiles(rows: int, tokens: int) -> int:
-    """Returns most tiles that T tokens of at most S sequences fall into: each may leave one part empty."""
+    """Counts most tiles that T tokens of at most S sequences fall into: each may leave one part empty."""
     return tokens // tile_rows(tokens) + min(rows, tokens)
 
 
 def max_runs(rows: int, tokens: int, block_size: int) -> int:
-    """Returns most blocks that T tokens of at most S sequences touch: each may start and end within one."""
+    """Counts most blocks that T tokens of at most S sequences touch: each may start and end within one."""
     return min(tokens, tokens // block_size + 2 * min(rows, tokens))
 
 

@@ -54,7 +54,7 @@ class Buckets:
         )
 
     def rows_for(self, rows: int, tokens: int = 0) -> int:
-        """Returns rows of a step with that many chunk tokens."""
+        """Returns the bucket of rows of a step with that many chunk tokens."""
         return self.rows[bisect_left(self.rows, max(rows, self.chunk_rows) if tokens else rows)]
 
     def tokens_for(self, tokens: int) -> int:

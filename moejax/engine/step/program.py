@@ -107,7 +107,9 @@ class PagedFunctions(ModelFunctions):
         captured = place.gather_groups(captured)
         if not self.is_last:
             return state, PagedOutput(None, counts, overflow, None, captured, x[:, 0])
-        state, sampled, scores = finish(model, x, batch, decoded_tokens(batch, state.last), state, key)
+        if not self.is_first:
+            token = decoded_tokens(batch, state.last)
+        state, sampled, scores = finish(model, x, batch, token, state, key)
         sampled, scores = place.gather_groups((sampled, scores))
         return state, PagedOutput(sampled, counts, overflow, scores, captured)
 
