@@ -42,7 +42,6 @@ from experiments.launch.command_line import (
     without_tracker,
 )
 from experiments.launch.compose import (
-    CONFIG_DIR,
     VERSION_BASE,
     build_job,
     composer,
@@ -51,7 +50,7 @@ from experiments.launch.compose import (
 )
 from experiments.launch.processes import own_folder, prefix, runs_here, taking_part
 from experiments.launch.sweep import Sweep, check_resumed, defect_of, expand_resume, recorded
-from experiments.launch.validate import first_line, one_line
+from experiments.launch.validate import CONFIG_DIR, first_line, one_line
 from experiments.launch.variants import compose_variants
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.sharding.distributed import process_count, read_environment, report_failure
@@ -134,6 +133,9 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | No
         with composer(
             config_name, jobs.schema, config_name=args.config_name, extra_dir=args.config_dir
         ) as compose:
+            if args.help:
+                print(compose.help(args.overrides, resolve=args.resolve))
+                return 0
             if shown:
                 compose.config(args.overrides)
                 plan, config = None, None

@@ -7,6 +7,7 @@ sweep, is composed and its dataclasses are built here first.
 
 import itertools
 import math
+import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,10 +25,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from experiments.launch.command_line import quoted
 from experiments.launch.launcher import check_launcher
 from experiments.launch.structured import build, mirror
-from experiments.launch.validate import FAULTS, check_overrides, check_swept, first_line, parse_override
+from experiments.launch.validate import (
+    CONFIG_DIR,
+    FAULTS,
+    check_overrides,
+    check_swept,
+    first_line,
+    group_options,
+    own_presets,
+    parse_override,
+)
 from moejax.core.errors import ConfigError
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 VERSION_BASE = "1.3"
 _MOST_JOBS_CHECKED = 200  # a longer sweep's other jobs are checked when they start
 
@@ -52,6 +61,24 @@ class Composer:
         except FAULTS as error:
             check_overrides(self.config_name, self.schema, texts)
             raise ConfigError(first_line(error)) from error
+
+    def help(self, overrides: Sequence[str], *, resolve: bool) -> str:
+        """Returns the help page: the experiment's own groups and presets, and its config.
+
+        Hydra's would list those of all experiments, and takes seconds for it.
+
+        Raises:
+            ConfigError: as `config`.
+        """
+        config = self.config(overrides)
+        names = sorted(str(name) for name in config.hydra.runtime.choices)
+        groups = {name: group_options(name) for name in names if "/" not in name and "@" not in name}
+        groups["experiment"] = own_presets(groups.get("experiment", []), self.config_name)
+        lines = [f"{name}: {', '.join(options)}\n" for name, options in groups.items() if options]
+        plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        return string.Template(config.hydra.help.template).substitute(
+            APP_CONFIG_GROUPS="".join(lines), CONFIG=OmegaConf.to_yaml(plain, resolve=resolve)
+        )
 
     def build(self, overrides: Sequence[str]) -> Any:
         """Returns the dataclass of one run.

@@ -4,8 +4,10 @@ Hydra has the last word on what it accepts: this is asked only once it has refus
 by one against the groups and the schema; what it finds no fault with is shown as Hydra's first line.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -24,7 +26,9 @@ from moejax.core.errors import ConfigError, did_you_mean, unknown
 FAULTS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, AssertionError)
 """Exceptions by which Hydra refuses a command line or a config file."""
 
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 _MOST_NAMES = 16  # with a near name at hand, longer lists only bury it
+_CHOICES = "hydra.runtime.choices."  # the experiment's groups, as keys
 _PLUGINS = ("joblib", "submitit", "submitit_local", "optuna")
 
 
@@ -64,6 +68,25 @@ def parse_override(text: str) -> Override:
         else:
             line = f"cannot read argument {text!r}: write KEY=VALUE with a key such as workload.seed"
         raise ConfigError(line) from error
+
+
+def group_options(group: str, search: Sequence[str] = ()) -> list[str]:
+    """Returns the options of a group; `search` are overrides of Hydra's search path."""
+    loader = GlobalHydra.instance().config_loader()
+    return sorted(loader.get_group_options(group, ObjectType.CONFIG, overrides=list(search)))
+
+
+def owners_of(preset: str) -> list[str]:
+    """Returns the experiments that a preset of ours is for: those whose commands its first lines name."""
+    file = CONFIG_DIR / "experiment" / f"{preset}.yaml"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    header = "".join(line for line in lines if line.startswith("#"))
+    return list(dict.fromkeys(re.findall(r"experiments\.(\w+)", header)))
+
+
+def own_presets(presets: Sequence[str], experiment: str) -> list[str]:
+    """Returns those that are the experiment's, or that are in no folder of ours."""
+    return [name for name in presets if experiment in (owners_of(name) or [experiment])]
 
 
 def check_swept(item: Override, *, sweep: bool) -> None:
@@ -125,36 +148,36 @@ class _Checks:
         texts = [*self.search, *(str(item.input_line) for item in groups)]
         return hydra.compose(self.config_name, texts, return_hydra_config=True)
 
-    def options(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
-        loader = GlobalHydra.instance().config_loader()
-        return sorted(loader.get_group_options(group, kind, overrides=self.search))
-
-    def group_names(self, parent: str = "") -> Iterator[str]:
-        """Yields every group that has options, groups within groups included."""
-        for name in self.options(parent, ObjectType.GROUP):
-            group = f"{parent}/{name}" if parent else name
-            if self.options(group):
-                yield group
-            yield from self.group_names(group)
+    def options(self, group: str) -> list[str]:
+        return group_options(group, self.search)
 
     def check_options(self, item: Override) -> None:
-        group, value = item.key_or_group, item.value()
+        group, value, options = item.key_or_group, item.value(), self.options(item.key_or_group)
+        presets = group == "experiment"
         for option in value if isinstance(value, list) else [value]:
-            if option is None or option in self.options(group):
+            if option is None or option in options:
                 continue
-            line = f"{group}={option}: {unknown('option', str(option), self.options(group))}"
+            known = own_presets(options, self.config_name) if presets else options
+            line = f"{group}={option}: {unknown('preset' if presets else 'option', str(option), known)}"
             if group.startswith("hydra/") and option in _PLUGINS:
                 line += "; this plugin comes with: pip install 'moejax[sweep]'"
             raise ConfigError(line)
 
     def check_choices(self, groups: Sequence[Override]) -> None:
-        """Checks that the experiment has the groups that are chosen from, and each once."""
+        """Checks that the experiment has the groups that are chosen from, and each once, and that a preset is
+        its own."""
         try:
             choices = self.compose().hydra.runtime.choices
         except FAULTS:
             return
         for item in groups:
-            group = item.get_key_element().lstrip("+~")
+            group, preset = item.get_key_element().lstrip("+~"), str(item.value())
+            owners = owners_of(preset) if group == "experiment" else ()
+            if owners and self.config_name not in owners:
+                line = f"experiment={preset} is a preset of {' and '.join(owners)}: "
+                known = ", ".join(own_presets(self.options(group), self.config_name)) or "none"
+                line += f"python -m experiments.{owners[0]} experiment={preset}"
+                raise ConfigError(f"{line} (presets of {self.config_name}: {known})")
             if item.is_add() and group in choices:
                 raise ConfigError(
                     f"{group!r} is chosen twice; leave out the '+' to replace the default: {group}=NAME"
@@ -176,9 +199,6 @@ class _Checks:
             if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and cause.full_key:
                 fault = self.unknown_key(cause.full_key, _flat_keys(self.compose()))
             line = f"{line.split(':')[0]}: {fault}"
-        for item in groups:
-            if item.key_or_group == "experiment":
-                line += f"; the file of {item.input_line} begins with the command that it is for"
         return line
 
     def apply(self, config: DictConfig, item: Override) -> None:
@@ -190,8 +210,8 @@ class _Checks:
         key, value = item.key_or_group, item.value()
         adds = item.is_add() or item.is_force_add()
         if "/" in key or item.package is not None:
-            groups = list(self.group_names())
-            ours = ", ".join(name for name in groups if name.split("/")[0] != "hydra")
+            groups = [str(name) for name in config.hydra.runtime.choices if "@" not in name]
+            ours = ", ".join(sorted(name for name in groups if not name.startswith("hydra/")))
             raise ConfigError(f"unknown config group {key!r}{did_you_mean(key, groups)} (known: {ours})")
         keys = _flat_keys(config)
         if item.is_add() and key in keys and not isinstance(value, (dict, list)):
@@ -214,13 +234,15 @@ class _Checks:
         if section in keys and not names:
             return f"unknown key {key!r}: {section!r} is a value without keys"
         same_leaf = [name for name in keys if name.rpartition(".")[2] == leaf]
+        same_leaf = [name for name in same_leaf if section or not name.startswith("hydra.")]
         if not section:
-            names |= {name for name in self.group_names() if "/" not in name}
-        hint = did_you_mean(key, [prefix + name for name in names])
+            groups = {name.removeprefix(_CHOICES) for name in keys if name.startswith(_CHOICES)}
+            names |= {name for name in groups if "/" not in name and "@" not in name}
+        hint = did_you_mean(leaf, names, prefix)
         if same_leaf:
             # The shallowest: a section's own key rather than one of a section within it.
             hint = f"; did you mean {min(same_leaf, key=lambda name: (name.count('.'), name))!r}?"
-        elif not hint:
+        elif not hint and section not in keys:
             hint = did_you_mean(key, keys)
         where = f"keys of {section!r}" if section else "known"
         if hint and len(names) > _MOST_NAMES:

@@ -122,6 +122,8 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / SINGLE]
     other = sorted(p.name for p in directory.glob("*.bin"))
     hint = f"; {other[0]} is in PyTorch's format, save it as safetensors" if other else ""
+    if not other and (directory / "config.json").is_file():
+        hint = "; load_format=dummy (model.load_format on the command line) makes random ones of its shape"
     raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX}{hint}")
 
 

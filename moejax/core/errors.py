@@ -67,10 +67,10 @@ def _ours(filename: str) -> bool:
     return "site-packages" in path.parts or any(folder in path.parents for folder in libraries)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns `"; did you mean 'x'?"` for the nearest of `known`, or the empty string if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Returns `"; did you mean 'x'?"`, x the nearest of `known` after `prefix`; nothing if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.65)
+    return f"; did you mean {prefix + near[0]!r}?" if near else ""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -216,7 +216,7 @@ def test_bad_index(sharded, text):
 def test_no_weights_at_all(saved):
     (saved / SINGLE).unlink()
     message = failure(saved)
-    assert SINGLE in message and INDEX in message
+    assert SINGLE in message and INDEX in message and "load_format=dummy" in message
 
 
 def test_weights_in_pytorchs_format_only(saved):

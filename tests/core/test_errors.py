@@ -18,7 +18,7 @@ def test_the_nearest_name(name: str, near: str) -> None:
     assert did_you_mean(name, NAMES) == f"; did you mean {near!r}?"
 
 
-@pytest.mark.parametrize("name", ["", "xyz", "q"])
+@pytest.mark.parametrize("name", ["", "xyz", "q", "coat"])
 def test_nothing_is_near(name: str) -> None:
     assert did_you_mean(name, NAMES) == ""
 
