@@ -20,7 +20,7 @@ def main(config: LatencyConfig) -> float | None:
         return None
     with ExperimentRun.open("latency", config, out) as run, open_backends(config, out) as backends:
         result = run_latency(backends, config.workload, run)
-    return objective_value(result, config.objective)
+    return objective_value(result, config.objective, config.objective_case)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from moejax.bench.ab.config import AbSection
 from moejax.bench.backends.config import BackendSection
 from moejax.bench.kernels.config import KernelSelection
-from moejax.bench.objective import check_objective
+from moejax.bench.objective import ObjectiveCase, check_objective
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.ramp.config import RampConfig
@@ -162,14 +162,20 @@ class ServingSections(InferenceSections):
 
 @dataclass(frozen=True)
 class LatencyConfig(ServingSections):
-    """`python -m experiments.latency`"""
+    """`python -m experiments.latency`
+
+    Attributes:
+        objective_case: the case that `objective` is of, such as objective_case.batch_size=8.
+    """
 
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    objective_case: ObjectiveCase = field(default_factory=ObjectiveCase)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_objective(self.objective, "latency", self.workload.slo)
-        largest = max(case.batch_size for case in latency_cases(self.workload))
+        cases = latency_cases(self.workload)
+        check_objective(self.objective, "latency", self.workload.slo, cases=cases, chosen=self.objective_case)
+        largest = max(case.batch_size for case in cases)
         if largest > self.engine.max_num_seqs:
             raise ConfigError(
                 f"workload.batch_size {largest} exceeds engine.max_num_seqs {self.engine.max_num_seqs};"
@@ -190,7 +196,7 @@ class ThroughputConfig(ServingSections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_objective(self.objective, "throughput", self.workload.slo)
+        check_objective(self.objective, "ramp" if self.ramp.enabled else "throughput", self.workload.slo)
         self.ramp.check_alone(self.workload.request_rate, self.workload.trace_file)
         if self.ramp.enabled:
             self._refuse_capture("a ramp")

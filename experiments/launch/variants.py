@@ -17,7 +17,17 @@ from moejax.core.errors import ConfigError, MoejaxError
 Config = LatencyConfig | ThroughputConfig
 
 # What all variants share: the requests, the objectives, where results go.
-_SHARED = ("workload", "ab", "tracker", "telemetry", "hardware", "seed", "objective", "verbose")
+_SHARED = (
+    "workload",
+    "ab",
+    "tracker",
+    "telemetry",
+    "hardware",
+    "seed",
+    "objective",
+    "objective_case",
+    "verbose",
+)
 
 
 def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> dict[str, Any]:

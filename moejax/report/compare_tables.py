@@ -9,7 +9,7 @@ from rich.text import Text
 
 from moejax.report.style import commit_name, device_name, model_name
 from moejax.report.tables import Column, column_table, number, plain_table
-from moejax.results.compare.comparison import RunComparison
+from moejax.results.compare.comparison import MetricRow, RunComparison
 from moejax.results.compare.inputs import MISSING, UNKNOWN, Difference
 from moejax.results.compare.runs import Run
 from moejax.results.metric_names import short_name
@@ -18,6 +18,7 @@ from moejax.results.verdict import ALPHA, Verdict
 
 _MOST_INPUTS = 40  # keys in the table; comparison.json has them all
 _MOST_CASES = 24  # verdicts by case of one run
+_MOST_CASE_METRICS = 32  # values of cases
 _MOST_COLUMNS = 4  # runs side by side; more go below one another
 _CELL = 34  # characters of an input's value
 _COLORS = {"better": "green", "worse": "red", "too few": "yellow", "not comparable": "yellow"}
@@ -33,8 +34,9 @@ def comparison_tables(comparison: RunComparison) -> list[Table]:
         tables += verdict_tables(
             comparison.verdicts, comparison.case_verdicts, _explained(comparison), most=_MOST_CASES
         )
-    shown = overview_table if many and comparison.verdicts else metrics_table
-    return [*tables, shown(comparison)]
+    if many and comparison.verdicts:
+        return [*tables, overview_table(comparison)]
+    return [*tables, metrics_table(comparison), *case_metrics_table(comparison)]
 
 
 def verdict_tables(
@@ -217,6 +219,29 @@ def overview_table(comparison: RunComparison) -> Table:
     return table
 
 
+def case_metrics_table(comparison: RunComparison) -> list[Table]:
+    """Metrics that only cases have, with their ratio to the first run's; no table where there are none."""
+    rows = comparison.case_metrics
+    if not rows:
+        return []
+    columns = [
+        Column("case", lambda row: row.case, left=True, once=True),
+        Column("metric", lambda row: row.name, left=True),
+        *(Column(label, partial(_with_ratio, i)) for i, label in enumerate(comparison.labels)),
+    ]
+    left = len(rows) - _MOST_CASE_METRICS
+    note = f"; {left} more in comparison.json" if left > 0 else ""
+    title = "metrics of each case, with ratio to the first"
+    shown = rows[:_MOST_CASE_METRICS]
+    return [column_table(title, columns, shown, f"a ratio here is no verdict{note}")]
+
+
+def _with_ratio(index: int, row: MetricRow) -> Text:
+    """Returns a run's value, and beside it what it is of the first one's."""
+    text, ratio = Text(number(row.values[index])), row.ratios[index]
+    return text if ratio is None or not index else text.append(f"  {ratio:.2f}x", style="dim")
+
+
 def metrics_table(comparison: RunComparison) -> Table:
     """Flat metrics of every run with their ratio to the first, and counted metrics that differ."""
     exact = {(v.trial.metric, v.trial.run): v for v in comparison.exact}
@@ -225,11 +250,7 @@ def metrics_table(comparison: RunComparison) -> Table:
     for label in comparison.labels:
         table.add_column(label, justify="right", overflow="fold")
     for row in comparison.metrics:
-        cells = [Text(number(row.values[0]))]
-        for value, ratio in zip(row.values[1:], row.ratios[1:], strict=True):
-            text = Text(number(value))
-            cells.append(text if ratio is None else text.append(f"  {ratio:.2f}x", style="dim"))
-        table.add_row(row.name, *cells)
+        table.add_row(row.name, *(_with_ratio(index, row) for index in range(len(row.values))))
     shown = {row.name for row in comparison.metrics}
     for name in dict.fromkeys(v.trial.metric for v in comparison.exact):
         counted = [exact[name, label] for label in comparison.labels[1:]]

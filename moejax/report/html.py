@@ -113,7 +113,7 @@ def _page(runs: Sequence[Run], comparison: RunComparison | None) -> dict[str, An
         "notes": list(comparison.notes) if comparison is not None else [],
         "verdicts": verdicts,
         "differences": comparison.differences if comparison is not None else (),
-        "metrics": _metrics(runs),
+        "metrics": _metrics(runs, comparison.case_metrics if comparison is not None else ()),
         "figures": figures,
         "cases": [_case_table(run, index) for index, run in enumerate(runs) if run.result.get("cases")],
     }
@@ -138,15 +138,16 @@ def _run(run: Run, index: int) -> dict[str, Any]:
     }
 
 
-def _metrics(runs: Sequence[Run]) -> list[list[MetricRow]]:
-    """Every flat metric of any run: the usual ones, and the rest (all of them where none is usual)."""
+def _metrics(runs: Sequence[Run], of_cases: Sequence[MetricRow]) -> list[list[MetricRow]]:
+    """Every flat metric of any run: the usual ones (all where none is usual) with those of cases, and the
+    rest."""
     known = [n for run in runs for n, value in run.result["metrics"].items() if is_number(value)]
     usual = [name for name in _FIRST if name in known] or list(dict.fromkeys(known))
     rows = [
         MetricRow(name, tuple(run.result["metrics"].get(name) for run in runs))
         for name in dict.fromkeys([*usual, *known])
     ]
-    return [rows[: len(usual)], rows[len(usual) :]]
+    return [[*rows[: len(usual)], *of_cases], rows[len(usual) :]]
 
 
 def _case_table(run: Run, index: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from moejax.report.figure import (
 )
 from moejax.report.style import nth_color
 from moejax.results.compare.runs import Run
-from moejax.results.compare.samples import Cases, case_name, latency_values
+from moejax.results.compare.samples import Cases, case_name, latency_values, shared_cases
 from moejax.results.metric_names import lower_is_better, short_name
 from moejax.results.metrics import LATENCIES, is_number, relative_load
 from moejax.results.pareto import pareto
@@ -103,7 +103,7 @@ def frontier(points: Sequence[tuple[float, float]], *, more_y: bool = True) -> l
 def distributions(cases: Sequence[Cases]) -> Figure | None:
     """Cumulative distributions of TTFT, TPOT, inter-token latency and E2E: a column each, a row per case that
     all runs have (at most four, evenly chosen), a curve per run. Points are medians and 99th percentiles."""
-    shared = _shared_cases(cases)
+    shared = shared_cases(cases)
     places = _evenly(shared, _MOST_CASES)
     columns = [pair for pair in LATENCIES.items() if any(latency_values(c, pair[0]).size for c in cases)]
     if not places or not columns:
@@ -124,15 +124,6 @@ def distributions(cases: Sequence[Cases]) -> Figure | None:
                 axis.set_xlabel("milliseconds", fontsize=9)
     legend_below(figure, axes)
     return figure
-
-
-def _shared_cases(cases: Sequence[Cases]) -> list[tuple[str, tuple[int, ...]]]:
-    """Label and each run's place of the cases that all runs have; where no names agree, the runs' first."""
-    named = [{case_name(c.fields(i)): i for i in range(len(c.rows))} for c in cases]
-    common = [text for text in named[0] if all(text in other for other in named)]
-    if not common and all(named):
-        return [("first case", tuple(0 for _ in cases))]
-    return [(text, tuple(places[text] for places in named)) for text in common]
 
 
 def _evenly(items: Sequence[Any], count: int) -> list[Any]:

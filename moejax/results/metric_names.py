@@ -5,6 +5,9 @@ import re
 STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E", "queue": "queue"}
 
+CASE_FIELDS = ("variant", "backend", "batching", "request_rate", "batch_size", "prompt_len", "output_len")
+"""Fields of a case's row that say what was asked for or of whom, in the order in which they are shown."""
+
 RATES = ("output_throughput", "request_throughput", "total_token_throughput", "request_goodput")
 """Rates that a throughput run notes of each iteration."""
 

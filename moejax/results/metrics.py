@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moejax.core.checked import Checked, Must, PositiveInt, check
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOutput
-from moejax.results.metric_names import STATISTICS
+from moejax.results.metric_names import CASE_FIELDS, STATISTICS
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 """What every request's times give, and how tables and plots call it."""
@@ -136,7 +136,22 @@ def summarize(samples: Sequence[float], name: str) -> Metrics:
 
 
 def compute_metrics(records: Iterable[RequestRecord], duration_s: float, slo: Slo | None = None) -> Metrics:
-    """The flat metrics of a run.
+    """The metrics of the requests of one case: their latencies, and what `total_metrics` gives.
+
+    Returns:
+        `{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms` before the totals. A value that is not defined
+        is None.
+    """
+    done = [record for record in records if record.completed]
+    latencies: Metrics = {}
+    for name, samples in latency_samples(done).items():
+        latencies.update(summarize(samples, name))
+    return {**latencies, **total_metrics(done, duration_s, slo)}
+
+
+def total_metrics(records: Iterable[RequestRecord], duration_s: float, slo: Slo | None = None) -> Metrics:
+    """The metrics that are defined over several cases together: no latency is, since a percentile of
+    pooled cases is none of any case.
 
     Args:
         records: the measured requests, warm-up excluded.
@@ -144,9 +159,9 @@ def compute_metrics(records: Iterable[RequestRecord], duration_s: float, slo: Sl
         slo: objectives for `request_goodput`, which is None without any.
 
     Returns:
-        `{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and `request_goodput`
-        in requests/s; `output_throughput` and `total_token_throughput` in tokens/s; `completed`,
-        `total_input_tokens`, `total_output_tokens`, `duration_s`. A value that is not defined is None.
+        `request_throughput` and `request_goodput` in requests/s; `output_throughput` and
+        `total_token_throughput` in tokens/s; `completed`, `total_input_tokens`, `total_output_tokens`,
+        `duration_s`. A value that is not defined is None.
     """
     done = [record for record in records if record.completed]
     inputs = sum(record.prompt_len for record in done)
@@ -155,20 +170,16 @@ def compute_metrics(records: Iterable[RequestRecord], duration_s: float, slo: Sl
     def rate(count: int) -> float | None:
         return count / duration_s if duration_s > 0 else None
 
-    metrics: Metrics = {}
-    for name, samples in latency_samples(done).items():
-        metrics.update(summarize(samples, name))
-    metrics.update(
-        request_throughput=rate(len(done)),
-        output_throughput=rate(outputs),
-        total_token_throughput=rate(inputs + outputs),
-        request_goodput=rate(sum(slo.met_by(record) for record in done)) if slo else None,
-        completed=len(done),
-        total_input_tokens=inputs,
-        total_output_tokens=outputs,
-        duration_s=float(duration_s),
-    )
-    return metrics
+    return {
+        "request_throughput": rate(len(done)),
+        "output_throughput": rate(outputs),
+        "total_token_throughput": rate(inputs + outputs),
+        "request_goodput": rate(sum(slo.met_by(record) for record in done)) if slo else None,
+        "completed": len(done),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "duration_s": float(duration_s),
+    }
 
 
 def case_row(
@@ -186,6 +197,12 @@ def case_row(
     for name in ("batch_size", "prompt_len", "output_len"):
         check(f"workload.{name}", fields.get(name), PositiveInt)
     return {**fields, **compute_metrics(records, duration_s, slo)}
+
+
+def flat_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat metrics of a run of one case: its row without what names the case, and without words."""
+    named = ("case", *CASE_FIELDS, "first_error")
+    return {key: v for key, v in row.items() if key not in named and (v is None or is_number(v))}
 
 
 def record_row(record: RequestRecord, origin: float = 0.0) -> dict[str, Any]:

@@ -80,13 +80,16 @@ def _lines(x: str, *names: str) -> tuple[Panel, ...]:
 
 SECTIONS: tuple[Section, ...] = (
     # Runs lie from short latencies to long ones, so the best throughput so far is the Pareto frontier.
+    # A run of several cases has no latency of its own: it is a line over its cases.
     Section("Throughput against latency", (
         Panel("scatter", "Output tokens/s against TPOT", ("output_throughput",), x="median_tpot_ms"),
         Panel("scatter", "Output tokens/s against p99 TTFT", ("output_throughput",), x="p99_ttft_ms"),
         Panel("scatter", "Goodput against p99 TTFT", ("request_goodput",), x="p99_ttft_ms"),
         Panel("scatter", "Requests/s against E2E", ("request_throughput",), x="median_e2el_ms"),
+        *_lines("case/median_tpot_ms", "case/output_throughput"),
+        *_lines("case/p99_ttft_ms", "case/output_throughput"),
     ), columns=2),
-    Section("Medians", _bars(
+    Section("Medians of runs of one case, and totals", _bars(
         "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms", "p99_ttft_ms", "p99_tpot_ms",
         "output_throughput", "request_throughput", "weight_bytes",
     )),
@@ -111,9 +114,10 @@ SECTIONS: tuple[Section, ...] = (
     ), columns=2),
     Section("Cases of a run", (
         *_lines("case/batch_size", "case/output_throughput", "case/median_ttft_ms", "case/median_tpot_ms"),
-        *_lines("case/index", "case/roofline_percent", "case/mean_experts_hit"),
+        *_lines("case/index", "case/median_itl_ms", "case/median_e2el_ms", "case/p99_ttft_ms"),
+        *_lines("case/index", "case/p99_tpot_ms", "case/roofline_percent", "case/mean_experts_hit"),
         Panel("table", "Cases", ("cases",)),
-    ), False),
+    )),
     # A point per rate: what one user gets against what a device gives, and where it stops following.
     Section("Rate ramp", (
         Panel(

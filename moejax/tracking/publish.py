@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from moejax.core.files import to_jsonable
-from moejax.results.compare.samples import CASE_FIELDS, case_name
-from moejax.results.metric_names import lower_is_better
+from moejax.results.compare.samples import case_name
+from moejax.results.metric_names import CASE_FIELDS, lower_is_better
 from moejax.results.metrics import LATENCIES, is_number, relative_load, samples_by_case
 from moejax.tracking.base import Scalar, Tracker
 

@@ -139,7 +139,9 @@ def test_climbs_until_saturated_then_between(
     assert mode["saturated"] and 32 <= mode["knee_rate"] < 46
     knee_row = result["cases"][mode["knee_case"]]
     assert result["metrics"]["knee_rate"] == knee_row["request_rate"]
-    assert result["metrics"]["median_ttft_ms"] == knee_row["median_ttft_ms"]
+    # Six rates have no latency in common.
+    assert not any(name.endswith("_ms") for name in result["metrics"])
+    assert result["metrics"]["completed"] == sum(case["completed"] for case in result["cases"])
     assert 20 < result["metrics"]["max_goodput"] <= 40
     assert max(case["output_throughput"] for case in result["cases"]) == pytest.approx(400, rel=0.05)
     # One engine, one warm-up, and the same prompts at every rate.

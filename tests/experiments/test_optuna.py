@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from experiments.launch.app import launch
-from experiments.launch.schema import ThroughputConfig
-from moejax.bench.objective import check_objective, known_objectives, objective_value
+from experiments.launch.schema import LatencyConfig, ThroughputConfig
+from moejax.bench.objective import ObjectiveCase, check_objective, known_objectives, objective_value
 from moejax.core.errors import ConfigError
 from moejax.results.metrics import Slo
 from moejax.results.sweep import read_sweep
@@ -80,6 +80,7 @@ def test_a_sweeper_wants_a_sweep(
         (["objective=request_godput"], "did you mean 'request_goodput'"),
         (["objective=request_goodput"], "none is set: add workload.slo.ttft_ms"),
         (["experiment=optuna_goodput", "objective=p99_ttft"], "did you mean 'p99_ttft_ms'"),
+        (["objective=median_ttft_ms", "ramp.start=4"], "unknown metric 'median_ttft_ms' of a ramp run"),
         (
             ["experiment=optuna_goodput", "hydra.sweeper.n_trials=few"],
             "hydra.sweeper.n_trials: Value 'few' of type 'str'",
@@ -110,7 +111,7 @@ def test_without_the_plugin_one_line_says_how_to_get_it(tmp_path: Path) -> None:
 
 
 def test_objectives() -> None:
-    for experiment in ("latency", "throughput"):
+    for experiment in ("latency", "throughput", "ramp"):
         for name in known_objectives(experiment):
             check_objective(name, experiment, Slo(ttft_ms=1.0))
     check_objective(None, "latency", Slo())
@@ -118,3 +119,33 @@ def test_objectives() -> None:
     assert objective_value(result, None) is None and objective_value(result, "output_throughput") == 3.0
     with pytest.raises(ConfigError, match="request_goodput has no value in this run"):
         objective_value(result, "request_goodput")
+
+
+def test_a_cases_metric_needs_the_case_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen: list[ObjectiveCase] = []
+
+    def main(config: LatencyConfig) -> None:
+        chosen.append(config.objective_case)
+
+    three = ["workload.batch_size=[1,4,8]"]
+    for argv, text in (
+        (
+            [*three, "objective=median_tpot_ms"],
+            "is of one case, and objective_case fits 3 of 3: add objective_case.batch_size=1 or "
+            "objective_case.batch_size=4 or objective_case.batch_size=8",
+        ),
+        ([*three, "objective=median_tpot_ms", "objective_case.batch_size=2"], "fits 0 of 3"),
+        ([*three, "objective=weight_bytes", "objective_case.batch_size=4"], "leave objective_case out"),
+        (["objective_case.batch_size=1"], "objective is not set"),
+        ([*three, "objective=output_throughput"], None),
+        ([*three, "objective=median_tpot_ms", "objective_case.batch_size=4"], None),
+        (["workload.batch_size=8", "objective=median_tpot_ms"], None),
+    ):
+        code = launch(main, "latency", argv)
+        err = capsys.readouterr().err
+        assert code == (0 if text is None else 2), err
+        assert text is None or (text in err and err.count("\n") == 1)
+    assert [case.batch_size for case in chosen] == [None, 4, None]

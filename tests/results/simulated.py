@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from moejax.results.metrics import flat_metrics
 from moejax.results.result import build_result, write_request_rows, write_result
 
 PROVENANCE: dict[str, Any] = {
@@ -28,6 +29,7 @@ CONFIG: dict[str, Any] = {
     "tracker": {"kind": "none"},
     "seed": 0,
 }
+NAMES = ("ttft", "tpot", "e2el")
 CASES = ((1, 8, 5), (4, 8, 5))
 
 
@@ -83,12 +85,11 @@ def latency_run(
                 "batch_size": batch,
                 "prompt_len": prompt,
                 "output_len": output,
-                "median_ttft_ms": float(np.median([row["ttft_ms"] for row in mine])),
+                **{f"median_{n}_ms": float(np.median([row[f"{n}_ms"] for row in mine])) for n in NAMES},
             }
         )
-    names = ("ttft", "tpot", "e2el")
-    metrics = {f"median_{n}_ms": float(np.median([row[f"{n}_ms"] for row in rows])) for n in names}
-    metrics |= {"weight_bytes": 1000, "compile_seconds": 2.5}
+    metrics = {"weight_bytes": 1000, "compile_seconds": 2.5}
+    metrics |= flat_metrics(case_rows[0]) if len(case_rows) == 1 else {}
     metrics |= extra.pop("metrics", {})
     extra |= {"iterations": iterations_rows} if iterations_rows else {}
     result = build_result(

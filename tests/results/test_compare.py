@@ -11,6 +11,7 @@ from moejax.core.errors import ConfigError
 from moejax.report.compare import compare_and_print
 from moejax.report.compare_plots import latency_cdfs, ratio_forest
 from moejax.report.compare_tables import comparison_tables
+from moejax.report.html import render_report
 from moejax.results.compare import compare
 from moejax.results.compare.inputs import MISSING, UNKNOWN
 from moejax.results.metric_names import better_word, lower_is_better
@@ -332,8 +333,15 @@ def test_unfinished_runs_among_many_are_left_out_and_said(tmp_path, capsys):
 def test_runs_without_requests_keep_their_values_and_get_no_verdict(tmp_path):
     found = compare([latency_run(tmp_path / "a"), latency_run(tmp_path / "b", requests=False)])
     assert not found.verdicts and "B: no requests.jsonl: nothing to judge latencies by" in found.notes
-    row = next(row for row in found.metrics if row.name == "median_tpot_ms")
-    assert row.ratios[0] == 1.0 and row.ratios[1] is not None
+    rows = [row for row in found.case_metrics if row.name == "median_tpot_ms"]
+    assert [row.case for row in rows] == ["moejax B=1 P=8 N=5", "moejax B=4 P=8 N=5"]
+    assert all(row.ratios[0] == 1.0 and row.ratios[1] is not None for row in rows)
+    # No latency is of both cases; the values that each case has are in every form of the outcome.
+    assert not any(row.name.endswith("_ms") for row in found.metrics)
+    told = [(row["metric"], row["case"], row["ratios"]) for row in found.to_dict()["case_metrics"]]
+    assert ("median_tpot_ms", rows[1].case, list(rows[1].ratios)) in told
+    assert f"median_tpot_ms · {rows[1].case}" in render_report(found.runs, found)
+    assert "metrics of each case" in text_of(found)
     assert "no verdict: B have nothing measured repeatedly" in "\n".join(found.lines())
 
 

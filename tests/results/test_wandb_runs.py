@@ -83,8 +83,8 @@ def test_without_them_it_has_inputs_and_metrics_and_says_what_it_lacks(runs):
     found = compare([runs["bare"], runs["a_run"]])
     assert not found.verdicts and found.identical_inputs(1)
     assert "no longer staged here" in found.notes[0] and "get no verdict" in found.notes[0]
-    rows = {row.name: row for row in found.metrics}
-    assert rows["median_tpot_ms"].ratios == (1.0, 1.0)
+    rows = {row.name: row for row in (*found.metrics, *found.case_metrics)}
+    assert rows["median_tpot_ms"].ratios == (1.0, 1.0) and rows["compile_seconds"].ratios == (1.0, 1.0)
     assert not any("cases" in name or name.startswith("_") for name in rows)
     assert "inputs are identical as far as recorded" in found.lines()[0]
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
-from moejax.bench.backends.peer_ratios import blank_unknown
 from moejax.bench.backends.registry import without_our_process
 from moejax.bench.common.trace_io import write_capture
 from moejax.bench.experiment_run import ExperimentRun
@@ -15,7 +14,7 @@ from moejax.bench.latency.rows import case_rows
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM
-from moejax.results.metrics import compute_metrics
+from moejax.results.metrics import flat_metrics, total_metrics
 from moejax.results.result import Result, request_rows
 
 
@@ -23,8 +22,8 @@ def run_latency(engines: Sequence[LLM | Backend], workload: WorkloadConfig, run:
     """Runs the experiment and finishes `run`.
 
     Args:
-        engines: ours or others, measured in turns on the same cases; the flat metrics are the first one's.
-            Whoever opened them closes them.
+        engines: ours or others, measured in turns on the same cases; the flat metrics are the first one's:
+            those of its only case, or what is defined over several. Whoever opened them closes them.
 
     Returns:
         The content of `result.json`.
@@ -58,14 +57,13 @@ def _build(
     data: Sequence[CaseData],
     hardware: Hardware | None,
 ) -> Result:
-    """Returns the result; its flat metrics are the first backend's, over all cases."""
+    """Returns the result; its flat metrics are the first backend's."""
     rows = case_rows(data, workload, hardware)
     first = [item for item in data if item.backend is backends[0]]
-    duration = sum(sum(item.durations) for item in first)
-    metrics: dict[str, Any] = blank_unknown(
-        dict(compute_metrics([record for item in first for record in item.records], duration, workload.slo)),
-        itl_known=backends[0].itl_known,
-    )
+    metrics: dict[str, Any] = flat_metrics(rows[0])
+    if len(first) > 1:
+        duration = sum(sum(item.durations) for item in first)
+        metrics = dict(total_metrics((r for item in first for r in item.records), duration, workload.slo))
     metrics |= backends[0].memory()
     extra: dict[str, Any] = {}
     if (llm := engine_of(backends[0])) is not None:

@@ -18,10 +18,15 @@ from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.report.progress import progress
+from moejax.results.metrics import flat_metrics
 from moejax.results.result import Result
 from moejax.sharding.distributed import agree
 
-_NAMES = ("case", "backend", "batching", "batch_size", "prompt_len", "output_len", "first_error", "saturated")
+# Of the first mode's rates together, which have no rate and no latency in common.
+_SUMMED = (
+    "completed", "failed", "aborted", "failed_steps", "total_input_tokens", "total_output_tokens",
+    "duration_s",
+)  # fmt: skip
 
 
 def run_ramp(
@@ -31,7 +36,8 @@ def run_ramp(
 
     Arguments, errors and files are those of `run_throughput`; `workload` gives lengths, objectives and
     repetitions, `ramp` the rates. `cases` has a row per mode and rate, in order of measurement;
-    `ramp` the knee and the best goodput of each mode; the flat metrics are the first mode's at its knee.
+    `ramp` the knee and the best goodput of each mode; the flat metrics are the first mode's knee and best
+    rates, and totals over its rates.
 
     Raises:
         ConfigError: also where the workload brings arrivals of its own.
@@ -50,16 +56,16 @@ def run_ramp(
     for mode in plan_modes(backends, workload, longest):
         _climb(mode, workload, ramp, plan, modes, rows, run)
     summary = _summary(rows)
-    knee_case = summary[0]["knee_case"] or 0
+    first = [index for index, mode in enumerate(modes) if mode.backend is modes[0].backend]
     result = run.result(
-        metrics=_metrics(rows[knee_case], summary[0]) | backends[0].memory(),
+        metrics=_metrics([rows[index] for index in first], summary[0]) | backends[0].memory(),
         cases=rows,
         engine=engine_of(backends[0]),
         hardware=run.hardware,
         slo=dataclasses.asdict(workload.slo),
         ramp=summary,
     )
-    run.meter.add_to(result, [knee_case])
+    run.meter.add_to(result, first)
     without_our_process(result["metrics"], backends[0])
     return run.finish(result, requests=[row for mode in modes for row in request_rows(mode, workload)])
 
@@ -146,9 +152,9 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return summary
 
 
-def _metrics(row: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the figures of the first mode at its knee (at its lowest rate, where it followed none), and
-    those of its ramp."""
-    metrics = {key: value for key, value in row.items() if key not in _NAMES}
+def _metrics(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the totals over a mode's rates, of a single one all its metrics; and its ramp's figures."""
+    totals = {name: sum(row[name] for row in rows) for name in _SUMMED}
+    metrics = totals if len(rows) > 1 else flat_metrics(rows[0])
     names = ("knee_rate", "max_output_throughput", "max_goodput", "max_goodput_rate")
     return metrics | {name: summary[name] for name in names}

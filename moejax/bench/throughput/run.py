@@ -17,14 +17,11 @@ from moejax.bench.throughput.rows import iteration_rates, mode_rows, request_row
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
+from moejax.results.metrics import flat_metrics
 from moejax.results.result import Result
 
 # Rows of the first mode's timeline that go to the tracker; the result has up to `timeline.MAX_POINTS`.
 _TRACKED_POINTS = 200
-# What a row has beside figures.
-_NO_METRICS = (
-    "case", "backend", "batching", "batch_size", "prompt_len", "output_len", "request_rate", "first_error"
-)  # fmt: skip
 
 
 def run_throughput(
@@ -67,7 +64,7 @@ def run_throughput(
 def _build(run: ExperimentRun, modes: Sequence[Mode], workload: ThroughputWorkload) -> Result:
     """Returns the result; its flat metrics are the first mode's."""
     rows = mode_rows(modes, workload, run.hardware)
-    metrics = {key: value for key, value in rows[0].items() if key not in _NO_METRICS}
+    metrics = flat_metrics(rows[0])
     metrics |= speedup(modes, rows, workload) | modes[0].backend.memory()
     extra: dict[str, Any] = {}
     engines = [llm for mode in modes if (llm := engine_of(mode.backend)) is not None]

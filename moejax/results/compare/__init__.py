@@ -8,7 +8,7 @@ nobody can say. No JAX here.
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moejax.core.errors import ConfigError, unknown
 from moejax.results.compare.comparison import MetricRow, RunComparison, exact_trial
@@ -21,7 +21,7 @@ from moejax.results.compare.inputs import (
 )
 from moejax.results.compare.judge import noise_floor, trials
 from moejax.results.compare.runs import Run, load_runs
-from moejax.results.compare.samples import Cases
+from moejax.results.compare.samples import Cases, shared_cases
 from moejax.results.metric_names import EXACT, JUDGED, RATES, latency_name
 from moejax.results.metrics import is_number
 from moejax.results.verdict import Floor, Trial, Verdict, decide, exact_verdict
@@ -92,6 +92,7 @@ def compare(
         case_verdicts=tuple(decide(each)),
         exact=_exact(runs, metrics),
         metrics=tuple(MetricRow(name, tuple(row)) for name, row in values.items()),
+        case_metrics=tuple(_case_metrics(runs, cases, metrics)),
         notes=tuple(dict.fromkeys(notes)),
         floor=noise,
     )
@@ -122,7 +123,7 @@ def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]:
     known = _numeric(runs)
     for run in runs:
         for case in run.result.get("cases") or ():
-            known |= dict.fromkeys(name for name in JUDGED if case.get(name) is not None)
+            known |= {name: None for name, value in case.items() if is_number(value)}
     if metrics is None:
         # A fixed batch's rate says what its end-to-end latency has said.
         rates = () if runs[0].experiment.startswith("latency") else RATES
@@ -148,6 +149,19 @@ def _flat_names(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]
         return [name for name in metrics if name in known]
     first = [name for name in _SHOWN_FIRST if name in known]
     return first or [name for name in known if not name.endswith(("_low", "_high"))]
+
+
+def _case_metrics(
+    runs: Sequence[Run], cases: Sequence[Cases], metrics: Sequence[str] | None
+) -> Iterator[MetricRow]:
+    """Yields what only cases have: latencies, where a run has several cases."""
+    asked = _SHOWN_FIRST if metrics is None else metrics
+    names = [name for name in asked if any(run.result["metrics"].get(name) is None for run in runs)]
+    for case, places in shared_cases(cases) if all(c.rows for c in cases) else ():
+        for name in names:
+            values = tuple(c.rows[place].get(name) for c, place in zip(cases, places, strict=True))
+            if any(map(is_number, values)):
+                yield MetricRow(name, values, case)
 
 
 def _exact(runs: Sequence[Run], metrics: Sequence[str] | None) -> tuple[Verdict, ...]:

@@ -19,10 +19,11 @@ _EXACT_KEYS = ("metric", "run", "value", "baseline_value", "outcome", "text")
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One flat metric of every run."""
+    """One metric of every run: a flat one, or one of a case that all of them have."""
 
     name: str
     values: tuple[float | None, ...]
+    case: str | None = None
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
@@ -44,6 +45,7 @@ class RunComparison:
         case_verdicts: the same in each of several cases; a family of its own.
         exact: of metrics that are counted or computed.
         metrics: flat metrics with their ratio to the baseline, without any verdict.
+        case_metrics: the same of each case, for metrics that not every run has over all its cases.
         notes: what is to be known besides, a line each.
         floor: what counts as noise between two processes.
     """
@@ -56,6 +58,7 @@ class RunComparison:
     case_verdicts: tuple[Verdict, ...]
     exact: tuple[Verdict, ...]
     metrics: tuple[MetricRow, ...]
+    case_metrics: tuple[MetricRow, ...]
     notes: tuple[str, ...]
     floor: Floor
 
@@ -130,6 +133,10 @@ class RunComparison:
             "metrics": {
                 row.name: {"values": list(row.values), "ratios": list(row.ratios)} for row in self.metrics
             },
+            "case_metrics": [
+                {"case": row.case, "metric": row.name, "values": list(row.values), "ratios": list(row.ratios)}
+                for row in self.case_metrics
+            ],
             "notes": list(self.notes),
             "summary": self.lines(),
         }

@@ -91,7 +91,8 @@ def _load(path: Path, letter: str, name: str) -> Run:
 
 
 def _timed(result: Mapping[str, Any]) -> bool:
-    return any(name.endswith("_ttft_ms") for name in result["metrics"])
+    rows = (result["metrics"], *(result.get("cases") or ()))
+    return any(name.endswith("_ttft_ms") for row in rows for name in row)
 
 
 def _from_wandb(path: Path, letter: str, name: str) -> Run:

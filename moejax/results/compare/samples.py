@@ -11,13 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moejax.results.compare.runs import Run
-from moejax.results.metric_names import LATENCIES, RATES, latency_name, percentile_of
+from moejax.results.metric_names import CASE_FIELDS, LATENCIES, RATES, latency_name, percentile_of
 
 Values = NDArray[np.float64]
 Rows = Sequence[Mapping[str, Any]]
 
-# Fields of a case's row that say what was asked for or of whom, in the order in which they are shown.
-CASE_FIELDS = ("variant", "backend", "batching", "request_rate", "batch_size", "prompt_len", "output_len")
 _SHORT = {"batch_size": "B", "prompt_len": "P", "output_len": "N", "request_rate": "rate"}
 _MODES = ("variant", "backend", "batching")
 
@@ -178,6 +176,15 @@ def match_cases(base: Cases, other: Cases) -> tuple[list[tuple[int, int, str]], 
     keys[1] = [{name: key[name] for name in names if name in key} for key in keys[1]]
     only_other = [case_name(key) for index, key in enumerate(keys[1]) if index not in taken]
     return pairs, only_base, only_other
+
+
+def shared_cases(cases: Sequence[Cases]) -> list[tuple[str, tuple[int, ...]]]:
+    """Label and each run's place of the cases that all runs have; where no names agree, the runs' first."""
+    named = [{case_name(c.fields(i)): i for i in range(len(c.rows))} for c in cases]
+    common = [text for text in named[0] if all(text in other for other in named)]
+    if not common and all(named):
+        return [("first case", tuple(0 for _ in cases))]
+    return [(text, tuple(places[text] for places in named)) for text in common]
 
 
 def case_name(fields: Mapping[str, Any]) -> str:

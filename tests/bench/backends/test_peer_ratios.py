@@ -14,7 +14,7 @@ from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.backends.peer_ratios import against_first, blank_unknown
 from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.latency import run_latency
-from moejax.bench.objective import known_objectives
+from moejax.bench.objective import ObjectiveCase, known_objectives, objective_value
 from moejax.bench.throughput import run_throughput
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
@@ -22,7 +22,7 @@ from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.requests.api import RequestMetrics
 from moejax.report.plot_peers import backends_beside
 from moejax.report.tables import backends_table, latency_table, throughput_table
-from moejax.results.metrics import RequestRecord
+from moejax.results.metrics import RequestRecord, flat_metrics
 from moejax.results.result import load_requests, load_result
 from moejax.tracking.base import TrackerConfig
 from moejax.tracking.telemetry import TelemetryConfig
@@ -128,8 +128,11 @@ def test_latency_of_two_backends_in_one_table_and_plot(
         # What only our engine can know is not there for a peer.
         assert ours["mean_experts_hit"] > 0 and "mean_experts_hit" not in theirs
         assert not any(key.startswith("roofline") or key.startswith("mfu") for key in theirs)
-    # The flat metrics are the first backend's alone.
+    # The flat metrics are the first backend's alone, and no latency is of both its cases.
     assert result["metrics"]["completed"] == 6
+    assert not any(name.endswith("_ms") for name in result["metrics"])
+    assert objective_value(result, "median_tpot_ms", ObjectiveCase(batch_size=2)) == rows[2]["median_tpot_ms"]
+    assert objective_value(result, "output_throughput") == result["metrics"]["output_throughput"]
     assert result["metrics"]["total_output_tokens"] == 18
     assert [backend["name"] for backend in result["backends"]] == ["moejax", "fake"]
     assert result["backends"][1]["weight_bytes"] == 1234
@@ -155,6 +158,7 @@ def test_an_objective_that_is_allowed_has_a_value(llm: moejax.LLM, tmp_path: Pat
     result = latency([llm], workload, tmp_path)
     unless_asked_for = {"cost_per_million_output_tokens", "energy_per_output_token_j"}
     assert set(known_objectives("latency")) - unless_asked_for <= result["metrics"].keys()
+    assert flat_metrics(result["cases"][0]).items() <= result["metrics"].items()
 
 
 def test_a_peer_alone_needs_no_engine_of_ours(peer: Backend, tmp_path: Path) -> None:
