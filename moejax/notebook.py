@@ -20,9 +20,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moejax.bench.run_folder import claimed
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.files import ensure_writable
-from moejax.results.result import RESULT_FILE, Result, load_result
+from moejax.results.result import Result, load_result
 
 __all__ = ["Picture", "View", "load_config", "load_result", "plot", "run", "show"]
 
@@ -63,8 +64,9 @@ def run(
 
     Args:
         config: from `load_config`.
-        out_dir: where `result.json`, plots and the rest go; a folder that holds a result already is refused.
-            None: a new folder below the system's temporary one. `result.folder` says where it was.
+        out_dir: where `result.json`, plots and the rest go; a folder that holds a run already is refused,
+            unless `config.overwrite` is true. None: a new folder below the system's temporary one.
+            `result.folder` says where it was.
         experiment: which, where the config alone does not say it.
         track: send the run to the tracker that `config.tracker` names (W&B, offline by default); else none.
         verbose: print what the command line would print.
@@ -80,11 +82,10 @@ def run(
     if not track:
         config = experiments.untracked(config, name)
     folder = Path(tempfile.mkdtemp(prefix=f"moejax-{name}-")) if out_dir is None else Path(out_dir)
-    if (folder / RESULT_FILE).exists():
-        raise ConfigError(f"{folder} holds a result already; give another out_dir")
     ensure_writable(folder)
-    with redirect_stdout(io.StringIO()) if verbose else _quiet():
-        experiments.call_main(config, name, folder)
+    with claimed(folder, overwrite=config.overwrite):
+        with redirect_stdout(io.StringIO()) if verbose else _quiet():
+            experiments.call_main(config, name, folder)
     return load_result(folder)
 
 

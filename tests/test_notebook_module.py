@@ -132,7 +132,7 @@ def test_verbose_prints_the_tables(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_folder_with_a_result_is_kept(result: Result) -> None:
     assert result.folder is not None
     before = (result.folder / "result.json").read_bytes()
-    with pytest.raises(ConfigError, match="holds a result already"):
+    with pytest.raises(ConfigError, match="holds a run already"):
         notebook.run(notebook.load_config(TRACE, "routing"), result.folder)
     assert (result.folder / "result.json").read_bytes() == before
 

@@ -22,8 +22,8 @@ import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from experiments.launch.command_line import (
 )
 from experiments.launch.compose import (
     VERSION_BASE,
+    assignment,
     build_job,
     composer,
     plan_run,
@@ -52,6 +53,7 @@ from experiments.launch.processes import own_folder, prefix, runs_here, taking_p
 from experiments.launch.sweep import Sweep, check_resumed, defect_of, expand_resume, recorded
 from experiments.launch.validate import CONFIG_DIR, first_line, one_line
 from experiments.launch.variants import compose_variants
+from moejax.bench.run_folder import claimed
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.sharding.distributed import process_count, read_environment, report_failure
 
@@ -121,7 +123,7 @@ def schema_of(main: Main) -> type:
 def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | None = None) -> int:
     args = parse_flags(argv)
     jobs.resumed = resumed.absolute() if resumed is not None else None
-    sweep, overrides = None, []
+    plan = None
     if args.shell_completion:
         if "install=bash" in args.overrides:
             print_bash_completion(config_name)
@@ -138,29 +140,32 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | No
                 return 0
             if shown:
                 compose.config(args.overrides)
-                plan, config = None, None
             else:
                 check = check_resumed(resumed) if resumed is not None else None
-                plan, config = plan_run(compose, args.overrides, multirun=args.multirun, check=check)
-        if config is not None and args.config_dir is None:  # variants know our own folder only
-            compose_variants(config, config_name, args.overrides)
-        if plan is not None:
-            sweep = Sweep(plan, config_name, argv, resumed, speaks=read_environment().index == 0)
-            overrides = sweep.start()
-    sys.argv += overrides
-    complete = False
-    try:
-        with _hydras_faults():
-            start = hydra.main(
-                version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name=config_name
+                plan = plan_run(compose, args.overrides, multirun=args.multirun, check=check)
+        if plan is not None and not plan.sweep and args.config_dir is None:
+            compose_variants(plan.config, config_name, args.overrides)  # which know our own folder only
+    sweep, complete = None, False
+    start = hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name=config_name)
+    with _hydras_faults(), ExitStack() as stack:
+        if plan is not None and resumed is None:
+            folder = claimed(
+                Path(plan.folder), numbered=plan.timed, overwrite=plan.overwrite, refused=jobs.refused
             )
+            plan = replace(plan, folder=str(stack.enter_context(folder)))
+        if plan is not None and plan.sweep:
+            sweep = Sweep(plan, config_name, argv, resumed, speaks=read_environment().index == 0)
+            sys.argv += sweep.start()
+        elif plan is not None:
+            sys.argv.append(assignment("hydra.run.dir", plan.folder))
+        try:
             start(jobs.task)()
-        complete = True
-    finally:
-        if sweep is not None:
-            jobs.tell_failures(sweep)
-            sweep.end(complete)
-    if sweep is not None and not sweep.plan.basic and sweep.finished and jobs.exit_code == USER_ERROR:
+            complete = True
+        finally:
+            if sweep is not None:
+                jobs.tell_failures(sweep)
+                sweep.end(complete)
+    if sweep is not None and not sweep.plan.basic and sweep.finished and jobs.refused():
         return 0  # a search over settings: combinations that are refused are among its answers
     return jobs.exit_code
 
@@ -217,6 +222,10 @@ class _Jobs:
     exit_code: int = 0
     told: set[Path] = field(default_factory=set)
     process: int = field(default_factory=os.getpid)
+
+    def refused(self) -> bool:
+        """Whether a user's mistake has ended a job, and no defect."""
+        return self.exit_code == USER_ERROR
 
     @property
     def task(self) -> Callable[[DictConfig], Any]:

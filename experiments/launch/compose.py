@@ -10,7 +10,7 @@ import math
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,11 @@ class Composer:
             ConfigError: as `config`; or the overrides ask for several runs.
             MoejaxError: a value does not do.
         """
-        sweep, built = plan_run(self, overrides)
-        if sweep is not None:
+        plan = plan_run(self, overrides)
+        if plan.sweep:
             command = " ".join([f"python -m experiments.{self.config_name}", *overrides])
             raise ConfigError(f"this is a sweep of several runs: {command}")
-        return built
+        return plan.config
 
 
 @contextmanager
@@ -141,20 +141,28 @@ def assignment(key: str, value: str) -> str:
 
 
 @dataclass(frozen=True)
-class PlannedSweep:
-    """A sweep before it runs.
+class Plan:
+    """A run or a sweep before it runs.
 
     Attributes:
-        root: where its jobs' folders will be, as Hydra's option has it.
-        basic: whether it takes all combinations; another sweeper chooses them as it goes.
+        sweep: whether it is one.
+        folder: the run's, or the one in which the jobs' will be, as Hydra's option has it.
+        timed: whether that is named after the time, so that another name does as well.
+        overwrite: whether an earlier run there may be replaced.
+        config: the run's dataclass; None for a sweep.
+        basic: whether a sweep takes all combinations; another sweeper chooses them as it goes.
         expected: number of jobs, if it is known.
         numbered: whether a job's folder is called by its number.
     """
 
-    root: str
-    basic: bool
-    expected: int | None
-    numbered: bool
+    sweep: bool
+    folder: str
+    timed: bool
+    overwrite: bool
+    config: Any = None
+    basic: bool = True
+    expected: int | None = None
+    numbered: bool = True
 
 
 CheckJob = Callable[[int, Sequence[str], Path, Any], None]
@@ -162,15 +170,12 @@ CheckJob = Callable[[int, Sequence[str], Path, Any], None]
 
 def plan_run(
     compose: Composer, overrides: Sequence[str], *, multirun: bool = False, check: CheckJob | None = None
-) -> tuple[PlannedSweep | None, Any]:
+) -> Plan:
     """Composes the run, or every job of the sweep up to the first 200, and builds their dataclasses.
 
     Args:
         multirun: whether a sweep is asked for; a config may ask for one as well.
         check: called with each job's number, overrides, folder (absolute) and dataclass.
-
-    Returns:
-        The sweep and None, or None and the dataclass of the single run.
 
     Raises:
         ConfigError: as `Composer.config`; or several values without a sweep.
@@ -183,17 +188,18 @@ def plan_run(
     for item in swept:
         check_swept(item, sweep=sweep)
     check_launcher(config, sweep=sweep)
+    section = config.hydra.sweep if sweep else config.hydra.run
+    unresolved: Any = OmegaConf.to_container(section, resolve=False)
+    plan = Plan(sweep, str(section.dir), "${now:" in unresolved["dir"], config.get("overwrite") is True)
     if not sweep:
         _check_sweeper(config, overrides)
-        return None, _build(compose.schema, config)
-    root, sweeper = str(config.hydra.sweep.dir), config.hydra.sweeper
-    folders: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
-    numbered = folders["subdir"] == "${hydra.job.num}"
+        return replace(plan, config=_build(compose.schema, config))
+    sweeper, numbered = config.hydra.sweeper, unresolved["subdir"] == "${hydra.job.num}"
     if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
         # It chooses the values itself, one job after the other; what it does not choose must fit by itself.
         fixed = [str(item.input_line) for item in parsed if item not in swept]
         _build(compose.schema, compose.config(fixed))
-        return PlannedSweep(root, False, sweeper.get("n_trials"), numbered), None
+        return replace(plan, basic=False, expected=sweeper.get("n_trials"), numbered=numbered)
     for item in swept:
         if not item.is_discrete_sweep():
             raise ConfigError(
@@ -203,11 +209,11 @@ def plan_run(
     jobs, total = _combinations([*params, *parsed])
     for number, job in enumerate(itertools.islice(jobs, _MOST_JOBS_CHECKED)):
         # The folder as it is now: composed again, it would be named after another second.
-        config = compose.config([*job, assignment("hydra.sweep.dir", root)])
+        config = compose.config([*job, assignment("hydra.sweep.dir", plan.folder)])
         built = _build(compose.schema, config, number)
         if check is not None:
             check(number, config.hydra.overrides.task, Path(config.hydra.runtime.output_dir), built)
-    return PlannedSweep(root, True, total, numbered), None
+    return replace(plan, expected=total, numbered=numbered)
 
 
 def _combinations(overrides: Iterable[Override]) -> tuple[Iterator[list[str]], int]:

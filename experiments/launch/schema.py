@@ -113,6 +113,7 @@ class ModelSections(Checked):
     engine: EngineConfig = field(default_factory=EngineConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
     seed: Seed = 0
+    overwrite: bool = False
     verbose: bool = False
 
     def _refuse_capture(self, experiment: str) -> None:
@@ -282,6 +283,7 @@ class TrainExperimentConfig(TrainConfig):
 
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
+    overwrite: bool = False
     verbose: bool = False
 
 
@@ -295,6 +297,7 @@ class RoutingConfig(RoutingSelection):
 
     model: ModelSection | None = None
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,6 +310,7 @@ class KernelsConfig(KernelSelection):
     """`python -m experiments.kernels`"""
 
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    overwrite: bool = False
 
 
 def _plain_text(item: object) -> str:
@@ -332,6 +336,7 @@ class CompareConfig(Checked):
     across: list[Literal["model", "workload", "device"]] = field(default_factory=list)
     noise_floor: Annotated[float, Must(lambda x: 0 <= x < 1, "at least 0 and below 1")] | None = None
     html: bool = False
+    overwrite: bool = False
     verbose: bool = False
 
     def __post_init__(self) -> None:
@@ -344,4 +349,5 @@ class DashboardExperimentConfig(Checked):
     """`python -m experiments.dashboard`"""
 
     dashboard: DashboardConfig = field(default_factory=DashboardConfig)
+    overwrite: bool = False
     verbose: bool = False

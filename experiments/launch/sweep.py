@@ -23,15 +23,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from experiments.launch.command_line import has_section, override_key
-from experiments.launch.compose import PlannedSweep, assignment
+from experiments.launch.compose import Plan, assignment
 from experiments.launch.validate import one_line
+from moejax.bench.run_folder import drop_replaced
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.results.result import RESULT_FILE
 from moejax.results.sweep import (
     JobRecord,
     SweepRecord,
     changed_keys,
-    claim_sweep,
     is_finished,
     job_folders,
     job_key,
@@ -125,10 +125,10 @@ class Sweep:
     """
 
     def __init__(
-        self, plan: PlannedSweep, experiment: str, argv: Sequence[str], resumed: Path | None, *, speaks: bool
+        self, plan: Plan, experiment: str, argv: Sequence[str], resumed: Path | None, *, speaks: bool
     ) -> None:
         self.plan, self.experiment, self.resumed, self.speaks = plan, experiment, resumed, speaks
-        self.folder = resumed if resumed is not None else Path(plan.root)
+        self.folder = resumed if resumed is not None else Path(plan.folder)
         kept = [text for text in argv if override_key(text) != "hydra.sweep.dir"]
         self.record = SweepRecord(experiment, kept, expected=plan.expected)
         self.before: dict[Path, JobRecord] = {}
@@ -138,7 +138,6 @@ class Sweep:
         """Writes the record, says how to go on after a kill, and returns Hydra's overrides for the sweep.
 
         Raises:
-            ConfigError: the folder of a new sweep holds a sweep.
             OutputError: the record cannot be written.
         """
         self.before = self._records()
@@ -146,11 +145,12 @@ class Sweep:
         told = sum(record.state != "running" for record in self.before.values())
         notes = self._other_code(done) if self.resumed is not None else self._unfinished_before()
         if self.speaks:
-            (claim_sweep if self.resumed is None else write_sweep)(self.folder, self.record)
+            write_sweep(self.folder, self.record)
+            drop_replaced(self.folder)
             count = "" if self.record.expected is None else f" of {self.record.expected} jobs"
             count += f", {len(done) if self.plan.basic else told} of them done" if self.resumed else ""
             _say(f"sweep{count}; if it is stopped, go on with: {self._command()}", *notes)
-        overrides = [assignment("hydra.sweep.dir", self.plan.root)]
+        overrides = [assignment("hydra.sweep.dir", self.plan.folder)]
         if self.resumed is not None and not self.plan.basic:
             # A study goes on with the trials that are left, in folders of their own.
             if self.plan.expected is not None:

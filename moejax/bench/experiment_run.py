@@ -22,6 +22,7 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.common.compilation import compilation_line
 from moejax.bench.common.telemetry import Meter
+from moejax.bench.run_folder import drop_replaced
 from moejax.bench.workload import SampledWorkload
 from moejax.core.files import ensure_writable
 from moejax.core.hardware import Hardware, get_hardware
@@ -208,7 +209,9 @@ class ExperimentRun:
             model=self.model,
             **naming,
         )
-        return make_tracker(self.tracking, info)
+        tracker = make_tracker(self.tracking, info)
+        drop_replaced(self.out_dir)
+        return tracker
 
     # -- afterwards --------------------------------------------------------------------------------------
 

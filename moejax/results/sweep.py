@@ -12,7 +12,6 @@ import math
 import os
 import socket
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,15 +20,15 @@ from typing import Any
 import psutil
 
 from moejax.core.errors import ConfigError
-from moejax.core.files import atomic_write_text, dump_json, ensure_writable
+from moejax.core.files import atomic_write_text, dump_json
 from moejax.results.result import RESULT_FILE, load_result
 
 SWEEP_FILE = "sweep.json"
 JOB_FILE = "job.json"
 SCHEMA = 1
 
-# Neither changes what is measured: a sweep may be resumed with another tracker.
-_NOT_PART_OF_A_JOB = ("tracker", "verbose")
+# None changes what is measured: a sweep may be resumed with another tracker.
+_NOT_PART_OF_A_JOB = ("tracker", "verbose", "overwrite")
 _CLOCK_S = 10.0  # by which the times of two clocks may differ
 
 
@@ -162,36 +161,9 @@ class SweepRecord:
         return f"process {self.pid} on {self.host}; {remedy}"
 
 
-def write_sweep(folder: Path, record: SweepRecord, name: str = SWEEP_FILE) -> Path:
+def write_sweep(folder: Path, record: SweepRecord) -> Path:
     """Raises `OutputError` if it cannot be written."""
-    return atomic_write_text(folder / name, dump_json(asdict(record), indent=1) + "\n")
-
-
-def claim_sweep(folder: Path, record: SweepRecord) -> Path:
-    """`write_sweep` into a folder without a sweep: of two that begin at once, one gets it.
-
-    Raises:
-        ConfigError: the folder holds a sweep.
-        OutputError: the record cannot be written.
-    """
-    path = folder / SWEEP_FILE
-    taken = ConfigError(
-        f"{str(folder)!r} holds a sweep already: go on with --resume {folder}, or choose another "
-        "hydra.sweep.dir"
-    )
-    if path.exists():
-        raise taken
-    ensure_writable(folder)
-    draft = write_sweep(folder, record, f".{SWEEP_FILE}.{uuid.uuid4().hex}")
-    try:
-        os.link(draft, path)  # unlike a renaming it fails where there is one
-    except FileExistsError:
-        raise taken from None
-    except OSError:  # a file system without links
-        return write_sweep(folder, record)
-    finally:
-        draft.unlink(missing_ok=True)
-    return path
+    return atomic_write_text(folder / SWEEP_FILE, dump_json(asdict(record), indent=1) + "\n")
 
 
 def read_sweep(folder: str | os.PathLike[str]) -> SweepRecord:

@@ -431,6 +431,40 @@ def test_run_gets_dataclasses_and_its_folder(capsys: pytest.CaptureFixture[str],
     assert "HYDRA_FULL_ERROR" not in os.environ
 
 
+@pytest.mark.parametrize(("flags", "key"), [((), "hydra.run.dir"), (("-m",), "hydra.sweep.dir")])
+def test_a_folder_named_after_the_time_is_new(flags: tuple[str, ...], key: str, tmp_path: Path) -> None:
+    for number in ("", "_2", "_3"):
+        code, recorder = launch_latency(*flags, f"{key}=mine/${{now:%Y}}")
+        place = recorder.folders[0].relative_to(tmp_path / "mine")
+        assert code == 0 and re.fullmatch(rf"\d{{4}}{number}", place.parts[0])
+
+
+def test_a_used_folder_is_refused_or_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    here = ("hydra.run.dir=here", "seed=1")
+    assert launch_latency(*here)[0] == 0
+    (tmp_path / "here" / "itl.png").touch()
+    capsys.readouterr()
+    code, recorder = launch_latency(*here)
+    assert (code, recorder.configs) == (2, [])
+    assert capsys.readouterr().err == (
+        "error: 'here' holds a run already (.hydra, itl.png): choose another folder, or replace that run's"
+        " files with overwrite=true\n"
+    )
+    for seed, raises in ((2, {2: CheckpointError("no such model")}), (3, {})):
+        code, recorder = launch_latency(*here, f"seed={seed}", "overwrite=true", raises=raises)
+        assert len(recorder.configs) == 1 and recorder.configs[0].overwrite
+        # Neither has written a result, so the first run's stays.
+        assert "seed=1" in (tmp_path / "here" / ".hydra" / "overrides.yaml").read_text()
+        assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [".hydra", "itl.png"]
+
+
+def test_a_run_that_is_refused_late_leaves_nothing(tmp_path: Path) -> None:
+    assert launch_latency(raises={0: CheckpointError("no such model")})[0] == 2
+    assert list(tmp_path.iterdir()) == []
+    assert launch_latency(raises={0: KeyError("a defect")})[0] == 1
+    assert len(list(tmp_path.glob("outputs/latency/*/.hydra"))) == 1
+
+
 def test_values_may_ask_for_the_jobs_folder(tmp_path: Path) -> None:
     code, recorder = launch_latency("tracker.dir=${hydra:runtime.output_dir}/wandb", "hydra.run.dir=here")
     assert code == 0

@@ -19,8 +19,6 @@ from experiments.launch.notebook import compose
 from experiments.launch.schema import LatencyConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.results.sweep import (
-    SweepRecord,
-    claim_sweep,
     job_key,
     read_job,
     read_sweep,
@@ -206,16 +204,15 @@ def test_a_job_that_names_its_own_folder_is_not_repeated() -> None:
     assert sweep("--resume", "here") == 0 and sweep.take() == []
 
 
-def test_of_two_sweeps_that_begin_at_once_one_gets_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = SweepRecord("latency", [])
-    claim_sweep(tmp_path, record)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "exists", lambda path: False)  # it came after we looked
-        with pytest.raises(ConfigError, match="holds a sweep already"):
-            claim_sweep(tmp_path, record)
-    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+def test_a_sweep_is_replaced_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = Sweeper()
+    sweep(*SWEEP)
+    Path("here/2/notes.md").write_text("mine")
+    assert sweep("-m", "seed=4,x", "hydra.sweep.dir=here", "overwrite=true") == 2
+    assert len(read_sweep("here").jobs) == 3
+    assert sweep("-m", "seed=4", "hydra.sweep.dir=here", "overwrite=true") == 0
+    assert [row["overrides"]["seed"] for row in read_sweep("here").jobs] == [4]
+    assert [path.name for path in Path("here/2").iterdir()] == ["notes.md"]
 
 
 def test_a_job_without_its_result_is_done_again() -> None:

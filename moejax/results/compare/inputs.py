@@ -30,6 +30,7 @@ _SECTIONS = {
     "tracker": "tracking",
     "telemetry": "tracking",
     "verbose": "tracking",
+    "overwrite": "tracking",
     "hardware": "tracking",
 }
 # How often and against which objectives a workload is measured is not part of it.
