@@ -53,6 +53,7 @@ from experiments.launch.processes import own_folder, prefix, runs_here, taking_p
 from experiments.launch.sweep import Sweep, check_resumed, defect_of, expand_resume, recorded
 from experiments.launch.validate import CONFIG_DIR, first_line, one_line
 from experiments.launch.variants import compose_variants
+from moejax.bench.ignored import ignored_settings
 from moejax.bench.run_folder import claimed
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.sharding.distributed import process_count, read_environment, report_failure
@@ -243,6 +244,8 @@ class _Jobs:
                     log.start(built)
                     if getattr(built, "verbose", False):
                         logging.getLogger("moejax").setLevel(logging.DEBUG)
+                    for key, item in ignored_settings(built).items():
+                        logging.getLogger("moejax").warning("%s=%s is %s", key, item["value"], item["reason"])
                     with taking_part(built) as config:
                         log.value = self.main(config)
             return log.value

@@ -22,6 +22,7 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.common.compilation import compilation_line
 from moejax.bench.common.telemetry import Meter
+from moejax.bench.ignored import ignored_settings
 from moejax.bench.run_folder import drop_replaced
 from moejax.bench.workload import SampledWorkload
 from moejax.core.files import ensure_writable
@@ -64,6 +65,7 @@ class ExperimentRun:
         hardware_kind: the device to hold results against, see `moejax.core.hardware.get_hardware`.
         telemetry: sampling of memory, CPU, power and energy beside what is measured; None: none.
         price: of one device, for the cost per million tokens.
+        ignored: settings that nothing reads, see `moejax.bench.ignored`.
         provenance: how the results came about, once `start` or `record` was called.
         meter: telemetry and cost of the measured cases, once `start_backends` was called.
     """
@@ -76,6 +78,7 @@ class ExperimentRun:
     hardware_kind: str = "auto"
     telemetry: TelemetryConfig | None = None
     price: Price | None = None
+    ignored: Mapping[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict, init=False)
     meter: Meter = field(init=False)
     _tracker: CompositeTracker | None = field(default=None, init=False)
@@ -95,6 +98,7 @@ class ExperimentRun:
             hardware_kind=getattr(hardware, "kind", "auto"),
             telemetry=getattr(config, "telemetry", None),
             price=getattr(hardware, "price", None),
+            ignored=ignored_settings(config),
         )
 
     def __enter__(self) -> "ExperimentRun":
@@ -235,6 +239,8 @@ class ExperimentRun:
                 "resolved": as_dict(engine.resolutions),
                 **extra,
             }
+        if self.ignored:
+            extra["resolved"] = extra.get("resolved", {}) | self.ignored
         return build_result(
             self.experiment,
             metrics=metrics,

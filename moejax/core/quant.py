@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, Share, at_least
+from moejax.core.errors import ConfigError
 
 Method = Literal["none", "rtn", "gptq", "awq", "smoothquant"]
 Clip = Literal["minmax", "percentile", "entropy", "mse"]
@@ -59,7 +60,7 @@ class QuantConfig(Checked, section="quant"):
     Attributes:
         method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" calibrate. "none" leaves the weights
             as they are in the checkpoint (which may be quantized itself).
-        format: of the weights, see `moejax.quantization.formats.parse_format`.
+        format: of the weights, see `moejax.quantization.formats.parse_format`; empty is int8.
         clip: how the range of a scale is found: "minmax"; "percentile" of the magnitudes; "entropy"
             (least KL divergence of the histograms); "mse" (least squared error).
         percentile: of "percentile".
@@ -77,7 +78,7 @@ class QuantConfig(Checked, section="quant"):
     """
 
     method: Method = "none"
-    format: str = "int8"
+    format: str = ""
     clip: Clip = "minmax"
     percentile: Annotated[float, Must(lambda p: 50 <= p <= 100, "a number from 50 to 100")] = 99.9
     rules: list[QuantRule] = field(default_factory=list)
@@ -90,6 +91,23 @@ class QuantConfig(Checked, section="quant"):
     awq_clip: bool = True
     smoothing: Share = 0.5
     implementation: Implementation = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        quantizes = self.method != "none" or self.rules
+        if self.format and not quantizes:
+            raise ConfigError(
+                f"quant.format={self.format} does nothing while quant.method is none: set quant.method to "
+                "rtn, gptq, awq or smoothquant"
+            )
+        if quantizes and not self.format:
+            object.__setattr__(self, "format", "int8")
+
+    @property
+    def methods(self) -> set[str]:
+        """Methods that some weights get."""
+        methods: set[str] = {self.method, *(rule.method or self.method for rule in self.rules)}
+        return methods - {"none"}
 
     @property
     def is_none(self) -> bool:

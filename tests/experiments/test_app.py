@@ -32,6 +32,7 @@ from experiments.launch.schema import (
 )
 from experiments.launch.structured import build, mirror
 from moejax.bench.backends.config import BackendOptions
+from moejax.bench.ignored import ignored_settings
 from moejax.bench.traffic import Lengths
 from moejax.bench.workload import LatencyCase, latency_cases
 from moejax.core.checked import Checked
@@ -146,7 +147,8 @@ def test_preset_says_what_it_costs_and_its_command_composes(name: str) -> None:
     assert "# Cost: " in header and "# Gives: " in header
     command = re.search(r"^# python -m experiments\.(\w+) (.*?)(?:  .*)?$", header, re.MULTILINE)
     assert command is not None and f"experiment={name}" in command[2]
-    assert compose(command[1], *shlex.split(command[2].rstrip(" \\")))
+    config = compose(command[1], *shlex.split(command[2].rstrip(" \\")))
+    assert not ignored_settings(config)
 
 
 def test_peers_preset_has_the_three_cases() -> None:

@@ -50,7 +50,7 @@ def test_linears_and_experts_by_default_and_nothing_else():
 
 
 def test_nothing_without_a_method():
-    assert resolve(method="none") == {}
+    assert resolve(QuantRule("*.down_proj", method="none"), method="none") == {}
 
 
 def test_the_first_rule_that_matches_decides_and_takes_the_rest_from_the_configuration():
@@ -134,7 +134,7 @@ def test_unknown_formats_are_named_even_in_a_rule_for_nothing():
         ({"method": "rtn"}, False),
         ({"method": "rtn", "format": "w8a8_static"}, True),
         ({"method": "gptq"}, True),
-        ({"method": "none", "format": "w8a8_static"}, False),
+        ({"method": "none", "format": "w8a8_static", "rules": [QuantRule("*", method="none")]}, False),
         ({"method": "rtn", "rules": [QuantRule("*", method="awq")]}, True),
         ({"method": "rtn", "rules": [QuantRule("*", format="w8a8_static")]}, True),
     ],

@@ -1,0 +1,67 @@
+"""Settings that nothing reads in the configuration at hand: they are logged and listed in `resolved`."""
+
+import dataclasses
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+_SWITCHES = ("kind", "enabled", "iterations")  # which leave the rest of their section unread
+
+# A section, names of its fields, the condition on the configuration in which nothing reads them, and why.
+_RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
+    ("engine", "kv_cache_memory_gb", lambda c: c.engine.num_blocks, "engine.num_blocks is given"),
+    ("engine.moe", "capacity_factor overflow",
+        lambda c: c.engine.moe.execution != "capacity", "for execution=capacity"),
+    ("engine.moe", "grouped_matmul block_rows",
+        lambda c: c.engine.moe.execution != "grouped", "for execution=grouped"),
+    ("parallel", "attention exchange", lambda c: c.parallel.ep == 1, "for ep above 1"),
+    ("parallel", "exchange_capacity overlap_shared dispatch_microbatches",
+        lambda c: c.parallel.ep == 1 or c.parallel.attention == "tensor", "no tokens are exchanged"),
+    ("parallel", "microbatches", lambda c: c.parallel.pp == 1, "for pp above 1"),
+    ("quant", "clip", lambda c: not c.quant.methods, "no weight is quantized"),
+    ("quant", "percentile", lambda c: c.quant.clip != "percentile", "for clip=percentile"),
+    ("quant", "calibration", lambda c: c.quant.methods <= {"rtn"} and "static" not in str(c.quant),
+        "nothing calibrates"),
+    ("quant", "damping act_order gptq_block", lambda c: "gptq" not in c.quant.methods, "for gptq"),
+    ("quant", "awq_grid awq_clip", lambda c: "awq" not in c.quant.methods, "for awq"),
+    ("quant", "smoothing", lambda c: "smoothquant" not in c.quant.methods, "for smoothquant"),
+    ("quantization.speed", "*", lambda c: not c.quantization.speed.iterations, "nothing is timed"),
+    ("sampling", "top_k top_p min_p seed", lambda c: c.sampling.greedy, "sampling is greedy"),
+    ("workload", "top_k top_p min_p", lambda c: c.workload.temperature == 0, "sampling is greedy"),
+    ("workload", "prompt_len",
+        lambda c: c.workload.prompts_file and hasattr(c, "ramp"), "the file's prompts keep their lengths"),
+    ("telemetry", "*", lambda c: not c.telemetry.enabled, "nothing is sampled"),
+    ("tracker", "*", lambda c: c.tracker.kind == "none", "nothing is tracked"),
+    ("tracker", "timeout_s", lambda c: c.tracker.kind != "wandb", "for an online run"),
+    ("backend", "timeout_s", lambda c: c.backend.kind == "moejax", "for a backend in another process"),
+    ("backend", "peers", lambda c: not c.backend.compare_with, "backend.compare_with names none"),
+    ("ab", "*", lambda c: not c.ab.variants, "there are no ab.variants"),
+    ("ab", "max_rounds", lambda c: c.ab.target is None, "for ab.target"),
+    ("ramp", "*", lambda c: not c.ramp.enabled, "there is no ramp"),
+    ("ramp", "factor max_steps", lambda c: c.ramp.start is None, "for ramp.start"),
+    ("generate", "*", lambda c: c.generate.kind is None, "no trace is made"),
+    ("placement", "redundant nodes", lambda c: c.placement.devices == 1, "placement.devices is 1"),
+    ("scaling", "devices steps", lambda c: c.scaling.measure == "off", "nothing is measured"),
+    ("stress", "abort_share", lambda c: "abort" not in c.stress.phases, "for the phase abort"),
+    ("bench", "*", lambda c: c.mode != "bench", "for mode=bench"),
+    ("tune", "*", lambda c: c.mode != "tune", "for mode=tune"),
+)  # fmt: skip
+
+
+def ignored_settings(config: Any) -> dict[str, dict[str, str]]:
+    """Returns key → value and reason of what an experiment's configuration sets though nothing reads it."""
+    ignored: dict[str, dict[str, str]] = {}
+    for path, names, unread, why in _RULES:
+        try:
+            section: Any = attrgetter(path)(config)
+            fields = [f.name for f in dataclasses.fields(section)] if names == "*" else names.split()
+            values = {name: getattr(section, name) for name in fields}
+        except AttributeError:
+            continue  # of another experiment
+        if unread(config):
+            usual = type(section)()
+            for name, value in values.items():
+                if value != getattr(usual, name) and name not in _SWITCHES:
+                    key = f"{path}.{name}"
+                    ignored.setdefault(key, {"value": str(value), "reason": f"ignored: {why}"})
+    return ignored
