@@ -5,6 +5,7 @@ What is read and where it goes is decided by `moejax.checkpoint.plan` and `moeja
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,17 +36,24 @@ from moejax.checkpoint.tensors import QUANTIZED_DTYPES, STORED_DTYPES, TensorFil
 from moejax.core.checked import check
 from moejax.core.config import DType, ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError, OutputError, unknown
-from moejax.core.files import atomic_write_text
+from moejax.core.files import atomic_write_text, whole_folder
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf, config_to_hf
 from moejax.moe.replicas import held_experts
 from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params, specs
 from moejax.nn.quantized import replace_weights
 from moejax.quantization.checkpoints.convention import Convention
+from moejax.sharding.distributed import broadcast
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+"""Files of a model directory that text and its generation need, beside weights and configuration."""
 
 Tensors = Iterator[tuple[str, np.ndarray]]
 
@@ -245,8 +253,11 @@ def save_pretrained(
     max_shard_bytes: int = 5_000_000_000,
     expert_of: ExpertOf | None = None,
     quantized_format: str = "auto",
+    text_from: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
 ) -> None:
-    """Writes `config.json` and safetensors that transformers loads. Files appear only when complete.
+    """Writes a directory that transformers loads, whole or not at all: `config.json`, safetensors and, where
+    `text_from` names the directory that has them, tokenizer and generation settings.
 
     A sharded model is gathered tensor by tensor. Where it is spread over several processes, all must call
     this; process 0 writes, and they leave together.
@@ -258,20 +269,24 @@ def save_pretrained(
             each is written once. None: as its replica tables say.
         quantized_format: of quantized weights: "compressed-tensors", which has words for most formats and is
             read by transformers and vLLM; "moejax", which has them for all; "auto" is the first that does.
+        text_from: a model directory, whose `TEXT_FILES` are copied; `LLM.save_pretrained` gives its own.
+        overwrite: replaces a model directory that is there, with all its files.
 
     Raises:
         ConfigError: the family's `config.json` cannot describe the model, or `expert_of` or the
             `quantized_format` does not fit.
-        OutputError: the directory cannot be written; nothing half-written is left.
+        OutputError: the directory is in use, or cannot be written; nothing half-written is left.
     """
     out = Path(directory)
+    if fault := broadcast(in_use(out, overwrite)):
+        raise OutputError(fault)
     config = model.config if dtype is None else model.config.replace(dtype=dtype)
     quantized = plan_save(model, TABLES[config.family], quantized_format, _gathered)
     fields = config_to_hf(config) | ({"quantization_config": quantized.config} if quantized else {})
     text = json.dumps(fields, indent=2) + "\n"
     tensors = _tensors(model, jnp.dtype(config.dtype), expert_of or held_experts(model), quantized)
     if jax.process_index() == 0:
-        _write(out, text, tensors, max_shard_bytes)
+        _write(out, text, tensors, max_shard_bytes, None if text_from is None else Path(text_from))
     else:
         for _ in tensors:
             pass  # takes part in the gathering
@@ -279,16 +294,23 @@ def save_pretrained(
         multihost_utils.sync_global_devices(f"save_pretrained {out}")
 
 
-def _write(out: Path, config: str, tensors: Tensors, limit: int) -> None:
+def in_use(out: Path, overwrite: bool) -> str:
+    """Returns a line on what saving into a directory would lose, the empty string for nothing."""
+    if not out.is_file() and not (out.is_dir() and any(out.iterdir())):
+        return ""
+    if not (out / "config.json").is_file():
+        return f"{out} exists and is no model directory; move it away, or save elsewhere"
+    return "" if overwrite else f"{out} holds a model; save elsewhere, or replace it with overwrite=True"
+
+
+def _write(out: Path, config: str, tensors: Tensors, limit: int, text_from: Path | None) -> None:
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            shards = _write_shards(tensors, out, limit)
-            atomic_write_text(out / "config.json", config)
-            _commit_shards(out, shards)
-        finally:
-            for left in out.glob(".shard-*.tmp"):
-                left.unlink(missing_ok=True)
+        with whole_folder(out) as folder:
+            _commit_shards(folder, _write_shards(tensors, folder, limit))
+            atomic_write_text(folder / "config.json", config)
+            for path in () if text_from is None else map(text_from.joinpath, TEXT_FILES):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"{out}: cannot write the model ({reason})") from error
@@ -362,10 +384,9 @@ def _write_shards(tensors: Tensors, out: Path, limit: int) -> list[tuple[Path, l
 
 
 def _commit_shards(out: Path, shards: list[tuple[Path, list[str], int]]) -> None:
-    """Moves the shards to their final names and writes, or removes, the index."""
+    """Moves the shards to their final names and writes the index."""
     if len(shards) == 1:
         os.replace(shards[0][0], out / SINGLE)
-        (out / INDEX).unlink(missing_ok=True)
         return
     weight_map: dict[str, str] = {}
     for i, (path, keys, _) in enumerate(shards):
@@ -374,4 +395,3 @@ def _commit_shards(out: Path, shards: list[tuple[Path, list[str], int]]) -> None
         weight_map.update(dict.fromkeys(keys, name))
     index = {"metadata": {"total_size": sum(size for _, _, size in shards)}, "weight_map": weight_map}
     atomic_write_text(out / INDEX, json.dumps(index, indent=2) + "\n")
-    (out / SINGLE).unlink(missing_ok=True)

@@ -9,8 +9,10 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,31 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
     """Writes `text` in UTF-8 by `atomic_write_bytes`."""
     return atomic_write_bytes(path, text.encode("utf-8"))
+
+
+@contextmanager
+def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a new folder beside `folder`, which it replaces with all that is in it once the body has ended.
+
+    Raises:
+        OSError: it cannot be written. What was there before is then untouched, as after an error of the body.
+    """
+    target = Path(os.path.realpath(folder))
+    new, old = (target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.{end}") for end in ("tmp", "old"))
+    try:
+        new.mkdir(parents=True)
+        yield new
+        if existed := target.exists():  # a folder cannot be renamed onto one that is not empty
+            target.rename(old)
+        try:
+            new.rename(target)
+        except BaseException:
+            if existed:
+                old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def ensure_writable(directory: str | os.PathLike[str]) -> Path:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
+from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
@@ -131,6 +132,11 @@ class LLM:
         if alike and len(self.stages) == 1:
             other.ledger.share(self.ledger)  # equal steps are one program
         return other
+
+    def save_pretrained(self, directory: str | os.PathLike[str], **options: Any) -> None:
+        """Writes the model with its tokenizer and generation settings; options and errors are those of
+        `moejax.save_pretrained`."""
+        save_pretrained(self.model, directory, **{"text_from": self.model_dir} | options)
 
     # -- generation ------------------------------------------------------------------------------------
 

@@ -4,18 +4,16 @@ Everything is built in a temporary folder beside the target, read back, measured
 """
 
 import os
-import shutil
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from flax import nnx
 
-from moejax.checkpoint.hf import save_pretrained
+from moejax.checkpoint.hf import in_use, save_pretrained
 from moejax.core.config import EngineConfig, MoeConfig
 from moejax.core.errors import OutputError
-from moejax.core.files import atomic_write_text, dump_json, ensure_writable
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable, whole_folder
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.report.progress import progress
@@ -50,12 +48,8 @@ def check_export_dir(directory: str | os.PathLike[str]) -> None:
     """
     target = Path(directory)
     ensure_writable(target.parent)
-    if (
-        target.exists()
-        and not (target / "config.json").is_file()
-        and (target.is_file() or any(target.iterdir()))
-    ):
-        raise OutputError(f"export_dir {target} exists and is no model directory; move it away")
+    if fault := in_use(target, overwrite=True):
+        raise OutputError(fault)
 
 
 def export(
@@ -71,10 +65,8 @@ def export(
     """
     target = Path(directory)
     check_export_dir(target)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        temporary.mkdir()
-        with progress("exporting"):
+        with progress("exporting"), whole_folder(target) as temporary:
             _write_model(config, result, temporary)
             # From here on everything is measured on what was written, not on what is in memory.
             # The evaluator's own module has the plain expert layout, whatever suits this platform's engine.
@@ -83,13 +75,10 @@ def export(
             held_out = measure(config, llm, (temporary / HELD_OUT_FILE).read_text(encoding="utf-8"))
             facts = CardFacts(command, result, held_out, sample_texts(llm), WEIGHT_DTYPE)
             atomic_write_text(temporary / CARD_FILE, model_card(config, facts))
-        _swap(temporary, target)
     except OSError as error:
         if isinstance(error, OutputError):
             raise
         raise OutputError(f"cannot write the model to {target}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Exported(target, held_out, sum(path.stat().st_size for path in target.iterdir()))
 
 
@@ -115,18 +104,3 @@ def _write_model(config: TrainConfig, result: TrainResult, folder: Path) -> None
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     atomic_write_text(folder / "generation_config.json", dump_json(generation, indent=2) + "\n")
     atomic_write_text(folder / HELD_OUT_FILE, result.text.sample)
-
-
-def _swap(new: Path, target: Path) -> None:
-    """Puts `new` in `target`'s place; a folder cannot be renamed onto one that is not empty."""
-    old = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.old")
-    existed = target.exists()
-    if existed:
-        target.rename(old)
-    try:
-        new.rename(target)
-    except OSError:
-        if existed:
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

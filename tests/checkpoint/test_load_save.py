@@ -209,7 +209,7 @@ def test_saving_again_replaces_the_layout(tmp_path, tiny_model):
     """Single over sharded and back: what loads is what was saved last."""
     other = random_model(tiny_model.config, seed=9)
     for model, limit in ((tiny_model, 4000), (other, 10**9), (tiny_model, 4000)):
-        save_pretrained(model, tmp_path, max_shard_bytes=limit)
+        save_pretrained(model, tmp_path, max_shard_bytes=limit, overwrite=True)
         assert (tmp_path / INDEX).exists() == (limit == 4000) != (tmp_path / SINGLE).exists()
         assert_same_weights(load_pretrained(tmp_path).model, model)
     assert not list(tmp_path.glob(".*"))
@@ -232,7 +232,7 @@ def test_a_failed_save_leaves_the_old_model_whole(monkeypatch, saved, tiny_model
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     monkeypatch.setattr(hf, "save_file", failing)
     with pytest.raises(OutputError, match="cannot write the model"):
-        save_pretrained(random_model(tiny_model.config, seed=3), saved, max_shard_bytes=4000)
+        save_pretrained(random_model(tiny_model.config, seed=3), saved, max_shard_bytes=4000, overwrite=True)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     assert_same_weights(load_pretrained(saved).model, tiny_model)
 

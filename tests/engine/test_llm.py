@@ -12,7 +12,7 @@ import pytest
 import moejax
 from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import EngineConfig
-from moejax.core.errors import CheckpointError
+from moejax.core.errors import CheckpointError, OutputError
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.models.registry import config_to_hf
@@ -261,6 +261,31 @@ def test_saved_dummy_weights_load_as_they_were(bare_llm: LLM, tmp_path: Path) ->
     loaded = LLM(tmp_path, engine=ENGINE)
     assert loaded.config == bare_llm.config
     np.testing.assert_array_equal(loaded.model.embedding.table[...], bare_llm.model.embedding.table[...])
+
+
+def test_a_saved_model_opens_with_its_text(llm: LLM, tmp_path: Path) -> None:
+    """Tokenizer and generation settings go along; a directory in use is refused, then replaced."""
+    assert llm.model_dir is not None
+    out = tmp_path / "saved"
+    llm.save_pretrained(out)
+    given = {path.name for path in llm.model_dir.iterdir()}
+    assert {path.name for path in out.iterdir()} == given > {"tokenizer.json", "tokenizer_config.json"}
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    with pytest.raises(OutputError, match=r"saved holds a model; .*overwrite=True"):
+        llm.save_pretrained(out)
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(OutputError, match="is no model directory"):
+        llm.save_pretrained(tmp_path, overwrite=True)
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    (out / "old.txt").write_text("of the model before")
+    llm.save_pretrained(out, overwrite=True)
+    assert {path.name for path in out.iterdir()} == given
+    again, params = LLM(out, engine=ENGINE), SamplingParams(temperature=0.0, max_tokens=4)
+    wanted, got = (each.generate("def route(", params)[0].outputs[0].text for each in (llm, again))
+    assert got == wanted and again.eos_token_ids == llm.eos_token_ids
+    chat = [{"role": "user", "content": "Hi"}]
+    assert again.chat_prompt(chat) == llm.chat_prompt(chat)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "saved"]
 
 
 def test_limits_and_resolutions(small_dir: Path) -> None:

@@ -1,13 +1,11 @@
 """`LLM(quant=...)` from its text to a saved directory, opened again."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from moejax import LLM, EngineConfig, QuantConfig, SamplingParams, save_pretrained
-from moejax.checkpoint.hf import ASSETS
+from moejax import LLM, EngineConfig, QuantConfig, SamplingParams
 from moejax.core.quant import CalibrationConfig
 
 ENGINE = EngineConfig(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, compile_cache=False)
@@ -34,12 +32,13 @@ def test_calibrated_saved_and_opened(method: str, format: str, tmp_path: Path) -
     assert llm.quant_report is not None and llm.quant_report.to_dict()["fallbacks"] >= 0
     wanted = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY)]
 
-    save_pretrained(llm.model, tmp_path)
-    shutil.copy(ASSETS / "tiny" / "tokenizer.json", tmp_path)
+    llm.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert stored["quant_method"] == "compressed-tensors"
     again = LLM(tmp_path, engine=ENGINE)
     assert [out.outputs[0].token_ids for out in again.generate(PROMPTS, GREEDY)] == wanted
+    texts = [each.generate("The function", GREEDY)[0].outputs[0].text for each in (llm, again)]
+    assert texts[0] == texts[1] != ""
     assert again.quant_report is None
     formats = [{r.key: r.value for r in each.resolutions}["quant.format"] for each in (llm, again)]
     assert formats[0] == formats[1]

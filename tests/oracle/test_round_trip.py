@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
+from moejax import LLM, EngineConfig, QuantConfig, SamplingParams
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.core.config import MoeConfig
 from moejax.models.decoder import Decoder
@@ -53,6 +54,24 @@ def test_what_we_save_loads_in_transformers(tmp_path, pair, name, limit):
     tokens = hf.random_tokens(96, 2, 40)
     # transformers with transformers: what differs is only whether the configuration survived.
     np.testing.assert_array_equal(hf.logits(model.eval(), tokens), hf.logits(both.theirs, tokens))
+
+
+@pytest.mark.parametrize("quant", [None, QuantConfig("rtn", "int8")], ids=["full", "int8"])
+def test_a_saved_engine_opens_in_transformers_with_its_text(tmp_path, quant):
+    """The same token ids of a text, the same special tokens, the same text of these ids."""
+    llm = LLM("tiny", engine=EngineConfig(compile_cache=False), quant=quant)
+    llm.save_pretrained(tmp_path / "saved")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "saved")
+    text = "def route(tokens):\n    return"
+    ids = llm.tokenizer.encode(text)
+    assert tokenizer(text)["input_ids"] == ids and tokenizer.decode(ids) == llm.tokenizer.decode(ids)
+    assert generation.eos_token_id == tokenizer.eos_token_id == llm.eos_token_ids[0]
+    if quant is None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+        theirs = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
+        ours = llm.generate(text, SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0]
+        assert tokenizer.decode(theirs) == ours.text
 
 
 @pytest.mark.parametrize("name", PER_FAMILY)
