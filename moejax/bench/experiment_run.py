@@ -11,7 +11,6 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +25,7 @@ from moejax.bench.ignored import ignored_settings
 from moejax.bench.run_folder import drop_replaced
 from moejax.bench.workload import SampledWorkload
 from moejax.core.files import ensure_writable
-from moejax.core.hardware import Hardware, get_hardware
+from moejax.core.hardware import Hardware, get_hardware, with_reading
 from moejax.core.price import Price
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
@@ -83,6 +82,7 @@ class ExperimentRun:
     meter: Meter = field(init=False)
     _tracker: CompositeTracker | None = field(default=None, init=False)
     _result: Result | None = field(default=None, init=False)
+    _hardware: Hardware | None = field(default=None, init=False)
 
     @classmethod
     def open(cls, experiment: str, config: Any, out_dir: Path) -> "ExperimentRun":
@@ -114,14 +114,19 @@ class ExperimentRun:
         if error is None and self._result is not None:
             print_metrics_line(self._result, self.out_dir)
 
-    @cached_property
+    @property
     def hardware(self) -> Hardware | None:
-        """One device to hold results against; None where it is not known.
+        """One device to hold results against; None where it is not known. Raises `ConfigError`: an unknown
+        kind."""
+        if self._hardware is None or self._hardware.bandwidth is None:
+            self.read_peaks()
+        return self._hardware
 
-        Raises:
-            ConfigError: an unknown kind.
-        """
-        return get_hardware(self.hardware_kind, jax.devices()[0].device_kind)
+    def read_peaks(self) -> None:
+        """Measures the peaks that no data sheet gives; to be called before and after what is held against
+        them, since a machine that others use too has other peaks a minute later."""
+        known = self._hardware or get_hardware(self.hardware_kind, jax.devices()[0].device_kind)
+        self._hardware = None if known is None else with_reading(known)
 
     # -- before anything is measured ---------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class ExperimentRun:
         Raises:
             ConfigError: an unknown kind of device.
         """
-        _ = self.hardware  # asked for here, before anything runs
+        get_hardware(self.hardware_kind, jax.devices()[0].device_kind)  # refused before anything runs
         self.provenance = collect(self.config, **sources)
 
     def track(self, **naming: Any) -> None:

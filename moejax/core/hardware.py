@@ -3,8 +3,8 @@
 Sources: NVIDIA's data sheets of A100 (SXM), H100 (SXM) and H200; dense rates without sparsity. Networks are
 those of NVIDIA's DGX machines, from their user guides: an InfiniBand adapter for each of the eight GPUs,
 ConnectX-6 HDR at 200 Gb/s in DGX A100, ConnectX-7 NDR at 400 Gb/s in DGX H100 and H200. A CPU has no data
-sheet that would fit a shared machine, so its read bandwidth and its FLOP/s are measured
-(`measure_read_bandwidth`, `measure_matmul_flops`).
+sheet that would fit a shared machine, so its read bandwidth and its FLOP/s are measured beside the work
+(`with_reading`): others' use of the machine moves a reading, so the best of several is the peak.
 """
 
 import time
@@ -16,6 +16,12 @@ import numpy as np
 
 from moejax.core.errors import ConfigError, unknown
 
+EXCEEDED = 1.05
+"""Share of a peak from which on work exceeds it: the peak is then too low to be one."""
+
+UNSTABLE = 0.2
+"""Share of a peak's best reading; one with a reading further below it is not stable."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -23,7 +29,9 @@ class Hardware:
 
     `link_bandwidth` is NVLink's with both directions counted, as data sheets do: half of it can be sent.
     `network_bandwidth` is what one device can send to other nodes, in one direction.
-    `source` says where bandwidth and FLOP/s come from: "data sheet" or "measured".
+    `source` says where bandwidth and FLOP/s come from: "data sheet", "measured", or "configured" where they
+    are another device's than the one that runs. `readings` are what was measured, time by time: the bandwidth
+    and each dtype's FLOP/s by name.
     """
 
     kind: str
@@ -33,6 +41,17 @@ class Hardware:
     link_bandwidth: float | None
     source: str
     network_bandwidth: float | None = None
+    readings: tuple[dict[str, float], ...] = ()
+
+    def believed(self, limit: str, dtype: str, share: float | None) -> tuple[float | None, str | None]:
+        """Returns a share of the "memory" or the "compute" peak (None where that is not known) if it can be
+        true, else None and why: the peak is "unstable" or was "exceeded", see `UNSTABLE` and `EXCEEDED`."""
+        if share is None:
+            return None, None
+        values = [reading["bandwidth" if limit == "memory" else dtype] for reading in self.readings]
+        if values and min(values) < (1 - UNSTABLE) * max(values):
+            return None, "unstable"
+        return (share, None) if share <= EXCEEDED else (None, "exceeded")
 
 
 _GB, _GIB = 1e9, 2**30
@@ -79,7 +98,7 @@ def detect(device_kind: str) -> str | None:
 
 
 def get_hardware(kind: str, device_kind: str) -> Hardware | None:
-    """Returns the device to hold results against.
+    """Returns the device to hold results against; what is measured of it is left to `with_reading`.
 
     Args:
         kind: a known kind, or "auto" to go by `device_kind` (None where that is not known).
@@ -94,11 +113,18 @@ def get_hardware(kind: str, device_kind: str) -> Hardware | None:
         kind = detected
     if kind not in KNOWN:
         raise ConfigError(f"hardware.kind: {unknown('device', kind, (*KNOWN, 'auto'))}")
-    hardware = KNOWN[kind]
-    if hardware.bandwidth is None and detect(device_kind) == kind:
-        flops = {dtype: measure_matmul_flops(dtype) for dtype in ("float32", "bfloat16")}
-        hardware = replace(hardware, bandwidth=measure_read_bandwidth(), flops=flops)
-    return hardware
+    return KNOWN[kind] if detect(device_kind) == kind else replace(KNOWN[kind], source="configured")
+
+
+def with_reading(hardware: Hardware) -> Hardware:
+    """Returns the device with peaks that are the best of its readings and a further one; as it is where they
+    are not measured."""
+    if hardware.source != "measured":
+        return hardware
+    reading = {dtype: measure_matmul_flops(dtype) for dtype in ("float32", "bfloat16")}
+    readings = (*hardware.readings, {"bandwidth": measure_read_bandwidth(), **reading})
+    best = {name: max(one[name] for one in readings) for name in readings[0]}
+    return replace(hardware, bandwidth=best.pop("bandwidth"), flops=best, readings=readings)
 
 
 def together(hardware: Hardware, devices: int) -> Hardware:

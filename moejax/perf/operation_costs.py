@@ -321,7 +321,8 @@ def bounds(ops: Sequence[OpCost], hardware: Hardware, dtype: str) -> Bounds:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Used fractions of a device's peaks; above 1 only where the peak is understated. None: no known peak.
+    """Used fractions of a device's peaks. None: no known peak, or one that cannot be believed for the reason
+    `doubt` (`Hardware.believed`).
 
     `mfu` is model FLOP utilisation (PaLM, Chowdhery et al., arXiv 2204.02311, appendix B): the FLOPs that the
     model's products need, per second, over the peak. What a program computes besides (padding, experts that
@@ -334,6 +335,7 @@ class Utilisation:
 
     mfu: float | None
     mbu: float | None
+    doubt: str | None = None
 
 
 def utilisation(ops: Iterable[OpCost], seconds: float, hardware: Hardware | None, dtype: str) -> Utilisation:
@@ -347,10 +349,10 @@ def utilisation(ops: Iterable[OpCost], seconds: float, hardware: Hardware | None
     if hardware is None:
         return Utilisation(None, None)
     work, peak, bandwidth = total(ops), hardware.flops.get(dtype), hardware.bandwidth
-    return Utilisation(
-        work.flops / seconds / peak if peak else None,
-        work.bytes / seconds / bandwidth if bandwidth else None,
-    )
+    flops, moved = work.flops / seconds, work.bytes / seconds
+    mfu, slow = hardware.believed("compute", dtype, flops / peak if peak else None)
+    mbu, doubt = hardware.believed("memory", dtype, moved / bandwidth if bandwidth else None)
+    return Utilisation(mfu, mbu, doubt or slow)
 
 
 def _peaks(hardware: Hardware, dtype: str) -> tuple[float, float]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from moejax.results.machine import machine_lines
+
 
 @dataclass(frozen=True)
 class Report:
@@ -99,11 +101,13 @@ def report_of(result: Mapping[str, Any]) -> Report | None:
 
 
 def print_result(result: Mapping[str, Any], console: Console) -> bool:
-    """Prints the tables of a result's experiment; returns False where it has none."""
+    """Prints the tables of a result's experiment, and below them what the machine was; returns False where it
+    has none."""
     report = report_of(result)
     if report is None or report.table is None:
         return False
     _function(report.table)(result, console)
+    _function("tables:print_lines")(console, machine_lines(result), "yellow")
     return True
 
 

@@ -26,6 +26,7 @@ from moejax.results.compare.comparison import MetricRow
 from moejax.results.compare.inputs import flatten
 from moejax.results.compare.runs import Run, load_runs
 from moejax.results.compare.samples import Cases
+from moejax.results.machine import has_same_roof, is_share_of_roof
 from moejax.results.metric_names import lower_is_better, short_name
 from moejax.results.metrics import is_number
 
@@ -141,7 +142,9 @@ def _run(run: Run, index: int) -> dict[str, Any]:
 def _metrics(runs: Sequence[Run], of_cases: Sequence[MetricRow]) -> list[list[MetricRow]]:
     """Every flat metric of any run: the usual ones (all where none is usual) with those of cases, and the
     rest."""
+    same = has_same_roof(run.result for run in runs)
     known = [n for run in runs for n, value in run.result["metrics"].items() if is_number(value)]
+    known = [name for name in known if same or not is_share_of_roof(name)]
     usual = [name for name in _FIRST if name in known] or list(dict.fromkeys(known))
     rows = [
         MetricRow(name, tuple(run.result["metrics"].get(name) for run in runs))
@@ -186,7 +189,7 @@ def _rooflines(runs: Sequence[Run]) -> list[tuple[str, Figure, str]]:
         text = (
             f"{run.label}: operations by phase against what memory and compute allow; stars are whole phases."
         )
-        drawn.append((f"Roofline of {run.label}", figure, text))
+        drawn += [(f"Roofline of {run.label}", figure, text)] if figure is not None else []
     return drawn
 
 
@@ -203,7 +206,8 @@ def _figures(runs: Sequence[Run], comparison: RunComparison | None) -> list[dict
         ("Expert load", html_figures.expert_loads(runs),
          "Tokens per expert over the even share, one colour scale for all; blank layers have no experts."),
         ("Share of the roofline", html_figures.roof(runs),
-         "The least time per output token that memory and compute allow, over the measured."),
+         "The least time per output token that memory and compute allow, over the measured. Runs whose roofs"
+         " differ have an axis each; without cases that exceeded the roof or found it unstable."),
         ("Telemetry", html_figures.telemetry(runs),
          "Sampled while something was measured; the time between measured parts is left out of the means."),
     )  # fmt: skip

@@ -23,6 +23,7 @@ from moejax.report.figure import (
 from moejax.report.style import nth_color
 from moejax.results.compare.runs import Run
 from moejax.results.compare.samples import Cases, case_name, latency_values, shared_cases
+from moejax.results.machine import has_same_roof, roof_line
 from moejax.results.metric_names import lower_is_better, short_name
 from moejax.results.metrics import LATENCIES, is_number, relative_load
 from moejax.results.pareto import pareto
@@ -157,30 +158,37 @@ def expert_loads(runs: Sequence[Run]) -> Figure | None:
 
 def roof(runs: Sequence[Run]) -> Figure | None:
     """Measured time per output token over its bound, case by case: the share of the roof that each run
-    reaches."""
+    reaches. Runs with roofs of their own have panels of their own."""
     rows: list[tuple[int, str, float]] = []
     for index, run in enumerate(runs):
         cases = Cases(run)
         for place, row in enumerate(cases.rows):
             if _positive(row.get("roofline_percent")):
                 rows.append((index, case_name(cases.fields(place)), float(row["roofline_percent"])))
+    shown = sorted({index for index, _, _ in rows})
     if not rows:
         return None
-    names = list(dict.fromkeys(name for _, name, _ in rows))
-    figure, (axis,) = new_figure("Share of the roofline reached in decoding", {}, 8.0, 1.6 + 0.32 * len(rows))
-    height = 0.8 / len(runs)
-    for index, run in enumerate(runs):
-        mine = {name: value for i, name, value in rows if i == index}
-        places = [names.index(name) + (index - (len(runs) - 1) / 2) * height for name in mine]
-        bars = axis.barh(places, list(mine.values()), 0.92 * height, color=nth_color(index), label=run.title)
-        axis.bar_label(bars, [f"{value:.0f} %" for value in mine.values()], fontsize=7, padding=2)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.invert_yaxis()
-    axis.grid(visible=False, axis="y")
-    vertical_grid(axis)
-    axis.set_xlabel("% of the least time that memory and compute allow")
-    axis.margins(x=0.1)
-    legend_below(figure, [axis], 3)
+    one = has_same_roof(runs[index].result for index in shown)
+    panels = [shown] if one else [[index] for index in shown]
+    size = 8.0, 1.2 + 0.4 * len(panels) + 0.32 * len(rows)
+    figure, axes = new_figure("Share of the roofline reached in decoding", {}, *size, len(panels), 1)
+    for axis, members in zip(axes, panels, strict=True):
+        names = list(dict.fromkeys(name for index, name, _ in rows if index in members))
+        height = 0.8 / len(members)
+        for turn, index in enumerate(members):
+            mine = {name: value for i, name, value in rows if i == index}
+            places = [names.index(name) + (turn - (len(members) - 1) / 2) * height for name in mine]
+            look: dict[str, Any] = {"color": nth_color(index), "label": runs[index].title}
+            bars = axis.barh(places, list(mine.values()), 0.92 * height, **look)
+            axis.bar_label(bars, [f"{value:.0f} %" for value in mine.values()], fontsize=7, padding=2)
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.invert_yaxis()
+        axis.grid(visible=False, axis="y")
+        vertical_grid(axis)
+        axis.set_title(roof_line(runs[members[0]].result) or "", fontsize=8, loc="left")
+        axis.margins(x=0.1)
+    axes[-1].set_xlabel("% of the least time that memory and compute allow")
+    legend_below(figure, axes, 3)
     return figure
 
 

@@ -18,7 +18,7 @@ from moejax.report.figure import (
     write_cells,
 )
 from moejax.report.style import COLORS, nth_color, run_title
-from moejax.report.tables import Column, column_table, print_lines, rounded
+from moejax.report.tables import Column, column_table, print_lines, roof_cell, rounded
 
 
 def _figure(value: float) -> str:
@@ -61,7 +61,7 @@ _ROUTING: tuple[Column, ...] = (
     Column("quantize\ns", "quantize_seconds", 1, _figure),
     Column("decode\ntok/s", "decode_tokens_per_s", 1, _figure),
     Column("\n×", "decode_ratio", 1, _figure),
-    Column("% of\nbound", "decode_percent_of_bound", 1, _figure),
+    Column("% of\nbound", lambda row: roof_cell(row, "decode_percent_of_bound"), 1, _figure),
 )
 _LOSSES_NOTE = """\
 loss: of perplexity, % of full precision, with its bootstrap interval; ~ inside the noise

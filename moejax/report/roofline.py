@@ -18,6 +18,7 @@ from moejax.core.errors import ConfigError
 from moejax.report.figure import new_figure
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import Column, column_table, number, print_lines
+from moejax.results.machine import roof_line
 
 _REST = {"launch_overhead": "between instructions", "host_gap": "host", "unattributed": "not attributed"}
 _PHASE_COLORS = {"decode": COLORS[0], "prefill": COLORS[1], "mixed": COLORS[2]}
@@ -62,7 +63,7 @@ def profile_table(phase: Mapping[str, Any], kind: str) -> Table:
     return column_table(
         f"{what}: {number(phase['plain_ms'])} ms, {number(phase['measured_ms'])} under the profiler;"
         f" bound {number(phase['bound_ms'])} ms ({phase['limit']}, {kind})\n"
-        f"MFU {_percent(phase['mfu'])}, MBU {_percent(phase['mbu'])}",
+        + ", ".join(f"{name.upper()} {_percent(phase, name)}" for name in ("mfu", "mbu")),
         columns,
         [*ranked(phase), *rest],
         "measured: under the profiler; bound: least time on the device, by FLOPs and by bytes\n"
@@ -102,8 +103,9 @@ def _remarks(phase: Mapping[str, Any]) -> Iterable[str]:
         yield f"bound of the same work on other devices, ms ({phase['dtype']}): {each}"
 
 
-def _percent(part: float | None) -> str:
-    return "–" if part is None else f"{100 * part:.1f} %"
+def _percent(phase: Mapping[str, Any], name: str) -> str:
+    part = phase[name]
+    return phase.get("roofline_doubt") or "–" if part is None else f"{100 * part:.1f} %"
 
 
 def _rate(row: Mapping[str, Any], *keys: str) -> float | None:
@@ -112,10 +114,10 @@ def _rate(row: Mapping[str, Any], *keys: str) -> float | None:
     return amount / row["measured_ms"] / 1e6 if row["measured_ms"] and amount else None
 
 
-def roofline_figure(result: Mapping[str, Any]) -> Figure:
+def roofline_figure(result: Mapping[str, Any]) -> Figure | None:
     """Arithmetic intensity against FLOP/s, both logarithmic: the device's roof, and a mark for each operation
     and phase. A filled one is measured; a hollow one, at the roof, is the bound of what was not. A star is
-    the whole phase.
+    the whole phase. Phases that exceeded the roof, or found it unstable, are left out; None without others.
 
     Raises:
         ConfigError: the result has no cost breakdown, or its device no known peaks.
@@ -125,6 +127,9 @@ def roofline_figure(result: Mapping[str, Any]) -> Figure:
     peak, bandwidth = (hardware.get("flops") or {}).get(dtype), hardware.get("bandwidth")
     if not peak or not bandwidth:
         raise ConfigError(f"a roofline needs the device's bandwidth and its peak for {dtype}; none is known")
+    phases = [phase for phase in phases if not phase.get("roofline_doubt")]
+    if not phases:
+        return None
     figure, (axis,) = new_figure("Roofline", result, 8.6, 5.6)
     points = [point for phase in phases for point in _points(phase, peak, bandwidth)]
     if not points:
@@ -148,9 +153,7 @@ def roofline_figure(result: Mapping[str, Any]) -> Figure:
     axis.set_xlim(low, high)
     axis.set_xlabel("FLOPs per byte of weights and cache")
     axis.set_ylabel("FLOP/s")
-    source = f", {hardware['source']}" if hardware.get("source") else ""
-    label = f"{hardware.get('kind')}{source}: {bandwidth / 1e9:,.0f} GB/s, {peak / 1e9:,.0f} GFLOP/s {dtype}"
-    axis.set_title(label, fontsize=9, loc="left")
+    axis.set_title(f"{roof_line(result)}; {peak / 1e9:,.0f} GFLOP/s {dtype}", fontsize=9, loc="left")
     _legend(axis, list(dict.fromkeys(point[0] for point in points)), marks, points)
     return figure
 
@@ -192,8 +195,8 @@ def _legend(axis: Axes, phases: Sequence[str], marks: Mapping[str, str], points:
 
 
 def residual_figure(result: Mapping[str, Any]) -> Figure:
-    """A bar for each operation, phases side by side: measured time, its bound in a darker shade, what is no
-    operation in grey; ranked by excess.
+    """A bar for each operation, phases side by side: measured time, its bound (where it can be believed) in a
+    darker shade, what is no operation in grey; ranked by excess.
 
     Raises:
         ConfigError: the result has no measured times.
@@ -210,7 +213,7 @@ def residual_figure(result: Mapping[str, Any]) -> Figure:
         color = _PHASE_COLORS.get(phase["phase"], COLORS[3])
         for place, (_, spent, least, known) in zip(places, bars, strict=True):
             axis.barh(place, spent, color=color if known else _REST_COLOR, alpha=0.45 if known else 1.0)
-            axis.barh(place, min(least, spent), color=color)
+            axis.barh(place, 0.0 if phase.get("roofline_doubt") else min(least, spent), color=color)
             share = f" {100 * spent / phase['measured_ms']:.0f} %"
             axis.annotate(share, (spent, place), va="center", fontsize=8, color="#333333")
         axis.set_yticks(places, [name for name, *_ in bars], fontsize=9)
@@ -221,7 +224,8 @@ def residual_figure(result: Mapping[str, Any]) -> Figure:
         axis.set_xlabel("ms under the profiler; dark: least time that the device allows")
         what = "a decode step" if phase["phase"] == "decode" else "the prompts of a batch"
         axis.set_title(
-            f"{what}: {number(phase['measured_ms'])} ms ({number(phase['plain_ms'])} without the profiler)",
+            f"{what}: {number(phase['measured_ms'])} ms ({number(phase['plain_ms'])} without the profiler)"
+            + (f"\nno bounds: the roof was {phase['roofline_doubt']}" if phase.get("roofline_doubt") else ""),
             fontsize=10,
         )
     return figure

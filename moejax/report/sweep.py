@@ -24,6 +24,7 @@ from moejax.core.errors import ConfigError
 from moejax.report.figure import heat_map, legend_below, log_scale, new_figure, save_figure, write_cells
 from moejax.report.style import COLORS, nth_color
 from moejax.report.tables import number, plain_table, print_lines, stderr_console
+from moejax.results.machine import has_same_roof, is_share_of_roof
 from moejax.results.metric_names import lower_is_better
 from moejax.results.metrics import is_number
 from moejax.results.result import load_result
@@ -72,14 +73,17 @@ def load_sweep(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def sweep_rows(sweep: Mapping[str, Any]) -> list[Row]:
     """A row per case of each finished job: `job`, the swept keys (by their last part where that is unique),
-    and the case's own fields and metrics. A job without cases is one row with its flat metrics."""
+    and the case's own fields and metrics, without shares of roofs that differ. A job without cases is one row
+    with its flat metrics."""
     jobs = [job for job in sweep["jobs"] if job["state"] == "finished"]
+    one_roof = has_same_roof(jobs)
     names = _short_names(swept_keys(sweep["jobs"]))
     rows = []
     for job in jobs:
         swept = {short: job["overrides"].get(key) for key, short in names.items()}
         for case in job.get("cases") or [job.get("metrics") or {}]:
-            rows.append({"job": job["job"], **swept, **case})
+            kept = {key: case[key] for key in case if one_roof or not is_share_of_roof(key)}
+            rows.append({"job": job["job"], **swept, **kept})
     return rows
 
 
@@ -113,7 +117,9 @@ def sweep_table(sweep: Mapping[str, Any]) -> Table:
     """A line per case of each finished job; the best of each metric is bold."""
     rows = sweep_rows(sweep)
     axes, metrics = axes_of(sweep, rows, every=True), metrics_of(sweep, rows)
-    table = plain_table(f"sweep: {sweep['experiment']}, {len(sweep['jobs'])} jobs")
+    differ = not has_same_roof(job for job in sweep["jobs"] if job["state"] == "finished")
+    caption = "no shares of the roof: each job measured its own" if differ else None
+    table = plain_table(f"sweep: {sweep['experiment']}, {len(sweep['jobs'])} jobs", caption)
     for name in ("job", *(_SHORT.get(axis, axis) for axis in axes)):
         table.add_column(name, justify="right")
     for heading, _ in metrics:

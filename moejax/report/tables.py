@@ -188,9 +188,16 @@ _THROUGHPUT_BESIDE = (
 def metric_columns(*keys: str, cell: Callable[[Any], str] = three_digits) -> list[Column]:
     """Returns the columns of a case's fields and metrics in a result's order; shares are in per cent."""
     shares, words = ("cache_use_peak", "padding_waste"), ("backend", "batching")
+    read: dict[str, Any] = {"roofline_percent": roof_cell}
     return [
-        Column(_TITLES[key], key, cell=share if key in shares else cell, left=key in words) for key in keys
+        Column(_TITLES[key], read.get(key, key), cell=share if key in shares else cell, left=key in words)
+        for key in keys
     ]
+
+
+def roof_cell(row: Mapping[str, Any], key: str = "roofline_percent") -> Any:
+    """Returns a row's share of the roof, in its place the word for why it has none that is true."""
+    return row.get(key) if row.get(key) is not None else row.get("roofline_doubt")
 
 
 def latency_table(result: Mapping[str, Any]) -> Table:
@@ -198,8 +205,8 @@ def latency_table(result: Mapping[str, Any]) -> Table:
     peers a line for each backend, with ratios."""
     cases, beside = result["cases"], has_peers(result)
     caption = "in, out: tokens per request; times in ms; tok/s: output tokens"
-    if any(case.get("roofline_percent") is not None for case in cases):
-        caption += ";\nroof: the least time per output token that memory and compute allow, over the measured"
+    if any(roof_cell(case) is not None for case in cases):
+        caption += ";\n% of roof: the least time per token that memory and compute allow, over the measured"
     columns = metric_columns(*_LATENCY_BESIDE) if beside else metric_columns(*_LATENCY, cell=number)
     return column_table(
         f"{result.get('experiment', '')}: {run_title(result)}",

@@ -10,7 +10,6 @@ import pytest
 from moejax.bench.profile.capture import check, name_compiled_programs
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.profile.run import PROFILE_FILE, run_profile
-from moejax.core import hardware
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
@@ -22,10 +21,8 @@ WORKLOAD = ProfileWorkload(batch_size=2, prompt_len=12, output_len=6, iterations
 
 
 @pytest.fixture
-def llm(tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> LLM:
+def llm(tiny_config: ModelConfig) -> LLM:
     """Its programs are compiled anew: cached ones may be older than a scope."""
-    monkeypatch.setattr(hardware, "measure_read_bandwidth", lambda: 1e10)
-    monkeypatch.setattr(hardware, "measure_matmul_flops", lambda dtype: 1e11)
     engine = EngineConfig(max_num_seqs=2, max_model_len=32, compile_cache=False, max_num_batched_tokens=16)
     return LLM(tiny_config, engine=engine, load_format="dummy")
 

@@ -100,6 +100,19 @@ def test_it_needs_nothing_else_and_is_small(tmp_path: Path) -> None:
     }
 
 
+def test_runs_with_roofs_of_their_own_have_axes_of_their_own(tmp_path: Path) -> None:
+    runs = load_runs(pair(tmp_path))
+    for run, bandwidth in zip(runs, (7.2e9, 1.4e9), strict=True):
+        run.result["hardware"] = {"bandwidth": bandwidth, "source": "measured", "kind": "cpu"}
+        run.result["cases"][0]["roofline_percent"] = 40.0
+    figure = html_figures.roof(runs)
+    assert figure is not None
+    assert [axis.get_title(loc="left")[:14] for axis in figure.axes] == ["roof: 7.2 GB/s", "roof: 1.4 GB/s"]
+    runs[1].result["hardware"] = runs[0].result["hardware"]
+    shared = html_figures.roof(runs)
+    assert shared is not None and len(shared.axes) == 1 and len(shared.axes[0].patches) == 2
+
+
 def test_all_that_comes_from_a_run_is_escaped(tmp_path: Path) -> None:
     evil = "<script>alert('x')</script>\"'&"
     config = changed(CONFIG, model__path=evil)

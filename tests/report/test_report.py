@@ -56,6 +56,16 @@ def test_latency_table_fits_80_columns_and_names_model_device_and_commit():
         assert word in text, text
 
 
+def test_a_roof_that_is_none_is_a_word_in_the_table():
+    """Exceeded or unstable: no bare percentage, and the table still fits 80 columns."""
+    result, _ = build(shapes=((1, 128, 64), (16, 4096, 64)), step=0.001)
+    result["cases"][0] |= {"roofline_percent": None, "roofline_doubt": "exceeded"}
+    result["cases"][1]["roofline_percent"] = 83.25
+    text = text_of(tables.latency_table(result))
+    assert "exceeded" in text and "83.25" in text and "…" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+
+
 def test_columns_without_values_are_left_out():
     text = text_of(tables.latency_table(build(shapes=((1, 8, 1),))[0]))
     assert "TTFT" in text and "TPOT" not in text and "ITL" not in text

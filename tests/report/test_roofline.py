@@ -97,6 +97,16 @@ def test_the_roof_and_its_marks() -> None:
     assert "bound, not measured" in [text.get_text() for text in hollow.get_legend().get_texts()]
 
 
+def test_a_roof_that_was_exceeded_is_not_drawn() -> None:
+    """Neither the roof nor a bound; the table has the word where the share would stand."""
+    shown = result(roofline_doubt="exceeded", mbu=None, mfu=None)
+    assert roofline_figure(shown) is None
+    (axis,) = residual_figure(shown).axes
+    assert [patch.get_width() for patch in axis.patches][1::2] == [0.0] * (len(axis.patches) // 2)
+    assert "no bounds: the roof was exceeded" in axis.get_title()
+    assert "MFU exceeded, MBU exceeded" in printed(shown)
+
+
 def test_bars() -> None:
     (axis,) = residual_figure(result()).axes
     names = [label.get_text() for label in axis.get_yticklabels()]

@@ -76,6 +76,18 @@ def test_a_third_axis_is_panels_and_an_axis_that_follows_another_is_left_out() -
     assert sum(len(axis.get_images()) for axis in figure.axes) == 3 * 2
 
 
+def test_shares_of_roofs_that_differ_are_in_no_column() -> None:
+    """Each job measured its own; of one data sheet they can be compared."""
+    jobs = [job(i, {"workload.prompt_len": n}, [case(1, n)]) for i, n in enumerate((16, 64))]
+    for item in jobs:
+        item["cases"][0]["roofline_percent"] = 40.0
+    sweep = {"experiment": "latency", "argv": [], "jobs": jobs}
+    assert ("% of roof", "roofline_percent") in metrics_of(sweep, sweep_rows(sweep))
+    jobs[1]["hardware"] = {"bandwidth": 1.4e9, "source": "measured"}
+    assert ("% of roof", "roofline_percent") not in metrics_of(sweep, sweep_rows(sweep))
+    assert sweep_table(sweep).caption == "no shares of the roof: each job measured its own"
+
+
 def test_values_in_brackets_are_no_markup() -> None:
     jobs = [job(i, {"stress.phases": f"[{name}]"}, [case(1, 16)]) for i, name in enumerate(("abort", "/x"))]
     jobs[1]["cases"][0]["output_throughput"] = 5.0

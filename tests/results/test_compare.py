@@ -261,8 +261,21 @@ def test_a_busy_machine_is_said(tmp_path):
         latency_run(tmp_path / "b", provenance=measured, metrics={"mean_other_cpu_percent": 90.0}),
     ]
     notes = "\n".join(compare(paths).notes)
-    assert "A began while other processes took 60 %" in notes
-    assert "B: other processes took 90 % of a core while it was measured" in notes
+    assert "A: machine busy: 480 % of other CPU when the run began" in notes
+    assert "B: machine busy: 90 % of other CPU while it was measured" in notes
+
+
+def test_shares_of_different_roofs_are_not_compared(tmp_path):
+    """A slower machine's share is of a lower roof; a data sheet is the same for all."""
+
+    def run(name: str, bandwidth: float):
+        roof = {"kind": "cpu", "bandwidth": bandwidth, "flops": {}, "source": "measured"}
+        return latency_run(tmp_path / name, metrics={"mbu_percent": 40.0}, hardware=roof)
+
+    same, apart = compare([run("a", 7e9), run("b", 7e9)]), compare([run("a", 7e9), run("c", 1.4e9)])
+    assert "mbu_percent" in [row.name for row in same.metrics]
+    assert "mbu_percent" not in [row.name for row in apart.metrics]
+    assert "B: roof: 1.4 GB/s, measured once" in apart.notes and not any("roof" in note for note in same.notes)
 
 
 # --- what cannot be compared --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moejax.core.hardware import KNOWN, Hardware
-from moejax.perf.operation_costs import OpCost, bounds, by_operation, total, utilisation
+from moejax.perf.operation_costs import Bound, OpCost, bounds, by_operation, total, utilisation
 
 
 def cost_breakdown(
@@ -29,8 +29,9 @@ def cost_breakdown(
 
     Returns:
         `phase`, `flops`, `weight_bytes`, `cache_bytes`, `activation_bytes`, `seconds`, `mfu`, `mbu`,
-        `bound_ms`, `limit`, `in_turn_ms` (None without peaks), `devices` (kind → the three) and `operations`,
-        rows of the same with `operation` and, where given, `measured_ms` and `excess_ms`.
+        `roofline_doubt` (why one of the two is None), `bound_ms`, `limit`, `in_turn_ms` (None without peaks),
+        `devices` (kind → the three) and `operations`, rows of the same with `operation` and, where given,
+        `measured_ms` and `excess_ms`.
     """
     done = total(ops)
     rows = by_operation(ops)
@@ -57,6 +58,7 @@ def cost_breakdown(
         "seconds": seconds,
         "mfu": used.mfu if used else None,
         "mbu": used.mbu if used else None,
+        "roofline_doubt": used.doubt if used else None,
         **(_bounds(limits) if limits else {"bound_ms": None, "limit": None, "in_turn_ms": None}),
         "devices": devices,
         "operations": operations,
@@ -70,6 +72,16 @@ def utilisation_percent(
     used = utilisation(ops, seconds, hardware, dtype) if seconds else None
     percent = {"mfu_percent": used.mfu if used else None, "mbu_percent": used.mbu if used else None}
     return {prefix + name: None if part is None else 100 * part for name, part in percent.items()}
+
+
+def percent_of_roof(
+    name: str, bound: Bound, seconds: float, hardware: Hardware | None, dtype: str
+) -> dict[str, float | str | None]:
+    """Returns for a row, as `name`, the least time in per cent of the measured; where that cannot be true
+    None, and the reason as `roofline_doubt`."""
+    assert hardware is not None, "there was a bound"
+    share, doubt = hardware.believed(bound.limit, dtype, bound.seconds / seconds)
+    return {name: None if share is None else 100 * share, **({"roofline_doubt": doubt} if doubt else {})}
 
 
 def has_peaks(hardware: Hardware, dtype: str) -> bool:

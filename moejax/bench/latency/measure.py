@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.compilation import shown_compilation
-from moejax.bench.common.telemetry import Meter
 from moejax.bench.common.trace_io import start_capture, take_capture
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.latency.cases import CaseData, prepare_peer
 from moejax.bench.workload import WorkloadConfig
 from moejax.engine.requests.api import RequestOutput
@@ -13,7 +13,7 @@ from moejax.report.progress import Task, progress
 from moejax.results.metrics import RequestRecord
 
 
-def measure(data: Sequence[CaseData], workload: WorkloadConfig, meter: Meter) -> None:
+def measure(data: Sequence[CaseData], workload: WorkloadConfig, run: ExperimentRun) -> None:
     """Fills `data`: warm-up, routing pass, then the timed iterations."""
     ours = [index for index, item in enumerate(data) if engine_of(item.backend) is not None]
     total = len(data) * (workload.warmup + workload.iterations) + len(ours)
@@ -27,11 +27,13 @@ def measure(data: Sequence[CaseData], workload: WorkloadConfig, meter: Meter) ->
             if (llm := engine_of(item.backend)) is not None:
                 llm.ledger.warmed_up = workload.warmup > 0
         task.describe("measuring")
+        run.read_peaks()
         for iteration in range(workload.iterations):
             for index in _turns(data, iteration):
-                with meter.part(index):
+                with run.meter.part(index):
                     _time(data[index], workload, index)
                 task.advance()
+        run.read_peaks()
 
 
 def _warm_up(data: Sequence[CaseData], workload: WorkloadConfig, task: Task) -> None:

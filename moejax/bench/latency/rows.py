@@ -6,6 +6,7 @@ from typing import Any
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.backends.peer_ratios import against_first, blank_unknown
 from moejax.bench.common.agreement import percent_agreed
+from moejax.bench.common.roofline import percent_of_roof
 from moejax.bench.common.step_cost import EngineSteps, latency_step_costs
 from moejax.bench.latency.cases import CaseData
 from moejax.bench.workload import WorkloadConfig
@@ -68,5 +69,5 @@ def _bounds(
     if bound is not None and median_tpot_ms:
         row["roofline_tpot_ms"] = bound.seconds * 1e3
         row["roofline_limit"] = bound.limit
-        row["roofline_percent"] = 100 * bound.seconds * 1e3 / median_tpot_ms
+        row |= percent_of_roof("roofline_percent", bound, median_tpot_ms / 1e3, hardware, engine.dtype)
     return row

@@ -36,11 +36,11 @@ def run_latency(engines: Sequence[LLM | Backend], workload: WorkloadConfig, run:
     backends = [as_backend(engine) for engine in engines]
     plan = plan_batches(backends, workload)
     data = [CaseData(case, backend, prompts) for case, prompts in plan for backend in backends]
+    run.start_backends(backends, workload)
+    measure(data, workload, run)
     hardware, llm = run.hardware, engine_of(backends[0])
     if hardware is not None and llm is not None:
         hardware = together(hardware, llm.parallel_config.num_devices)
-    run.start_backends(backends, workload)
-    measure(data, workload, run.meter)
     result = _build(run, backends, workload, data, hardware)
     first = [index for index, item in enumerate(data) if item.backend is backends[0]]
     run.meter.add_to(result, first)

@@ -49,13 +49,15 @@ def run_profile(llm: LLM, workload: ProfileWorkload, section: ProfileSection, ru
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     check(llm, workload)
-    hardware = _hardware(run, llm.config.dtype)
+    _hardware(run, llm.config.dtype)
     run.start(
         seeds={"engine": llm.seed, "workload": workload.seed},
         checkpoint=llm.model_dir,
         workload=workload.as_latency().hash,
     )
     profiled = capture(llm, workload, run.out_dir / "trace")
+    run.read_peaks()
+    hardware = _hardware(run, llm.config.dtype)
     times = attribute_trace(read_trace(profiled.file), profiled.programs)
     phases = [
         _phase(phase, times[phase], profiled, ops, hardware, llm, section)
@@ -174,7 +176,10 @@ def _decode_seconds(records: Sequence[Any]) -> float:
 
 def _row(phase: Mapping[str, Any], workload: ProfileWorkload) -> dict[str, Any]:
     """A phase's row in `cases`."""
-    kept = ("phase", "units", "measured_units", "measured_ms", "plain_ms", "bound_ms", "in_turn_ms", "limit")
+    kept = (
+        "phase", "units", "measured_units", "measured_ms", "plain_ms", "bound_ms", "in_turn_ms", "limit",
+        "roofline_doubt",
+    )  # fmt: skip
     shares = {f"{name}_percent": 100 * phase[f"{name}_ms"] / phase["measured_ms"] for name in REST}
     return {
         "batch_size": workload.batch_size,
@@ -183,7 +188,7 @@ def _row(phase: Mapping[str, Any], workload: ProfileWorkload) -> dict[str, Any]:
         **{name: phase[name] for name in kept},
         "mfu_percent": _percent(phase["mfu"]),
         "mbu_percent": _percent(phase["mbu"]),
-        "roofline_percent": 100 * phase["bound_ms"] / phase["plain_ms"],
+        "roofline_percent": None if phase["roofline_doubt"] else 100 * phase["bound_ms"] / phase["plain_ms"],
         **shares,
     }
 

@@ -17,7 +17,6 @@ from moejax.bench.quantization.rows import FULL, detail, loss_fields, routing_fi
 from moejax.bench.quantization.sizes import Sizes, model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
 from moejax.bench.quantization.text import Windows
-from moejax.core.hardware import Hardware
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
 from moejax.perf.sizes import kv_head_bytes
@@ -38,7 +37,6 @@ class Bench:
     boot: WindowBootstrap
     base_nats: np.ndarray
     speed: SpeedMeter | None
-    hardware: Hardware | None
     section: QuantizationSection
     loads: np.ndarray | None = None
 
@@ -162,12 +160,8 @@ def cache_bits(llm: LLM) -> float:
 
 
 def speed_fields(bench: Bench, llm: LLM) -> dict[str, Any]:
-    """Decode speed beside its bound; of the full-precision model what its turns have shown so far."""
+    """Decode speed and the step's cost; of the full-precision model what its turns have shown so far."""
     if bench.speed is None:
         return {}
     row = bench.speed.full_rate() if llm is bench.full else bench.speed(llm)
-    bound = bench.speed.bound(llm, bench.hardware)
-    if bound is not None and row:
-        row["decode_bound_tokens_per_s"], row["decode_bound_limit"] = bound
-        row["decode_percent_of_bound"] = 100 * row["decode_tokens_per_s"] / bound[0]
-    return row
+    return row | bench.speed.cost(llm) if row else {}

@@ -82,6 +82,9 @@ class _Methods:
         """Returns the result of the methods measured so far."""
         rows = [dict(row) for row in self.rows]
         rows[0] |= speed_fields(self.bench, self.bench.full)
+        for row in rows:
+            if self.bench.speed is not None and "decode_tokens_per_s" in row:
+                row |= self.bench.speed.bound(row, self.run.hardware)
         boot = self.bench.boot
         against_rtn(boot, rows, self.nats)
         mark_pareto(rows)
@@ -156,14 +159,16 @@ def run_quantization(
         speed = _speed_meter(full, windows, section.speed)
         bench = Bench(
             open_model, full, model_sizes(full.model), windows, evaluator, boot, evaluator.baseline(), speed,
-            run.hardware, section, loads,
+            section, loads,
         )  # fmt: skip
         telemetry = open_telemetry(run.telemetry, full.parallel_config.num_devices)
         methods = _Methods(run, section, bench, telemetry, [full_row(bench)], nats={FULL: bench.base_nats})
         task.advance(2)
+        run.read_peaks()
         for method in section.methods:
             task.describe(method)
             _one_method(methods, method, task)
+        run.read_peaks()
     details = methods.write()
     run.track(**methods.naming("summary", "summary"))
     result = methods.result()

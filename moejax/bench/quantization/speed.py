@@ -4,17 +4,20 @@ Of the machine it runs on: dequantizing costs time on a CPU that a GPU's kernels
 fewer bytes, so the figures are named with their device and stand beside the bound that bytes and FLOPs set.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from moejax.bench.common.roofline import percent_of_roof
 from moejax.bench.common.step_cost import EngineSteps
 from moejax.bench.quantization.config import SpeedSection
 from moejax.bench.workload import LatencyCase
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
+from moejax.perf.operation_costs import OpCost, step_bound
 from moejax.results.statistics import interval_fields, paired_ratio
 
 
@@ -35,12 +38,22 @@ class SpeedMeter:
         # Distinct experts that a step of the full-precision model reads; of the others' about as many.
         self.hits = full.routing.mean_hits["decode"]
 
-    def bound(self, llm: LLM, hardware: Hardware | None) -> tuple[float, str] | None:
-        """Most output tokens a second that memory and compute allow for what `llm` holds, and which of them
-        sets the limit; None where the device's bandwidth is not known."""
+    def cost(self, llm: LLM) -> dict[str, float]:
+        """Row fields: FLOPs and bytes of a mean decode step for what `llm` holds."""
         case = LatencyCase(len(self.prompts), self.speed.prompt_len, self.speed.output_len)
-        bound = EngineSteps(llm).decode_bound(case, self.hits, hardware)[1]
-        return None if bound is None else (case.batch_size / bound.seconds, bound.limit)
+        cost = EngineSteps(llm).decode_bound(case, self.hits, None)[0]
+        return {"decode_step_flops": cost.flops, "decode_step_bytes": cost.bytes}
+
+    def bound(self, row: Mapping[str, Any], hardware: Hardware | None) -> dict[str, Any]:
+        """Row fields: the most output tokens a second that memory and compute allow, which of them sets the
+        limit, and how much of it was reached; none where the device's bandwidth is not known."""
+        cost = OpCost(0, "", "decode", row["decode_step_flops"], row["decode_step_bytes"])
+        dtype, batch = self.full.config.dtype, len(self.prompts)
+        if (bound := step_bound(cost, hardware, dtype)) is None:
+            return {}
+        rates = {"decode_bound_tokens_per_s": batch / bound.seconds, "decode_bound_limit": bound.limit}
+        seconds = batch / row["decode_tokens_per_s"]
+        return rates | percent_of_roof("decode_percent_of_bound", bound, seconds, hardware, dtype)
 
     def __call__(self, llm: LLM) -> dict[str, Any]:
         """Row fields: tokens/s of the median run, and its ratio to full precision with its interval.

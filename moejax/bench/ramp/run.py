@@ -53,8 +53,11 @@ def run_ramp(
     run.start_backends(backends, workload)
     modes: list[Mode] = []
     rows: list[dict[str, Any]] = []
+    run.read_peaks()
     for mode in plan_modes(backends, workload, longest):
         _climb(mode, workload, ramp, plan, modes, rows, run)
+    run.read_peaks()
+    rows = [_row(mode, workload, ramp, case, run.hardware) for case, mode in enumerate(modes)]
     summary = _summary(rows)
     first = [index for index, mode in enumerate(modes) if mode.backend is modes[0].backend]
     result = run.result(
@@ -100,7 +103,7 @@ def _climb(
             for _ in range(workload.iterations):
                 run_pass(step, workload, len(modes), task, run.meter)
         modes.append(step)
-        rows.append(_row(step, workload, ramp, len(rows), run.hardware))
+        rows.append(_row(step, workload, ramp, len(rows)))
         # The clocks differ between processes; all must take the same next step.
         if agree(int(rows[-1]["saturated"])):
             saturated = rate
@@ -109,7 +112,7 @@ def _climb(
 
 
 def _row(
-    mode: Mode, workload: ThroughputWorkload, ramp: RampConfig, index: int, hardware: Hardware | None
+    mode: Mode, workload: ThroughputWorkload, ramp: RampConfig, index: int, hardware: Hardware | None = None
 ) -> dict[str, Any]:
     """A step's row; of several passes a saturated one decides, then the one that followed least."""
     (row,) = mode_rows([mode], workload, hardware)

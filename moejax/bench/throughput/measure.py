@@ -9,6 +9,7 @@ from moejax.bench.common.compilation import shown_compilation
 from moejax.bench.common.telemetry import Meter
 from moejax.bench.common.trace_io import start_capture, take_capture
 from moejax.bench.driver import drive
+from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.throughput.modes import Mode
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.report.progress import Task, progress
@@ -21,7 +22,7 @@ _WARMUP_TOKENS = 16
 _WARMUP_BATCH = 8  # where a server does not say how many it runs at a time
 
 
-def measure(modes: Sequence[Mode], workload: ThroughputWorkload, meter: Meter) -> None:
+def measure(modes: Sequence[Mode], workload: ThroughputWorkload, run: ExperimentRun) -> None:
     """Fills `modes`: warm-up, then the iterations.
 
     Raises:
@@ -33,10 +34,12 @@ def measure(modes: Sequence[Mode], workload: ThroughputWorkload, meter: Meter) -
             with shown_compilation(engine_of(mode.backend), task):
                 warm_up(mode, workload)
     total = sum(len(mode.plan) for mode in modes) * workload.iterations
+    run.read_peaks()
     with progress("measuring", total=total) as task:
         for iteration in range(workload.iterations):
             for index in range(len(modes))[:: 1 if iteration % 2 == 0 else -1]:
-                run_pass(modes[index], workload, index, task, meter)
+                run_pass(modes[index], workload, index, task, run.meter)
+    run.read_peaks()
 
 
 def warm_up(mode: Mode, workload: ThroughputWorkload) -> None:

@@ -48,7 +48,7 @@ def run_throughput(
     plan = plan_traffic(backends, workload)
     run.start_backends(backends, workload)
     modes = plan_modes(backends, workload, plan)
-    measure(modes, workload, run.meter)
+    measure(modes, workload, run)
     result = _build(run, modes, workload)
     run.meter.add_to(result, [0])
     without_our_process(result["metrics"], backends[0])

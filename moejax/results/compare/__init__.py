@@ -22,6 +22,7 @@ from moejax.results.compare.inputs import (
 from moejax.results.compare.judge import noise_floor, trials
 from moejax.results.compare.runs import Run, load_runs
 from moejax.results.compare.samples import Cases, shared_cases
+from moejax.results.machine import has_same_roof, is_share_of_roof, roof_line
 from moejax.results.metric_names import EXACT, JUDGED, RATES, latency_name
 from moejax.results.metrics import is_number
 from moejax.results.verdict import Floor, Trial, Verdict, decide, exact_verdict
@@ -72,6 +73,9 @@ def compare(
     each: list[Trial] = []
     notes = [f"{run.label}: {line}" for run in runs for line in run.missing]
     notes += [line for run in runs for line in conditions(run)]
+    if not has_same_roof(run.result for run in runs):
+        notes.append("shares of the roof are not compared: the runs' roofs differ")
+        notes += [f"{run.label}: {line}" for run in runs if (line := roof_line(run.result))]
     for index, other in enumerate(cases[1:], start=1):
         why = [text for kind, text in reasons[other.run.label].items() if kind not in across]
         same_slo = not any(d.key.startswith("workload.slo") for d in between(apart, 0, index))
@@ -114,8 +118,10 @@ def _seen_noise(trials_: Sequence[Trial], same: set[str]) -> list[Trial]:
 
 
 def _numeric(runs: Sequence[Run]) -> dict[str, None]:
-    """Every metric that any run has a number for."""
-    return {name: None for run in runs for name, value in run.result["metrics"].items() if is_number(value)}
+    """Every metric that any run has a number for, without shares of different roofs."""
+    same = has_same_roof(run.result for run in runs)
+    values = [item for run in runs for item in run.result["metrics"].items()]
+    return {name: None for name, value in values if is_number(value) and (same or not is_share_of_roof(name))}
 
 
 def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]:

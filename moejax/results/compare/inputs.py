@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moejax.results.compare.runs import Run
+from moejax.results.machine import busy_line
 
 MISSING = "(none)"
 """The value of a key that a run does not have: a variable not set, a package not installed."""
@@ -42,7 +43,7 @@ _PEER_INPUTS = (
     "versions", "dtype", "kv_cache_dtype", "device", "threads", "attention", "experts", "weights_sha256"
 )  # fmt: skip
 
-_BUSY = 15.0  # per cent of the cores, by others, from which a timing is suspect
+_STOLEN = 15.0  # per cent of the time, by other virtual machines, from which a timing is suspect
 
 
 @dataclass(frozen=True)
@@ -184,15 +185,9 @@ def conditions(run: Run) -> list[str]:
     provenance = run.result["provenance"]
     state, cpu = provenance.get("state") or {}, provenance.get("cpu") or {}
     lines = []
-    # While it was measured, where telemetry was on; else when it began.
-    others, busy = run.result["metrics"].get("mean_other_cpu_percent"), state.get("busy_percent")
-    cores = cpu.get("usable_cores") or 1
-    if others is not None:
-        if others > _BUSY * cores:
-            lines.append(f"{run.label}: other processes took {others:.0f} % of a core while it was measured")
-    elif busy is not None and busy > _BUSY:
-        lines.append(f"{run.label} began while other processes took {busy:.0f} % of the machine")
-    if (state.get("steal_percent") or 0) > _BUSY:
+    if busy := busy_line(run.result):
+        lines.append(f"{run.label}: {busy}")
+    if (state.get("steal_percent") or 0) > _STOLEN:
         lines.append(f"{run.label}: other virtual machines took {state['steal_percent']:.0f} % of the time")
     governor = cpu.get("governor")
     if governor and governor not in ("performance", "schedutil"):

@@ -136,6 +136,7 @@ def test_latency_of_two_backends_in_one_table_and_plot(
     assert result["metrics"]["total_output_tokens"] == 18
     assert [backend["name"] for backend in result["backends"]] == ["moejax", "fake"]
     assert result["backends"][1]["weight_bytes"] == 1234
+    assert len(result["hardware"]["readings"]) == 2, "before and after what was measured"
     assert [backend["name"] for backend in result["provenance"]["backends"]] == ["moejax", "fake"]
     assert {row["case"] for row in load_requests(tmp_path)} == {0, 1, 2, 3}
     names = {path.name for path in tmp_path.glob("*.png")}
@@ -146,6 +147,7 @@ def test_latency_of_two_backends_in_one_table_and_plot(
     assert "fake 1.0" in text_of(backends_table(result), 140)
     err = capsys.readouterr().err
     assert "fake" in err and "same" in err
+    assert "roof: 100.0 GB/s, best of 100.0, 100.0 before and after the cases" in err
     figure = backends_beside(result)
     assert figure is not None
     (legend,) = figure.legends
