@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moejax.report.style import case_label, has_peers, mode_label, run_title
+from moejax.results.machine import DOUBTS
 
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
 _LOG_WIDTH = 140
@@ -197,7 +198,8 @@ def metric_columns(*keys: str, cell: Callable[[Any], str] = three_digits) -> lis
 
 def roof_cell(row: Mapping[str, Any], key: str = "roofline_percent") -> Any:
     """Returns a row's share of the roof, in its place the word for why it has none that is true."""
-    return row.get(key) if row.get(key) is not None else row.get("roofline_doubt")
+    word, _ = DOUBTS.get(row.get("roofline_doubt", ""), (None, None))
+    return row.get(key) if row.get(key) is not None else word
 
 
 def latency_table(result: Mapping[str, Any]) -> Table:

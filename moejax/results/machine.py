@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _BUSY = 15.0  # per cent of the cores, by others, from which a timing is suspect
-_DOUBTS = {
-    "exceeded": "exceeded: faster than the roof allows, as weights are that stay in the processor's caches",
-    "unstable": "unstable: the roof's readings lie over 20 % apart; measure again on a quieter machine",
+DOUBTS = {
+    "exceeded": ("above", "faster than the roof allows, as weights are that stay in the processor's caches"),
+    "unstable": ("moved", "the roof's readings lie over 20 % apart; measure again on a quieter machine"),
 }
+"""Why a share of the roof is none: the word for it that fits a column, and what the word means."""
 
 
 def is_share_of_roof(name: str) -> bool:
@@ -42,7 +43,7 @@ def machine_lines(result: Mapping[str, Any]) -> list[str]:
     cases = result.get("cases") or ()
     told = any(name in row for row in cases for name in ("roofline_percent", "decode_percent_of_bound"))
     doubts = {row.get("roofline_doubt") for row in cases}
-    lines = [line for doubt, line in _DOUBTS.items() if doubt in doubts]
+    lines = [f"{word}: {meaning}" for doubt, (word, meaning) in DOUBTS.items() if doubt in doubts]
     return [line for line in (roof_line(result) if told else None, *lines, busy_line(result)) if line]
 
 

@@ -57,12 +57,12 @@ def test_latency_table_fits_80_columns_and_names_model_device_and_commit():
 
 
 def test_a_roof_that_is_none_is_a_word_in_the_table():
-    """Exceeded or unstable: no bare percentage, and the table still fits 80 columns."""
-    result, _ = build(shapes=((1, 128, 64), (16, 4096, 64)), step=0.001)
+    """Of a roof that was exceeded or unstable: no bare percentage, and the table still fits 80 columns."""
+    result, _ = build(shapes=((1, 128, 64), (16, 4096, 64)), step=0.02)
     result["cases"][0] |= {"roofline_percent": None, "roofline_doubt": "exceeded"}
-    result["cases"][1]["roofline_percent"] = 83.25
+    result["cases"][1] |= {"roofline_percent": None, "roofline_doubt": "unstable"}
     text = text_of(tables.latency_table(result))
-    assert "exceeded" in text and "83.25" in text and "…" not in text
+    assert "above" in text and "moved" in text and "…" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
 
 

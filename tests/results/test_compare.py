@@ -275,7 +275,9 @@ def test_shares_of_different_roofs_are_not_compared(tmp_path):
     same, apart = compare([run("a", 7e9), run("b", 7e9)]), compare([run("a", 7e9), run("c", 1.4e9)])
     assert "mbu_percent" in [row.name for row in same.metrics]
     assert "mbu_percent" not in [row.name for row in apart.metrics]
-    assert "B: roof: 1.4 GB/s, measured once" in apart.notes and not any("roof" in note for note in same.notes)
+    assert "B: roof: 1.4 GB/s, measured once" in apart.notes and not any(
+        "roof" in note for note in same.notes
+    )
 
 
 # --- what cannot be compared --------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def test_what_stands_under_a_table() -> None:
     result = {"cases": [{"roofline_percent": None, "roofline_doubt": "exceeded"}], "hardware": ROOF}
     result |= {"metrics": {"mean_other_cpu_percent": 157.4}, "provenance": provenance}
     roof, doubt, busy = machine_lines(result)
-    assert roof.startswith("roof: 3,352.0 GB/s") and doubt.startswith("exceeded: faster than the roof")
+    assert roof.startswith("roof: 3,352.0 GB/s") and doubt.startswith("above: faster than the roof")
     assert busy == "machine busy: 157 % of other CPU while it was measured"
     quiet = {"cases": [{}], "hardware": ROOF, "metrics": {"mean_other_cpu_percent": 29.0}}
     assert machine_lines(quiet | {"provenance": provenance}) == []

@@ -161,12 +161,12 @@ def _case_metrics(
     runs: Sequence[Run], cases: Sequence[Cases], metrics: Sequence[str] | None
 ) -> Iterator[MetricRow]:
     """Yields what only cases have: latencies, where a run has several cases."""
-    asked = _SHOWN_FIRST if metrics is None else metrics
+    asked, same = _SHOWN_FIRST if metrics is None else metrics, has_same_roof(run.result for run in runs)
     names = [name for name in asked if any(run.result["metrics"].get(name) is None for run in runs)]
     for case, places in shared_cases(cases) if all(c.rows for c in cases) else ():
         for name in names:
             values = tuple(c.rows[place].get(name) for c, place in zip(cases, places, strict=True))
-            if any(map(is_number, values)):
+            if any(map(is_number, values)) and (same or not is_share_of_roof(name)):
                 yield MetricRow(name, values, case)
 
 
