@@ -10,8 +10,9 @@ from experiments.launch.schema import GenerateConfig
 def main(config: GenerateConfig) -> None:
     from experiments.launch.model import open_llm
     from moejax.engine.console import generate_to_console
+    from moejax.results.result import print_ending
 
-    generate_to_console(
+    counts = generate_to_console(
         open_llm(config),
         list(config.prompts),
         config.sampling,
@@ -19,6 +20,7 @@ def main(config: GenerateConfig) -> None:
         chat=config.chat,
         out_dir=output_dir(),
     )
+    print_ending("generate", output_dir(), counts)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from experiments.launch.command_line import has_section, override_key
 from experiments.launch.compose import Plan, assignment
 from experiments.launch.validate import one_line
 from moejax.bench.run_folder import drop_replaced
-from moejax.core.errors import ConfigError, MoejaxError
-from moejax.results.result import RESULT_FILE
+from moejax.core.errors import ConfigError, MoejaxError, ReportError
+from moejax.results.result import RESULT_FILE, print_ending
 from moejax.results.sweep import (
+    SWEEP_FILE,
     JobRecord,
     SweepRecord,
     changed_keys,
@@ -207,13 +208,20 @@ class Sweep:
         state = "complete" if complete and tried >= expected else "incomplete"
         self.record = dataclasses.replace(self.record, state=state, jobs=rows)
         write_sweep(self.folder, self.record)
-        from moejax.report.sweep import report_sweep
+        from moejax.report.parts import Parts
+        from moejax.report.sweep import PLOT_FILE, report_sweep
 
-        report_sweep(dataclasses.asdict(self.record), self.folder, objective=not self.plan.basic)
+        parts = Parts()
+        with parts.part(PLOT_FILE):
+            report_sweep(dataclasses.asdict(self.record), self.folder, objective=not self.plan.basic)
         failures = sum(row["state"] == "failed" for row in rows)
         line = f"sweep: {self.finished} of {expected} jobs finished"
         line += f", {failures} failed" if failures else ""
         _say(line if state == "complete" else f"{line}; go on with: {self._command()}")
+        counts = {"jobs": len(rows), "finished": self.finished, "failed": failures}
+        print_ending(self.experiment, self.folder, counts)
+        if complete:  # else something else ends it, and is told
+            parts.check(self.folder / SWEEP_FILE)
 
     def _command(self, folder: Path | None = None) -> str:
         path = (folder or self.folder).absolute()
@@ -289,7 +297,7 @@ def recorded() -> Iterator[JobLog]:
     try:
         yield log
     except Exception as error:
-        log.end("failed", error)
+        log.end("finished" if isinstance(error, ReportError) else "failed", error)
         raise
     log.end("finished")
 

@@ -22,7 +22,6 @@ from moejax.bench.backends.moejax import engine_of
 from moejax.bench.common.compilation import compilation_line
 from moejax.bench.common.telemetry import Meter
 from moejax.bench.ignored import ignored_settings
-from moejax.bench.run_folder import drop_replaced
 from moejax.bench.workload import SampledWorkload
 from moejax.core.files import ensure_writable
 from moejax.core.hardware import Hardware, get_hardware, with_reading
@@ -30,11 +29,14 @@ from moejax.core.price import Price
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.report.experiments import print_result, save_plots
+from moejax.report.parts import Parts
 from moejax.report.tables import print_closing, stderr_console
 from moejax.results.result import (
+    REQUESTS_FILE,
+    RESULT_FILE,
     Result,
     build_result,
-    print_metrics_line,
+    print_ending,
     write_request_rows,
     write_result,
 )
@@ -52,8 +54,7 @@ logger = logging.getLogger(__name__)
 class ExperimentRun:
     """A run from its configuration to its closing lines.
 
-    As a context it ends the tracker's run, and where all went well says on stdout, in one line of JSON for
-    programs, where the result is and its flat metrics.
+    As a context it ends the tracker's run, and where there is a result prints stdout's last two lines.
 
     Attributes:
         experiment: its name, such as "latency".
@@ -67,6 +68,7 @@ class ExperimentRun:
         ignored: settings that nothing reads, see `moejax.bench.ignored`.
         provenance: how the results came about, once `start` or `record` was called.
         meter: telemetry and cost of the measured cases, once `start_backends` was called.
+        parts: what follows the measurement.
     """
 
     experiment: str
@@ -80,6 +82,7 @@ class ExperimentRun:
     ignored: Mapping[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict, init=False)
     meter: Meter = field(init=False)
+    parts: Parts = field(default_factory=Parts, init=False)
     _tracker: CompositeTracker | None = field(default=None, init=False)
     _result: Result | None = field(default=None, init=False)
     _hardware: Hardware | None = field(default=None, init=False)
@@ -111,8 +114,8 @@ class ExperimentRun:
     ) -> None:
         if self._tracker is not None:
             self._tracker.__exit__(kind, error, traceback)
-        if error is None and self._result is not None:
-            print_metrics_line(self._result, self.out_dir)
+        if self._result is not None:
+            print_ending(self.experiment, self.out_dir, self._result["metrics"])
 
     @property
     def hardware(self) -> Hardware | None:
@@ -159,7 +162,7 @@ class ExperimentRun:
             self.provenance["backends"] = list(backends)
         for resolution in engine.resolutions if engine is not None else ():
             logger.info("%s", resolution)
-        self._tracker = self.open_tracker(variant=variant)
+        self.track(variant=variant)
 
     def start_backends(
         self,
@@ -198,9 +201,10 @@ class ExperimentRun:
         get_hardware(self.hardware_kind, jax.devices()[0].device_kind)  # refused before anything runs
         self.provenance = collect(self.config, **sources)
 
-    def track(self, **naming: Any) -> None:
+    def track(self, **naming: Any) -> CompositeTracker:
         """Starts the tracker of a run whose provenance is recorded; arguments as in `open_tracker`."""
         self._tracker = self.open_tracker(**naming)
+        return self._tracker
 
     def open_tracker(
         self, out_dir: Path | None = None, config: Mapping[str, Any] | None = None, **naming: Any
@@ -218,9 +222,7 @@ class ExperimentRun:
             model=self.model,
             **naming,
         )
-        tracker = make_tracker(self.tracking, info)
-        drop_replaced(self.out_dir)
-        return tracker
+        return make_tracker(self.tracking, info)
 
     # -- afterwards --------------------------------------------------------------------------------------
 
@@ -278,30 +280,36 @@ class ExperimentRun:
             `result`.
 
         Raises:
-            OutputError, TrackingError: the results cannot be written or tracked.
+            OutputError: some of it cannot be written, drawn or tracked; the rest was.
         """
-        tracker = self._tracker
+        tracker, part = self._tracker, self.parts.part
         assert tracker is not None, "start the run first"
-        written = [write_result(result, self.out_dir)]
-        rows = None if requests is None else list(requests)
-        if rows is not None:
-            written.append(write_request_rows(rows, self.out_dir))
-        plots = save_plots(result, self.out_dir, requests=rows or (), **(plot_data or {}))
-        publish(
-            tracker,
-            result,
-            requests=rows or (),
-            plots=plots,
-            files=[*written, *files],
-            timeline=timeline,
-            tables=tables or {},
-        )
+        self._result, written = result, list(files)
+        with part(RESULT_FILE):
+            written.append(write_result(result, self.out_dir))
+        rows = list(requests or ())
+        if requests is not None:
+            with part(REQUESTS_FILE):
+                written.append(write_request_rows(rows, self.out_dir))
+        plots = save_plots(result, self.out_dir, parts=self.parts, requests=rows, **(plot_data or {}))
+        with part("tracking"):
+            publish(
+                tracker,
+                result,
+                requests=rows,
+                plots=plots,
+                files=written,
+                timeline=timeline,
+                tables=tables or {},
+            )
         self._tracker = None  # ended here: its hints may depend on how it ended
-        tracker.finish()
+        with part("tracking"):
+            tracker.finish()
         console = stderr_console()
-        print_result(result, console)
-        if (seconds := result["metrics"].get("compile_seconds")) is not None:
-            console.print(compilation_line(seconds), highlight=False)
-        print_closing(console, self.out_dir, tracker.hints(), result.get("compile_ledger", ()))
-        self._result = result
+        with part("table"):
+            print_result(result, console)
+            if (seconds := result["metrics"].get("compile_seconds")) is not None:
+                console.print(compilation_line(seconds), highlight=False)
+        print_closing(console, tracker.hints(), result.get("compile_ledger", ()))
+        self.parts.check(self.out_dir / RESULT_FILE)
         return result

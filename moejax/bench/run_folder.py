@@ -1,7 +1,7 @@
 """A run's or a sweep's folder: its own alone, and without files of an earlier one. No JAX here.
 
-Of runs that begin at once, one gets a folder. What an earlier run has left there is refused, or put aside
-until the new one writes (`drop_replaced`); it comes back where that never happens.
+Of runs that begin at once, one gets a folder. What an earlier run has left there is refused or, with
+`overwrite`, put aside until the end; it comes back where the new run has written nothing.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ def run_files(folder: Path) -> list[Path]:
 
 
 def drop_replaced(folder: Path) -> None:
-    """Deletes what `claimed` has put aside: the new run is about to write."""
+    """Deletes the earlier run that `claimed` has put aside."""
     shutil.rmtree(folder / _ASIDE, ignore_errors=True)
 
 
@@ -49,7 +49,7 @@ def claimed(
 
     Args:
         numbered: where there is such a folder, take `folder_2` or the next that is free.
-        overwrite: take it with an earlier run's files in it, which `drop_replaced` deletes.
+        overwrite: take it with an earlier run's files in it.
         refused: asked at the end, whether the run was, and so leaves nothing but what was there before; one
             that ends with a `MoejaxError` is.
 
@@ -64,7 +64,7 @@ def claimed(
         files = run_files(path)
         if (files or aside.exists()) and not overwrite:
             raise _taken(path, files)
-        if aside.exists():  # by a run that was killed before it wrote anything of worth
+        if aside.exists():  # by a run that was killed
             _remove(files)
         elif files:
             _move(path, aside, files)
@@ -82,15 +82,16 @@ def claimed(
             with suppress(OSError):
                 (path / ".hydra").rmdir()  # if nobody has put anything into it
             new = {item.name for item in path.iterdir()} - before
-            if aside.exists():
-                _remove(run_files(path))
+            written = [file for file in run_files(path) if file.name != ".hydra" and file.suffix != ".log"]
+            if aside.exists() and not written:
+                _remove([path / name for name in new & _BY_HYDRA])
                 _move(aside, path, run_files(aside))
-                shutil.rmtree(aside)
             elif failed and new <= _BY_HYDRA:
                 _remove([path / name for name in new])
                 with suppress(OSError):  # where another run has made something in one of them
                     for place in made:
                         place.rmdir()
+            drop_replaced(path)
     finally:
         os.close(lock)
 
@@ -126,7 +127,8 @@ def _move(source: Path, target: Path, files: list[Path]) -> None:
     for file in files:
         place = target / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
-        file.rename(place)
+        if not place.exists():  # the log of an engine that did not start
+            file.rename(place)
 
 
 def _remove(files: list[Path]) -> None:

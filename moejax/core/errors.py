@@ -60,6 +60,10 @@ class OutputError(MoejaxError, OSError):
     """A result cannot be written where it was asked for."""
 
 
+class ReportError(OutputError):
+    """A result is written, but not all that shows it: a plot, a table, the tracker's copy."""
+
+
 def _ours(filename: str) -> bool:
     """Returns whether a frame's file is Python's, a library's or this one's, and not what the user wrote."""
     path, library = Path(filename), Path(__file__).parents[1]

@@ -19,8 +19,8 @@ def generate_to_console(
     stream: bool,
     chat: bool,
     out_dir: Path,
-) -> None:
-    """Completes the prompts and keeps the outputs in `out_dir/outputs.jsonl`.
+) -> dict[str, int]:
+    """Completes the prompts, keeps the outputs in `out_dir/outputs.jsonl` and returns how many they are.
 
     With `chat`, each prompt becomes the user's turn of the model's chat template. With `stream`, the single
     prompt's text is printed as it comes.
@@ -38,6 +38,7 @@ def generate_to_console(
             rows.append({"prompt": prompt, "outputs": [_row(sample) for sample in output.outputs]})
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     atomic_write_text(out_dir / "outputs.jsonl", text)
+    return {"outputs": sum(len(row["outputs"]) for row in rows)}
 
 
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> dict[str, object]:

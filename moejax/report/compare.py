@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -9,19 +10,13 @@ from moejax.core.files import atomic_write_text, dump_json
 from moejax.report.compare_plots import save_compare_plots
 from moejax.report.compare_tables import comparison_tables
 from moejax.report.html import write_report
+from moejax.report.parts import Parts
 from moejax.report.tables import print_lines, shown_path, stderr_console
 from moejax.results.compare import RunComparison, compare
+from moejax.results.result import print_ending
 from moejax.results.run_folders import usable_runs
 
-
-def save_comparison(comparison: RunComparison, out_dir: str | os.PathLike[str]) -> list[Path]:
-    """Writes `comparison.json` and the plots into `out_dir`; returns the files.
-
-    Raises:
-        OutputError: they cannot be written.
-    """
-    file = atomic_write_text(Path(out_dir) / "comparison.json", dump_json(comparison.to_dict()) + "\n")
-    return [file, *save_compare_plots(comparison, out_dir)]
+COMPARISON_FILE = "comparison.json"
 
 
 def compare_and_print(
@@ -33,26 +28,35 @@ def compare_and_print(
     floor: float | None = None,
     html: bool = False,
 ) -> RunComparison:
-    """Prints the tables on stderr, the comparison as one JSON line on stdout, and keeps both, with plots, in
-    `out_dir`; with `html` also a `report.html`. Folders whose run has no result are left out, and said to be.
+    """Keeps the comparison in `out_dir/comparison.json`, with plots and, with `html`, a `report.html`, and
+    prints its tables on stderr and how many verdicts there are of each kind on stdout. Folders whose run has
+    no result are left out, and said to be.
 
     Raises:
         ConfigError: as `compare`.
-        OutputError: the files cannot be written.
+        OutputError: some of the files cannot be written; the rest is.
     """
     kept, left = usable_runs(paths)
     comparison = compare(kept, metrics, across=across, floor=floor)
     notes = (*(f"left out {line}" for line in left), *comparison.notes)
     comparison = dataclasses.replace(comparison, notes=notes)
-    save_comparison(comparison, out_dir)
-    page = write_report(kept, out_dir / "report.html") if html else None
-    print_comparison(comparison, out_dir, page)
-    print(dump_json(comparison.to_dict()))
+    parts, page = Parts(), None
+    with parts.part(COMPARISON_FILE):
+        atomic_write_text(out_dir / COMPARISON_FILE, dump_json(comparison.to_dict()) + "\n")
+    with parts.part("plots"):
+        save_compare_plots(comparison, out_dir)
+    if html:
+        with parts.part("report.html"):
+            page = write_report(kept, out_dir / "report.html")
+    print_comparison(comparison, page)
+    counts = Counter(verdict.outcome.replace(" ", "_") for verdict in comparison.verdicts)
+    print_ending("compare", out_dir, {"runs": len(kept), **counts})
+    parts.check(out_dir / COMPARISON_FILE)
     return comparison
 
 
-def print_comparison(comparison: RunComparison, out_dir: Path, page: Path | None) -> None:
-    """The tables, what is to be known, the outcome in words and where the files are."""
+def print_comparison(comparison: RunComparison, page: Path | None) -> None:
+    """The tables, what is to be known, the outcome in words and where the page is."""
     console = stderr_console()
     for table in comparison_tables(comparison):
         console.print(table)
@@ -67,5 +71,5 @@ def print_comparison(comparison: RunComparison, out_dir: Path, page: Path | None
     if few:
         needed = max(int(text.rpartition(" ")[2]) for text in few)
         console.print(f"enough would be: workload.iterations={needed}", style="dim", highlight=False)
-    opened = [] if page is None else [f"open {shown_path(page)} in a browser"]
-    print_lines(console, [f"results: {shown_path(out_dir)}", *opened])
+    if page is not None:
+        print_lines(console, [f"open {shown_path(page)} in a browser"])

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from moejax.report.parts import Parts
 from moejax.results.machine import machine_lines
 
 
@@ -111,10 +112,13 @@ def print_result(result: Mapping[str, Any], console: Console) -> bool:
     return True
 
 
-def save_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str], **data: Any) -> list[Path]:
+def save_plots(
+    result: Mapping[str, Any], out_dir: str | os.PathLike[str], *, parts: Parts | None = None, **data: Any
+) -> list[Path]:
     """Draws a result into `out_dir`, a file `NAME.png` for each plot that there is data for.
 
     Args:
+        parts: of which each plot is one; None: what fails is raised, after the others are drawn.
         data: what plots show besides the result, by their parameters' names: `requests`, rows of
             requests.jsonl; a routing trace's `captures` and `model`; quantization's `details`; training's
             `steps`, rows of metrics.jsonl.
@@ -125,18 +129,19 @@ def save_plots(result: Mapping[str, Any], out_dir: str | os.PathLike[str], **dat
     Raises:
         OutputError: one cannot be written.
     """
-    report = report_of(result)
-    plots = {} if report is None else {name: _function(target) for name, target in report.plots.items()}
+    report, mine = report_of(result), parts or Parts()
     known = {"result": result, **data}
-    figures = {
-        name: plot(**{key: known[key] for key in inspect.signature(plot).parameters if key in known})
-        for name, plot in plots.items()
-    }
-    if not figures:
-        return []
-    from moejax.report.figure import save_figures
+    files: list[Path] = []
+    for name, target in report.plots.items() if report is not None else ():
+        with mine.part(f"{name}.png"):
+            from moejax.report.figure import save_figures
 
-    return save_figures(figures, out_dir)
+            plot = _function(target)
+            arguments = {key: known[key] for key in inspect.signature(plot).parameters if key in known}
+            files += save_figures({name: plot(**arguments)}, out_dir)
+    if parts is None:
+        mine.check(Path(out_dir))
+    return files
 
 
 def _function(target: str) -> Callable[..., Any]:

@@ -330,14 +330,14 @@ def print_throughput(result: Mapping[str, Any], console: Console) -> None:
 
 
 def print_closing(
-    console: Console, out_dir: Path, hints: Iterable[str], compile_ledger: Iterable[Mapping[str, Any]] = ()
+    console: Console, hints: Iterable[str], compile_ledger: Iterable[Mapping[str, Any]] = ()
 ) -> None:
-    """Prints the end of a run: compilations that were none of the measurement's business, where the results
-    are, and the tracker's lines, ready to paste."""
+    """Prints the end of a run: compilations that were none of the measurement's business, and the tracker's
+    lines, ready to paste."""
     late = [entry for entry in compile_ledger if entry["after_warmup"]]
     recompiled = [f"{entry['function']} {entry['key']} ({entry['cause']})" for entry in late]
     print_lines(console, [f"recompiled while measuring: {text}" for text in recompiled], "red")
-    print_lines(console, [f"results: {shown_path(out_dir)}", *hints])
+    print_lines(console, hints)
 
 
 def shown_path(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, dump_json, to_jsonable
+from moejax.results.metric_names import JUDGED
 from moejax.results.metrics import RequestRecord, record_row
 
 SCHEMA = 1
@@ -18,6 +19,7 @@ SCHEMA = 1
 
 RESULT_FILE = "result.json"
 REQUESTS_FILE = "requests.jsonl"
+_LONGEST_LINE = 300  # characters, of the last line of stdout
 
 _REQUIRED: dict[str, type] = {
     "schema": int, "experiment": str, "metrics": dict, "cases": list, "config": dict, "provenance": dict,
@@ -115,9 +117,17 @@ def write_request_rows(rows: Iterable[Mapping[str, Any]], directory: str | os.Pa
     return atomic_write_text(Path(directory) / REQUESTS_FILE, "".join(lines))
 
 
-def print_metrics_line(result: Mapping[str, Any], out_dir: Path) -> None:
-    """One JSON line on stdout for programs: where the result is, and its flat metrics."""
-    print(json.dumps({"result": str(out_dir / RESULT_FILE), **result["metrics"]}))
+def print_ending(experiment: str, folder: Path, metrics: Mapping[str, Any]) -> None:
+    """Prints stdout's last two lines: `results: FOLDER`, and for programs one of JSON with the experiment and
+    its first metrics, those that runs are judged by before others, as far as 300 characters hold them."""
+    names = sorted(metrics, key=lambda name: JUDGED.index(name) if name in JUDGED else len(JUDGED))
+    line: dict[str, Any] = {"experiment": experiment}
+    for name in names:
+        value = to_jsonable(metrics[name])
+        more = {**line, name: float(f"{value:.6g}") if isinstance(value, float) else value}
+        if value is not None and len(dump_json(more)) <= _LONGEST_LINE:
+            line = more
+    print(f"results: {folder.absolute()}\n{dump_json(line)}", flush=True)
 
 
 def _read(path: Path) -> str:

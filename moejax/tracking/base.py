@@ -4,7 +4,7 @@ A tracker gets aggregates: a few numbers a step, never one call per token and ne
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -88,46 +88,46 @@ class Tracker:
 
 
 class CompositeTracker(Tracker):
-    """Says everything to several trackers. As a context manager it finishes them, with exit code 1 if the
-    body raised."""
+    """Says everything to several trackers. One that fails ends neither the others nor what is measured:
+    `finish` raises it. As a context manager it finishes them, with exit code 1 if the body raised."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers: tuple[Tracker, ...] = tuple(trackers)
+        self._failure: Exception | None = None
 
-    def log(self, metrics: Mapping[str, Scalar], step: int | None = None) -> None:
-        for tracker in self.trackers:
-            tracker.log(metrics, step)
-
-    def summary(self, metrics: Mapping[str, Scalar]) -> None:
-        for tracker in self.trackers:
-            tracker.summary(metrics)
-
-    def define_metric(self, name: str, *, step_metric: str | None = None, summary: str | None = None) -> None:
-        for tracker in self.trackers:
-            tracker.define_metric(name, step_metric=step_metric, summary=summary)
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        for tracker in self.trackers:
-            tracker.table(name, columns, rows)
-
-    def image(self, name: str, path: Path) -> None:
-        for tracker in self.trackers:
-            tracker.image(name, path)
-
-    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
-        for tracker in self.trackers:
-            tracker.artifact(name, kind, paths)
-
-    def finish(self, exit_code: int = 0) -> None:
-        """Finishes all, also when one of them fails; the first failure is then raised."""
-        failures: list[Exception] = []
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
         for tracker in self.trackers:
             try:
-                tracker.finish(exit_code)
+                call(tracker)
             except Exception as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+                if self._failure is None:
+                    logger.error("tracker: %s", error)
+                self._failure = self._failure or error
+
+    def log(self, metrics: Mapping[str, Scalar], step: int | None = None) -> None:
+        self._tell(lambda tracker: tracker.log(metrics, step))
+
+    def summary(self, metrics: Mapping[str, Scalar]) -> None:
+        self._tell(lambda tracker: tracker.summary(metrics))
+
+    def define_metric(self, name: str, *, step_metric: str | None = None, summary: str | None = None) -> None:
+        self._tell(lambda tracker: tracker.define_metric(name, step_metric=step_metric, summary=summary))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._tell(lambda tracker: tracker.table(name, columns, rows))
+
+    def image(self, name: str, path: Path) -> None:
+        self._tell(lambda tracker: tracker.image(name, path))
+
+    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+        self._tell(lambda tracker: tracker.artifact(name, kind, paths))
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Finishes all, also when one of them fails; the first failure since the start is then raised."""
+        self._tell(lambda tracker: tracker.finish(exit_code))
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def hints(self) -> list[str]:
         return [line for tracker in self.trackers for line in tracker.hints()]
@@ -138,13 +138,12 @@ class CompositeTracker(Tracker):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.finish(0)
-            return
         try:
-            self.finish(1)
-        except Exception as failure:  # must not hide what went wrong first
-            logger.error("tracker: %s", failure)
+            self.finish(0 if error is None else 1)
+        except Exception:
+            if error is None:
+                raise
+            # It must not hide what went wrong first, and is told already.
 
 
 def plain_scalars(metrics: Mapping[str, Any]) -> dict[str, Scalar]:

@@ -1,7 +1,7 @@
 """Chooses and starts the trackers of a run."""
 
 from moejax.tracking.base import CompositeTracker, RunInfo, Tracker, TrackerConfig
-from moejax.tracking.jsonl import JsonlTracker
+from moejax.tracking.jsonl import METRICS_FILE, JsonlTracker
 
 
 def make_tracker(config: TrackerConfig, info: RunInfo) -> CompositeTracker:
@@ -19,5 +19,6 @@ def make_tracker(config: TrackerConfig, info: RunInfo) -> CompositeTracker:
             trackers.append(WandbTracker(config, info))
         except BaseException:
             trackers[0].finish(1)
+            (info.output_dir / METRICS_FILE).unlink(missing_ok=True)  # a run that never began leaves nothing
             raise
     return CompositeTracker(trackers)

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.bench.experiment_run import ExperimentRun
-from moejax.report.experiments import save_plots
-from moejax.report.tables import metrics_table, print_lines, stderr_console
-from moejax.results.result import write_result
+from moejax.report.tables import metrics_table, stderr_console
 from moejax.tracking.jsonl import load_metrics
 from moejax.train.config import TrainConfig
 from moejax.train.evaluate import load_shares
@@ -30,26 +28,20 @@ def run_training(config: TrainConfig, run: ExperimentRun, *, command: str) -> Ex
     seeds = {"seed": config.seed}
     run.record(seeds=seeds)
     began = time.perf_counter()
-    with run.open_tracker(variant=run.out_dir.name) as tracker:
-        define_metrics(tracker)
-        result = train(config, tracker)
-        exported = export(config, result, target, command)
-        metrics = {
-            **result.metrics,
-            **_exported_metrics(exported),
-            "wall_seconds": time.perf_counter() - began,
-        }
-        tracker.summary(metrics)
-        run.record(seeds=seeds, checkpoint=exported.directory, workload=result.text.fingerprint)
-        routing = {"counts": exported.held_out.counts, "text": "held_out.txt"}
-        outcome = run.result(metrics=metrics, routing=routing, resumed_from=result.resumed_from)
-        file = write_result(outcome, run.out_dir)
-        plots = save_plots(outcome, run.out_dir, steps=load_metrics(run.out_dir))
-        for plot in plots:
-            tracker.image(plot.stem, plot)
-        tracker.artifact("result", "result", [file, *plots])
-        hints = tracker.hints()
-    _print(exported, metrics, [file, *plots], hints)
+    tracker = run.track(variant=run.out_dir.name)
+    define_metrics(tracker)
+    result = train(config, tracker)
+    exported = export(config, result, target, command)
+    metrics = {
+        **result.metrics,
+        **_exported_metrics(exported),
+        "wall_seconds": time.perf_counter() - began,
+    }
+    run.record(seeds=seeds, checkpoint=exported.directory, workload=result.text.fingerprint)
+    routing = {"counts": exported.held_out.counts, "text": "held_out.txt"}
+    outcome = run.result(metrics=metrics, routing=routing, resumed_from=result.resumed_from)
+    _print(exported, metrics)
+    run.finish(outcome, plot_data={"steps": load_metrics(run.out_dir)})
     return exported
 
 
@@ -63,8 +55,8 @@ def _exported_metrics(exported: Exported) -> dict[str, float]:
     }
 
 
-def _print(exported: Exported, metrics: dict[str, Any], files: list[Path], hints: list[str]) -> None:
-    """Prints the outcome on stderr; the one machine-readable line, the model's folder, on stdout."""
+def _print(exported: Exported, metrics: dict[str, Any]) -> None:
+    """Prints the outcome on stderr and the model's folder on stdout."""
     shown = {
         "held-out perplexity, exported weights": metrics["exported_held_out_perplexity"],
         "least expert share": metrics["exported_min_expert_share"],
@@ -72,7 +64,5 @@ def _print(exported: Exported, metrics: dict[str, Any], files: list[Path], hints
         "training steps, s": metrics["train_seconds"],
         "model, MB": exported.num_bytes / 1e6,
     }
-    console = stderr_console()
-    console.print(metrics_table(shown, "trained"))
-    print_lines(console, (*map(str, files), *hints))
+    stderr_console().print(metrics_table(shown, "trained"))
     sys.stdout.write(f"{exported.directory}\n")

@@ -8,7 +8,7 @@ from threading import Barrier
 
 import pytest
 
-from moejax.bench.run_folder import claimed, drop_replaced, run_files
+from moejax.bench.run_folder import claimed, run_files
 from moejax.core.errors import ConfigError
 from moejax.report.experiments import EXPERIMENTS
 
@@ -77,7 +77,7 @@ def test_the_earlier_run_stays_until_the_new_one_writes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert (tmp_path / "result.json").read_text() == "old"
     with claimed(tmp_path, overwrite=True) as folder:
-        drop_replaced(folder)
+        assert run_files(folder) == [folder / ".hydra"]
         (folder / "result.json").write_text("new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.png", "notes.md", "result.json"]
     assert (tmp_path / "result.json").read_text() == "new"

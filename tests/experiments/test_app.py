@@ -495,7 +495,10 @@ def test_sweep_runs_each_value_in_its_folder(capsys: pytest.CaptureFixture[str],
     code, recorder = launch_latency("-m", "seed=1,2")
     out, _ = capsys.readouterr()
     assert code == 0
-    assert [json.loads(line)["seed"] for line in out.splitlines()] == [1, 2]
+    *jobs, where, last = out.splitlines()
+    assert [json.loads(line)["seed"] for line in jobs] == [1, 2]
+    assert Path(where.removeprefix("results: "), "sweep.json").is_file()
+    assert json.loads(last) == {"experiment": "latency", "jobs": 2, "finished": 2, "failed": 0}
     places = [folder.relative_to(tmp_path).parts for folder in recorder.folders]
     assert [(parts[:2], parts[3]) for parts in places] == [(("multirun", "latency"), n) for n in "01"]
 

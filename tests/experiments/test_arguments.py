@@ -71,11 +71,14 @@ def test_compare_takes_folders_as_words(tmp_path, capsys):
     paths = [str(latency_run(tmp_path / name)) for name in "ab"]
     assert launch_compare(*paths, "metrics=[median_tpot_ms]") == 0
     captured = capsys.readouterr()
-    line = json.loads(captured.out)
-    assert [run["path"] for run in line["runs"]] == paths and len(line["verdicts"]) == 1
     assert "B against A: inputs are identical" in captured.err
     (folder,) = Path("outputs/compare").iterdir()
-    assert (folder / "comparison.json").is_file() and (folder / "ratios.png").is_file()
+    line = json.loads((folder / "comparison.json").read_text())
+    assert [run["path"] for run in line["runs"]] == paths and len(line["verdicts"]) == 1
+    assert (folder / "ratios.png").is_file()
+    where, said = captured.out.splitlines()
+    assert where == f"results: {folder.absolute()}"
+    assert json.loads(said) == {"experiment": "compare", "runs": 2, "no_winner": 1}
 
 
 @pytest.mark.parametrize(
@@ -135,10 +138,10 @@ def test_variants_run_in_turns_on_the_shipped_model(capsys):
     ]  # fmt: skip
     assert launch(latency_experiment.main, "latency", argv) == 0
     captured = capsys.readouterr()
-    metrics = json.loads(captured.out)
-    result = json.loads(Path(metrics["result"]).read_text())
+    folder = captured.out.splitlines()[0].removeprefix("results: ")
+    result = json.loads(Path(folder, "result.json").read_text())
     assert [v["name"] for v in result["variants"]] == ["overlap", "control", "plain", "blocks"]
     assert [v["weights"] for v in result["variants"]] == ["its own", *["shared with overlap"] * 3]
     assert all(row["equal_requests"] == 1.0 for row in result["cases"])
     assert {row["text"] for row in result["verdicts"]} == {"too few rounds: 2, needs 8"}
-    assert metrics["recompiles_after_warmup"] == 0
+    assert result["metrics"]["recompiles_after_warmup"] == 0

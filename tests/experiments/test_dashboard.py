@@ -41,7 +41,7 @@ def test_a_dry_run_says_where_the_specification_is(
     code = launch(main, "dashboard", ["dashboard.dry_run=true", "dashboard.name=mine", "hydra.run.dir=out"])
     out, err = capsys.readouterr()
     assert code == 0, err
-    done = json.loads(out)
+    done = json.loads(out.splitlines()[-1])
     spec = json.loads((tmp_path / "out" / "workspace.json").read_text())
-    assert Path(done["spec"]).name == "workspace.json" and done["url"] is None
+    assert Path(done["spec"]).name == "workspace.json" and "url" not in done
     assert spec["displayName"] == "mine" and "dashboard.dry_run" in err

@@ -65,9 +65,10 @@ def test_a_small_comparison_as_a_program(tmp_path: Path) -> None:
     environment = {**clean, "PYTHONPATH": str(CONFIG_DIR.parent), "COLUMNS": "100", "XLA_FLAGS": ""}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
-    metrics = json.loads(done.stdout)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    metrics = result["metrics"]
     assert metrics["methods"] == 2 and metrics["kl_int4_rtn_g64"] > metrics["kl_int8"]
-    result = json.loads((tmp_path / metrics["result"]).read_text())
+    assert done.stdout.startswith(f"results: {tmp_path}/run\n{{")
     assert [row["bits_per_weight"] for row in result["cases"]] == [32.0, 8.25, 4.25]
     assert result["wandb_group"] == "quantization-tiny-run"
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))

@@ -54,10 +54,11 @@ def test_made_then_looked_at(
     small = ["generate.requests=2", "generate.prompt_len=4", "generate.output_len=6", "tracker=none"]
     argv = ["model=tiny", "generate.kind=zipf", "generate.exponent=1.2", *small, "hydra.run.dir=made"]
     assert launch(main, "routing", argv) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["result"] == str(tmp_path / "made" / "result.json") and printed["rows"] == 18
+    assert capsys.readouterr().out.startswith(f"results: {tmp_path}/made\n{{")
+    printed = json.loads(Path("made/result.json").read_text())["metrics"]
+    assert printed["rows"] == 18
     made = load_capture("made")
     assert made.meta["model"] == "tiny" and made.ids.shape == (18, 5, 4)
     assert launch(main, "routing", ["trace=[made,made]", "tracker=none", "hydra.run.dir=seen"]) == 0
-    both = json.loads(capsys.readouterr().out)
+    both = json.loads(Path("seen/result.json").read_text())["metrics"]
     assert both["traces"] == 2 and both["gini"] == both["gini_made_2"] == printed["gini"]

@@ -333,10 +333,9 @@ def test_unfinished_runs_among_many_are_left_out_and_said(tmp_path, capsys):
     compare_and_print([*paths, unfinished], None, tmp_path / "out")
     captured = capsys.readouterr()
     assert "left out" in captured.err and "the run failed or is not finished" in captured.err
-    line = json.loads(captured.out)
-    assert [run["label"] for run in line["runs"]] == ["A", "B"] and line == json.loads(
-        (tmp_path / "out" / "comparison.json").read_text()
-    )
+    line = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [run["label"] for run in line["runs"]] == ["A", "B"]
+    assert captured.out.startswith(f"results: {tmp_path}/out\n{{") and len(captured.out) < 400
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "comparison.json", "ratios.png", "distributions_0.png", "distributions_1.png",
     }  # fmt: skip

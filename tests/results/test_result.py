@@ -16,6 +16,7 @@ from moejax.results.result import (
     build_result,
     load_requests,
     load_result,
+    print_ending,
     request_rows,
     write_request_rows,
     write_result,
@@ -50,6 +51,16 @@ def test_result_survives_a_round_trip(tmp_path):
         "schema", "experiment", "metrics", "cases", "config", "provenance", "compile_ledger", "routing"
     }  # fmt: skip
     assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
+
+
+def test_the_last_line_is_short_json_that_begins_with_what_counts(tmp_path, capsys):
+    metrics = {f"figure_number_{i}": i / 3 for i in range(40)} | {"none": None, "median_ttft_ms": 2 / 3}
+    print_ending("latency", tmp_path, metrics | {"bad": float("nan")})
+    where, line = capsys.readouterr().out.splitlines()
+    assert where == f"results: {tmp_path}" and 270 < len(line) <= 300
+    told = json.loads(line)
+    assert list(told)[:3] == ["experiment", "median_ttft_ms", "figure_number_0"]
+    assert told["median_ttft_ms"] == 0.666667 and None not in told.values()
 
 
 def test_metrics_must_be_flat():

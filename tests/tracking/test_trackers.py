@@ -109,6 +109,20 @@ def test_composite_finishes_all_even_when_one_fails():
     assert (first.codes, second.codes) == ([0], [0])
 
 
+def test_a_tracker_that_goes_away_costs_neither_the_others_nor_the_run(tmp_path, caplog):
+    gone, kept = JsonlTracker(info(tmp_path / "a")), JsonlTracker(info(tmp_path / "b"))
+    composite = CompositeTracker([gone, kept])
+    gone._file.close()  # what a full disk or a dead server looks like from here
+    composite.log({"x": 1}, step=0)
+    composite.log({"x": 2}, step=1)
+    composite.summary({"x": 2})
+    assert [record.message for record in caplog.records] == ["tracker: I/O operation on closed file."]
+    with pytest.raises(ValueError, match="closed file"):
+        composite.finish(0)
+    assert [row["x"] for row in load_metrics(tmp_path / "b")] == [1, 2]
+    assert (tmp_path / "b" / "summary.json").is_file()
+
+
 def test_failing_body_ends_the_run_with_1_and_keeps_its_own_error():
     spy = Spy(fails=True)
     with pytest.raises(ZeroDivisionError), CompositeTracker([spy]):

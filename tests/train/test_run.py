@@ -35,7 +35,7 @@ def _launch(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_trains_exports_and_resumes(tmp_path: Path) -> None:
     done = _launch(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / "run" / "model")
+    assert done.stdout.startswith(f"{tmp_path}/run/model\nresults: {tmp_path}/run\n{{")
     result = load_result(tmp_path / "run")
     assert result["experiment"] == "train" and result["resumed_from"] == 0
     assert result["metrics"]["exported_held_out_perplexity"] > 1
@@ -45,9 +45,9 @@ def test_the_command_trains_exports_and_resumes(tmp_path: Path) -> None:
     llm = LLM(tmp_path / "run" / "model")
     assert llm.generate("The", SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids
 
-    again = _launch(tmp_path)
+    again = _launch(tmp_path, "overwrite=true")
     assert again.returncode == 0 and load_result(tmp_path / "run")["resumed_from"] == 6
-    other = _launch(tmp_path, "learning_rate=0.5")
+    other = _launch(tmp_path, "overwrite=true", "learning_rate=0.5")
     assert other.returncode == 2
     assert other.stderr.strip().splitlines()[-1].startswith("error: ")
     assert "learning_rate (0.003 there, 0.5 here)" in other.stderr

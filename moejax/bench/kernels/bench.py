@@ -68,8 +68,10 @@ def run_bench(config: KernelSelection, run: ExperimentRun) -> Result:
         hardware=get_hardware("auto", jax.devices()[0].device_kind),
     )
     name = f"kernels-{'routing-' if routed else ''}{datetime.date.today().isoformat()}.json"
-    file = atomic_write_text(folder / name, dump_json(result, indent=1) + "\n")
-    return run.finish(result, files=[file], tables={"kernel_table": result["cases"]})
+    files = []
+    with run.parts.part(name):
+        files.append(atomic_write_text(folder / name, dump_json(result, indent=1) + "\n"))
+    return run.finish(result, files=files, tables={"kernel_table": result["cases"]})
 
 
 def require_gpu(mode: str) -> None:

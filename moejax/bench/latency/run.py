@@ -16,6 +16,7 @@ from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM
 from moejax.results.metrics import flat_metrics, total_metrics
 from moejax.results.result import Result, request_rows
+from moejax.routing.capture import CAPTURE_FILE
 
 
 def run_latency(engines: Sequence[LLM | Backend], workload: WorkloadConfig, run: ExperimentRun) -> Result:
@@ -45,7 +46,8 @@ def run_latency(engines: Sequence[LLM | Backend], workload: WorkloadConfig, run:
     first = [index for index, item in enumerate(data) if item.backend is backends[0]]
     run.meter.add_to(result, first)
     without_our_process(result["metrics"], backends[0])
-    result |= write_capture([data[index].trace for index in first], run.out_dir, run.provenance)
+    with run.parts.part(CAPTURE_FILE):
+        result |= write_capture([data[index].trace for index in first], run.out_dir, run.provenance)
     records = [record for item in data for record in item.records]
     return run.finish(result, requests=request_rows(records))
 

@@ -73,13 +73,15 @@ def run_profile(llm: LLM, workload: ProfileWorkload, section: ProfileSection, ru
         roofline=[{k: v for k, v in phase.items() if k != "instructions"} for phase in phases],
     )
     detail = {"schema": 1, "trace": str(profiled.file.relative_to(run.out_dir)), "phases": phases}
-    file = atomic_write_text(run.out_dir / PROFILE_FILE, dump_json(detail, indent=2) + "\n")
+    files = []
+    with run.parts.part(PROFILE_FILE):
+        files.append(atomic_write_text(run.out_dir / PROFILE_FILE, dump_json(detail, indent=2) + "\n"))
     operations = [
         {"phase": phase["phase"], **{name: row.get(name) for name in _TRACKED}}
         for phase in result["roofline"]
         for row in phase["operations"]
     ]
-    return run.finish(result, files=[file], tables={"operations": operations})
+    return run.finish(result, files=files, tables={"operations": operations})
 
 
 def attribution(

@@ -19,6 +19,7 @@ from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.results.metrics import flat_metrics
 from moejax.results.result import Result
+from moejax.routing.capture import CAPTURE_FILE
 
 # Rows of the first mode's timeline that go to the tracker; the result has up to `timeline.MAX_POINTS`.
 _TRACKED_POINTS = 200
@@ -52,7 +53,8 @@ def run_throughput(
     result = _build(run, modes, workload)
     run.meter.add_to(result, [0])
     without_our_process(result["metrics"], backends[0])
-    result |= write_capture([modes[0].trace], run.out_dir, run.provenance)
+    with run.parts.part(CAPTURE_FILE):
+        result |= write_capture([modes[0].trace], run.out_dir, run.provenance)
     requests = [row for mode in modes for row in request_rows(mode, workload)]
     return run.finish(
         result,
