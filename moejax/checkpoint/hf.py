@@ -55,6 +55,9 @@ TEXT_FILES = (
 )  # fmt: skip
 """Files of a model directory that text and its generation need, beside weights and configuration."""
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")  # AutoGPTQ's and AutoAWQ's, of old
+
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 
@@ -72,6 +75,8 @@ def resolve_model_dir(model: str | os.PathLike[str]) -> Path:
         ConfigError: neither; the message names the shipped models.
     """
     path = Path(model)
+    if path.suffix == ".gguf" or (any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
+        raise ConfigError(f"model.path: {path} is GGUF, which is not read; give its model's safetensors")
     if path.is_dir():
         return path
     if str(model) in shipped_models():
@@ -103,8 +108,19 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     path = resolve_model_dir(directory) / "config.json"
     raw = read_json(path)
     if isinstance(raw, dict):  # how weights are stored is not of the model; `load_pretrained` reads it
-        raw = {name: value for name, value in raw.items() if name != "quantization_config"}
+        raw = {name: value for name, value in raw.items() if name not in QUANTIZATION_KEYS}
     return config_from_hf(raw, str(path))
+
+
+def stored_quantization(directory: Path) -> tuple[Any, Path] | None:
+    """Returns a directory's `quantization_config`, under any name, and its file; None where there is none."""
+    path = directory / "config.json"
+    config = read_json(path)
+    for key in QUANTIZATION_KEYS:
+        if config.get(key) is not None:
+            return config[key], path
+    beside = [directory / name for name in QUANTIZATION_FILES if (directory / name).is_file()]
+    return (read_json(beside[0]), beside[0]) if beside else None
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -128,6 +144,8 @@ def weight_files(directory: Path) -> list[Path]:
         return files
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
+    if len(autogptq := list(directory.glob("gptq_model-*g.safetensors"))) == 1:
+        return autogptq
     other = sorted(p.name for p in directory.glob("*.bin"))
     hint = f"; {other[0]} is in PyTorch's format, save it as safetensors" if other else ""
     if not other and (directory / "config.json").is_file():
@@ -205,7 +223,8 @@ def load_pretrained(
     declared = specs(model)
     whole = declared if len(model.stage) == config.num_layers else specs(Decoder(config))
     start = time.perf_counter()
-    convention = convention_of(read_json(path / "config.json"), path / "config.json")
+    stored = stored_quantization(path)
+    convention = None if stored is None else convention_of(*stored)
     accept = STORED_DTYPES if convention is None else QUANTIZED_DTYPES
     with TensorFiles(weight_files(path), accept) as files:
         elsewhere = whole.keys() - declared.keys()

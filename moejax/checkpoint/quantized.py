@@ -63,15 +63,12 @@ class QuantizedPlan:
     taken: set[str] = field(default_factory=set)
 
 
-def convention_of(config: Mapping[str, Any], path: Path) -> Convention | None:
-    """Returns the quantization that the `config.json` at `path` declares; None where it declares none.
+def convention_of(raw: Any, path: Path) -> Convention:
+    """Returns what a `quantization_config`, found in the file at `path`, means.
 
     Raises:
         ConfigError, CheckpointError: see `moejax.quantization.checkpoints.parse.parse_quantization`.
     """
-    raw = config.get("quantization_config")
-    if raw is None:
-        return None
     convention = parse_quantization(raw, str(path))
     for note in convention.notes:
         logger.warning("%s: %s", path.parent, note)
@@ -106,6 +103,7 @@ def plan_quantized(
         elsewhere: paths of parameters that other pipeline stages have.
     """
     plan, rules = QuantizedPlan(), tuple(rules)
+    files.rename(convention.parts(files.shapes))
     for module, names in _modules(files).items():
         place = _place(module, rules)
         if place is None:  # of no module that we know: `plan_load` lists them
@@ -121,8 +119,14 @@ def plan_quantized(
             if marked:
                 plan.taken |= mine
             _judge(plan, files, convention, param, expert, Module(module, names, marked), specs[param])
+        bias = f"{param.removesuffix('.kernel')}.bias"
+        if marked and "bias" in names and bias not in specs and bias not in elsewhere:
+            plan.taken.add(f"{module}.bias")  # AutoGPTQ writes zeros where a layer has none
+            if files.read(f"{module}.bias", ()).any():
+                files.faults.add("biases other than 0, which the architecture lacks", f"{module}.bias")
     _settle(plan, files, specs, rules, num_experts)
-    files.check_dtypes(key for key in files.shapes if key not in plan.taken)
+    rest = files.shapes.keys() - plan.taken  # `plan_load` lists those that no rule names
+    files.check_dtypes(sorted(key for key in rest if any(rule.pattern.fullmatch(key) for rule in rules)))
     if not plan.taken:
         method = f"quantized tensors that quant_method {convention.method!r} says there are"
         files.faults.add("missing", f"all {method}")

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint's safetensors files, read by slices. It does not know what they mean."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
         self.keys_read: set[str] = set()
         self._home: dict[str, tuple[Path, Any]] = {}
         self._accept = accept
+        self._parts: Mapping[str, tuple[str, Any]] = {}
         self._starts: dict[Path, dict[str, int]] = {}
         with ExitStack() as opened:
             for path in files:
@@ -77,12 +78,22 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
                 kind = f"of a dtype other than {', '.join(accept)}"
                 self.faults.add(kind, f"{key} is {self.dtypes[key]}")
 
+    def rename(self, parts: Mapping[str, tuple[str, Any]]) -> None:
+        """Makes parts of stored tensors known under names of their own, and the stored names no longer."""
+        for name, (key, index) in parts.items():
+            self.dtypes[name] = self.dtypes[key]
+            self.shapes[name] = np.broadcast_to(0, self.shapes[key])[index].shape
+        for key in {key for key, _ in parts.values()} - parts.keys():
+            del self.shapes[key]
+        self._parts = parts
+
     def read(self, key: str, index: Index) -> np.ndarray:
         """Returns a copy of a part of a tensor, in its stored dtype.
 
         Raises:
             CheckpointError: it cannot be read.
         """
+        key, index = self._parts.get(key, (key, index))
         path, handle = self._home[key]
         try:
             if self.dtypes[key] in _BYTES:
@@ -103,7 +114,7 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
                 header = json.loads(file.read(size))
             header.pop("__metadata__", None)
             self._starts[path] = {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
-        shape = self.shapes[key]
+        shape = tuple(self._home[key][1].get_slice(key).get_shape())
         whole = np.memmap(path, np.uint8, "r", self._starts[path][key], shape or (1,))
         return np.asarray(whole).reshape(shape).view(_BYTES[self.dtypes[key]])
 

@@ -46,12 +46,17 @@ def draw_scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtyp
     return (rng.uniform(0.5, 1.5, shape) * 0.02).astype(dtype)
 
 
-def gptq(bits=4, group=8, sym=True, act_order=False, v2=False, dtype=F16) -> Maker:
+def gptq(bits=4, group=8, sym=True, act_order=False, v2=False, dtype=F16, bias=False) -> Maker:
+    """Version 1 is made of version 2 as GPTQModel does it: ones from whole words, with borrows."""
+
     def make(rng, D, F):
         size = D if group == -1 else group
         G = D // size
         codes = rng.integers(0, 2**bits, (D, F))
         zeros = np.full((G, F), 2 ** (bits - 1)) if sym else rng.integers(0, 2**bits, (G, F))
+        if not sym:  # at a word's start, at its end, where nothing is left to borrow from, and a whole word
+            per = 32 // bits
+            zeros[:1, ::per] = zeros[-1:, per - 1 :: per] = zeros[:1, :per] = 0
         index = np.asarray([i // size for i in range(D)])
         if act_order:
             index = rng.permutation(index)
@@ -60,13 +65,18 @@ def gptq(bits=4, group=8, sym=True, act_order=False, v2=False, dtype=F16) -> Mak
         for i in range(D):
             g = index[i]
             weight[:, i] = (codes[i] - zeros[g]).astype(np.float32) * scales[g].astype(np.float32)
-        stored = zeros if v2 else (zeros - 1) % 2**bits
+        stored = rows_in_words(zeros, bits)
+        if not v2:
+            ones = sum(2 ** (bits * place) for place in range(32 // bits))
+            stored = ((stored.astype(np.int64) - ones) % 2**32).astype(np.uint32).view(np.int32)
         tensors = {
             "qweight": np.ascontiguousarray(rows_in_words(codes.T, bits).T),
-            "qzeros": rows_in_words(stored, bits),
+            "qzeros": stored,
             "scales": scales,
             "g_idx": index.astype(np.int32),
         }
+        if bias:
+            tensors["bias"] = np.zeros(F, dtype)
         return tensors, weight
 
     return make
@@ -148,22 +158,25 @@ def plain(
     static=False,
     dtype=F32,
     scale="weight_scale",
-    scalar=False,
+    input_scale="input_scale",
+    stored: tuple[int, ...] | None = None,
+    bits=8,
 ) -> Maker:
-    """int-quantized, float-quantized, naive-quantized; and fp8 by another name of the scales."""
+    """int-quantized, float-quantized, naive-quantized; and fp8 by other names and shapes of the scales."""
 
     def make(rng, D, F):
         shape, at = grid_of(strategy, size, D, F)
-        codes = rng.integers(-128, 128, (F, D)).astype(np.int8) if kind == "int" else draw_e4m3(rng, (F, D))
-        zeros = np.zeros(shape, np.int8) if sym else rng.integers(-128, 128, shape).astype(np.int8)
+        half = 2 ** (bits - 1)
+        codes = rng.integers(-half, half, (F, D)).astype(np.int8) if kind == "int" else draw_e4m3(rng, (F, D))
+        zeros = np.zeros(shape, np.int8) if sym else rng.integers(-half, half, shape).astype(np.int8)
         scales = draw_scales(rng, shape, dtype)
         difference = codes.astype(np.float32) - spread(zeros, at, D, F).astype(np.float32)
         weight = difference * spread(scales.astype(np.float32), at, D, F)
-        tensors = {"weight": codes, scale: scales.reshape(()) if scalar else scales}
+        tensors = {"weight": codes, scale: scales if stored is None else scales.reshape(stored)}
         if not sym:
             tensors["weight_zero_point"] = zeros
         if static:
-            tensors["input_scale"] = rng.uniform(0.01, 0.1, (1,)).astype(dtype)
+            tensors[input_scale] = rng.uniform(0.01, 0.1, (1,)).astype(dtype).reshape(() if stored else (1,))
         return tensors, weight
 
     return make
@@ -280,8 +293,8 @@ def _packed(name: str, dtype: np.dtype = BF16, **options: Any) -> Convention:
 def _plain(
     layout: str, name: str, kind: str, inputs: dict | None = None, dtype: np.dtype = F32, **options: Any
 ) -> Convention:
-    o = {"strategy": "channel", "size": 8, "sym": True} | options
-    args = weights_args(kind, 8, o["strategy"], o["size"], o["sym"])
+    o = {"strategy": "channel", "size": 8, "sym": True, "bits": 8} | options
+    args = weights_args(kind, o["bits"], o["strategy"], o["size"], o["sym"])
     static = bool(inputs) and inputs["dynamic"] is False
     make = plain(kind, dtype=dtype, static=static, **options)
     return Convention(make, ct_config(layout, args, inputs), name)
@@ -296,6 +309,7 @@ CONVENTIONS: dict[str, Convention] = {
     "gptq-act-order": _gptq("int4_g8_sf16_indexed", act_order=True),
     "gptq-act-order-asym-bf16": _gptq("int4_g8_asym_indexed", BF16, act_order=True, sym=False),
     "gptq-v2-asym": _gptq("int4_g8_asym_sf16", sym=False, v2=True),
+    "gptq-v2-8bit-asym": _gptq("int8_g8_asym_sf16", bits=8, sym=False, v2=True),
     "gptq-channels": _gptq("int4_sf16", group=-1),
     "gptq-8bit": _gptq("int8_g8_sf16", bits=8),
     "gptq-8bit-asym-channels": _gptq("int8_asym_sf16", bits=8, group=-1, sym=False),
@@ -313,6 +327,9 @@ CONVENTIONS: dict[str, Convention] = {
     "ct-w8a8": _plain("int-quantized", "int8_a8", "int", inputs_args("int")),
     "ct-w8a8-static": _plain("int-quantized", "int8_tensor_sbf16_a8static", "int", inputs_args("int", True),
                              BF16, strategy="tensor"),
+    "ct-int4-in-int8": _plain("int-quantized", "int4_g8", "int", inputs_args("int"), BF16, strategy="group",
+                              bits=4),
+    "ct-int4-in-int8-asym": _plain("naive-quantized", "int4_asym", "int", sym=False, bits=4),
     "ct-int8-groups-asym": _plain("naive-quantized", "int8_g8_asym_sf32", "int", strategy="group", sym=False),
     "ct-fp8-static": _plain("float-quantized", "float8_e4m3fn_tensor_a8static", "float",
                             inputs_args("float", True), strategy="tensor"),
@@ -320,8 +337,10 @@ CONVENTIONS: dict[str, Convention] = {
                              BF16),
     "ct-fp8-blocks": _plain("float-quantized", "float8_e4m3fn_b8", "float", strategy="block"),
     "fp8-blocks": Convention(plain("float", "block", scale="weight_scale_inv"), BLOCK, "float8_e4m3fn_b8"),
-    "fp8-tensor": Convention(plain("float", "tensor", scalar=True), TENSOR | {"activation_scheme": "dynamic"},
+    "fp8-tensor": Convention(plain("float", "tensor", stored=()), TENSOR | {"activation_scheme": "dynamic"},
                              "float8_e4m3fn_tensor_a8"),
+    "fp8-tensor-transformers": Convention(plain("float", "tensor", scale="weight_scale_inv", stored=(1, 1)),
+                                          TENSOR | {"weight_block_size": None}, "float8_e4m3fn_tensor_a8"),
     "fp8-tensor-static": Convention(plain("float", "tensor", static=True),
                                     TENSOR | {"activation_scheme": "static"},
                                     "float8_e4m3fn_tensor_a8static"),

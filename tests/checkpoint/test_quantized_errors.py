@@ -306,8 +306,11 @@ GROUP = {"targets": ["Linear"], "weights": packing.weights_args("int", 4, "group
 @pytest.mark.parametrize(
     ("name", "config", "said"),
     [
-        ("gptq", {"quant_method": "gguf"}, "unknown quant_method 'gguf'"),
-        ("gptq", {"quant_method": "gptqq"}, "did you mean 'gptq'"),
+        ("gptq", {"quant_method": "gguf"}, "quant_method='gguf' is not supported for reading"),
+        ("gptq", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported for reading; convert"),
+        ("gptq", {"quant_method": "mxfp8"}, "supported: 'gptq', 'awq', 'fp8', 'compressed-tensors'"),
+        ("gptq", {"quant_method": None, "desc_act": None}, "quant_method=None is not supported"),
+        ("gptq", {"checkpoint_format": None, "format": "gptq_p"}, "checkpoint_format='gptq_p'"),
         ("gptq", {"bits": 3}, "bits=3 is not supported for GPTQ; supported: 4, 8"),
         ("gptq", {"checkpoint_format": "marlin"}, "supported: 'gptq', 'gptq_v2'"),
         ("gptq", {"pack_dtype": "int16"}, "pack_dtype='int16'"),
@@ -318,9 +321,9 @@ GROUP = {"targets": ["Linear"], "weights": packing.weights_args("int", 4, "group
         ("fp8-blocks", {"weight_block_size": [128, 64]}, "blocks are squares"),
         ("fp8-blocks", {"activation_scheme": "static"}, "activation_scheme='static'"),
         ("fp8-tensor", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ("ct-int4", {"format": "marlin-24"}, "unknown format 'marlin-24'"),
-        ("ct-int4", {"format": "int-quantized"}, "int of 4 bits in int-quantized is not supported"),
-        ("ct-int4", {"quantization_status": "frozen"}, "quantization_status='frozen'"),
+        ("ct-int4", {"format": "marlin-24"}, "format='marlin-24' is not supported; supported: pack"),
+        ("ct-int4", {"format": "float-quantized"}, "int of 4 bits in float-quantized is not supported"),
+        ("ct-int4", {"quantization_status": "initialized"}, "quantization_status='initialized'"),
         ("ct-int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ("ct-int4", {"transform_config": {"config_groups": {"u": {}}}}, "rotations are not supported"),
         ("ct-int4", {"config_groups": {"g": GROUP | {"output_activations": {}}}}, "output_activations"),
@@ -329,7 +332,7 @@ GROUP = {"targets": ["Linear"], "weights": packing.weights_args("int", 4, "group
         (
             "ct-int4",
             {"config_groups": {"g": {"targets": [], "weights": packing.weights_args("int", 8, "token")}}},
-            "unknown strategy 'token'",
+            "weights.strategy='token' is not supported",
         ),
     ],
 )  # fmt: skip
@@ -345,6 +348,7 @@ def test_what_is_not_supported_is_named(failure, name, config, said):
         ("gptq", {"sym": "yes"}, "sym must be true or false, got 'yes'"),
         ("gptq", {"dynamic": {"+:(": {}}}, "'+:(' is no pattern"),
         ("awq", {"modules_to_not_convert": "gate"}, "must be a list of names, got 'gate'"),
+        ("awq", {"modules_to_not_convert": ["re:("]}, "'re:(' is no pattern"),
         ("fp8-blocks", {"weight_block_size": 128}, "must be two positive integers, got 128"),
         ("ct-int4", {"config_groups": {}}, "config_groups names no groups"),
         ("ct-int4", {"ignore": ["re:("]}, "'re:(' is no pattern"),

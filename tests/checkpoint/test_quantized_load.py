@@ -378,7 +378,7 @@ def test_activations_that_are_not_quantized_as_asked_are_said_so(make, caplog, n
 
 def test_the_engine_runs_what_is_published(make):
     """The same tokens as from the plain checkpoint, which has the same values."""
-    directory, plain = make("qwen3_moe", CONVENTIONS["gptq-act-order"])
+    directory, plain = make("qwen3_moe", CONVENTIONS["gptq-act-order-asym-bf16"])
     params = SamplingParams(max_tokens=8, temperature=0.0)
     answers = [LLM(str(path)).generate([[1, 2, 3, 4, 5]], params) for path in (directory, plain)]
     quantized, expected = ([out.outputs[0].token_ids for out in outs] for outs in answers)

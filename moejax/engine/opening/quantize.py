@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moejax.checkpoint.hf import read_json
+from moejax.checkpoint.hf import stored_quantization
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
@@ -80,9 +80,8 @@ def plan_quantization(
     choose_implementation(quant, planned, axes, platform, experts)
     if not plan.weights:
         return plan
-    stored = read_json(directory / "config.json") if directory else {}
-    if stored.get("quantization_config") is not None:
-        by = stored["quantization_config"].get("quant_method", "an unnamed method")
+    if directory and (stored := stored_quantization(directory)):
+        by = stored[0].get("quant_method", "an unnamed method")
         raise ConfigError(
             f"quant.method={quant.method}: {directory} holds weights quantized by {by} already; "
             "leave quant.method=none to run them, or give the full-precision checkpoint"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.checkpoint.hf import load_config, read_json, resolve_model_dir
+from moejax.checkpoint.hf import load_config, read_json, resolve_model_dir, stored_quantization
 from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.files import cache_root
@@ -314,9 +314,9 @@ def find_model(
         )
     directory = resolve_model_dir(model)
     config = load_config(directory)
-    if load_format == "dummy" and read_json(directory / "config.json").get("quantization_config"):
+    if load_format == "dummy" and (stored := stored_quantization(directory)):
         raise ConfigError(
-            f"{directory}: load_format='dummy' makes no quantized weights, and config.json has a "
+            f"{directory}: load_format='dummy' makes no quantized weights, and {stored[1].name} has a "
             "quantization_config; remove it and say quant=, or load the weights"
         )
     return directory, config

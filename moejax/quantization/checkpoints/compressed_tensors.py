@@ -7,13 +7,13 @@ that order. Its `weights` and `input_activations` say what the numbers are; how 
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from moejax.core.errors import CheckpointError, ConfigError, unknown
+from moejax.core.errors import CheckpointError, ConfigError
 from moejax.quantization.checkpoints.convention import Convention, QuantFields, Role, Verdict
 from moejax.quantization.checkpoints.layouts import LAYOUTS
 from moejax.quantization.checkpoints.scheme import Scheme
-from moejax.quantization.formats import MXFP4, NVFP4, Activations, WeightFormat
+from moejax.quantization.formats import MXFP4, NVFP4, Activations, Granularity, WeightFormat
 
 METHOD = "compressed-tensors"
 SUPPORTED = ", ".join(
@@ -39,7 +39,6 @@ class Args:
         if not isinstance(raw, dict):
             raise CheckpointError(f"{where} must be an object, got {raw!r}")
         size = raw.get("group_size")
-        size = -1 if raw.get("strategy") == "channel" and size is None else size
         strategy = raw.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel")
         block = raw.get("block_structure")
         if isinstance(block, str):
@@ -91,7 +90,7 @@ def parse_compressed(fields: QuantFields) -> CompressedTensors:
     """Raises `ConfigError` for what is not read here and `CheckpointError` for what is malformed."""
     where = fields.source
     status = fields.take("quantization_status", default="compressed")
-    fields.one_of("quantization_status", status, ("compressed",), METHOD)
+    fields.one_of("quantization_status", status, ("compressed", "frozen"), METHOD)  # the tensors decide
     cache = fields.take("kv_cache_scheme")
     notes = []
     if cache is not None:
@@ -103,8 +102,7 @@ def parse_compressed(fields: QuantFields) -> CompressedTensors:
             )
         notes.append("kv_cache_scheme is not applied; set quant.kv_cache")
     sparsity = fields.take("sparsity_config", default={})
-    if sparsity.get("format", "dense") != "dense":
-        fields.one_of("sparsity_config.format", sparsity["format"], ("dense",), METHOD)
+    fields.one_of("sparsity_config.format", sparsity.get("format", "dense"), ("dense",), METHOD)
     if fields.take("transform_config", default={}).get("config_groups"):
         raise ConfigError(
             f"{where}.transform_config: rotations are not supported; use a checkpoint without them"
@@ -120,18 +118,7 @@ def parse_compressed(fields: QuantFields) -> CompressedTensors:
         scheme, more = _scheme(parsed, str(fields.take("format", default="dense")))
         groups.append((parsed.names("targets"), scheme))
         notes += more
-    ignore = fields.names("ignore")
-    for pattern in (*ignore, *(target for targets, _ in groups for target in targets)):
-        _check_pattern(pattern, where)
-    return CompressedTensors(METHOD, tuple(groups), ignore, notes=tuple(dict.fromkeys(notes)))
-
-
-def _check_pattern(pattern: str, where: str) -> None:
-    if pattern.startswith("re:"):
-        try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            raise CheckpointError(f"{where}: {pattern!r} is no pattern ({error})") from None
+    return CompressedTensors(METHOD, tuple(groups), fields.names("ignore"), notes=tuple(dict.fromkeys(notes)))
 
 
 def _scheme(fields: QuantFields, whole: str) -> tuple[Scheme | None, list[str]]:
@@ -150,8 +137,7 @@ def _scheme(fields: QuantFields, whole: str) -> tuple[Scheme | None, list[str]]:
     if name == "mixed-precision":
         name = _inferred(weights, inputs)
     if name not in LAYOUTS:
-        known = f"{unknown('format', name, LAYOUTS)}; supported: {SUPPORTED}"
-        raise ConfigError(f"{where}: {known}")
+        raise ConfigError(f"{where}.format={name!r} is not supported; supported: {SUPPORTED}")
     fmt = _format(name, weights, where)
     activations, note = _activations(fmt, inputs)
     fmt = WeightFormat(**(vars(fmt) | {"activations": activations}))
@@ -183,9 +169,7 @@ def _format(name: str, weights: Args, where: str) -> WeightFormat:
                 f"{weights.strategy!r} of {weights.group}"
             )
         return fmt
-    if weights.strategy not in ("tensor", "channel", "group", "block"):
-        known = unknown("strategy", weights.strategy, ("tensor", "channel", "group", "block"))
-        raise ConfigError(f"{where}.weights: {known}")
+    QuantFields({}, f"{where}.weights").one_of("strategy", weights.strategy, get_args(Granularity), METHOD)
     group = weights.group if weights.strategy == "group" else 0
     if weights.strategy == "block":
         rows, columns = weights.block or (0, 0)

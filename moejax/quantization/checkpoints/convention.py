@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from moejax.core.errors import CheckpointError, ConfigError
-from moejax.quantization.checkpoints.scheme import Scheme
+from moejax.quantization.checkpoints.scheme import Index, Scheme, Shape
 
 Role = Literal["linear", "router", "shared_gate", "head", "embedding"]
 """Kind of a module: the router is no `Linear` for some writers, and no list of modules counts it."""
@@ -43,6 +43,10 @@ class Convention(ABC):
     def verdict(self, module: str, role: Role) -> Verdict:
         """Returns the verdict on a module such as `model.layers.0.mlp.experts.3.gate_proj`."""
 
+    def parts(self, shapes: Mapping[str, Shape]) -> dict[str, tuple[str, Index]]:
+        """Returns what schemes know by another name: name → stored tensor (of `shapes`) and part of it."""
+        return {}
+
 
 class QuantFields:
     """A `quantization_config` whose fields are taken one at a time, with errors that name them."""
@@ -67,10 +71,15 @@ class QuantFields:
         return value
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """Returns a list of strings, or nothing."""
+        """Returns a list of strings, or nothing; those that start with "re:" are patterns."""
         value = self.take(*fields, default=[])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise CheckpointError(f"{self.source}.{fields[0]} must be a list of names, got {value!r}")
+        for item in (item for item in value if item.startswith("re:")):
+            try:
+                re.compile(item[3:])
+            except re.error as error:
+                raise CheckpointError(f"{self.source}: {item!r} is no pattern ({error})") from None
         return tuple(value)
 
     def group(self, default: int | None = None) -> int:

@@ -5,19 +5,24 @@
     weight_scale      float, one                   without
     input_scale       float, one                   with activation_scheme "static"
 
+transformers calls the last two `weight_scale_inv` and `activation_scale`, and stacks those of experts:
+`experts.gate_up_proj_scale_inv` is [E, 1, 1] or [E, 2 F / b, D / b], gate before up.
+
 value = code · scale; in spite of its name `weight_scale_inv` is multiplied by (DeepSeek-V3's README).
 """
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moejax.core.errors import CheckpointError
 from moejax.quantization.checkpoints.convention import Listed, QuantFields
 from moejax.quantization.checkpoints.layouts import PlainScheme
+from moejax.quantization.checkpoints.scheme import Index, Shape
 from moejax.quantization.formats import WeightFormat
 
-BLOCK_ACTIVATIONS = (
-    "activations are not quantized by groups, as it asks for: products take them in the model's dtype"
-)
+STACKED = {"gate_up": {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}, "down": {"down_proj": 0, "w2": 0}}
+"""The half of each stack that an expert's matrix has."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,27 @@ class BlockScheme(PlainScheme):
         return (*super().scale_dtypes(), "F8_E8M0")
 
 
-def parse_fp8(fields: QuantFields) -> Listed:
+@dataclass(frozen=True)
+class Fp8(Listed):
+    def parts(self, shapes: Mapping[str, Shape]) -> dict[str, tuple[str, Index]]:
+        scale = self.scheme.scale
+        ours = {"weight_scale_inv": scale, "scale_inv": scale, "activation_scale": "input_scale"}
+        parts: dict[str, tuple[str, Index]] = {}
+        for key, shape in shapes.items():
+            module, _, last = key.rpartition(".")
+            stack, _, kind = last.rpartition("_proj_")
+            if kind in ours and not stack:
+                parts[f"{module}.{ours[kind]}"] = key, ()
+            elif kind in ours and shape and stack in STACKED:
+                rows = shape[1] // 2 if stack == "gate_up" and len(shape) == 3 else 0
+                for e, (name, half) in itertools.product(range(shape[0]), STACKED[stack].items()):
+                    index = (e, slice(half * rows, (half + 1) * rows)) if rows else (e,)
+                    if f"{module}.{e}.{name}.weight" in shapes:
+                        parts[f"{module}.{e}.{name}.{ours[kind]}"] = key, index
+        return parts
+
+
+def parse_fp8(fields: QuantFields) -> Fp8:
     """Raises `ConfigError` for what is not read here and `CheckpointError` for what is malformed."""
     scheme = fields.take("activation_scheme", default="dynamic")
     fields.one_of("activation_scheme", scheme, ("dynamic", "static"), "fp8")
@@ -39,7 +64,7 @@ def parse_fp8(fields: QuantFields) -> Listed:
     block = fields.take("weight_block_size")
     if block is None:
         fmt = WeightFormat("float8_e4m3fn", "tensor", activations=scheme)
-        return Listed("fp8", PlainScheme(fmt), left_out)
+        return Fp8("fp8", PlainScheme(fmt), left_out)
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
         raise CheckpointError(
             f"{fields.source}.weight_block_size must be two positive integers, got {block!r}"
@@ -48,4 +73,5 @@ def parse_fp8(fields: QuantFields) -> Listed:
     fields.one_of("weight_block_size", block, ([size, size],), "fp8 (blocks are squares)")
     fields.one_of("activation_scheme", scheme, ("dynamic",), "fp8 with weight_block_size")
     fmt = WeightFormat("float8_e4m3fn", "block", size)
-    return Listed("fp8", BlockScheme(fmt), left_out, notes=(BLOCK_ACTIVATIONS,))
+    note = "activations are not quantized by groups, as it asks for: products take them in the model's dtype"
+    return Fp8("fp8", BlockScheme(fmt), left_out, notes=(note,))

@@ -5,10 +5,11 @@
     scales   float [G, F]
     g_idx    int32 [D]                    the group of each input
 
-value = (code - zero) · scale. `checkpoint_format` "gptq" stores zero points less one (modulo 2^bits), as
-AutoGPTQ always did; "gptq_v2" stores them as they are. With `desc_act` inputs were quantized by falling
-activation, and their groups are those of that order: `g_idx`. GPTQModel's `dynamic` changes settings for
-modules that a pattern matches, or leaves them out ("-:").
+value = (code - zero) · scale. `checkpoint_format` "gptq" stores zero points less one, as AutoGPTQ always did;
+"gptq_v2" stores them as they are. GPTQModel takes the ones from a word as a whole, so that a zero point of 0
+borrows from the next; adding them back to the word, modulo 2^32, undoes it. With `desc_act` inputs were
+quantized by falling activation, and their groups are those of that order: `g_idx`. GPTQModel's `dynamic`
+changes settings for modules that a pattern matches, or leaves them out ("-:").
 """
 
 import re
@@ -56,9 +57,8 @@ class GptqScheme(Scheme):
     def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
         fmt, bits = self.format, self.format.bits
         codes = words_to_codes(tensors["qweight"].T, bits)[:, :D]
-        zeros = words_to_codes(tensors["qzeros"], bits)[:, :F]
-        if self.less_one:
-            zeros = (zeros + 1) & 15 if bits == 4 else zeros + 1
+        ones = np.int32(0xFFFFFFFF // (2**bits - 1) if self.less_one else 0)  # 1 in each field of a word
+        zeros = words_to_codes(tensors["qzeros"] + ones, bits)[:, :F]
         check_finite("scales", tensors["scales"], complain)
         other = "gptq_v2" if self.less_one else "gptq"
         hint = f" (sym is true; is checkpoint_format {other!r}?)"
@@ -97,10 +97,9 @@ class Gptq(Convention):
 
 def parse_gptq(fields: QuantFields) -> Gptq:
     """Raises `ConfigError` for what is not read here and `CheckpointError` for what is malformed."""
-    layout = fields.take("checkpoint_format", default="gptq")
+    layout = fields.take("checkpoint_format", "format", default="gptq")
     fields.one_of("checkpoint_format", layout, ("gptq", "gptq_v2"), "GPTQ")
-    if fields.take("is_marlin_format", default=False):
-        fields.one_of("is_marlin_format", True, (False,), "GPTQ")
+    fields.one_of("is_marlin_format", fields.take("is_marlin_format", default=False), (False,), "GPTQ")
     fields.one_of("pack_dtype", fields.take("pack_dtype", default="int32"), ("int32",), "GPTQ")
     base = _scheme(fields, {}, layout)
     overrides = []

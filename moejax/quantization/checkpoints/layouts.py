@@ -1,7 +1,7 @@
 """The tensors of compressed-tensors, for one matrix; fp8 checkpoints have the first kind too.
 
     int-quantized, float-quantized, naive-quantized, mxfp8-quantized
-        weight             int8 or float8_e4m3fn [F, D]
+        weight             int8 or float8_e4m3fn [F, D]; integers of 4 bits are int8, too
     pack-quantized
         weight_packed      int32 [F, ⌈D · bits / 32⌉], the codes plus 2^(bits-1), lowest bits first
         weight_shape       [2], F and D
@@ -35,6 +35,7 @@ from moejax.quantization.checkpoints.scheme import (
     check_finite,
     codes_to_words,
     group_index,
+    octet_codes,
     our_codes,
     plain_codes,
     words_to_codes,
@@ -81,6 +82,14 @@ class _Scaled(WrittenScheme):
         if self.format.activations == "static":
             check_finite("input_scale", tensors["input_scale"], complain)
             parts["input_scale"] = tensors["input_scale"].reshape(1).astype(np.float32)
+        if "weight_zero_point" in tensors:
+            stored = tensors["weight_zero_point"]
+            if stored.dtype == np.int32:
+                zeros = words_to_codes(stored.T, self.format.bits)[:, :F]
+            else:
+                octets = stored.reshape(self.place(D, F)).T
+                zeros = octet_codes("weight_zero_point", octets, self.format, complain)
+            parts |= zero_points("weight_zero_point", zeros, self.format, complain)
         return parts
 
     def write_scales(self, parts: Mapping[str, np.ndarray]) -> Arrays:
@@ -96,7 +105,7 @@ class PlainScheme(_Scaled):
     """A code an element."""
 
     def needs(self, D: int, F: int) -> dict[str, Need]:
-        code = "I8" if self.format.numbers == "int8" else "F8_E4M3"
+        code = "I8" if self.format.numbers.startswith("int") else "F8_E4M3"
         zero = Need(self.grid(D, F), (code,), optional=self.format.symmetric)
         return {
             "weight": Need(((F, D),), (code,)),
@@ -105,14 +114,11 @@ class PlainScheme(_Scaled):
         }
 
     def read(self, tensors: Mapping[str, np.ndarray], D: int, F: int, complain: Complain) -> Arrays:
-        values = tensors["weight"]
-        if self.format.numbers != "int8":
-            check_finite("weight", values, complain)
-        parts = {"values": values, **self.read_scales(tensors, D, F, complain)}
-        if "weight_zero_point" in tensors:
-            zeros = tensors["weight_zero_point"].reshape(self.place(D, F)).T
-            parts |= zero_points("weight_zero_point", zeros, self.format, complain)
-        return parts
+        fmt = self.format
+        if fmt.numbers.startswith("float"):
+            check_finite("weight", tensors["weight"], complain)
+        codes = octet_codes("weight", tensors["weight"], fmt, complain)
+        return {"values": our_codes(codes, fmt), **self.read_scales(tensors, D, F, complain)}
 
     def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
         out = {"weight": parts["values"], **self.write_scales(parts)}
@@ -150,20 +156,10 @@ class PackedScheme(_Scaled):
             complain("weight_shape", f"{tensors['weight_shape'].tolist()} for a weight of {[F, D]}")
         codes = words_to_codes(tensors["weight_packed"], bits)[:, :D]
         parts = {"values": our_codes(codes, fmt), **self.read_scales(tensors, D, F, complain)}
-        if "weight_zero_point" in tensors:
-            zeros = self._zeros(tensors["weight_zero_point"], D, F)
-            parts |= zero_points("weight_zero_point", zeros, fmt, complain)
         if "weight_g_idx" in tensors:
             indices = tensors["weight_g_idx"]
             parts |= group_index("weight_g_idx", indices, fmt, D, complain, 'actorder is not "group"')
         return parts
-
-    def _zeros(self, stored: np.ndarray, D: int, F: int) -> np.ndarray:
-        """Returns `[G, O]` as we keep them: uint8 from 0 for 4 bits, int8 for 8."""
-        if stored.dtype == np.int32:
-            return words_to_codes(stored.T, self.format.bits)[:, :F]
-        zeros = stored.reshape(self.place(D, F)).T
-        return (zeros + np.int8(8)).view(np.uint8) if self.format.bits == 4 else zeros
 
     def write(self, parts: Mapping[str, np.ndarray], D: int, F: int) -> Arrays:
         fmt, bits = self.format, self.format.bits
@@ -232,9 +228,9 @@ def divisor_of(scale: float) -> np.float32 | None:
 
 LAYOUTS: Mapping[str, tuple[type[WrittenScheme], tuple[tuple[str, int], ...]]] = {
     "pack-quantized": (PackedScheme, (("int", 4), ("int", 8))),
-    "int-quantized": (PlainScheme, (("int", 8),)),
+    "int-quantized": (PlainScheme, (("int", 4), ("int", 8))),
     "float-quantized": (PlainScheme, (("float", 8),)),
-    "naive-quantized": (PlainScheme, (("int", 8), ("float", 8))),
+    "naive-quantized": (PlainScheme, (("int", 4), ("int", 8), ("float", 8))),
     "mxfp8-quantized": (PlainScheme, (("float", 8),)),
     "mxfp4-pack-quantized": (Fp4Scheme, (("float", 4),)),
     "nvfp4-pack-quantized": (Fp4Scheme, (("float", 4),)),

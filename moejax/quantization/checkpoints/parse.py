@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from moejax.core.errors import CheckpointError, ConfigError, unknown
+from moejax.core.errors import CheckpointError, ConfigError
 from moejax.quantization.checkpoints import awq, compressed_tensors, fp8, gptq, own
 from moejax.quantization.checkpoints.convention import Convention, QuantFields
 
@@ -14,6 +14,9 @@ METHODS: dict[str, Callable[[QuantFields], Convention]] = {
     "compressed-tensors": compressed_tensors.parse_compressed,
     "moejax": own.parse_own,
 }
+
+UNNAMED = {"config_groups": "compressed-tensors", "zero_point": "awq", "desc_act": "gptq"}
+"""Fields that tell a method by, where an older tool did not name it."""
 
 MARKS = frozenset({
     "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv",
@@ -36,11 +39,10 @@ def parse_quantization(raw: Any, source: str) -> Convention:
     """
     if not isinstance(raw, dict):
         raise CheckpointError(f"{source}: quantization_config must be an object, got {raw!r}")
-    method = raw.get("quant_method")
-    if method not in METHODS:
-        kind = unknown("quant_method", str(method), METHODS)
-        raise ConfigError(f"{source}: quantization_config: {kind}; convert the checkpoint to one of these")
     fields = QuantFields(raw, f"{source}: quantization_config")
+    guess = next((method for field, method in UNNAMED.items() if raw.get(field) is not None), None)
+    method = fields.take("quant_method", default=guess)
+    fields.one_of("quant_method", method, METHODS, "reading; convert the checkpoint")
     try:
         return METHODS[method](fields)
     except (TypeError, AttributeError) as error:

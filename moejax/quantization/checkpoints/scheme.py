@@ -31,6 +31,7 @@ SCALE_DTYPES: dict[str, ScaleDtype] = {
 """Safetensors' names of the dtypes that scales are kept in."""
 
 Shape = tuple[int, ...]
+Index = tuple[int | slice, ...]
 Arrays = dict[str, np.ndarray]
 Complain = Callable[[str, str], None]
 """Takes the last name of a tensor and what is wrong with its values."""
@@ -134,6 +135,15 @@ def our_codes(codes: np.ndarray, fmt: WeightFormat) -> np.ndarray:
 def plain_codes(values: np.ndarray, fmt: WeightFormat, D: int) -> np.ndarray:
     """Maps the part `values` to unpacked codes `[F, D]`."""
     return unpack(values, fmt.pack(D)) if fmt.packed else values
+
+
+def octet_codes(name: str, octets: np.ndarray, fmt: WeightFormat, complain: Complain) -> np.ndarray:
+    """Returns codes or zero points as we count them: those of 4 bits from 0 in uint8, not int8 from -8."""
+    if fmt.numbers != "int4":
+        return octets
+    if ((octets < -8) | (octets > 7)).any():
+        complain(name, f"{octets.min()} to {octets.max()} where 4 bits have -8 to 7")
+    return (octets + np.int8(8)).view(np.uint8)
 
 
 def check_finite(name: str, values: np.ndarray, complain: Complain) -> None:
