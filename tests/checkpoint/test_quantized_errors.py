@@ -317,6 +317,7 @@ GROUP = {"targets": ["Linear"], "weights": packing.weights_args("int", 4, "group
         ("gptq", {"dynamic": {"+:.*": {"bits": 2}}}, "bits=2 is not supported"),
         ("awq", {"bits": 8}, "bits=8 is not supported for AWQ"),
         ("awq", {"version": "gemv"}, "version='gemv' is not supported for AWQ; supported: 'gemm'"),
+        ("awq", {"version": None, "format": "gemv_fast"}, "version='gemv_fast' is not supported for AWQ"),
         ("fp8-blocks", {"fmt": "e5m2"}, "fmt='e5m2'"),
         ("fp8-blocks", {"weight_block_size": [128, 64]}, "blocks are squares"),
         ("fp8-blocks", {"activation_scheme": "static"}, "activation_scheme='static'"),

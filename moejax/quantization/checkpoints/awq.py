@@ -65,7 +65,7 @@ def _output_major(words: np.ndarray) -> np.ndarray:
 def parse_awq(fields: QuantFields) -> Listed:
     """Raises `ConfigError` for what is not read here and `CheckpointError` for what is malformed."""
     fields.one_of("bits", fields.integer("bits", "w_bit"), (4,), "AWQ")
-    version = str(fields.take("version", default="gemm")).lower()
+    version = str(fields.take("version", "format", default="gemm")).lower()
     fields.one_of("version", version, ("gemm",), "AWQ")
     group = fields.group()
     fmt = WeightFormat(
