@@ -41,7 +41,7 @@ from moejax.results.result import (
     write_result,
 )
 from moejax.tracking.base import CompositeTracker, TrackerConfig
-from moejax.tracking.factory import make_tracker
+from moejax.tracking.factory import check_tracker, make_tracker
 from moejax.tracking.naming import run_info
 from moejax.tracking.provenance import collect
 from moejax.tracking.publish import publish
@@ -105,7 +105,14 @@ class ExperimentRun:
         )
 
     def __enter__(self) -> "ExperimentRun":
-        """Raises `OutputError`: the folder cannot be written."""
+        """Checks what needs no model.
+
+        Raises:
+            ConfigError: an unknown kind of device.
+            OutputError, TrackingError: the folder cannot be written, or W&B not be reached.
+        """
+        get_hardware(self.hardware_kind, "cpu")
+        check_tracker(self.tracking)
         ensure_writable(self.out_dir)
         return self
 

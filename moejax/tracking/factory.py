@@ -4,6 +4,14 @@ from moejax.tracking.base import CompositeTracker, RunInfo, Tracker, TrackerConf
 from moejax.tracking.jsonl import METRICS_FILE, JsonlTracker
 
 
+def check_tracker(config: TrackerConfig) -> None:
+    """Raises `TrackingError` where an online tracker has no key or no server; takes a second where it has."""
+    if config.kind == "wandb":
+        from moejax.tracking.wandb import require_login
+
+        require_login(config.timeout_s)
+
+
 def make_tracker(config: TrackerConfig, info: RunInfo) -> CompositeTracker:
     """Returns the always-on JSONL tracker in `info.output_dir` and the one that `config.kind` names.
 
