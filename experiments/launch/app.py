@@ -124,7 +124,7 @@ def schema_of(main: Main) -> type:
 def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | None = None) -> int:
     args = parse_flags(argv)
     jobs.resumed = resumed.absolute() if resumed is not None else None
-    plan = None
+    plan, composed = None, []
     if args.shell_completion:
         if "install=bash" in args.overrides:
             print_bash_completion(config_name)
@@ -142,10 +142,15 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | No
             if shown:
                 compose.config(args.overrides)
             else:
-                check = check_resumed(resumed) if resumed is not None else None
+                check = check_resumed(resumed) if resumed is not None else lambda *job: composed.append(job)
                 plan = plan_run(compose, args.overrides, multirun=args.multirun, check=check)
         if plan is not None and not plan.sweep and args.config_dir is None:
             compose_variants(plan.config, config_name, args.overrides)  # which know our own folder only
+        if plan is not None and args.dry_run:
+            from experiments.launch.dry_run import print_plan
+
+            print_plan(config_name, plan, args.overrides, composed)
+            return 0
     sweep, complete = None, False
     start = hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name=config_name)
     with _hydras_faults(), ExitStack() as stack:

@@ -34,6 +34,7 @@ def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
     """
     rest: list[str] = []
     words: list[str] = []
+    flags: list[str] = []  # they go last: Hydra takes no override after a flag that stands among them
     before = ""
     for argument in argv:
         flagged = argument.startswith("-") or before in _WITH_VALUE or before in _OPTIONAL_VALUE
@@ -43,16 +44,16 @@ def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
             adds = "++" if match[2] == "variants" else ""  # a misspelt section is Hydra's to explain
             rest.append(f"{adds}{match[1]}={_quoted_list(items(match[3]))}")
         else:
-            rest.append(argument)
+            (flags if flagged else rest).append(argument)
         before = argument
     if not words:
-        return rest
+        return [*rest, *flags]
     given = [argument for argument in rest if argument.startswith(f"{positional}=")]
     if given:
         raise ConfigError(
             f"{words[0]!r} and {given[0]!r}: give the {positional} either as words or as a list"
         )
-    return [f"{positional}={_quoted_list(words)}", *rest]
+    return [f"{positional}={_quoted_list(words)}", *rest, *flags]
 
 
 def without_tracker(argv: Sequence[str], schema: type) -> list[str]:
@@ -88,7 +89,9 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: a flag is unknown or does not go with another one.
     """
-    args = _Flags(parents=[get_args_parser()], add_help=False).parse_args(argv)
+    parser = _Flags(parents=[get_args_parser()], add_help=False)
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args(argv)
     chosen = [flag for flag in ("run", "multirun", "shell_completion", "cfg", "info") if getattr(args, flag)]
     if len(chosen) > 1:
         raise ConfigError(

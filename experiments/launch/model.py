@@ -1,7 +1,7 @@
 """Opens the model that an experiment's configuration names."""
 
 import functools
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from experiments.launch.schema import (
     ThroughputConfig,
 )
 from moejax.bench.backends.base import Backend
+from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.backends.registry import open_backends as open_section
+from moejax.bench.experiment_run import DRY_RUN
 from moejax.bench.traffic import plan_requests
 from moejax.bench.workload import latency_cases
 from moejax.core.errors import ConfigError
@@ -68,6 +70,8 @@ def open_backends(config: ServingSections, log_dir: Path) -> AbstractContextMana
 
     Raises what `check_lengths`, `open_section` and `LLM` raise.
     """
+    if DRY_RUN.get() is not None:
+        return nullcontext([MoejaxBackend(open_llm(config))])  # in a dry run peers are not started
     if any(options.kind == "moejax" for _, options in config.backend.chosen()):
         check_lengths(config)
     return open_section(
@@ -87,13 +91,17 @@ def open_quantized(config: QuantizationConfig, quant: QuantConfig | None) -> LLM
 
 def _open(config: ModelSections, quant: QuantConfig | None, **more: Any) -> LLM:
     check_lengths(config)
-    model = config.model
-    return LLM(
+    model, planned = config.model, DRY_RUN.get()
+    llm = LLM(
         model.source,
         dtype=model.dtype,
         engine=config.engine,
         quant=quant,
         seed=config.seed,
         load_format=model.load_format,
+        fill=planned is None,
         **more,
     )
+    if planned is not None:
+        planned.append(llm)
+    return llm

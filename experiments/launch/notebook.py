@@ -55,6 +55,11 @@ def compose(overrides: Sequence[str], experiment: str) -> Any:
         raise ConfigError(f"overrides are KEY=VALUE; {flags[0]!r} is a flag of the command line")
     with composer(experiment, schema) as compose_run:
         config = compose_run.build(without_tracker(translate(overrides), schema))
+    return with_overrides(config, overrides)
+
+
+def with_overrides(config: Any, overrides: Sequence[str]) -> Any:
+    """Returns `config`, which remembers that it was composed of these."""
     object.__setattr__(config, _OVERRIDES, tuple(overrides))
     return config
 

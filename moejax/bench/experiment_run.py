@@ -10,6 +10,7 @@ An experiment's body checks what it is given, calls `start`, measures, makes its
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +49,13 @@ from moejax.tracking.publish import publish
 from moejax.tracking.telemetry import TelemetryConfig
 
 logger = logging.getLogger(__name__)
+
+DRY_RUN: ContextVar[list[LLM] | None] = ContextVar("DRY_RUN", default=None)
+"""Within a dry run the engines that it has opened, without values in their weights; else None."""
+
+
+class DryRunEnds(Exception):
+    """Raised in a dry run where a run would begin to measure."""
 
 
 @dataclass
@@ -113,7 +121,8 @@ class ExperimentRun:
         """
         get_hardware(self.hardware_kind, "cpu")
         check_tracker(self.tracking)
-        ensure_writable(self.out_dir)
+        if DRY_RUN.get() is None:
+            ensure_writable(self.out_dir)
         return self
 
     def __exit__(
@@ -204,8 +213,11 @@ class ExperimentRun:
 
         Raises:
             ConfigError: an unknown kind of device.
+            DryRunEnds: this is a dry run.
         """
         get_hardware(self.hardware_kind, jax.devices()[0].device_kind)  # refused before anything runs
+        if DRY_RUN.get() is not None:
+            raise DryRunEnds
         self.provenance = collect(self.config, **sources)
 
     def track(self, **naming: Any) -> CompositeTracker:

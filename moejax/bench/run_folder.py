@@ -63,7 +63,7 @@ def claimed(
     try:
         files = run_files(path)
         if (files or aside.exists()) and not overwrite:
-            raise _taken(path, files)
+            raise taken(path, files)
         if aside.exists():  # by a run that was killed
             _remove(files)
         elif files:
@@ -110,7 +110,8 @@ def _make(folder: Path, numbered: bool) -> tuple[Path, list[Path]]:
     return folder, []
 
 
-def _taken(folder: Path, files: list[Path]) -> ConfigError:
+def taken(folder: Path, files: list[Path]) -> ConfigError:
+    """Returns the error of a folder in which an earlier run has left `files`."""
     if (folder / SWEEP_FILE).exists():
         return ConfigError(
             f"{str(folder)!r} holds a sweep already: go on with --resume {folder}, choose another"

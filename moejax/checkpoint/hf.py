@@ -190,7 +190,7 @@ def load_pretrained(
     build: Callable[[ModelConfig], Decoder] | None = None,
     shardings: Callable[[Mapping[str, ParamSpec]], Mapping[str, Sharding]] | None = None,
     expert_of: ExpertOf | None = None,
-    store: OnValue = assign,
+    store: OnValue | None = assign,
     dequantize: bool = False,
 ) -> Loaded:
     """Reads a Hugging Face directory, or a shipped model by name.
@@ -206,7 +206,8 @@ def load_pretrained(
         shardings: declarations → sharding of every parameter (`moejax.sharding.rules.shardings`). Each
             process then reads only the slices that its devices hold. None: all on the default device.
         expert_of: for a model with replicas of experts, which one each slot holds.
-        store: takes each value as soon as it is on its devices (`moejax.engine.opening.quantize`).
+        store: takes each value as soon as it is on its devices (`moejax.engine.opening.quantize`); None: no
+            value is read, and the model has shapes only.
         dequantize: makes floating-point weights of quantized ones.
 
     Raises:
@@ -233,8 +234,9 @@ def load_pretrained(
             replace_weights(model, quantized.formats)
         placed, faults = None if shardings is None else shardings(specs(model)), Faults()
         where: Any = {"shardings": placed, "expert_of": expert_of, "faults": faults, "store": store}
-        fill_quantized(model, files, quantized, **where)
-        fill_model(model, files, plan, **where, source=str(path))
+        if store is not None:
+            fill_quantized(model, files, quantized, **where)
+            fill_model(model, files, plan, **where, source=str(path))
         stats = LoadStats(files.bytes_read, len(files.keys_read), time.perf_counter() - start)
     return Loaded(model, config, stats)
 

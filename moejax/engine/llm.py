@@ -51,6 +51,8 @@ class LLM:
         seed: where the random streams of requests without a seed of their own, and dummy weights, start.
         load_format: "auto" reads safetensors, "dummy" fills weights at random from the configuration alone.
         on_progress: while methods calibrate, told the share that is done, 0 to 1, and what is being done.
+        fill: False opens it with the weights' shapes alone: it tells its sizes and choices, and computes
+            nothing.
 
     Raises:
         ConfigError, CheckpointError, DeviceError: one line each, see `moejax.core.errors`.
@@ -67,9 +69,10 @@ class LLM:
         seed: int = 0,
         load_format: Literal["auto", "dummy"] = "auto",
         on_progress: Callable[[float, str], None] | None = None,
+        fill: bool = True,
     ) -> None:
         resolved = resolve(model, dtype, parallel, engine, quant, seed, load_format)
-        self._weights = load(resolved, on_progress)
+        self._weights = load(resolved, on_progress, fill=fill)
         self.parallel_config, self.quant_config = resolved.parallel, resolved.quant
         self.seed = resolved.seed
         self.model_dir, self.config = resolved.directory, resolved.config

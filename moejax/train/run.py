@@ -24,9 +24,9 @@ def run_training(config: TrainConfig, run: ExperimentRun, *, command: str) -> Ex
         MoejaxError: see `train` and `export`; places are checked before any work.
     """
     target = Path(config.export_dir) if config.export_dir else run.out_dir / "model"
-    check_export_dir(target)
     seeds = {"seed": config.seed}
     run.record(seeds=seeds)
+    check_export_dir(target)
     began = time.perf_counter()
     tracker = run.track(variant=run.out_dir.name)
     define_metrics(tracker)

@@ -32,7 +32,7 @@ def test_words_are_read_back_as_they_were(words):
 
 def test_flags_their_values_and_overrides_are_no_words(tmp_path):
     argv = ["--config-dir", "elsewhere", "-cn", "name", "html=true", "--cfg", "job", "A"]
-    assert translate(argv, "runs") == ['runs=["A"]', *argv[:-1]]
+    assert translate(argv, "runs") == ['runs=["A"]', argv[4], *argv[:4], *argv[5:-1]]
     (tmp_path / "seed=1").mkdir()
     assert translate(["seed=1", "seed=2"], "runs") == ['runs=["seed=1"]', "seed=2"]
     assert translate(["A", "seed=3"]) == ["A", "seed=3"]  # an experiment without words

@@ -40,10 +40,10 @@ def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: Exp
     """
     captures = open_traces(selection, model, run.model)
     placed = {label: placement_row(capture, selection.placement) for label, capture in captures.items()}
+    run.start(seeds={"generate": selection.seed}, variant="+".join(captures))
     files = []
     if selection.generate.kind is not None:
         files = [captures["generated"].save(run.out_dir / CAPTURE_FILE)]
-    run.start(seeds={"generate": selection.seed}, variant="+".join(captures))
     cases: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     details: dict[str, Any] = {}

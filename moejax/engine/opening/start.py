@@ -46,8 +46,11 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     """
     config, kv_dtype = resolved.engine, resolved.kv_cache.value
     largest = stage_config(resolved.config, max((stage.stage for stage in weights.stages), key=len))
+    # What the weights of an engine that is only planned would take.
+    leaves = [leaf for stage in weights.functions for leaf in stage.leaves]
+    absent = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if not isinstance(leaf, jax.Array))
     blocks = cache_blocks(
-        config, largest, resolved.max_model_len, resolved.parallel, kv_dtype, resolved.kernels
+        config, largest, resolved.max_model_len, resolved.parallel, kv_dtype, resolved.kernels, absent
     )
     cache = CacheSpec(int(blocks.value), config.block_size, resolved.max_model_len, kv_dtype)
     runner = make_runner(resolved, weights, cache, CompileLedger(strict=config.strict_compile))
@@ -105,12 +108,14 @@ def cache_blocks(
     parallel: ParallelConfig,
     kv_dtype: str | None = None,
     kernels: str = "xla",
+    absent: int = 0,
 ) -> Resolution:
     """Decides the number of blocks of the key/value cache (of each data-parallel group), with the reason.
 
     Args:
         kv_dtype: of the cache; None: the model's.
         kernels: implementation of the GPU kernels, "xla" for none.
+        absent: bytes of weights that are not on the devices yet.
 
     Raises:
         ConfigError: the memory allowed does not hold one block; more blocks are asked for than kernels take.
@@ -130,7 +135,7 @@ def cache_blocks(
             )
         return Resolution(key, str(engine.num_blocks), f"asked for; {engine.num_blocks * size / 1e6:.0f} MB")
     needed = engine.max_num_seqs * -(-max_model_len // engine.block_size)
-    memory, why = _cache_memory(engine, parallel.num_devices)
+    memory, why = _cache_memory(engine, parallel.num_devices, absent)
     fitting = int(memory // size)
     if fitting < 1:
         raise ConfigError(
@@ -153,14 +158,14 @@ def _kernels_take(codes: int) -> bool:
     return codes <= 2**31 or codes > 2**32
 
 
-def _cache_memory(engine: EngineConfig, devices: int) -> tuple[float, str]:
+def _cache_memory(engine: EngineConfig, devices: int, absent: int) -> tuple[float, str]:
     """Returns the cache's bytes on each device, and why so many."""
     if engine.kv_cache_memory_gb is not None:
         return engine.kv_cache_memory_gb * 1e9, "engine.kv_cache_memory_gb"
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) - absent / devices
         return DEVICE_CACHE_SHARE * free, f"{DEVICE_CACHE_SHARE:.0%} of the device's free memory"
     why = "the default without device memory statistics"
     # Virtual devices share one memory.

@@ -19,7 +19,7 @@ from moejax.engine.step.program import PagedFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
 from moejax.nn.param import OnValue, ParamSpec, initialize, specs
-from moejax.nn.quantized import quantized_weights
+from moejax.nn.quantized import quantized_weights, replace_weights
 from moejax.ptq.apply import Progress, quantize_model
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
 from moejax.ptq.report import QuantReport
@@ -47,11 +47,12 @@ class Weights:
     resolutions: list[Resolution]
 
 
-def load(resolved: ResolvedEngine, on_progress: Progress | None = None) -> Weights:
+def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill: bool = True) -> Weights:
     """Returns the weights of all stages, quantized as planned.
 
     Args:
         on_progress: while methods calibrate, told the share that is done, 0 to 1, and what is being done.
+        fill: False leaves the weights without values: shapes, for an engine that never runs.
 
     Raises:
         CheckpointError: see `moejax.checkpoint.hf.load_pretrained`.
@@ -61,11 +62,14 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None) -> Weigh
     rounding = QuantizeOnLoad({} if plan.calibrates else plan.weights, resolved.quant)
     ranges = split_layers(resolved.config, parallel.pp, parallel.stage_layers)
     stages = [
-        load_stage(resolved, place, layers, functools.partial(rounding.take, place))
+        load_stage(resolved, place, layers, functools.partial(rounding.take, place) if fill else None)
         for place, layers in zip(resolved.places, ranges, strict=True)
     ]
     report = None
-    if plan.calibrates:
+    if not fill:
+        for stage in stages:
+            replace_weights(stage, {path: chosen.format for path, chosen in plan.weights.items()})
+    elif plan.calibrates:
         (model,) = stages
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
     elif plan.weights:
@@ -76,11 +80,13 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None) -> Weigh
     return Weights(stages, [PagedFunctions(stage) for stage in stages], report, resolutions)
 
 
-def load_stage(resolved: ResolvedEngine, place: SingleDevice, layers: range, store: OnValue) -> Decoder:
+def load_stage(
+    resolved: ResolvedEngine, place: SingleDevice, layers: range, store: OnValue | None
+) -> Decoder:
     """Returns a pipeline stage's part of the decoder with its weights.
 
     Args:
-        store: takes each parameter's value when it is there.
+        store: takes each parameter's value when it is there; None: no value is made or read.
     """
 
     def build(config: ModelConfig) -> Decoder:
@@ -99,10 +105,10 @@ def load_stage(resolved: ResolvedEngine, place: SingleDevice, layers: range, sto
 
     spread = isinstance(place, MeshDevices)
     model = build(resolved.config)
-    if resolved.source is None:
+    if resolved.source is None and store is not None:
         where = at(specs(model)) if spread else None
         initialize(model, resolved.seed, where, expert_of=held_experts(model), store=store)
-    else:
+    elif resolved.source is not None:
         loaded = load_pretrained(
             resolved.source,
             dtype=resolved.config.dtype,

@@ -1,0 +1,135 @@
+"""`--dry-run`: checks a command line as its run would, and prints what that would do.
+
+An experiment's `main` goes up to the place from which it would measure, with engines that have no values in
+their weights: it finds the mistakes that a run finds before it measures. Nothing is written, no weight is
+read, no step is compiled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+
+from experiments.launch.compose import Plan
+from experiments.launch.model import open_llm
+from experiments.launch.notebook import call_main, with_overrides
+from experiments.launch.schema import GenerateConfig
+from moejax.bench.experiment_run import DRY_RUN, DryRunEnds
+from moejax.bench.run_folder import run_files, taken
+from moejax.bench.traffic import ThroughputWorkload
+from moejax.bench.workload import WorkloadConfig, latency_cases
+from moejax.core.errors import ConfigError
+from moejax.core.hardware import KNOWN, detect
+from moejax.engine.llm import LLM
+from moejax.nn.param import specs
+from moejax.perf.memory import device_memory, largest
+from moejax.perf.sizes import DTYPE_BYTES
+from moejax.report.tables import shown_path
+
+_SECTIONS = ("workload", "ramp", "ab", "stress", "quantization", "scaling", "generate", "dashboard")
+_COMMON = ("seed", "overwrite", "verbose", "objective", "objective_case")
+_ROW_BYTES, _TOKEN_BYTES, _PLOTS_BYTES = 180, 21, 5e5  # requests.jsonl; plots and result.json
+
+Job = tuple[int, Sequence[str], Path, Any]
+
+
+def print_plan(experiment: str, plan: Plan, overrides: Sequence[str], jobs: Sequence[Job]) -> None:
+    """Prints on stdout what a run, or each job of a sweep, would measure, decide, need and write.
+
+    Args:
+        jobs: of a sweep those that are known: number, overrides, folder and dataclass.
+
+    Raises:
+        MoejaxError: what a run raises before it measures; or its memory does not suffice.
+    """
+    folder, shown = Path(plan.folder), []
+    if (files := run_files(folder)) and not (plan.timed or plan.overwrite):
+        raise taken(folder, files)
+    if plan.sweep:
+        chosen = "" if jobs else ", which a search chooses"
+        print(f"a sweep of {plan.expected} jobs{chosen}, in {shown_path(folder)}")
+    for number, given, place, config in jobs if plan.sweep else [(0, overrides, folder, plan.config)]:
+        lines = _plan(experiment, with_overrides(config, given), place)
+        head = [f"job {number}: {' '.join(given)}"] if plan.sweep else []
+        print(*head, *(line for line in lines if line not in shown), sep="\n")
+        shown = lines
+
+
+def _plan(experiment: str, config: Any, folder: Path) -> list[str]:
+    engines: list[LLM] = []
+    token = DRY_RUN.set(engines)
+    try:
+        if isinstance(config, GenerateConfig):
+            open_llm(config).builder.to_generate(config.prompts, config.sampling)
+        elif hasattr(config, "tracker"):
+            call_main(config, experiment, folder)
+    except DryRunEnds:
+        pass
+    finally:
+        DRY_RUN.reset(token)
+    own = [getattr(config, name) for name in _SECTIONS if hasattr(config, name)] or [config]
+    lines = [f"  {line}" for section in own if (line := _told(section))]
+    lines.append(f"  writes {shown_path(folder)}, about {_bytes(config) / 1e6:.1f} MB")
+    peers = [name for name, _ in config.backend.chosen()] if hasattr(config, "backend") else []
+    lines += [f"  {name} is not started, and so not checked" for name in peers if name != "moejax"]
+    for llm in engines[:1]:
+        lines += [f"  {_memory(llm, config.hardware.kind)}", *(f"  {item}" for item in llm.resolutions)]
+    return lines
+
+
+def _told(section: Any) -> str:
+    """Returns a section's settings in words, with the cases that they amount to; nothing if it is off."""
+    if not getattr(section, "enabled", True) and not getattr(section, "variants", None):
+        return ""
+    if isinstance(section, WorkloadConfig):
+        names = ", ".join(case.name for case in latency_cases(section))
+        return f"measures {names}; iterations {section.iterations}; warmup {section.warmup}"
+    told = {item.name: getattr(section, item.name) for item in fields(section) if item.name not in _COMMON}
+    return "; ".join(f"{name} {value}" for name, value in told.items() if value not in (None, [], (), {}))
+
+
+def _bytes(config: Any) -> float:
+    """Estimates the bytes of a run's files: a row for each request, plots and result.json."""
+    workload = getattr(config, "workload", None)
+    batches: list[tuple[int, Any]] = []
+    if isinstance(workload, WorkloadConfig):
+        batches = [(case.batch_size, case.output_len) for case in latency_cases(workload)]
+    elif isinstance(workload, ThroughputWorkload):
+        batches = [(workload.num_requests or 0, getattr(workload.output_len, "high", workload.output_len))]
+    rows = sum(count * (_ROW_BYTES + _TOKEN_BYTES * length) for count, length in batches)
+    return _PLOTS_BYTES + rows * getattr(workload, "iterations", 1)
+
+
+def _memory(llm: LLM, kind: str) -> str:
+    """Returns the line of a device's memory: weights, cache and the largest step; `kind` is the device's.
+
+    Raises:
+        ConfigError: it does not suffice.
+    """
+    model, parallel, cache = llm.config, llm.parallel_config, llm.runner.cache
+    declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
+    stages = [stage.stage for stage in llm.stages]
+    sizes: Any = {"num_blocks": cache.num_blocks, "block_size": cache.block_size, "dtype": cache.dtype}
+    held = largest(device_memory(model, parallel, declared, **sizes, stages=stages))
+    # A step's widest arrays: inputs, hidden values and outputs of all assignments; float32 logits.
+    rows, D, F = llm.engine_config.max_num_seqs, model.hidden_size, model.moe_intermediate_size
+    width = 4 * D + 2 * model.num_heads * model.head_dim + model.num_experts_per_tok * (2 * D + 3 * F)
+    step = (llm.engine_config.max_num_batched_tokens + rows) * width * DTYPE_BYTES[model.dtype]
+    step = (step + 8 * rows * model.vocab_size) // (parallel.tp * parallel.ep)
+    parts = {"weights": held.weights, "cache": held.cache, "largest step about": step}
+    device = jax.local_devices()[0]
+    named = KNOWN.get(detect(device.device_kind) or kind if kind == "auto" else kind)
+    limit = named.memory if named else (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:  # virtual devices share the host's
+        limit = psutil.virtual_memory().available / parallel.num_devices
+    line = f"memory of a device: {', '.join(f'{name} {size / 1e6:,.0f} MB' for name, size in parts.items())}"
+    line += f"; in all {(held.total + step) / 1e9:,.1f} of {limit / 1e9:,.1f} GB"
+    if held.total + step > limit:
+        raise ConfigError(
+            f"{line}: lower engine.num_blocks, engine.max_num_seqs or engine.max_num_batched_tokens, choose"
+            " quant= or split the model with parallel="
+        )
+    return line
