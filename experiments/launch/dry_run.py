@@ -22,12 +22,12 @@ from moejax.bench.run_folder import run_files, taken
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig, latency_cases
 from moejax.core.errors import ConfigError
+from moejax.core.files import shown_path
 from moejax.core.hardware import KNOWN, detect
 from moejax.engine.llm import LLM
 from moejax.nn.param import specs
 from moejax.perf.memory import device_memory, largest
 from moejax.perf.sizes import DTYPE_BYTES
-from moejax.report.tables import shown_path
 
 _SECTIONS = ("workload", "ramp", "ab", "stress", "quantization", "scaling", "generate", "dashboard")
 _COMMON = ("seed", "overwrite", "verbose", "objective", "objective_case")

@@ -145,6 +145,12 @@ def ensure_writable(directory: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def shown_path(path: Path) -> str:
+    """Relative to the working directory where it lies below it."""
+    here, there = Path.cwd().resolve(), path.resolve()
+    return str(there.relative_to(here)) if there.is_relative_to(here) else str(path)
+
+
 def cache_root() -> Path:
     """Returns the folder of what can be made again: `$MOEJAX_CACHE_DIR`, or `moejax` in the user's caches."""
     base = os.environ.get("MOEJAX_CACHE_DIR")

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moejax.core.files import atomic_write_text, dump_json
+from moejax.core.files import atomic_write_text, dump_json, shown_path
 from moejax.report.compare_plots import save_compare_plots
 from moejax.report.compare_tables import comparison_tables
 from moejax.report.html import write_report
 from moejax.report.parts import Parts
-from moejax.report.tables import print_lines, shown_path, stderr_console
+from moejax.report.tables import print_lines, stderr_console
 from moejax.results.compare import RunComparison, compare
 from moejax.results.result import print_ending
 from moejax.results.run_folders import usable_runs

@@ -4,7 +4,6 @@ what programs read. No JAX here."""
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -338,9 +337,3 @@ def print_closing(
     recompiled = [f"{entry['function']} {entry['key']} ({entry['cause']})" for entry in late]
     print_lines(console, [f"recompiled while measuring: {text}" for text in recompiled], "red")
     print_lines(console, hints)
-
-
-def shown_path(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
-    here, there = Path.cwd().resolve(), path.resolve()
-    return str(there.relative_to(here)) if there.is_relative_to(here) else str(path)

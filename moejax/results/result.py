@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.core.errors import ConfigError
-from moejax.core.files import atomic_write_text, dump_json, to_jsonable
+from moejax.core.files import atomic_write_text, dump_json, shown_path, to_jsonable
 from moejax.results.metric_names import JUDGED
 from moejax.results.metrics import RequestRecord, record_row
 
@@ -127,7 +127,7 @@ def print_ending(experiment: str, folder: Path, metrics: Mapping[str, Any]) -> N
         more = {**line, name: float(f"{value:.6g}") if isinstance(value, float) else value}
         if value is not None and len(dump_json(more)) <= _LONGEST_LINE:
             line = more
-    print(f"results: {folder.absolute()}\n{dump_json(line)}", flush=True)
+    print(f"results: {shown_path(folder)}\n{dump_json(line)}", flush=True)
 
 
 def _read(path: Path) -> str:

@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 import wandb
 
 from moejax.core.errors import TrackingError
-from moejax.core.files import ensure_writable, to_jsonable
-from moejax.report.tables import shown_path
+from moejax.core.files import ensure_writable, shown_path, to_jsonable
 from moejax.tracking.base import RunInfo, Scalar, Tracker, TrackerConfig, plain_scalars
 
 logger = logging.getLogger(__name__)

@@ -96,7 +96,7 @@ def test_the_default_tracker_has_the_table(tmp_path: Path) -> None:
     where, line = done.stdout.splitlines()
     metrics = json.loads(line)
     assert metrics["kernels"] == 8 and metrics["failures"] == 0
-    rows = json.loads(Path(where.removeprefix("results: "), "result.json").read_text())["cases"]
+    rows = json.loads((tmp_path / where.removeprefix("results: ") / "result.json").read_text())["cases"]
     assert "rms_norm_residual" in done.stderr and "decode_16" in done.stderr
     look = next(line for line in done.stderr.splitlines() if " leet " in line)
     run_dir = look.split(" leet ")[1]

@@ -173,10 +173,34 @@ def test_cases_are_matched_by_what_they_ask_and_the_rest_is_named(tmp_path):
     assert "workload" in compare(paths).blocked["B"]
 
 
-def test_no_case_in_common_is_said(tmp_path):
-    paths = [latency_run(tmp_path / "a", cases=((1, 8, 5),)), latency_run(tmp_path / "b", cases=((2, 8, 5),))]
-    found = compare(paths)
-    assert not found.verdicts and "A and B have no case in common" in found.notes
+@pytest.mark.parametrize(
+    ("mine", "theirs", "why"),
+    [
+        (((1, 8, 5), (4, 8, 5)), ((2, 8, 5),), "batch_size is 1, 4 in A and 2 in B"),
+        (
+            ((1, 8, 5),),
+            ((2, 16, 5),),
+            "batch_size is 1 in A and 2 in B; prompt_len is 8 in A and 16 in B",
+        ),
+        (((1, 8, 5), (4, 16, 5)), ((4, 8, 5), (1, 16, 5)), "each value is in both, but not together"),
+    ],
+)
+def test_cases_that_do_not_match_say_why(mine, theirs, why, tmp_path):
+    found = compare([latency_run(tmp_path / "a", cases=mine), latency_run(tmp_path / "b", cases=theirs)])
+    assert not found.verdicts and not found.case_metrics
+    assert f"A and B have no case in common: {why}" in found.notes
+    assert f"  no verdict: no case in common: {why}" in found.lines()
+
+
+def test_iterations_too_few_for_any_percentile_are_the_reason(tmp_path):
+    paths = [latency_run(tmp_path / name) for name in "ab"]
+    for path in paths:
+        result = json.loads((path / "result.json").read_text())
+        result["metrics"]["p99_itl_ms"] = 2.0
+        (path / "result.json").write_text(json.dumps(result))
+    found = compare(paths, ["p99_itl_ms"])
+    (line,) = [line for line in found.lines() if "no verdict" in line]
+    assert line.startswith("  no verdict: ITL p99") and "needs 100 values an iteration, has 4" in line
 
 
 def test_backends_within_a_run_are_cases_and_across_runs_what_differs(tmp_path):
@@ -348,7 +372,7 @@ def test_runs_without_requests_keep_their_values_and_get_no_verdict(tmp_path):
     found = compare([latency_run(tmp_path / "a"), latency_run(tmp_path / "b", requests=False)])
     assert not found.verdicts and "B: no requests.jsonl: nothing to judge latencies by" in found.notes
     rows = [row for row in found.case_metrics if row.name == "median_tpot_ms"]
-    assert [row.case for row in rows] == ["moejax B=1 P=8 N=5", "moejax B=4 P=8 N=5"]
+    assert [row.case for row in rows] == ["B=1 P=8 N=5", "B=4 P=8 N=5"]
     assert all(row.ratios[0] == 1.0 and row.ratios[1] is not None for row in rows)
     # No latency is of both cases; the values that each case has are in every form of the outcome.
     assert not any(row.name.endswith("_ms") for row in found.metrics)
@@ -356,7 +380,7 @@ def test_runs_without_requests_keep_their_values_and_get_no_verdict(tmp_path):
     assert ("median_tpot_ms", rows[1].case, list(rows[1].ratios)) in told
     assert f"median_tpot_ms · {rows[1].case}" in render_report(found.runs, found)
     assert "metrics of each case" in text_of(found)
-    assert "no verdict: B have nothing measured repeatedly" in "\n".join(found.lines())
+    assert "no verdict: nothing of B was measured repeatedly" in "\n".join(found.lines())
 
 
 # --- how it looks -------------------------------------------------------------------------------------------

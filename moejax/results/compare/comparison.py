@@ -6,7 +6,7 @@ from typing import Any
 
 from moejax.results.compare.inputs import KINDS, UNKNOWN, Difference, between, same_inputs
 from moejax.results.compare.runs import Run
-from moejax.results.compare.samples import Cases
+from moejax.results.compare.samples import Cases, cases_apart, match_cases
 from moejax.results.metric_names import short_name
 from moejax.results.statistics import Interval
 from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
@@ -89,11 +89,19 @@ class RunComparison:
             for text in reasons:
                 lines.append(f"  {text}: {_named([v for v in mine if v.text == text], len(mine))}")
             if not mine:
-                without = [r.label for r in (self.runs[0], run) if not r.requests]
-                lines.append(
-                    f"  no verdict: {' and '.join(without) or 'they'} have nothing measured repeatedly"
-                )
+                lines.append(f"  no verdict: {self._why_none(index)}")
         return lines
+
+    def _why_none(self, index: int) -> str:
+        """Says why nothing at all of a run could be judged."""
+        base, other = self.cases[0], self.cases[index]
+        without = [cases.run.label for cases in (base, other) if not cases.run.requests]
+        if without:
+            return f"nothing of {' and '.join(without)} was measured repeatedly"
+        if not match_cases(base, other)[0]:
+            return cases_apart(base, other)
+        judged = (note for note in self.notes if " is not judged: " in note)
+        return next(judged, "nothing that both have was measured repeatedly")
 
     def _inputs_line(self, index: int) -> str:
         apart = [d for d in between(self.differences, 0, index) if d.kind != "tracking"]

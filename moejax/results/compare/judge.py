@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moejax.results.compare.samples import Cases, Values, match_cases, modes_differ
+from moejax.results.compare.samples import Cases, Values, cases_apart, match_cases, modes_differ
 from moejax.results.metric_names import short_name
 from moejax.results.statistics import cliffs_delta, rank_test, ratio_of_medians
 from moejax.results.verdict import Floor, Trial
@@ -52,7 +52,8 @@ def trials(
         if only:
             notes.append(f"only in {label}: {', '.join(only)}")
     if not pairs:
-        return [], [], [*notes, f"{base.run.label} and {other.run.label} have no case in common"]
+        labels = f"{base.run.label} and {other.run.label}"
+        return [], [], [*notes, f"{labels} have {cases_apart(base, other)}"]
     several = len(pairs) > 1
     averaged = several and not modes_differ(base)
     each: list[Trial] = []

@@ -179,12 +179,29 @@ def match_cases(base: Cases, other: Cases) -> tuple[list[tuple[int, int, str]], 
 
 
 def shared_cases(cases: Sequence[Cases]) -> list[tuple[str, tuple[int, ...]]]:
-    """Label and each run's place of the cases that all runs have; where no names agree, the runs' first."""
-    named = [{case_name(c.fields(i)): i for i in range(len(c.rows))} for c in cases]
-    common = [text for text in named[0] if all(text in other for other in named)]
-    if not common and all(named):
-        return [("first case", tuple(0 for _ in cases))]
-    return [(text, tuple(places[text] for places in named)) for text in common]
+    """Label and each run's place of the cases that all runs have; `match_cases` says which is which."""
+    base, matched = cases[0], [match_cases(cases[0], other)[0] for other in cases[1:]]
+    places = [{one: two for one, two, _ in pairs} for pairs in matched]
+    labels = {one: text for pairs in matched for one, _, text in pairs}
+    return [
+        (labels.get(i, case_name(base.fields(i))), (i, *(of[i] for of in places)))
+        for i in range(len(base.rows))
+        if all(i in of for of in places)
+    ]
+
+
+def cases_apart(base: Cases, other: Cases) -> str:
+    """Says why two runs have no case in common: in which fields, and how, their cases differ."""
+    parts = []
+    for name in CASE_FIELDS:
+        values = [
+            dict.fromkeys(str(cases.fields(i).get(name, "none")) for i in range(len(cases.rows)))
+            for cases in (base, other)
+        ]
+        if name not in _MODES and set(values[0]) != set(values[1]):
+            texts = [", ".join(side) or "of no case" for side in values]
+            parts.append(f"{name} is {texts[0]} in {base.run.label} and {texts[1]} in {other.run.label}")
+    return "no case in common: " + ("; ".join(parts) or "each value is in both, but not together")
 
 
 def case_name(fields: Mapping[str, Any]) -> str:
