@@ -162,16 +162,16 @@ def test_turns_are_balanced_and_drawn():
 
 def test_every_member_runs_every_case_of_every_round_and_says_when(tmp_path):
     backends = {"a": Clocked(), "b": Clocked()}
-    run(tmp_path, backends, rounds=4)
+    run(tmp_path, backends, rounds=7)
     # Per case a warm-up and a pass for the tokens; the control is the baseline's backend here.
-    assert len(backends["b"].passes) == 2 * (2 + 4) and len(backends["a"].passes) == 2 * 2 * (2 + 4)
+    assert len(backends["b"].passes) == 2 * (2 + 7) and len(backends["a"].passes) == 2 * 2 * (2 + 7)
     rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
-    assert len(rows) == 3 * 4 * (1 + 2)
+    assert len(rows) == 3 * 7 * (1 + 2)
     assert {(row["case"], row["variant"]) for row in rows} == {
         (0, "a"), (1, "a"), (2, CONTROL), (3, CONTROL), (4, "b"), (5, "b"),
     }  # fmt: skip
     firsts = [(r["iteration"], r["position"]) for r in rows if r["variant"] == "b" and r["case"] == 4]
-    assert [i for i, _ in firsts] == [0, 1, 2, 3] and {p for _, p in firsts} <= {0, 1, 2}
+    assert [i for i, _ in firsts] == list(range(7)) and {p for _, p in firsts} <= {0, 1, 2}
 
 
 def test_tokens_that_differ_are_told_and_lengths_that_differ_are_not_compared(tmp_path):
@@ -219,9 +219,14 @@ def test_a_difference_within_the_controls_is_noise(tmp_path):
     assert found["outcome"] == "no winner"
 
 
-def test_too_few_rounds_say_how_many_are_needed(tmp_path):
-    result = run(tmp_path, {"a": Clocked(), "b": Clocked(3.0, 0.01)}, rounds=4)
-    assert {row["text"] for row in result["verdicts"]} == {"too few rounds: 4, needs 7"}
+def test_too_few_rounds_are_refused_before_anything_runs(tmp_path):
+    backends = {"a": Clocked(), "b": Clocked(3.0, 0.01)}
+    for few in ({"rounds": 6}, {"rounds": 2, "target": 0.01, "max_rounds": 6}):
+        with pytest.raises(ConfigError, match=r"ab.rounds=6 can give no verdict: median_ttft_ms, .* least 7"):
+            run(tmp_path, backends, **few)
+    assert backends["a"].passes == [] and not (tmp_path / "result.json").exists()
+    one = run(tmp_path, backends, rounds=6, metrics=["median_tpot_ms"])
+    assert [row["outcome"] for row in one["verdicts"]] == ["worse"]
 
 
 def test_a_target_goes_on_until_intervals_are_narrow_or_the_limit(tmp_path):

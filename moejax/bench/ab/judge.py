@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from moejax.bench.ab.variants import Arm
 from moejax.bench.common.agreement import token_agreement
+from moejax.core.errors import ConfigError
 from moejax.results.metric_names import JUDGED, latency_name, percentile_of
-from moejax.results.statistics import paired_ratio, sign_effect, signed_rank_test
-from moejax.results.verdict import NO_FLOOR, Floor, Trial, Verdict, decide
+from moejax.results.statistics import fewest_samples, paired_ratio, sign_effect, signed_rank_test
+from moejax.results.verdict import ALPHA, NO_FLOOR, Floor, Trial, Verdict, decide
 
 Values = NDArray[np.float64]
 
@@ -58,6 +59,19 @@ def too_few_values(name: str, cases: Sequence[dict[str, Any]]) -> bool:
         return False
     each = [(case["batch_size"], case["output_len"] - 1 if parts[1] == "itl" else 1) for case in cases]
     return min(requests * values for requests, values in each) < round(100 / (100 - rank))
+
+
+def check_rounds(rounds: int, variants: int, cases: Sequence[dict[str, Any]], chosen: Sequence[str]) -> None:
+    """Raises `ConfigError` where no verdict can come of so few rounds of `variants` beside the baseline."""
+    rates = bool(chosen) or any("request_rate" in case for case in cases)
+    asked = [m for m in chosen or JUDGED if (rates or latency_name(m)) and m != "request_goodput"]
+    judged = [m for m in asked if not too_few_values(m, cases)]
+    needed = fewest_samples(variants * max(1, len(judged)), paired=True, alpha=ALPHA)
+    if rounds < needed:
+        raise ConfigError(
+            f"ab.rounds={rounds} can give no verdict: {', '.join(judged)} of {variants} variant(s) need at"
+            f" least {needed}; raise ab.rounds, or judge by fewer with ab.metrics"
+        )
 
 
 def judge(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.ab.config import AbSection
-from moejax.bench.ab.judge import Judged, judge, judged_metrics, too_few_values
+from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics, too_few_values
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.base import Backend
@@ -44,11 +44,13 @@ def run_ab(
         `case_verdicts` and `control` as `moejax.results.verdict.Verdict.row` has them.
 
     Raises:
-        ConfigError: a case longer than a variant allows, or nothing to judge by; before anything is measured.
+        ConfigError: a case longer than a variant allows, too few rounds, or nothing to judge by; before anything is
+            measured.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     arms = [arms[0], _control(arms[0]), *arms[1:]]
     load = _load(workload, [arm.backend for arm in arms])
+    check_rounds(ab.rounds if ab.target is None else ab.max_rounds, len(arms) - 2, load.cases, ab.metrics)
     run.start_backends([arms[0].backend], workload, seeds={"ab": ab.seed}, variant="ab")
     warm_up_all(arms, load)
     judged = _measure(arms, load, ab)
