@@ -1,9 +1,10 @@
-"""A progress bar on stderr, or a line in a cell, for anything longer than two seconds. No JAX here."""
+"""A progress bar on stderr, a line in a cell or lines in a log, for what takes seconds. No JAX here."""
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+_LOG_EVERY = 10.0  # seconds
 
 
 class Task:
@@ -38,42 +41,31 @@ class Task:
         self._bar.update(self._task, completed=share, description=text)
 
 
-class CellTask(Task):
-    """The same in a notebook: a line below the cell, renewed once a second at most, since work that is being
-    timed may move it.
+class LineTask(Task):
+    """The same as lines of text, one in so many seconds at most, since work that is being timed may move it.
 
     Args:
-        line: a `DisplayHandle` of IPython.
+        write: shows a line.
+        every: seconds from one line to the next.
     """
 
-    def __init__(self, line: Any, text: str, total: float | None) -> None:
-        self._line, self._text, self._total = line, text, total
-        self._done, self._began, self._shown = 0.0, time.monotonic(), 0.0
-        line.display({"text/plain": text}, raw=True)
+    def __init__(self, write: Callable[[str], None], every: float, text: str, total: float | None) -> None:
+        self._write, self._every, self._text, self._total = write, every, text, total
+        self._done, self._began = 0.0, time.monotonic()
+        self._shown = self._began
 
     def advance(self, steps: float = 1) -> None:
-        self._done += steps
-        self._show()
+        self.to(self._done + steps, self._text)
 
     def describe(self, text: str) -> None:
-        self._text = text
-        self._show()
+        self.to(self._done, text)
 
     def to(self, share: float, text: str) -> None:
-        self._done, self._text = share, text
-        self._show()
-
-    def _show(self) -> None:
-        now = time.monotonic()
-        if now - self._shown < 1:
-            return
-        self._shown = now
-        share = f" {100 * self._done / self._total:.0f} %" if self._total else ""
-        self._line.update({"text/plain": f"{self._text}{share}, {now - self._began:.0f} s"}, raw=True)
-
-    def clear(self) -> None:
-        """At the end nothing is left of the line."""
-        self._line.update({"text/plain": "", "text/html": ""}, raw=True)
+        self._done, self._text, now = share, text, time.monotonic()
+        if now - self._shown >= self._every:
+            self._shown = now
+            done = f" {100 * share / self._total:.0f} %" if self._total else ""
+            self._write(f"{text}{done}, {now - self._began:.0f} s")
 
 
 def _cell_line() -> Any:
@@ -91,17 +83,21 @@ def _cell_line() -> Any:
 def progress(description: str, total: float | None = None, console: Console | None = None) -> Iterator[Task]:
     """`with progress("warming up", total=10) as task: … task.advance()`.
 
-    Without a terminal nothing is printed at all, so that logs stay clean; in Jupyter a line of text is shown.
-    A total of None shows that something goes on, without an end.
+    Without a terminal a line is printed every ten seconds; in Jupyter one is renewed every second. A total of
+    None shows that something goes on, without an end.
     """
-    if console is None and (line := _cell_line()) is not None:
-        cell = CellTask(line, description, total)
+    if console is None and (cell := _cell_line()) is not None:
+        cell.display({"text/plain": description}, raw=True)
         try:
-            yield cell
-        finally:
-            cell.clear()
+            yield LineTask(lambda text: cell.update({"text/plain": text}, raw=True), 1, description, total)
+        finally:  # nothing is left of the line
+            cell.update({"text/plain": "", "text/html": ""}, raw=True)
         return
     console = console or Console(stderr=True)
+    if not console.is_terminal:
+        plain = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        yield LineTask(plain, _LOG_EVERY, description, total)
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -110,5 +106,5 @@ def progress(description: str, total: float | None = None, console: Console | No
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console) as bar:
         yield Task(bar, bar.add_task(description, total=total))

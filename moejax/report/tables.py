@@ -16,6 +16,7 @@ from moejax.results.machine import DOUBTS
 
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
 _LOG_WIDTH = 140
+_MUCH_PADDING = 0.5  # share of the computed tokens from which on the buckets' keys are named
 
 
 def stderr_console() -> Console:
@@ -314,7 +315,8 @@ def _print_backends(result: Mapping[str, Any], console: Console) -> None:
 
 
 def print_throughput(result: Mapping[str, Any], console: Console) -> None:
-    """Prints `throughput_table`, and in red what did not end well: it is in no other figure."""
+    """Prints `throughput_table`, in red what did not end well, which is in no other figure, and in yellow the
+    keys against much padding."""
     console.print(throughput_table(result))
     _print_backends(result, console)
     for case in result["cases"]:
@@ -326,6 +328,10 @@ def print_throughput(result: Mapping[str, Any], console: Console) -> None:
             reason = f"; first error: {case['first_error']}" if case.get("first_error") else ""
             total = f"of {number(case['completed'] + case['failed'] + case['aborted'])} requests"
             print_lines(console, [f"{mode_label(result, case)}: {lost} {total}{reason}"], "red")
+        if (padding := case.get("padding_waste") or 0) >= _MUCH_PADDING:
+            text = f"{mode_label(result, case)}: {share(padding)} % of the computed tokens are padding; finer"
+            text += " engine.token_buckets (prompt tokens of a step) or engine.seq_buckets (sequences) help"
+            print_lines(console, [text], "yellow")
 
 
 def print_closing(

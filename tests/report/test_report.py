@@ -153,12 +153,16 @@ def test_training_curve_keeps_the_last_value_of_a_step():
     assert plots.training_curve({}, [{"step": 1}]) is None
 
 
-def test_progress_prints_nothing_without_a_terminal():
+def test_progress_logs_a_line_each_ten_seconds_without_a_terminal(monkeypatch):
+    clock = iter([0.0, 4.0, 12.0, 15.0, 31.0])
+    monkeypatch.setattr("moejax.report.progress.time.monotonic", lambda: next(clock))
     console = Console(file=io.StringIO())
-    with progress("working", total=3, console=console) as task:
+    with progress("[working]", total=4, console=console) as task:
+        task.advance()
         task.advance()
         task.describe("still working")
-    assert console.file.getvalue() == ""
+        task.advance()
+    assert console.file.getvalue() == "[working] 50 %, 12 s\nstill working 75 %, 31 s\n"
 
 
 def test_progress_shows_a_line_in_a_cell(monkeypatch):

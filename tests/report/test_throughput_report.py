@@ -98,6 +98,14 @@ def test_table_fits_80_columns_with_objectives_and_slow_requests() -> None:
         assert word in text, text
 
 
+def test_much_padding_names_the_keys_to_change() -> None:
+    result = build()[0]
+    result["cases"][0]["padding_waste"], result["cases"][1]["padding_waste"] = 0.86, 0.49
+    lines = [line for line in printed(result, 200).splitlines() if "padding;" in line]
+    (line,) = lines
+    assert line.startswith("continuous: 86 % of the computed tokens are padding; finer engine.token_buckets")
+
+
 def test_modes_stand_beside_each_other_with_their_ratio() -> None:
     lines = [line.split() for line in printed(build()[0]).splitlines()]
     rows = {line[0]: line[1:] for line in lines if line and line[0] in ("continuous", "static", "ratio")}

@@ -44,8 +44,8 @@ def run_ab(
         `case_verdicts` and `control` as `moejax.results.verdict.Verdict.row` has them.
 
     Raises:
-        ConfigError: a case longer than a variant allows, too few rounds, or nothing to judge by; before anything is
-            measured.
+        ConfigError: a case longer than a variant allows, too few rounds, or nothing to judge by; before
+            anything is measured.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     arms = [arms[0], _control(arms[0]), *arms[1:]]
