@@ -71,7 +71,7 @@ def run_experiment(main: Main, config_name: str, *, positional: str | None = Non
     `main`'s first parameter is annotated with the experiment's dataclass, which becomes the config's schema.
     `configs/<config_name>.yaml` lists `<config_name>_schema` first in its defaults.
     """
-    code = launch(main, config_name, sys.argv[1:], positional=positional)
+    code = launch(main, config_name, sys.argv[1:], positional=positional, ahead=True)
     if code:
         report_failure(code)
         sys.exit(code)
@@ -82,9 +82,14 @@ def output_dir() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(main: Main, config_name: str, argv: list[str], *, positional: str | None = None) -> int:
-    """`run_experiment` for a given command line; returns the exit code."""
-    jobs = _Jobs(main, schema_of(main))
+def launch(
+    main: Main, config_name: str, argv: list[str], *, positional: str | None = None, ahead: bool = False
+) -> int:
+    """`run_experiment` for a given command line; returns the exit code.
+
+    With `ahead` each job's dry run comes first: what that finds is found before weights are read.
+    """
+    jobs = _Jobs(main, schema_of(main), ahead)
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
         place = read_environment()
@@ -224,6 +229,7 @@ class _Jobs:
 
     main: Main
     schema: type
+    ahead: bool
     resumed: Path | None = None
     exit_code: int = 0
     told: set[Path] = field(default_factory=set)
@@ -252,6 +258,10 @@ class _Jobs:
                     for key, item in ignored_settings(built).items():
                         logging.getLogger("moejax").warning("%s=%s is %s", key, item["value"], item["reason"])
                     with taking_part(built) as config:
+                        if self.ahead and process_count() == 1:
+                            from experiments.launch.dry_run import look_ahead
+
+                            look_ahead(self.main, config)
                         log.value = self.main(config)
             return log.value
         except BrokenPipeError:

@@ -5,7 +5,8 @@ their weights: it finds the mistakes that a run finds before it measures. Nothin
 read, no step is compiled.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -58,18 +59,33 @@ def print_plan(experiment: str, plan: Plan, overrides: Sequence[str], jobs: Sequ
         shown = lines
 
 
-def _plan(experiment: str, config: Any, folder: Path) -> list[str]:
+def look_ahead(main: Callable[[Any], Any], config: Any) -> list[LLM]:
+    """Goes through an experiment as far as its dry run does.
+
+    Returns:
+        Its engines, without values.
+
+    Raises:
+        MoejaxError: what a run raises before it measures.
+    """
     engines: list[LLM] = []
     token = DRY_RUN.set(engines)
+    logging.disable(logging.INFO)  # the run itself says it
     try:
         if isinstance(config, GenerateConfig):
             open_llm(config).builder.to_generate(config.prompts, config.sampling)
         elif hasattr(config, "tracker"):
-            call_main(config, experiment, folder)
+            main(config)
     except DryRunEnds:
         pass
     finally:
+        logging.disable(logging.NOTSET)
         DRY_RUN.reset(token)
+    return engines
+
+
+def _plan(experiment: str, config: Any, folder: Path) -> list[str]:
+    engines = look_ahead(lambda config: call_main(config, experiment, folder), config)
     own = [getattr(config, name) for name in _SECTIONS if hasattr(config, name)] or [config]
     lines = [f"  {line}" for section in own if (line := _told(section))]
     lines.append(f"  writes {shown_path(folder)}, about {_bytes(config) / 1e6:.1f} MB")

@@ -80,7 +80,6 @@ def run_variants(config: Config, out: Path) -> None:
 
     Raises what opening a model and `moejax.bench.ab.run.run_ab` raise.
     """
-    from experiments.launch.model import check_lengths
     from moejax.bench.ab.run import run_ab
     from moejax.bench.ab.variants import Arm
     from moejax.bench.experiment_run import ExperimentRun
@@ -88,8 +87,6 @@ def run_variants(config: Config, out: Path) -> None:
     hydra = HydraConfig.get()
     experiment = str(hydra.job.config_name)
     configs = compose_variants(config, experiment, list(hydra.overrides.task))
-    for composed in configs.values():
-        check_lengths(composed)
     with ExitStack() as stack:
         run = stack.enter_context(ExperimentRun.open(f"{experiment}_ab", config, out))
         arms: list[Arm] = []

@@ -113,16 +113,12 @@ class ExperimentRun:
         )
 
     def __enter__(self) -> "ExperimentRun":
-        """Checks what needs no model.
-
-        Raises:
-            ConfigError: an unknown kind of device.
-            OutputError, TrackingError: the folder cannot be written, or W&B not be reached.
-        """
-        get_hardware(self.hardware_kind, "cpu")
-        check_tracker(self.tracking)
+        """Raises `OutputError` where the folder cannot be written; in a dry run instead `TrackingError` where
+        W&B cannot be reached."""
         if DRY_RUN.get() is None:
             ensure_writable(self.out_dir)
+        else:
+            check_tracker(self.tracking)
         return self
 
     def __exit__(

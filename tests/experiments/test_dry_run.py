@@ -49,10 +49,10 @@ def test_lists_a_sweeps_jobs(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("experiment", "argv", "said"),
     [
-        ("latency", ["workload.prompt_len=4000"], "4032 tokens exceed the limit of 2048"),
+        ("latency", ["workload.prompt_len=4000"], "4000 + 32 tokens exceed the limit of 2048"),
         ("latency", ["model=qwen3_30b_a3b", "model.dtype=float32", "hardware=a100_80gb"], "of 85.9 GB: "),
         ("latency", ["hydra.run.dir=used"], "'used' holds a run already (result.json)"),
-        ("stress", ["engine.max_model_len=16"], "25 tokens exceed the limit of 16"),
+        ("stress", ["engine.max_model_len=16"], "stress.probe_tokens 24 leave no room"),
         ("generate", ["prompts=''"], "prompt"),
     ],
 )
