@@ -189,6 +189,11 @@ def _judge(
         if verdict.scheme is not None and verdict.must:
             files.faults.add("in full precision, although config.json has them quantized", module.name)
         return
+    weight = f"{module.name}.weight"
+    plain = verdict.scheme and verdict.scheme.main == "weight" and files.dtypes.get(weight) in STORED_DTYPES
+    if plain and not verdict.must:  # transformers leaves scales beside what it did not quantize
+        plan.taken.discard(weight)
+        return
     if role == "embedding" or verdict.scheme is None:
         left_out = "quantized, although config.json leaves them in full precision"
         unread = "quantized embeddings, not supported"

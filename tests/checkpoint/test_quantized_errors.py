@@ -309,7 +309,7 @@ GROUP = {"targets": ["Linear"], "weights": packing.weights_args("int", 4, "group
         ("gptq", {"quant_method": "gguf"}, "quant_method='gguf' is not supported for reading"),
         ("gptq", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported for reading; convert"),
         ("gptq", {"quant_method": "mxfp8"}, "supported: 'gptq', 'awq', 'fp8', 'compressed-tensors'"),
-        ("gptq", {"quant_method": None, "desc_act": None}, "quant_method=None is not supported"),
+        ("gptq", lambda c: [c.pop(name) for name in ("quant_method", "desc_act")], "quant_method=None is"),
         ("gptq", {"checkpoint_format": None, "format": "gptq_p"}, "checkpoint_format='gptq_p'"),
         ("gptq", {"bits": 3}, "bits=3 is not supported for GPTQ; supported: 4, 8"),
         ("gptq", {"checkpoint_format": "marlin"}, "supported: 'gptq', 'gptq_v2'"),

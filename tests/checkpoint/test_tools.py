@@ -257,6 +257,20 @@ def test_stacked_scales(make, model, kind):
     same_weights(load_pretrained(directory, dequantize=True).model, expected)
 
 
+def test_a_scale_beside_a_weight_that_is_not_quantized(tmp_path):
+    """transformers leaves the shared expert's gate, whose row is no block, as it is, and saves a scale."""
+    save_pretrained(random_model(FAMILIES["qwen2_moe"]), tmp_path / "source")
+    directory, plain = tmp_path / "quantized", tmp_path / "plain"
+    quantize_directory(tmp_path / "source", directory, plain, CONVENTIONS["fp8-blocks"])
+    tensors = load_bytes(directory / SINGLE)
+    for key in [key for key in tensors if key.endswith("shared_expert_gate.weight")]:
+        tensors[f"{key}_scale_inv"] = np.full((1, 4), np.nan, np.float32)
+    rewrite(directory, tensors)
+    assert any("shared_expert_gate.weight_scale_inv" in key for key in tensors)
+    loaded, expected = load_pretrained(directory).model, load_pretrained(plain).model
+    assert_same_values(loaded, expected, "float8_e4m3fn_b8")
+
+
 def test_a_stack_that_does_not_fit(make):
     directory, _ = make("qwen3_moe", CONVENTIONS["fp8-blocks"])
     tensors = load_bytes(directory / SINGLE)

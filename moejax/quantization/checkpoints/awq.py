@@ -22,6 +22,7 @@ from moejax.quantization.checkpoints.scheme import (
     Scheme,
     check_finite,
     our_codes,
+    words_to_codes,
     zero_points,
 )
 from moejax.quantization.formats import WeightFormat
@@ -55,11 +56,8 @@ class AwqScheme(Scheme):
 
 def _output_major(words: np.ndarray) -> np.ndarray:
     """Maps int32 `[n, W]` to uint8 `[8 W, n]`."""
-    columns = np.ascontiguousarray(words.T).view(np.uint32)
-    codes = np.empty((columns.shape[0], 8, columns.shape[1]), np.uint8)
-    for nibble, output in enumerate(ORDER):
-        codes[:, output] = (columns >> np.uint32(4 * nibble)) & np.uint32(15)
-    return codes.reshape(-1, columns.shape[1])
+    nibbles = words_to_codes(words, 4).reshape(*words.shape, 8)
+    return nibbles[..., np.argsort(ORDER)].reshape(len(words), -1).T
 
 
 def parse_awq(fields: QuantFields) -> Listed:

@@ -36,12 +36,11 @@ class BlockScheme(PlainScheme):
 @dataclass(frozen=True)
 class Fp8(Listed):
     def parts(self, shapes: Mapping[str, Shape]) -> dict[str, tuple[str, Index]]:
-        scale = self.scheme.scale
-        ours = {"weight_scale_inv": scale, "scale_inv": scale, "activation_scale": "input_scale"}
+        ours = {"scale_inv": self.scheme.scale, "activation_scale": "input_scale"}
         parts: dict[str, tuple[str, Index]] = {}
         for key, shape in shapes.items():
             module, _, last = key.rpartition(".")
-            stack, _, kind = last.rpartition("_proj_")
+            stack, _, kind = last.removeprefix("weight_").rpartition("_proj_")
             if kind in ours and not stack:
                 parts[f"{module}.{ours[kind]}"] = key, ()
             elif kind in ours and shape and stack in STACKED:

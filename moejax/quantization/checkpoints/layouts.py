@@ -82,8 +82,7 @@ class _Scaled(WrittenScheme):
         if self.format.activations == "static":
             check_finite("input_scale", tensors["input_scale"], complain)
             parts["input_scale"] = tensors["input_scale"].reshape(1).astype(np.float32)
-        if "weight_zero_point" in tensors:
-            stored = tensors["weight_zero_point"]
+        if (stored := tensors.get("weight_zero_point")) is not None:
             if stored.dtype == np.int32:
                 zeros = words_to_codes(stored.T, self.format.bits)[:, :F]
             else:

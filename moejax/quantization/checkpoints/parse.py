@@ -40,11 +40,10 @@ def parse_quantization(raw: Any, source: str) -> Convention:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{source}: quantization_config must be an object, got {raw!r}")
     fields = QuantFields(raw, f"{source}: quantization_config")
-    guess = next((method for field, method in UNNAMED.items() if raw.get(field) is not None), None)
-    method = fields.take("quant_method", default=guess)
+    method = raw.get("quant_method") or next((UNNAMED[field] for field in UNNAMED if field in raw), None)
     fields.one_of("quant_method", method, METHODS, "reading; convert the checkpoint")
     try:
-        return METHODS[method](fields)
+        return METHODS[str(method)](fields)
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"{fields.source}: a field has the wrong type ({error})") from error
     except ConfigError as error:
