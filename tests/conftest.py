@@ -21,7 +21,10 @@ from hydra.core.config_store import ConfigStore
 
 from moejax.core import hardware
 from moejax.core.config import ModelConfig
+from tests.glossary import check_written_results
 from tests.model_shapes import TWO_LAYERS
+
+check_written_results()
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's CPU client has a thread a core; programs of eight devices wait for each other, and would hang.

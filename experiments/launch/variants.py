@@ -18,16 +18,8 @@ Config = LatencyConfig | ThroughputConfig
 
 # What all variants share: the requests, the objectives, where results go.
 _SHARED = (
-    "workload",
-    "ab",
-    "tracker",
-    "telemetry",
-    "hardware",
-    "seed",
-    "objective",
-    "objective_case",
-    "verbose",
-)
+    "workload", "ab", "tracker", "telemetry", "hardware", "seed", "objective", "objective_case", "verbose",
+)  # fmt: skip
 
 
 def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> dict[str, Any]:

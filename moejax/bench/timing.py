@@ -88,17 +88,16 @@ def interleave(
 
 
 def weight_metrics(stages: Iterable[nnx.Module]) -> dict[str, float]:
-    """`weight_bytes` of a model as held, all devices' parts counted once, and `bits_per_weight` over all its
-    parameters."""
+    """`model_bytes` of a model as held, all devices' parts counted once, and `bits_per_parameter`."""
     sizes = [weight_size(stage) for stage in stages]
-    weight_bytes, numbers = (sum(size[i] for size in sizes) for i in range(2))
-    return {"weight_bytes": weight_bytes, "bits_per_weight": 8 * weight_bytes / numbers}
+    model_bytes, numbers = (sum(size[i] for size in sizes) for i in range(2))
+    return {"model_bytes": model_bytes, "bits_per_parameter": 8 * model_bytes / numbers}
 
 
 def peak_memory(devices: list[jax.Device] | None = None) -> dict[str, int | None]:
     """Most memory in use so far, in bytes.
 
-    `host_peak_bytes` is the process's peak resident set; `device_peak_bytes` is the largest device's peak
+    `process_peak_bytes` is the process's peak resident set; `device_peak_bytes` is the largest device's peak
     where the backend counts it (GPU and TPU do), else None, as on CPU, whose arrays are in the resident set.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -108,4 +107,4 @@ def peak_memory(devices: list[jax.Device] | None = None) -> dict[str, int | None
         stats = device.memory_stats()
         if stats and "peak_bytes_in_use" in stats:
             peaks.append(int(stats["peak_bytes_in_use"]))
-    return {"host_peak_bytes": int(host), "device_peak_bytes": max(peaks) if peaks else None}
+    return {"process_peak_bytes": int(host), "device_peak_bytes": max(peaks) if peaks else None}

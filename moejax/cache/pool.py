@@ -79,6 +79,12 @@ class BlockPool:
         """Bytes held now, scales included, over all devices; copies count once."""
         return sum(array.nbytes for array in jax.tree.leaves(self._segments))
 
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes held once all segments are made, as `nbytes` counts them."""
+        arrays = jax.tree.leaves(self.shapes(len(self.layout.sizes)))
+        return sum(array.size * array.dtype.itemsize for array in arrays)
+
     def _make(self, size: int, make: Callable[..., Any]) -> tuple[Segment, ...]:
         """Makes every layer's segment of `size` blocks: arrays by `SingleDevice.zeros`, shapes by
         `SingleDevice.struct`."""

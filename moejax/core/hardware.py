@@ -173,3 +173,9 @@ def _best_seconds(function: Callable[..., Any], *arrays: Any) -> float:
         jax.block_until_ready(compiled(*arrays))
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+def byte_words(count: float) -> str:
+    """Writes bytes in the largest unit of which there is one: `17.8 MB`, `336 MB`, `0 bytes`."""
+    unit, scale = next((u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= u[1]), ("bytes", 1.0))
+    return f"{count / scale:,.{0 if count >= 100 * scale or scale == 1 else 1}f} {unit}"

@@ -259,7 +259,8 @@ class LLM:
             return {
                 **self.engine.state(),
                 "cache_dtype": self.kv_cache_dtype,
-                "cache_bytes": self.runner.cache_bytes,
+                "kv_cache_allocated_bytes": sum(pool.nbytes for pool in self.runner.pools),
+                "kv_cache_capacity_bytes": sum(pool.capacity_bytes for pool in self.runner.pools),
                 **self.engine.stats.as_dict(),
                 "compiles": len(self.ledger.entries),
                 "recompiles_after_warmup": len(self.ledger.recompiles),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from moejax.core import html
+from moejax.core.hardware import byte_words
 from moejax.nn.quantized import weight_size
 
 if TYPE_CHECKING:
@@ -19,11 +20,12 @@ def engine_card(llm: "LLM") -> str:
     about = {
         "model": f"{config.family}, {config.num_layers} layers, {sum(config.moe_layers)} of them with"
         f" {config.num_experts} experts (top-{config.num_experts_per_tok})",
-        "weights": f"{numbers:,} parameters, {num_bytes / 1e6:,.1f} MB,"
+        "weights": f"{numbers:,} parameters, {byte_words(num_bytes)},"
         f" {8 * num_bytes / numbers:.3g} bits each",
         "devices": f"{count} × {device.device_kind}",
         "cache": f"{stats['num_blocks']:,} blocks of {stats['block_size']} tokens,"
-        f" {stats['cache_bytes'] / 1e6:,.1f} MB in {stats['cache_dtype']}, {stats['used_blocks']:,} in use",
+        f" {stats['used_blocks']:,} in use; {byte_words(stats['kv_cache_capacity_bytes'])} in"
+        f" {stats['cache_dtype']}, {byte_words(stats['kv_cache_allocated_bytes'])} of it allocated",
         "limits": f"{llm.max_model_len:,} tokens a sequence, {llm.engine_config.max_num_seqs} sequences at"
         f" once, {llm.engine_config.batching} batching",
         "compiled": f"{stats['compiles']} programs in {llm.ledger.seconds:.1f} s",
@@ -37,7 +39,7 @@ def engine_line(llm: "LLM") -> str:
     """Writes one line for a terminal."""
     num_bytes, numbers = _sizes(llm)
     return (
-        f"<LLM {_name(llm)}: {numbers:,} parameters, {num_bytes / 1e6:,.1f} MB,"
+        f"<LLM {_name(llm)}: {numbers:,} parameters, {byte_words(num_bytes)},"
         f" {llm.parallel_config.num_devices} × {jax.devices()[0].device_kind}>"
     )
 

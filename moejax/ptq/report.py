@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moejax.core import html
+from moejax.core.hardware import byte_words
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class QuantReport:
         method, format: of the configuration; the weights' own may differ by its rules.
         bytes, float_bytes: of all parameters of the model now, and before.
         num_params: numbers that these stand for.
-        bits_per_weight: bytes held per number, over the whole model, what stays in full precision included.
+        bits_per_parameter: held per number of the whole model, what stays in full precision included.
         seconds: in all.
     """
 
@@ -89,7 +90,7 @@ class QuantReport:
     stages: list[StageReport] = field(default_factory=list)
 
     @property
-    def bits_per_weight(self) -> float:
+    def bits_per_parameter(self) -> float:
         return 8 * self.bytes / max(self.num_params, 1)
 
     @property
@@ -99,7 +100,7 @@ class QuantReport:
 
     @property
     def quantized_bits_per_weight(self) -> float:
-        """Average bits per weight, as `bits_per_weight`, over the quantized weights only."""
+        """Average bits of the quantized weights only, scales included."""
         numbers = sum(8 * w.bytes / w.bits_per_weight for w in self.weights)
         return 8 * sum(w.bytes for w in self.weights) / numbers if numbers else 0.0
 
@@ -122,14 +123,14 @@ class QuantReport:
     def __repr__(self) -> str:
         return (
             f"<QuantReport {self.method} {self.format}: {len(self.weights)} weights,"
-            f" {self.bits_per_weight:.2f} bits per weight, {self.seconds:.1f} s>"
+            f" {self.bits_per_parameter:.2f} bits per parameter, {self.seconds:.1f} s>"
         )
 
     def _repr_html_(self) -> str:
         about = {
-            "held": f"{self.bytes / 1e6:,.2f} MB of {self.float_bytes / 1e6:,.2f},"
-            f" {self.bits_per_weight:.2f} bits per weight over all,"
-            f" {self.quantized_bits_per_weight:.2f} over the quantized",
+            "held": f"{byte_words(self.bytes)} of {byte_words(self.float_bytes)}:"
+            f" {self.bits_per_parameter:.2f} bits per parameter,"
+            f" {self.quantized_bits_per_weight:.2f} per quantized weight",
             "fallbacks": f"{self.fallbacks} experts saw too little calibration text"
             if self.fallbacks
             else None,
@@ -147,7 +148,7 @@ class QuantReport:
         """Returns the report in JSON's own types."""
         return {
             **asdict(self),
-            "bits_per_weight": self.bits_per_weight,
+            "bits_per_parameter": self.bits_per_parameter,
             "quantized_bits_per_weight": self.quantized_bits_per_weight,
             "fallbacks": self.fallbacks,
             "damping_raised": self.damping_raised,

@@ -18,7 +18,7 @@ from moejax.results.verdict import ALPHA, Verdict
 
 _MOST_INPUTS = 40  # keys in the table; comparison.json has them all
 _MOST_CASES = 24  # verdicts by case of one run
-_MOST_CASE_METRICS = 32  # values of cases
+_MOST_METRICS = 60
 _MOST_COLUMNS = 4  # runs side by side; more go below one another
 _CELL = 34  # characters of an input's value
 _COLORS = {"better": "green", "worse": "red", "too few": "yellow", "not comparable": "yellow"}
@@ -36,7 +36,7 @@ def comparison_tables(comparison: RunComparison) -> list[Table]:
         )
     if many and comparison.verdicts:
         return [*tables, overview_table(comparison)]
-    return [*tables, metrics_table(comparison), *case_metrics_table(comparison)]
+    return [*tables, metrics_table(comparison)]
 
 
 def verdict_tables(
@@ -219,42 +219,36 @@ def overview_table(comparison: RunComparison) -> Table:
     return table
 
 
-def case_metrics_table(comparison: RunComparison) -> list[Table]:
-    """Metrics that only cases have, with their ratio to the first run's; no table where there are none."""
-    rows = comparison.case_metrics
-    if not rows:
-        return []
-    columns = [
-        Column("case", lambda row: row.case, left=True, once=True),
-        Column("metric", lambda row: row.name, left=True),
-        *(Column(label, partial(_with_ratio, i)) for i, label in enumerate(comparison.labels)),
-    ]
-    left = len(rows) - _MOST_CASE_METRICS
-    note = f"; {left} more in comparison.json" if left > 0 else ""
-    title = "metrics of each case, with ratio to the first"
-    shown = rows[:_MOST_CASE_METRICS]
-    return [column_table(title, columns, shown, f"a ratio here is no verdict{note}")]
-
-
-def _with_ratio(index: int, row: MetricRow) -> Text:
-    """Returns a run's value, and beside it what it is of the first one's."""
-    text, ratio = Text(number(row.values[index])), row.ratios[index]
-    return text if ratio is None or not index else text.append(f"  {ratio:.2f}x", style="dim")
-
-
 def metrics_table(comparison: RunComparison) -> Table:
-    """Flat metrics of every run with their ratio to the first, and counted metrics that differ."""
+    """Metrics of every run with their ratio to the first, and counted metrics that differ; then case by case
+    those that only cases have."""
     exact = {(v.trial.metric, v.trial.run): v for v in comparison.exact}
-    table = plain_table("metrics of the whole run, with ratio to the first", "a ratio here is no verdict")
+    left = len(comparison.metrics) - _MOST_METRICS
+    caption = "a ratio here is no verdict" + (f"; {left} more in comparison.json" if left > 0 else "")
+    table = plain_table("metrics, with ratio to the first", caption)
     table.add_column("metric", no_wrap=True)
     for label in comparison.labels:
         table.add_column(label, justify="right", overflow="fold")
-    for row in comparison.metrics:
-        table.add_row(row.name, *(_with_ratio(index, row) for index in range(len(row.values))))
-    shown = {row.name for row in comparison.metrics}
+    whole = [row for row in comparison.metrics if row.case is None]
+    _add_ratios(table, whole)
+    shown = {row.name for row in whole}
     for name in dict.fromkeys(v.trial.metric for v in comparison.exact):
         counted = [exact[name, label] for label in comparison.labels[1:]]
         if name not in shown and any(v.outcome == "differs" for v in counted):
             values = [Text(f"{number(v.trial.value)}  {v.text}") for v in counted]
             table.add_row(name, number(counted[0].trial.base), *values)
+    _add_ratios(table, comparison.metrics[len(whole) : _MOST_METRICS])
     return table
+
+
+def _add_ratios(table: Table, rows: Sequence[MetricRow]) -> None:
+    """Adds a line per row, below the name of its case where that changes."""
+    for above, row in zip((None, *rows), rows, strict=False):
+        if row.case is not None and (above is None or above.case != row.case):
+            table.add_section()
+            table.add_row(Text(row.case, style="bold"))
+        cells = [Text(number(row.values[0]))]
+        for value, ratio in zip(row.values[1:], row.ratios[1:], strict=True):
+            text = Text(number(value))
+            cells.append(text if ratio is None else text.append(f"  {ratio:.2f}x", style="dim"))
+        table.add_row(row.name, *cells)

@@ -21,7 +21,7 @@ from moejax.report.compare_plots import ratio_forest
 from moejax.report.roofline import roofline_figure
 from moejax.report.style import nth_color, run_title
 from moejax.report.tables import number
-from moejax.results.compare import RunComparison, compare
+from moejax.results.compare import SHOWN_FIRST, RunComparison, compare
 from moejax.results.compare.comparison import MetricRow
 from moejax.results.compare.inputs import flatten
 from moejax.results.compare.runs import Run, load_runs
@@ -35,15 +35,10 @@ TEMPLATE = Path(__file__).resolve().parents[1] / "assets" / "report.html.j2"
 _MOST_CASES, _MOST_COLUMNS, _MOST_RUNS = 100, 20, 24
 _MOST_ROOFLINES = 4
 _LONGEST = 400
-_FIRST = (
-    "output_throughput", "request_throughput", "request_goodput", "median_ttft_ms", "p99_ttft_ms",
-    "median_tpot_ms", "p99_tpot_ms", "median_itl_ms", "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms",
-    "energy_per_output_token_j", "cost_per_million_output_tokens", "mfu_percent", "mbu_percent",
-)  # fmt: skip
 # In a case's table, in front: what it is, then what is looked at first.
 _CASE_FIRST = (
     "case", "name", "variant", "backend", "batching", "request_rate", "batch_size", "prompt_len",
-    "output_len", *_FIRST, "roofline_percent",
+    "output_len", *SHOWN_FIRST, "roofline_percent",
 )  # fmt: skip
 
 
@@ -114,7 +109,7 @@ def _page(runs: Sequence[Run], comparison: RunComparison | None) -> dict[str, An
         "notes": list(comparison.notes) if comparison is not None else [],
         "verdicts": verdicts,
         "differences": comparison.differences if comparison is not None else (),
-        "metrics": _metrics(runs, comparison.case_metrics if comparison is not None else ()),
+        "metrics": _metrics(runs, comparison),
         "figures": figures,
         "cases": [_case_table(run, index) for index, run in enumerate(runs) if run.result.get("cases")],
     }
@@ -139,17 +134,18 @@ def _run(run: Run, index: int) -> dict[str, Any]:
     }
 
 
-def _metrics(runs: Sequence[Run], of_cases: Sequence[MetricRow]) -> list[list[MetricRow]]:
+def _metrics(runs: Sequence[Run], comparison: RunComparison | None) -> list[list[MetricRow]]:
     """Every flat metric of any run: the usual ones (all where none is usual) with those of cases, and the
     rest."""
     same = has_same_roof(run.result for run in runs)
     known = [n for run in runs for n, value in run.result["metrics"].items() if is_number(value)]
     known = [name for name in known if same or not is_share_of_roof(name)]
-    usual = [name for name in _FIRST if name in known] or list(dict.fromkeys(known))
+    usual = [name for name in SHOWN_FIRST if name in known] or list(dict.fromkeys(known))
     rows = [
         MetricRow(name, tuple(run.result["metrics"].get(name) for run in runs))
         for name in dict.fromkeys([*usual, *known])
     ]
+    of_cases = [row for row in (comparison.metrics if comparison is not None else ()) if row.case]
     return [[*rows[: len(usual)], *of_cases], rows[len(usual) :]]
 
 

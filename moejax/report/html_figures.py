@@ -194,7 +194,7 @@ def roof(runs: Sequence[Run]) -> Figure | None:
 
 _SERIES = (
     ("cpu_percent", "CPU of this process (% of a core)", 1.0),
-    ("host_rss_bytes", "resident memory (GB)", 1e-9),
+    ("process_rss_bytes", "resident memory (GB)", 1e-9),
     ("gpu0_power_w", "GPU 0 power (W)", 1.0), ("gpu0_sm_clock_mhz", "GPU 0 clock (MHz)", 1.0),
     ("cpu_power_w", "CPU power (W)", 1.0),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from moejax.report.figure import (
     write_cells,
 )
 from moejax.report.style import COLORS, nth_color, run_title
-from moejax.report.tables import Column, column_table, print_lines, roof_cell, rounded
+from moejax.report.tables import Column, column_table, metric_columns, print_lines, rounded
 
 
 def _figure(value: float) -> str:
@@ -41,28 +41,17 @@ def _routing_part(case: Mapping[str, Any]) -> str | None:
 
 # Two tables, each for 100 columns.
 _LOSSES: tuple[Column, ...] = (
-    Column("bits per\nweight", "bits_per_weight", 1, _figure),
-    Column("cache\nbits", "cache_bits", 1, _figure),
-    Column("model\nMB", "model_bytes", 1e-6, _figure),
-    Column("perplexity", "perplexity", 1, _figure),
+    *metric_columns("bits_per_weight", "cache_bits", "model_bytes", "perplexity", cell=_figure),
     Column("loss %\n[interval]", _loss),
     Column("of that\nrouting", _routing_part),
     Column("KL\nmnat", "kl", 1e3, _figure),
-    Column("top-1\n%", "top1_agreement", 100, _figure),
+    *metric_columns("top1_agreement", cell=_figure),
 )
-_ROUTING: tuple[Column, ...] = (
-    Column("flips\n%", "router_flips", 100, _figure),
-    Column("own\n%", "router_flips_replayed", 100, _figure),
-    Column("shift\n%", "load_shift", 100, _figure),
-    Column("error %\nrare", "expert_error_rare", 100, _figure),
-    Column("\npopular", "expert_error_popular", 100, _figure),
-    Column("\nby load", "expert_error_weighted", 100, _figure),
-    Column("rank\ncorr.", "popularity_correlation", 1, _figure),
-    Column("quantize\ns", "quantize_seconds", 1, _figure),
-    Column("decode\ntok/s", "decode_tokens_per_s", 1, _figure),
-    Column("\n×", "decode_ratio", 1, _figure),
-    Column("% of\nbound", lambda row: roof_cell(row, "decode_percent_of_bound"), 1, _figure),
-)
+_ROUTING = metric_columns(
+    "router_flips", "router_flips_replayed", "load_shift", "expert_error_rare", "expert_error_popular",
+    "expert_error_weighted", "popularity_correlation", "quantize_seconds", "decode_tokens_per_s",
+    "decode_ratio", "decode_percent_of_bound", cell=_figure,
+)  # fmt: skip
 _LOSSES_NOTE = """\
 loss: of perplexity, % of full precision, with its bootstrap interval; ~ inside the noise
 of that routing: what goes away when full precision's routing is replayed

@@ -19,10 +19,11 @@ _COLUMNS = (
     Column("\nserved", "request_throughput", cell=three_digits),
     Column("\ngood", "request_goodput", cell=three_digits),
     Column("kept\nup, %", "followed", cell=share),
-    *metric_columns("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms"),
-    Column("tok/s\nuser", "tokens_per_s_per_user", cell=three_digits),
-    Column("\ndevice", "tokens_per_s_per_device", cell=three_digits),
-)
+    *metric_columns(
+        "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "tokens_per_s_per_user",
+        "tokens_per_s_per_device",
+    ),
+)  # fmt: skip
 
 
 def ramp_table(result: Mapping[str, Any]) -> Table:

@@ -5,26 +5,19 @@ from typing import Any
 
 from rich.console import Console
 
+from moejax.core.hardware import byte_words
 from moejax.report.style import run_title
-from moejax.report.tables import Column, column_table, number, print_lines, rounded
+from moejax.report.tables import Column, column_table, metric_columns, print_lines, rounded
 
 
 def _cell(value: float) -> str:
     return rounded(value, 10)
 
 
-_SKEW = (
-    Column("max /\nmean", "max_over_mean", 1, _cell),
-    Column("entropy\n%", "entropy", 100, _cell),
-    Column("Gini", "gini", 1, _cell),
-    Column("Zipf\nexp.", "zipf_exponent", 1, _cell),
-    Column("bursts\n×", "burstiness", 1, _cell),
-    Column("reuse\n%", "reuse", 100, _cell),
-    Column("chance\n%", "reuse_by_chance", 100, _cell),
-    Column("next\nbits", "next_layer_bits", 1, _cell),
-    Column("hits\nprefill", "prefill_hits", 1, _cell),
-    Column("\ndecode", "decode_hits", 1, _cell),
-)
+_SKEW = metric_columns(
+    "max_over_mean", "entropy", "gini", "zipf_exponent", "burstiness", "reuse", "reuse_by_chance",
+    "next_layer_bits", "prefill_hits", "decode_hits", cell=_cell,
+)  # fmt: skip
 _SIZE = (Column("tokens", "rows", 1, _cell), Column("steps", "steps", 1, _cell))
 _MOST_LAYERS = 48
 _NOTE = """\
@@ -60,9 +53,8 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
     for case in result["cases"]:
         if case.get("decode_bytes_per_step"):
             size = case["decode_bytes_per_step"]
-            unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
             lines.append(
-                f"{case['trace']}: a decode step reads {number(size / scale)} {unit} of experts"
+                f"{case['trace']}: a decode step reads {byte_words(size)} of experts"
                 f" ({100 * case['decode_hits'] / case['experts']:.0f} % of them)"
             )
     lines += [_placement(case) for case in result["cases"] if case.get("contiguous_imbalance")]

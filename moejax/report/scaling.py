@@ -26,9 +26,10 @@ def _links(row: Mapping[str, Any]) -> float:
 _COLUMNS = (
     Column("layout", "layout", left=True),
     Column("GPUs", "devices"),
-    Column("weights\nGB", "weights_bytes", 1e-9),
+    Column("weights\nGB", "device_weight_bytes", 1e-9),
     Column(
-        "+ cache\nGB", lambda row: number(row["memory_bytes"] / 1e9) + (" !" if row["fits"] is False else "")
+        "+ cache\nGB",
+        lambda row: number(row["device_memory_bytes"] / 1e9) + (" !" if row["fits"] is False else ""),
     ),
     Column("decode\nKB sent", "decode_comm_bytes", 1e-3),
     Column("ms", "decode_ms"),
@@ -167,8 +168,8 @@ def layouts_plot(result: Mapping[str, Any]) -> Figure | None:
         _stack(axis, names, stacked)
         axis.set_title(f"{phase}: modelled ms a step, {result['hardware']['kind']}", fontsize=10)
     experts, weights, cache = (
-        np.array([row[f"{name}_bytes"] / 1e9 for row in rows])
-        for name in ("expert_weights", "weights", "cache")
+        np.array([row[f"device_{name}_bytes"] / 1e9 for row in rows])
+        for name in ("expert_weight", "weight", "cache")
     )
     sizes = [("experts", experts, 0), ("other weights", weights - experts, 2), ("cache", cache, 1)]
     _stack(axes[2], names, sizes)

@@ -10,20 +10,12 @@ from rich.table import Table
 
 from moejax.report.figure import new_figure
 from moejax.report.style import COLORS, nth_color, run_title
-from moejax.report.tables import Column, column_table, print_lines, share
+from moejax.report.tables import Column, column_table, metric_columns, number, print_lines
 
 _COLUMNS = (
-    Column("phase", "phase", left=True),
-    Column("requests", "requests"),
-    Column("done", "done"),
-    Column("aborted", "aborted"),
-    Column("left", "left"),
-    Column("failed", "failed"),
-    Column("tokens", "tokens"),
+    *metric_columns("phase", "requests", "done", "aborted", "left", "failed", "tokens", cell=number),
     Column("tok/s", "output_throughput", cell="{:,.0f}".format),
-    Column("preempted", "preemptions"),
-    Column("cache\n%", "cache_use_peak", cell=share),
-    Column("TPOT\nratio", "tpot_ratio", cell="{:.2f}".format),
+    *metric_columns("preemptions", "cache_use_peak", "probe_tpot_ratio"),
     Column("", "passed", cell=lambda passed: "ok" if passed else "[red]FAILED[/red]", left=True),
 )
 

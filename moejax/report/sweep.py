@@ -25,7 +25,7 @@ from moejax.report.figure import heat_map, legend_below, log_scale, new_figure, 
 from moejax.report.style import COLORS, nth_color
 from moejax.report.tables import number, plain_table, print_lines, stderr_console
 from moejax.results.machine import has_same_roof, is_share_of_roof
-from moejax.results.metric_names import lower_is_better
+from moejax.results.metric_names import lower_is_better, short_name
 from moejax.results.metrics import is_number
 from moejax.results.result import load_result
 from moejax.results.sweep import job_rows, read_sweep, swept_keys
@@ -41,23 +41,14 @@ PLOT_FILE = "sweep.png"
 # What a case is of, apart from what was swept; in the order in which they make good axes.
 _CASE_AXES = ("prompt_len", "batch_size", "output_len", "request_rate", "batching", "backend")
 _SHORT = {"prompt_len": "in", "output_len": "out", "batch_size": "batch", "request_rate": "rate"}
-# Heading and key of each experiment's columns; the first ones that occur are also plotted.
-_METRICS: dict[str, tuple[tuple[str, str], ...]] = {
-    "latency": (
-        ("TTFT p50, ms", "median_ttft_ms"),
-        ("TPOT p50, ms", "median_tpot_ms"),
-        ("tok/s", "output_throughput"),
-        ("% of roof", "roofline_percent"),
-    ),
+# Each experiment's columns; the first ones that occur are also plotted.
+_METRICS = {
+    "latency": ("median_ttft_ms", "median_tpot_ms", "output_throughput", "roofline_percent"),
     "throughput": (
-        ("TTFT p50, ms", "median_ttft_ms"),
-        ("TTFT p99, ms", "p99_ttft_ms"),
-        ("TPOT p50, ms", "median_tpot_ms"),
-        ("good req/s", "request_goodput"),
-        ("req/s", "request_throughput"),
-        ("tok/s", "output_throughput"),
+        "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "request_goodput", "request_throughput",
+        "output_throughput",
     ),
-}
+}  # fmt: skip
 _MOST_METRICS, _PLOTTED, _MOST_PANELS = 6, 3, 4
 
 
@@ -109,8 +100,8 @@ def metrics_of(sweep: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str,
     if usual is None:
         axes = {"job", "case", *axes_of(sweep, rows)}
         keys = dict.fromkeys(key for row in rows for key in row if key not in axes)
-        usual = tuple((key, key) for key in keys if _varies(rows, key))[:_MOST_METRICS]
-    return [item for item in usual if any(is_number(row.get(item[1])) for row in rows)]
+        usual = tuple(key for key in keys if _varies(rows, key))[:_MOST_METRICS]
+    return [(short_name(key), key) for key in usual if any(is_number(row.get(key)) for row in rows)]
 
 
 def sweep_table(sweep: Mapping[str, Any]) -> Table:
@@ -123,7 +114,7 @@ def sweep_table(sweep: Mapping[str, Any]) -> Table:
     for name in ("job", *(_SHORT.get(axis, axis) for axis in axes)):
         table.add_column(name, justify="right")
     for heading, _ in metrics:
-        table.add_column(heading.replace(", ms", "\nms"), justify="right", no_wrap=True)
+        table.add_column(heading.replace(" (ms)", "\n(ms)"), justify="right", no_wrap=True)
     best = {key: _best(rows, key) for _, key in metrics}
     for row in rows:
         cells = [escape(_axis_value(row.get(axis))) for axis in axes]

@@ -4,6 +4,7 @@ what programs read. No JAX here."""
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -12,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moejax.report.style import case_label, has_peers, mode_label, run_title
-from moejax.results.machine import DOUBTS
+from moejax.results.machine import DOUBTS, is_share_of_roof
+from moejax.results.metric_names import column_head, unit_of
 
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
 _LOG_WIDTH = 140
@@ -141,32 +143,6 @@ def print_lines(console: Console, lines: Iterable[str], style: str | None = None
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-# Titles are short, because tables must fit 80 columns.
-_TITLES = {
-    "backend": "backend",
-    "batching": "batching",
-    "batch_size": "batch",
-    "prompt_len": "in",
-    "output_len": "out",
-    "median_ttft_ms": "TTFT\np50",
-    "p99_ttft_ms": "\np99",
-    "median_tpot_ms": "TPOT\np50",
-    "p99_tpot_ms": "\np99",
-    "p99_itl_ms": "ITL\np99",
-    "median_e2el_ms": "E2E\np50",
-    "p99_e2el_ms": "\np99",
-    "request_throughput": "req/s",
-    "request_goodput": "good\nreq/s",
-    "output_throughput": "tok/s",
-    "mean_batch_size": "seqs",
-    "cache_use_peak": "cache\n%",
-    "padding_waste": "pad\n%",
-    "roofline_percent": "% of\nroof",
-    "ttft_ratio": "TTFT\nratio",
-    "tpot_ratio": "TPOT\nratio",
-    "output_ratio": "tok/s\nratio",
-    "tokens_agree_percent": "same\ntok %",
-}
 _LATENCY = (
     "batch_size", "prompt_len", "output_len", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms",
     "p99_tpot_ms", "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms", "output_throughput", "roofline_percent",
@@ -186,14 +162,23 @@ _THROUGHPUT_BESIDE = (
 )  # fmt: skip
 
 
+_SCALES = {"share": 100, "bytes": 1e-6}  # per cent, MB
+
+
 def metric_columns(*keys: str, cell: Callable[[Any], str] = three_digits) -> list[Column]:
-    """Returns the columns of a case's fields and metrics in a result's order; shares are in per cent."""
-    shares, words = ("cache_use_peak", "padding_waste"), ("backend", "batching")
-    read: dict[str, Any] = {"roofline_percent": roof_cell}
-    return [
-        Column(_TITLES[key], read.get(key, key), cell=share if key in shares else cell, left=key in words)
-        for key in keys
-    ]
+    """Returns the columns of a case's fields and metrics, headed as the glossary says; shares are in per
+    cent. A heading's first line that is the same as the column's before is left out."""
+    columns, before = [], ""
+    for key in keys:
+        unit, head = unit_of(key), column_head(key)
+        first, _, below = head.partition("\n")
+        title = f"\n{below}" if below and first == before else head
+        look = share if unit == "share" and cell is three_digits else cell
+        scale = 1 if look is share else _SCALES.get(unit, 1)
+        read = partial(roof_cell, key=key) if is_share_of_roof(key) else key
+        columns.append(Column(title, read, scale, look, left=unit == "name"))
+        before = first
+    return columns
 
 
 def roof_cell(row: Mapping[str, Any], key: str = "roofline_percent") -> Any:
@@ -294,8 +279,8 @@ def backends_table(result: Mapping[str, Any]) -> Table | None:
         Column("versions", versions, fold=True),
         Column("weights as", "dtype", fold=True),
         Column("threads", "threads"),
-        Column("weights\nMB", "weight_bytes", 1e-6, "{:,.0f}".format),
-        Column("process\npeak MB", "host_peak_bytes", 1e-6, "{:,.0f}".format),
+        Column(column_head("model_bytes"), "model_bytes", 1e-6, "{:,.0f}".format),
+        Column(column_head("process_peak_bytes"), "process_peak_bytes", 1e-6, "{:,.0f}".format),
     )
     return column_table(None, columns, result.get("backends", []))
 

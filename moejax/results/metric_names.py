@@ -1,9 +1,16 @@
-"""Reads metrics' names: whether less of it is better, its unit, and how to write it in a table."""
+"""Looks metrics' names up in the glossary, `assets/metrics.toml`: what each means, its unit, whether less of
+it is better, and how to write it in a table."""
 
 import re
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
-LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E", "queue": "queue"}
+LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
+"""What every request's times give, and how tables and plots call it."""
 
 CASE_FIELDS = ("variant", "backend", "batching", "request_rate", "batch_size", "prompt_len", "output_len")
 """Fields of a case's row that say what was asked for or of whom, in the order in which they are shown."""
@@ -18,44 +25,72 @@ JUDGED = (
 """The metrics that runs are judged by unless others are asked for: few, since each costs the others power,
 and nearly all others follow from them."""
 
-EXACT = (
-    "weight_bytes", "bits_per_weight", "kv_cache_bytes", "dropped_assignments", "rerouted_assignments",
-    "recompiles_after_warmup", "failed", "aborted", "failed_steps", "completed", "total_input_tokens",
-    "total_output_tokens", "num_params", "exported_bytes", "perplexity", "held_out_perplexity",
-)  # fmt: skip
-"""Counted or computed, not timed: a difference in them is one, however often they are measured."""
+_FILE = Path(__file__).resolve().parents[1] / "assets" / "metrics.toml"
+_TIMES, _SIZES = ("ms", "us", "s"), ("bytes", "MB", "bits", "J", "J/token", "currency")
 
-# The first pattern that fits a name decides: True: less is better, False: more is, None: neither.
-_DIRECTIONS: tuple[tuple[str, bool | None], ...] = (
-    (r"(ratio|speedup)_(low|high)$|_(low|high)$", None),
-    (r"(^|_)p99_ttft_ratio$|^decode_ratio_.*_(low|high)", None),
-    (r"speedup|(^|/)decode_ratio", False),
-    (r"(tokens|bytes|flops|mbytes|gb|requests|steps|images)_per_s(_|$)", False),
-    (r"throughput|goodput|tokens_per_second|tok_s$|bandwidth|flops_per_second|tflops|gb_s$", False),
-    (r"roofline_percent|percent_of_(bound|roof|peak)|of_roofline|(^|_)(mfu|mbu)(_|$)|occupancy|slo_attainment",
-     False),
-    (r"perplexity|cross_entropy|bits_per_(byte|weight|parameter)|(^|[_/])loss|(^|_)kl(_|$)", True),
-    (r"router_flips", True),
-    (r"_(ms|us|ns|seconds)$", True),
-    (r"(^|_)(bytes|mbytes|gbytes)(_|$)|_mb$|_gb$", True),
-    (r"energy|(^|_)cost(_|$)|joules|_j$|_wh$", True),
-    (r"failed|failures|preemptions|preempted|dropped|rerouted|recompiles|overflow|grown|leak", True),
-    (r"_waste$|max_over_mean|gini|drift", True),
-    (r"spill|max_registers|max_shared", True),
-    (r"^(duration|train|train_cpu|wall)_(s|seconds)$", True),
-    (r"_s$", True),
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class Metric:
+    """An entry of the glossary.
+
+    Attributes:
+        name: as results have it, a regular expression with `{statistic}` for each of `STATISTICS`.
+        section: heading of its group.
+        means: the definition.
+        unit: of its value; "share" is a number from 0 to 1.
+        of: its scope: run, case, process, device, machine or operation.
+        better: None where neither less nor more is.
+        exact: counted or computed, not timed: a difference is one, however often it is measured.
+        label, head: in words, and over a table's column; None: its name.
+    """
+
+    name: str
+    section: str
+    means: str
+    unit: str
+    of: str
+    better: Literal["less", "more"] | None = None
+    exact: bool = False
+    label: str | None = None
+    head: str | None = None
+
+
+GLOSSARY = tuple(
+    Metric(name, section, **entry)
+    for section, entries in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
+    for name, entry in entries.items()
+)
+EXACT = tuple(metric.name for metric in GLOSSARY if metric.exact)
+_PATTERNS = [
+    (re.compile(metric.name.replace("{statistic}", f"({'|'.join(STATISTICS)})")), metric)
+    for metric in sorted(GLOSSARY, key=lambda metric: not metric.name.isidentifier())
+]
+
+
+def find_metric(name: str, labels: Collection[str] | None = None) -> Metric | None:
+    """Returns the glossary's entry for a name that results have; None if there is none.
+
+    NAME_low and NAME_high are the ends of NAME's interval, and a flat NAME_LABEL is NAME of the method, trace
+    or variant LABEL: one of `labels`, or if they are not known any.
+    """
+    base = re.sub(r"_(low|high)$", "", name)
+    if entry := next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(base)), None):
+        return entry
+    ends = [base.rpartition("_")[2]] if labels is None else labels
+    shorter = [base.removesuffix(f"_{end}") for end in ends if base.endswith(f"_{end}")]
+    return next((entry for short in shorter if (entry := find_metric(short, labels))), None)
 
 
 def lower_is_better(name: str) -> bool | None:
     """True for times, sizes, losses and failures, False for rates and shares of a bound, None where neither
-    is known to be better (a batch size, a clock, a number of requests)."""
-    return next((lower for pattern, lower in _DIRECTIONS if re.search(pattern, name)), None)
+    is known to be better (a batch size, a clock, the end of an interval)."""
+    metric = None if name.endswith(("_low", "_high")) else find_metric(name)
+    return {"less": True, "more": False}.get(metric.better or "") if metric else None
 
 
 def latency_name(name: str) -> tuple[str, str] | None:
     """Returns the statistic and the latency of `p99_itl_ms` and its like; None for other names."""
-    match = re.fullmatch(rf"({'|'.join(STATISTICS)})_({'|'.join(LATENCIES)})_ms", name)
+    match = re.fullmatch(rf"({'|'.join(STATISTICS)})_({'|'.join(LATENCIES)}|queue)_ms", name)
     return (match[1], match[2]) if match else None
 
 
@@ -68,27 +103,35 @@ def percentile_of(statistic: str) -> float | None:
 
 def short_name(name: str) -> str:
     """As a table has it: `TTFT p50 (ms)`, `output tok/s`."""
-    parts = latency_name(name)
-    if parts is not None:
-        statistic, latency = parts
-        return f"{LATENCIES[latency]} {'p50' if statistic == 'median' else statistic} (ms)"
-    known = {
-        "output_throughput": "output tok/s",
-        "total_token_throughput": "total tok/s",
-        "request_throughput": "requests/s",
-        "request_goodput": "good req/s",
-    }
-    return known.get(name, name)
+    return _written(name, "label")
+
+
+def unit_of(name: str) -> str:
+    """The unit; of a name that is not in the glossary an empty one."""
+    metric = find_metric(name)
+    return metric.unit if metric else ""
+
+
+def column_head(name: str) -> str:
+    """A column's heading, of one line or two."""
+    return _written(name, "head")
+
+
+def _written(name: str, field: str) -> str:
+    metric = find_metric(name)
+    text: str = (metric and getattr(metric, field)) or name
+    statistic = name.partition("_")[0]
+    return text.replace("{statistic}", "p50" if statistic == "median" else statistic)
 
 
 def better_word(name: str, *, better: bool) -> str:
     """`faster` or `slower` for a time, `higher` or `lower` for a rate, `less` or `more` for a size,
     `better` or `worse` for the rest."""
-    lower = lower_is_better(name)
-    if re.search(r"_(ms|us|ns|s|seconds)$", name) and lower:
-        return "faster" if better else "slower"
+    lower, unit = lower_is_better(name), unit_of(name)
     if lower is False:
         return "higher" if better else "lower"
-    if lower and re.search(r"bytes|bits|energy|cost|_j$", name):
+    if lower and unit in _TIMES:
+        return "faster" if better else "slower"
+    if lower and unit in _SIZES:
         return "less" if better else "more"
     return "better" if better else "worse"

@@ -16,10 +16,7 @@ from numpy.typing import NDArray
 from moejax.core.checked import Checked, Must, PositiveInt, check
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOutput
-from moejax.results.metric_names import CASE_FIELDS, STATISTICS
-
-LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
-"""What every request's times give, and how tables and plots call it."""
+from moejax.results.metric_names import CASE_FIELDS, LATENCIES, STATISTICS
 
 _BROKEN_OFF = ("abort", "error")
 
@@ -135,33 +132,21 @@ def summarize(samples: Sequence[float], name: str) -> Metrics:
     return {f"{statistic}_{name}_ms": float(v) for statistic, v in zip(STATISTICS, values, strict=True)}
 
 
-def compute_metrics(records: Iterable[RequestRecord], duration_s: float, slo: Slo | None = None) -> Metrics:
-    """The metrics of the requests of one case: their latencies, and what `total_metrics` gives.
-
-    Returns:
-        `{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms` before the totals. A value that is not defined
-        is None.
-    """
-    done = [record for record in records if record.completed]
-    latencies: Metrics = {}
-    for name, samples in latency_samples(done).items():
-        latencies.update(summarize(samples, name))
-    return {**latencies, **total_metrics(done, duration_s, slo)}
-
-
-def total_metrics(records: Iterable[RequestRecord], duration_s: float, slo: Slo | None = None) -> Metrics:
-    """The metrics that are defined over several cases together: no latency is, since a percentile of
-    pooled cases is none of any case.
+def compute_metrics(
+    records: Iterable[RequestRecord], duration_s: float, slo: Slo | None = None, *, latencies: bool = True
+) -> Metrics:
+    """The metrics of measured requests.
 
     Args:
         records: the measured requests, warm-up excluded.
         duration_s: seconds in which they were served; of several repeats the sum of theirs.
         slo: objectives for `request_goodput`, which is None without any.
+        latencies: False leaves them out, as of several cases: a percentile of pooled cases is none of any.
 
     Returns:
-        `request_throughput` and `request_goodput` in requests/s; `output_throughput` and
-        `total_token_throughput` in tokens/s; `completed`, `total_input_tokens`, `total_output_tokens`,
-        `duration_s`. A value that is not defined is None.
+        `{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and `request_goodput`
+        in requests/s; `output_throughput` and `total_token_throughput` in tokens/s; `completed`,
+        `total_input_tokens`, `total_output_tokens`, `duration_s`. A value that is not defined is None.
     """
     done = [record for record in records if record.completed]
     inputs = sum(record.prompt_len for record in done)
@@ -170,16 +155,20 @@ def total_metrics(records: Iterable[RequestRecord], duration_s: float, slo: Slo 
     def rate(count: int) -> float | None:
         return count / duration_s if duration_s > 0 else None
 
-    return {
-        "request_throughput": rate(len(done)),
-        "output_throughput": rate(outputs),
-        "total_token_throughput": rate(inputs + outputs),
-        "request_goodput": rate(sum(slo.met_by(record) for record in done)) if slo else None,
-        "completed": len(done),
-        "total_input_tokens": inputs,
-        "total_output_tokens": outputs,
-        "duration_s": float(duration_s),
-    }
+    metrics: Metrics = {}
+    for name, samples in latency_samples(done).items() if latencies else ():
+        metrics.update(summarize(samples, name))
+    metrics.update(
+        request_throughput=rate(len(done)),
+        output_throughput=rate(outputs),
+        total_token_throughput=rate(inputs + outputs),
+        request_goodput=rate(sum(slo.met_by(record) for record in done)) if slo else None,
+        completed=len(done),
+        total_input_tokens=inputs,
+        total_output_tokens=outputs,
+        duration_s=float(duration_s),
+    )
+    return metrics
 
 
 def case_row(

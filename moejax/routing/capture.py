@@ -22,6 +22,7 @@ from moejax.core import html
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, OutputError
 from moejax.core.files import dump_json
+from moejax.core.hardware import byte_words
 
 SCHEMA = 1
 CAPTURE_FILE = "routing.npz"
@@ -118,7 +119,7 @@ class RoutingCapture:
             "rows": f"{self.num_rows:,} tokens ({decoded:,} of them decoded) in {self.num_steps:,} steps",
             "requests": f"{len(self.requests):,}",
             "routing": f"{len(self.layers)} layers, top-{self.top_k} of {self.num_experts} experts",
-            "size": f"{self.nbytes / 1e6:,.2f} MB",
+            "size": byte_words(self.nbytes),
             "model": self.meta.get("model"),
         }
         return html.card(f"routing trace ({self.origin})", html.facts(about), self._load_table())

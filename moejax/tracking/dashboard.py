@@ -91,7 +91,7 @@ SECTIONS: tuple[Section, ...] = (
     ), columns=2),
     Section("Medians of runs of one case, and totals", _bars(
         "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms", "p99_ttft_ms", "p99_tpot_ms",
-        "output_throughput", "request_throughput", "weight_bytes",
+        "output_throughput", "request_throughput", "model_bytes",
     )),
     Section("Distributions", (
         Panel("cdf", "Time to the first token", ("ttft_cdf",)),
@@ -131,8 +131,8 @@ SECTIONS: tuple[Section, ...] = (
     ), False),
     Section("Machine, power and cost", (
         *_bars("energy_per_output_token_j", "cost_per_million_output_tokens", "mean_cpu_percent"),
-        *_bars("mean_host_rss_bytes", "host_peak_bytes", "device_peak_bytes"),
-        *_lines("telemetry/time_s", "telemetry/cpu_percent", "telemetry/host_rss_bytes"),
+        *_bars("mean_process_rss_bytes", "process_peak_bytes", "device_peak_bytes"),
+        *_lines("telemetry/time_s", "telemetry/cpu_percent", "telemetry/process_rss_bytes"),
         *_lines("telemetry/time_s", "telemetry/gpu0_power_w", "telemetry/gpu0_sm_clock_mhz"),
     ), False),
     Section("Quantization", (

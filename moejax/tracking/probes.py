@@ -50,7 +50,7 @@ class Probe(Protocol):
 
 
 class HostProbe:
-    """Resident memory (`host_rss_bytes`), memory in use on the machine (`machine_memory_bytes`), and as
+    """Resident memory (`process_rss_bytes`), memory in use on the machine (`machine_memory_bytes`), and as
     counters the CPU seconds of this process (`cpu_s`, by its own clock) and of all together (`machine_cpu_s`,
     which ticks in hundredths)."""
 
@@ -70,7 +70,7 @@ class HostProbe:
         idle = times.idle + getattr(times, "iowait", 0.0)
         busy = sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         return Sample(
-            {"host_rss_bytes": rss, "machine_memory_bytes": memory.total - memory.available},
+            {"process_rss_bytes": rss, "machine_memory_bytes": memory.total - memory.available},
             {"cpu_s": time.process_time(), "machine_cpu_s": busy},
         )
 

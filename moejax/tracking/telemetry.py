@@ -203,11 +203,7 @@ class Telemetry:
 
     def summary(self, *keys: Hashable, output_tokens: int | None = None) -> Reading:
         """Flat metrics of the parts named `keys`, or without any of all; empty if telemetry is switched off.
-
-        `mean_cpu_percent` is this process's, 100 a core; `mean_other_cpu_percent` is what all else on the
-        machine took meanwhile. `energy_j` is of the devices in use: of the GPUs, or on CPU of the CPU
-        packages, whoever used them; `energy_per_output_token_j` divides it by `output_tokens`.
-        """
+        Energy is of the devices in use, of CPU packages whoever used them."""
         if not self.config.enabled:
             return {}
         totals = merged([self._parts[key] for key in keys if key in self._parts]) if keys else self._totals

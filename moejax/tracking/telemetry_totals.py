@@ -112,8 +112,8 @@ def summarize(totals: Totals, gpus: int, energy: float | None, output_tokens: in
     process, machine = totals.mean("cpu_s"), totals.mean("machine_cpu_s")
     others = None if process is None or machine is None else machine - process
     figures: Reading = {
-        "mean_host_rss_bytes": totals.mean("host_rss_bytes"),
-        "max_host_rss_bytes": totals.peaks.get("host_rss_bytes"),
+        "mean_process_rss_bytes": totals.mean("process_rss_bytes"),
+        "max_process_rss_bytes": totals.peaks.get("process_rss_bytes"),
         "mean_cpu_percent": None if process is None else 100 * process,
         # The machine's counter ticks coarsely, so the difference can come out below nothing.
         "mean_other_cpu_percent": None if others is None else max(0.0, 100 * others),

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,6 @@ class FakeLLM:
         self.parallel_config = ParallelConfig()
         spec = ParamSpec((4, 8), ("embed", "mlp"), np.dtype(np.float32))
         self.stages = [nnx.Dict(kernel=declare(spec))]
-        self.runner = SimpleNamespace(cache_bytes=4096)
         self.ledger = CompileLedger()
         self.resolutions = [Resolution("engine.platform", "cpu", "a fake")]
         self.on_step: Callable[[StepRecord], None] | None = None
@@ -105,7 +103,9 @@ class FakeLLM:
         self.ledger.warmed_up = True
 
     def stats(self) -> dict[str, Any]:
-        return {**self._stats.as_dict(), "block_size": self.block_size, "num_blocks": self.num_blocks}
+        cache = {"kv_cache_allocated_bytes": 4096, "kv_cache_capacity_bytes": 8192}
+        sizes = {"block_size": self.block_size, "num_blocks": self.num_blocks}
+        return {**self._stats.as_dict(), **sizes, **cache}
 
     def reset_stats(self) -> None:
         self._stats = EngineStats()

@@ -42,18 +42,18 @@ def row(layout: str | ParallelConfig, model: ModelConfig = MODEL) -> dict[str, A
 
 def test_one_device_holds_the_whole_model_and_sends_nothing() -> None:
     alone = row("single")
-    assert alone["weights_bytes"] == 2 * num_params(Decoder(MODEL))
+    assert alone["device_weight_bytes"] == 2 * num_params(Decoder(MODEL))
     assert alone["decode_comm_bytes"] == alone["prefill_comm_bytes"] == 0
     assert alone["decode_link_ms"] == alone["decode_bubble"] == 0
     cache_tokens = 64 * 544  # 513 tokens in blocks of 32
-    assert alone["cache_bytes"] == cache_tokens * 4 * 2 * 2 * 8 * 2
+    assert alone["device_cache_bytes"] == cache_tokens * 4 * 2 * 2 * 8 * 2
 
 
 @pytest.mark.parametrize("layout", [name for name in PRESETS if name != "single"])
 def test_experts_are_split_over_all_devices_and_something_is_sent(layout: str) -> None:
     found, alone = row(layout), row("single")
     parallel = PRESETS[layout]
-    assert found["expert_weights_bytes"] * parallel.num_devices == alone["expert_weights_bytes"]
+    assert found["device_expert_weight_bytes"] * parallel.num_devices == alone["device_expert_weight_bytes"]
     assert found["decode_comm_bytes"] > 0
     roles = [v for k, v in found.items() if k.startswith("decode_comm_bytes_")]
     assert sum(roles) == pytest.approx(found["decode_comm_bytes"], rel=1e-12)

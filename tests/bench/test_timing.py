@@ -57,9 +57,9 @@ def test_wrong_use_is_an_error():
 
 def test_peak_memory_never_falls_and_is_in_bytes():
     before = peak_memory()
-    assert before["host_peak_bytes"] > 10 * 2**20
+    assert before["process_peak_bytes"] > 10 * 2**20
     assert before["device_peak_bytes"] is None  # the CPU backend does not count
-    assert peak_memory()["host_peak_bytes"] >= before["host_peak_bytes"]
+    assert peak_memory()["process_peak_bytes"] >= before["process_peak_bytes"]
 
 
 class CountingDevice:

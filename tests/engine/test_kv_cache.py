@@ -110,7 +110,10 @@ def test_memory_is_what_is_held() -> None:
     for each in (llm, plain):
         each.generate([prompt(9)], greedy(2))
     model = llm.config
-    held = {name: engine.stats()["cache_bytes"] for name, engine in (("int8", llm), ("float32", plain))}
+    held = {
+        name: engine.stats()["kv_cache_allocated_bytes"]
+        for name, engine in (("int8", llm), ("float32", plain))
+    }
     assert held == {name: 12 * block_bytes(model, SCARCE.block_size, name) for name in held}
     assert held["int8"] == sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.pool._segments))
     assert held["float32"] / held["int8"] == 4 * model.head_dim / (model.head_dim + 4)
@@ -185,7 +188,7 @@ def outcome(directory: Path, dtype: str, layout: str | None) -> Any:
     done = [llm.generate(asked, params) for params in (greedy(8), FORKS)]
     scores = np.concatenate(llm.score([ids for ids in asked if len(ids) > 1]))
     llm.engine.scheduler.check_integrity()
-    return [tokens(outs) for outs in done], scores, llm.stats()["cache_bytes"]
+    return [tokens(outs) for outs in done], scores, llm.stats()["kv_cache_allocated_bytes"]
 
 
 @pytest.mark.slow

@@ -293,9 +293,9 @@ def test_replaying_starts_and_stops(bare_llm: LLM, recorded: Any) -> None:
     llm = bare_llm.variant(TIGHT)
     assert values(llm.generate(ASKED, PARAMS)) == came_out
     before = llm.runner
-    assert before.cache_bytes > 0
+    assert before.pool.nbytes > 0
     llm.replay_routing(changed)
-    assert llm.runner is not before and before.cache_bytes == 0  # it made room for the new one
+    assert llm.runner is not before and before.pool.nbytes == 0  # it made room for the new one
     assert values(llm.generate(ASKED, PARAMS)) != came_out
     llm.submit(ASKED[0], PARAMS)
     with pytest.raises(ConfigError, match="requests are running"):

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.launch.app import launch
 from experiments.launch.schema import LatencyConfig, ThroughputConfig
-from moejax.bench.objective import ObjectiveCase, check_objective, known_objectives, objective_value
+from moejax.bench.objective import check_objective, known_objectives, objective_value
 from moejax.core.errors import ConfigError
 from moejax.results.metrics import Slo
 from moejax.results.sweep import read_sweep
@@ -125,7 +125,7 @@ def test_a_cases_metric_needs_the_case_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    chosen: list[ObjectiveCase] = []
+    chosen: list[dict[str, int | None]] = []
 
     def main(config: LatencyConfig) -> None:
         chosen.append(config.objective_case)
@@ -138,8 +138,12 @@ def test_a_cases_metric_needs_the_case_before_anything_is_measured(
             "objective_case.batch_size=4 or objective_case.batch_size=8",
         ),
         ([*three, "objective=median_tpot_ms", "objective_case.batch_size=2"], "fits 0 of 3"),
-        ([*three, "objective=weight_bytes", "objective_case.batch_size=4"], "leave objective_case out"),
-        (["objective_case.batch_size=1"], "objective is not set"),
+        (["objective_case.batch_size=1"], "and none is set"),
+        ([*three, "objective_case.batch_siz=1"], "did you mean 'objective_case.batch_size'"),
+        (
+            [*three, "objective=median_tpot_ms", "objective_case.batch_size=x"],
+            "fits 0 of 3",
+        ),
         ([*three, "objective=output_throughput"], None),
         ([*three, "objective=median_tpot_ms", "objective_case.batch_size=4"], None),
         (["workload.batch_size=8", "objective=median_tpot_ms"], None),
@@ -148,4 +152,4 @@ def test_a_cases_metric_needs_the_case_before_anything_is_measured(
         err = capsys.readouterr().err
         assert code == (0 if text is None else 2), err
         assert text is None or (text in err and err.count("\n") == 1)
-    assert [case.batch_size for case in chosen] == [None, 4, None]
+    assert [case["batch_size"] for case in chosen] == [None, 4, None]

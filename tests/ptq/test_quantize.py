@@ -70,7 +70,7 @@ def test_eight_bits_change_little_and_the_report_counts_every_weight(family, met
     assert report.float_bytes == sum(
         np.asarray(p[...]).nbytes for _, p in iter_params(build(FAMILIES[family]))
     )
-    assert report.bits_per_weight == 8 * report.bytes / report.num_params
+    assert report.bits_per_parameter == 8 * report.bytes / report.num_params
     json.loads(dump_json(report.to_dict()))
 
 

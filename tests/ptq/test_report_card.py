@@ -25,4 +25,4 @@ def test_a_report_shows_what_was_done() -> None:
         "a &lt;note&gt;",
     ):
         assert part in page
-    assert repr(report()) == "<QuantReport gptq int4_g64: 1 weights, 4.25 bits per weight, 0.7 s>"
+    assert repr(report()) == "<QuantReport gptq int4_g64: 1 weights, 4.25 bits per parameter, 0.7 s>"

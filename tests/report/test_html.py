@@ -19,7 +19,7 @@ from moejax.results.compare.samples import Cases
 from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run
 
 COUNTS = np.random.default_rng(0).integers(0, 50, (4, 16)).tolist()
-SERIES = {"time_s": [0.5, 1.0, 1.5], "cpu_percent": [90.0, 95.0, None], "host_rss_bytes": [1e9, 1e9, 2e9]}
+SERIES = {"time_s": [0.5, 1.0, 1.5], "cpu_percent": [90.0, 95.0, None], "process_rss_bytes": [1e9, 1e9, 2e9]}
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
@@ -135,7 +135,7 @@ def test_one_run_has_no_outcome_and_no_differences(tmp_path: Path) -> None:
     assert out == tmp_path / "report.html"
     text = out.read_text()
     assert '<h2 id="outcome">' not in text and "Inputs that differ" not in text
-    assert '<h2 id="metrics">' in text and "weight_bytes" in text
+    assert '<h2 id="metrics">' in text and "model_bytes" in text
 
 
 def test_same_runs_give_the_same_bytes(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def latency_run(
                 **{f"median_{n}_ms": float(np.median([row[f"{n}_ms"] for row in mine])) for n in NAMES},
             }
         )
-    metrics = {"weight_bytes": 1000, "compile_seconds": 2.5}
+    metrics = {"model_bytes": 1000, "compile_seconds": 2.5}
     metrics |= flat_metrics(case_rows[0]) if len(case_rows) == 1 else {}
     metrics |= extra.pop("metrics", {})
     extra |= {"iterations": iterations_rows} if iterations_rows else {}

@@ -116,9 +116,9 @@ def test_a_high_percentile_of_few_values_is_not_judged(tmp_path):
 
 
 def test_counted_metrics_differ_without_a_test(tmp_path):
-    paths = [latency_run(tmp_path / "a"), latency_run(tmp_path / "b", metrics={"weight_bytes": 250})]
+    paths = [latency_run(tmp_path / "a"), latency_run(tmp_path / "b", metrics={"model_bytes": 250})]
     found = {v.trial.metric: v for v in compare(paths).exact}
-    assert found["weight_bytes"].outcome == "differs" and found["weight_bytes"].text == "less 4.00x"
+    assert found["model_bytes"].outcome == "differs" and found["model_bytes"].text == "less 4.00x"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_cases_are_matched_by_what_they_ask_and_the_rest_is_named(tmp_path):
 )
 def test_cases_that_do_not_match_say_why(mine, theirs, why, tmp_path):
     found = compare([latency_run(tmp_path / "a", cases=mine), latency_run(tmp_path / "b", cases=theirs)])
-    assert not found.verdicts and not found.case_metrics
+    assert not found.verdicts and not any(row.case for row in found.metrics)
     assert f"A and B have no case in common: {why}" in found.notes
     assert f"  no verdict: no case in common: {why}" in found.lines()
 
@@ -371,15 +371,14 @@ def test_unfinished_runs_among_many_are_left_out_and_said(tmp_path, capsys):
 def test_runs_without_requests_keep_their_values_and_get_no_verdict(tmp_path):
     found = compare([latency_run(tmp_path / "a"), latency_run(tmp_path / "b", requests=False)])
     assert not found.verdicts and "B: no requests.jsonl: nothing to judge latencies by" in found.notes
-    rows = [row for row in found.case_metrics if row.name == "median_tpot_ms"]
+    rows = [row for row in found.metrics if row.name == "median_tpot_ms"]
     assert [row.case for row in rows] == ["B=1 P=8 N=5", "B=4 P=8 N=5"]
     assert all(row.ratios[0] == 1.0 and row.ratios[1] is not None for row in rows)
     # No latency is of both cases; the values that each case has are in every form of the outcome.
-    assert not any(row.name.endswith("_ms") for row in found.metrics)
-    told = [(row["metric"], row["case"], row["ratios"]) for row in found.to_dict()["case_metrics"]]
-    assert ("median_tpot_ms", rows[1].case, list(rows[1].ratios)) in told
-    assert f"median_tpot_ms · {rows[1].case}" in render_report(found.runs, found)
-    assert "metrics of each case" in text_of(found)
+    assert not any(row.name.endswith("_ms") and row.case is None for row in found.metrics)
+    label = "median_tpot_ms [B=4 P=8 N=5]"
+    assert found.to_dict()["metrics"][label]["ratios"] == list(rows[1].ratios)
+    assert label in render_report(found.runs, found) and "B=4 P=8 N=5" in text_of(found)
     assert "no verdict: nothing of B was measured repeatedly" in "\n".join(found.lines())
 
 
@@ -431,7 +430,7 @@ def test_run_names_are_short_and_distinct(tmp_path):
     ("lower", "names"),
     [
         (True, "median_ttft_ms p99_itl_ms std_e2el_ms p99_queue_ms median_us compile_seconds wall_seconds"
-               " weight_bytes kv_cache_bytes host_peak_bytes decode_step_mbytes bits_per_weight"
+               " model_bytes kv_cache_allocated_bytes process_peak_bytes decode_step_mbytes bits_per_weight"
                " perplexity_int8 held_out_loss train/cross_entropy kl_int8 router_flips_int8 preemptions"
                " failed failed_steps"
                " dropped_assignments recompiles_after_warmup padding_waste energy_per_output_token_j"
@@ -452,5 +451,5 @@ def test_it_is_known_of_each_metric_whether_less_is_better(lower, names):
 def test_words_suit_what_is_measured():
     assert better_word("median_tpot_ms", better=True) == "faster"
     assert better_word("output_throughput", better=False) == "lower"
-    assert better_word("weight_bytes", better=True) == "less"
+    assert better_word("model_bytes", better=True) == "less"
     assert better_word("perplexity", better=False) == "worse"

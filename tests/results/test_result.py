@@ -38,14 +38,14 @@ def make(**changes):
 
 def test_result_survives_a_round_trip(tmp_path):
     result = make(
-        metrics={"mean_ttft_ms": np.float32(1.5), "bad": float("nan"), "worse": np.inf},
+        metrics={"mean_ttft_ms": np.float32(1.5), "energy_j": float("nan"), "max_goodput": np.inf},
         routing={"counts": np.arange(4).reshape(2, 2)},
         compile_ledger=[{"what": "decode", "seconds": 0.5}],
     )
     path = write_result(result, tmp_path / "new" / "folder")
     assert path.name == "result.json" and load_result(path) == load_result(path.parent) == result
     assert result["schema"] == SCHEMA
-    assert result["metrics"] == {"mean_ttft_ms": 1.5, "bad": None, "worse": None}
+    assert result["metrics"] == {"mean_ttft_ms": 1.5, "energy_j": None, "max_goodput": None}
     assert result["routing"]["counts"] == [[0, 1], [2, 3]]
     assert set(result) == {
         "schema", "experiment", "metrics", "cases", "config", "provenance", "compile_ledger", "routing"

@@ -133,5 +133,5 @@ def test_floors_blocks_and_directions():
     assert decide([rate])[0].outcome == "better" and "higher" in decide([rate])[0].text
     neither = unpaired(base * 1.5, base, metric="mean_batch_size")
     assert decide([neither])[0].outcome == "differs"
-    exact = Trial("weight_bytes", None, "B", "A", 0.0, 5.0)
+    exact = Trial("model_bytes", None, "B", "A", 0.0, 5.0)
     assert exact_verdict(exact).text == "0 instead of 5"

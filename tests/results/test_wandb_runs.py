@@ -59,7 +59,7 @@ def test_config_summary_and_tables_come_back(runs):
     run = read_offline_run(runs["a"])
     assert (run.job_type, run.finished) == ("latency", True)
     assert run.config["engine"] == CONFIG["engine"] and run.config["provenance"]["git"] == PROVENANCE["git"]
-    assert run.summary["weight_bytes"] == 1000
+    assert run.summary["model_bytes"] == 1000
     assert [row["batch_size"] for row in read_table(run.tables["cases"])] == [1, 4]
     assert {"result.json", "requests.jsonl"} <= set(run.files)
 
@@ -83,7 +83,7 @@ def test_without_them_it_has_inputs_and_metrics_and_says_what_it_lacks(runs):
     found = compare([runs["bare"], runs["a_run"]])
     assert not found.verdicts and found.identical_inputs(1)
     assert "no longer staged here" in found.notes[0] and "get no verdict" in found.notes[0]
-    rows = {row.name: row for row in (*found.metrics, *found.case_metrics)}
+    rows = {row.name: row for row in found.metrics}
     assert rows["median_tpot_ms"].ratios == (1.0, 1.0) and rows["compile_seconds"].ratios == (1.0, 1.0)
     assert not any("cases" in name or name.startswith("_") for name in rows)
     assert "inputs are identical as far as recorded" in found.lines()[0]

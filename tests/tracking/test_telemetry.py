@@ -41,7 +41,7 @@ def test_only_what_lies_within_parts_counts_and_each_part_by_itself() -> None:
     telemetry = Telemetry(NEVER, probes=[script], clock=clock)
     cpu = 0.0
     for key, seconds, rss, busy in (("a", 2.0, 100.0, 1.0), ("b", 1.0, 400.0, 0.5), ("a", 2.0, 100.0, 2.0)):
-        script.gauges["host_rss_bytes"], script.counters["cpu_s"] = rss, cpu
+        script.gauges["process_rss_bytes"], script.counters["cpu_s"] = rss, cpu
         script.counters["machine_cpu_s"] = 3 * cpu
         with telemetry.part(key):
             clock.now += seconds
@@ -50,12 +50,12 @@ def test_only_what_lies_within_parts_counts_and_each_part_by_itself() -> None:
         clock.now += 1000.0  # compiling, drawing: none of it is measured
         cpu += 500.0
     whole = telemetry.summary(output_tokens=10)
-    assert whole["mean_host_rss_bytes"] == pytest.approx((4 * 100 + 400) / 5)
-    assert whole["max_host_rss_bytes"] == 400
+    assert whole["mean_process_rss_bytes"] == pytest.approx((4 * 100 + 400) / 5)
+    assert whole["max_process_rss_bytes"] == 400
     assert whole["mean_cpu_percent"] == pytest.approx(100 * 3.5 / 5)
     assert whole["mean_other_cpu_percent"] == pytest.approx(200 * 3.5 / 5)
     assert telemetry.summary("a")["mean_cpu_percent"] == pytest.approx(100 * 3 / 4)
-    assert telemetry.summary("b")["mean_host_rss_bytes"] == pytest.approx(400)
+    assert telemetry.summary("b")["mean_process_rss_bytes"] == pytest.approx(400)
     assert telemetry.summary("a", "b") == pytest.approx(telemetry.summary(), nan_ok=False)
     assert telemetry.summary("nothing")["mean_cpu_percent"] is None
     report = telemetry.report()
@@ -148,7 +148,7 @@ def test_no_nvml_is_one_line_and_no_error(
     assert lines == ["GPU telemetry needs the package nvidia-ml-py: pip install nvidia-ml-py"]
     assert telemetry.report()["notes"] == lines
     found = telemetry.summary(output_tokens=5)
-    assert found["energy_j"] is None and found["mean_host_rss_bytes"] > 0
+    assert found["energy_j"] is None and found["mean_process_rss_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -233,12 +233,12 @@ def test_the_thread_samples_this_process_while_a_part_is_open_and_ends_with_it()
             sum(range(1000))
     assert threading.active_count() == before
     found, report = telemetry.summary(), telemetry.report()
-    assert found["mean_host_rss_bytes"] > 1e6 and found["mean_cpu_percent"] > 0
+    assert found["mean_process_rss_bytes"] > 1e6 and found["mean_cpu_percent"] > 0
     assert report["samples"] >= 3
     series = report["series"]
     assert len({len(column) for column in series.values()}) == 1 and len(series["time_s"]) >= 2
     assert series["time_s"] == sorted(series["time_s"])
-    assert {"host_rss_bytes", "cpu_percent", "machine_memory_bytes"} <= series.keys()
+    assert {"process_rss_bytes", "cpu_percent", "machine_memory_bytes"} <= series.keys()
 
 
 def test_a_long_series_stays_short_and_keeps_its_mean() -> None:
@@ -246,17 +246,17 @@ def test_a_long_series_stays_short_and_keeps_its_mean() -> None:
     script = Script(clock)
     telemetry = Telemetry(TelemetryConfig(interval_s=1.0, max_points=8), probes=[script], clock=clock)
     telemetry._thread = threading.Thread()  # a part is open, without a thread that samples by itself
-    script.gauges["host_rss_bytes"] = 0.0
+    script.gauges["process_rss_bytes"] = 0.0
     telemetry._last, telemetry._origin = (clock.now, script.read()), clock.now
     for i in range(1, 1001):
         clock.now += 1.0
-        script.gauges["host_rss_bytes"] = float(i)
+        script.gauges["process_rss_bytes"] = float(i)
         telemetry._sample()
     series = telemetry.series()
     assert 4 <= len(series["time_s"]) <= 8
     assert series["time_s"][-1] <= 1000 and len(telemetry._points) <= 16
-    assert telemetry.summary()["mean_host_rss_bytes"] == pytest.approx(500)
-    middle = [value for value in series["host_rss_bytes"] if value is not None]
+    assert telemetry.summary()["mean_process_rss_bytes"] == pytest.approx(500)
+    middle = [value for value in series["process_rss_bytes"] if value is not None]
     assert middle == sorted(middle)
 
 

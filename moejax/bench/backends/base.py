@@ -97,8 +97,7 @@ class Backend(abc.ABC):
         """Starts the counts of `stats` afresh."""
 
     def memory(self) -> dict[str, int | float | None]:
-        """Returns what is known of `weight_bytes`, `kv_cache_bytes`, `bits_per_weight`, `host_peak_bytes` and
-        `device_peak_bytes`; nothing is estimated."""
+        """Returns what is known of the glossary's "Memory"; nothing is estimated."""
         return {}
 
     def close(self) -> None:  # noqa: B027 (nothing is held)

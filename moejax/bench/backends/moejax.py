@@ -94,7 +94,8 @@ class MoejaxBackend(Backend):
         self.llm.reset_stats()
 
     def memory(self) -> dict[str, int | float | None]:
-        cache = {"kv_cache_bytes": self.llm.runner.cache_bytes}
+        stats = self.llm.stats()
+        cache = {name: value for name, value in stats.items() if name.startswith("kv_cache_")}
         return {**peak_memory(), **weight_metrics(self.llm.stages), **cache}
 
 

@@ -90,7 +90,6 @@ def without_our_process(metrics: dict[str, Any], first: Backend) -> None:
     is what it says itself."""
     if isinstance(first, MoejaxBackend):
         return
-    for name in ("mean_cpu_percent", "mean_other_cpu_percent", "mean_host_rss_bytes", "max_host_rss_bytes"):
-        if name in metrics:
-            metrics[name] = None
-    metrics["host_peak_bytes"] = first.memory().get("host_peak_bytes")
+    ours = ("mean_cpu_percent", "mean_other_cpu_percent", "mean_process_rss_bytes", "max_process_rss_bytes")
+    metrics |= dict.fromkeys(name for name in ours if name in metrics)
+    metrics["process_peak_bytes"] = first.memory().get("process_peak_bytes")

@@ -20,15 +20,9 @@ Columns = dict[str, NDArray[np.float64]]
 
 
 def step_metrics(steps: Sequence[StepRecord], block_size: int | None) -> dict[str, float | int | None]:
-    """Flat metrics of a run's steps, in the order they ran; None where nothing was measured.
-
-    `mean_batch_size` is sequences per step. The other means are over the engine's busy time, each step
-    weighed by its seconds: `mean_running` sequences; `cache_use_mean`, used blocks over all blocks;
-    `cache_use_saturated`, the same while requests were waiting; `cache_fill`, stored tokens over the tokens
-    that the used blocks have room for. `cache_use_peak`, `max_running` and `max_waiting` are the largest of
-    any step. `padding_waste` is the share of computed tokens that were padding. `steps` and `preemptions`
-    are sums. Of an engine whose cache is not told (`num_blocks` 0) the cache's are None.
-    """
+    """Metrics of a run's steps, in the order they ran (the glossary's "Engine steps and cache"); None where
+    nothing was measured. Means over busy time weigh each step by its seconds. Of an engine whose cache is not
+    told (`num_blocks` 0) the cache's are None."""
     names: tuple[str, ...] = (
         "steps", "mean_batch_size", "mean_running", "max_running", "max_waiting", "cache_use_mean",
         "cache_use_peak", "cache_use_saturated", "cache_fill", "padding_waste", "preemptions",

@@ -14,7 +14,7 @@ from moejax.bench.latency.rows import case_rows
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM
-from moejax.results.metrics import flat_metrics, total_metrics
+from moejax.results.metrics import compute_metrics, flat_metrics
 from moejax.results.result import Result, request_rows
 from moejax.routing.capture import CAPTURE_FILE
 
@@ -65,7 +65,8 @@ def _build(
     metrics: dict[str, Any] = flat_metrics(rows[0])
     if len(first) > 1:
         duration = sum(sum(item.durations) for item in first)
-        metrics = dict(total_metrics((r for item in first for r in item.records), duration, workload.slo))
+        records = [record for item in first for record in item.records]
+        metrics = dict(compute_metrics(records, duration, workload.slo, latencies=False))
     metrics |= backends[0].memory()
     extra: dict[str, Any] = {}
     if (llm := engine_of(backends[0])) is not None:

@@ -145,13 +145,8 @@ def engine_losses(llm: LLM, windows: Windows) -> np.ndarray:
 
 
 def _size_fields(sizes: Sizes, llm: LLM) -> dict[str, Any]:
-    return {
-        "bits_per_weight": sizes.bits_per_weight,
-        "bits_per_parameter": sizes.bits_per_parameter,
-        "weight_bytes": sizes.weight_bytes,
-        "model_bytes": sizes.model_bytes,
-        "cache_bits": cache_bits(llm),
-    }
+    names = ("bits_per_weight", "bits_per_parameter", "quantizable_bytes", "model_bytes")
+    return {**{name: getattr(sizes, name) for name in names}, "cache_bits": cache_bits(llm)}
 
 
 def cache_bits(llm: LLM) -> float:

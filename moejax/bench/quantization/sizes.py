@@ -16,19 +16,19 @@ class Sizes:
 
     Attributes:
         weights: numbers of the matrices that a method may quantize by default: attention, experts, MLPs.
-        weight_bytes: their bytes, with scales, zero points and all else that stands for them.
+        quantizable_bytes: their bytes, with scales, zero points and all else that stands for them.
         parameters: numbers of all tensors of the model in full precision.
         model_bytes: bytes of all arrays.
     """
 
     weights: int
-    weight_bytes: int
+    quantizable_bytes: int
     parameters: int
     model_bytes: int
 
     @property
     def bits_per_weight(self) -> float:
-        return 8 * self.weight_bytes / max(self.weights, 1)
+        return 8 * self.quantizable_bytes / max(self.weights, 1)
 
     @property
     def bits_per_parameter(self) -> float:
@@ -38,7 +38,7 @@ class Sizes:
 def model_sizes(model: Decoder) -> Sizes:
     """Returns the sizes of a model whose parameters have values, quantized or not."""
     stands_for = {path: weight.stands_for for path, weight in quantized_weights(model)}
-    weights = weight_bytes = parameters = total = 0
+    weights = quantizable_bytes = parameters = total = 0
     for name, param in iter_params(model):
         owner, _, part = name.rpartition(".")
         path = owner if part in PARTS and owner in stands_for else name
@@ -50,5 +50,5 @@ def model_sizes(model: Decoder) -> Sizes:
         parameters += numbers
         if len(spec.shape) >= 2 and protected(path) is None:
             weights += numbers
-            weight_bytes += size
-    return Sizes(weights, weight_bytes, parameters, total)
+            quantizable_bytes += size
+    return Sizes(weights, quantizable_bytes, parameters, total)

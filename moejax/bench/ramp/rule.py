@@ -56,9 +56,7 @@ def judge(run: TrafficRun, least: float) -> Followed:
 
 
 def user_rates(served: Sequence[ServedRequest], median_tpot_ms: float | None) -> dict[str, float | None]:
-    """Returns the rates that one user sees, in output tokens/s: `tokens_per_s_per_user` is the median over
-    requests of output tokens over the time from asking to the last token, waiting and prefill included; the
-    usual `decode_tokens_per_s_per_user` is one over the median TPOT, which a queue does not touch."""
+    """Returns the rates that one user sees, in output tokens/s, with waiting and prefill and without them."""
     seen = [
         item.record.output_len / item.record.metrics.e2e
         for item in served

@@ -18,15 +18,10 @@ from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.report.progress import progress
+from moejax.results.metric_names import GLOSSARY
 from moejax.results.metrics import flat_metrics
 from moejax.results.result import Result
 from moejax.sharding.distributed import agree
-
-# Of the first mode's rates together, which have no rate and no latency in common.
-_SUMMED = (
-    "completed", "failed", "aborted", "failed_steps", "total_input_tokens", "total_output_tokens",
-    "duration_s",
-)  # fmt: skip
 
 
 def run_ramp(
@@ -157,7 +152,8 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _metrics(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the totals over a mode's rates, of a single one all its metrics; and its ramp's figures."""
-    totals = {name: sum(row[name] for row in rows) for name in _SUMMED}
+    counts = [m.name for m in GLOSSARY if m.of == "case or run" and m.exact]
+    totals = {name: sum(row[name] for row in rows) for name in (*counts, "duration_s")}
     metrics = totals if len(rows) > 1 else flat_metrics(rows[0])
     names = ("knee_rate", "max_output_throughput", "max_goodput", "max_goodput_rate")
     return metrics | {name: summary[name] for name in names}

@@ -60,7 +60,7 @@ def trace_row(
         "moe_layers": len(capture.layers),
         "experts": capture.num_experts,
         "experts_per_token": capture.top_k,
-        "bytes": capture.nbytes,
+        "trace_bytes": capture.nbytes,
         "bytes_per_row": capture.nbytes / max(capture.num_rows, 1),
     }
     for name in layers[0]:

@@ -43,10 +43,10 @@ def layout_row(
     row: dict[str, Any] = {
         "devices": parallel.num_devices,
         "data_groups": groups,
-        "weights_bytes": memory.weights,
-        "expert_weights_bytes": memory.expert_weights,
-        "cache_bytes": memory.cache,
-        "memory_bytes": memory.total,
+        "device_weight_bytes": memory.weights,
+        "device_expert_weight_bytes": memory.expert_weights,
+        "device_cache_bytes": memory.cache,
+        "device_memory_bytes": memory.total,
         "fits": None if hardware.memory is None else memory.total <= hardware.memory,
     }
     prompts = math.ceil(section.num_prompts / groups)

@@ -51,7 +51,7 @@ class PhaseLog:
             "max_running": self.max_running,
             "max_waiting": self.max_waiting,
             "cache_use_peak": self.cache_use_peak,
-            "tpot_ratio": max(self.drift),
+            "probe_tpot_ratio": max(self.drift),
             "passed": not faults,
             "faults": faults,
         }
@@ -88,7 +88,7 @@ def run_stress(llm: LLM, section: StressSection, run: ExperimentRun) -> Result:
     metrics |= {
         "failed_checks": sum(not row["passed"] for row in rows) + len(faults),
         "probe_tpot_ms": prober.before.tpot_ms,
-        "max_drift": max(row["tpot_ratio"] for row in rows),
+        "max_drift": max(row["probe_tpot_ratio"] for row in rows),
         "compile_seconds": llm.ledger.seconds,
         "recompiles_after_warmup": recompiles,
     }

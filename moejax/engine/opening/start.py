@@ -9,6 +9,7 @@ from moejax.cache.allocator import BlockAllocator
 from moejax.cache.pool import block_bytes
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.hardware import byte_words
 from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
 from moejax.core.version import __version__
@@ -133,7 +134,8 @@ def cache_blocks(
                 f"most {2**31 // codes} or more than {2**32 // codes} such blocks; lower it, or use "
                 "engine.kernels=xla"
             )
-        return Resolution(key, str(engine.num_blocks), f"asked for; {engine.num_blocks * size / 1e6:.0f} MB")
+        asked = f"asked for; {byte_words(engine.num_blocks * size)} a device"
+        return Resolution(key, str(engine.num_blocks), asked)
     needed = engine.max_num_seqs * -(-max_model_len // engine.block_size)
     memory, why = _cache_memory(engine, parallel.num_devices, absent)
     fitting = int(memory // size)
@@ -147,8 +149,8 @@ def cache_blocks(
             key, str(2**31 // codes), f"the most that the GPU kernels take of a cache in {kv_dtype}"
         )
     if needed <= fitting:
-        reason = f"{engine.max_num_seqs} sequences of {max_model_len} tokens; {needed * size / 1e6:.0f} MB"
-        return Resolution(key, str(needed), reason)
+        room = f"{engine.max_num_seqs} sequences of {max_model_len} tokens"
+        return Resolution(key, str(needed), f"{room}; {byte_words(needed * size)} a device")
     return Resolution(key, str(fitting), f"{memory / 1e9:.3g} GB: {why}")
 
 

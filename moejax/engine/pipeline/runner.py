@@ -33,6 +33,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from moejax.cache.pool import BlockPool
 from moejax.core.config import EngineConfig
 from moejax.engine.pipeline.microbatches import Part, split_plan
 from moejax.engine.pipeline.stage import Stage, StageLedger
@@ -130,9 +131,9 @@ class PipelineRunner(BucketRunner):
         self.reset()
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes that the stages' caches hold now."""
-        return sum(stage.cache_bytes for stage in self.stages)
+    def pools(self) -> list[BlockPool]:
+        """The blocks of the stages' caches."""
+        return [stage.pool for stage in self.stages]
 
     def reset(self) -> None:
         for stage in self.stages:

@@ -77,9 +77,9 @@ class DeviceRunner(BucketRunner):
         self.reset()
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes that the cache holds now, see `BlockPool.nbytes`."""
-        return self.pool.nbytes
+    def pools(self) -> list[BlockPool]:
+        """The blocks of its cache."""
+        return [self.pool]
 
     def reset(self) -> None:
         self.pool.reset()

@@ -27,7 +27,7 @@ from moejax.results.metric_names import EXACT, JUDGED, RATES, latency_name
 from moejax.results.metrics import is_number
 from moejax.results.verdict import Floor, Trial, Verdict, decide, exact_verdict
 
-__all__ = ["ACROSS", "RunComparison", "compare"]
+__all__ = ["ACROSS", "SHOWN_FIRST", "RunComparison", "compare"]
 
 ACROSS = ("model", "workload", "device")
 """Differences that keep a winner from being called, unless `across` says that they are what is compared."""
@@ -86,7 +86,6 @@ def compare(
         overall, each, notes = overall + first, each + second, notes + left
     same = {run.label for index, run in enumerate(runs) if index and same_inputs(apart, index)}
     overall, each = _seen_noise(overall, same), _seen_noise(each, same)
-    values = {name: [run.result["metrics"].get(name) for run in runs] for name in _flat_names(runs, metrics)}
     return RunComparison(
         runs=tuple(runs),
         cases=tuple(cases),
@@ -95,8 +94,7 @@ def compare(
         verdicts=tuple(decide(overall)),
         case_verdicts=tuple(decide(each)),
         exact=_exact(runs, metrics),
-        metrics=tuple(MetricRow(name, tuple(row)) for name, row in values.items()),
-        case_metrics=tuple(_case_metrics(runs, cases, metrics)),
+        metrics=tuple(_metric_rows(runs, cases, metrics)),
         notes=tuple(dict.fromkeys(notes)),
         floor=noise,
     )
@@ -117,19 +115,19 @@ def _seen_noise(trials_: Sequence[Trial], same: set[str]) -> list[Trial]:
     return [dataclasses.replace(trial, floor=floor) for trial, floor in zip(trials_, floors, strict=True)]
 
 
-def _numeric(runs: Sequence[Run]) -> dict[str, None]:
-    """Every metric that any run has a number for, without shares of different roofs."""
+def _numeric(runs: Sequence[Run], *, cases: bool = False) -> dict[str, None]:
+    """Every metric that any run, or with `cases` any of its cases, has a number for, without shares of
+    different roofs."""
+    rows = [run.result["metrics"] for run in runs]
+    rows += [case for run in runs for case in run.result.get("cases") or ()] if cases else []
     same = has_same_roof(run.result for run in runs)
-    values = [item for run in runs for item in run.result["metrics"].items()]
+    values = [item for row in rows for item in row.items()]
     return {name: None for name, value in values if is_number(value) and (same or not is_share_of_roof(name))}
 
 
 def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]:
     """The metrics to judge by: of the whole run, or of its cases where the whole has other figures."""
-    known = _numeric(runs)
-    for run in runs:
-        for case in run.result.get("cases") or ():
-            known |= {name: None for name, value in case.items() if is_number(value)}
+    known = _numeric(runs, cases=True)
     if metrics is None:
         # A fixed batch's rate says what its end-to-end latency has said.
         rates = () if runs[0].experiment.startswith("latency") else RATES
@@ -140,33 +138,29 @@ def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]:
     return [name for name in metrics if latency_name(name) or name in RATES]
 
 
-_SHOWN_FIRST = (
+SHOWN_FIRST = (
     "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "median_itl_ms", "p99_itl_ms",
     "median_e2el_ms", "p99_e2el_ms", *RATES, "p99_queue_ms", "mean_batch_size", "cache_use_mean",
-    "padding_waste", "preemptions", "failed", "speedup_over_static", "host_peak_bytes", "device_peak_bytes",
-    "compile_seconds", "energy_per_output_token_j", "cost_per_million_output_tokens", "mfu_percent",
-    "mbu_percent",
+    "padding_waste", "preemptions", "failed", "speedup_over_static", "process_peak_bytes",
+    "device_peak_bytes", "compile_seconds", "energy_per_output_token_j", "cost_per_million_output_tokens",
+    "mfu_percent", "mbu_percent",
 )  # fmt: skip
 
 
-def _flat_names(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]:
-    known = _numeric(runs)
-    if metrics is not None:
-        return [name for name in metrics if name in known]
-    first = [name for name in _SHOWN_FIRST if name in known]
-    return first or [name for name in known if not name.endswith(("_low", "_high"))]
-
-
-def _case_metrics(
-    runs: Sequence[Run], cases: Sequence[Cases], metrics: Sequence[str] | None
+def _metric_rows(
+    runs: Sequence[Run], cases: Sequence[Cases], asked: Sequence[str] | None
 ) -> Iterator[MetricRow]:
-    """Yields what only cases have: latencies, where a run has several cases."""
-    asked, same = _SHOWN_FIRST if metrics is None else metrics, has_same_roof(run.result for run in runs)
-    names = [name for name in asked if any(run.result["metrics"].get(name) is None for run in runs)]
+    """Yields flat metrics, and then case by case those that not every run has flat."""
+    flat, known = _numeric(runs), _numeric(runs, cases=True)
+    first = [name for name in (SHOWN_FIRST if asked is None else asked) if name in known]
+    for name in first or [name for name in flat if not name.endswith(("_low", "_high"))]:
+        if name in flat:
+            yield MetricRow(name, tuple(run.result["metrics"].get(name) for run in runs))
+    apart = [name for name in first if any(run.result["metrics"].get(name) is None for run in runs)]
     for case, places in shared_cases(cases) if all(c.rows for c in cases) else ():
-        for name in names:
+        for name in apart:
             values = tuple(c.rows[place].get(name) for c, place in zip(cases, places, strict=True))
-            if any(map(is_number, values)) and (same or not is_share_of_roof(name)):
+            if any(map(is_number, values)):
                 yield MetricRow(name, values, case)
 
 

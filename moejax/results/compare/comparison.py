@@ -44,8 +44,8 @@ class RunComparison:
         verdicts: of each judged metric, over all cases or of the only one; a family of tests.
         case_verdicts: the same in each of several cases; a family of its own.
         exact: of metrics that are counted or computed.
-        metrics: flat metrics with their ratio to the baseline, without any verdict.
-        case_metrics: the same of each case, for metrics that not every run has over all its cases.
+        metrics: metrics with their ratio to the baseline, without any verdict: flat ones, then those of each
+            case that not every run has over all its cases.
         notes: what is to be known besides, a line each.
         floor: what counts as noise between two processes.
     """
@@ -58,7 +58,6 @@ class RunComparison:
     case_verdicts: tuple[Verdict, ...]
     exact: tuple[Verdict, ...]
     metrics: tuple[MetricRow, ...]
-    case_metrics: tuple[MetricRow, ...]
     notes: tuple[str, ...]
     floor: Floor
 
@@ -139,12 +138,12 @@ class RunComparison:
             "case_verdicts": [verdict.row() for verdict in self.case_verdicts],
             "exact": [{key: verdict.row()[key] for key in _EXACT_KEYS} for verdict in self.exact],
             "metrics": {
-                row.name: {"values": list(row.values), "ratios": list(row.ratios)} for row in self.metrics
+                f"{row.name} [{row.case}]" if row.case else row.name: {
+                    "values": list(row.values),
+                    "ratios": list(row.ratios),
+                }
+                for row in self.metrics
             },
-            "case_metrics": [
-                {"case": row.case, "metric": row.name, "values": list(row.values), "ratios": list(row.ratios)}
-                for row in self.case_metrics
-            ],
             "notes": list(self.notes),
             "summary": self.lines(),
         }

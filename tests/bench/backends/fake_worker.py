@@ -37,7 +37,7 @@ class Fake(Engine):
         self.limit = max_num_seqs
 
     def memory(self):
-        return {"weight_bytes": 1234, "bits_per_weight": 32.0, "limit": self.limit}
+        return {"model_bytes": 1234, "bits_per_parameter": 32.0, "limit": self.limit}
 
     def forward(self):
         self._fail()

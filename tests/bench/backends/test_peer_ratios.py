@@ -14,7 +14,7 @@ from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.backends.peer_ratios import against_first, blank_unknown
 from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.latency import run_latency
-from moejax.bench.objective import ObjectiveCase, known_objectives, objective_value
+from moejax.bench.objective import known_objectives, objective_value
 from moejax.bench.throughput import run_throughput
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
@@ -131,11 +131,11 @@ def test_latency_of_two_backends_in_one_table_and_plot(
     # The flat metrics are the first backend's alone, and no latency is of both its cases.
     assert result["metrics"]["completed"] == 6
     assert not any(name.endswith("_ms") for name in result["metrics"])
-    assert objective_value(result, "median_tpot_ms", ObjectiveCase(batch_size=2)) == rows[2]["median_tpot_ms"]
+    assert objective_value(result, "median_tpot_ms", {"batch_size": 2}) == rows[2]["median_tpot_ms"]
     assert objective_value(result, "output_throughput") == result["metrics"]["output_throughput"]
     assert result["metrics"]["total_output_tokens"] == 18
     assert [backend["name"] for backend in result["backends"]] == ["moejax", "fake"]
-    assert result["backends"][1]["weight_bytes"] == 1234
+    assert result["backends"][1]["model_bytes"] == 1234
     assert len(result["hardware"]["readings"]) == 2, "before and after what was measured"
     assert [backend["name"] for backend in result["provenance"]["backends"]] == ["moejax", "fake"]
     assert {row["case"] for row in load_requests(tmp_path)} == {0, 1, 2, 3}
@@ -166,10 +166,14 @@ def test_an_objective_that_is_allowed_has_a_value(llm: moejax.LLM, tmp_path: Pat
 def test_a_peer_alone_needs_no_engine_of_ours(peer: Backend, tmp_path: Path) -> None:
     workload = WorkloadConfig(batch_size=2, prompt_len=4, output_len=3, iterations=1)
     result = latency([peer], workload, tmp_path, telemetry=TelemetryConfig())
-    assert result["metrics"]["completed"] == 2 and result["metrics"]["weight_bytes"] == 1234
-    for name in ("max_host_rss_bytes", "mean_host_rss_bytes", "mean_cpu_percent"):  # they are of this process
+    assert result["metrics"]["completed"] == 2 and result["metrics"]["model_bytes"] == 1234
+    for name in (
+        "max_process_rss_bytes",
+        "mean_process_rss_bytes",
+        "mean_cpu_percent",
+    ):  # they are of this process
         assert result["metrics"][name] is None
-    assert result["metrics"]["host_peak_bytes"] == result["backends"][0]["host_peak_bytes"]
+    assert result["metrics"]["process_peak_bytes"] == result["backends"][0]["process_peak_bytes"]
     for name in ("compile_ledger", "routing"):
         assert name not in result
     assert "compile_seconds" not in result["metrics"] and peer.memory()["limit"] == 2

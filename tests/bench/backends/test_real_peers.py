@@ -61,7 +61,7 @@ def check(backend: Backend, tokens: list[list[int]]) -> None:
     one, again, other = (output.outputs[0].token_ids for output in backend.generate([[5, 9]] * 3, warm))
     assert one == again != other
     memory = backend.memory()
-    assert memory["weight_bytes"] and memory["host_peak_bytes"] and memory["bits_per_weight"] == 32
+    assert memory["model_bytes"] and memory["process_peak_bytes"] and memory["bits_per_parameter"] == 32
 
 
 @pytest.mark.oracle

@@ -62,7 +62,7 @@ def test_what_it_says_of_itself(peer: WorkerBackend) -> None:
     facts = peer.describe()
     assert facts["versions"] == {"fake": "1.0"} and facts["token_instants"] == "each step"
     memory = peer.memory()
-    assert memory["weight_bytes"] == 1234 and memory["host_peak_bytes"] > 1e6
+    assert memory["model_bytes"] == 1234 and memory["process_peak_bytes"] > 1e6
 
 
 def test_it_serves_requests_that_arrive_over_time(peer: WorkerBackend) -> None:

@@ -63,12 +63,12 @@ class Transformers(Engine):
 
     def memory(self):
         tensors = {t.data_ptr(): t for t in (*self.model.parameters(), *self.model.buffers())}
-        weight_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        model_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         numbers = sum(t.numel() for t in tensors.values())
         on_gpu = self.model.device.type == "cuda"
         return {
-            "weight_bytes": weight_bytes,
-            "bits_per_weight": 8 * weight_bytes / numbers,
+            "model_bytes": model_bytes,
+            "bits_per_parameter": 8 * model_bytes / numbers,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         }
 

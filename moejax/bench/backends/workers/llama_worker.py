@@ -92,8 +92,8 @@ class LlamaCpp(Engine):
 
     def memory(self):
         return {
-            "weight_bytes": lib.llama_model_size(self.model),
-            "bits_per_weight": 8 * lib.llama_model_size(self.model) / lib.llama_model_n_params(self.model),
+            "model_bytes": lib.llama_model_size(self.model),
+            "bits_per_parameter": 8 * lib.llama_model_size(self.model) / lib.llama_model_n_params(self.model),
         }
 
     def forward(self):

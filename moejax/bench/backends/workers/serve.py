@@ -177,7 +177,7 @@ def _handle(engine, channel, message):
     elif op == "abort":
         engine.abort(set(message["ids"]))
     elif op == "memory":
-        channel.send(event="done", **{"host_peak_bytes": peak_bytes(), **engine.memory()})
+        channel.send(event="done", **{"process_peak_bytes": peak_bytes(), **engine.memory()})
     elif op == "ping":
         channel.send(event="done", now=time.perf_counter())
     else:
