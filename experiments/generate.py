@@ -24,4 +24,4 @@ def main(config: GenerateConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "generate")
+    run_experiment(main, "generate", ahead=True)

@@ -18,4 +18,4 @@ def main(config: KernelsConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "kernels")
+    run_experiment(main, "kernels", ahead=True)

@@ -24,4 +24,4 @@ def main(config: LatencyConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "latency")
+    run_experiment(main, "latency", ahead=True)

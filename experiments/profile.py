@@ -19,4 +19,4 @@ def main(config: ProfileConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "profile")
+    run_experiment(main, "profile", ahead=True)

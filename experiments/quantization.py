@@ -21,4 +21,4 @@ def main(config: QuantizationConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "quantization")
+    run_experiment(main, "quantization", ahead=True)

@@ -20,4 +20,4 @@ def main(config: RoutingConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "routing")
+    run_experiment(main, "routing", ahead=True)

@@ -28,4 +28,4 @@ def main(config: ScalingConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "scaling")
+    run_experiment(main, "scaling", ahead=True)

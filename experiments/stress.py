@@ -18,4 +18,4 @@ def main(config: StressConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "stress")
+    run_experiment(main, "stress", ahead=True)

@@ -28,4 +28,4 @@ def main(config: ThroughputConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "throughput")
+    run_experiment(main, "throughput", ahead=True)

@@ -25,4 +25,4 @@ def main(config: TrainExperimentConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_experiment(main, "train")
+    run_experiment(main, "train", ahead=True)

@@ -63,15 +63,18 @@ USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
 Main = Callable[[Any], Any]
 
 
-def run_experiment(main: Main, config_name: str, *, positional: str | None = None) -> None:
+def run_experiment(
+    main: Main, config_name: str, *, positional: str | None = None, ahead: bool = False
+) -> None:
     """Runs `main` on the config that the command line describes, and exits with the code if it is not 0.
 
-    `positional` is the key of the list that arguments without a key make up.
+    `positional` is the key of the list that arguments without a key make up. With `ahead` each job's dry run
+    comes first, which `main` ends by `ExperimentRun.record`: it finds mistakes before weights are read.
 
     `main`'s first parameter is annotated with the experiment's dataclass, which becomes the config's schema.
     `configs/<config_name>.yaml` lists `<config_name>_schema` first in its defaults.
     """
-    code = launch(main, config_name, sys.argv[1:], positional=positional, ahead=True)
+    code = launch(main, config_name, sys.argv[1:], positional=positional, ahead=ahead)
     if code:
         report_failure(code)
         sys.exit(code)
@@ -85,10 +88,7 @@ def output_dir() -> Path:
 def launch(
     main: Main, config_name: str, argv: list[str], *, positional: str | None = None, ahead: bool = False
 ) -> int:
-    """`run_experiment` for a given command line; returns the exit code.
-
-    With `ahead` each job's dry run comes first: what that finds is found before weights are read.
-    """
+    """`run_experiment` for a given command line; returns the exit code."""
     jobs = _Jobs(main, schema_of(main), ahead)
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
@@ -161,7 +161,10 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | No
     with _hydras_faults(), ExitStack() as stack:
         if plan is not None and resumed is None:
             folder = claimed(
-                Path(plan.folder), numbered=plan.timed, overwrite=plan.overwrite, refused=jobs.refused
+                Path(plan.folder),
+                numbered=plan.timed,
+                overwrite=plan.overwrite,
+                refused=lambda: jobs.exit_code == USER_ERROR,
             )
             plan = replace(plan, folder=str(stack.enter_context(folder)))
         if plan is not None and plan.sweep:
@@ -176,7 +179,7 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | No
             if sweep is not None:
                 jobs.tell_failures(sweep)
                 sweep.end(complete)
-    if sweep is not None and not sweep.plan.basic and sweep.finished and jobs.refused():
+    if sweep is not None and not sweep.plan.basic and sweep.finished and jobs.exit_code == USER_ERROR:
         return 0  # a search over settings: combinations that are refused are among its answers
     return jobs.exit_code
 
@@ -234,10 +237,6 @@ class _Jobs:
     exit_code: int = 0
     told: set[Path] = field(default_factory=set)
     process: int = field(default_factory=os.getpid)
-
-    def refused(self) -> bool:
-        """Whether a user's mistake has ended a job, and no defect."""
-        return self.exit_code == USER_ERROR
 
     @property
     def task(self) -> Callable[[DictConfig], Any]:

@@ -7,6 +7,7 @@ Of runs that begin at once, one gets a folder. What an earlier run has left ther
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.report.experiments import EXPERIMENTS
-from moejax.results.sweep import JOB_FILE, SWEEP_FILE
+from moejax.results.sweep import JOB_FILE, SWEEP_FILE, job_folders
 
 _BY_HYDRA = {".hydra", "run.log"}
 _ASIDE = ".replaced"
@@ -31,8 +32,8 @@ _NAMES = (
 def run_files(folder: Path) -> list[Path]:
     """Returns what a run, or a sweep and its jobs, have left in `folder`; nothing of the user's own."""
     plots = [f"{name}.png" for report in EXPERIMENTS.values() for name in report.plots]
-    jobs = [file.parent for file in folder.glob(f"**/{JOB_FILE}") if _ASIDE not in file.parts[:-2]]
-    files = [file for place in dict.fromkeys([folder, *jobs]) for file in place.glob("*")]
+    jobs = job_folders(folder) if (folder / SWEEP_FILE).exists() else []
+    files = [file for place in (folder, *jobs) for file in place.glob("*")]
     return sorted(file for file in files if any(fnmatch(file.name, name) for name in (*_NAMES, *plots)))
 
 
@@ -69,15 +70,9 @@ def claimed(
         elif files:
             _move(path, aside, files)
         before = {item.name for item in path.iterdir()}
-        # This claims it on file systems without locks too.
-        (path / ".hydra").mkdir()
-        failed = True
+        (path / ".hydra").mkdir()  # which claims it on file systems without locks too
         try:
             yield path
-            failed = refused()
-        except BaseException as error:
-            failed = refused() or isinstance(error, MoejaxError)
-            raise
         finally:
             with suppress(OSError):
                 (path / ".hydra").rmdir()  # if nobody has put anything into it
@@ -86,7 +81,7 @@ def claimed(
             if aside.exists() and not written:
                 _remove([path / name for name in new & _BY_HYDRA])
                 _move(aside, path, run_files(aside))
-            elif failed and new <= _BY_HYDRA:
+            elif new <= _BY_HYDRA and (refused() or isinstance(sys.exc_info()[1], MoejaxError)):
                 _remove([path / name for name in new])
                 with suppress(OSError):  # where another run has made something in one of them
                     for place in made:
@@ -112,16 +107,10 @@ def _make(folder: Path, numbered: bool) -> tuple[Path, list[Path]]:
 
 def taken(folder: Path, files: list[Path]) -> ConfigError:
     """Returns the error of a folder in which an earlier run has left `files`."""
-    if (folder / SWEEP_FILE).exists():
-        return ConfigError(
-            f"{str(folder)!r} holds a sweep already: go on with --resume {folder}, choose another"
-            " folder, or replace it with overwrite=true"
-        )
     names = ", ".join(str(file.relative_to(folder)) for file in files[:3])
-    return ConfigError(
-        f"{str(folder)!r} holds a run already ({names}): choose another folder, or replace that run's files"
-        " with overwrite=true"
-    )
+    sweep = (folder / SWEEP_FILE).exists()
+    kind = f"sweep already: go on with --resume {folder}," if sweep else f"run already ({names}):"
+    return ConfigError(f"{str(folder)!r} holds a {kind} choose another folder, or say overwrite=true")
 
 
 def _move(source: Path, target: Path, files: list[Path]) -> None:

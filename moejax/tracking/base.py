@@ -43,8 +43,7 @@ class TrackerConfig(Checked, section="tracker"):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Which run is tracked. `config` is the resolved configuration; `resumed` says that `output_dir` holds an
-    earlier part of the same run, whose history is kept."""
+    """Which run is tracked. `config` is the resolved configuration."""
 
     experiment: str
     name: str
@@ -53,7 +52,6 @@ class RunInfo:
     job_type: str | None = None
     tags: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
-    resumed: bool = False
 
 
 class Tracker:

@@ -18,8 +18,8 @@ class JsonlTracker(Tracker):
     """Appends the history to `metrics.jsonl` and writes `summary.json` when the run ends.
 
     Rows are `{"step": …, "time": UNIX seconds, …metrics}`, each flushed, so that a killed run keeps what it
-    logged. A file from an earlier run is replaced unless `info.resumed`. Tables, pictures and artifacts are
-    files in the output folder already and are not copied.
+    logged. A file from an earlier run is replaced. Tables, pictures and artifacts are files in the output
+    folder already and are not copied.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -27,7 +27,7 @@ class JsonlTracker(Tracker):
         self.path = self._dir / METRICS_FILE
         self._summary: dict[str, Scalar] = {}
         try:
-            self._file = open(self.path, "a" if info.resumed else "w", encoding="utf-8")
+            self._file = open(self.path, "w", encoding="utf-8")
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 

@@ -26,7 +26,6 @@ def run_info(
     group: str | None = None,
     job_type: str | None = None,
     tags: Iterable[str] = (),
-    resumed: bool = False,
 ) -> RunInfo:
     """The run of an experiment.
 
@@ -47,7 +46,6 @@ def run_info(
         job_type=job_type or experiment,
         tags=(*run_tags(experiment, config, provenance), *(_tag(tag) for tag in tags if tag)),
         config={**config, "provenance": dict(provenance)},
-        resumed=resumed,
     )
 
 

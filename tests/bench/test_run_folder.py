@@ -98,6 +98,14 @@ def test_a_refused_run_takes_with_it_what_it_made_and_nothing_else(tmp_path: Pat
     assert (tmp_path / "failed" / "backend-hf.log").exists()
 
 
+def test_jobs_below_are_a_sweeps_only(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "job.json").touch()
+    assert run_files(tmp_path) == []
+    (tmp_path / "sweep.json").touch()
+    assert [path.name for path in run_files(tmp_path)] == ["job.json", "sweep.json"]
+
+
 def test_every_plot_is_a_runs(tmp_path: Path) -> None:
     for report in EXPERIMENTS.values():
         for name in report.plots:

@@ -449,8 +449,7 @@ def test_a_used_folder_is_refused_or_replaced(capsys: pytest.CaptureFixture[str]
     code, recorder = launch_latency(*here)
     assert (code, recorder.configs) == (2, [])
     assert capsys.readouterr().err == (
-        "error: 'here' holds a run already (.hydra, itl.png): choose another folder, or replace that run's"
-        " files with overwrite=true\n"
+        "error: 'here' holds a run already (.hydra, itl.png): choose another folder, or say overwrite=true\n"
     )
     for seed, raises in ((2, {2: CheckpointError("no such model")}), (3, {})):
         code, recorder = launch_latency(*here, f"seed={seed}", "overwrite=true", raises=raises)
