@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from experiments.launch import notebook as _cells
-from moejax import notebook
-from moejax.core.errors import ConfigError
+from moejax import LLM, EngineConfig, ParallelConfig, QuantConfig, SamplingParams, notebook
+from moejax.core.errors import ConfigError, RequestError
+from moejax.engine.opening.foreign import EQUIVALENTS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -85,3 +86,48 @@ def test_commands_compose(page: str, command: str) -> None:
     except ConfigError as error:
         if "this is a sweep" not in str(error):
             raise
+
+
+# -- coming from vLLM ------------------------------------------------------------------------------------
+
+
+def vllm_rows(title: str) -> list[tuple[list[str], str]]:
+    """(vLLM's names, what the page says of them) of the rows below a heading."""
+    part = (ROOT / "docs" / "coming-from-vllm.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ", 1) for line in part.splitlines() if line.startswith("| `")]
+    return [(re.findall(r"`(\w+)=?`", names), said) for names, said in rows]
+
+
+def test_vllms_keywords_are_refused_with_what_the_page_says() -> None:
+    rows = vllm_rows("LLM's keywords")
+    assert {name for names, _ in rows for name in names} == EQUIVALENTS.keys()
+    for (name,), said in rows:
+        with pytest.raises(ConfigError) as caught:
+            LLM("tiny", **{name: 1})
+        assert str(caught.value) == f"LLM({name}=) is vLLM's; here it is {said.replace('`', '')}"
+    with pytest.raises(ConfigError, match=r"LLM: unknown keyword 'paralel'; did you mean 'parallel'\?"):
+        LLM("tiny", paralel=None)
+    # Every keyword, field and method that an equivalent names is there.
+    text = " ".join(EQUIVALENTS.values())
+    for cls in (ParallelConfig, EngineConfig, QuantConfig):
+        for field in re.findall(rf"{cls.__name__}\((\w+)=", text):
+            assert field in cls.__dataclass_fields__
+    assert all(hasattr(LLM, name) for name in re.findall(r"LLM\.(\w+)", text))
+
+
+@pytest.mark.parametrize("title", ["SamplingParams", "Methods"])
+def test_what_is_said_of_vllms_parameters_and_methods(title: str) -> None:
+    there = SamplingParams.__dataclass_fields__ if title == "SamplingParams" else dir(LLM)
+    for names, said in vllm_rows(title):
+        assert said.startswith(("the same", "other", "not there"))
+        assert [name in there for name in names] == [not said.startswith("not there")] * len(names)
+    if title == "SamplingParams":
+        with pytest.raises(RequestError, match="SamplingParams: unknown keyword 'best_of'"):
+            SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.slow
+def test_the_first_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "coming-from-vllm.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    assert len(capsys.readouterr().out.splitlines()) >= 2

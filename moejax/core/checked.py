@@ -19,7 +19,18 @@ import os
 import types
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from moejax.core.errors import ConfigError, MoejaxError, unknown
 
@@ -69,6 +80,12 @@ class Checked:
     def __init_subclass__(cls, *, section: str = "", error: type[MoejaxError] | None = None) -> None:
         cls._section = f"{section}." if section else cls._section
         cls._error = error or cls._error
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        known: dict[str, Any] = getattr(cls, "__dataclass_fields__", {})
+        for name in fields.keys() - known.keys():
+            raise cls._error(f"{cls.__name__}: {unknown('keyword', name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         cls: Any = type(self)

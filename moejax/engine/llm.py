@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.core import Engine
 from moejax.engine.llm_card import engine_card, engine_line
+from moejax.engine.opening.foreign import refuse
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
 from moejax.engine.opening.start import make_scheduler, start
 from moejax.engine.opening.weights import load
@@ -24,7 +26,7 @@ from moejax.engine.requests.builder import RequestBuilder
 from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
-from moejax.engine.requests.tokenizer import ChatMessage
+from moejax.engine.requests.tokenizer import ChatMessage, Tokenizer
 from moejax.engine.routing.expert_counts import LoadWindow, RoutingRecord
 from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
 from moejax.engine.routing.recorder import require_recorder
@@ -70,7 +72,10 @@ class LLM:
         load_format: Literal["auto", "dummy"] = "auto",
         on_progress: Callable[[float, str], None] | None = None,
         fill: bool = True,
+        **foreign: Any,
     ) -> None:
+        for keyword in foreign:
+            raise refuse(keyword, inspect.signature(LLM).parameters.keys() - {"foreign"})
         resolved = resolve(model, dtype, parallel, engine, quant, seed, load_format)
         self._weights = load(resolved, on_progress, fill=fill)
         self.parallel_config, self.quant_config = resolved.parallel, resolved.quant
@@ -153,7 +158,7 @@ class LLM:
         """Completes each prompt; outputs come in the prompts' order.
 
         Args:
-            prompts: text, token ids, or a list of either.
+            prompts: text, token ids, a dictionary {"prompt": text} or {"prompt_token_ids": ids}, or a list.
             sampling_params: one for all, or one a prompt.
             record_routing: add the expert counts of these requests' steps to `routing`.
 
@@ -199,6 +204,14 @@ class LLM:
         tokenizer = self.builder.need_tokenizer()
         # The template writes the special tokens itself.
         return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer. Raises `RequestError` where it has none."""
+        return self.builder.need_tokenizer()
+
+    def encode(self, text: str) -> list[int]:
+        """Returns a text's token ids, special tokens included, as `generate` takes it."""
+        return self.get_tokenizer().encode(text)
 
     def score(self, sequences: Sequence[Prompt]) -> list[np.ndarray]:
         """Returns log p(token t | tokens < t) for each sequence of n tokens, float32 arrays of length n - 1.

@@ -71,7 +71,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "a 0-d array": (np.array(5), "prompts must be text, token ids or a list of either"),
     "None among prompts": (["a", None], f"prompt 1 {FLAT}"),
     "bytes": (b"abc", "prompts must be text, token ids or a list of either, got b'abc'"),
-    "a dictionary": ({"prompt": "a"}, "prompts must be text, token ids or a list of either"),
+    "a dictionary": ({"text": "a"}, "prompt 0 takes the keys prompt and prompt_token_ids"),
     "half a surrogate pair": ("\ud83d", "the text is not valid Unicode"),
     "id beyond any integer": ([2**70], f"prompt 0: token id {2**70} out of range"),
 }

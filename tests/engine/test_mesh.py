@@ -122,9 +122,12 @@ def test_every_layout_with_every_family(
 def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: Any) -> None:
     params = [
         SamplingParams(max_tokens=10, temperature=0.9, seed=5, n=3, ignore_eos=True),
-        SamplingParams(max_tokens=6, temperature=0.7, top_p=0.9, seed=1, repetition_penalty=1.3),
+        SamplingParams(
+            max_tokens=6, temperature=0.7, top_p=0.9, seed=1, repetition_penalty=1.3, frequency_penalty=0.5,
+            logit_bias={3: 2.0, 5: -100.0},
+        ),
         SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
-    ]
+    ]  # fmt: skip
     asked = prompts(6)
     wanted = [params[i % 3] for i in range(6)]
     scarce = dataclasses.replace(

@@ -14,6 +14,7 @@ from moejax import LLM, EngineConfig, ModelConfig, MoeConfig, ParallelConfig, Sa
 from moejax.core.errors import CompileError, ConfigError
 from moejax.engine.pipeline.runner import Microbatch, PipelineRunner
 from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.scheduling.sequence import Bias
 from moejax.engine.step.sampler import SamplerMode
 from moejax.sharding.pipeline import Transfer
 from tests.engine.mesh_models import BASE, checkpoint, prompts
@@ -170,10 +171,17 @@ def mixed(llm: LLM) -> Any:
     wanted = [
         params(max_tokens=10, temperature=0.9, seed=5, n=3),
         params(max_tokens=8, temperature=0.7, top_p=0.9, seed=1, repetition_penalty=1.3),
-        params(max_tokens=12, repetition_penalty=1.5),
-    ]
+        params(
+            max_tokens=12, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.2,
+            logit_bias={1: 1.0},
+        ),
+    ]  # fmt: skip
+    # What comes next goes by the newest token, which only the last stage may know.
+    V = llm.config.vocab_size
+    by_newest = [Bias((5 * token + 1) % V, 4.0, after=(token,)) for token in range(V)]
+    llm.builder.biases = lambda params: by_newest if params.logit_bias else []
     # Else each mix of these in a batch is a program.
-    llm.runner.builder.warm_modes = [SamplerMode(greedy=False, filters=True, penalty=True)]
+    llm.runner.builder.warm_modes = [SamplerMode(greedy=False, filters=True, penalty=True, biases=128)]
     asked = prompts(6)
     done = llm.generate(asked, [wanted[i % 3] for i in range(6)])
     return [[sample.token_ids for sample in out.outputs] for out in done]

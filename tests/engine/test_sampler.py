@@ -55,7 +55,7 @@ def run(
     mode = sampler_mode(params, V) if mode is None else mode
     steps = jnp.asarray(np.zeros(rows, np.int32) if steps is None else np.asarray(steps, np.int32))
     if mode.penalty:
-        seen_array = jnp.asarray(np.zeros((rows, V), bool) if seen is None else seen)
+        seen_array = jnp.asarray(np.zeros((rows, V)) if seen is None else seen, jnp.int32)
     else:
         seen_array = None
     return _sample(jnp.asarray(logits), arrays_of(*params, seeds=seeds), steps, seen_array, mode=mode)

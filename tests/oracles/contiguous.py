@@ -36,7 +36,7 @@ class StepState(NamedTuple):
         tokens: int32 `[B]`, each row's newest token, not yet in the cache.
         positions: int32 `[B]`, the slot where that token goes.
         steps: int32 `[B]`, tokens generated so far.
-        seen: bool `[B, V]`, or `[B, 0]` where no row has a repetition penalty.
+        seen: int32 `[B, V]` as in `DeviceState`, or `[B, 0]` where no row has a repetition penalty.
     """
 
     tokens: jax.Array
@@ -220,14 +220,14 @@ def sampling_arrays(params: Sequence[SamplingParams], seeds: Sequence[int]) -> S
 @jax.named_scope("sampling")
 def mark_seen(seen: jax.Array, tokens: jax.Array) -> jax.Array:
     """Adds each row's new token to `seen` `[B, V]`."""
-    return seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
+    return seen.at[jnp.arange(tokens.shape[0]), tokens].add(2)
 
 
 def initial_seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -> np.ndarray:
     """bool `[rows, V]`: the tokens of each prompt."""
-    seen = np.zeros((rows, vocab_size), np.bool_)
+    seen = np.zeros((rows, vocab_size), np.int32)
     for row, prompt in enumerate(prompts):
-        seen[row, np.asarray(prompt, np.int64)] = True
+        seen[row, np.asarray(prompt, np.int64)] = 1
     return seen
 
 

@@ -17,7 +17,9 @@ from moejax.core.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-StopString = Annotated[str, Must(bool, "a string that is not empty")]
+Text = Annotated[str, Must(bool, "a string that is not empty")]
+Strings = Annotated[tuple[Text, ...] | list[str] | str, Must(lambda _: True, "a string or a list of strings")]
+Penalty = Annotated[float, Must(lambda x: -2 <= x <= 2, "a number in [-2, 2]")]
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,16 @@ class SamplingParams(Checked, error=RequestError):
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
+        min_tokens: before so many, no token ends the output, and no stop string.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches top_p (Holtzman et al., 1904.09751).
         min_p: drop tokens less likely than min_p times the likeliest (Nguyen et al., 2407.01082).
         repetition_penalty: > 1 makes tokens of the prompt and output less likely (Keskar et al., 1909.05858).
+        presence_penalty, frequency_penalty: taken off the logit of every token that the output has, once and
+            once for each time; within [-2, 2].
+        logit_bias: token id → what is added to its logit, clipped to [-100, 100].
+        bad_words: texts whose last token is not generated where it would complete one of them.
         seed: the request's own random stream. None derives one from the engine's seed and the request's
             place in the call.
         stop: strings that end the output; they are cut off unless include_stop_str_in_output.
@@ -41,15 +48,18 @@ class SamplingParams(Checked, error=RequestError):
     """
 
     max_tokens: PositiveInt = 16
+    min_tokens: NonNegativeInt = 0
     temperature: NonNegativeNumber = 1.0
     top_k: NonNegativeInt = 0
     top_p: Annotated[float, Must(lambda p: 0 < p <= 1, "a number in (0, 1]")] = 1.0
     min_p: Share = 0.0
     repetition_penalty: PositiveNumber = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
+    bad_words: Strings = ()
     seed: Seed | None = None
-    stop: Annotated[
-        tuple[StopString, ...] | list[str] | str, Must(lambda _: True, "a string or a list of strings")
-    ] = ()
+    stop: Strings = ()
     stop_token_ids: Annotated[
         tuple[NonNegativeInt, ...] | list[int], Must(lambda _: True, "a list of token ids")
     ] = ()
@@ -62,6 +72,13 @@ class SamplingParams(Checked, error=RequestError):
         if self.top_k == -1 and not isinstance(self.top_k, bool):
             object.__setattr__(self, "top_k", 0)  # vLLM's other word for "all"
         super().__post_init__()
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        try:  # token ids may be texts, as JSON has them
+            biases = {int(token): min(max(float(x), -100.0), 100.0) for token, x in self.logit_bias.items()}
+        except (TypeError, ValueError):
+            raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}") from None
+        object.__setattr__(self, "logit_bias", biases)
 
     @property
     def greedy(self) -> bool:

@@ -1,8 +1,9 @@
 """From prompts and parameters to requests that the engine can queue."""
 
 import itertools
+import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
 
 from moejax.cache.allocator import BlockAllocator
@@ -14,7 +15,7 @@ from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.scheduling.sequence import Bias, Sequence
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
 
@@ -85,6 +86,11 @@ class RequestBuilder:
     def _token_ids(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
         """Returns a prompt's text, where it is text, and its checked token ids."""
         text = None
+        if isinstance(prompt, Mapping):  # vLLM's: a text, or token ids with or without their text
+            if not prompt or prompt.keys() - {"prompt", "prompt_token_ids"}:
+                raise RequestError(f"{name} takes the keys prompt and prompt_token_ids, got {prompt!r}")
+            text = prompt.get("prompt")
+            prompt = prompt.get("prompt_token_ids", text)
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError(f"{name} is empty")
@@ -110,17 +116,21 @@ class RequestBuilder:
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if params.stop_token_ids and max(params.stop_token_ids) >= self.vocab_size:
-            raise RequestError(
-                f"{name}: stop_token_ids has {max(params.stop_token_ids)}, out of range; the vocabulary "
-                f"is 0..{self.vocab_size - 1}"
-            )
+        if params.bad_words and self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and this model has none; use logit_bias")
+        for key, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if strange := [token for token in tokens if not 0 <= token < self.vocab_size]:
+                raise RequestError(
+                    f"{name}: {key} has {strange[0]}, out of range; the vocabulary is "
+                    f"0..{self.vocab_size - 1}"
+                )
 
     def _samples(
         self, ids: list[int], params: SamplingParams, seed: int, max_tokens: int, record: bool
     ) -> list[Sequence]:
         """Returns a request's sequences; more than fit the batch at a time come as several groups."""
         mode, stop_ids = self.mode(params), end_tokens(params, self.eos_token_ids)
+        biases = self.biases(params)
         samples = [
             Sequence(
                 tokens=list(ids),
@@ -131,6 +141,7 @@ class RequestBuilder:
                 seed=seed + n,
                 stop_ids=stop_ids,
                 record=record,
+                biases=biases,
                 mode=mode,
             )
             for n in range(params.n)
@@ -143,6 +154,22 @@ class RequestBuilder:
         for i, root in enumerate(roots):
             root.forks = samples[i * group + 1 : (i + 1) * group]
         return roots
+
+    def biases(self, params: SamplingParams) -> list[Bias]:
+        """Returns what a request's parameters add to logits."""
+        biases = [Bias(token, value) for token, value in params.logit_bias.items()]
+        if params.min_tokens:
+            ends = end_tokens(params, self.eos_token_ids).union(self.eos_token_ids)
+            biases += [Bias(token, -math.inf, until=params.min_tokens) for token in sorted(ends)]
+        for word in params.bad_words:
+            # As vLLM has it: the word as it stands, and after a space where that is as long another token.
+            plain, spaced = (
+                tuple(self.need_tokenizer().encode(text, add_special_tokens=False))
+                for text in (word.lstrip(), f" {word.lstrip()}")
+            )
+            each = (plain, spaced) if len(plain) == len(spaced) and plain[:1] != spaced[:1] else (plain,)
+            biases += [Bias(ids[-1], -math.inf, after=ids[:-1]) for ids in each if ids]
+        return biases
 
     def to_score(self, sequences: Items[Prompt]) -> list[RequestState]:
         """Returns requests for the log-probabilities of sequences of at least two tokens each.
@@ -174,10 +201,13 @@ class RequestBuilder:
         return request
 
     def mode(self, params: SamplingParams) -> SamplerMode:
-        """Log-probabilities are computed for a few sizes only, since each is a program of its own."""
+        """Log-probabilities and biases come in a few sizes only, since each is a program of its own."""
         mode = sampler_mode([params], self.vocab_size)
-        sizes = (-1, 0, 1, 5, 20, 100, self.vocab_size)
-        return mode._replace(logprobs=min(next(n for n in sizes if n >= mode.logprobs), self.vocab_size))
+        sizes, biases = (-1, 0, 1, 5, 20, 100, self.vocab_size), len(self.biases(params))
+        return mode._replace(
+            logprobs=min(next(n for n in sizes if n >= mode.logprobs), self.vocab_size),
+            biases=1 << (biases - 1).bit_length() if biases else 0,
+        )
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:

@@ -10,7 +10,7 @@ from moejax.core.errors import RequestError
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.requests.tokenizer import ChatMessage
 
-Prompt = str | Sequence[int] | np.ndarray
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
 
 def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -30,12 +30,12 @@ def as_list(prompts: Any) -> list[Prompt]:
     Raises:
         RequestError: nothing was given.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, (np.ndarray, jax.Array)) and prompts.ndim == 1:
         return [np.asarray(prompts)]
     try:
-        items = None if isinstance(prompts, (bytes, Mapping)) else list(prompts)
+        items = None if isinstance(prompts, bytes) else list(prompts)
     except TypeError:
         items = None
     if items is None:

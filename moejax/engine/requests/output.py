@@ -51,10 +51,11 @@ class OutputProcessor:
         out.token_ids.append(token)
         if out.logprobs is not None and logprob is not None:
             out.logprobs.append(logprob)
+        before = len(self._held)
         if self._stream is not None:
             self._held += "" if reason == "stop" else self._stream.step(token)
             self._held += self._stream.flush() if ends else ""
-        stop = self._cut_at_stop_string()
+        stop = self._cut_at_stop_string(before) if len(out.token_ids) > self.params.min_tokens else None
         if stop is not None:
             text = self._finish("stop", stop)
         elif reason is not None and ends:
@@ -73,10 +74,12 @@ class OutputProcessor:
             self._held += self._stream.flush()
         self.output.text += self._finish(reason, None)
 
-    def _cut_at_stop_string(self) -> str | None:
-        """Cuts the held text where a stop string is complete, and returns that; None if none is."""
+    def _cut_at_stop_string(self, before: int) -> str | None:
+        """Cuts the held text where a stop string is complete, and returns that; None if none is. One within
+        the first `before` characters has been let pass by `min_tokens`."""
         # The string that is complete first ends the text, however its characters fall into tokens.
-        ends = [(self._held.find(s) + len(s), -len(s), s) for s in self.params.stop if s in self._held]
+        starts = [(self._held.find(s, max(0, before - len(s) + 1)), s) for s in self.params.stop]
+        ends = [(start + len(s), -len(s), s) for start, s in starts if start >= 0]
         if not ends:
             return None
         end, _, stop = min(ends)

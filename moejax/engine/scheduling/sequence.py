@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from moejax.engine.requests.api import FinishReason, SamplingParams
 
@@ -16,6 +16,16 @@ class State(Enum):
     PROMISED = "promised"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Bias(NamedTuple):
+    """A `value` to add to a token's logit: where the output ends with the tokens `after`, and while it has
+    fewer than `until` tokens (None: always)."""
+
+    token: int
+    value: float
+    after: tuple[int, ...] = ()
+    until: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +48,7 @@ class Sequence:
         record: whether its steps should record expert counts.
         slot: row of the per-sequence device state, -1 while it does not run.
         group: data-parallel group that it belongs to.
+        biases: what is added to its logits.
         mode: what its sampling needs of a step (`moejax.engine.step.sampler.SamplerMode`).
         routing: int64, of each position the row of the trace that is replayed; None where none is.
         finish_reason: why its last token ended it; None while it goes on, or if it was ended from outside.
@@ -55,6 +66,7 @@ class Sequence:
     forks: list["Sequence"] = field(default_factory=list)
     score: bool = False
     record: bool = False
+    biases: Collection[Bias] = ()
     mode: Any = None
     routing: Any = None
     owner: Any = None

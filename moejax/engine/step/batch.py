@@ -45,9 +45,10 @@ class Batch(NamedTuple):
         chunk_token, chunk_position: int32 `[T]`; position -1 for padding.
         attention: which blocks to write and read.
         sampling: the rows' parameters, None for a greedy step without penalties.
+        bias_token, bias_value, bias_if: int32 `[S, N]`, see `add_biases`; only with biases.
         chunk_row: int32 `[T]`, row of each chunk token; with `fresh` `[S]` (1: a row has seen nothing before
-            this step) and `seen_as` `[S]` (the row that has seen what it has, a fork's parent); only with
-            penalties.
+            this step), `seen_as` `[S]` (the row that has seen what it has, a fork's parent) and `prompt_len`
+            `[S]`; only with penalties.
         target: int32 `[T]`, next prompt token of each chunk token; only with scores.
         replay: `[S + T, L, k]`, what each token's routers are to choose; only where a trace is replayed.
     """
@@ -63,9 +64,13 @@ class Batch(NamedTuple):
     chunk_position: jax.Array | None
     attention: AttentionPlan | KernelPlan
     sampling: SamplingArrays | None
+    bias_token: jax.Array | None
+    bias_value: jax.Array | None
+    bias_if: jax.Array | None
     chunk_row: jax.Array | None
     fresh: jax.Array | None
     seen_as: jax.Array | None
+    prompt_len: jax.Array | None
     target: jax.Array | None
     replay: Replay | None
 
@@ -89,9 +94,11 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
     if not key.mode.greedy or key.mode.penalty:
         shapes |= dict.fromkeys(SamplingArrays._fields, (S,))
     if key.mode.penalty:
-        shapes |= {"fresh": (S,), "seen_as": (S,)}
+        shapes |= dict.fromkeys(("fresh", "seen_as", "prompt_len"), (S,))
         if T:
             shapes["chunk_row"] = (T,)
+    if key.mode.biases:
+        shapes |= dict.fromkeys(("bias_token", "bias_value", "bias_if"), (S, key.mode.biases))
     if key.score:
         shapes["target"] = (T,)
     if limits.replay is not None:
@@ -132,7 +139,8 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
 
 _SAMPLING_DTYPES = {
     "temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32,
-    "repetition_penalty": jnp.float32, "seed": jnp.uint32,
+    "repetition_penalty": jnp.float32, "presence_penalty": jnp.float32, "frequency_penalty": jnp.float32,
+    "seed": jnp.uint32,
 }  # fmt: skip
 
 
@@ -230,6 +238,8 @@ class BatchBuilder:
             _fill_sampling(views, rows)
         if key.mode.penalty:
             _fill_penalty(views, plan)
+        if key.mode.biases:
+            _fill_biases(views, plan)
         if self.replay is not None:
             self.replay.fill(views, plan, key.rows)
 
@@ -323,11 +333,30 @@ def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:
 def _fill_penalty(views: dict[str, np.ndarray], plan: StepPlan) -> None:
     """Fills in what each row has seen: its slot's set, its parent's, or nothing yet."""
     views["seen_as"][:] = np.arange(len(views["seen_as"]))
+    views["prompt_len"][: len(plan.sequences)] = [s.prompt_len for s in plan.sequences]
     row = len(plan.decodes)
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
         views["fresh"][row] = chunk.start == 0
         views["seen_as"][row + 1 : row + 1 + len(forks)] = row
         row += 1 + len(forks)
+
+
+def _fill_biases(views: dict[str, np.ndarray], plan: StepPlan) -> None:
+    """Fills in the biases that hold. The token that a row decodes may be known to the device alone: whether
+    one holds after that is left to it. Entries that stay zero add nothing."""
+    values = views["bias_value"].view(np.float32)
+    for row, s in plan.sampling_rows():
+        decodes, column = row < len(plan.decodes), 0
+        end = plan.positions[row] if decodes else len(s.tokens)
+        for token, value, after, until in s.biases:
+            condition = -1
+            if after and decodes and end >= s.prompt_len:
+                after, condition = after[:-1], after[-1]
+            output = tuple(s.tokens[max(s.prompt_len, end - len(after)) : end])
+            if output == after and (until is None or s.generated <= until):
+                views["bias_token"][row, column], values[row, column] = token, value
+                views["bias_if"][row, column] = condition
+                column += 1
 
 
 _GREEDY = SamplingParams(temperature=0.0)

@@ -123,7 +123,7 @@ class DeviceRunner(BucketRunner):
             return None
         if self._seen is None:
             shape = (self.limits.slots + 1, self.functions.config.vocab_size)
-            self._seen = self.place.zeros(shape, jnp.bool_)
+            self._seen = self.place.zeros(shape, jnp.int32)
         return self._seen
 
     def program(self, key: StepKey) -> Any:
@@ -150,7 +150,7 @@ class DeviceRunner(BucketRunner):
         slots, struct = self.limits.slots + 1, self.place.struct
         pages = self.pool.shapes(self.limits.segment_ends.index(key.blocks) + 1)
         vocab_size = self.functions.config.vocab_size
-        seen = struct((slots, vocab_size), jnp.bool_) if key.mode.penalty else None
+        seen = struct((slots, vocab_size), jnp.int32) if key.mode.penalty else None
         state = DeviceState(cast(Any, pages), struct((slots,), jnp.int32), seen)
         return self._leaves(), state, struct((layout(key, self.limits)[1],), jnp.int32)
 

@@ -10,7 +10,7 @@ from moejax.cache.pool import PagedCache, Pages
 from moejax.engine.step.batch import Batch, unpack
 from moejax.engine.step.functions import ModelFunctions, routing_counts, token_logprobs
 from moejax.engine.step.limits import Limits, StepKey
-from moejax.engine.step.sampler import Sampled, sample
+from moejax.engine.step.sampler import Sampled, add_biases, sample
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay
@@ -25,8 +25,8 @@ class DeviceState(NamedTuple):
     Attributes:
         pages: the segments that the step reads and writes.
         last: int32 `[slots + 1]`, the token that each slot sampled last; the last place is scratch.
-        seen: bool `[slots + 1, V]`, tokens of each slot's prompt and output; None in a step without
-            repetition penalties.
+        seen: int32 `[slots + 1, V]`, twice the times that a slot's output has each token, and 1 more if its
+            prompt has it; None in a step without penalties.
     """
 
     pages: Pages
@@ -177,7 +177,11 @@ def finish(
         assert state.seen is not None
         rows = _seen_rows(batch, token, state.seen)
         seen = state.seen.at[batch.slot].set(rows)
-    sampled = sample(model.logits(x[batch.logit]), batch.sampling, batch.step, rows, key.mode)
+    logits, biased = model.logits(x[batch.logit]), None
+    if batch.bias_token is not None:
+        assert batch.bias_value is not None and batch.bias_if is not None
+        biased = add_biases(logits, batch.bias_token, batch.bias_value, batch.bias_if, token)
+    sampled = sample(logits, batch.sampling, batch.step, rows, key.mode, biased)
     scores = None
     if key.score:
         assert batch.target is not None
@@ -187,17 +191,21 @@ def finish(
 
 @jax.named_scope("sampling")
 def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:
-    """Returns bool `[S, V]`: what each row has seen, this step's tokens included."""
-    assert batch.fresh is not None and batch.seen_as is not None
-    rows = seen[batch.slot] & (batch.fresh == 0)[:, None]
+    """Returns int32 `[S, V]`: what each row has seen, this step's tokens included, see `DeviceState`."""
+    assert batch.fresh is not None and batch.seen_as is not None and batch.prompt_len is not None
+    rows = jnp.where((batch.fresh == 0)[:, None], seen[batch.slot], 0)
     S = rows.shape[0]
-    # A row that does not decode marks past the end, which drops it.
-    place = jnp.where(batch.position >= 0, jnp.arange(S, dtype=jnp.int32), S)
-    rows = rows.at[place, token].set(True, mode="drop")
+    place, position, tokens = jnp.arange(S, dtype=jnp.int32), batch.position, token
     if batch.chunk_row is not None:
         assert batch.chunk_position is not None and batch.chunk_token is not None
-        place = jnp.where(batch.chunk_position >= 0, batch.chunk_row, S)
-        rows = rows.at[place, batch.chunk_token].set(True, mode="drop")
+        place = jnp.concatenate([place, batch.chunk_row])
+        position = jnp.concatenate([position, batch.chunk_position])
+        tokens = jnp.concatenate([tokens, batch.chunk_token])
+    prompt_len = batch.prompt_len[jnp.minimum(place, S - 1)]
+    # What is no token of the prompt, or of the output, marks past the end, which drops it.
+    in_prompt = jnp.where((position >= 0) & (position < prompt_len), place, S)
+    in_output = jnp.where(position >= prompt_len, place, S)
+    rows = rows.at[in_prompt, tokens].max(1, mode="drop").at[in_output, tokens].add(2, mode="drop")
     return rows[batch.seen_as]
 
 

@@ -1,6 +1,6 @@
 """From logits to tokens on the device. Every row has its own parameters and random stream.
 
-Order of operations, as in vLLM: repetition penalty, temperature, min-p, top-k, top-p, then a draw by the
+Order of operations, as in vLLM: biases, penalties, temperature, min-p, top-k, top-p, then a draw by the
 Gumbel-max trick. A row's random key depends on its seed and the number of its tokens alone, so neighbours
 in the batch do not change what it draws.
 """
@@ -17,12 +17,14 @@ from moejax.engine.requests.api import Logprob, SamplingParams
 
 class SamplerMode(NamedTuple):
     """The sampler's work for a batch: part of a step's compile key, so that greedy decoding pays for nothing
-    else. `logprobs` is the number of likeliest tokens to report, -1 for no log-probabilities."""
+    else. `logprobs` is the number of likeliest tokens to report, -1 for no log-probabilities; `biases` the
+    most entries that a row has."""
 
     greedy: bool = True
     filters: bool = False
     penalty: bool = False
     logprobs: int = -1
+    biases: int = 0
 
 
 class SamplingArrays(NamedTuple):
@@ -33,6 +35,8 @@ class SamplingArrays(NamedTuple):
     top_p: jax.Array
     min_p: jax.Array
     repetition_penalty: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
     seed: jax.Array
 
 
@@ -53,22 +57,18 @@ def sampler_mode(params: Sequence[SamplingParams], vocab_size: int) -> SamplerMo
     return SamplerMode(
         greedy=all(p.greedy for p in params),
         filters=any(not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params),
-        penalty=any(p.repetition_penalty != 1.0 for p in params),
+        penalty=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
         logprobs=min(max(logprobs), vocab_size) if logprobs else -1,
     )
 
 
 def common_mode(modes: Iterable[SamplerMode]) -> SamplerMode:
     """Returns the least mode that does what all of `modes` do."""
-    distinct = set(modes)
+    distinct = set(modes) or {SamplerMode()}
     if len(distinct) == 1:
         return distinct.pop()
-    return SamplerMode(
-        greedy=all(m.greedy for m in distinct),
-        filters=any(m.filters for m in distinct),
-        penalty=any(m.penalty for m in distinct),
-        logprobs=max((m.logprobs for m in distinct), default=-1),
-    )
+    greedy, *rest = zip(*distinct, strict=True)
+    return SamplerMode(all(greedy), *map(max, rest))
 
 
 def sampling_values(params: Sequence[SamplingParams], seeds: Sequence[int]) -> dict[str, np.ndarray]:
@@ -76,7 +76,7 @@ def sampling_values(params: Sequence[SamplingParams], seeds: Sequence[int]) -> d
     int32, f32 = np.iinfo(np.int32), np.finfo(np.float32)
     tiny = float(f32.tiny)
 
-    def floats(values: list[float], least: float = 0.0) -> np.ndarray:
+    def floats(values: list[float], least: float = -2.0) -> np.ndarray:
         return np.clip(np.array(values, np.float64), least, f32.max).astype(np.float32)
 
     return {
@@ -85,6 +85,8 @@ def sampling_values(params: Sequence[SamplingParams], seeds: Sequence[int]) -> d
         "top_p": floats([p.top_p for p in params], tiny),
         "min_p": floats([p.min_p for p in params]),
         "repetition_penalty": floats([p.repetition_penalty for p in params], tiny),
+        "presence_penalty": floats([p.presence_penalty for p in params]),
+        "frequency_penalty": floats([p.frequency_penalty for p in params]),
         "seed": np.array([s % 2**32 for s in seeds], np.uint32),
     }
 
@@ -96,6 +98,7 @@ def sample(
     step: jax.Array,
     seen: jax.Array | None,
     mode: SamplerMode,
+    biased: jax.Array | None = None,
 ) -> Sampled:
     """Chooses one token a row.
 
@@ -103,12 +106,16 @@ def sample(
         logits: float32 `[B, V]`.
         arrays: the rows' parameters; None is enough where the mode is greedy without penalty.
         step: int32 `[B]`, tokens that the row has generated so far.
-        seen: bool `[B, V]`, tokens of prompt and output; needed only under `mode.penalty`.
+        seen: int32 `[B, V]`, see `DeviceState`; needed only under `mode.penalty`.
+        biased: float32 `[B, V]`, logits to choose by; None: `logits`, of which log-probabilities are told.
     """
-    scores = logits
+    scores = logits if biased is None else biased
     if mode.penalty:
         assert seen is not None and arrays is not None
-        scores = penalize(scores, seen, arrays.repetition_penalty)
+        scores = penalize(scores, seen > 0, arrays.repetition_penalty)
+        times = seen // 2
+        scores -= times.astype(scores.dtype) * arrays.frequency_penalty[:, None]
+        scores -= jnp.where(times > 0, arrays.presence_penalty[:, None], 0.0)
     tokens = first_argmax(scores)
     if not mode.greedy:
         assert arrays is not None
@@ -122,6 +129,16 @@ def sample(
     if mode.logprobs < 0:
         return Sampled(tokens, None, None, None, None)
     return _with_logprobs(logits, tokens, mode.logprobs)
+
+
+def add_biases(
+    logits: jax.Array, tokens: jax.Array, values: jax.Array, if_newest: jax.Array, newest: jax.Array
+) -> jax.Array:
+    """Adds `values` `[B, N]` (float32, as int32's bits) to the logits `[B, V]` of `tokens` `[B, N]`, where a
+    row's `newest` token `[B]` is `if_newest` `[B, N]` or that is -1."""
+    holds = (if_newest < 0) | (if_newest == newest[:, None])
+    added = jnp.where(holds, jax.lax.bitcast_convert_type(values, jnp.float32), 0.0)
+    return logits.at[jnp.arange(len(logits))[:, None], tokens].add(added)
 
 
 def first_argmax(scores: jax.Array) -> jax.Array:
