@@ -132,9 +132,7 @@ def test_every_option_of_a_group_composes(group: str) -> None:
 def test_every_workload_is_of_the_experiment_that_it_says() -> None:
     for name in options("workload"):
         header = (CONFIG_DIR / "workload" / f"{name}.yaml").read_text().splitlines()[0]
-        mine, other = (
-            ("throughput", "latency") if "experiments.throughput" in header else ("latency", "throughput")
-        )
+        mine, other = ("latency", "throughput")[:: -1 if "experiments.throughput" in header else 1]
         extra = [f"workload.trace_file={trace_file()}"] if name == "trace" else []
         assert compose(mine, f"workload={name}", *extra)
         with pytest.raises(ConfigError, match=f"workload/{name}"):
@@ -147,15 +145,13 @@ def test_preset_says_what_it_costs_and_its_command_composes(name: str) -> None:
     assert "# Cost: " in header and "# Gives: " in header
     command = re.search(r"^# python -m experiments\.(\w+) (.*?)(?:  .*)?$", header, re.MULTILINE)
     assert command is not None and f"experiment={name}" in command[2]
-    config = compose(command[1], *shlex.split(command[2].rstrip(" \\")))
-    assert not ignored_settings(config)
+    assert not ignored_settings(compose(command[1], *shlex.split(command[2].rstrip(" \\"))))
 
 
 def test_peers_preset_has_the_three_cases() -> None:
     config = compose("latency", "experiment=peers_medium", "model.path=x")
-    assert latency_cases(config.workload) == [
-        LatencyCase(1, 128, 64), LatencyCase(8, 128, 64), LatencyCase(16, 32, 64),
-    ]  # fmt: skip
+    cases = ((1, 128, 64), (8, 128, 64), (16, 32, 64))
+    assert latency_cases(config.workload) == [LatencyCase(*case) for case in cases]
     assert config.model.dtype == "float32"
 
 
