@@ -68,7 +68,7 @@ def test_a_device_that_cannot_be_timed_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Known only once the job runs: Hydra's own folder is there by then, and nothing of ours."""
+    """Known only once the job runs: Hydra's own folder goes again, and nothing of ours is there."""
     if jax.default_backend() != "cpu":
         pytest.skip("this machine has a device to time on")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
@@ -76,8 +76,7 @@ def test_a_device_that_cannot_be_timed_is_one_line(
     out, err = capsys.readouterr()
     assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, err
     assert expected in err
-    assert [item.name for item in tmp_path.iterdir()] == ["run"]
-    assert {item.name for item in (tmp_path / "run").iterdir()} <= {".hydra", "kernels.log"}
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
