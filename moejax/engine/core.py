@@ -40,8 +40,10 @@ class InFlight:
     launched: float
     running: int
     waiting: int
+    left_waiting: int
     used_blocks: int
     stored_tokens: int
+    ended: float | None = None  # when its tokens were first seen to be there
 
 
 class Engine:
@@ -174,6 +176,8 @@ class Engine:
 
     def _turn(self) -> bool:
         previous, self._in_flight = self._in_flight, None
+        self._look(previous)
+        waiting = self.scheduler.num_waiting
         plan = self.scheduler.schedule()
         if plan is None and previous is None:
             return False
@@ -182,7 +186,7 @@ class Engine:
         launched = error = None
         if plan is not None:
             try:
-                launched = self._launch(plan)
+                launched = self._launch(plan, waiting)
             except Exception as caught:
                 error = caught
         if not self.overlap and launched is not None:
@@ -199,8 +203,15 @@ class Engine:
         self._in_flight = launched
         return True
 
+    def _look(self, step: InFlight | None) -> None:
+        """Notes when a step is seen to have ended. The next one is launched before its tokens are read, and
+        would else be in the time of every token but the last, which none follows."""
+        if step is not None and step.ended is None and self.runner.ready(step.handle):
+            step.ended = time.perf_counter()
+
     def _collect(self, step: InFlight) -> bool:
         """Waits for a step and delivers it; False if it failed."""
+        self._look(step)
         try:
             result = self.runner.collect(step.handle)
         except Exception as error:
@@ -209,7 +220,7 @@ class Engine:
         self._deliver(step, result)
         return True
 
-    def _launch(self, plan: Plan) -> InFlight:
+    def _launch(self, plan: Plan, waiting: int) -> InFlight:
         scheduler, now = self.scheduler, time.perf_counter()
         for chunk in plan.chunks:
             if chunk.start == 0 and chunk.sequence.owner is not None:
@@ -220,6 +231,7 @@ class Engine:
             self.runner.launch(plan),
             now,
             len(scheduler.running),
+            waiting,
             scheduler.num_waiting,
             scheduler.allocator.num_used,
             scheduler.stored_tokens() if self.on_step else 0,
@@ -227,7 +239,7 @@ class Engine:
 
     def _deliver(self, step: InFlight, result: StepResult) -> None:
         """Brings a step's tokens to their requests."""
-        now = time.perf_counter()
+        now = step.ended or time.perf_counter()
         plan, scheduler = step.plan, self.scheduler
         alive = [c.sequence.score and c.sequence.state is not State.FINISHED for c in plan.chunks]
         for row, sequence in scheduler.postprocess(plan, result.tokens):
@@ -269,6 +281,7 @@ class Engine:
             num_blocks=self.scheduler.allocator.num_blocks,
             stored_tokens=step.stored_tokens,
             preempted=plan.preempted,
+            left_waiting=step.left_waiting,
         )
         self._last_time = now
         self.stats.add(record)

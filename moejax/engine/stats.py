@@ -9,12 +9,14 @@ class StepRecord:
     """One engine step.
 
     Attributes:
-        time: instant at which its tokens were on the host, `time.perf_counter()` seconds.
+        time: instant at which its tokens were seen to be there, `time.perf_counter()` seconds.
         seconds: since the previous step's tokens were there, or since this one was scheduled, if later.
         prefill_tokens, decode_tokens: real tokens in the batch; together what the step had to compute.
         padded_tokens: the bucket's tokens, what the step did compute (experts excepted: padding visits none).
         sequences: sequences in the batch.
-        running, waiting: sequences admitted and requests queued when it was scheduled.
+        running: sequences admitted once it was scheduled.
+        waiting: sequences queued when its scheduling began, those that it admits included.
+        left_waiting: sequences still queued after it.
         used_blocks, num_blocks: of the cache, when it was scheduled.
         stored_tokens: tokens whose keys and values the used blocks hold; a shared token counts once.
         preempted: sequences that lost their blocks while it was scheduled.
@@ -32,6 +34,7 @@ class StepRecord:
     num_blocks: int
     stored_tokens: int
     preempted: int
+    left_waiting: int = 0
 
     @property
     def tokens(self) -> int:

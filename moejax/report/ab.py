@@ -14,7 +14,7 @@ from moejax.report.compare_plots import forest
 from moejax.report.compare_tables import verdict_tables, verdicts_table
 from moejax.report.figure import legend_below, new_figure
 from moejax.report.style import COLORS, run_title
-from moejax.report.tables import Column, column_table, metric_columns, number, print_lines
+from moejax.report.tables import Column, case_notes, column_table, metric_columns, number, print_lines
 from moejax.results.compare.samples import short_case_name
 from moejax.results.metric_names import short_name
 from moejax.results.statistics import Interval
@@ -89,7 +89,8 @@ def cases_table(result: Mapping[str, Any]) -> Table:
         f"{result['experiment']}: {run_title(result)}",
         _COLUMNS,
         result["cases"],
-        "medians over rounds, times in ms; same: requests with the baseline's tokens throughout",
+        "medians over rounds, times in ms; same: requests with the baseline's tokens throughout"
+        + case_notes(result),
     )
 
 

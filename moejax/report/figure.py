@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from moejax.core.files import atomic_write_bytes
 from moejax.report.style import COLORS, run_title
+from moejax.results.metric_names import least_samples
 
 _DPI, _CELL_DPI = 150, 90
 
@@ -135,7 +136,8 @@ def draw_distributions(
     points: int = 4000,
     limit: float | None = None,
 ) -> None:
-    """Cumulative distributions of milliseconds, with points at the median and the 99th percentile.
+    """Cumulative distributions of milliseconds, with points at the median and, where it exists, the 99th
+    percentile.
 
     Args:
         curves: label, colour and samples of each; those without samples are left out.
@@ -152,8 +154,9 @@ def draw_distributions(
             shares = np.linspace(0.0, 1.0, points)
             times = np.quantile(values, shares)
         axis.step(times, shares, where="post", color=color, linestyle=style, linewidth=1.5, label=label)
-        marks = np.percentile(values, (50, 99))
-        axis.plot(marks, (0.5, 0.99), "o", color=color, markersize=4.5, markeredgecolor="white")
+        marks = (0.5, 0.99) if values.size >= least_samples("p99") else (0.5,)
+        look: dict[str, Any] = {"color": color, "markersize": 4.5, "markeredgecolor": "white"}
+        axis.plot(np.quantile(values, marks), marks, "o", **look)
     if limit is not None:
         axis.axvline(limit, color="black", linestyle="--", linewidth=1, label="objective")
     axis.set_ylim(0, 1.02)

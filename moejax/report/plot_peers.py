@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moejax.report.figure import legend_below, log_scale, new_figure
-from moejax.report.style import case_label, has_peers, mode_label, nth_color
+from moejax.report.style import case_label, has_peers, mode_label, nth_color, tail_key
 
 _PANELS = (
     ("median_ttft_ms", "p99_ttft_ms", "TTFT (ms), less is better"),
@@ -18,17 +18,18 @@ _PANELS = (
 
 
 def backends_beside(result: Mapping[str, Any]) -> Figure | None:
-    """TTFT and TPOT (the median, and a line up to the 99th percentile) and output tokens/s: a group for each
-    case, in it one bar or point for each backend. None without peers."""
+    """TTFT and TPOT (the median, and a line up to the 99th percentile or the maximum) and output tokens/s: a
+    group for each case, in it one bar or point for each backend. None without peers."""
     if not has_peers(result):
         return None
     groups = _groups(result)
     names = list(dict.fromkeys(name for _, bars in groups for name, _ in bars))
     width = max(9.0, 2.0 + 0.5 * len(groups) * len(names) * len(_PANELS))
     figure, axes = new_figure("Backends side by side", result, min(width, 16.0), 4.2, 1, len(_PANELS))
-    for axis, (key, high, title) in zip(axes, _PANELS, strict=True):
+    for axis, (key, p99, title) in zip(axes, _PANELS, strict=True):
+        high = tail_key(p99, result["cases"]) if p99 else None
         _draw(axis, groups, names, key, high)
-        axis.set_title(title, fontsize=10)
+        axis.set_title(f"{title}; line: to {high[:3]}" if high else title, fontsize=10)
     legend_below(figure, axes)
     return figure
 

@@ -22,13 +22,16 @@ from moejax.report.figure import (
     round_ticks,
 )
 from moejax.report.style import COLORS, case_label, has_peers, nth_color, rows_by_case
+from moejax.results.metric_names import least_samples
 from moejax.results.metrics import relative_load
 
 _PERCENTILES = (("median", "p50", "#9ecae1"), ("p90", "p90", "#4292c6"), ("p99", "p99", "#084594"))
+_FEW_VALUES = (("median", "p50", "#9ecae1"), ("max", "max", "#084594"))
 
 
 def latency_percentiles(result: Mapping[str, Any]) -> Figure | None:
-    """TTFT, TPOT and E2E of each case: bars of the median, 90th and 99th percentile, in milliseconds."""
+    """TTFT, TPOT and E2E of each case in milliseconds: bars of the median, 90th and 99th percentile, where a
+    case has too few values for one of the two of the median and the maximum."""
     cases = result.get("cases", [])
     panels = [
         (key, title)
@@ -44,11 +47,14 @@ def latency_percentiles(result: Mapping[str, Any]) -> Figure | None:
         (max(7.0, 1.0 + 0.6 * len(cases)), 1.2 + 2.4 * len(panels)) if stacked else (3.3 * len(panels), 4.0)
     )
     figure, axes = new_figure("Latency percentiles", result, *size, *shape)
-    width = 0.8 / len(_PERCENTILES)
+    keys = [f"{name}_{key}_ms" for name in ("p90", "p99") for key, _ in panels]
+    known = all(case.get(key) is not None for case in cases for key in keys)
+    bars_shown = _PERCENTILES if known else _FEW_VALUES
+    width = 0.8 / len(bars_shown)
     for axis, (key, title) in zip(axes, panels, strict=True):
-        for offset, (statistic, label, color) in enumerate(_PERCENTILES):
+        for offset, (statistic, label, color) in enumerate(bars_shown):
             heights = [case.get(f"{statistic}_{key}_ms") for case in cases]
-            places = np.arange(len(cases)) + (offset - 1) * width
+            places = np.arange(len(cases)) + (offset - (len(bars_shown) - 1) / 2) * width
             bars = axis.bar(places, [h or 0.0 for h in heights], width * 0.92, color=color, label=label)
             if len(cases) <= 4:
                 labels = [f"{h:.3g}" if h is not None and h < 1000 else f"{h or 0:.0f}" for h in heights]
@@ -62,7 +68,7 @@ def latency_percentiles(result: Mapping[str, Any]) -> Figure | None:
         axis.margins(y=0.15)
         axis.set_ylim(bottom=0)
         if has_peers(result):
-            values = [case.get(f"{name}_{key}_ms") for case in cases for name, _, _ in _PERCENTILES]
+            values = [case.get(f"{name}_{key}_ms") for case in cases for name, _, _ in bars_shown]
             log_scale(axis.yaxis, values, over=12, margin=2)
         if stacked or axis is axes[0]:
             axis.set_ylabel("milliseconds")
@@ -80,7 +86,8 @@ def _token_matrix(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 def inter_token_latency(result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]]) -> Figure | None:
     """Left: inter-token latency over the token's place in the output, median over requests with the 10th to
-    90th percentile as a band. Right: its cumulative distribution over all tokens."""
+    90th percentile as a band, of all of fewer than ten requests. Right: its cumulative distribution over all
+    tokens."""
     groups = [(label, _token_matrix(rows)) for label, rows in rows_by_case(result, requests)]
     groups = [(label, matrix) for label, matrix in groups if matrix.size]
     if not groups:
@@ -89,11 +96,12 @@ def inter_token_latency(result: Mapping[str, Any], requests: Iterable[Mapping[st
     for index, (label, matrix) in enumerate(groups):
         style = "-" if index < len(COLORS) else "--"
         places = np.arange(2, matrix.shape[1] + 2)
-        low, middle, high = np.nanpercentile(matrix, (10, 50, 90), axis=0)
+        ends = (10, 50, 90) if len(matrix) >= least_samples("p90") else (0, 50, 100)
+        low, middle, high = np.nanpercentile(matrix, ends, axis=0)
         over.fill_between(places, low, high, color=nth_color(index), alpha=0.18, linewidth=0)
         over.plot(places, middle, color=nth_color(index), linewidth=1.3, linestyle=style, label=label)
     over.set_xlabel("output token")
-    over.set_ylabel("inter-token latency (ms), p10 to p90")
+    over.set_ylabel("inter-token latency (ms), p10 to p90 (of under 10 requests: all)")
     over.xaxis.set_major_locator(MaxNLocator(integer=True))
     # From zero, so that a flat curve looks flat; one slow token must not press all the others down.
     over.set_ylim(0, max(np.nanpercentile(m, 90, axis=0).max() for _, m in groups) * 1.1)

@@ -9,8 +9,17 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax.report.figure import log_scale, new_figure, vertical_grid
-from moejax.report.style import nth_color, run_title
-from moejax.report.tables import Column, column_table, metric_columns, print_lines, share, three_digits
+from moejax.report.style import nth_color, run_title, tail_key
+from moejax.report.tables import (
+    Column,
+    case_notes,
+    column_table,
+    metric_columns,
+    print_lines,
+    share,
+    three_digits,
+)
+from moejax.results.metrics import objectives
 
 Row = Mapping[str, Any]
 
@@ -43,7 +52,7 @@ def ramp_table(result: Mapping[str, Any]) -> Table:
         (*_COLUMNS, Column("", mark, left=True)),
         [row for mode in result["ramp"] for row in _rising(result["cases"], mode)],
         "times in ms; kept up: requests ended over requests come, while they came;\n"
-        "tok/s user: a request's output over its time from asking to the last token",
+        "tok/s user: a request's output over its time from asking to the last token" + case_notes(result),
         section=lambda row: (row["backend"], row["batching"]),
         style=lambda row: "bold" if row["case"] == mode_of(row)["knee_case"] else None,
     )
@@ -84,14 +93,15 @@ def ramp_figure(result: Mapping[str, Any]) -> Figure:
     for index, mode in enumerate(result["ramp"]):
         rows = _rising(result["cases"], mode)
         rates = [row["request_rate"] for row in rows]
+        slow = tail_key("p99_ttft_ms", rows)
         color, name = nth_color(index), _prefix(result, mode)
         series = (
             (served, "request_throughput", "-", f"{name}served"),
-            (served, "request_goodput", ":", f"{name}within the objectives"),
+            (served, "request_goodput", ":", f"{name}{objectives(result)}"),
             (ttft, "median_ttft_ms", "-", f"{name}p50"),
-            (ttft, "p99_ttft_ms", ":", f"{name}p99"),
+            (ttft, slow, ":", f"{name}{slow[:3]}"),
             (tpot, "median_tpot_ms", "-", f"{name}p50"),
-            (tpot, "p99_tpot_ms", ":", f"{name}p99"),
+            (tpot, slow.replace("ttft", "tpot"), ":", f"{name}{slow[:3]}"),
             (kept, "followed", "-", f"{name}kept up"),
         )
         for axis, key, style, label in series:

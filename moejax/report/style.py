@@ -39,8 +39,14 @@ def commit_name(result: Mapping[str, Any]) -> str | None:
 
 
 def run_title(result: Mapping[str, Any]) -> str:
-    """Model, device and commit on one line; what is not known is left out."""
-    parts = [model_name(result), device_name(result)]
+    """Model, device and commit on one line; what is not known is left out. What was modelled for a device or
+    had its routing forced says so."""
+    device = device_name(result)
+    if result.get("experiment") == "scaling":
+        measured = any(row.get("cpu_decode_ms") for row in result.get("cases") or ())
+        device = f"modelled {result['hardware']['kind']}{f', CPU: {device}' if measured else ''}"
+    engine = (result.get("config") or {}).get("engine") or {}
+    parts = [model_name(result), device, "replayed routing" if engine.get("replay_routing") else None]
     commit = commit_name(result)
     return " · ".join([part for part in parts if part] + ([f"commit {commit}"] if commit else []))
 
@@ -50,6 +56,13 @@ def case_label(case: Mapping[str, Any], separator: str = "\n", *, named: bool = 
     names = (("B", "batch_size"), ("P", "prompt_len"), ("N", "output_len"))
     parts = [f"{short}={case[name]}" for short, name in names if case.get(name) is not None]
     return separator.join([str(case.get("backend", "moejax")), *parts] if named else parts)
+
+
+def tail_key(key: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    """Returns a 99th percentile's key, or the maximum's where a row has too few values for the percentile."""
+    most = key.replace("p99_", "max_")
+    short = any(row.get(key) is None and row.get(most) is not None for row in rows)
+    return most if short else key
 
 
 def has_peers(result: Mapping[str, Any]) -> bool:

@@ -22,11 +22,11 @@ from rich.table import Table
 
 from moejax.core.errors import ConfigError
 from moejax.report.figure import heat_map, legend_below, log_scale, new_figure, save_figure, write_cells
-from moejax.report.style import COLORS, nth_color
+from moejax.report.style import COLORS, nth_color, tail_key
 from moejax.report.tables import number, plain_table, print_lines, stderr_console
 from moejax.results.machine import has_same_roof, is_share_of_roof
 from moejax.results.metric_names import lower_is_better, short_name
-from moejax.results.metrics import is_number
+from moejax.results.metrics import is_number, objectives
 from moejax.results.result import load_result
 from moejax.results.sweep import job_rows, read_sweep, swept_keys
 
@@ -101,7 +101,11 @@ def metrics_of(sweep: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str,
         axes = {"job", "case", *axes_of(sweep, rows)}
         keys = dict.fromkeys(key for row in rows for key in row if key not in axes)
         usual = tuple(key for key in keys if _varies(rows, key))[:_MOST_METRICS]
-    return [(short_name(key), key) for key in usual if any(is_number(row.get(key)) for row in rows)]
+    goals = {objectives(job) or "none" for job in sweep["jobs"] if job["state"] == "finished"}
+    goal = ", ".join(goals) if len(goals) == 1 else "each job's own objectives"
+    tailed = [tail_key(key, rows) for key in usual]
+    shown = [(short_name(key) + (f"\n{goal}" if "goodput" in key else ""), key) for key in tailed]
+    return [item for item in shown if any(is_number(row.get(item[1])) for row in rows)]
 
 
 def sweep_table(sweep: Mapping[str, Any]) -> Table:

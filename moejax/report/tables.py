@@ -3,7 +3,7 @@ what programs read. No JAX here."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moejax.report.style import case_label, has_peers, mode_label, run_title
+from moejax.report.style import case_label, has_peers, mode_label, run_title, tail_key
 from moejax.results.machine import DOUBTS, is_share_of_roof
 from moejax.results.metric_names import column_head, unit_of
+from moejax.results.metrics import objectives
 
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
 _LOG_WIDTH = 140
@@ -102,8 +103,16 @@ def plain_table(title: str | None = None, caption: str | None = None, **look: An
 
 
 def filled(columns: Iterable[Column], rows: Sequence[Any]) -> list[Column]:
-    """Returns the columns that any row fills; another would only take width."""
-    return [column for column in columns if any(column.value(row) is not None for row in rows)]
+    """Returns the columns that any row fills; another would only take width. A 99th percentile's column is
+    the maximum's, and says so, where a row has too few values for the percentile."""
+    shown = [_tailed(column, rows) for column in columns]
+    return [column for column in shown if any(column.value(row) is not None for row in rows)]
+
+
+def _tailed(column: Column, rows: Sequence[Any]) -> Column:
+    if not isinstance(column.key, str) or tail_key(column.key, rows) == column.key:
+        return column
+    return replace(column, key=tail_key(column.key, rows), title=column.title.replace("p99", "max"))
 
 
 def column_table(
@@ -181,6 +190,19 @@ def metric_columns(*keys: str, cell: Callable[[Any], str] = three_digits) -> lis
     return columns
 
 
+def case_notes(result: Mapping[str, Any]) -> str:
+    """Returns the end of a caption: what a goodput's objectives are, and how many values a row's latencies
+    are of."""
+    rows, texts = result["cases"], []
+    for name in ("ttft", "tpot", "itl"):
+        counts = [row[f"{name}_samples"] for row in rows if row.get(f"{name}_samples")]
+        ends = sorted({min(counts), max(counts)}) if counts else []
+        texts += [f"{name.upper()} {' to '.join(map(number, ends))}"] if ends else []
+    goal, samples = objectives(result), ", ".join(texts)
+    text = f"\ngood: requests with {goal}" if goal else ""
+    return text + (f"\nvalues a row: {samples}; max: of under 100, which have no p99" if samples else "")
+
+
 def roof_cell(row: Mapping[str, Any], key: str = "roofline_percent") -> Any:
     """Returns a row's share of the roof, in its place the word for why it has none that is true."""
     word, _ = DOUBTS.get(row.get("roofline_doubt", ""), (None, None))
@@ -199,7 +221,7 @@ def latency_table(result: Mapping[str, Any]) -> Table:
         f"{result.get('experiment', '')}: {run_title(result)}",
         columns,
         cases,
-        caption + _beside_caption(result),
+        caption + case_notes(result) + _beside_caption(result),
         section=case_label if beside else None,
     )
 
@@ -219,16 +241,15 @@ def throughput_table(result: Mapping[str, Any]) -> Table:
     """One line per batching mode, and below two of them the first one's figures over the second's; beside
     peers a line for each backend, with ratios."""
     cases, beside = result["cases"], has_peers(result)
-    caption = (
-        "times in ms; tok/s: output tokens; seqs: mean sequences in a step;\n"
-        "cache: most blocks in use; pad: padding in computed tokens"
-    )
+    caption = "times in ms; tok/s: output tokens"
+    if not beside:
+        caption += "; seqs: mean sequences in a step;\ncache: most blocks in use; pad: padding in tokens"
     columns = filled(metric_columns(*(_THROUGHPUT_BESIDE if beside else _THROUGHPUT)), cases)
     table = column_table(
         f"{result.get('experiment', '')}: {run_title(result)}\n{_traffic(cases[0])}",
         columns,
         cases,
-        "times in ms; tok/s: output tokens" + _beside_caption(result) if beside else caption,
+        caption + case_notes(result) + (_beside_caption(result) if beside else ""),
     )
     if len(cases) == 2 and not beside:
         table.add_section()

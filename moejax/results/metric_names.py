@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
+STATISTICS = ("mean", "median", "std", "p90", "p95", "p99", "max")
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 """What every request's times give, and how tables and plots call it."""
 
@@ -95,10 +95,17 @@ def latency_name(name: str) -> tuple[str, str] | None:
 
 
 def percentile_of(statistic: str) -> float | None:
-    """50 for `median`, 99 for `p99`; None for mean and std."""
+    """50 for `median`, 99 for `p99`; None for mean, std and max."""
     if statistic == "median":
         return 50.0
     return float(statistic[1:]) if re.fullmatch(r"p\d+", statistic) else None
+
+
+def least_samples(statistic: str) -> int:
+    """Returns how many values a statistic needs: 10 for p90, 20 for p95 and 100 for p99, since of fewer such
+    a percentile would be their largest, which is `max`; 1 for all others."""
+    rank = percentile_of(statistic) or 0.0
+    return round(100 / (100 - rank)) if rank > 50 else 1
 
 
 def short_name(name: str) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moejax.core.checked import Checked, Must, PositiveInt, check
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOutput
-from moejax.results.metric_names import CASE_FIELDS, LATENCIES, STATISTICS
+from moejax.results.metric_names import CASE_FIELDS, LATENCIES, STATISTICS, least_samples, percentile_of
 
 _BROKEN_OFF = ("abort", "error")
 
@@ -100,6 +100,13 @@ class Slo(Checked, section="slo"):
         return all(limit is None or seconds * 1e3 <= limit for limit, seconds in pairs)
 
 
+def objectives(result: Mapping[str, Any]) -> str:
+    """Returns the objectives that a result's goodput is of, such as "TTFT ≤ 200 ms, TPOT ≤ 20 ms"; empty
+    where there are none."""
+    slo = result.get("slo") or {}
+    return ", ".join(f"{LATENCIES[key[:-3]]} ≤ {limit:g} ms" for key, limit in slo.items() if limit)
+
+
 def latency_samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
     """Milliseconds per latency name: one per completed request, and for `itl` one per token after the first.
 
@@ -119,17 +126,24 @@ def latency_samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
 
 
 def summarize(samples: Sequence[float], name: str) -> Metrics:
-    """`{"mean_<name>_ms": …, "median_…", "std_…", "p90_…", "p95_…", "p99_…"}` of milliseconds.
+    """`{"mean_<name>_ms": …, "median_…", "std_…", "p90_…", "p95_…", "p99_…", "max_…"}` of milliseconds, and
+    their number `<name>_samples`.
 
-    The standard deviation is the population's and percentiles interpolate linearly, as in vLLM; without
-    samples all are None.
+    The standard deviation is the population's and percentiles interpolate linearly, as in vLLM. A statistic
+    that needs more samples (`least_samples`) is None.
     """
-    if not samples:
-        return {f"{statistic}_{name}_ms": None for statistic in STATISTICS}
     array = np.asarray(samples, dtype=np.float64)
-    values = (array.mean(), *np.percentile(array, 50, keepdims=True), array.std())
-    values += tuple(np.percentile(array, (90, 95, 99)))
-    return {f"{statistic}_{name}_ms": float(v) for statistic, v in zip(STATISTICS, values, strict=True)}
+    metrics: Metrics = {}
+    for statistic in STATISTICS:
+        enough = array.size >= least_samples(statistic)
+        metrics[f"{statistic}_{name}_ms"] = statistic_of(array, statistic) if enough else None
+    return {**metrics, f"{name}_samples": array.size}
+
+
+def statistic_of(values: NDArray[np.float64], statistic: str) -> float:
+    """Returns one of `STATISTICS` of values, of which there is at least one."""
+    rank = percentile_of(statistic)
+    return float(getattr(values, statistic)() if rank is None else np.percentile(values, rank))
 
 
 def compute_metrics(

@@ -225,7 +225,7 @@ def job_rows(folder: Path) -> list[dict[str, Any]]:
                 result: Mapping[str, Any] = load_result(place)
             except ConfigError:
                 result = {}
-            row |= {name: result.get(name) for name in ("experiment", "metrics", "cases", "hardware")}
+            row |= {name: result.get(name) for name in ("experiment", "metrics", "cases", "hardware", "slo")}
         rows.append(row)
     return rows
 

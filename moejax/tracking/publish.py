@@ -19,7 +19,7 @@ import numpy as np
 from moejax.core.files import to_jsonable
 from moejax.results.compare.samples import case_name
 from moejax.results.metric_names import CASE_FIELDS, lower_is_better
-from moejax.results.metrics import LATENCIES, is_number, relative_load, samples_by_case
+from moejax.results.metrics import LATENCIES, is_number, objectives, relative_load, samples_by_case
 from moejax.tracking.base import Scalar, Tracker
 
 _CDF_ROWS = 1_000  # of one metric's table, all cases together
@@ -69,7 +69,8 @@ def publish(
     for prefix, curves in (("timeline", over_time), ("telemetry", _telemetry(result))):
         step = _log_curves(tracker, prefix, curves, step)
     summary: dict[str, Scalar] = {k: v for k, v in result["metrics"].items() if v is not None}
-    tracker.summary({**expert_load_metrics(result), **summary})
+    goal = {"goodput_objectives": text} if (text := objectives(result)) else {}
+    tracker.summary({**expert_load_metrics(result), **summary, **goal})
     for name, (columns, lines) in result_tables(result, requests).items():
         tracker.table(name, columns, lines)
     for name, rows in (tables or {}).items():

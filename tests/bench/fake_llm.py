@@ -151,7 +151,7 @@ class FakeLLM:
         now = self.clock()
         record = StepRecord(
             now, now - scheduled, prefill, len(decoding), padded, len(self._running), len(self._running),
-            len(self._waiting), blocks, self.num_blocks, stored, 0,
+            waiting, blocks, self.num_blocks, stored, 0, len(self._waiting),
         )  # fmt: skip
         for sequence in self._running:
             self._token(sequence, now)

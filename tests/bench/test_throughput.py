@@ -137,7 +137,8 @@ def record(time: float, seconds: float = 0.01, **fields: int) -> StepRecord:
 
 def test_step_metrics_worked_out_by_hand() -> None:
     steps = [
-        record(0.1, 0.1, running=2, sequences=2, used_blocks=4, stored_tokens=48, waiting=3, preempted=1),
+        record(0.1, 0.1, running=2, sequences=2, used_blocks=4, stored_tokens=48, waiting=3, left_waiting=1,
+               preempted=1),
         record(0.4, 0.3, running=4, sequences=6, used_blocks=8, stored_tokens=96, prefill_tokens=4,
                padded_tokens=16),
     ]  # fmt: skip
@@ -239,9 +240,10 @@ def test_experiment_compares_modes_on_the_same_requests(
     assert metrics["output_throughput"] == first["output_throughput"] > second["output_throughput"]
     ratio = first["output_throughput"] / second["output_throughput"]
     assert metrics["speedup_over_static"] == pytest.approx(ratio)
-    assert metrics["p99_ttft_ratio"] == pytest.approx(first["p99_ttft_ms"] / second["p99_ttft_ms"])
+    assert metrics["p99_ttft_ratio"] is first["p99_ttft_ms"] is None, "of 24 requests there is no p99"
+    assert first["ttft_samples"] == 24 and first["max_ttft_ms"] < second["max_ttft_ms"]
     assert metrics["recompiles_after_warmup"] == 0 and metrics["request_goodput"] > 0
-    assert metrics["max_waiting"] == 8 and 1 < metrics["mean_batch_size"] <= 4
+    assert metrics["max_waiting"] == 12 and 1 < metrics["mean_batch_size"] <= 4
     assert [(row["batching"], row["iteration"]) for row in result["iterations"]] == [
         ("continuous", 0), ("continuous", 1), ("static", 0), ("static", 1)
     ]  # fmt: skip

@@ -189,7 +189,15 @@ def test_a_length_is_a_number_or_a_distribution() -> None:
 def test_rates_are_numbers_or_inf() -> None:
     assert compose("throughput").workload.request_rate == math.inf
     assert compose("throughput", "workload.request_rate=2.5").workload.request_rate == 2.5
-    assert compose("throughput", "workload=poisson", "workload.request_rate=inf").workload.slo.ttft_ms == 200
+    assert compose("throughput", "workload=poisson", "workload.request_rate=inf").workload.num_requests == 128
+
+
+@pytest.mark.parametrize("name", ["poisson", "bursty"])
+def test_a_workload_brings_no_objectives_of_its_own(name: str) -> None:
+    """A goodput is of objectives that somebody has asked for."""
+    assert not compose("throughput", f"workload={name}").workload.slo
+    asked = compose("throughput", f"workload={name}", "workload.slo.ttft_ms=150")
+    assert asked.workload.slo.ttft_ms == 150
 
 
 def test_quick_throughput_compares_the_two_modes() -> None:

@@ -42,6 +42,9 @@ class FakeRunner:
             tokens += device.step(part)
         return StepResult(tokens, padded_tokens=plan.num_tokens)
 
+    def ready(self, handle: StepResult) -> bool:
+        return True
+
     def collect(self, handle: StepResult) -> StepResult:
         return handle
 

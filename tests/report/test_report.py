@@ -11,6 +11,7 @@ from moejax.engine.requests.api import RequestMetrics
 from moejax.report import plots, tables
 from moejax.report.experiments import save_plots
 from moejax.report.progress import progress
+from moejax.report.style import run_title
 from moejax.results.metrics import RequestRecord, case_row, compute_metrics
 from moejax.results.result import build_result, load_requests, request_rows, write_request_rows
 
@@ -120,8 +121,27 @@ def test_bars_are_the_cases_percentiles():
     result, _ = build()
     axis = plots.latency_percentiles(result).axes[1]
     heights = [bar.get_height() for bar in axis.patches]
-    expected = [case[f"{s}_tpot_ms"] for s in ("median", "p90", "p99") for case in result["cases"]]
+    expected = [case[f"{s}_tpot_ms"] for s in ("median", "max") for case in result["cases"]]
     np.testing.assert_allclose(heights, expected)
+    many, _ = build(shapes=((100, 8, 6), (128, 8, 6)))
+    axis = plots.latency_percentiles(many).axes[1]
+    expected = [case[f"{s}_tpot_ms"] for s in ("median", "p90", "p99") for case in many["cases"]]
+    np.testing.assert_allclose([bar.get_height() for bar in axis.patches], expected)
+
+
+@pytest.mark.parametrize(
+    ("result", "title"),
+    [
+        ({"experiment": "scaling", "hardware": {"kind": "a100_80gb"}}, "modelled a100_80gb"),
+        ({"experiment": "scaling", "hardware": {"kind": "h100"}, "cases": [{"cpu_decode_ms": 3.0}]},
+         "modelled h100, CPU: 8x NVIDIA A100-SXM4-80GB"),
+        ({"config": {"engine": {"replay_routing": "runs/a"}}},
+         "8x NVIDIA A100-SXM4-80GB · replayed routing"),
+    ],
+)  # fmt: skip
+def test_what_was_not_simply_measured_says_so_in_titles(result, title):
+    git = {"commit": "0" * 40}
+    assert run_title(result | {"provenance": PROVENANCE | {"git": git}}) == f"{title} · commit 0000000"
 
 
 def test_many_cases_and_outputs_of_unequal_length():

@@ -94,7 +94,15 @@ def printed(result: dict[str, Any], width: int = 80) -> str:
 def test_table_fits_80_columns_with_objectives_and_slow_requests() -> None:
     text = printed(build(scale=0.2, requests=2000)[0])
     assert "…" not in text and max(len(line.rstrip()) for line in text.splitlines()) <= 80
-    for word in ("tiny", "8x NVIDIA A100-SXM4-80GB", "2,000 requests all at once", "good", "continuous"):
+    for word in (
+        "tiny",
+        "8x NVIDIA A100-SXM4-80GB",
+        "2,000 requests all at once",
+        "good",
+        "continuous",
+        "good: requests with TTFT ≤ 250 ms, E2E ≤ 1000 ms",
+        "p99",
+    ):
         assert word in text, text
 
 
@@ -109,8 +117,11 @@ def test_much_padding_names_the_keys_to_change() -> None:
 def test_modes_stand_beside_each_other_with_their_ratio() -> None:
     lines = [line.split() for line in printed(build()[0]).splitlines()]
     rows = {line[0]: line[1:] for line in lines if line and line[0] in ("continuous", "static", "ratio")}
-    assert rows["continuous"][:2] == ["350", "595"] and rows["static"][:2] == ["700", "1,190"]
+    assert rows["continuous"][:2] == ["350", "600"] and rows["static"][:2] == ["700", "1,200"]
     assert rows["ratio"][:2] == ["0.50", "0.50"] and "2.00" in rows["ratio"]
+    text = printed(build()[0])
+    assert text.splitlines()[4].split()[:5] == ["batching", "p50", "max", "p50", "max"]
+    assert "values a row: TTFT 6, TPOT 6, ITL 24; max: of under 100, which have no p99" in text
     one = printed(build(modes=("continuous",))[0])
     assert "ratio" not in one and "static" not in one
 
@@ -165,6 +176,10 @@ def test_distributions_have_the_samples_their_percentiles_and_the_objectives() -
     np.testing.assert_allclose(curve[:, 0], [100, 200, 300, 400, 500, 600])
     np.testing.assert_allclose(curve[:, 1], np.arange(1, 7) / 6)
     case = result["cases"][0]
+    np.testing.assert_allclose(points, [[case["median_ttft_ms"], 0.5]])
+    many, requests = build(requests=120)
+    points = drawn(throughput_plots.latency_distributions(many, requests)).axes[0].lines[1].get_xydata()
+    case = many["cases"][0]
     np.testing.assert_allclose(points, [[case["median_ttft_ms"], 0.5], [case["p99_ttft_ms"], 0.99]])
     assert axis.lines[-1].get_xdata()[0] == SLO.ttft_ms
     tpot = drawn(throughput_plots.latency_distributions(result, rows)).axes[1]
@@ -216,7 +231,7 @@ def test_throughput_results_compare(tmp_path: Path) -> None:
     rows = {row.name: row for row in compare(paths).metrics}
     assert rows["output_throughput"].ratios[1] == pytest.approx(0.5)
     assert lower_is_better("output_throughput") is False
-    for name in ("padding_waste", "preemptions", "failed", "p99_ttft_ms"):
+    for name in ("padding_waste", "preemptions", "failed", "median_ttft_ms"):
         assert name in rows and lower_is_better(name) is True
     assert "mean_batch_size" in rows and lower_is_better("mean_batch_size") is None
 

@@ -7,7 +7,7 @@ import pytest
 
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
-from moejax.results.metric_names import STATISTICS
+from moejax.results.metric_names import STATISTICS, least_samples
 from moejax.results.metrics import (
     LATENCIES,
     RequestRecord,
@@ -15,6 +15,7 @@ from moejax.results.metrics import (
     case_row,
     compute_metrics,
     record_row,
+    summarize,
 )
 
 
@@ -27,9 +28,10 @@ def test_metrics_worked_out_by_hand():
     m = compute_metrics(records, duration_s=2.0)
     assert m["mean_ttft_ms"] == pytest.approx(200.0) and m["std_ttft_ms"] == pytest.approx(100.0)
     # The single-token request has no time per further token.
-    assert m["mean_tpot_ms"] == pytest.approx(150.0) and m["p99_tpot_ms"] == pytest.approx(150.0)
-    assert m["median_itl_ms"] == pytest.approx(150.0) and m["p90_itl_ms"] == pytest.approx(190.0)
-    assert m["mean_e2el_ms"] == pytest.approx(350.0) and m["p95_e2el_ms"] == pytest.approx(395.0)
+    assert m["mean_tpot_ms"] == pytest.approx(150.0) and m["max_tpot_ms"] == pytest.approx(150.0)
+    assert m["median_itl_ms"] == pytest.approx(150.0) and m["max_itl_ms"] == pytest.approx(200.0)
+    assert m["mean_e2el_ms"] == pytest.approx(350.0) and m["max_e2el_ms"] == pytest.approx(400.0)
+    assert [m[f"{name}_samples"] for name in ("ttft", "tpot", "itl", "e2el")] == [2, 1, 2, 2]
     assert (m["completed"], m["total_input_tokens"], m["total_output_tokens"]) == (2, 10, 4)
     assert m["request_throughput"] == 1.0 and m["output_throughput"] == 2.0
     assert m["total_token_throughput"] == 7.0 and m["duration_s"] == 2.0
@@ -44,10 +46,18 @@ def test_names_are_vllms():
 
 def test_percentiles_are_numpys():
     rng = np.random.default_rng(0)
-    firsts = rng.gamma(2.0, 0.1, 50)
+    firsts = rng.gamma(2.0, 0.1, 100)
     m = compute_metrics([record(0.0, [t, t + 0.1]) for t in firsts], 1.0)
     for point in (90, 95, 99):
         assert m[f"p{point}_ttft_ms"] == pytest.approx(np.percentile(firsts * 1e3, point))
+
+
+@pytest.mark.parametrize(("statistic", "least"), [("p90", 10), ("p95", 20), ("p99", 100), ("max", 1)])
+def test_a_percentile_of_too_few_values_does_not_exist(statistic, least):
+    """Of fewer it would be their largest, which has a name of its own."""
+    assert least_samples(statistic) == least
+    assert summarize([1.0] * least, "ttft")[f"{statistic}_ttft_ms"] == 1.0
+    assert summarize([1.0] * (least - 1), "ttft")[f"{statistic}_ttft_ms"] is None
 
 
 @pytest.mark.parametrize(

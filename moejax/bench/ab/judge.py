@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moejax.bench.ab.variants import Arm
 from moejax.bench.common.agreement import token_agreement
 from moejax.core.errors import ConfigError
-from moejax.results.metric_names import JUDGED, latency_name, percentile_of
+from moejax.results.metric_names import JUDGED, latency_name, least_samples
 from moejax.results.statistics import fewest_samples, paired_ratio, sign_effect, signed_rank_test
 from moejax.results.verdict import ALPHA, NO_FLOOR, Floor, Trial, Verdict, decide
 
@@ -53,12 +53,10 @@ def judged_metrics(arms: Sequence[Arm], cases: Sequence[dict[str, Any]], chosen:
 
 def too_few_values(name: str, cases: Sequence[dict[str, Any]]) -> bool:
     """Whether a pass has fewer values than a percentile needs to be more than their largest."""
-    parts = latency_name(name)
-    rank = percentile_of(parts[0]) if parts else None
-    if parts is None or rank is None or rank <= 50:
+    if (parts := latency_name(name)) is None:
         return False
     each = [(case["batch_size"], case["output_len"] - 1 if parts[1] == "itl" else 1) for case in cases]
-    return min(requests * values for requests, values in each) < round(100 / (100 - rank))
+    return min(requests * values for requests, values in each) < least_samples(parts[0])
 
 
 def check_rounds(rounds: int, variants: int, cases: Sequence[dict[str, Any]], chosen: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.ab.config import AbSection
-from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics, too_few_values
+from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.base import Backend
@@ -91,9 +91,7 @@ def _measure(arms: Sequence[Arm], load: Load, ab: AbSection) -> Judged:
             stop = ab.rounds if not done else min(done + _LOOK_EVERY, most)
             run_rounds(arms, load, range(done, stop), order, task)
             done = stop
-            chosen = [
-                m for m in judged_metrics(arms, load.cases, ab.metrics) if not too_few_values(m, load.cases)
-            ]
+            chosen = judged_metrics(arms, load.cases, ab.metrics)
             if not chosen:
                 raise ConfigError(
                     f"ab.metrics: no pass has values enough of {', '.join(ab.metrics) or 'any'}"

@@ -45,4 +45,4 @@ def blank_unknown(row: dict[str, Any], *, itl_known: bool) -> dict[str, Any]:
     """A row without the inter-token latencies of a backend whose tokens' instants are partly made up."""
     if itl_known:
         return row
-    return {key: None if key.endswith("_itl_ms") else value for key, value in row.items()}
+    return {key: None if key.endswith(("_itl_ms", "itl_samples")) else row[key] for key in row}

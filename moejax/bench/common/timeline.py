@@ -33,7 +33,7 @@ def step_metrics(steps: Sequence[StepRecord], block_size: int | None) -> dict[st
     weights = _weights(c["seconds"])
     told = bool(c["num_blocks"].all())
     use = c["used_blocks"] / np.where(c["num_blocks"] > 0, c["num_blocks"], 1)
-    saturated = c["waiting"] > 0
+    saturated = c["left_waiting"] > 0
     room = float(np.dot(c["used_blocks"] * (block_size or 0), weights))
     computed = c["padded_tokens"].sum()
     real = c["prefill_tokens"].sum() + c["decode_tokens"].sum()

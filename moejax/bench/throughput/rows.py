@@ -88,7 +88,8 @@ def speedup(
     modes: Sequence[Mode], rows: Sequence[Mapping[str, Any]], workload: ThroughputWorkload
 ) -> dict[str, float | None]:
     """Continuous over static, where both were measured: output tokens/s, as the median of the iterations'
-    ratios with its bootstrap interval, and the 99th percentile of the time to the first token."""
+    ratios with its bootstrap interval, and the 99th percentile of the time to the first token where both
+    have one."""
     by_name = {mode.batching: mode for mode in modes if isinstance(mode.backend, MoejaxBackend)}
     if not {"continuous", "static"} <= by_name.keys():
         return {}
@@ -100,7 +101,7 @@ def speedup(
     ttft = {row["batching"]: row["p99_ttft_ms"] for row in rows if row["backend"] == "moejax"}
     return {
         **interval_fields("speedup_over_static", ratio),
-        "p99_ttft_ratio": ttft["continuous"] / ttft["static"],
+        "p99_ttft_ratio": None if None in ttft.values() else ttft["continuous"] / ttft["static"],
     }
 
 

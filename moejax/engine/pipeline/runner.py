@@ -40,7 +40,7 @@ from moejax.engine.pipeline.stage import Stage, StageLedger
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.sequence import Sequence
-from moejax.engine.step.bucket_runner import BucketRunner, Rows
+from moejax.engine.step.bucket_runner import BucketRunner, Rows, is_sampled
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec, StepKey
@@ -168,6 +168,10 @@ class PipelineRunner(BucketRunner):
                     self._sampled_by[group, sequence.slot] = microbatch.number
             self._start(microbatch)
         return LaunchedPipeline(launched, len(plan.sequences), plan.chunk_tokens)
+
+    def ready(self, handle: LaunchedPipeline) -> bool:
+        last = handle.microbatches[-1][0]
+        return self._through >= last.number and is_sampled(last.outputs[-1])
 
     def collect(self, handle: LaunchedPipeline) -> StepResult:
         """Reads a step's result; this is where the host waits for the devices."""

@@ -88,8 +88,9 @@ class SamplingParams(Checked, error=RequestError):
 @dataclass
 class RequestMetrics:
     """Times of one request. Instants are `time.perf_counter()` seconds; token_times[i] is when token i was
-    on the host, scheduled_time when the first step that held it was scheduled. `ttft`, `tpot` and `e2e` are
-    durations in seconds. `preemptions` counts how often a sample of it lost its cache blocks."""
+    seen to be there (before the launch of a next step, if it was by then), scheduled_time when the first step
+    that held it was scheduled. `ttft`, `tpot` and `e2e` are durations in seconds. `preemptions` counts how
+    often a sample of it lost its cache blocks."""
 
     arrival_time: float
     token_times: list[float] = field(default_factory=list)

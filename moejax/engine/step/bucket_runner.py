@@ -67,6 +67,9 @@ class PlannedSteps:
         self.keys[self.builder.key(plan)] = None
         return StepResult([self.token] * len(plan.sequences), padded_tokens=plan.num_tokens)
 
+    def ready(self, handle: StepResult) -> bool:
+        return True
+
     def collect(self, handle: StepResult) -> StepResult:
         return handle
 
@@ -216,6 +219,12 @@ class BucketRunner(ABC):
         if self._one_segment:
             config = dataclasses.replace(config, block_buckets=[num_blocks])
         return Buckets.of(config, num_blocks)
+
+
+def is_sampled(output: PagedOutput) -> bool:
+    """Tells, at once, whether a step's tokens can be read."""
+    sampled: Any = output.sampled
+    return sampled.tokens.is_ready()
 
 
 def _of_groups(x: jax.Array, counts: Sequence[int]) -> np.ndarray:

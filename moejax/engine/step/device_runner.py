@@ -12,7 +12,7 @@ from moejax.core.config import EngineConfig
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.step.batch import layout
-from moejax.engine.step.bucket_runner import BucketRunner, Rows
+from moejax.engine.step.bucket_runner import BucketRunner, Rows, is_sampled
 from moejax.engine.step.functions import shapes_of
 from moejax.engine.step.ledger import CompileLedger, Program
 from moejax.engine.step.limits import CacheSpec, StepKey
@@ -107,6 +107,9 @@ class DeviceRunner(BucketRunner):
         if key.mode.penalty:
             self._seen = state.seen
         return output
+
+    def ready(self, handle: Launched) -> bool:
+        return is_sampled(handle.output)
 
     def collect(self, handle: Launched) -> StepResult:
         """Reads a step's result; this is where the host waits for the device."""

@@ -38,6 +38,10 @@ class Runner(Protocol):
         """Starts a step and returns a handle for `collect`."""
         ...
 
+    def ready(self, handle: Any) -> bool:
+        """Tells, at once, whether a launched step's tokens are there to be read."""
+        ...
+
     def collect(self, handle: Any) -> StepResult:
         """Waits for a launched step."""
         ...

@@ -24,7 +24,7 @@ from moejax.results.compare.runs import Run, load_runs
 from moejax.results.compare.samples import Cases, shared_cases
 from moejax.results.machine import has_same_roof, is_share_of_roof, roof_line
 from moejax.results.metric_names import EXACT, JUDGED, RATES, latency_name
-from moejax.results.metrics import is_number
+from moejax.results.metrics import is_number, objectives
 from moejax.results.verdict import Floor, Trial, Verdict, decide, exact_verdict
 
 __all__ = ["ACROSS", "SHOWN_FIRST", "RunComparison", "compare"]
@@ -73,6 +73,7 @@ def compare(
     each: list[Trial] = []
     notes = [f"{run.label}: {line}" for run in runs for line in run.missing]
     notes += [line for run in runs for line in conditions(run)]
+    notes += [f"{run.label}: good requests: {text}" for run in runs if (text := objectives(run.result))]
     if not has_same_roof(run.result for run in runs):
         notes.append("shares of the roof are not compared: the runs' roofs differ")
         notes += [f"{run.label}: {line}" for run in runs if (line := roof_line(run.result))]

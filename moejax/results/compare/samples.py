@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moejax.results.compare.runs import Run
-from moejax.results.metric_names import CASE_FIELDS, LATENCIES, RATES, latency_name, percentile_of
+from moejax.results.metric_names import CASE_FIELDS, LATENCIES, RATES, latency_name, least_samples
+from moejax.results.metrics import statistic_of
 
 Values = NDArray[np.float64]
 Rows = Sequence[Mapping[str, Any]]
@@ -72,15 +73,12 @@ class Cases:
         statistic, latency = parts
         if latency == "itl" and index in self._made_up:
             return np.empty(0), "the tokens' instants are not known"
-        rank = percentile_of(statistic)
         groups = [_latencies(rows, latency) for rows in self._iterations.get(index, [])]
         groups = [group for group in groups if group.size]
-        if rank is not None and rank > 50 and groups:
-            # Fewer values have no such percentile: it would be their largest.
-            needed, least = round(100 / (100 - rank)), min(group.size for group in groups)
-            if least < needed:
-                return np.empty(0), f"needs {needed} values an iteration, has {least}"
-        return np.array([_statistic(group, statistic) for group in groups]), None
+        needed, least = least_samples(statistic), min((group.size for group in groups), default=100)
+        if least < needed:
+            return np.empty(0), f"needs {needed} values an iteration, has {least}"
+        return np.array([statistic_of(group, statistic) for group in groups]), None
 
     def _rate(self, index: int, metric: str) -> Values:
         noted = [row.get(metric) for row in self._rates.get(index, ())]
@@ -115,14 +113,6 @@ def _latencies(rows: Rows, name: str) -> Values:
         return np.concatenate(parts) if parts else np.empty(0)
     values = [row.get(f"{name}_ms") for row in rows]
     return np.array([value for value in values if value is not None], dtype=np.float64)
-
-
-def _statistic(values: Values, statistic: str) -> float:
-    if statistic == "mean":
-        return float(values.mean())
-    if statistic == "std":
-        return float(values.std())
-    return float(np.percentile(values, percentile_of(statistic) or 50.0))
 
 
 def _rate(rows: Rows, metric: str) -> float:
