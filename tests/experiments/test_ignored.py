@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 import sys
 import typing
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from experiments.launch import schema
 from experiments.launch.notebook import compose
+from experiments.launch.validate import CONFIG_DIR
 from moejax import LLM
 from moejax.bench.ignored import _RULES, ignored_settings
 from moejax.core.checked import Checked
@@ -139,3 +141,12 @@ def test_an_engine_reads_all_its_settings_but_those_listed(sections, monkeypatch
         if (cls, f.name) not in read
     }
     assert missed <= listed and len(read) > 30
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml")))
+def test_preset_says_what_it_costs_and_its_command_composes(name: str) -> None:
+    header = (CONFIG_DIR / "experiment" / f"{name}.yaml").read_text()
+    assert "# Cost: " in header and "# Gives: " in header
+    command = re.search(r"^# python -m experiments\.(\w+) (.*?)(?:  .*)?$", header, re.MULTILINE)
+    assert command is not None and f"experiment={name}" in command[2]
+    assert not ignored_settings(compose(shlex.split(command[2].rstrip(" \\")), command[1]))
