@@ -36,12 +36,11 @@ def static_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     targets = list(dict.fromkeys(row["target"] for row in rows))
     table = plain_table(
         op,
-        "reg: registers a thread (+ spilled bytes); KB: shared memory; occ: warps resident, by what is\n"
-        "limited (r, s, w, b); mma: mma.sync or wgmma in the code; cp: cp.async;\n"
+        "reg: registers a thread (+ spilled bytes); KB: shared memory; occ: % of the warps resident, and what\n"
+        "limits it; mma: mma.sync or wgmma in the code; cp: cp.async;\n"
         "µs: least time on A100 (sm_80), H100 (sm_90)",
     )
-    for name in ("spec", "tile"):
-        table.add_column(name, overflow="fold")
+    table.add_column("spec\nand tile", overflow="fold")
     for target in targets:
         for name in (f"{target}\nreg", "\nKB", "\nocc", "\nmma", "\ncp", "\nµs"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -50,7 +49,9 @@ def static_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         specs = kernels.setdefault((row["implementation"], row["kernel"]), {})
         specs.setdefault(row["spec"], {})[row["target"]] = row
     for (implementation, kernel), specs in kernels.items():
-        table.add_row(kernel or implementation, style="bold")
+        first_config = next(row["config"] for by_target in specs.values() for row in by_target.values())
+        sizes = " x ".join(_split_config(first_config)[0])
+        table.add_row(f"{kernel or implementation}\n {sizes}", style="bold")
         model = None
         for spec, by_target in specs.items():
             first, _, rest = spec.partition("/")
@@ -58,7 +59,8 @@ def static_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
                 table.add_row(f" {first}", style="dim")
             model = first
             cells = [cell for target in targets for cell in _static_cells(by_target.get(target))]
-            table.add_row(f"  {rest or first}", _tile(next(iter(by_target.values()))["config"]), *cells)
+            tile = _tile(next(iter(by_target.values()))["config"])
+            table.add_row(f"  {rest or first}\n   {tile}", *cells)
     return table
 
 
@@ -73,7 +75,7 @@ def _static_cells(row: Mapping[str, Any] | None) -> list[str]:
     return [
         f"{row['registers']}" + (f"+{spill}" if spill else ""),
         f"{row['shared'] / 1024:.0f}",
-        f"{100 * row['occupancy']:.0f}{row['limiter'][0]}",
+        f"{100 * row['occupancy']:.0f}\n{row['limiter'].removeprefix('shared ').replace('registers', 'reg')}",
         f"{products}{missed}" if row["products"] else "–",
         str(row["cp_async"]) if row["cp_async"] else "–",
         number(row["roofline_us"]),
@@ -81,11 +83,17 @@ def _static_cells(row: Mapping[str, Any] | None) -> list[str]:
 
 
 def _tile(config: str) -> str:
-    """A configuration's numbers, in their order: `16x64x128 w4s3`."""
+    """A configuration's numbers, in their order: `16x64x128, 4 warps, 3 stages`."""
+    tile, counts = _split_config(config)
+    words = [f"{count} {name.removeprefix('num_')}" for name, count in counts.items()]
+    return ", ".join(["x".join(map(str, tile.values())), *words])
+
+
+def _split_config(config: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a configuration's tile sizes, and its counts of warps and stages."""
     values = json.loads(config)
-    warps, stages = values.pop("num_warps", None), values.pop("num_stages", None)
-    tile = "x".join(str(value) for value in values.values())
-    return f"{tile} w{warps}s{stages}" if warps else tile
+    counts = {name: values.pop(name) for name in ("num_warps", "num_stages") if values.get(name)}
+    return values, counts
 
 
 def print_bench(result: Mapping[str, Any], console: Console) -> None:

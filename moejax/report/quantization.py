@@ -43,7 +43,7 @@ def _routing_part(case: Mapping[str, Any]) -> str | None:
 _LOSSES: tuple[Column, ...] = (
     *metric_columns("bits_per_weight", "cache_bits", "model_bytes", "perplexity", cell=_figure),
     Column("loss %\n[interval]", _loss),
-    Column("of that\nrouting", _routing_part),
+    Column("through\nrouting", _routing_part),
     Column("KL\nmnat", "kl", 1e3, _figure),
     *metric_columns("top1_agreement", cell=_figure),
 )
@@ -54,7 +54,7 @@ _ROUTING = metric_columns(
 )  # fmt: skip
 _LOSSES_NOTE = """\
 loss: of perplexity, % of full precision, with its bootstrap interval; ~ inside the noise
-of that routing: what goes away when full precision's routing is replayed
+through routing: how much less (%) it is with full precision's routing replayed, which can be more than all of it
 """
 _ROUTING_NOTE = """\
 flips: tokens whose set of experts differs; own: by a layer itself, the routing before it replayed

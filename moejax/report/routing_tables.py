@@ -65,16 +65,15 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
 
 def _placement(case: Mapping[str, Any]) -> str:
     """Load of the heaviest device over the mean: as it is, planned, planned with replicas."""
-    line = (
-        f"{case['trace']}, on {case['devices']} devices: the heaviest has"
-        f" {case['contiguous_imbalance']:.2f} × the mean load; placed by it {case['planned_imbalance']:.2f},"
-        f" with {case['redundant']} redundant experts {case['replicated_imbalance']:.2f}"
-    )
+
+    def placements(part: str) -> str:
+        ratios = [case[f"{name}{part}_imbalance"] for name in ("contiguous", "planned", "replicated")]
+        words = "in the model's order", "placed by load", f"and with {case['redundant']} redundant experts"
+        return ", ".join(f"{ratio:.2f} × {word}" for ratio, word in zip(ratios, words, strict=True))
+
+    line = f"{case['trace']}: the heaviest of {case['devices']} devices has, of a mean load, {placements('')}"
     if case.get("replicated_holdout_imbalance"):
-        was, plan, both = (
-            case[f"{name}_holdout_imbalance"] for name in ("contiguous", "planned", "replicated")
-        )
-        line += f" (second half of the steps, planned on the first: {was:.2f}, {plan:.2f}, {both:.2f})"
+        line += f"; planned on the first half of the steps, on the second: {placements('_holdout')}"
     return line
 
 

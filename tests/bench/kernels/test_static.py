@@ -181,6 +181,7 @@ def test_the_table_fits_100_columns(rows, capsys):
     shown = capsys.readouterr().err
     assert "prefill_4096/balanced " in shown and "…" not in shown
     assert "rms_norm_residual" in shown
+    assert " warps" in shown and " reg " in shown and "\n  rows " in shown
     assert max(len(line) for line in shown.splitlines()) <= 100
 
 
