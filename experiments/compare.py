@@ -1,6 +1,6 @@
 """Puts runs side by side: which inputs differ, which metrics differ beyond noise, and which run is better.
 
-python -m experiments.compare outputs/latency/A outputs/latency/B [wandb/offline-run-… …] [html=true]
+python -m experiments.compare outputs/latency/A outputs/latency/B [FOLDER/wandb/offline-run-…] [html=true]
 """
 
 from experiments.launch.app import output_dir, run_experiment

@@ -208,6 +208,7 @@ class Sweep:
         state = "complete" if complete and tried >= expected else "incomplete"
         self.record = dataclasses.replace(self.record, state=state, jobs=rows)
         write_sweep(self.folder, self.record)
+        from moejax.core.files import shown_path
         from moejax.report.parts import Parts
         from moejax.report.sweep import PLOT_FILE, report_sweep
 
@@ -217,7 +218,9 @@ class Sweep:
         failures = sum(row["state"] == "failed" for row in rows)
         line = f"sweep: {self.finished} of {expected} jobs finished"
         line += f", {failures} failed" if failures else ""
-        _say(line if state == "complete" else f"{line}; go on with: {self._command()}")
+        files = [self.folder / name for name in (SWEEP_FILE, PLOT_FILE) if (self.folder / name).is_file()]
+        written = f"rows and plot: {', '.join(map(shown_path, files))}"
+        _say(line if state == "complete" else f"{line}; go on with: {self._command()}", written)
         counts = {"jobs": len(rows), "finished": self.finished, "failed": failures}
         print_ending(self.experiment, self.folder, counts)
         if complete:  # else something else ends it, and is told

@@ -23,7 +23,7 @@ _ASIDE = ".replaced"
 # What runs and sweeps leave beside their plots.
 _NAMES = (
     *_BY_HYDRA, "result.json", "requests.jsonl", "metrics.jsonl", "summary.json", "routing.npz",
-    "profile.json", "trace", "quantization.json", "methods", "comparison.json", "ratios.png",
+    "profile.json", "trace", "wandb", "quantization.json", "methods", "comparison.json", "ratios.png",
     "distributions*.png", "report.html", "outputs.jsonl", "workspace.json", "backend-*.log", JOB_FILE,
     SWEEP_FILE, "sweep.png", "multirun.yaml", "optimization_results.yaml", "study.db",
 )  # fmt: skip

@@ -22,7 +22,7 @@ from moejax.nn.embedding import Embedding
 from moejax.nn.linear import Linear
 from moejax.nn.mlp import GatedMLP
 from moejax.nn.norm import RMSNorm
-from moejax.nn.param import initialize
+from moejax.nn.param import initialize, num_params
 from moejax.nn.rope import rope_tables
 from moejax.ops.attention import LayerCache
 from moejax.sharding.axes import SINGLE, Axes, all_gather
@@ -233,6 +233,11 @@ class Decoder(nnx.Module):
                 sizes = layer.moe.router.top_k, layer.moe.num_experts
                 replays.append(check_replay(f"layer {number}", replay, tokens, *sizes))
         return replays
+
+    def __repr__(self) -> str:
+        config, count = self.config, len(self.stage)
+        experts = f"{config.num_experts} experts (top-{config.num_experts_per_tok})"
+        return f"<Decoder {config.family}: {count} layers, {experts}, {num_params(self):,} parameters>"
 
     def in_order(self) -> list[DecoderLayer]:
         """Returns the layers that are here."""

@@ -36,7 +36,7 @@ def static_table(op: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     targets = list(dict.fromkeys(row["target"] for row in rows))
     table = plain_table(
         op,
-        "reg: registers a thread (+ spilled bytes); KB: shared memory; occ: % of the warps resident, and what\n"
+        "reg: registers a thread (+ spilled bytes); KB: shared memory; occ: % of the warps, and what\n"
         "limits it; mma: mma.sync or wgmma in the code; cp: cp.async;\n"
         "µs: least time on A100 (sm_80), H100 (sm_90)",
     )

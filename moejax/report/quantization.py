@@ -54,7 +54,7 @@ _ROUTING = metric_columns(
 )  # fmt: skip
 _LOSSES_NOTE = """\
 loss: of perplexity, % of full precision, with its bootstrap interval; ~ inside the noise
-through routing: how much less (%) it is with full precision's routing replayed, which can be more than all of it
+through routing: what of it full precision's routing, replayed, takes away: at times more than all
 """
 _ROUTING_NOTE = """\
 flips: tokens whose set of experts differs; own: by a layer itself, the routing before it replayed

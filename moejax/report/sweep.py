@@ -43,7 +43,9 @@ _CASE_AXES = ("prompt_len", "batch_size", "output_len", "request_rate", "batchin
 _SHORT = {"prompt_len": "in", "output_len": "out", "batch_size": "batch", "request_rate": "rate"}
 # Each experiment's columns; the first ones that occur are also plotted.
 _METRICS = {
-    "latency": ("median_ttft_ms", "median_tpot_ms", "output_throughput", "roofline_percent"),
+    "latency": (
+        "median_ttft_ms", "median_tpot_ms", "output_throughput", "request_goodput", "roofline_percent"
+    ),
     "throughput": (
         "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "request_goodput", "request_throughput",
         "output_throughput",

@@ -24,8 +24,7 @@ class TrackerConfig(Checked, section="tracker"):
     Attributes:
         kind: `none`, `wandb_offline`, or `wandb` (online: needs a key and a server, never falls back).
         project, entity, group, job_type, tags: W&B's own words. group and job_type None take the run's.
-        dir: the folder in which W&B keeps its `wandb/` folder; None takes $WANDB_DIR, else the working
-            directory, so that `wandb leet` without arguments finds every run.
+        dir: the folder in which W&B keeps its `wandb/` folder; None takes $WANDB_DIR, else the run's own.
         timeout_s: most seconds that starting an online run may take.
         finish_timeout_s: most seconds that uploading what is left may take at the end.
     """

@@ -91,26 +91,13 @@ SECTIONS: tuple[Section, ...] = (
     ), columns=2),
     Section("Medians of runs of one case, and totals", _bars(
         "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms", "p99_ttft_ms", "p99_tpot_ms",
-        "output_throughput", "request_throughput", "model_bytes",
+        "output_throughput", "request_throughput",
     )),
     Section("Distributions", (
         Panel("cdf", "Time to the first token", ("ttft_cdf",)),
         Panel("cdf", "Time per output token", ("tpot_cdf",)),
         Panel("cdf", "Inter-token latency", ("itl_cdf",)),
         Panel("cdf", "End to end", ("e2el_cdf",)),
-    ), columns=2),
-    Section("Experts", (
-        Panel("image", "Load of layers x experts", ("expert_load",)),
-        *_bars("expert_load_max", "expert_load_entropy"),
-    )),
-    Section("What differs, and what matters", (
-        Panel("run_comparer", "Runs side by side"),
-        Panel("parallel", "Settings to figures", (
-            "config.engine.max_num_seqs", "config.engine.block_size", "config.quant.method",
-            "median_ttft_ms", "median_tpot_ms", "output_throughput",
-        )),
-        Panel("importance", "What output throughput depends on", ("output_throughput",)),
-        Panel("importance", "What time per output token depends on", ("median_tpot_ms",)),
     ), columns=2),
     Section("Cases of a run", (
         *_lines("case/batch_size", "case/output_throughput", "case/median_ttft_ms", "case/median_tpot_ms"),
@@ -126,28 +113,42 @@ SECTIONS: tuple[Section, ...] = (
         ),
         *_lines("case/request_rate", "case/p99_ttft_ms", "case/request_goodput"),
     ), False),
-    Section("Engine over time", _lines(
-        "timeline/time_s", "timeline/running_max", "timeline/waiting_max", "timeline/used_blocks_max"
-    ), False),
-    Section("Machine, power and cost", (
-        *_bars("energy_per_output_token_j", "cost_per_million_output_tokens", "mean_cpu_percent"),
-        *_bars("mean_process_rss_bytes", "process_peak_bytes", "device_peak_bytes"),
-        *_lines("telemetry/time_s", "telemetry/cpu_percent", "telemetry/process_rss_bytes"),
-        *_lines("telemetry/time_s", "telemetry/gpu0_power_w", "telemetry/gpu0_sm_clock_mhz"),
-    ), False),
     Section("Quantization", (
         Panel("scatter", "Perplexity lost against size", ("perplexity_loss_percent",), x="bits_per_weight"),
         Panel("scatter", "Routing changed against size", ("router_flips",), x="bits_per_weight"),
         *_bars("perplexity", "kl"),
+    ), False),
+    Section("Experts", (
+        Panel("image", "Load of layers x experts", ("expert_load",)),
+        *_bars("expert_load_max", "expert_load_entropy"),
+    )),
+    Section("What differs, and what matters", (
+        Panel("run_comparer", "Runs side by side"),
+        Panel("parallel", "Settings to figures", (
+            "config.engine.max_num_seqs", "config.engine.block_size", "config.quant.method",
+            "median_ttft_ms", "median_tpot_ms", "output_throughput",
+        )),
+        Panel("importance", "What output throughput depends on", ("output_throughput",)),
+        Panel("importance", "What time per output token depends on", ("median_tpot_ms",)),
+    ), columns=2),
+    Section("Engine over time", _lines(
+        "timeline/time_s", "timeline/running_max", "timeline/waiting_max", "timeline/used_blocks_max"
     ), False),
     Section("Pictures", (
         Panel("image", "Latency", ("latency",)),
         Panel("image", "Inter-token latency by token", ("itl",)),
         Panel("image", "Load over time", ("load",)),
     ), False),
+    Section("Machine, power and cost", (
+        *_bars("model_bytes"),
+        *_bars("energy_per_output_token_j", "cost_per_million_output_tokens", "mean_cpu_percent"),
+        *_bars("mean_process_rss_bytes", "process_peak_bytes", "device_peak_bytes"),
+        *_lines("telemetry/time_s", "telemetry/cpu_percent", "telemetry/process_rss_bytes"),
+        *_lines("telemetry/time_s", "telemetry/gpu0_power_w", "telemetry/gpu0_sm_clock_mhz"),
+    ), False),
 )  # fmt: skip
-"""The workspace from top to bottom. A panel whose metrics no run has stays empty; sections that only some
-experiments fill are closed."""
+"""The workspace from top to bottom: results, then what they follow from and took. A panel whose metrics no
+run has stays empty; sections that only some experiments fill are closed."""
 
 PINNED = (
     "summary:median_ttft_ms", "summary:median_tpot_ms", "summary:output_throughput",

@@ -45,8 +45,17 @@ def run_info(
         group=group or sweep_group(experiment, output_dir),
         job_type=job_type or experiment,
         tags=(*run_tags(experiment, config, provenance), *(_tag(tag) for tag in tags if tag)),
-        config={**config, "provenance": dict(provenance)},
+        config=_tracked(config, provenance),
     )
+
+
+def _tracked(config: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration for the tracker, what nothing reads left out (peers that do not run; the
+    provenance's second copy of it all), and all that is no setting under `provenance`."""
+    backend = config.get("backend") or {}
+    used = {name: peer for name, peer in backend.get("peers", {}).items() if name in backend["compare_with"]}
+    settings = {**config, "backend": {**backend, "peers": used}} if backend else dict(config)
+    return {**settings, "provenance": {k: v for k, v in provenance.items() if k != "config"}}
 
 
 def run_name(

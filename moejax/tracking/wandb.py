@@ -44,7 +44,7 @@ class WandbTracker(Tracker):
     def __init__(self, config: TrackerConfig, info: RunInfo) -> None:
         self._online = config.kind == "wandb"
         # wandb would move to the system's temporary folder with no more than a warning.
-        root = ensure_writable(config.dir or os.environ.get("WANDB_DIR") or Path.cwd())
+        root = ensure_writable(config.dir or os.environ.get("WANDB_DIR") or info.output_dir)
         settings = wandb.Settings(
             silent=True,
             quiet=True,

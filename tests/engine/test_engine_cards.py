@@ -4,8 +4,10 @@ import jax
 from flax import nnx
 
 from moejax import notebook
+from moejax.checkpoint.hf import resolve_model_dir
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
+from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params
 
@@ -41,6 +43,19 @@ def test_an_engine_shows_its_model_and_choices(bare_llm: LLM) -> None:
     for resolution in bare_llm.resolutions:
         assert resolution.key in page
     assert repr(bare_llm).startswith(f"<LLM {bare_llm.config.family}: ") and "\n" not in repr(bare_llm)
+
+
+def test_reprs_are_one_short_line(bare_llm: LLM) -> None:
+    done = output()
+    assert repr(done) == "<RequestOutput 7: 100 tokens in, 3 out (length); TTFT 500.0 ms, TPOT 250.00 ms>"
+    assert "token_times" not in repr(done.metrics)
+    config = bare_llm.config
+    decoder = f"<Decoder {config.family}: {config.num_layers} layers, {config.num_experts} experts (top-"
+    assert repr(bare_llm.model).startswith(decoder)
+    record = f"<RoutingRecord: {config.num_layers} layers, {config.num_experts} experts; "
+    assert repr(bare_llm.routing).startswith(record)
+    assert repr(Tokenizer.load(resolve_model_dir("tiny"))) == "<Tokenizer: 2,048 tokens, a chat template>"
+    assert max(map(len, map(repr, (done, done.metrics, bare_llm.model, bare_llm.routing)))) < 110
 
 
 def test_an_engine_is_shown_as_its_model_and_keeps_its_weights(bare_llm: LLM) -> None:

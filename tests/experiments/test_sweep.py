@@ -170,7 +170,8 @@ def test_interrupted_and_failed_jobs_are_done_again(capsys: pytest.CaptureFixtur
     sweep.raises = {}
     assert sweep("--resume", "here") == 0 and sweep.take() == [3]
     assert sweep("--resume", "here") == 0 and sweep.take() == []
-    assert "sweep: 3 of 3 jobs finished\n" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "sweep: 3 of 3 jobs finished\nrows and plot: here/sweep.json" in err
 
 
 def test_a_kill_is_told_at_the_next_start_of_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:

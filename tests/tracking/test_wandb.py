@@ -94,7 +94,7 @@ def test_offline_run_is_read_back_with_leet(child, tmp_path):
     leet, sync = json.loads(done.stdout.splitlines()[-1])
     command, run_dir = leet.split(" leet ")
     assert command.endswith("wandb")
-    assert run_dir.startswith("wandb/offline-run-") and (tmp_path / run_dir).is_dir()
+    assert run_dir.startswith("out/wandb/offline-run-") and (tmp_path / run_dir).is_dir()
     assert sync == f"{command} sync {run_dir}"
 
     read = wandb_cli("leet", "inspect", "--json", run_dir, cwd=tmp_path)
@@ -116,15 +116,14 @@ def test_offline_run_is_read_back_with_leet(child, tmp_path):
     assert state["summary"]["latency"]["_type"] == "image-file"
     assert state["summary"]["requests"]["nrows"] == 3
     assert (state["state"], state["exit_code"]) == ("finished", 0)
-    # Without arguments leet looks in ./wandb, which is where the default puts runs.
-    assert "my-run" in wandb_cli("leet", "inspect", "--summary", cwd=tmp_path).stdout
+    assert not (tmp_path / "wandb").exists()  # but below the run's own folder
 
 
 def test_long_table_is_cut_and_said_so(child, tmp_path):
     done = child({"kind": "wandb_offline"}, rows=MAX_TABLE_ROWS + 5)
     assert done.returncode == 0, done.stderr
     assert "kept the first 10000 of 10005 rows" in done.stderr
-    text = wandb_cli("leet", "inspect", "--summary", "--json", "wandb", cwd=tmp_path).stdout
+    text = wandb_cli("leet", "inspect", "--summary", "--json", "out/wandb", cwd=tmp_path).stdout
     summary = json.loads(text[text.index("{") : text.rindex("}") + 1])["summary"]
     assert summary["requests"]["nrows"] == MAX_TABLE_ROWS
     assert summary["requests_rows_total"] == MAX_TABLE_ROWS + 5
@@ -191,7 +190,7 @@ def test_dead_server_is_an_error_in_bounded_time(child, tmp_path):
     done = child({"kind": "wandb", "timeout_s": 3}, **env)
     assert time.monotonic() - start < 30
     check_refusal(done, "127.0.0.1:9", "does not answer", "refused")
-    assert not list(tmp_path.glob("wandb/*run-*"))
+    assert not list(tmp_path.glob("out/wandb/*run-*"))
 
 
 def test_refused_key_is_an_error(child):
@@ -208,8 +207,8 @@ def test_server_that_fails_during_the_run_is_an_error_in_bounded_time(child, tmp
     assert time.monotonic() - start < 40
     assert done.returncode == 2, done.stderr + done.stdout
     line = done.stdout.splitlines()[-1]
-    assert line.startswith("TrackingError: W&B upload is incomplete") and "wandb sync wandb/run-" in line
-    assert list(tmp_path.glob("wandb/run-*/run-*.wandb"))
+    assert line.startswith("TrackingError: W&B upload is incomplete") and "wandb sync out/wandb/run-" in line
+    assert list(tmp_path.glob("out/wandb/run-*/run-*.wandb"))
 
 
 def test_online_against_wandb_mode_is_an_error(child):

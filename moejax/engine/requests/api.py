@@ -93,7 +93,7 @@ class RequestMetrics:
     often a sample of it lost its cache blocks."""
 
     arrival_time: float
-    token_times: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list, repr=False)
     scheduled_time: float | None = None
     preemptions: int = 0
 
@@ -153,6 +153,15 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     error: str | None = None
+
+    def __repr__(self) -> str:
+        ends = [(len(sample.token_ids), sample.finish_reason or "running") for sample in self.outputs]
+        samples, times = [f"{count} out ({end})" for count, end in ends], self.metrics
+        line = f"<RequestOutput {self.request_id}: {len(self.prompt_token_ids)} tokens in, "
+        line += ", ".join(samples)
+        if times.token_times:
+            line += f"; TTFT {1e3 * times.ttft:.1f} ms, TPOT {1e3 * times.tpot:.2f} ms"
+        return f"{line}>"
 
     def _repr_html_(self) -> str:
         from moejax.engine.requests.output_card import output_card

@@ -60,6 +60,10 @@ class Tokenizer:
             raise CheckpointError(f"{settings_path}: chat_template is neither text nor a list of named texts")
         return cls(tokenizer, settings, template)
 
+    def __repr__(self) -> str:
+        template = "a chat template" if self._chat_template else "no chat template"
+        return f"<Tokenizer: {self.vocab_size:,} tokens, {template}>"
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns a text's token ids.
 

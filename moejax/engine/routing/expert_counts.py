@@ -63,6 +63,11 @@ class RoutingRecord:
         self.overflow = {"dropped": 0, "rerouted": 0}
         self.window: LoadWindow | None = None
 
+    def __repr__(self) -> str:
+        L, E = self.counts[PHASES[0]].shape
+        steps = [f"{count} {phase} steps" for phase, count in self.steps.items()]
+        return f"<RoutingRecord: {L} layers, {E} experts; {', '.join(steps)}>"
+
     def add(self, phase: str, counts: np.ndarray, overflow: np.ndarray) -> None:
         """Adds one step's counts, int32 `[L, E]`, and overflow, int32 `[2]`."""
         self.counts[phase] += counts
