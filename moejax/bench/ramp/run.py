@@ -152,7 +152,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _metrics(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the totals over a mode's rates, of a single one all its metrics; and its ramp's figures."""
-    counts = [m.name for m in GLOSSARY if m.of == "case or run" and m.exact]
+    counts = [m.name for m in GLOSSARY if m.section == "Rates and totals" and m.exact]
     totals = {name: sum(row[name] for row in rows) for name in (*counts, "duration_s")}
     metrics = totals if len(rows) > 1 else flat_metrics(rows[0])
     names = ("knee_rate", "max_output_throughput", "max_goodput", "max_goodput_rate")
