@@ -23,13 +23,24 @@ from pallas_kernels.op import TritonSource
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
 cdiv = pl.cdiv
-load = plgpu.load
 next_power_of_2 = pl.next_power_of_2
 program_id = pl.program_id
 store = plgpu.store
 when = pl.when
 
 _DEVICES = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H100 80GB HBM3"}
+
+
+def load(ref: Any, *, mask: jax.Array | None = None, other: Any = None) -> jax.Array:
+    """Loads a tile: `other` where the mask, which is broadcast, does not hold; all of it without a mask."""
+    return plgpu.load(ref, mask=mask, other=None if mask is None else other)
+
+
+def both(first: jax.Array | None, second: jax.Array | None) -> jax.Array | None:
+    """Returns where both masks hold; None is a mask that holds everywhere."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
 
 
 def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:

@@ -72,6 +72,16 @@ def arrays_of(arguments: Mapping[str, tuple[jax.Array | None, str, Sequence[Any]
     return {name: array for name, (array, *_) in arguments.items()}
 
 
+MAX_HEAD_DIM = 256
+
+
+def check_heads(op: str, H: int, K: int, Dh: int) -> None:
+    """Raises KernelError unless attention kernels take such heads: in whole groups, of such a dimension."""
+    check_that(op, "q", H % K == 0, f"{H} heads", f"a multiple of the {K} KV heads")
+    fits = Dh % 8 == 0 and Dh <= MAX_HEAD_DIM
+    check_that(op, "q", fits, f"head dimension {Dh}", f"a multiple of 8 up to {MAX_HEAD_DIM}")
+
+
 def check_that(op: str, argument: str, holds: bool, got: Any, expected: Any) -> None:
     """Raises KernelError unless `holds`."""
     if not holds:

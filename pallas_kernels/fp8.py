@@ -36,28 +36,25 @@ def decode_e4m3(bits: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
 
 def encode_e4m3(x: jax.Array) -> jax.Array:
     """Returns uint8 codes of the nearest e4m3 numbers (ties to even), saturating at ±448; NaN stays NaN."""
-    x = x.astype(jnp.float32)
-    word = jax.lax.bitcast_convert_type(x, jnp.int32)
-    a = jnp.minimum(jnp.abs(x), MAX)
-    bits = jax.lax.bitcast_convert_type(a, jnp.int32)
-    # Add half of the last kept place, less one where that place is even; a carry moves the exponent.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # 2^14 has its last place at 2^-9, the least subnormal: the addition rounds, the low bits count.
-    small = jax.lax.bitcast_convert_type(a + 2.0**14, jnp.int32) - 0x46800000
-    code = jnp.where(a < _LEAST_NORMAL, small, normal)
-    code = jnp.where(x != x, 0x7F, code)
-    return (code | ((word >> 24) & 0x80)).astype(jnp.uint8)
+    return _encode(x, MAX, mantissa=3, bias=7)
 
 
 def encode_e5m2(x: jax.Array) -> jax.Array:
     """Returns uint8 codes of the nearest e5m2 numbers (ties to even), saturating at ±57344; NaN stays NaN."""
+    return _encode(x, 57344.0, mantissa=2, bias=15)
+
+
+def _encode(x: jax.Array, largest: float, mantissa: int, bias: int) -> jax.Array:
     x = x.astype(jnp.float32)
     word = jax.lax.bitcast_convert_type(x, jnp.int32)
-    a = jnp.minimum(jnp.abs(x), 57344.0)
+    a = jnp.minimum(jnp.abs(x), largest)
     bits = jax.lax.bitcast_convert_type(a, jnp.int32)
-    normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - (112 << 2)
-    # As above: 2^7 has its last place at 2^-16, the least subnormal.
-    small = jax.lax.bitcast_convert_type(a + 2.0**7, jnp.int32) - 0x43000000
-    code = jnp.where(a < 2.0**-14, small, normal)
+    # Add half of the last kept place, less one where that place is even; a carry moves the exponent.
+    cut = 23 - mantissa
+    normal = ((bits + ((1 << cut - 1) - 1) + ((bits >> cut) & 1)) >> cut) - (127 - bias << mantissa)
+    # This power of two has its last place at the least subnormal: the addition rounds, the low bits count.
+    power = 24 - bias - mantissa
+    small = jax.lax.bitcast_convert_type(a + 2.0**power, jnp.int32) - (127 + power << 23)
+    code = jnp.where(a < 2.0 ** (1 - bias), small, normal)
     code = jnp.where(x != x, 0x7F, code)
     return (code | ((word >> 24) & 0x80)).astype(jnp.uint8)

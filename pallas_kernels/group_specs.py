@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.groups import block_m_for, padded_rows
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape, expert_ids
-from pallas_kernels.op import Cost, Problem, Spec
+from pallas_kernels.op import Cost, Problem, Spec, make_problem
 from pallas_kernels.qformats import Format, QuantizedTensor, random_quantized
 
 CASES: tuple[tuple[ModelShape, str, int, str], ...] = (
@@ -66,12 +66,11 @@ def problem(
     Args:
         fmt: of quantized weights, of which there are two matrices with an `activation`.
     """
-    sizes: dict[str, int | str] = {"P": P, "D": D, "F": F, "E": E, "block_m": block_m}
-    sizes["dtype"] = str(jnp.dtype(dtype))
-    if fmt is None:
-        return sizes
-    sizes |= fmt.problem | {"matrices": 1 if activation is None else 2}
-    return sizes if activation is None else sizes | {"activation": activation}
+    quantized: dict[str, int | str] = {}
+    if fmt is not None:
+        quantized = {**fmt.problem, "matrices": 1 if activation is None else 2}
+        quantized |= {} if activation is None else {"activation": activation}
+    return make_problem(P=P, D=D, F=F, E=E, block_m=block_m, dtype=dtype, **quantized)
 
 
 def spec_name(model: ModelShape, phase: str, tokens: int, routing: str) -> str:

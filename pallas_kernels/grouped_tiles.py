@@ -1,9 +1,10 @@
-"""Shared parts of the tiled products over groups: a program's tile, the reduction's loads, defaults.
+"""The kernel behind the products over groups: blocks of rows of x with one matrix, or with two (SwiGLU).
 
 out[block, f-tile]   one program: rows of one block, gathered from x, times a column of tiles of its
                      expert's weights, which stream through shared memory along the reduction
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import load
+from pallas_kernels._compat import both, cdiv, dot, load, pallas_call, program_id, store, when
+from pallas_kernels.groups import ACTIVATIONS
 from pallas_kernels.op import Problem
 
 
@@ -49,12 +51,11 @@ class Tile(NamedTuple):
     """A program's part of the output.
 
     Attributes:
-        block, expert: int32 scalars.
-        slots, rows: int32 `[block_m]`; made: bool, the slots that hold a row of x.
+        expert: int32 scalar.
+        slots, rows: int32 `[block_m]`; filled: bool, the slots that hold a row of x.
         cols: int32 `[block_n]`.
     """
 
-    block: jax.Array
     expert: jax.Array
     slots: jax.Array
     rows: jax.Array
@@ -76,41 +77,95 @@ def place(pid: jax.Array, used: jax.Array, n_tiles: int, group: int) -> tuple[ja
     return first + jax.lax.rem(within, height), jax.lax.div(within, height)
 
 
-def read_tile(
+def _read_tile(
     rows_ref: Any, block_ref: Any, block: jax.Array, f: jax.Array, *, R: int, block_m: int, block_n: int
 ) -> Tile:
     """Reads the tile of a program: its block's expert, slots, rows and columns."""
     slots = block * block_m + jnp.arange(block_m, dtype=jnp.int32)
     rows = load(rows_ref.at[slots])
     cols = f * block_n + jnp.arange(block_n, dtype=jnp.int32)
-    return Tile(block, load(block_ref.at[block]), slots, rows, (rows >= 0) & (rows < R), cols)
+    return Tile(load(block_ref.at[block]), slots, rows, (rows >= 0) & (rows < R), cols)
 
 
-def load_rows(x_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Array:
+def _load_rows(x_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Array:
     """Loads `x[rows, first : first + block_k]`, 0 in padding: masked rows are not read from memory."""
     D = x_ref.shape[1]
     k = first + jnp.arange(block_k, dtype=jnp.int32)
-    mask = tile.filled[:, None]
-    if D % block_k:
-        mask = mask & (k < D)[None, :]
+    mask = both(tile.filled[:, None], (k < D)[None, :] if D % block_k else None)
     return load(x_ref.at[tile.rows[:, None], k[None, :]], mask=mask, other=0.0)
 
 
-def load_weights(w_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Array:
+def _load_weights(w_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax.Array:
     """Loads `w[expert, first : first + block_k, cols]`, 0 outside."""
     _, D, F = w_ref.shape
     k = first + jnp.arange(block_k, dtype=jnp.int32)
     at = w_ref.at[tile.expert, k[:, None], tile.cols[None, :]]
-    mask = None
-    if D % block_k:
-        mask = (k < D)[:, None] & jnp.full(tile.cols.shape, True)[None, :]
-    if F % tile.cols.shape[0]:
-        inside = (tile.cols < F)[None, :]
-        mask = inside & jnp.full(k.shape, True)[:, None] if mask is None else mask & inside
-    return load(at) if mask is None else load(at, mask=mask, other=0.0)
+    mask = both(
+        (k < D)[:, None] if D % block_k else None,
+        (tile.cols < F)[None, :] if F % tile.cols.shape[0] else None,
+    )
+    return load(at, mask=mask, other=0.0)
 
 
-def out_mask(tile: Tile, F: int) -> jax.Array:
-    """Returns the mask of what the program writes: everything but padding."""
-    mask = tile.filled[:, None] & jnp.full(tile.cols.shape, True)[None, :]
-    return mask & (tile.cols < F)[None, :] if F % tile.cols.shape[0] else mask
+def _kernel(
+    *refs: Any, matrices: int, config: Config, block_m: int, n_tiles: int, activation: str | None
+) -> None:
+    x_ref, weight_refs = refs[0], refs[1 : 1 + matrices]
+    rows_ref, block_ref, num_ref, *scale_ref, out_ref = refs[1 + matrices :]
+    R, D = x_ref.shape
+    F, block_k = out_ref.shape[1], config.block_k
+    pid = program_id(0)
+    used = num_ref[0]
+
+    @when(pid < used * n_tiles)
+    def _() -> None:
+        block, f = place(pid, used, n_tiles, config.group)
+        tile = _read_tile(rows_ref, block_ref, block, f, R=R, block_m=block_m, block_n=config.block_n)
+
+        def body(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            x = _load_rows(x_ref, tile, i * block_k, block_k)
+            pairs = zip(sums, weight_refs, strict=True)
+            return tuple(total + dot(x, _load_weights(w, tile, i * block_k, block_k)) for total, w in pairs)
+
+        zero = jnp.zeros((block_m, config.block_n), jnp.float32)
+        sums = jax.lax.fori_loop(0, cdiv(D, block_k), body, (zero,) * matrices)
+        out = sums[0] if activation is None else ACTIVATIONS[activation](sums[0]) * sums[1]
+        if scale_ref:
+            out = out * load(scale_ref[0].at[tile.slots])[:, None]
+        at = out_ref.at[tile.slots[:, None], tile.cols[None, :]]
+        # Everything but padding.
+        mask = both(tile.filled[:, None], (tile.cols < F)[None, :] if F % config.block_n else None)
+        store(at, out.astype(out_ref.dtype), mask=mask)
+
+
+def grouped_product(
+    name: str,
+    x: jax.Array,
+    matrices: Sequence[jax.Array],
+    table: tuple[jax.Array, jax.Array, jax.Array],
+    config: Config,
+    *,
+    block_m: int,
+    row_scale: jax.Array | None = None,
+    activation: str | None = None,
+    out_dtype: Any,
+    interpret: bool | None,
+) -> jax.Array:
+    """Returns `[P, F]`; undefined elements are not written.
+
+    Args:
+        matrices: one; or gate and up, with `activation`.
+        table: rows, block_expert and num_blocks.
+    """
+    P, F = table[0].shape[0], matrices[0].shape[2]
+    n_tiles = cdiv(F, config.block_n)
+    static: dict[str, Any] = {"matrices": len(matrices), "config": config, "activation": activation}
+    return pallas_call(
+        functools.partial(_kernel, block_m=block_m, n_tiles=n_tiles, **static),
+        name=name,
+        grid=(P // block_m * n_tiles,),
+        out_shape=jax.ShapeDtypeStruct((P, F), out_dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )(x, *matrices, *table, *([] if row_scale is None else [row_scale]))

@@ -8,15 +8,28 @@ A configuration is found in this order: the one given, the one tuned for this ve
 one tuned for the nearest problem, the heuristic's. Which it was is part of the answer.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Problem = Mapping[str, int | str]
 """Properties that a configuration may depend on: dimensions and dtypes, by name."""
+
+
+def make_problem(**properties: Any) -> Problem:
+    """Returns a problem: numbers and names as they are, flags as 0 or 1, dtypes by their names."""
+
+    def plain(value: Any) -> int | str:
+        if isinstance(value, str):
+            return value
+        return int(value) if isinstance(value, int) else str(jnp.dtype(value))
+
+    return {name: plain(value) for name, value in properties.items()}
 
 
 @dataclass(frozen=True)
@@ -60,17 +73,35 @@ class Spec:
         return jax.eval_shape(self.make, jax.ShapeDtypeStruct((2,), "uint32"))
 
 
+TRITON_TYPES = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int8": "*i8",
+    "float8_e5m2": "*fp8e5",
+}
+"""Pointers to arrays in Triton's signatures, by the arrays' dtype."""
+
+
 @dataclass(frozen=True)
 class TritonSource:
-    """A `@triton.jit` kernel to compile ahead of time: what `triton.compiler.ASTSource` wants."""
+    """A `@triton.jit` kernel to compile ahead of time: what `triton.compiler.ASTSource` wants.
+
+    Attributes:
+        name, module: of the function, whose module imports triton.
+    """
 
     name: str
-    function: Callable[[], Any]  # imports triton
+    module: str
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
     num_warps: int
     num_stages: int
     grid: tuple[int, ...]
+
+    def function(self) -> Any:
+        """Returns the `@triton.jit` function. Imports triton."""
+        return getattr(importlib.import_module(self.module), self.name)
 
 
 @dataclass(frozen=True)

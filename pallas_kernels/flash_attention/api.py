@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dtypes import FLOATS
-from pallas_kernels.errors import arrays_of, check_arrays, check_that
+from pallas_kernels.errors import arrays_of, check_arrays, check_heads, check_that
 from pallas_kernels.flash_attention import pallas_triton
 from pallas_kernels.flash_attention.reference import flash_attention_reference
-from pallas_kernels.flash_attention.specs import SPECS, problem
-from pallas_kernels.op import Implementation, Op
+from pallas_kernels.flash_attention.specs import SPECS
+from pallas_kernels.op import Implementation, Op, make_problem
 from pallas_kernels.run import Options, run
-
-MAX_HEAD_DIM = 256
 
 OP = Op(
     name="flash_attention",
@@ -59,10 +57,8 @@ def flash_attention(
         "lengths": (lengths, "B", (jnp.int32,)),
     }
     sizes = check_arrays(OP.name, arguments)
-    B, Tq, Tk, H, K, Dh = (sizes[name] for name in ("B", "Tq", "Tk", "H", "K", "Dh"))
-    check_that(OP.name, "q", H % K == 0, f"{H} heads", f"a multiple of the {K} KV heads")
-    fits = Dh % 8 == 0 and Dh <= MAX_HEAD_DIM
-    check_that(OP.name, "q", fits, f"head dimension {Dh}", f"a multiple of 8 up to {MAX_HEAD_DIM}")
+    H, K, Dh = sizes["H"], sizes["K"], sizes["Dh"]
+    check_heads(OP.name, H, K, Dh)
     check_that(OP.name, "scale", scale > 0, scale, "a positive number")
     check_that(OP.name, "soft_cap", soft_cap is None or soft_cap > 0, soft_cap, "a positive number or None")
     if window is not None:
@@ -77,7 +73,7 @@ def flash_attention(
     }
     return run(
         OP,
-        problem(B, Tq, Tk, H, K, Dh, q.dtype, **flags),
+        make_problem(**sizes, dtype=q.dtype, **flags),
         {
             **arrays_of(arguments),
             "scale": scale,

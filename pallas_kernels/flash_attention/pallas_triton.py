@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import cdiv, dot, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels._compat import both, cdiv, dot, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.op import Problem
 
 _LOG2E = math.log2(math.e)
@@ -96,8 +96,7 @@ def _kernel(
     position = query + q_offset
     column = jnp.arange(_pad(Dh), dtype=jnp.int32)
     inside = None if Dh == _pad(Dh) else (column < Dh)[None, :]
-    kept = (row < Tq * G)[:, None] if inside is None else (row < Tq * G)[:, None] & inside
-    kept = jnp.broadcast_to(kept, (block_q, _pad(Dh)))
+    kept = both((row < Tq * G)[:, None], inside)
     at = (batch, query[:, None], q_head[:, None], column[None, :])
     q = load(q_ref.at[at], mask=kept, other=0.0)
 
@@ -127,13 +126,8 @@ def _kernel(
         largest, total, out = carry
         key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
         index = (batch, key[:, None], head, column[None, :])
-        mask = inside
-        if masked:
-            mask = (key < end)[:, None] if inside is None else (key < end)[:, None] & inside
-        if mask is not None:
-            mask = jnp.broadcast_to(mask, (block_k, _pad(Dh)))
-        other = None if mask is None else 0.0
-        scores = dot(q, load(k_ref.at[index], mask=mask, other=other), trans_b=True)
+        mask = both((key < end)[:, None] if masked else None, inside)
+        scores = dot(q, load(k_ref.at[index], mask=mask, other=0.0), trans_b=True)
         if soft_cap is not None:
             scores = soft_cap * _tanh(scores * (scale / soft_cap))
         if masked:
@@ -147,7 +141,7 @@ def _kernel(
         weights = jnp.exp2(scores * factor - highest[:, None])
         shrink = jnp.exp2(largest - highest)
         total = total * shrink + jnp.sum(weights, axis=1)
-        values = load(v_ref.at[index], mask=mask, other=other)
+        values = load(v_ref.at[index], mask=mask, other=0.0)
         return highest, total, out * shrink[:, None] + dot(weights.astype(values.dtype), values)
 
     carry = (

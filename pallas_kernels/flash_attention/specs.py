@@ -1,41 +1,11 @@
 """Named shapes of `flash_attention`: each model's prefill, windows, and a chunk with ragged lengths."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.models import MIXTRAL, MODELS, OLMOE, QWEN3, ModelShape
-from pallas_kernels.op import Cost, Problem, Spec
-
-
-def problem(
-    B: int,
-    Tq: int,
-    Tk: int,
-    H: int,
-    K: int,
-    Dh: int,
-    dtype: Any,
-    *,
-    causal: bool,
-    window: bool,
-    soft_cap: bool,
-    sinks: bool,
-    lengths: bool,
-) -> Problem:
-    flags = {"causal": causal, "window": window, "soft_cap": soft_cap, "sinks": sinks, "lengths": lengths}
-    return {
-        "B": B,
-        "Tq": Tq,
-        "Tk": Tk,
-        "H": H,
-        "K": K,
-        "Dh": Dh,
-        "dtype": str(jnp.dtype(dtype)),
-        **{name: int(flag) for name, flag in flags.items()},
-    }
+from pallas_kernels.op import Cost, Spec, make_problem
 
 
 def _spec(
@@ -70,13 +40,14 @@ def _spec(
         seen = position[position < end]
         queries, keys = queries + len(seen), keys + end
         pairs += int(np.minimum(seen + 1, window or Tk).sum())
-    flags = {"soft_cap": False, "sinks": sinks, "lengths": lengths is not None}
+    sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "K": K, "Dh": Dh}
+    masks = {"causal": True, "window": window is not None, "lengths": lengths is not None}
     moved = 2 * (queries + B * Tq) * H * Dh + 2 * 2 * keys * K * Dh
     return Spec(
         name=f"{model.name}/prefill_{B}x{Tq}{suffix}",
         make=make,
         static={"scale": Dh**-0.5, **({} if window is None else {"window": window})},
-        problem=problem(B, Tq, Tk, H, K, Dh, dtype, causal=True, window=window is not None, **flags),
+        problem=make_problem(**sizes, dtype=dtype, **masks, soft_cap=False, sinks=sinks),
         cost=Cost(flops=4.0 * pairs * H * Dh, bytes=float(moved)),
         tags=frozenset({model.name, "prefill"}),
     )

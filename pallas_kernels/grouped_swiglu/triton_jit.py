@@ -10,28 +10,19 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import cdiv, triton_call
 from pallas_kernels.grouped_swiglu.pallas_triton import Config
-from pallas_kernels.op import Spec, TritonSource
-
-_TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-
-
-def kernel() -> Any:
-    """Returns the `@triton.jit` function. Imports triton."""
-    from pallas_kernels.grouped_swiglu.triton_kernel import grouped_swiglu_kernel
-
-    return grouped_swiglu_kernel
+from pallas_kernels.op import TRITON_TYPES, Spec, TritonSource
 
 
 def source(
     R: int, D: int, F: int, P: int, block_m: int, activation: str, dtype: Any, config: Config
 ) -> TritonSource:
     """Returns the kernel for x `[R, D]` and P slots, as it is compiled and launched."""
-    wide = _TYPES[str(jnp.dtype(dtype))]
+    wide = TRITON_TYPES[str(jnp.dtype(dtype))]
     pointers = {"x_ptr": wide, "gate_ptr": wide, "up_ptr": wide}
     pointers |= {"rows_ptr": "*i32", "block_ptr": "*i32", "num_ptr": "*i32", "out_ptr": wide}
     return TritonSource(
         name="grouped_swiglu_kernel",
-        function=kernel,
+        module="pallas_kernels.grouped_swiglu.triton_kernel",
         signature=pointers,
         constants={
             "R": R,

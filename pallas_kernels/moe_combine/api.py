@@ -9,8 +9,8 @@ from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import arrays_of, check_arrays
 from pallas_kernels.moe_combine import pallas_triton
 from pallas_kernels.moe_combine.reference import moe_combine_reference
-from pallas_kernels.moe_combine.specs import SPECS, problem
-from pallas_kernels.op import Implementation, Op
+from pallas_kernels.moe_combine.specs import SPECS
+from pallas_kernels.op import Implementation, Op, make_problem
 from pallas_kernels.run import Options, run
 
 OP = Op(
@@ -50,7 +50,7 @@ def moe_combine(
     sizes = check_arrays(OP.name, arguments)
     return run(
         OP,
-        problem(sizes["T"], sizes["k"], sizes["P"], sizes["D"], y.dtype, weights is not None),
+        make_problem(**sizes, dtype=y.dtype, weighted=weights is not None),
         arrays_of(arguments),
         **options,
     )

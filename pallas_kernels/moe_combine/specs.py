@@ -1,17 +1,11 @@
 """Named shapes of `moe_combine`: each model's expert outputs, already weighted by the down projection."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.group_specs import CASES, spec_groups, spec_name, spec_tags
 from pallas_kernels.models import ModelShape
-from pallas_kernels.op import Cost, Problem, Spec
-
-
-def problem(T: int, k: int, P: int, D: int, dtype: Any, weighted: bool) -> Problem:
-    return {"T": T, "P": P, "k": k, "D": D, "dtype": str(jnp.dtype(dtype)), "weighted": int(weighted)}
+from pallas_kernels.op import Cost, Spec, make_problem
 
 
 def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
@@ -26,7 +20,7 @@ def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
         name=spec_name(model, phase, tokens, routing),
         make=make,
         static={},
-        problem=problem(tokens, k, P, D, dtype, False),
+        problem=make_problem(T=tokens, P=P, k=k, D=D, dtype=dtype, weighted=False),
         cost=Cost(flops=1.0 * rows * D, bytes=2.0 * (rows + tokens) * D + 4.0 * tokens * k, unit="float32"),
         tags=spec_tags(model, phase, tokens, routing),
     )

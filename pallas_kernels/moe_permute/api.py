@@ -9,8 +9,8 @@ from pallas_kernels.errors import check_arrays, check_that
 from pallas_kernels.groups import Permutation, check_block_m
 from pallas_kernels.moe_permute import pallas_triton
 from pallas_kernels.moe_permute.reference import moe_permute_reference
-from pallas_kernels.moe_permute.specs import SPECS, problem
-from pallas_kernels.op import Implementation, Op
+from pallas_kernels.moe_permute.specs import SPECS
+from pallas_kernels.op import Implementation, Op, make_problem
 from pallas_kernels.run import Options, run
 
 OP = Op(
@@ -48,7 +48,7 @@ def moe_permute(
     check_block_m(OP.name, block_m)
     return run(
         OP,
-        problem(sizes["T"] * sizes["k"], num_experts, block_m),
+        make_problem(A=sizes["T"] * sizes["k"], E=num_experts, block_m=block_m),
         {"ids": ids, "num_experts": num_experts, "block_m": block_m},
         **options,
     )

@@ -5,11 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.group_specs import CASES, spec_groups, spec_name, spec_tags
 from pallas_kernels.models import ModelShape, expert_ids
-from pallas_kernels.op import Cost, Problem, Spec
-
-
-def problem(A: int, E: int, block_m: int) -> Problem:
-    return {"A": A, "E": E, "block_m": block_m}
+from pallas_kernels.op import Cost, Spec, make_problem
 
 
 def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
@@ -23,7 +19,7 @@ def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
         name=spec_name(model, phase, tokens, routing),
         make=make,
         static={"num_experts": E, "block_m": groups.block_m},
-        problem=problem(A, E, groups.block_m),
+        problem=make_problem(A=A, E=E, block_m=groups.block_m),
         # An id is compared with every expert by this method, but counting and placing need two steps each.
         cost=Cost(flops=4.0 * A, bytes=4.0 * (2 * A + P + P // groups.block_m + E + 1), unit="float32"),
         tags=spec_tags(model, phase, tokens, routing),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import (
+    both,
     cdiv,
     load,
     next_power_of_2,
@@ -50,11 +51,8 @@ def _dequantize(*args: Any, w: QuantizedTensor, ptx: bool) -> None:
         for piece in group:
             tile = weight.tile(step, piece, kept, jnp.bfloat16).astype(jnp.float32) * scale
             at = step * _BLOCK_K + piece.offset + jnp.arange(piece.size)
-            mask = (at < D)[None, :] if D % _BLOCK_K else None
-            if inside is not None:
-                mask = inside[:, None] if mask is None else mask & inside[:, None]
-            if mask is not None:
-                mask = jnp.broadcast_to(mask, tile.shape)
+            existing = None if inside is None else inside[:, None]
+            mask = both((at < D)[None, :] if D % _BLOCK_K else None, existing)
             store(out_ref.at[(*lead, at[None, :], out[:, None])], tile.astype(out_ref.dtype), mask=mask)
 
 

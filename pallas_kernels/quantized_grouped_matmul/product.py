@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import cdiv, load, pallas_call, program_id, should_interpret, store, when
+from pallas_kernels._compat import both, cdiv, load, pallas_call, program_id, should_interpret, store, when
 from pallas_kernels.grouped_tiles import place
 from pallas_kernels.groups import ACTIVATIONS
 from pallas_kernels.qformats import QuantizedTensor
@@ -69,13 +69,8 @@ def _kernel(
 
         def x_tile(k: Any, count: int) -> jax.Array:
             at = k + jnp.arange(count)
-            mask = None if valid is None else valid[:, None]
-            if D % tile.block_k:
-                inside = (at < D)[None, :]
-                mask = inside if mask is None else mask & inside
-            if mask is None:
-                return load(x_ref.at[rows[:, None], at[None, :]])
-            mask = jnp.broadcast_to(mask, (bm, count))
+            rows_mask = None if valid is None else valid[:, None]
+            mask = both(rows_mask, (at < D)[None, :] if D % tile.block_k else None)
             return load(x_ref.at[rows[:, None], at[None, :]], mask=mask, other=0)
 
         weights = [
@@ -101,15 +96,11 @@ def _kernel(
             steps = jnp.clip(total - first, 0, per)
         sums = reduce_tiles(x_tile, weights, first, steps, bm)
         if "x_scale" in refs:
-            other = {} if valid is None else {"mask": valid, "other": 0.0}
-            x_scale = load(refs["x_scale"].at[rows], **other)
+            x_scale = load(refs["x_scale"].at[rows], mask=valid, other=0.0)
             sums = tuple(s * x_scale[:, None] for s in sums)
         out, inside = weights[0].outputs()
-        mask = None if inside is None else inside[None, :]
-        if not grouped and R % bm:
-            mask = (slots < R)[:, None] if mask is None else mask & (slots < R)[:, None]
-        if mask is not None:
-            mask = jnp.broadcast_to(mask, (bm, bn))
+        rows_mask = (slots < R)[:, None] if not grouped and R % bm else None
+        mask = both(None if inside is None else inside[None, :], rows_mask)
         if tile.split_k > 1:
             for i, s in enumerate(sums):
                 at = (i, part, slots[:, None], out[None, :])

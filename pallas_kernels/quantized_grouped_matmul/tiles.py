@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import dot, load
+from pallas_kernels._compat import both, dot, load
 from pallas_kernels.qformats import PACK, Format
 from pallas_kernels.quantized_grouped_matmul.decode import decode_fp8, decode_int8, decode_nibbles
 
@@ -78,12 +78,8 @@ class Weight:
     def codes(self, first: Any, count: int, width: int) -> jax.Array:
         """Returns `[block_n, count]` of the stored bytes, `width` of which an output has; 0 outside."""
         at, (out, inside) = first + jnp.arange(count), self.outputs()
-        mask = (at < width)[None, :] if self.D % self.block_k else None
-        if inside is not None:
-            mask = inside[:, None] if mask is None else mask & inside[:, None]
-        if mask is None:
-            return load(self.values.at[(*self.lead, out[:, None], at[None, :])])
-        mask = jnp.broadcast_to(mask, (self.block_n, count))
+        existing = None if inside is None else inside[:, None]
+        mask = both((at < width)[None, :] if self.D % self.block_k else None, existing)
         return load(self.values.at[(*self.lead, out[:, None], at[None, :])], mask=mask, other=0)
 
     def of_group(self, ref: Any, row: Any) -> jax.Array:
@@ -91,8 +87,6 @@ class Weight:
         if self.fmt.scale_columns > 1:
             return load(ref.at[(*self.lead, row, self.first // self.fmt.scale_columns)])
         out, inside = self.outputs()
-        if inside is None:
-            return load(ref.at[(*self.lead, row, out)])
         return load(ref.at[(*self.lead, row, out)], mask=inside, other=0)
 
     def scale(self, k: Any) -> jax.Array:

@@ -5,12 +5,12 @@ from typing import Any, Unpack
 import jax
 
 from pallas_kernels.errors import bind_shapes
-from pallas_kernels.op import Implementation, Op
+from pallas_kernels.op import Implementation, Op, make_problem
 from pallas_kernels.qformats import QuantizedTensor, check_quantized
 from pallas_kernels.quantized_grouped_matmul.api import check_activations
 from pallas_kernels.quantized_matmul import pallas_triton
 from pallas_kernels.quantized_matmul.reference import quantized_matmul_reference
-from pallas_kernels.quantized_matmul.specs import SPECS, problem
+from pallas_kernels.quantized_matmul.specs import SPECS
 from pallas_kernels.run import Options, run
 
 OP = Op(
@@ -52,7 +52,7 @@ def quantized_matmul(
     check_activations(OP.name, x, x_scale, w, out_dtype, options.get("config"))
     return run(
         OP,
-        problem(sizes["T"], sizes["D"], sizes["F"], x.dtype, w.format),
+        make_problem(**sizes, dtype=x.dtype, **w.format.problem),
         {"x": x, "w": w, "x_scale": x_scale, "out_dtype": out_dtype},
         **options,
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
-from pallas_kernels.op import Cost, Problem, Spec
+from pallas_kernels.op import Cost, Spec, make_problem
 from pallas_kernels.qformats import Format, random_quantized
 
 CASES = (
@@ -22,10 +22,6 @@ CASES = (
 )
 
 
-def problem(T: int, D: int, F: int, dtype: Any, fmt: Format) -> Problem:
-    return {"T": T, "D": D, "F": F, "dtype": str(jnp.dtype(dtype)), **fmt.problem}
-
-
 def _spec(model: ModelShape, which: str, phase: str, T: int, fmt: Format) -> Spec:
     heads = model.heads * model.head_dim
     qkv = (model.hidden, heads + 2 * model.kv_heads * model.head_dim)
@@ -39,7 +35,7 @@ def _spec(model: ModelShape, which: str, phase: str, T: int, fmt: Format) -> Spe
         name=f"{model.name}/{phase}_{T}/{which}/{fmt.name}",
         make=make,
         static={},
-        problem=problem(T, D, F, jnp.bfloat16, fmt),
+        problem=make_problem(T=T, D=D, F=F, dtype=jnp.bfloat16, **fmt.problem),
         cost=Cost(
             flops=2.0 * T * D * F,
             bytes=fmt.weight_bytes(D, F) + 2.0 * T * (D + F),

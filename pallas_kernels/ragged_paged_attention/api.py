@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dtypes import FLOATS
-from pallas_kernels.errors import arrays_of, check_arrays, check_that
+from pallas_kernels.errors import arrays_of, check_arrays, check_heads, check_that
 from pallas_kernels.kv import KV_DTYPES, is_quantized
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.ragged_paged_attention import pallas_triton, triton_jit
@@ -84,8 +84,7 @@ def ragged_paged_attention(
     sizes = check_arrays(OP.name, arguments)
     check_arrays(OP.name, {"cu_q_lens": (cu_q_lens, "S+1", (jnp.int32,))}, **{"S+1": sizes["S"] + 1})
     H, K, Dh, bs = (sizes[name] for name in ("H", "K", "Dh", "bs"))
-    check_that(OP.name, "q", H % K == 0, f"H={H}", f"a multiple of K={K}")
-    check_that(OP.name, "q", Dh % 8 == 0 and Dh <= 256, f"Dh={Dh}", "a multiple of 8, at most 256")
+    check_heads(OP.name, H, K, Dh)
     check_that(OP.name, "k_pages", bs >= 8 and bs & (bs - 1) == 0, f"bs={bs}", "a power of two, at least 8")
     check_that(OP.name, "scale", scale > 0, scale, "a positive number")
     check_that(OP.name, "window", window is None or window >= 1, window, "None or at least 1")

@@ -14,6 +14,7 @@ from pallas_kernels._compat import load, pallas_call, program_id, store
 from pallas_kernels.ragged_paged_attention.tiles import (
     LOG2E,
     Attention,
+    Config,
     Pool,
     dims,
     load_queries,
@@ -91,6 +92,7 @@ def _chunk_kernel(*refs: Any, a: Attention, rows: int, tile: int) -> None:
 
 def chunks(
     a: Attention,
+    config: Config,
     q: jax.Array,
     pages: tuple[jax.Array, ...],
     block_table: jax.Array,
@@ -99,22 +101,17 @@ def chunks(
     scales: tuple[jax.Array, ...],
     sinks: tuple[jax.Array, ...],
     out: jax.Array,
-    *,
-    rows: int,
-    tile: int,
-    num_warps: int,
-    num_stages: int,
     interpret: bool | None,
 ) -> jax.Array:
     """Returns `out` with the rows of sequences with several queries written."""
-    seq, first = query_tiles(cu_q_lens, a.T, rows // a.G)
+    seq, first = query_tiles(cu_q_lens, a.T, config.rows // a.G)
     return pallas_call(
-        functools.partial(_chunk_kernel, a=a, rows=rows, tile=tile),
+        functools.partial(_chunk_kernel, a=a, rows=config.rows, tile=config.tile),
         name="paged_chunk",
         grid=(seq.shape[0], a.K),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         input_output_aliases={8: 0},
     )(q, *pages, block_table, kv_lens, cu_q_lens, seq, first, out, *scales, *sinks)

@@ -15,6 +15,7 @@ from pallas_kernels.ragged_paged_attention.tiles import (
     LOG2E,
     MASKED,
     Attention,
+    Config,
     Pool,
     dims,
     load_queries,
@@ -113,6 +114,7 @@ def reduce_warps(a: Attention, splits: int) -> int:
 
 def decode(
     a: Attention,
+    config: Config,
     q: jax.Array,
     pages: tuple[jax.Array, ...],
     block_table: jax.Array,
@@ -120,15 +122,11 @@ def decode(
     cu_q_lens: jax.Array,
     scales: tuple[jax.Array, ...],
     sinks: tuple[jax.Array, ...],
-    *,
-    tile: int,
-    splits: int,
-    num_warps: int,
-    num_stages: int,
     interpret: bool | None,
 ) -> jax.Array:
     """Writes `[T, H, Dh]`: rows of sequences with one query, zeros past the last; others stay unwritten."""
-    static: dict[str, Any] = {"a": a, "tile": tile, "splits": splits}
+    splits = config.splits
+    static: dict[str, Any] = {"a": a, "tile": config.decode_tile, "splits": splits}
     part, lse = pallas_call(
         functools.partial(_split_kernel, **static),
         name="paged_decode",
@@ -137,8 +135,8 @@ def decode(
             jax.ShapeDtypeStruct((a.S, a.H, splits, a.Dh), jnp.float32),
             jax.ShapeDtypeStruct((a.S, a.H, splits), jnp.float32),
         ],
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=config.decode_warps,
+        num_stages=config.decode_stages,
         interpret=interpret,
     )(q, *pages, block_table, kv_lens, cu_q_lens, *scales)
     return pallas_call(

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,33 +13,11 @@ from pallas_kernels.kv import check_pool_size
 from pallas_kernels.op import Problem
 from pallas_kernels.ragged_paged_attention.chunk import chunks
 from pallas_kernels.ragged_paged_attention.decode import LEAST_KEYS, decode
-from pallas_kernels.ragged_paged_attention.tiles import Attention
+from pallas_kernels.ragged_paged_attention.tiles import Attention, Config
 
 # Programs of decode that run at a time: two on each of an A100's multiprocessors, three on an H100's.
 _SLOTS = (2 * 108, 3 * 132)
 _MOST_ROWS = 128
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile sizes, all powers of two of at least 16.
-
-    Attributes:
-        splits: parts of a context in decode; they need not be a power of two.
-        decode_tile: keys that decode takes at a time.
-        rows: queries times heads of a KV head in a chunk's tile; at least the heads.
-        tile: keys that a chunk takes at a time.
-        num_warps, num_stages: of the chunk kernel.
-    """
-
-    splits: int
-    decode_tile: int
-    decode_warps: int
-    decode_stages: int
-    rows: int
-    tile: int
-    num_warps: int
-    num_stages: int
 
 
 def heuristic(problem: Problem) -> Config:
@@ -157,31 +135,8 @@ def ragged_paged_attention_pallas(
     arrays = (q, (k_pages, v_pages), block_table, kv_lens, cu_q_lens)
     scales = () if k_scale is None or v_scale is None else (k_scale, v_scale)
     extra = () if sinks is None else (sinks,)
-    out = decode(
-        a,
-        *arrays,
-        scales,
-        extra,
-        tile=config.decode_tile,
-        splits=config.splits,
-        num_warps=config.decode_warps,
-        num_stages=config.decode_stages,
-        interpret=interpret,
-    )
-    if max_q_len == 1:
-        return out
-    return chunks(
-        a,
-        *arrays,
-        scales,
-        extra,
-        out,
-        rows=config.rows,
-        tile=config.tile,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        interpret=interpret,
-    )
+    out = decode(a, config, *arrays, scales, extra, interpret)
+    return out if max_q_len == 1 else chunks(a, config, *arrays, scales, extra, out, interpret)
 
 
 def attention(
@@ -195,14 +150,9 @@ def attention(
 ) -> Attention:
     """Returns the static facts of a call."""
     (T, H, Dh), (_, K, bs, _), (S, M) = q.shape, k_pages.shape, block_table.shape
+    sizes = {"T": T, "S": S, "H": H, "K": K, "Dh": Dh, "bs": bs, "M": M}
     return Attention(
-        T=T,
-        S=S,
-        H=H,
-        K=K,
-        Dh=Dh,
-        bs=bs,
-        M=M,
+        **sizes,
         q_dtype=q.dtype,
         kv_dtype=k_pages.dtype,
         scale=float(scale),

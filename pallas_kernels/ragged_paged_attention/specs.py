@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels.kv import is_quantized
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
-from pallas_kernels.op import Cost, Problem, Spec
+from pallas_kernels.op import Cost, Problem, Spec, make_problem
 
 PAGE = 32
 
@@ -24,20 +24,16 @@ def problem(
     max_q_len: int | None,
 ) -> Problem:
     """Returns the problem: `context` tokens fit the block table; `decode`: 1 where all have one query."""
-    return {
-        "T": sizes["T"],
-        "S": sizes["S"],
-        "context": sizes["M"] * sizes["bs"],
-        "H": sizes["H"],
-        "K": sizes["K"],
-        "Dh": sizes["Dh"],
-        "page": sizes["bs"],
-        "dtype": str(jnp.dtype(dtype)),
-        "kv_dtype": str(jnp.dtype(kv_dtype)),
-        "window": window or 0,
-        "sinks": int(sinks),
-        "decode": int(max_q_len == 1),
-    }
+    return make_problem(
+        **{name: sizes[name] for name in ("T", "S", "H", "K", "Dh")},
+        context=sizes["M"] * sizes["bs"],
+        page=sizes["bs"],
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        window=window or 0,
+        sinks=sinks,
+        decode=max_q_len == 1,
+    )
 
 
 def make_spec(

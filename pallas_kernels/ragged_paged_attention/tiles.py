@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import dot, load, next_power_of_2
+from pallas_kernels._compat import both, dot, load, next_power_of_2
 from pallas_kernels.kv import is_quantized
 
 LOG2E = 1.4426950408889634
@@ -73,6 +73,28 @@ class Attention:
         return self.kv_dtype if self.q_dtype == self.kv_dtype else jnp.float32
 
 
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes, all powers of two of at least 16.
+
+    Attributes:
+        splits: parts of a context in decode; they need not be a power of two.
+        decode_tile: keys that decode takes at a time.
+        rows: queries times heads of a KV head in a chunk's tile; at least the heads.
+        tile: keys that a chunk takes at a time.
+        num_warps, num_stages: of the chunk kernel.
+    """
+
+    splits: int
+    decode_tile: int
+    decode_warps: int
+    decode_stages: int
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
 class Pool(NamedTuple):
     """References to the pages of all sequences."""
 
@@ -103,10 +125,7 @@ def dims(a: Attention, rows: jax.Array | None) -> tuple[jax.Array, jax.Array | N
     """Indices along Dh, and the mask of a tile of these columns and of `rows` (None: all are in)."""
     dim = jnp.arange(a.Dp)
     mask = None if rows is None else rows[:, None]
-    if a.Dp != a.Dh:
-        inside = (dim < a.Dh)[None, :]
-        mask = inside if mask is None else mask & inside
-    return dim, mask
+    return dim, both(mask, (dim < a.Dh)[None, :] if a.Dp != a.Dh else None)
 
 
 def start(a: Attention, rows: int) -> Running:
@@ -156,7 +175,7 @@ def step(
         visible: `[R, C]` or `[1, C]`, keys that a row sees, among those present; None: all.
     """
     slot = jax.lax.rem(key, jnp.int32(a.bs))
-    page = _load(pool.table.at[seq, jax.lax.div(key, jnp.int32(a.bs))], present, 0)
+    page = load(pool.table.at[seq, jax.lax.div(key, jnp.int32(a.bs))], mask=present, other=0)
     # Absent keys have page 0: some number that the masks discard, cheaper than a masked load.
     k = _load_rows(a, pool.k, page, head, slot, None)
     scores = dot(q, k, trans_b=True) * factor
@@ -172,7 +191,7 @@ def step(
     total = state.total * fade + jnp.sum(p, axis=1)
     unit = None
     if state.unit is not None:
-        v_scale = _load(pool.v_scale.at[page, head, slot], present, 0.0)
+        v_scale = load(pool.v_scale.at[page, head, slot], mask=present, other=0.0)
         unit = jnp.maximum(state.unit, jnp.max(v_scale, axis=0))
         p = p * (v_scale * (_WEIGHT_HEADROOM / unit))[None, :]
         fade = fade * (state.unit / unit)
@@ -195,17 +214,13 @@ def over_tiles(
     return jax.lax.fori_loop(begin, end, lambda i, s: take(i * tile + jnp.arange(tile), s), state)
 
 
-def _load(ref: Any, mask: jax.Array | None, other: Any) -> jax.Array:
-    return load(ref) if mask is None else load(ref, mask=mask, other=other)
-
-
 def _load_rows(
     a: Attention, ref: Any, page: jax.Array, head: jax.Array, slot: jax.Array, present: jax.Array | None
 ) -> jax.Array:
     """Returns `[C, Dp]` keys or values as the products take them, zero where absent."""
     dim, mask = dims(a, present)
     at = ref.at[page[:, None], head, slot[:, None], dim[None, :]]
-    x = _load(at, mask, jnp.zeros((), a.kv_dtype))
+    x = load(at, mask=mask, other=jnp.zeros((), a.kv_dtype))
     return _decode(x) if a.quantized else x.astype(a.product)
 
 

@@ -12,19 +12,12 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import cdiv, next_power_of_2, triton_call
 from pallas_kernels.errors import check_that
-from pallas_kernels.op import Problem, Spec, TritonSource
+from pallas_kernels.op import TRITON_TYPES, Problem, Spec, TritonSource
 from pallas_kernels.ragged_paged_attention import pallas_triton
 from pallas_kernels.ragged_paged_attention.decode import LEAST_KEYS, PADDING_ROWS, reduce_warps
 from pallas_kernels.ragged_paged_attention.tiles import Attention
 
-_TYPES = {
-    "bfloat16": "*bf16",
-    "float16": "*fp16",
-    "float32": "*fp32",
-    "int8": "*i8",
-    "int32": "*i32",
-    "float8_e5m2": "*fp8e5",
-}
+_MODULE = "pallas_kernels.ragged_paged_attention.triton_kernel"
 
 
 @dataclass(frozen=True)
@@ -62,23 +55,9 @@ def supports(problem: Problem) -> str | None:
     return pallas_triton.supports(problem)
 
 
-def split_kernel() -> Any:
-    """Returns the `@triton.jit` function of the first pass. Imports triton."""
-    from pallas_kernels.ragged_paged_attention.triton_kernel import paged_decode_kernel
-
-    return paged_decode_kernel
-
-
-def reduce_kernel() -> Any:
-    """Returns the `@triton.jit` function of the second pass. Imports triton."""
-    from pallas_kernels.ragged_paged_attention.triton_kernel import paged_decode_reduce_kernel
-
-    return paged_decode_reduce_kernel
-
-
 def passes(a: Attention, config: Config) -> list[TritonSource]:
     """Returns both kernels as they are compiled and launched: a context's splits, and their parts' sum."""
-    q, kv = (_TYPES[str(jnp.dtype(dtype))] for dtype in (a.q_dtype, a.kv_dtype))
+    q, kv = (TRITON_TYPES[str(jnp.dtype(dtype))] for dtype in (a.q_dtype, a.kv_dtype))
     scales = "*fp32" if a.quantized else "*i32"
     lengths = {"lens_ptr": "*i32", "cu_ptr": "*i32"}
     parts = {"part_ptr": "*fp32", "lse_ptr": "*fp32"}
@@ -94,7 +73,7 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
     }
     split = TritonSource(
         name="paged_decode_kernel",
-        function=split_kernel,
+        module=_MODULE,
         signature={**pages, "k_scale_ptr": scales, "v_scale_ptr": scales, **parts},
         constants={
             **shared,
@@ -113,7 +92,7 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
     )
     reduce = TritonSource(
         name="paged_decode_reduce_kernel",
-        function=reduce_kernel,
+        module=_MODULE,
         signature={**parts, **lengths, "sinks_ptr": "*fp32" if a.sinks else "*i32", "out_ptr": q},
         constants={
             **shared,

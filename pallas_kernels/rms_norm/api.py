@@ -6,10 +6,10 @@ import jax
 
 from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import arrays_of, check_arrays, check_that
-from pallas_kernels.op import Implementation, Op
+from pallas_kernels.op import Implementation, Op, make_problem
 from pallas_kernels.rms_norm import pallas_triton
 from pallas_kernels.rms_norm.reference import rms_norm_reference
-from pallas_kernels.rms_norm.specs import SPECS, problem
+from pallas_kernels.rms_norm.specs import SPECS
 from pallas_kernels.run import Options, run
 
 OP = Op(
@@ -47,7 +47,7 @@ def rms_norm(
     check_that(OP.name, "eps", eps > 0, eps, "a positive number")
     return run(
         OP,
-        problem(sizes["T"], sizes["D"], x.dtype, residual is not None),
+        make_problem(**sizes, dtype=x.dtype, residual=residual is not None),
         {**arrays_of(arguments), "eps": eps},
         **options,
     )

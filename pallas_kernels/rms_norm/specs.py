@@ -1,16 +1,10 @@
 """Named shapes of `rms_norm`: the residual stream of each model, at decode and at prefill."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.models import MODELS, ModelShape
-from pallas_kernels.op import Cost, Problem, Spec
-
-
-def problem(T: int, D: int, dtype: Any, residual: bool) -> Problem:
-    return {"T": T, "D": D, "dtype": str(jnp.dtype(dtype)), "residual": int(residual)}
+from pallas_kernels.op import Cost, Spec, make_problem
 
 
 def _spec(model: ModelShape, phase: str, T: int) -> Spec:
@@ -28,7 +22,7 @@ def _spec(model: ModelShape, phase: str, T: int) -> Spec:
         name=f"{model.name}/{phase}_{T}",
         make=make,
         static={"eps": 1e-6},
-        problem=problem(T, D, dtype, True),
+        problem=make_problem(T=T, D=D, dtype=dtype, residual=True),
         cost=Cost(flops=5.0 * T * D, bytes=2 * (4 * T * D + D), unit="float32"),
         tags=frozenset({model.name, phase}),
     )

@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dtypes import FLOATS
-from pallas_kernels.errors import KernelError, arrays_of, check_arrays, check_that
+from pallas_kernels.errors import KernelError, arrays_of, check_arrays, check_heads, check_that
 from pallas_kernels.kv import KV_DTYPES, check_pool_size, is_quantized
-from pallas_kernels.op import Implementation, Op
+from pallas_kernels.op import Implementation, Op, make_problem
 from pallas_kernels.rope_kv_write import pallas_triton
 from pallas_kernels.rope_kv_write.reference import Written, rope_kv_write_reference
-from pallas_kernels.rope_kv_write.specs import SPECS, problem
+from pallas_kernels.rope_kv_write.specs import SPECS
 from pallas_kernels.run import Options, run
-
-MAX_HEAD_DIM = 256
 
 OP = Op(
     name="rope_kv_write",
@@ -23,6 +21,9 @@ OP = Op(
     implementations={"pallas_triton": Implementation.of(pallas_triton.rope_kv_write_pallas, pallas_triton)},
     specs=SPECS,
     sizes=("T",),
+    # Pools are updated in place where they are donated: in a chain of timed calls each call takes the last
+    # one's, or every call would be timed with a copy of the pools, many times its own bytes.
+    carries={"k_pages": 1, "v_pages": 2, "k_scale": 3, "v_scale": 4},
 )
 
 
@@ -74,17 +75,15 @@ def rope_kv_write(
         got = "None" if array is None else f"an array with {k_pages.dtype} pages"
         check_that(OP.name, name, (array is not None) == quantized, got, expected)
     sizes = check_arrays(OP.name, arguments)
-    H, K, Dh, half = sizes["H"], sizes["K"], sizes["Dh"], sizes["half"]
-    check_that(OP.name, "q", H % K == 0, f"{H} heads", f"a multiple of the {K} KV heads")
-    fits = Dh % 8 == 0 and Dh <= MAX_HEAD_DIM
-    check_that(OP.name, "q", fits, f"head dimension {Dh}", f"a multiple of 8 up to {MAX_HEAD_DIM}")
+    T, H, K, Dh, half, bs = (sizes[name] for name in ("T", "H", "K", "Dh", "half", "bs"))
+    check_heads(OP.name, H, K, Dh)
     check_that(
         OP.name, "cos", 2 * half <= Dh, f"{half} angles", f"at most {Dh // 2}, half the head dimension"
     )
     check_pool_size(OP.name, k_pages)
     return run(
         OP,
-        problem(sizes["T"], H, K, Dh, 2 * half, sizes["bs"], q.dtype, k_pages.dtype),
+        make_problem(T=T, H=H, K=K, Dh=Dh, R=2 * half, bs=bs, dtype=q.dtype, pages=k_pages.dtype),
         arrays_of(arguments),
         **options,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels._compat import both, cdiv, load, next_power_of_2, pallas_call, program_id, store
 from pallas_kernels.fp8 import encode_e4m3, encode_e5m2
 from pallas_kernels.kv import KV_LARGEST, is_quantized
 from pallas_kernels.op import Problem
@@ -63,7 +63,7 @@ def _encode(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _put(pages: Any, scales: Any, where: tuple[Any, Any, Any], valid: jax.Array, parts: list[Any]) -> None:
-    """Stores a head's rows, in parts `(values [tokens, n], columns [n], their mask [n] or None)`."""
+    """Stores a head's rows, in parts `(values [tokens, n], columns [n], their mask [1, n] or None)`."""
     page, head, place = where
     dtype = jnp.dtype(pages.dtype)
     if is_quantized(dtype):
@@ -75,9 +75,8 @@ def _put(pages: Any, scales: Any, where: tuple[Any, Any, Any], valid: jax.Array,
     for x, column, inside in parts:
         if is_quantized(dtype):
             x = _encode(jnp.clip(x / scale[:, None], -largest, largest), dtype)
-        mask = valid[:, None] if inside is None else valid[:, None] & inside[None, :]
         at = pages.at[page[:, None], head, place[:, None], column[None, :]]
-        store(at, x.astype(dtype), mask=jnp.broadcast_to(mask, x.shape))
+        store(at, x.astype(dtype), mask=both(valid[:, None], inside))
 
 
 def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R: int, Dh: int) -> None:
@@ -92,10 +91,8 @@ def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R:
     column, inside = _columns(0, half)
 
     def tile(ref: Any, row: Any, at: Any, cols: jax.Array, mask: jax.Array | None, ok: jax.Array) -> Any:
-        ok = ok[:, None] if mask is None else ok[:, None] & mask[None, :]
         index = (row[:, None], cols[None, :]) if at is None else (row[:, None], at, cols[None, :])
-        shape = (row.shape[0], cols.shape[0])
-        return load(ref.at[index], mask=jnp.broadcast_to(ok, shape), other=0.0).astype(jnp.float32)
+        return load(ref.at[index], mask=both(ok[:, None], mask), other=0.0).astype(jnp.float32)
 
     def rotated(ref: Any, row: Any, at: Any, ok: jax.Array) -> list[Any]:
         cos = tile(cos_ref, row, None, column, inside, ok)
@@ -117,9 +114,8 @@ def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R:
     q_token, q_head = program_id(0) * tokens + row // heads, head * G + row % heads
     q_real = (q_token < T) & (row % heads < G)
     for x, cols, mask in rotated(q_ref, q_token, q_head[:, None], q_real):
-        ok = q_real[:, None] if mask is None else q_real[:, None] & mask[None, :]
         at = out_ref.at[q_token[:, None], q_head[:, None], cols[None, :]]
-        store(at, x.astype(out_ref.dtype), mask=jnp.broadcast_to(ok, x.shape))
+        store(at, x.astype(out_ref.dtype), mask=both(q_real[:, None], mask))
 
     slot = load(slot_ref.at[token], mask=real, other=-1)
     valid = (slot >= 0) & (slot < N * bs)
@@ -133,10 +129,10 @@ def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R:
 
 
 def _columns(start: int, count: int) -> tuple[jax.Array, jax.Array | None]:
-    """Returns a power of two of columns from `start`, and which are real (None: all)."""
+    """Returns a power of two of columns from `start`, and which are real, `[1, n]` (None: all)."""
     width = next_power_of_2(count)
     offset = jnp.arange(width, dtype=jnp.int32)
-    return start + offset, None if count == width else offset < count
+    return start + offset, None if count == width else (offset < count)[None, :]
 
 
 def rope_kv_write_pallas(

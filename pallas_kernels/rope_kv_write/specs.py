@@ -7,22 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv import is_quantized
 from pallas_kernels.models import MIXTRAL, MODELS, QWEN3, ModelShape
-from pallas_kernels.op import Cost, Problem, Spec
+from pallas_kernels.op import Cost, Spec, make_problem
 
 BLOCK = 32
-
-
-def problem(T: int, H: int, K: int, Dh: int, R: int, bs: int, dtype: Any, pages: Any) -> Problem:
-    return {
-        "T": T,
-        "H": H,
-        "K": K,
-        "Dh": Dh,
-        "R": R,
-        "bs": bs,
-        "dtype": str(jnp.dtype(dtype)),
-        "pages": str(jnp.dtype(pages)),
-    }
 
 
 def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
@@ -57,7 +44,7 @@ def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
         name=f"{model.name}/{phase}_{T}{kind}",
         make=make,
         static={},
-        problem=problem(T, H, K, Dh, Dh, BLOCK, dtype, pages),
+        problem=make_problem(T=T, H=H, K=K, Dh=Dh, R=Dh, bs=BLOCK, dtype=dtype, pages=pages),
         cost=Cost(flops=3.0 * T * (H + K) * Dh, bytes=float(moved), unit="float32"),
         tags=frozenset({model.name, phase, str(jnp.dtype(pages))}),
     )

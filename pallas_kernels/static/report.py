@@ -1,8 +1,8 @@
 """Rows of the static report: operation × implementation × spec × target, a row for every kernel of it."""
 
 import functools
+import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -163,15 +163,14 @@ def _job(kernel: Lowered | TritonSource, capability: int) -> dict[str, Any]:
 
 
 def _source(source: TritonSource) -> dict[str, Any]:
-    function = source.function()
     return {
-        "module": source.function.__module__,
-        "function": source.function.__name__,
+        "module": source.module,
+        "function": source.name,
         "signature": dict(source.signature),
         "constants": dict(source.constants),
         "divisible": [name for name in source.signature if source.signature[name].startswith("*")],
         # The module's text is part of the job, so that the cache sees it change, and what it calls beside it.
-        "text": inspect.getsource(sys.modules[function.fn.__module__]),
+        "text": inspect.getsource(importlib.import_module(source.module)),
     }
 
 

@@ -78,7 +78,7 @@ def _optimised(path: str, target: Any, options: dict[str, int]) -> str:
 def _ast_source(source: dict[str, Any]) -> Any:
     from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(source["module"]), source["function"])()
+    function = getattr(importlib.import_module(source["module"]), source["function"])
     names = function.arg_names
     constants = {(names.index(k),): v for k, v in source["constants"].items()}
     # An argument divisible by 16 lets the compiler use vector loads, as a launcher would tell it.

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import arrays_of, check_arrays, check_that
-from pallas_kernels.op import Implementation, Op
+from pallas_kernels.op import Implementation, Op, make_problem
 from pallas_kernels.run import Options, run
 from pallas_kernels.topk_router import pallas_triton
 from pallas_kernels.topk_router.reference import topk_router_reference
-from pallas_kernels.topk_router.specs import SPECS, problem
+from pallas_kernels.topk_router.specs import SPECS
 
 MAX_EXPERTS = 512
 MAX_K = 16
@@ -49,14 +49,15 @@ def topk_router(
     """
     arguments = {"logits": (logits, "T E", FLOATS), "bias": (bias, "E", (jnp.float32,))}
     sizes = check_arrays(OP.name, arguments)
-    T, E = sizes["T"], sizes["E"]
+    E = sizes["E"]
     check_that(OP.name, "logits", E <= MAX_EXPERTS, f"{E} experts", f"at most {MAX_EXPERTS}")
     check_that(OP.name, "k", 1 <= k <= min(E, MAX_K), k, f"1 to {min(E, MAX_K)} of {E} experts")
     check_that(OP.name, "scoring", scoring in ("softmax", "sigmoid"), repr(scoring), "softmax or sigmoid")
     _check_groups(E, k, num_groups, top_groups, bias is not None)
+    facts = {"dtype": logits.dtype, "scoring": scoring, "bias": bias is not None}
     return run(
         OP,
-        problem(T, E, k, logits.dtype, scoring, bias is not None, num_groups or 1),
+        make_problem(**sizes, k=k, num_groups=num_groups or 1, **facts),
         {
             **arrays_of(arguments),
             "k": k,

@@ -7,19 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64
-from pallas_kernels.op import Cost, Problem, Spec
-
-
-def problem(T: int, E: int, k: int, dtype: Any, scoring: str, bias: bool, groups: int) -> Problem:
-    return {
-        "T": T,
-        "E": E,
-        "k": k,
-        "dtype": str(jnp.dtype(dtype)),
-        "scoring": scoring,
-        "bias": int(bias),
-        "num_groups": groups,
-    }
+from pallas_kernels.op import Cost, Spec, make_problem
 
 
 def _spec(model: str, phase: str, T: int, E: int, k: int, static: Mapping[str, Any], has_bias: bool) -> Spec:
@@ -28,7 +16,7 @@ def _spec(model: str, phase: str, T: int, E: int, k: int, static: Mapping[str, A
         arrays = {"logits": jax.random.normal(a, (T, E), jnp.float32)}
         return arrays | ({"bias": 0.1 * jax.random.normal(b, (E,), jnp.float32)} if has_bias else {})
 
-    groups = int(static.get("num_groups", 1))
+    scoring, groups = static.get("scoring", "softmax"), static.get("num_groups", 1)
     # Scores take about 4 operations a logit, a pick compares and masks all of them.
     flops = float(T * E * (4 + 2 * k))
     moved = 4.0 * T * E + 8.0 * T * k + (4.0 * E if has_bias else 0.0)
@@ -36,7 +24,9 @@ def _spec(model: str, phase: str, T: int, E: int, k: int, static: Mapping[str, A
         name=f"{model}/{phase}_{T}",
         make=make,
         static={"k": k, **static},
-        problem=problem(T, E, k, jnp.float32, static.get("scoring", "softmax"), has_bias, groups),
+        problem=make_problem(
+            T=T, E=E, k=k, dtype=jnp.float32, scoring=scoring, bias=has_bias, num_groups=groups
+        ),
         cost=Cost(flops=flops, bytes=moved, unit="float32"),
         tags=frozenset({model, phase}),
     )

@@ -126,12 +126,11 @@ class TestTritonJitInterpreted:
             (R, D), F, P = arrays["x"].shape, arrays["gate"].shape[2], len(arrays["rows"])
             out = np.full((P, F), np.nan, arrays["x"].dtype)
             order = ("x", "gate", "up", "rows", "block_expert", "num_blocks")
-            kernel = triton_jit.source(R, D, F, P, block_m, activation, out.dtype, config)
+            source = triton_jit.source(R, D, F, P, block_m, activation, out.dtype, config)
             operands = [np.asarray(arrays[name]) for name in order]
-            launches.append(Launch([*operands, out], kernel.constants, kernel.grid))
-        for (arrays, block_m, activation, _), done in zip(
-            cases, interpret("pallas_kernels.grouped_swiglu.triton_jit:kernel", launches), strict=True
-        ):
+            launches.append(Launch([*operands, out], source.constants, source.grid))
+        kernel = "pallas_kernels.grouped_swiglu.triton_kernel:grouped_swiglu_kernel"
+        for (arrays, block_m, activation, _), done in zip(cases, interpret(kernel, launches), strict=True):
             made = np.asarray(arrays["rows"]) < len(arrays["x"])
             assert np.isnan(done[-1][~made]).all()  # padding is not written
             want, D = expected(arrays, block_m, activation), arrays["x"].shape[1]

@@ -280,15 +280,15 @@ class TestTritonJitInterpreted:
             held += [np.full((*shape, a.Dh), np.nan, np.float32), np.full(shape, np.nan, np.float32)]
             kernel = triton_jit.passes(a, config)[0]
             splits.append(Launch(held, kernel.constants, kernel.grid))
-        module = "pallas_kernels.ragged_paged_attention.triton_jit"
-        parts = interpret(f"{module}:split_kernel", splits)
+        module = "pallas_kernels.ragged_paged_attention.triton_kernel"
+        parts = interpret(f"{module}:paged_decode_kernel", splits)
         for a, part, (arrays, _, config) in zip(facts, parts, cases, strict=True):
             rest = [np.asarray(arrays.get(n, arrays["kv_lens"])) for n in ("kv_lens", "cu_q_lens", "sinks")]
             held = [*part[-2:], *rest, np.full(arrays["q"].shape, np.nan, arrays["q"].dtype)]
             kernel = triton_jit.passes(a, config)[1]
             reductions.append(Launch(held, kernel.constants, kernel.grid))
         for (arrays, static, _), done in zip(
-            cases, interpret(f"{module}:reduce_kernel", reductions), strict=True
+            cases, interpret(f"{module}:paged_decode_reduce_kernel", reductions), strict=True
         ):
             want = Contract.expect(TestTritonJit(), arrays, {"scale": SCALE, **static})
             assert_close(done[-1].astype(np.float64), want, limit(arrays))

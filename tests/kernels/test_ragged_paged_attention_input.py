@@ -18,12 +18,15 @@ def _arguments(rng, **options):
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"q": (4, 3, 16)}, "q: got H=3, expected a multiple of K=2"),
+        ({"q": (4, 3, 16)}, "q: got 3 heads, expected a multiple of the 2 KV heads"),
         (
             {"q": (4, 4, 20), "k_pages": (5, 2, 8, 20), "v_pages": (5, 2, 8, 20)},
-            "q: got Dh=20, expected a multiple of 8",
+            "q: got head dimension 20, expected a multiple of 8",
         ),
-        ({"q": (4, 4, 264), "k_pages": (5, 2, 8, 264), "v_pages": (5, 2, 8, 264)}, "Dh=264, .* at most 256"),
+        (
+            {"q": (4, 4, 264), "k_pages": (5, 2, 8, 264), "v_pages": (5, 2, 8, 264)},
+            "dimension 264, .* up to 256",
+        ),
         (
             {"k_pages": (5, 2, 12, 16), "v_pages": (5, 2, 12, 16)},
             "k_pages: got bs=12, expected a power of two",

@@ -27,16 +27,16 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
 
 
-def interpret(factory: str, launches: Sequence[Launch]) -> list[list[np.ndarray]]:
+def interpret(kernel: str, launches: Sequence[Launch]) -> list[list[np.ndarray]]:
     """The arrays of each launch as they are afterwards.
 
     Args:
-        factory: "module:function", the function importing triton and returning the kernel.
+        kernel: "module:name" of it; the module imports triton.
 
     Raises:
         RuntimeError: the interpreter failed; the message is its stderr.
     """
-    job = pickle.dumps((factory, [tuple(launch) for launch in launches]))
+    job = pickle.dumps((kernel, [tuple(launch) for launch in launches]))
     env = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.kernels.triton_interpreter"]
     done = subprocess.run(command, input=job, capture_output=True, env=env, cwd=ROOT, timeout=300)
@@ -81,9 +81,9 @@ class _Array:
 
 
 def _serve() -> None:
-    factory, launches = pickle.loads(sys.stdin.buffer.read())
-    module, _, name = factory.partition(":")
-    kernel = getattr(importlib.import_module(module), name)()
+    place, launches = pickle.loads(sys.stdin.buffer.read())
+    module, _, name = place.partition(":")
+    kernel = getattr(importlib.import_module(module), name)
     results = []
     for arrays, constants, grid in launches:
         held = [_Array(array) for array in arrays]
