@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dtypes import wide_type
-from pallas_kernels.errors import KernelError, bind_shapes, check_dtype, check_that
+from pallas_kernels.errors import bind_shapes, check_dtype, check_that
 from pallas_kernels.fp8 import decode_e4m3
 
 PACK = 64
@@ -135,10 +135,8 @@ def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> 
     fmt, lead = w.format, dims.split()[:-2]
     check_dtype(op, f"{argument}.values", w.values, (fmt.value_dtype,))
     check_dtype(op, f"{argument}.scales", w.scales, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
-    if w.values.ndim != len(lead) + 2:
-        raise KernelError(
-            op, f"{argument}.values", f"shape {list(w.values.shape)}", f"{len(lead) + 2} dimensions [{dims}]"
-        )
+    shape, expected = list(w.values.shape), f"{len(lead) + 2} dimensions [{dims}]"
+    check_that(op, f"{argument}.values", len(shape) == len(lead) + 2, f"shape {shape}", expected)
     sizes = dict(known) | dict(zip(lead, w.values.shape, strict=False))
     for name, size in zip(dims.split(), w.shape, strict=True):
         want = known.get(name, size)
@@ -149,15 +147,13 @@ def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> 
         sizes[name] = size
     D, F = w.shape[-2:]
     check_that(op, argument, D % fmt.block == 0, f"D={D}", f"a multiple of {fmt.block} for {fmt.name}")
-    shape = " ".join([*lead, *map(str, fmt.shapes(D, F)[1])])
-    bind_shapes(op, {f"{argument}.scales": (w.scales, shape)}, **{n: sizes[n] for n in lead})
-    if fmt.zeros != (w.zeros is not None):
-        raise KernelError(
-            op, f"{argument}.zeros", type(w.zeros).__name__, f"{'an array' if fmt.zeros else 'None'} ({fmt})"
-        )
+    scales = " ".join([*lead, *map(str, fmt.shapes(D, F)[1])])
+    bind_shapes(op, {f"{argument}.scales": (w.scales, scales)}, **{n: sizes[n] for n in lead})
+    expected = f"{'an array' if fmt.zeros else 'None'} ({fmt})"
+    check_that(op, f"{argument}.zeros", fmt.zeros == (w.zeros is not None), type(w.zeros).__name__, expected)
     if w.zeros is not None:
         check_dtype(op, f"{argument}.zeros", w.zeros, (jnp.uint8,))
-        bind_shapes(op, {f"{argument}.zeros": (w.zeros, shape)}, **{n: sizes[n] for n in lead})
+        bind_shapes(op, {f"{argument}.zeros": (w.zeros, scales)}, **{n: sizes[n] for n in lead})
     return sizes
 
 

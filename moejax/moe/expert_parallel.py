@@ -23,7 +23,6 @@ Inference only: payloads are bits, which have no gradient.
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,16 +45,6 @@ WORTH_BYTES = 2_000_000
 WORTH_BYTES_NODES = 250_000
 
 
-class Dispatched(NamedTuple):
-    """Attributes:
-    out: `[N, D]`, this device's tokens: the weighted sum over all their experts (a part of it, over tp).
-    dropped: int32 scalar: assignments of this device's tokens beyond the capacity; 0 without a capacity.
-    """
-
-    out: jax.Array
-    dropped: jax.Array
-
-
 def dispatch_experts(
     x: jax.Array,
     ids: jax.Array,
@@ -68,7 +57,7 @@ def dispatch_experts(
     capacity: float | None = None,
     microbatches: int = 1,
     shared: Callable[[jax.Array], jax.Array] | None = None,
-) -> Dispatched:
+) -> tuple[jax.Array, jax.Array]:
     """Runs the routed experts of this device's tokens. Called by every device of the exchange axes alike.
 
     Args:
@@ -78,13 +67,17 @@ def dispatch_experts(
         run: (rows `[M, D]`, ids int32 `[M, k]` in [0, num_local], num_local for none, weights `[M, k]`) →
             `[M, D]`, the weighted sum over this device's experts; 0 where a row has none. Traced repeatedly.
         method: one of `METHODS`. Where `axes.exchange` is empty there is no exchange whatever it says ("none"
-            will do), and `out` is a part of the sum over `axes.expert`.
+            will do), and the result is a part of the sum over `axes.expert`.
         capacity: c times the mean rows between a pair of ranks under "all_to_all" and on each hop of
             "hierarchical"; what does not fit is dropped, the last tokens first, and counted. None: nothing is
             dropped. The other methods take everything.
         microbatches: parts of the tokens whose exchanges and products do not depend on each other.
-        shared: what else each token needs, (x `[n, D]`) → `[n, D]`, added to `out`: it stands beside the
+        shared: what else each token needs, (x `[n, D]`) → `[n, D]`, added to the sum: it stands beside the
             exchange, inside its branches, and neither waits for the other.
+
+    Returns:
+        `[N, D]`, this device's tokens: the weighted sum over all their experts (a part of it, over tp); and
+        int32, the assignments of this device's tokens beyond the capacity, 0 without a capacity.
 
     Raises:
         ConfigError: there is no such method.
@@ -96,7 +89,7 @@ def dispatch_experts(
     if not axes.exchange:
         part = Part(x, *_own(ids, weights, index(axes.expert), num_local))
         out = run(*part)
-        return Dispatched(out if shared is None else out + shared(x), none)
+        return out if shared is None else out + shared(x), none
     parts = _split(Part(x, ids, weights), microbatches)
     dropped = none
     if method == "allgather":
@@ -107,7 +100,7 @@ def dispatch_experts(
     else:
         hops = make_hops(axes, num_local, nodes_first=method == "hierarchical")
         outs, dropped = exchange_hops(parts, hops, run, overlapped, capacity)
-    return Dispatched(outs[0] if len(outs) == 1 else jnp.concatenate(outs), dropped)
+    return outs[0] if len(outs) == 1 else jnp.concatenate(outs), dropped
 
 
 def _split(part: Part, count: int) -> list[Part]:

@@ -133,7 +133,7 @@ class MoELayer(nnx.Module):
             num_local=self.experts.num_experts,
         )
         overlap = self.shared_expert is not None and self.parallel.overlap_shared
-        dispatched = dispatch_experts(
+        out, dropped = dispatch_experts(
             x,
             physical,
             routing.weights,
@@ -145,9 +145,8 @@ class MoELayer(nnx.Module):
             microbatches=self.parallel.dispatch_microbatches,
             shared=self._shared if overlap else None,
         )
-        out = dispatched.out
         if self.shared_expert is not None and not overlap:
             # The plain order: the shared expert waits for the routed ones.
             x, out = jax.lax.optimization_barrier((x, out))
             out = out + self._shared(x)
-        return ExpertsOutput(out, routing, dispatched.dropped, jnp.zeros((), jnp.int32))
+        return ExpertsOutput(out, routing, dropped, jnp.zeros((), jnp.int32))

@@ -1,7 +1,5 @@
 """The contract of `flash_attention`: softmax attention with the full score matrix."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -61,20 +59,14 @@ def flash_attention_reference(
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    largest, sink = _largest(scores, sinks, K, wide)
-    weights = jnp.exp(scores - largest)
-    total = weights.sum(-1, keepdims=True) + (0 if sink is None else jnp.exp(sink - largest))
-    weights = weights / jnp.where(total == 0, 1, total)
-    return jnp.einsum("bkgij,bjkd->bikgd", weights, v).reshape(q.shape).astype(q.dtype)
-
-
-def _largest(
-    scores: jax.Array, sinks: jax.Array | None, K: int, wide: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns a finite shift of the scores `[B, K, G, Tq, Tk]`, and the sinks `[1, K, G, 1, 1]`."""
     largest = scores.max(-1, keepdims=True)
-    sink = None
     if sinks is not None:
         sink = sinks.astype(wide).reshape(1, K, -1, 1, 1)
-        largest = jnp.maximum(largest, jnp.broadcast_to(sink, largest.shape))
-    return jnp.where(largest == -jnp.inf, 0, largest), sink
+        largest = jnp.maximum(largest, sink)
+    largest = jnp.where(largest == -jnp.inf, 0, largest)  # a finite shift
+    weights = jnp.exp(scores - largest)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - largest)
+    weights = weights / jnp.where(total == 0, 1, total)
+    return jnp.einsum("bkgij,bjkd->bikgd", weights, v).reshape(q.shape).astype(q.dtype)

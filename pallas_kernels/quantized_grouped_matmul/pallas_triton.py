@@ -9,6 +9,7 @@ The modes:
   rows.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from pallas_kernels.groups import ACTIVATIONS
 from pallas_kernels.op import Problem
 from pallas_kernels.qformats import Format, QuantizedTensor
 from pallas_kernels.quantized_grouped_matmul.convert import dequantize_pallas, quantize_rows_pallas
-from pallas_kernels.quantized_grouped_matmul.product import Blocks, Tile, product
+from pallas_kernels.quantized_grouped_matmul.product import Tile, product
 
 MODES = ("fused", "separate", "dequantize_once")
 
@@ -175,34 +176,16 @@ def quantized_grouped_matmul_pallas(
     interpret: bool | None = None,
 ) -> jax.Array:
     """See `quantized_grouped_matmul_reference`."""
-    out = out_type(x, out_dtype)
+    table = (rows, block_expert, num_blocks)
+    options: dict[str, Any] = {"row_scale": row_scale, "out_dtype": out_type(x, out_dtype)}
     if config.mode == "dequantize_once":
         from pallas_kernels.grouped_matmul import grouped_matmul
 
         matrix = dequantize_pallas(w, x.dtype, interpret=interpret)
-        return grouped_matmul(
-            x,
-            matrix,
-            rows,
-            block_expert,
-            num_blocks,
-            block_m=block_m,
-            row_scale=row_scale,
-            out_dtype=out,
-            interpret=interpret,
-        )
+        return grouped_matmul(x, matrix, *table, block_m=block_m, interpret=interpret, **options)
     x, x_scale = activations(x, x_scale, w.format, interpret)
-    return product(
-        "quantized_grouped_matmul",
-        x,
-        (w,),
-        config.tile(block_m),
-        blocks=Blocks(rows, block_expert, num_blocks),
-        row_scale=row_scale,
-        x_scale=x_scale,
-        out_dtype=out,
-        interpret=interpret,
-    )
+    options |= {"table": table, "x_scale": x_scale, "interpret": interpret}
+    return product("quantized_grouped_matmul", x, (w,), config.tile(block_m), **options)
 
 
 def quantized_grouped_swiglu_pallas(
@@ -221,40 +204,18 @@ def quantized_grouped_swiglu_pallas(
     interpret: bool | None = None,
 ) -> jax.Array:
     """See `quantized_grouped_swiglu_reference`."""
-    out = out_type(x, out_dtype)
+    out, table = out_type(x, out_dtype), (rows, block_expert, num_blocks)
     matrices: Sequence[QuantizedTensor] = (gate, up)
     if config.mode == "dequantize_once":
         from pallas_kernels.grouped_swiglu import grouped_swiglu
 
         gate_once, up_once = (dequantize_pallas(w, x.dtype, interpret=interpret) for w in matrices)
-        return grouped_swiglu(
-            x,
-            gate_once,
-            up_once,
-            rows,
-            block_expert,
-            num_blocks,
-            block_m=block_m,
-            activation=activation,
-            interpret=interpret,
-        ).astype(out)
+        options: dict[str, Any] = {"block_m": block_m, "activation": activation, "interpret": interpret}
+        return grouped_swiglu(x, gate_once, up_once, *table, **options).astype(out)
     x, x_scale = activations(x, x_scale, gate.format, interpret)
-    blocks, tile = Blocks(rows, block_expert, num_blocks), config.tile(block_m)
-
-    def run(weights: Sequence[QuantizedTensor], activation: str | None, dtype: Any) -> jax.Array:
-        return product(
-            "quantized_grouped_swiglu",
-            x,
-            weights,
-            tile,
-            blocks=blocks,
-            x_scale=x_scale,
-            activation=activation,
-            out_dtype=dtype,
-            interpret=interpret,
-        )
-
+    shared: dict[str, Any] = {"table": table, "x_scale": x_scale, "interpret": interpret}
+    call = functools.partial(product, "quantized_grouped_swiglu", x, tile=config.tile(block_m), **shared)
     if config.mode == "separate":
-        gated, linear = (run((w,), None, jnp.float32) for w in matrices)
+        gated, linear = (call(matrices=(w,), out_dtype=jnp.float32) for w in matrices)
         return (ACTIVATIONS[activation](gated) * linear).astype(out)
-    return run(matrices, activation, out)
+    return call(matrices=matrices, activation=activation, out_dtype=out)

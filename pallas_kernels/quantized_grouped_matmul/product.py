@@ -32,15 +32,6 @@ class Tile:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Rows and matrix of each block; see `pallas_kernels.groups`."""
-
-    rows: jax.Array
-    block_expert: jax.Array
-    num_blocks: jax.Array
-
-
 def _kernel(
     *args: Any,
     names: tuple[str, ...],
@@ -123,29 +114,23 @@ def product(
     matrices: Sequence[QuantizedTensor],
     tile: Tile,
     *,
-    blocks: Blocks | None = None,
+    table: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     row_scale: jax.Array | None = None,
     x_scale: jax.Array | None = None,
     activation: str | None = None,
     out_dtype: Any,
     interpret: bool | None,
 ) -> jax.Array:
-    """Returns `[P, F]` with blocks, `[R, F]` without.
+    """Returns `[P, F]` with a table, `[R, F]` without.
 
     Args:
         x: `[R, D]`, int8 with x_scale float32 `[R]` for `w8a8`.
         matrices: one; or gate and up, with `activation`.
+        table: rows, block_expert and num_blocks; see `pallas_kernels.groups`.
     """
     F = matrices[0].shape[-1]
-    count = len(x) if blocks is None else len(blocks.rows)
-    given: dict[str, jax.Array] = {}
-    if blocks is not None:
-        given |= {
-            "rows": blocks.rows,
-            "block_expert": blocks.block_expert,
-            "num_blocks": blocks.num_blocks,
-        }
-    given["x"] = x
+    count = len(x) if table is None else len(table[0])
+    given = dict(zip(("rows", "block_expert", "num_blocks"), table or (), strict=False)) | {"x": x}
     for i, w in enumerate(matrices):
         given |= {f"values{i}": w.values, f"scales{i}": w.scales}
         if w.zeros is not None:

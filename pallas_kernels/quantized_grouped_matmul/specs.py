@@ -4,19 +4,15 @@ from pallas_kernels.group_specs import down_spec, swiglu_spec
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64
 from pallas_kernels.qformats import Format
 
-W4, W4_G64, W4_G64Z, W4_G32 = (
-    Format("w4a16", 128),
-    Format("w4a16", 64),
-    Format("w4a16", 64, True),
-    Format("w4a16", 32),
-)
-W8, W8_G128, W8A8, FP8, FP8_BLOCKS = (
-    Format("w8a16"),
-    Format("w8a16", 128),
-    Format("w8a8"),
-    Format("fp8"),
-    Format("fp8", 128),
-)
+W4 = Format("w4a16", 128)
+W4_G64 = Format("w4a16", 64)
+W4_G64Z = Format("w4a16", 64, True)
+W4_G32 = Format("w4a16", 32)
+W8 = Format("w8a16")
+W8_G128 = Format("w8a16", 128)
+W8A8 = Format("w8a8")
+FP8 = Format("fp8")
+FP8_BLOCKS = Format("fp8", 128)
 
 DOWN = (
     (MIXTRAL, "decode", 1, "balanced", W4),

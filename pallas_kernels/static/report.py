@@ -133,9 +133,7 @@ def _kernels(
             tuple(grid),
             warps,
             stages,
-            spec.cost.flops,
-            spec.cost.bytes,
-            spec.cost.unit,
+            **asdict(spec.cost),
             error=error,
         )
 
