@@ -19,7 +19,6 @@ import logging
 import os
 import sys
 import traceback
-import typing
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,11 +42,13 @@ from experiments.launch.command_line import (
 )
 from experiments.launch.compose import (
     VERSION_BASE,
+    Main,
     assignment,
     build_job,
     composer,
     plan_run,
     register_schema,
+    schema_of,
 )
 from experiments.launch.processes import own_folder, prefix, runs_here, taking_part
 from experiments.launch.sweep import Sweep, check_resumed, defect_of, expand_resume, recorded
@@ -59,8 +60,6 @@ from moejax.core.errors import ConfigError, MoejaxError
 from moejax.sharding.distributed import process_count, read_environment, report_failure
 
 USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
-
-Main = Callable[[Any], Any]
 
 
 def run_experiment(
@@ -116,14 +115,6 @@ def launch(
             return jobs.exit_code  # a sweeper that stumbles over a failed job's missing result
         traceback.print_exception(error)
         return DEFECT
-
-
-def schema_of(main: Main) -> type:
-    """The dataclass that `main`'s first parameter is annotated with."""
-    hints = [hint for name, hint in typing.get_type_hints(main).items() if name != "return"]
-    if not hints:
-        raise TypeError(f"{main.__qualname__} must annotate its parameter with the experiment's dataclass")
-    return hints[0]
 
 
 def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | None = None) -> int:

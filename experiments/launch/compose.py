@@ -8,6 +8,7 @@ sweep, is composed and its dataclasses are built here first.
 import itertools
 import math
 import string
+import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,8 +38,17 @@ from experiments.launch.validate import (
 )
 from moejax.core.errors import ConfigError
 
+Main = Callable[[Any], Any]
 VERSION_BASE = "1.3"
 _MOST_JOBS_CHECKED = 200  # a longer sweep's other jobs are checked when they start
+
+
+def schema_of(main: Main) -> type:
+    """The dataclass that `main`'s first parameter is annotated with."""
+    hints = [hint for name, hint in typing.get_type_hints(main).items() if name != "return"]
+    if not hints:
+        raise TypeError(f"{main.__qualname__} must annotate its parameter with the experiment's dataclass")
+    return hints[0]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from experiments.launch.app import Main, schema_of
 from experiments.launch.command_line import override_key, translate, without_tracker
-from experiments.launch.compose import composer, hydra_left_alone
+from experiments.launch.compose import Main, composer, hydra_left_alone, schema_of
 from experiments.launch.validate import CONFIG_DIR
 from moejax.core.errors import ConfigError, unknown
 from moejax.tracking.base import TrackerConfig

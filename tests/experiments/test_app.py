@@ -15,9 +15,9 @@ from typing import Any, Literal
 import pytest
 from omegaconf import OmegaConf
 
-from experiments.launch.app import launch, output_dir, schema_of
+from experiments.launch.app import launch, output_dir
 from experiments.launch.command_line import query_line, translate
-from experiments.launch.compose import CONFIG_DIR, build_job, composer
+from experiments.launch.compose import CONFIG_DIR, build_job, composer, schema_of
 from experiments.launch.notebook import main_of, names
 from experiments.launch.schema import (
     GenerateConfig,
