@@ -25,7 +25,6 @@ from moejax.core.parallel import ParallelConfig
 from moejax.results.sweep import changed_keys
 from moejax.sharding.distributed import (
     LaunchEnvironment,
-    ProcessInfo,
     broadcast,
     initialize_from_environment,
     read_environment,
@@ -126,7 +125,7 @@ def _check_same(config: Any, index: int) -> None:
         )
 
 
-def _check_all_needed(parallel: ParallelConfig, info: ProcessInfo) -> None:
+def _check_all_needed(parallel: ParallelConfig, info: LaunchEnvironment) -> None:
     """Devices are numbered process by process, and the mesh takes the first: one without any would hang."""
     local, needed = info.local_devices, parallel.num_devices
     if needed <= (info.count - 1) * local:

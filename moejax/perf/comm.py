@@ -6,8 +6,8 @@ engine; tests/sharding/test_accounting.py holds them against the compiled progra
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, unknown
@@ -15,6 +15,16 @@ from moejax.core.parallel import ParallelConfig
 from moejax.perf.sizes import DTYPE_BYTES
 
 EXCHANGES = ("none", "allgather", "all_to_all", "ragged", "hierarchical")
+COLLECTIVES: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda g: g - 1.0,
+    "reduce-scatter": lambda g: (g - 1) / g,
+    "all-reduce": lambda g: 2 * (g - 1) / g,
+    "all-to-all": lambda g: (g - 1) / g,
+    "ragged-all-to-all": lambda g: (g - 1) / g,
+    "collective-permute": lambda g: 1.0,
+    "collective-broadcast": lambda g: 1.0,
+}
+"""HLO's kinds of collectives, and how many times its operand a device of g sends (`wire_bytes`)."""
 _INT = _FLOAT = 4
 
 
@@ -30,18 +40,9 @@ def wire_bytes(kind: str, operand: float, group: int) -> float:
     """
     if group <= 1:
         return 0.0
-    factors = {
-        "all-gather": group - 1.0,
-        "reduce-scatter": (group - 1) / group,
-        "all-reduce": 2 * (group - 1) / group,
-        "all-to-all": (group - 1) / group,
-        "ragged-all-to-all": (group - 1) / group,
-        "collective-permute": 1.0,
-        "collective-broadcast": 1.0,
-    }
-    if kind not in factors:
-        raise ValueError(unknown("collective", kind, factors))
-    return factors[kind] * operand
+    if kind not in COLLECTIVES:
+        raise ValueError(unknown("collective", kind, COLLECTIVES))
+    return COLLECTIVES[kind](group) * operand
 
 
 @dataclass(frozen=True)
@@ -116,18 +117,6 @@ def role_sizes(model: ModelConfig, parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-@dataclass
-class _Terms:
-    """Collects what runs over more than one device."""
-
-    sizes: dict[str, int]
-    terms: list[CommTerm] = field(default_factory=list)
-
-    def add(self, operation: str, kind: str, role: str, operand_bytes: float, count: int = 1) -> None:
-        if self.sizes[role] > 1 and count:
-            self.terms.append(CommTerm(operation, kind, role, self.sizes[role], count, operand_bytes))
-
-
 def step_comm(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -151,7 +140,7 @@ def step_comm(
     """
     stage_layers = range(model.num_layers) if layers is None else layers
     sizes = role_sizes(model, parallel)
-    terms = _Terms(sizes)
+    terms: list[CommTerm] = []
     itemsize = DTYPE_BYTES[model.dtype]
     hidden = tokens * model.hidden_size * itemsize
     sparse = sum(model.moe_layers[layer] for layer in stage_layers)
@@ -163,26 +152,30 @@ def step_comm(
             f"(parallel.attention={parallel.attention}, ep={parallel.ep})"
         )
 
+    def add(operation: str, kind: str, role: str, operand_bytes: float, count: int = 1) -> None:
+        if sizes[role] > 1 and count:
+            terms.append(CommTerm(operation, kind, role, sizes[role], count, operand_bytes))
+
     if first:
-        terms.add("embedding", "all-reduce", "tensor", hidden)
+        add("embedding", "all-reduce", "tensor", hidden)
     if model.qk_norm == "projection":
         # The mean square of the whole projection, float32 [N, 1].
-        terms.add("qk_norm", "all-reduce", "tensor", tokens * _FLOAT, len(stage_layers))
-        terms.add("qk_norm", "all-reduce", "kv", tokens * _FLOAT, len(stage_layers))
-    terms.add("attention", "all-reduce", "tensor", hidden, len(stage_layers))
+        add("qk_norm", "all-reduce", "tensor", tokens * _FLOAT, len(stage_layers))
+        add("qk_norm", "all-reduce", "kv", tokens * _FLOAT, len(stage_layers))
+    add("attention", "all-reduce", "tensor", hidden, len(stage_layers))
     if sparse:
         row = model.hidden_size * itemsize
         for term in exchange_terms(exchange, parallel, tokens, row, model.num_experts_per_tok):
-            terms.add(*term, count=sparse)
-    terms.add("experts", "all-reduce", "tensor", hidden, sparse)
-    terms.add("mlp", "all-reduce", "tensor", hidden, len(stage_layers) - sparse)
+            add(*term, count=sparse)
+    add("experts", "all-reduce", "tensor", hidden, sparse)
+    add("mlp", "all-reduce", "tensor", hidden, len(stage_layers) - sparse)
     if last:
         logits = parallel.padded_vocab(model.vocab_size) // sizes["tensor"] * itemsize
-        terms.add("logits", "all-gather", "tensor", rows * logits)
-        terms.add("sampling", "all-gather", "data", rows * _INT)
+        add("logits", "all-gather", "tensor", rows * logits)
+        add("sampling", "all-gather", "data", rows * _INT)
     else:
-        terms.add("pipeline", "collective-permute", "pipeline", hidden)
-    return terms.terms
+        add("pipeline", "collective-permute", "pipeline", hidden)
+    return terms
 
 
 def exchange_terms(

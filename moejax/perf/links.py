@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from moejax.core.config import ModelConfig
 from moejax.core.hardware import Hardware
 from moejax.core.parallel import ParallelConfig
@@ -94,39 +96,21 @@ def latency(kind: str, group: int, nodes: int) -> float:
 
 def spread(role: str, parallel: ParallelConfig, model: ModelConfig) -> tuple[int, int]:
     """Returns (devices of a role's groups, nodes that the widest of them spans)."""
-    devices = range(parallel.num_devices)
+    nodes, local = parallel.expert_nodes, parallel.ep // parallel.expert_nodes
+    sizes = {"pp": parallel.pp, "dp": parallel.dp, "node": nodes, "local": local, "tp": parallel.tp}
     each = parallel.num_devices // parallel.nodes
+    node_of = (np.arange(parallel.num_devices) // each).reshape(tuple(sizes.values()))
     if role == "pipeline":
-        stage = parallel.num_devices // parallel.pp
-        crossing = any(
-            device // each != (device + stage) % parallel.num_devices // each for device in devices
-        )
-        return parallel.pp, 2 if crossing else 1
-    groups: dict[tuple[int, ...], set[int]] = {}
-    members: dict[tuple[int, ...], int] = {}
-    for device in devices:
-        key = _others(role, device, parallel, model)
-        groups.setdefault(key, set()).add(device // each)
-        members[key] = members.get(key, 0) + 1
-    return max(members.values()), max(len(nodes) for nodes in groups.values())
-
-
-def _others(role: str, device: int, parallel: ParallelConfig, model: ModelConfig) -> tuple[int, ...]:
-    """Returns the places on all other axes, which the devices of one group share."""
-    rest, tp = divmod(device, parallel.tp)
-    rest, local = divmod(rest, parallel.ep // parallel.expert_nodes)
-    rest, node = divmod(rest, parallel.expert_nodes)
-    stage, dp = divmod(rest, parallel.dp)
-    tensor = (node, local) if parallel.attention == "tensor" else ()
-    data = (node, local) if parallel.attention == "data" else ()
-    if role == "tensor":
-        return (stage, dp, *data)
-    if role == "data":
-        return (stage, *tensor, tp)
+        return parallel.pp, 2 if (node_of != np.roll(node_of, -1, axis=0)).any() else 1
+    tensor, data = ["tp"], ["dp", "node", "local"]
+    if parallel.attention == "tensor":
+        tensor, data = ["node", "local", "tp"], ["dp"]
+    along = {"tensor": tensor, "kv": tensor, "data": data, "exchange": ["node", "local"]}.get(role, [role])
+    places = [list(sizes).index(axis) for axis in along]
+    groups = np.moveaxis(node_of, places, range(-len(along), 0))
+    groups = groups.reshape(-1, math.prod(sizes[axis] for axis in along))
     if role == "kv":
         # The first devices of a tensor group by key/value head, the last by copies.
-        place = device % parallel.tensor_size
-        copies = parallel.tensor_size // parallel.kv_split(model.num_kv_heads)
-        return (stage, dp, *data, place % copies)
-    common = {"exchange": (), "node": (local,), "local": (node,)}[role]
-    return (stage, dp, *common, tp)
+        heads = parallel.kv_split(model.num_kv_heads)
+        groups = groups.reshape(-1, heads, parallel.tensor_size // heads).swapaxes(1, 2).reshape(-1, heads)
+    return groups.shape[1], max(len(set(group)) for group in groups.tolist())

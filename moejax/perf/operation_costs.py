@@ -17,7 +17,7 @@ The first three are the least that any program must do, and bounds are made of t
 a good program keeps in caches or fuses away, so that no bound may count it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -149,9 +149,12 @@ class _Counter:
         """Returns an operation's cost; `elements` are read or written between operations."""
         return OpCost(layer, operation, self.phase, flops, weights, cache, elements * self.size)
 
-    def product(self, layer: int | None, operation: str, rows: float, params: float, width: float) -> OpCost:
-        """Costs rows times matrices of `params` numbers; each row reads and writes `width` numbers in all."""
-        weights = self.weights(layer, operation, params) if rows else 0.0
+    def product(
+        self, layer: int | None, operation: str, rows: float, params: float, width: float, hits: float = 1.0
+    ) -> OpCost:
+        """Costs rows times matrices of `params` numbers (of which those of `hits` experts are read); each row
+        reads and writes `width` numbers in all."""
+        weights = hits * self.weights(layer, operation, params) if rows else 0.0
         return self.op(layer, operation, flops=2 * rows * params, weights=weights, elements=rows * width)
 
     def embedding(self, tokens: float) -> OpCost:
@@ -195,20 +198,14 @@ class _Counter:
             self.product(layer, "router", tokens, D * E, D + 2 * E),
             # Rows are gathered by expert, and come back weighted.
             self.op(layer, "experts_dispatch", elements=2 * assignments * D + tokens * D + assignments * D),
-            self.experts(layer, "experts_gate_up", assignments, hits, 2 * D * F, D + 2 * F),
-            self.experts(layer, "experts_down", assignments, hits, F * D, F + D),
+            self.product(layer, "experts_gate_up", assignments, 2 * D * F, D + 2 * F, hits),
+            self.product(layer, "experts_down", assignments, F * D, F + D, hits),
         ]
         if shared := config.shared_expert_intermediate_size:
             # Its gate, of D numbers, is left out of the formula, but not of weights as held.
             ops.append(self.product(layer, "shared_expert", tokens, 3 * D * shared, 2 * D + 4 * shared))
         other = 0.0 if self.held_weights is None else self.held_weights.get((layer, "other"), 0.0)
         return [*ops, self.op(layer, "other", weights=other)] if other else ops
-
-    def experts(
-        self, layer: int, operation: str, rows: float, hits: float, params: int, width: int
-    ) -> OpCost:
-        weights = hits * self.weights(layer, operation, params)
-        return self.op(layer, operation, flops=2 * rows * params, weights=weights, elements=rows * width)
 
     def head(self, tokens: float, sampled: float) -> list[OpCost]:
         D, V = self.config.hidden_size, self.config.vocab_size
@@ -236,30 +233,25 @@ def query_key_pairs(new: np.ndarray, seen: np.ndarray, window: int | None) -> np
 
 def by_operation(ops: Iterable[OpCost]) -> list[OpCost]:
     """Sums over the layers, in the order of `OPERATIONS`; their layer is None."""
-    sums = summed((replace(op, layer=None) for op in ops), lambda op: (op.operation, op.phase))
+    sums = summed(replace(op, layer=None) for op in ops)
     order = list(OPERATIONS)
     return sorted(sums, key=lambda op: (op.phase, order.index(op.operation)))
 
 
 def total(ops: Iterable[OpCost]) -> OpCost:
     """Returns the sum over everything, as operation and phase "all"."""
-    zero = OpCost(None, "all", "all")
-    sums = summed((replace(op, layer=None, operation="all", phase="all") for op in ops), lambda op: 0)
-    return sums[0] if sums else zero
+    sums = summed(replace(op, layer=None, operation="all", phase="all") for op in ops)
+    return sums[0] if sums else OpCost(None, "all", "all")
 
 
 _SUMS = ("flops", "weight_bytes", "cache_bytes", "activation_bytes")
 
 
-def _place(op: OpCost) -> object:
-    return op.layer, op.operation, op.phase
-
-
-def summed(ops: Iterable[OpCost], key: Callable[[OpCost], object] = _place) -> list[OpCost]:
-    """Returns one sum for each key (layer, operation and phase), with the names of its first."""
+def summed(ops: Iterable[OpCost]) -> list[OpCost]:
+    """Returns one sum for each layer, operation and phase."""
     groups: dict[object, list[OpCost]] = {}
     for op in ops:
-        groups.setdefault(key(op), []).append(op)
+        groups.setdefault((op.layer, op.operation, op.phase), []).append(op)
     return [
         replace(group[0], **{name: sum(getattr(op, name) for op in group) for name in _SUMS})
         for group in groups.values()

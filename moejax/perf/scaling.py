@@ -10,7 +10,7 @@ Routing is taken as even: of T tokens with k of E experts each, a device's exper
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moejax.core.config import ModelConfig
 from moejax.core.hardware import Hardware
@@ -79,7 +79,9 @@ def model_step(
         exchange: of a microbatch's tokens.
         microbatches: parts that the step goes through the pipeline in.
     """
-    part = _part(phase, microbatches)
+    # The largest of equal parts of the step.
+    sizes = {name: math.ceil(getattr(phase, name) / microbatches) for name in ("tokens", "rows", "sequences")}
+    part = replace(phase, **sizes)
     stage_times: list[tuple[float, float, float, float]] = []
     per_role: list[dict[str, float]] = []
     for stage in stages:
@@ -105,14 +107,6 @@ def model_step(
     busy = microbatches * sum(times) / len(times)
     most = max(per_role, key=lambda roles: sum(roles.values()))
     return StepModel(seconds, *stage_times[slowest], 1.0 - busy / seconds, most)
-
-
-def _part(phase: Phase, microbatches: int) -> Phase:
-    """Returns the largest of equal parts of a step."""
-    tokens, rows, sequences = (
-        math.ceil(n / microbatches) for n in (phase.tokens, phase.rows, phase.sequences)
-    )
-    return Phase(phase.name, tokens, rows, phase.context, sequences)
 
 
 def _roofline(

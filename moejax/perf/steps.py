@@ -89,9 +89,7 @@ def captured_steps(
     for first, last in itertools.pairwise(bounds):
         rows = slice(first, last)
         prefill = capture.prefill[rows]
-        phase: Phase = "mixed" if prefill.any() and not prefill.all() else "decode"
-        if prefill.all():
-            phase = "prefill"
+        phase: Phase = "prefill" if prefill.all() else "mixed" if prefill.any() else "decode"
         request, position = capture.request[rows], capture.position[rows]
         sequence = np.stack([request, capture.sample[rows]], axis=1)
         rows_of, index, new = np.unique(sequence, axis=0, return_inverse=True, return_counts=True)

@@ -5,7 +5,7 @@ every function here gives back what it was given: the same program as without it
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,6 @@ class Axes:
     tp: Names = ()
     tensor: Names = ()
     kv: Names = ()
-    _sizes: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_sizes", dict(self.sizes))
 
     @property
     def expert(self) -> Names:
@@ -50,7 +46,8 @@ class Axes:
 
     def size(self, names: Names) -> int:
         """Devices along these axes together."""
-        return math.prod(self._sizes[name] for name in names)
+        sizes = dict(self.sizes)
+        return math.prod(sizes[name] for name in names)
 
 
 SINGLE = Axes()

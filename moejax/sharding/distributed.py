@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TypeVar
 
@@ -47,8 +47,8 @@ class LaunchEnvironment:
 
     Attributes:
         index, count: which process, of how many.
-        coordinator: HOST:PORT of process 0's coordination service; None for one process, and under SLURM,
-            where JAX's own detection finds it.
+        coordinator: HOST:PORT of process 0's coordination service; None for one process, and under SLURM
+            until JAX's own detection has found it.
         local_device_ids: the only GPUs that this process may see; None: all of its machine's.
     """
 
@@ -56,15 +56,6 @@ class LaunchEnvironment:
     count: int = 1
     coordinator: str | None = None
     local_device_ids: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class ProcessInfo:
-    """This process among all of the program. `coordinator` is HOST:PORT, None for one process."""
-
-    index: int
-    count: int
-    coordinator: str | None
 
     @property
     def local_devices(self) -> int:
@@ -95,8 +86,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
         missing = [name for name in _JAX if name not in given]
         raise ConfigError(f"{', '.join(given)} set without {' and '.join(missing)}: {_START}")
     slurm = slurm or LaunchEnvironment()
-    count = _whole("JAX_NUM_PROCESSES", given.get("JAX_NUM_PROCESSES"), 1, slurm.count)
-    index = _whole("JAX_PROCESS_ID", given.get("JAX_PROCESS_ID"), 0, slurm.index)
+    count = _whole(given, "JAX_NUM_PROCESSES", 1, slurm.count)
+    index = _whole(given, "JAX_PROCESS_ID", 0, slurm.index)
     for name, value, theirs, of in (
         ("JAX_NUM_PROCESSES", count, slurm.count, "SLURM_NTASKS"),
         ("JAX_PROCESS_ID", index, slurm.index, "SLURM_PROCID"),
@@ -116,7 +107,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """Reads this task of a SLURM step; None outside of one, and for a step of one task."""
     if not environ.get("SLURM_PROCID") or not environ.get("SLURM_NTASKS"):
         return None
-    count = _whole("SLURM_NTASKS", environ["SLURM_NTASKS"], 1)
+    count = _whole(environ, "SLURM_NTASKS", 1)
     if count == 1:
         return None
     if missing := [name for name in _SLURM if not environ.get(name)]:
@@ -124,19 +115,19 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
             f"SLURM_NTASKS={count} without {' and '.join(missing)}: start with srun, so that every task "
             "runs, or set JAX_NUM_PROCESSES=1 for a process by itself"
         )
-    index = _whole("SLURM_PROCID", environ["SLURM_PROCID"], 0)
+    index = _whole(environ, "SLURM_PROCID", 0)
     if index >= count:
         raise ConfigError(f"SLURM_PROCID={index} and SLURM_NTASKS={count} contradict each other")
-    nodes = _whole("SLURM_STEP_NUM_NODES", environ.get("SLURM_STEP_NUM_NODES"), 1, 1)
+    nodes = _whole(environ, "SLURM_STEP_NUM_NODES", 1, 1)
     # As JAX does: a GPU a task. But a task that has its node for itself has all of its GPUs.
-    local = (_whole("SLURM_LOCALID", environ["SLURM_LOCALID"], 0),) if count > nodes else None
+    local = (_whole(environ, "SLURM_LOCALID", 0),) if count > nodes else None
     return LaunchEnvironment(index, count, None, None if environ.get("JAX_LOCAL_DEVICE_IDS") else local)
 
 
 class _Processes:
     """The running program's processes, seen from this one."""
 
-    def __init__(self, info: ProcessInfo, connect_seconds: int, abort: liveness.AbortHandler) -> None:
+    def __init__(self, info: LaunchEnvironment, connect_seconds: int, abort: liveness.AbortHandler) -> None:
         assert info.coordinator is not None
         self.info = info
         self.failure: int | None = None
@@ -204,7 +195,7 @@ class _Processes:
 _joined: _Processes | None = None
 
 
-def initialize_from_environment() -> ProcessInfo:
+def initialize_from_environment() -> LaunchEnvironment:
     """Joins the other processes, if the environment speaks of any; call it before anything touches a device.
 
     On CPU collectives go through Gloo. A second call gives the first one's answer.
@@ -218,11 +209,9 @@ def initialize_from_environment() -> ProcessInfo:
         return _joined.info
     place = read_environment()
     if place.count == 1:
-        return ProcessInfo(0, 1, None)
-    heartbeat = _whole(
-        "MOEJAX_HEARTBEAT_SECONDS", os.environ.get("MOEJAX_HEARTBEAT_SECONDS"), 2, HEARTBEAT_SECONDS
-    )
-    connect = _whole("MOEJAX_CONNECT_SECONDS", os.environ.get("MOEJAX_CONNECT_SECONDS"), 1, CONNECT_SECONDS)
+        return place
+    heartbeat = _whole(os.environ, "MOEJAX_HEARTBEAT_SECONDS", 2, HEARTBEAT_SECONDS)
+    connect = _whole(os.environ, "MOEJAX_CONNECT_SECONDS", 1, CONNECT_SECONDS)
     coordinator = place.coordinator or _compat.slurm_coordinator()
     apart = (
         f"process {place.index} of {place.count} cannot join the others at {coordinator} within {connect} s"
@@ -248,8 +237,7 @@ def initialize_from_environment() -> ProcessInfo:
             heartbeat_timeout_seconds=heartbeat,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
-        info = ProcessInfo(place.index, place.count, coordinator)
-        _joined = _Processes(info, connect, abort)
+        _joined = _Processes(replace(place, coordinator=coordinator), connect, abort)
     except (RuntimeError, OSError, ValueError) as error:
         abort.remove()
         if "must be called before" in str(error):
@@ -310,8 +298,9 @@ def _host_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _whole(name: str, text: str | None, least: int, default: int | None = None) -> int:
-    if text is None or text == "":
+def _whole(environ: Mapping[str, str], name: str, least: int, default: int | None = None) -> int:
+    text = environ.get(name, "")
+    if not text:
         assert default is not None
         return default
     if not text.isdecimal() or int(text) < least:

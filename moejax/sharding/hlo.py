@@ -13,20 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moejax.perf.comm import CommTerm, wire_bytes
+from moejax.perf.comm import COLLECTIVES, CommTerm, wire_bytes
 from moejax.sharding.axes import Axes
 from moejax.sharding.hlo_groups import Grid, numbers
 from moejax.sharding.hlo_syntax import BRANCHES, CALLED, OP_NAME, HloError, Line, closing, read_lines
-
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
-    "collective-broadcast",
-)
 
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
@@ -65,7 +55,7 @@ class Collective:
 
     Attributes:
         name: of the HLO instruction.
-        kind: one of `KINDS`.
+        kind: one of `moejax.perf.comm.COLLECTIVES`.
         operands: what each device puts in; several where XLA combined collectives, or where an all-to-all
             takes a part for each device. A ragged-all-to-all's operand is its data alone.
         group_size: devices that take part with each other.
@@ -113,7 +103,8 @@ def collectives(compiled: Any, mesh: Any) -> list[Collective]:
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     program = _Program(text, mesh)
     instructions = list(program.visit(program.entry, 1, ()))
-    missed = program.names() - {collective.name for collective in instructions}
+    lines = itertools.chain.from_iterable(scope.values() for scope in program.computations.values())
+    missed = {line.name for line in lines if _kind(line.opcode)} - {c.name for c in instructions}
     if missed:
         raise HloError(f"the entry computation does not lead to the collectives {', '.join(sorted(missed))}")
     return instructions
@@ -180,11 +171,6 @@ class _Program:
         if not self.entry:
             raise HloError("the text has no ENTRY computation")
 
-    def names(self) -> set[str]:
-        """Returns the names of all collective instructions in the text."""
-        lines = itertools.chain.from_iterable(c.values() for c in self.computations.values())
-        return {line.name for line in lines if _kind(line.opcode)}
-
     def visit(self, name: str, executions: int | None, branches: tuple[Branch, ...]) -> Iterator[Collective]:
         """Yields the collectives of a computation that runs so often, in the given branches."""
         if name not in self.computations:
@@ -241,7 +227,7 @@ class _Program:
 def _kind(opcode: str) -> str | None:
     """Returns the kind of a collective that starts here; its -done and -update are parts of it."""
     base = opcode.removesuffix("-start")
-    return base if base in KINDS else None
+    return base if base in COLLECTIVES else None
 
 
 def _split(text: str) -> list[str]:

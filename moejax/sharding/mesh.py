@@ -20,10 +20,7 @@ from moejax.sharding.axes import Axes, Names
 
 
 class MeshPlan(NamedTuple):
-    """Attributes:
-    stages: a mesh for each pipeline stage, all with the same axes.
-    axes: the axes' roles.
-    """
+    """A mesh for each pipeline stage, all with the same axes, and the axes' roles."""
 
     stages: tuple[Mesh, ...]
     axes: Axes

@@ -66,12 +66,11 @@ def split_layers(model: ModelConfig, pp: int, stage_layers: Sequence[int] | None
                 f"{list(stage_layers)}"
             )
         ends = np.cumsum([0, *stage_layers]).tolist()
-        return tuple(range(a, b) for a, b in itertools.pairwise(ends))
-    if pp > L:
+    elif pp > L:
         raise ConfigError(f"parallel.pp={pp} stages need as many layers, and the model has {L}")
-    D = model.hidden_size
-    first, last = float(DECODE_TOKENS * D), float(D * model.vocab_size)
-    ends = _balance(layer_costs(model), pp, first=first, last=last)
+    else:
+        first, last = float(DECODE_TOKENS * model.hidden_size), float(model.hidden_size * model.vocab_size)
+        ends = _balance(layer_costs(model), pp, first=first, last=last)
     return tuple(range(a, b) for a, b in itertools.pairwise(ends))
 
 

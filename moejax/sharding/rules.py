@@ -1,23 +1,14 @@
 """Sharding rules: the mesh axes of each logical axis, and so where each tensor lies."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moejax.core.errors import ConfigError
+from moejax.perf.memory import Declared
 from moejax.sharding.axes import Axes, Names
 
 Rules = Mapping[str, Names]
-
-
-class Declared(Protocol):
-    """A tensor's shape with a logical name for each dimension (`moejax.nn.param.ParamSpec`)."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def axes(self) -> tuple[str | None, ...]: ...
 
 
 def make_rules(axes: Axes) -> Rules:

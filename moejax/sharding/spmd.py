@@ -41,11 +41,11 @@ class SingleDevice:
 
     def gather_groups(self, tree: Any) -> Any:
         """Inside the function, joins the groups' values one after another, equal on all devices."""
-        return tree
+        return jax.tree.map(lambda x: all_gather(x, self.axes.data), tree)
 
     def sum_groups(self, x: jax.Array) -> jax.Array:
         """Inside the function, returns the sum over the groups."""
-        return x
+        return psum(x, self.axes.data)
 
     def compiled(
         self,
@@ -106,12 +106,6 @@ class MeshDevices(SingleDevice):
 
     def ready(self, tree: Any) -> Any:
         return settle(tree)
-
-    def gather_groups(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: all_gather(x, self.axes.data), tree)
-
-    def sum_groups(self, x: jax.Array) -> jax.Array:
-        return psum(x, self.axes.data)
 
     def compiled(
         self,
