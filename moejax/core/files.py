@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -70,10 +70,11 @@ def content_hash(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode("utf-8")).hexdigest()
 
 
-def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Writes `data` beside `path` and renames it into place, so that no reader sees half a file.
+@contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yields a file beside `path`, renamed into place when the body ends, so that no reader sees half a file.
 
-    The folder is made if it is missing. Returns the path.
+    The folder is made if it is missing.
 
     Raises:
         OutputError: the file cannot be written; nothing is left behind.
@@ -85,7 +86,7 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
         try:
             # "x" and not mkstemp: the file then gets the permissions of the user's umask.
             with open(temporary, "xb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
@@ -93,7 +94,13 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
-    return target
+
+
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Writes `data` by `atomic_file` and returns the path."""
+    with atomic_file(path) as file:
+        file.write(data)
+    return Path(path)
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:

@@ -67,7 +67,10 @@ def quantize_model(
     _check_model(model)
     chosen = resolve_rules(quant, shapes)
     stages = stages_of(model) if any(c.calibrated for c in chosen.values()) else []
-    parts = [_part(stage, chosen) for stage in stages]
+    parts = [
+        {name: chosen[stage.prefix + name] for name in stage.params() if stage.prefix + name in chosen}
+        for stage in stages
+    ]
     last = max((i for i, part in enumerate(parts) if any(c.calibrated for c in part.values())), default=-1)
     reports: list[StageReport] = []
     if last >= 0:
@@ -266,12 +269,6 @@ class _Run:
                 if array is not None:
                     arrays[f"tensor {name} {p}"] = array
         work.save(number, arrays, {"report": dataclasses.asdict(report), "folded_params": changed})
-
-
-def _part(stage: Stage, chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
-    """Returns a stage's weights by their path in it."""
-    choices = {name: chosen.get(stage.prefix + name) for name in stage.params()}
-    return {name: one for name, one in choices.items() if one is not None}
 
 
 def _check_model(model: Decoder) -> None:

@@ -18,12 +18,12 @@ GRAM_BYTES = 2 << 30
 """Bound on the Gram matrices of experts that are held at a time (GPTQ holds a few copies of them); those of a
 single expert are held in any case."""
 
-Batched = Callable[[float], None]
-"""Called with the share of the calibration set that a pass has seen."""
-
 
 class StatisticsCollector:
     """Runs the calibration set through a stage of the float model.
+
+    Args:
+        batched: called with the share of the calibration set that a pass has seen.
 
     Attributes:
         plain: statistics over all tokens, by site.
@@ -38,7 +38,7 @@ class StatisticsCollector:
         chosen: Mapping[str, Chosen],
         calibration: CalibrationConfig,
         hidden: HiddenStates,
-        batched: Batched = lambda share: None,
+        batched: Callable[[float], None] = lambda share: None,
     ) -> None:
         self._graph, self._state = nnx.split(stage.module)
         self._calibration, self._hidden, self._batched = calibration, hidden, batched

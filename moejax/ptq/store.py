@@ -22,8 +22,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.core.errors import ConfigError, OutputError
-from moejax.core.files import atomic_write_text, dump_json, ensure_writable
+from moejax.core.errors import ConfigError
+from moejax.core.files import atomic_file, atomic_write_text, dump_json, ensure_writable
 from moejax.ptq.batches import HiddenStates
 
 META = "meta"
@@ -95,16 +95,8 @@ class WorkDir:
             meta["arrays"][name] = [host.dtype.name, list(np.shape(array))]
             stored[str(i)] = host.reshape(-1).view(np.uint8)
         stored[META] = np.frombuffer(dump_json(meta).encode(), np.uint8)
-        path = self._stage(number)
-        temporary = path.with_suffix(".tmp")
-        try:
-            with open(temporary, "wb") as file:
-                np.savez(file, **stored)  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+        with atomic_file(self._stage(number)) as file:
+            np.savez(file, **stored)  # type: ignore[arg-type]
         self.remove_hidden(before=number)
 
     def hidden_path(self, number: int) -> Path:

@@ -14,7 +14,7 @@ scale: no rule can quantize them. It knows names and shapes only, no model.
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moejax.core.errors import ConfigError
@@ -121,9 +121,8 @@ def _check(path: str, shape: tuple[int, ...], method: str, fmt: WeightFormat) ->
     fmt.check(path, shape[-2], shape[-1])
 
 
-def _why_unused(rules: Iterable[QuantRule], index: int, weights: Mapping[str, tuple[int, ...]]) -> str:
+def _why_unused(rules: Sequence[QuantRule], index: int, weights: Mapping[str, tuple[int, ...]]) -> str:
     """Returns one line that explains why a rule decided for no weight."""
-    rules = list(rules)
     pattern = rules[index].pattern
     compiled = _compile(pattern)
     hit = [path for path in weights if compiled.fullmatch(weight_name(path))]
@@ -144,8 +143,8 @@ def _why_unused(rules: Iterable[QuantRule], index: int, weights: Mapping[str, tu
     return f"{start}: no weight's path matches it; the nearest: {', '.join(near) or 'none'}"
 
 
-def nearest(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the patterns over layers (numbers become `*`) of the weights that are most like `pattern`."""
+def nearest(pattern: str, paths: Iterable[str]) -> list[str]:
+    """Returns the three patterns over layers (numbers become `*`) of the weights most like `pattern`."""
     general = {re.sub(r"(?<=\.)\d+(?=\.)", "*", weight_name(path)) for path in paths}
     general_pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", pattern)
-    return difflib.get_close_matches(general_pattern, sorted(general), n=count, cutoff=0.0)
+    return difflib.get_close_matches(general_pattern, sorted(general), n=3, cutoff=0.0)

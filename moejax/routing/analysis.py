@@ -12,14 +12,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moejax.core.errors import ConfigError
-from moejax.routing.capture import RoutingCapture, count_experts
+from moejax.routing.capture import Floats, Ints, RoutingCapture, count_experts
 
 PHASES = ("prefill", "decode")
 TOP_SHARE = 0.1
 """Part of the experts whose share of the load is the skew's `top_share`."""
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _CHUNK = 1 << 16
 _TABLES = 10
@@ -61,13 +58,17 @@ def loads_of(capture: RoutingCapture, num_layers: int) -> Ints:
     return loads
 
 
+def load_shares(loads: ArrayLike, no_load: float = 0.0) -> Floats:
+    """Returns each expert's share of its layer's load `[..., E]`: 1/E if even, `no_load` without any."""
+    values = np.asarray(loads, np.float64)
+    total = values.sum(-1, keepdims=True)
+    return np.divide(values, total, out=np.full_like(values, no_load), where=total > 0)
+
+
 def skew(counts: ArrayLike) -> Skew:
     """Returns the skew of loads `[..., E]`, all >= 0."""
-    loads = np.asarray(counts, np.float64)
-    E = loads.shape[-1]
-    total = loads.sum(-1)
-    some = total > 0
-    share = np.divide(loads, total[..., None], out=np.full_like(loads, np.nan), where=some[..., None])
+    share = load_shares(counts, np.nan)
+    E = share.shape[-1]
     bits = -(share * np.log2(share, out=np.zeros_like(share), where=share > 0)).sum(-1)
     rising = np.sort(share, axis=-1)
     # The mean absolute difference, by ranks: Σ (2 i - E - 1) x_i / (E Σ x), i from 1.
@@ -77,7 +78,7 @@ def skew(counts: ArrayLike) -> Skew:
     return Skew(
         share.max(-1) * E,
         bits + 0.0,
-        bits / even if E > 1 else np.where(some, 1.0, np.nan),
+        bits / even if E > 1 else share[..., 0],
         gini,
         rising[..., E - top :].sum(-1),
     )
@@ -159,8 +160,15 @@ def co_activation(capture: RoutingCapture, layer: int) -> Ints:
     Raises:
         ConfigError: the trace does not have the layer.
     """
-    at = capture.layer_index(layer)
-    return _pairs(capture, at, at)
+    E, at = capture.num_experts, capture.layer_index(layer)
+    pairs = np.zeros((E, E), np.int64)
+    for first in range(0, capture.num_rows, _CHUNK):
+        ids = capture.ids[first : first + _CHUNK, at].astype(np.int64)
+        visited = np.zeros((len(ids), E + 1), np.float32)
+        np.put_along_axis(visited, ids, np.float32(1), axis=1)
+        # Sums of at most 2^16 ones are exact in float32.
+        pairs += (visited[:, :E].T @ visited[:, :E]).astype(np.int64)
+    return pairs
 
 
 def co_activation_lift(counts: ArrayLike) -> Floats:
@@ -188,12 +196,9 @@ def co_activation_lift(counts: ArrayLike) -> Floats:
     return np.divide(met, expected, out=np.full_like(met, np.nan), where=expected > 0)
 
 
-def transition(capture: RoutingCapture, layer: int, *, first_choices: bool = False) -> Ints:
-    """Returns int64 `[E, E]`: tokens that visit one expert (row) in a layer and the other (column) in the
-    next layer with experts.
-
-    Args:
-        first_choices: count only a token's likeliest expert in each, so that each token counts once.
+def transition(capture: RoutingCapture, layer: int) -> Ints:
+    """Returns int64 `[E, E]`: tokens whose likeliest expert is one (row) in a layer and the other (column) in
+    the next layer with experts. Each token counts once.
 
     Raises:
         ConfigError: the trace does not have the layer, or none after it.
@@ -201,8 +206,6 @@ def transition(capture: RoutingCapture, layer: int, *, first_choices: bool = Fal
     at = capture.layer_index(layer)
     if at + 1 == len(capture.layers):
         raise ConfigError(f"routing trace: layer {layer} is its last, so no layer follows it")
-    if not first_choices:
-        return _pairs(capture, at, at + 1)
     E = capture.num_experts
     first, second = (capture.ids[:, i, 0].astype(np.int64) for i in (at, at + 1))
     routed = (first < E) & (second < E)
@@ -214,8 +217,8 @@ def mutual_information(table: ArrayLike) -> float:
 
     The plug-in estimate less what it is in the mean of tables with the same margins and no dependence, which
     is far from 0 where there are few counts to a cell (Vinh, Epps and Bailey, 2010, adjust by the same; here
-    from `_TABLES` random tables of a fixed seed, Patefield, 1981). The counts should be of independent pairs:
-    `transition` of first choices.
+    from `_TABLES` random tables of a fixed seed, Patefield, 1981). The counts should be of independent pairs,
+    as `transition`'s are.
     """
     from scipy.stats import random_table  # half a second, which only this needs
 
@@ -234,19 +237,3 @@ def _plain_information(counts: NDArray[np.integer]) -> float:
     seen = joint > 0
     apart = np.outer(joint.sum(1), joint.sum(0))
     return float((joint[seen] * np.log2(joint[seen] / apart[seen])).sum())
-
-
-def _pairs(capture: RoutingCapture, one: int, other: int) -> Ints:
-    """Counts tokens, int64 `[E, E]`, with the row's expert in layer index `one`, the column's in `other`."""
-    E = capture.num_experts
-    pairs = np.zeros((E, E), np.int64)
-    for first in range(0, capture.num_rows, _CHUNK):
-        part = capture.ids[first : first + _CHUNK]
-        visited = []
-        for at in (one, other):
-            hot = np.zeros((len(part), E + 1), np.float32)
-            np.put_along_axis(hot, part[:, at].astype(np.int64), np.float32(1), axis=1)
-            visited.append(hot[:, :E])
-        # Sums of at most 2^16 ones are exact in float32.
-        pairs += (visited[0].T @ visited[1]).astype(np.int64)
-    return pairs

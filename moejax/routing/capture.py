@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import os
-import uuid
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moejax.core import html
 from moejax.core.config import ModelConfig
-from moejax.core.errors import ConfigError, OutputError
-from moejax.core.files import dump_json
+from moejax.core.errors import ConfigError
+from moejax.core.files import atomic_file, dump_json
 from moejax.core.hardware import byte_words
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 SCHEMA = 1
 CAPTURE_FILE = "routing.npz"
@@ -189,10 +192,10 @@ class RoutingCapture:
             raise ConfigError(f"routing trace: it has no layer {layer} (its layers with experts: {known})")
         return self.layers.index(layer)
 
-    def require_rows(self) -> None:
+    def require_rows(self, source: str = "routing trace") -> None:
         """Raises `ConfigError` for a trace without rows."""
         if not self.num_rows:
-            raise ConfigError("routing trace: it has no rows; capture some steps first")
+            raise ConfigError(f"{source}: the trace has no rows; capture some steps first")
 
     def check_fits(self, config: ModelConfig, source: str = "routing trace") -> None:
         """Raises `ConfigError` unless a model of this configuration could have made it."""
@@ -204,7 +207,7 @@ class RoutingCapture:
         ):
             if mine != theirs:
                 raise ConfigError(
-                    f"{source}: it has {_short(mine)} {what} and the model has {_short(theirs)};"
+                    f"{source}: it has {in_words(mine)} {what} and the model has {in_words(theirs)};"
                     " use a trace of this model, or one generated for its shape"
                 )
 
@@ -214,7 +217,6 @@ class RoutingCapture:
         Raises:
             OutputError: it cannot be written.
         """
-        path = Path(path)
         header = {
             "schema": SCHEMA,
             "requests": [dataclasses.asdict(request) for request in self.requests],
@@ -224,16 +226,9 @@ class RoutingCapture:
             "meta": self.meta,
         }
         text = np.frombuffer(dump_json(header).encode(), np.uint8)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        try:
-            with open(temporary, "wb") as file:
-                np.savez(file, header=text, **{name: getattr(self, name) for name in _COLUMNS})
-            os.replace(temporary, path)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        with atomic_file(path) as file:
+            np.savez(file, header=text, **{name: getattr(self, name) for name in _COLUMNS})
+        return Path(path)
 
 
 def load_capture(path: str | os.PathLike[str]) -> RoutingCapture:
@@ -293,7 +288,7 @@ def count_experts(ids: np.ndarray, num_experts: int) -> np.ndarray:
     return counts.reshape(layers, num_experts + 1)[:, :num_experts]
 
 
-def _short(value: object) -> str:
+def in_words(value: object) -> str:
     """Returns a number, or how many and which layers."""
     if isinstance(value, tuple):
         return f"{len(value)}" if value == tuple(range(len(value))) else f"{len(value)} ({list(value)})"

@@ -4,13 +4,11 @@ from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from moejax.core.errors import ConfigError
-from moejax.routing.capture import RoutingCapture
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from moejax.routing.analysis import load_shares
+from moejax.routing.capture import Floats, Ints, RoutingCapture, in_words
 
 _CHUNK = 1 << 14
 
@@ -34,11 +32,7 @@ class TraceComparison(NamedTuple):
 def js_divergence(one: ArrayLike, other: ArrayLike) -> Floats:
     """Returns float64 `[...]`: Jensen-Shannon divergence of two loads `[..., E]` in bits (Lin, 1991): 0 for
     the same distribution, 1 for two that share no expert; NaN where one has no load."""
-    shares = []
-    for loads in (one, other):
-        values = np.asarray(loads, np.float64)
-        total = values.sum(-1, keepdims=True)
-        shares.append(np.divide(values, total, out=np.full_like(values, np.nan), where=total > 0))
+    shares = [load_shares(loads, np.nan) for loads in (one, other)]
     middle = (shares[0] + shares[1]) / 2
     bits = [(p * np.log2(np.divide(p, middle, out=np.ones_like(p), where=p > 0))).sum(-1) for p in shares]
     return np.clip((bits[0] + bits[1]) / 2, 0.0, 1.0)
@@ -60,8 +54,8 @@ def compare_captures(one: RoutingCapture, other: RoutingCapture) -> TraceCompari
     ):
         if first != second:
             raise ConfigError(
-                f"routing traces cannot be compared: the first has {what} {_short(first)}, the second"
-                f" {_short(second)}"
+                f"routing traces cannot be compared: the first has {in_words(first)} {what}, the second"
+                f" {in_words(second)}"
             )
     mine, theirs = _matching_rows(one, other)
     L, E = len(one.layers), one.num_experts
@@ -106,9 +100,3 @@ def _request_keys(capture: RoutingCapture) -> list[tuple[str, int]]:
         keys.append((request.prompt_hash, seen[request.prompt_hash]))
         seen[request.prompt_hash] += 1
     return keys
-
-
-def _short(value: object) -> str:
-    if isinstance(value, tuple) and len(value) > 8 and value == tuple(range(len(value))):
-        return f"0 to {len(value) - 1}"
-    return str(list(value)) if isinstance(value, tuple) else str(value)

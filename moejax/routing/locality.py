@@ -10,10 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moejax.core.errors import ConfigError
-from moejax.routing.capture import RoutingCapture
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from moejax.routing.capture import Floats, Ints, RoutingCapture
 
 DISTANCES = 128
 UNITS = ("tokens", "steps")
@@ -66,11 +63,6 @@ class _Sequences(NamedTuple):
     sequence: Ints
     position: Ints
 
-    @property
-    def follows(self) -> NDArray[np.bool_]:
-        """True for each row but the last if the next one is the same sequence's next token."""
-        return (np.diff(self.sequence) == 0) & (np.diff(self.position) == 1)
-
 
 def _sequences(capture: RoutingCapture) -> _Sequences:
     order = np.lexsort((capture.position, capture.sample, capture.request))
@@ -94,8 +86,9 @@ def temporal_locality(capture: RoutingCapture, most: int = DISTANCES) -> Tempora
     ids = capture.ids[sequences.rows]
     E, L = capture.num_experts, len(capture.layers)
     span = int(sequences.position.max(initial=0)) + 1
-    # A row with a next one of its sequence.
-    leads = np.append(sequences.follows, False) if len(sequences.rows) else np.zeros(0, bool)
+    # A row that the same sequence's next token follows.
+    leads = np.zeros(len(ids), bool)
+    leads[:-1] = (np.diff(sequences.sequence) == 0) & (np.diff(sequences.position) == 1)
     reuse, chance, farther, first = (np.full(L, np.nan) for _ in range(4))
     distances = np.full((L, most), np.nan)
     for layer in range(L):
@@ -120,20 +113,18 @@ def temporal_locality(capture: RoutingCapture, most: int = DISTANCES) -> Tempora
     return TemporalLocality(reuse, chance, distances, farther, first)
 
 
-def working_set(capture: RoutingCapture, layer: int | None = None, unit: str = "tokens") -> WorkingSet:
+def working_set(capture: RoutingCapture, unit: str = "tokens") -> WorkingSet:
     """Counts over all sliding windows: a window misses an expert if it lies in a gap between its visits.
 
     Args:
-        layer: only this one of the model's layers (`experts` is then `[1, W]`).
         unit: "tokens": windows of consecutive tokens of one sequence, what an expert cache for one user has
             to hold. "steps": windows of consecutive steps of the engine with every token in them.
 
     Raises:
-        ConfigError: an unknown unit or layer, or a trace without rows.
+        ConfigError: an unknown unit, or a trace without rows.
     """
     if unit not in UNITS:
         raise ConfigError(f"routing: a working set is over {' or '.join(UNITS)}, not {unit!r}")
-    chosen = range(len(capture.layers)) if layer is None else [capture.layer_index(layer)]
     capture.require_rows()
     if unit == "tokens":
         sequences = _sequences(capture)
@@ -146,7 +137,8 @@ def working_set(capture: RoutingCapture, layer: int | None = None, unit: str = "
         time, lengths = step_numbers(capture), np.array([capture.num_steps])
     windows = 1 << np.arange(int(lengths.max()).bit_length(), dtype=np.int64)
     curves = [
-        _curve(capture.ids[rows, at], sequence, time, lengths, windows, capture.num_experts) for at in chosen
+        _curve(capture.ids[rows, at], sequence, time, lengths, windows, capture.num_experts)
+        for at in range(len(capture.layers))
     ]
     return WorkingSet(unit, windows, np.stack(curves))
 

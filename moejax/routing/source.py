@@ -36,8 +36,7 @@ def open_trace(key: str, path: str, model: ModelConfig | None = None) -> Routing
         ConfigError: it is no trace, has no rows, or `model` could not have made it.
     """
     capture = load_capture(path)
-    if not capture.num_rows:
-        raise ConfigError(f"{key}={path}: the trace has no rows; capture some steps first")
+    capture.require_rows(f"{key}={path}")
     if model is not None:
         capture.check_fits(model, f"{key}={path}")
     return capture

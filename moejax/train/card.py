@@ -3,46 +3,36 @@
 import math
 import platform
 import textwrap
-from dataclasses import dataclass
 from typing import Any
 
+from moejax.routing.analysis import load_shares
 from moejax.text.corpus import MIN_REPEATED, characters
 from moejax.tracking.provenance import cpu_info, device_info
-from moejax.train.config import TrainConfig
-from moejax.train.evaluate import HeldOut, load_shares
+from moejax.train.config import WEIGHT_DTYPE, TrainConfig
+from moejax.train.data import TrainingText
+from moejax.train.evaluate import HeldOut
 from moejax.train.loop import TrainResult, run_identity
 from moejax.train.tokenizer import END_OF_TEXT
 
 
-@dataclass(frozen=True)
-class CardFacts:
-    """Facts that a card reports beyond the configuration.
+def model_card(
+    config: TrainConfig, command: str, result: TrainResult, held_out: HeldOut, samples: list[tuple[str, str]]
+) -> str:
+    """Returns Markdown with the front matter that Hugging Face reads.
 
-    Attributes:
+    Args:
         command: what was typed.
-        result: the run.
         held_out: of the exported, rounded weights.
         samples: (prompt, continuation) as generated.
-        dtype: of the exported weights.
     """
-
-    command: str
-    result: TrainResult
-    held_out: HeldOut
-    samples: list[tuple[str, str]]
-    dtype: str
-
-
-def model_card(config: TrainConfig, facts: CardFacts) -> str:
-    """Returns Markdown with the front matter that Hugging Face reads."""
     front = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: moejax\npipeline_tag: text-generation\n---"
     parts = [
         front,
-        _intro(config, facts),
-        _training(config, facts),
-        _text(config, facts),
-        _load(facts),
-        _samples(facts),
+        _intro(config, result, held_out),
+        _training(config, command, result),
+        _text(result.text),
+        _load(held_out),
+        _samples(samples),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -52,9 +42,10 @@ def _paragraph(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False)
 
 
-def _intro(config: TrainConfig, facts: CardFacts) -> str:
-    shape, held_out = config.model, facts.held_out
-    size = _millions(facts.result.metrics["num_params"])
+def _intro(config: TrainConfig, result: TrainResult, held_out: HeldOut) -> str:
+    shape, size = config.model, _millions(result.metrics["num_params"])
+    num_bytes = len(result.text.sample.encode("utf-8"))
+    bits_per_byte = held_out.loss * held_out.tokens / math.log(2) / num_bytes
     about = f"""A Qwen3-MoE (`Qwen3MoeForCausalLM`) of {size} parameters for experiments with inference: small
         enough to ship with the code, trained enough that its routing, its perplexity and its text mean
         something. It knows the style of Python's documentation and nothing else; do not ask it for facts. It
@@ -68,21 +59,18 @@ def _intro(config: TrainConfig, facts: CardFacts) -> str:
             f"{shape.num_experts}, {shape.num_experts_per_tok}, {shape.moe_intermediate_size}"
         ),
         "vocabulary": f"{config.vocab_size}, byte-level BPE",
-        "weights": facts.dtype,
-        "**held-out perplexity**": (
-            f"**{held_out.perplexity:.2f}** a token, {_bits_per_byte(facts):.3f} bits a byte"
-        ),
+        "weights": WEIGHT_DTYPE,
+        "**held-out perplexity**": f"**{held_out.perplexity:.2f}** a token, {bits_per_byte:.3f} bits a byte",
     }
     measured = f"""The perplexity is that of the weights in this folder, computed in float32 over the
         {held_out.tokens} tokens of `held_out.txt` (all but the first) in windows of {config.seq_len} without
-        overlap. Before rounding to {facts.dtype} it was {facts.result.held_out.perplexity:.2f}."""
+        overlap. Before rounding to {WEIGHT_DTYPE} it was {result.held_out.perplexity:.2f}."""
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
     title = "# A small mixture-of-experts language model"
     return "\n\n".join([title, _paragraph(about), table, _paragraph(measured)])
 
 
-def _training(config: TrainConfig, facts: CardFacts) -> str:
-    result = facts.result
+def _training(config: TrainConfig, command: str, result: TrainResult) -> str:
     identity = run_identity(config).items()
     settings = "\n".join(f"{name}: {value}" for name, value in identity if not name.startswith("model."))
     tokens = config.tokens_per_step * config.steps
@@ -93,12 +81,11 @@ def _training(config: TrainConfig, facts: CardFacts) -> str:
         2202.08906). {noise if config.token_noise else ""}While training, an expert takes at most
         {config.capacity_factor} times its even share of a batch; the rest is dropped and counted. Evaluation
         and inference drop nothing."""
-    code = f"```\n{facts.command}\n```"
+    code = f"```\n{command}\n```"
     return "\n\n".join(["## Training", code, _paragraph(about), f"```yaml\n{settings}\n```"])
 
 
-def _text(config: TrainConfig, facts: CardFacts) -> str:
-    text = facts.result.text
+def _text(text: TrainingText) -> str:
     train, held_out = text.corpus.train, text.corpus.held_out
     about = f"""The English prose that every Python installation carries: the help topics
         (`pydoc_data/topics.py`) and the standard library's docstrings and comment blocks, as of Python
@@ -117,8 +104,8 @@ def _text(config: TrainConfig, facts: CardFacts) -> str:
     return "\n\n".join(["## Text", _paragraph(about), table, _paragraph(split), _paragraph(licence)])
 
 
-def _load(facts: CardFacts) -> str:
-    shares = load_shares(facts.held_out.counts)
+def _load(held_out: HeldOut) -> str:
+    shares = load_shares(held_out.counts)
     even = 1 / shares.shape[1]
     lines = [
         "## Expert load",
@@ -136,8 +123,8 @@ def _load(facts: CardFacts) -> str:
     return "\n".join(lines)
 
 
-def _samples(facts: CardFacts) -> str:
-    blocks = [f"```text\n{_fenced(prompt)}▸{_fenced(text)}\n```" for prompt, text in facts.samples]
+def _samples(samples: list[tuple[str, str]]) -> str:
+    blocks = [f"```text\n{_fenced(prompt)}▸{_fenced(text)}\n```" for prompt, text in samples]
     head = "## Samples\n\nTemperature 0.7, one try each, not selected; the prompt ends at ▸."
     return "\n\n".join([head, *blocks])
 
@@ -145,11 +132,6 @@ def _samples(facts: CardFacts) -> str:
 def _fenced(text: str) -> str:
     """Returns text that cannot end a Markdown code block."""
     return text.replace("```", "'''").rstrip("\n")
-
-
-def _bits_per_byte(facts: CardFacts) -> float:
-    size = len(facts.result.text.sample.encode("utf-8"))
-    return facts.held_out.loss * facts.held_out.tokens / math.log(2) / size
 
 
 def _millions(count: Any) -> str:

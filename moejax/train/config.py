@@ -17,6 +17,9 @@ from moejax.core.checked import (
 from moejax.core.errors import ConfigError
 from moejax.text.corpus import HELD_OUT_FRACTION
 
+WEIGHT_DTYPE = "bfloat16"
+"""Dtype of the exported weights."""
+
 MIN_VOCAB_SIZE = 259
 """256 bytes and three special tokens."""
 

@@ -101,16 +101,16 @@ class Batches:
     def __call__(self, sequence: int) -> np.ndarray:
         """Returns int32 `[batch_size, seq_len + 1]`: the batch that starts at the data order's sequence
         number `sequence`. Inputs are `[:, :-1]`, targets `[:, 1:]`."""
-        return np.stack([self._window(i) for i in range(sequence, sequence + self._batch_size)])
+        windows = []
+        for index in range(sequence, sequence + self._batch_size):
+            epoch, place = divmod(index, self.windows_per_epoch)
+            stream, starts = self._epoch(epoch)
+            windows.append(stream[starts[place] : starts[place] + self._seq_len + 1])
+        return np.stack(windows)
 
     def epochs(self, sequence: int) -> float:
         """Returns how many times the text has been seen before sequence number `sequence`."""
         return sequence / self.windows_per_epoch
-
-    def _window(self, index: int) -> np.ndarray:
-        epoch, place = divmod(index, self.windows_per_epoch)
-        stream, starts = self._epoch(epoch)
-        return stream[starts[place] : starts[place] + self._seq_len + 1]
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the token stream of an epoch and the first token of each window; the last epoch is kept."""

@@ -39,17 +39,12 @@ class Evaluator:
 
     def __call__(self, params: Params, stream: np.ndarray) -> HeldOut:
         """Scores every token of `stream` (int32 `[n]`) but the first, in windows of `seq_len` tokens."""
-        shape = {"batch_size": self._config.batch_size, "seq_len": self._config.seq_len}
+        config = self._config
         nats, tokens = 0.0, 0
-        counts = np.zeros((self._config.model.num_hidden_layers, self._config.model.num_experts), np.int64)
-        for batch, scored in held_out_batches(stream, **shape):
+        counts = np.zeros((config.model.num_hidden_layers, config.model.num_experts), np.int64)
+        for batch, scored in held_out_batches(stream, batch_size=config.batch_size, seq_len=config.seq_len):
             sums = jax.device_get(self._step(params, batch, scored))
             nats += float(sums.nats)
             tokens += int(sums.tokens)
             counts += sums.counts
         return HeldOut(nats / tokens, tokens, counts)
-
-
-def load_shares(counts: np.ndarray) -> np.ndarray:
-    """Maps `[L, E]` counts to each expert's share of its layer's assignments; 1/E is even."""
-    return counts / np.maximum(counts.sum(axis=-1, keepdims=True), 1)

@@ -16,15 +16,15 @@ from moejax.core.errors import OutputError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable, whole_folder
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
+from moejax.models.decoder import Decoder
 from moejax.report.progress import progress
-from moejax.train.card import CardFacts, model_card
-from moejax.train.config import TrainConfig
+from moejax.train.card import model_card
+from moejax.train.config import WEIGHT_DTYPE, TrainConfig
 from moejax.train.evaluate import Evaluator, HeldOut
 from moejax.train.loop import TrainResult
-from moejax.train.step import build_model, model_config
+from moejax.train.step import model_config
 from moejax.train.tokenizer import END_OF_TEXT, save_tokenizer
 
-WEIGHT_DTYPE = "bfloat16"
 HELD_OUT_FILE = "held_out.txt"
 CARD_FILE = "README.md"
 PROMPTS = ("The function returns", "If the file does not exist,", "Python is", "This class is used to")
@@ -72,21 +72,17 @@ def export(
             # The evaluator's own module has the plain expert layout, whatever suits this platform's engine.
             engine = EngineConfig(compile_cache=False, moe=MoeConfig(expert_layout="edf"))
             llm = LLM(temporary, dtype="float32", engine=engine)
-            held_out = measure(config, llm, (temporary / HELD_OUT_FILE).read_text(encoding="utf-8"))
-            facts = CardFacts(command, result, held_out, sample_texts(llm), WEIGHT_DTYPE)
-            atomic_write_text(temporary / CARD_FILE, model_card(config, facts))
+            assert llm.tokenizer is not None
+            stream = llm.tokenizer.encode((temporary / HELD_OUT_FILE).read_text(encoding="utf-8"))
+            params = nnx.to_pure_dict(nnx.state(llm.model))
+            held_out = Evaluator(config)(params, np.array(stream, np.int32))
+            card = model_card(config, command, result, held_out, sample_texts(llm))
+            atomic_write_text(temporary / CARD_FILE, card)
     except OSError as error:
         if isinstance(error, OutputError):
             raise
         raise OutputError(f"cannot write the model to {target}: {error.strerror or error}") from error
     return Exported(target, held_out, sum(path.stat().st_size for path in target.iterdir()))
-
-
-def measure(config: TrainConfig, llm: LLM, text: str) -> HeldOut:
-    """Measures held-out perplexity and expert load of a loaded model."""
-    assert llm.tokenizer is not None
-    stream = np.array(llm.tokenizer.encode(text), np.int32)
-    return Evaluator(config)(nnx.to_pure_dict(nnx.state(llm.model)), stream)
 
 
 def sample_texts(llm: LLM) -> list[tuple[str, str]]:
@@ -96,7 +92,7 @@ def sample_texts(llm: LLM) -> list[tuple[str, str]]:
 
 
 def _write_model(config: TrainConfig, result: TrainResult, folder: Path) -> None:
-    model = build_model(model_config(config), result.state.params)
+    model = nnx.merge(nnx.graphdef(Decoder(model_config(config))), result.state.params)
     save_pretrained(model, folder, dtype=WEIGHT_DTYPE)
     tokenizer = result.text.tokenizer
     save_tokenizer(tokenizer, folder, max_length=config.model.max_position_embeddings)

@@ -17,10 +17,11 @@ from moejax.checkpoint.orbax import Checkpoints
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.files import to_jsonable
 from moejax.report.progress import progress
+from moejax.routing.analysis import load_shares
 from moejax.tracking.base import Scalar, Tracker
 from moejax.train.config import TrainConfig
 from moejax.train.data import Batches, TrainingText, prepare_text
-from moejax.train.evaluate import Evaluator, HeldOut, load_shares
+from moejax.train.evaluate import Evaluator, HeldOut
 from moejax.train.optimizer import learning_rate_schedule
 from moejax.train.step import StepMetrics, TrainState, init_state, make_train_step
 
@@ -159,7 +160,8 @@ class _Run:
                 if done % config.eval_every == 0 and done != config.steps:
                     self._log_held_out(done, self.evaluate())
                 if done % config.checkpoint_every == 0 or done == config.steps:
-                    self._save(done)
+                    clocks = {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
+                    self.checkpoints.save(done, self.state, {"identity": self.identity, **clocks})
 
     def evaluate(self) -> HeldOut:
         return self._evaluator(self.state.params, self._held_out)
@@ -216,10 +218,6 @@ class _Run:
                 f" lower learning_rate ({self.config.learning_rate})"
             )
 
-    def _save(self, step: int) -> None:
-        clocks = {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
-        self.checkpoints.save(step, self.state, {"identity": self.identity, **clocks})
-
     def _log(self, step: int, tracked: list[StepMetrics], seconds: float) -> None:
         """Means over the steps since the last line."""
         parts = {
@@ -245,10 +243,3 @@ class _Run:
     def _log_held_out(self, step: int, held_out: HeldOut) -> None:
         self.tracker.log({"held_out/loss": held_out.loss, "held_out/perplexity": held_out.perplexity}, step)
         logger.info("step %d: held-out perplexity %.3f", step, held_out.perplexity)
-
-
-def define_metrics(tracker: Tracker) -> None:
-    """Defines the end of each curve that is its summary."""
-    tracker.define_metric("train/cross_entropy", summary="min")
-    tracker.define_metric("held_out/perplexity", summary="min")
-    tracker.define_metric("train/tokens_per_s", summary="mean")

@@ -7,11 +7,11 @@ from typing import Any
 
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.report.tables import metrics_table, stderr_console
+from moejax.routing.analysis import load_shares
 from moejax.tracking.jsonl import load_metrics
 from moejax.train.config import TrainConfig
-from moejax.train.evaluate import load_shares
 from moejax.train.export import Exported, check_export_dir, export
-from moejax.train.loop import define_metrics, train
+from moejax.train.loop import train
 
 
 def run_training(config: TrainConfig, run: ExperimentRun, *, command: str) -> Exported:
@@ -29,12 +29,18 @@ def run_training(config: TrainConfig, run: ExperimentRun, *, command: str) -> Ex
     check_export_dir(target)
     began = time.perf_counter()
     tracker = run.track(variant=run.out_dir.name)
-    define_metrics(tracker)
+    tracker.define_metric("train/cross_entropy", summary="min")
+    tracker.define_metric("held_out/perplexity", summary="min")
+    tracker.define_metric("train/tokens_per_s", summary="mean")
     result = train(config, tracker)
     exported = export(config, result, target, command)
+    shares = load_shares(exported.held_out.counts)
     metrics = {
         **result.metrics,
-        **_exported_metrics(exported),
+        "exported_held_out_perplexity": exported.held_out.perplexity,
+        "exported_bytes": exported.num_bytes,
+        "exported_min_expert_share": float(shares.min()),
+        "exported_max_expert_share": float(shares.max()),
         "wall_seconds": time.perf_counter() - began,
     }
     run.record(seeds=seeds, checkpoint=exported.directory, workload=result.text.fingerprint)
@@ -43,16 +49,6 @@ def run_training(config: TrainConfig, run: ExperimentRun, *, command: str) -> Ex
     _print(exported, metrics)
     run.finish(outcome, plot_data={"steps": load_metrics(run.out_dir)})
     return exported
-
-
-def _exported_metrics(exported: Exported) -> dict[str, float]:
-    shares = load_shares(exported.held_out.counts)
-    return {
-        "exported_held_out_perplexity": exported.held_out.perplexity,
-        "exported_bytes": exported.num_bytes,
-        "exported_min_expert_share": float(shares.min()),
-        "exported_max_expert_share": float(shares.max()),
-    }
 
 
 def _print(exported: Exported, metrics: dict[str, Any]) -> None:

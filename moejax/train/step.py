@@ -100,11 +100,6 @@ def init_state(config: TrainConfig) -> TrainState:
     return TrainState(params, make_optimizer(config).init(params), step, sequence, rng)
 
 
-def build_model(config: ModelConfig, params: Params) -> Decoder:
-    """Returns the module around arrays of a `TrainState`."""
-    return nnx.merge(nnx.graphdef(Decoder(config)), params)
-
-
 def add_noise(tokens: jax.Array, share: float, vocab_size: int, key: jax.Array) -> jax.Array:
     """Replaces about `share` of the tokens int32 `[B, T]` by others, uniform over the vocabulary.
 

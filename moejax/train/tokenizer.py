@@ -70,15 +70,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str], *, m
         **special,
         **chat,
         "added_tokens_decoder": {
-            str(tokenizer.token_to_id(token)): {
-                "content": token,
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-                "single_word": False,
-                "special": True,
-            }
-            for token in SPECIAL_TOKENS
+            str(i): token.__getstate__() for i, token in tokenizer.get_added_tokens_decoder().items()
         },
         "chat_template": CHAT_TEMPLATE,
     }

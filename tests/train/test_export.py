@@ -10,8 +10,9 @@ from flax import nnx
 import moejax.train.export as export_module
 from moejax.checkpoint.hf import load_pretrained
 from moejax.core.errors import OutputError
+from moejax.routing.analysis import load_shares
 from moejax.train.config import TrainConfig
-from moejax.train.evaluate import Evaluator, load_shares
+from moejax.train.evaluate import Evaluator
 from moejax.train.export import PROMPTS, Exported, check_export_dir, export
 from moejax.train.loop import TrainResult, train
 

@@ -9,9 +9,10 @@ from flax import nnx
 from moejax.checkpoint.hf import load_pretrained, resolve_model_dir
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.nn.param import num_params
+from moejax.routing.analysis import load_shares
 from moejax.train.config import TrainConfig
 from moejax.train.data import encode, prepare_text
-from moejax.train.evaluate import Evaluator, HeldOut, load_shares
+from moejax.train.evaluate import Evaluator, HeldOut
 from moejax.train.step import model_config
 
 TINY = resolve_model_dir("tiny")

@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from moejax.results.statistics import Interval
-
-Floats = NDArray[np.float64]
+from moejax.routing.analysis import load_shares
+from moejax.routing.capture import Floats
 
 
 @dataclass
@@ -101,13 +101,8 @@ class WindowBootstrap:
 def total_variation(counts: ArrayLike, base: ArrayLike) -> Floats:
     """Half the summed difference of two load distributions `[..., E]`: the share of assignments that would
     have to change experts to make one the other; 0 for a layer without assignments."""
-    shares = [_shares(np.asarray(c, np.float64)) for c in (counts, base)]
+    shares = [load_shares(c) for c in (counts, base)]
     return 0.5 * np.abs(shares[0] - shares[1]).sum(-1)
-
-
-def _shares(counts: Floats) -> Floats:
-    total = counts.sum(-1, keepdims=True)
-    return np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ def popularity_errors(
     wrong, norm, counts = (np.asarray(a, np.float64) for a in (squared_error, squared_norm, counts))
     seen = (counts > 0) & (norm > 0)
     error = np.sqrt(np.divide(wrong, norm, out=np.full_like(wrong, np.nan), where=seen))
-    share = _shares(counts if loads is None else np.asarray(loads, np.float64))
+    share = load_shares(counts if loads is None else loads)
     groups: list[list[tuple[float, float]]] = [[] for _ in range(min(num_bins, counts.shape[1]))]
     ranks: tuple[list[float], list[float]] = ([], [])
     for layer in range(counts.shape[0]):

@@ -9,8 +9,6 @@ from moejax.perf.sizes import DTYPE_BYTES, expert_params
 from moejax.routing import analysis, difference, locality
 from moejax.routing.capture import RoutingCapture
 
-_SKEW = ("max_over_mean", "entropy_bits", "entropy", "gini", "top_share")
-
 
 def expert_bytes(model: ModelConfig) -> float:
     """Returns the bytes of one expert of one layer, in the configuration's dtype."""
@@ -29,11 +27,11 @@ def layer_rows(capture: RoutingCapture) -> list[dict[str, Any]]:
     rows = []
     for at, layer in enumerate(capture.layers):
         last = at + 1 == len(capture.layers)
-        table = None if last else analysis.transition(capture, layer, first_choices=True)
+        table = None if last else analysis.transition(capture, layer)
         rows.append(
             {
                 "layer": layer,
-                **{name: float(getattr(skew, name)[at]) for name in _SKEW},
+                **{name: float(value[at]) for name, value in skew._asdict().items()},
                 **{f"{name}_max_over_mean": float(value[at]) for name, value in phases.items()},
                 "zipf_exponent": float(zipf[at]),
                 "burstiness": float(burst[at]),
