@@ -196,9 +196,9 @@ def test_a_text_that_cannot_be_scored_is_named(tmp_path):
 def test_sizes_of_a_model_in_full_precision(tiny_config):
     model = random_model(tiny_config)
     sizes = model_sizes(model)
-    assert sizes.bits_per_weight == sizes.bits_per_parameter == 32
-    assert sizes.weights == 2 * (3 * 32 * 16 * 8 + 32 * 32 * 2 + 32 * 16 * 2)
-    assert sizes.model_bytes == 4 * num_params(model)
+    assert sizes["bits_per_weight"] == sizes["bits_per_parameter"] == 32
+    assert sizes["quantizable_bytes"] == 4 * 2 * (3 * 32 * 16 * 8 + 32 * 32 * 2 + 32 * 16 * 2)
+    assert sizes["model_bytes"] == 4 * num_params(model)
 
 
 PRESETS = {"int8": QuantConfig(method="rtn"), "nothing": QuantConfig()}

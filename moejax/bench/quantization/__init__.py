@@ -1,1 +1,1 @@
-"""`experiments.quantization`: methods compared on one model; and the speed of GPTQ's core (`gptq_speed`)."""
+"""`experiments.quantization`: methods compared on one model."""

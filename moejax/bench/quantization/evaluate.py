@@ -12,7 +12,7 @@ the norm in front is part of the function: it is applied to that norm's input.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,6 @@ from flax import nnx
 from moejax.bench.quantization.metrics import Evaluation
 from moejax.bench.quantization.text import Windows
 from moejax.cache.rounded import RoundedLayer
-from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder, DecoderLayer
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay, Routing, expert_counts
@@ -85,10 +84,7 @@ class Evaluator:
             for full, other in zip(self.full.in_order(), quantized.in_order(), strict=True)
         ]
         batches: list[tuple[Any, list[LayerStats]]] = []
-        for first in range(0, len(self.windows.tokens), self.batch_size):
-            tokens, scored = self._batch(first)
-            inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            positions, rope = _places(self.full.config, scored)
+        for inputs, targets, scored, positions, rope in self._batches():
             embedded = [model.embed(jnp.asarray(inputs)) for model in (self.full, quantized)]
             streams = Streams(_start(embedded[0]), _start(embedded[1]), _start(embedded[1]))
             layer_stats = []
@@ -106,22 +102,25 @@ class Evaluator:
         as above."""
         head, layers = nnx.split(self.full), [nnx.split(layer) for layer in self.full.in_order()]
         sums = []
-        for first in range(0, len(self.windows.tokens), self.batch_size):
-            tokens, scored = self._batch(first)
-            positions, rope = _places(self.full.config, scored)
-            stream = _start(self.full.embed(jnp.asarray(tokens[:, :-1])))
+        for inputs, targets, scored, positions, rope in self._batches():
+            stream = _start(self.full.embed(jnp.asarray(inputs)))
             for graph, state in layers:
                 stream = _full_layer(graph, state, stream, rope, positions, scored)
-            nats = _losses(*head, stream, tokens[:, 1:])
+            nats = _losses(*head, stream, targets)
             sums.append((np.asarray(nats, np.float64) * scored).sum(axis=1))
         return np.concatenate(sums)[: len(self.windows.tokens)]
 
-    def _batch(self, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """tokens `[B, T + 1]` and scored `[B, T]`, padded to the same B throughout."""
-        part = slice(first, first + self.batch_size)
-        tokens, scored = self.windows.tokens[part], self.windows.scored[part]
-        missing = ((0, self.batch_size - len(tokens)), (0, 0))
-        return np.pad(tokens, missing), np.pad(scored, missing)
+    def _batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, jax.Array, Any]]:
+        """Yields inputs, targets, scored and positions, each `[B, T]` with the same B throughout, and the
+        rotary tables of whole windows."""
+        for first in range(0, len(self.windows.tokens), self.batch_size):
+            part = slice(first, first + self.batch_size)
+            tokens, scored = self.windows.tokens[part], self.windows.scored[part]
+            missing = ((0, self.batch_size - len(tokens)), (0, 0))
+            tokens, scored = np.pad(tokens, missing), np.pad(scored, missing)
+            positions = jnp.broadcast_to(jnp.arange(scored.shape[1], dtype=jnp.int32), scored.shape)
+            rope = rope_tables(self.full.config, positions, jnp.asarray(scored.sum(axis=1), jnp.int32))
+            yield tokens[:, :-1], tokens[:, 1:], scored, positions, rope
 
     def _sum(self, batches: list[tuple[Any, list[LayerStats]]]) -> Evaluation:
         """Sums over the text, from each batch's output of `_head` and its layers' figures."""
@@ -138,12 +137,6 @@ class Evaluator:
             else:  # the passes in front of the layers
                 fields[name] = np.moveaxis(by_batch.astype(np.int64).sum(axis=0), 1, 0)
         return Evaluation(*ends, **fields)
-
-
-def _places(config: ModelConfig, scored: np.ndarray) -> tuple[jax.Array, Any]:
-    """Positions int32 `[B, T]` and the rotary tables of whole windows."""
-    positions = jnp.broadcast_to(jnp.arange(scored.shape[1], dtype=jnp.int32), scored.shape)
-    return positions, rope_tables(config, positions, jnp.asarray(scored.sum(axis=1), jnp.int32))
 
 
 def _start(x: jax.Array) -> Stream:

@@ -14,7 +14,7 @@ from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.metrics import WindowBootstrap, popularity_errors
 from moejax.bench.quantization.rows import FULL, detail, loss_fields, routing_fields, split_fields
-from moejax.bench.quantization.sizes import Sizes, model_sizes
+from moejax.bench.quantization.sizes import model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
 from moejax.bench.quantization.text import Windows
 from moejax.core.quant import QuantConfig
@@ -31,7 +31,6 @@ class Bench:
 
     open_model: Callable[[QuantConfig | None], LLM]
     full: LLM
-    full_sizes: Sizes
     windows: Windows
     evaluator: Evaluator
     boot: WindowBootstrap
@@ -85,7 +84,7 @@ def full_row(bench: Bench) -> dict[str, Any]:
         "perplexity": float(np.exp(bench.boot.means(bench.base_nats)[0])),
         "bits_per_byte": float(bench.boot.means(bench.base_nats)[0] / np.log(2))
         / bench.windows.bytes_per_token,
-        **_size_fields(bench.full_sizes, bench.full),
+        **_size_fields(bench.full),
     }
 
 
@@ -98,7 +97,6 @@ def measure_method(bench: Bench, name: str, quant: QuantConfig, advance: Callabl
         opened = time.perf_counter() - began
     advance()
     report = llm.quant_report
-    sizes = model_sizes(llm.model)
     row: dict[str, Any] = {
         "name": name,
         "method": quant.method,
@@ -106,7 +104,7 @@ def measure_method(bench: Bench, name: str, quant: QuantConfig, advance: Callabl
         "kv_cache": quant.kv_cache,
         "error": None,
         "changes_weights": report is not None,
-        **_size_fields(sizes, llm),
+        **_size_fields(llm),
         "open_seconds": opened,
         "quantize_seconds": None if report is None else report.seconds,
         "quantize_compile_seconds": None if report is None else compiled.seconds,
@@ -144,14 +142,13 @@ def engine_losses(llm: LLM, windows: Windows) -> np.ndarray:
     return np.array([-scores.astype(np.float64).sum() for scores in llm.score(rows)])
 
 
-def _size_fields(sizes: Sizes, llm: LLM) -> dict[str, Any]:
-    names = ("bits_per_weight", "bits_per_parameter", "quantizable_bytes", "model_bytes")
-    return {**{name: getattr(sizes, name) for name in names}, "cache_bits": cache_bits(llm)}
-
-
-def cache_bits(llm: LLM) -> float:
-    """Bits that the key/value cache holds for a number, scales included."""
-    return 8 * kv_head_bytes(llm.config.head_dim, llm.kv_cache_dtype) / llm.config.head_dim
+def _size_fields(llm: LLM) -> dict[str, Any]:
+    head_dim = llm.config.head_dim
+    # Bits of a key's or value's number, scales included.
+    return {
+        **model_sizes(llm.model),
+        "cache_bits": 8 * kv_head_bytes(head_dim, llm.kv_cache_dtype) / head_dim,
+    }
 
 
 def speed_fields(bench: Bench, llm: LLM) -> dict[str, Any]:

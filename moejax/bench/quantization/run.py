@@ -17,7 +17,7 @@ import numpy as np
 
 from moejax.bench.common.telemetry import open_telemetry
 from moejax.bench.experiment_run import ExperimentRun
-from moejax.bench.quantization.config import QuantizationSection, SpeedSection
+from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.method import (
     Bench,
@@ -29,9 +29,8 @@ from moejax.bench.quantization.method import (
 )
 from moejax.bench.quantization.metrics import WindowBootstrap
 from moejax.bench.quantization.rows import FULL, against_rtn, compare_methods, mark_pareto
-from moejax.bench.quantization.sizes import model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
-from moejax.bench.quantization.text import Windows, read_windows
+from moejax.bench.quantization.text import read_windows
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable, to_jsonable
 from moejax.core.quant import QuantConfig
@@ -61,7 +60,6 @@ class _Methods:
     """
 
     run: ExperimentRun
-    section: QuantizationSection
     bench: Bench
     telemetry: Telemetry
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -102,11 +100,11 @@ class _Methods:
                 "tokens": windows.num_tokens,
                 "windows": len(windows.tokens),
                 "fingerprint": windows.fingerprint,
-                "resamples": self.section.resamples,
-                "confidence": self.section.confidence,
+                "resamples": self.bench.section.resamples,
+                "confidence": self.bench.section.confidence,
             },
             hardware=self.run.hardware,
-            popularity={"routing_trace": self.section.routing_trace},
+            popularity={"routing_trace": self.bench.section.routing_trace},
             wandb_group=self.group if self.run.tracking.kind != "none" else None,
             telemetry=self.telemetry.report(),
         )
@@ -156,13 +154,17 @@ def run_quantization(
         boot = WindowBootstrap(
             windows.scored.sum(axis=1), resamples=section.resamples, confidence=section.confidence, seed=seed
         )
-        speed = _speed_meter(full, windows, section.speed)
+        speed = None
+        if section.speed.iterations:
+            rows = windows.tokens[np.arange(section.speed.batch_size) % len(windows.tokens)]
+            prompts = rows[:, : section.speed.prompt_len].tolist()
+            speed = SpeedMeter(full, prompts, section.speed)
         bench = Bench(
-            open_model, full, model_sizes(full.model), windows, evaluator, boot, evaluator.baseline(), speed,
+            open_model, full, windows, evaluator, boot, evaluator.baseline(), speed,
             section, loads,
         )  # fmt: skip
         telemetry = open_telemetry(run.telemetry, full.parallel_config.num_devices)
-        methods = _Methods(run, section, bench, telemetry, [full_row(bench)], nats={FULL: bench.base_nats})
+        methods = _Methods(run, bench, telemetry, [full_row(bench)], nats={FULL: bench.base_nats})
         task.advance(2)
         run.read_peaks()
         for method in section.methods:
@@ -191,18 +193,10 @@ def check_methods(result: Mapping[str, Any]) -> None:
     raise RuntimeError(line) if any(row["defect"] for row in failed) else ConfigError(line)
 
 
-def _speed_meter(full: LLM, windows: Windows, speed: SpeedSection) -> SpeedMeter | None:
-    """Returns the measurement of decode speed on the text's first windows; None where it is left out."""
-    if not speed.iterations:
-        return None
-    rows = windows.tokens[np.arange(speed.batch_size) % len(windows.tokens)]
-    return SpeedMeter(full, [[int(t) for t in row[: speed.prompt_len]] for row in rows], speed)
-
-
 def _one_method(methods: _Methods, method: str, task: Task) -> None:
     """Measures a method, or marks its row with the reason why not; its tracker's run ends with it."""
     run = methods.run
-    quant = methods.section.quant(method)
+    quant = methods.bench.section.quant(method)
     before = 0
 
     def advance() -> None:

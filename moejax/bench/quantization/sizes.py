@@ -1,7 +1,6 @@
 """Bytes that a model holds, counted on its arrays: packed codes count as the bytes they lie in."""
 
 import math
-from dataclasses import dataclass
 
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
@@ -10,33 +9,14 @@ from moejax.quantization.formats import PARTS
 from moejax.quantization.rules import protected
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of one model, as held.
+def model_sizes(model: Decoder) -> dict[str, float]:
+    """Returns the row fields of a model whose parameters have values, quantized or not.
 
-    Attributes:
-        weights: numbers of the matrices that a method may quantize by default: attention, experts, MLPs.
-        quantizable_bytes: their bytes, with scales, zero points and all else that stands for them.
-        parameters: numbers of all tensors of the model in full precision.
-        model_bytes: bytes of all arrays.
+    Returns:
+        `quantizable_bytes`: of the matrices that a method may quantize by default (attention, experts, MLPs),
+        with scales, zero points and all else that stands for them; `bits_per_weight` of their numbers;
+        `model_bytes`: of all arrays; `bits_per_parameter` of all tensors' numbers in full precision.
     """
-
-    weights: int
-    quantizable_bytes: int
-    parameters: int
-    model_bytes: int
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.quantizable_bytes / max(self.weights, 1)
-
-    @property
-    def bits_per_parameter(self) -> float:
-        return 8 * self.model_bytes / self.parameters
-
-
-def model_sizes(model: Decoder) -> Sizes:
-    """Returns the sizes of a model whose parameters have values, quantized or not."""
     stands_for = {path: weight.stands_for for path, weight in quantized_weights(model)}
     weights = quantizable_bytes = parameters = total = 0
     for name, param in iter_params(model):
@@ -51,4 +31,9 @@ def model_sizes(model: Decoder) -> Sizes:
         if len(spec.shape) >= 2 and protected(path) is None:
             weights += numbers
             quantizable_bytes += size
-    return Sizes(weights, quantizable_bytes, parameters, total)
+    return {
+        "bits_per_weight": 8 * quantizable_bytes / max(weights, 1),
+        "bits_per_parameter": 8 * total / parameters,
+        "quantizable_bytes": quantizable_bytes,
+        "model_bytes": total,
+    }

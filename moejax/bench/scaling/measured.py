@@ -21,9 +21,6 @@ from moejax.perf.comm import step_comm
 from moejax.sharding.hlo import bytes_on_wire, collectives, compare, taken
 from moejax.sharding.spmd import MeshDevices
 
-# Of the sizes that an exchange chooses among: the one for an even routing.
-EVEN = 0
-
 
 def fitting(parallel: ParallelConfig, devices: int) -> ParallelConfig:
     """The layout itself, or with its experts over fewer devices, still on several nodes, so that it fits.
@@ -96,7 +93,8 @@ def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
     key = StepKey(rows, 0, runner.limits.segment_ends[0], 1, SamplerMode(), False, False)
     axes, model = runner.place.axes, llm.config
     exchange, _ = exchange_of(model, parallel, rows, platform="cpu")
-    ran = taken(collectives(runner.program(key), runner.place.mesh), lambda branch: EVEN)
+    # Of the sizes that an exchange chooses among, the first is for an even routing.
+    ran = taken(collectives(runner.program(key), runner.place.mesh), lambda branch: 0)
     terms = step_comm(model, parallel, tokens=rows, rows=rows, exchange=exchange)
     return {
         "program_comm_bytes": sum((c.executions or 0) * bytes_on_wire(c) for c in ran),

@@ -12,7 +12,7 @@ from moejax.moe.exchange_cost import exchange_cost
 from moejax.moe.expert_parallel import choose_exchange
 from moejax.nn.param import specs
 from moejax.perf.comm import Exchange
-from moejax.perf.memory import StageMemory, device_memory, largest
+from moejax.perf.memory import device_memory, largest
 from moejax.perf.scaling import Phase, model_step
 from moejax.perf.sizes import DTYPE_BYTES
 from moejax.sharding.mesh import make_axes
@@ -55,36 +55,26 @@ def layout_row(
         Phase("prefill", prompts * section.prompt_len, prompts, section.prompt_len / 2, prompts),
     ]
     for phase in phases:
-        row |= _phase(model, parallel, hardware, stages, phase)
+        microbatches = min(parallel.microbatches or parallel.pp, phase.tokens)
+        exchange, why = exchange_of(model, parallel, math.ceil(phase.tokens / microbatches))
+        step = model_step(model, parallel, hardware, stages, phase, exchange, microbatches=microbatches)
+        name = phase.name
+        row |= {
+            f"{name}_ms": step.seconds * 1e3,
+            f"{name}_memory_ms": step.memory * 1e3,
+            f"{name}_compute_ms": step.compute * 1e3,
+            f"{name}_link_ms": step.transfer * 1e3,
+            f"{name}_link_latency_ms": step.latency * 1e3,
+            f"{name}_bubble": step.bubble,
+            f"{name}_exchange": exchange.method,
+            f"{name}_exchange_reason": why,
+            f"{name}_comm_bytes": sum(step.comm_bytes.values()),
+        }
+        row |= {f"{name}_comm_bytes_{role}": sent for role, sent in step.comm_bytes.items() if sent}
     seconds = row["decode_ms"] / 1e3
     row["tokens_per_s"] = section.batch_size / seconds
     row["tokens_per_s_device"] = section.batch_size / seconds / parallel.num_devices
     return row
-
-
-def _phase(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    hardware: Hardware,
-    stages: list[StageMemory],
-    phase: Phase,
-) -> dict[str, Any]:
-    microbatches = min(parallel.microbatches or parallel.pp, phase.tokens)
-    exchange, why = exchange_of(model, parallel, math.ceil(phase.tokens / microbatches))
-    step = model_step(model, parallel, hardware, stages, phase, exchange, microbatches=microbatches)
-    name = phase.name
-    row = {
-        f"{name}_ms": step.seconds * 1e3,
-        f"{name}_memory_ms": step.memory * 1e3,
-        f"{name}_compute_ms": step.compute * 1e3,
-        f"{name}_link_ms": step.transfer * 1e3,
-        f"{name}_link_latency_ms": step.latency * 1e3,
-        f"{name}_bubble": step.bubble,
-        f"{name}_exchange": exchange.method,
-        f"{name}_exchange_reason": why,
-        f"{name}_comm_bytes": sum(step.comm_bytes.values()),
-    }
-    return row | {f"{name}_comm_bytes_{role}": sent for role, sent in step.comm_bytes.items() if sent}
 
 
 def exchange_of(

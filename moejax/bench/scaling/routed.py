@@ -18,13 +18,11 @@ from moejax.moe.exchange_cost import exchange_hops
 from moejax.moe.exchange_size import HopSize, capacity_buckets, mean_rows
 from moejax.perf.comm import Exchange, exchange_terms, role_sizes, wire_bytes
 from moejax.perf.sizes import DTYPE_BYTES
-from moejax.routing.capture import RoutingCapture
+from moejax.routing.analysis import PHASES
+from moejax.routing.capture import Ints, RoutingCapture
 from moejax.routing.locality import step_numbers
 
-Ints = NDArray[np.int64]
-
 _MOST_CELLS = 1 << 22
-PHASES = ("prefill", "decode")
 
 
 class _Dealt(NamedTuple):
@@ -205,16 +203,13 @@ def _hop_rows(dealt: _Dealt, hops: list[HopSize]) -> tuple[list[Ints], list[tupl
     first = np.zeros((steps, R, R), np.int64)
     second = np.zeros((steps, R, R), np.int64)
     ranks = np.arange(R)
+    # Tokens of all ranks of one local rank are, after the first hop, on the device of that local rank.
+    gathered = dealt.sent.reshape(steps, nodes, local, R).sum(1)
     for node in range(nodes):
         # To the device of the same local rank on that node.
         first[:, ranks, node * local + ranks % local] += dealt.node_sent[:, :, node]
-    # Tokens of all ranks of one local rank are then on the device of that local rank.
-    gathered = dealt.sent.reshape(steps, nodes, local, R).sum(1)
-    for rank in range(R):
-        node = rank // local
-        second[:, rank, node * local : (node + 1) * local] = gathered[
-            :, rank % local, node * local : (node + 1) * local
-        ]
+        members = slice(node * local, (node + 1) * local)
+        second[:, members, members] = gathered[:, :, members]
     greatest = np.stack([first.max((1, 2)), second.max((1, 2))], axis=1)
     needs = [tuple(int(n) for n in pair) for pair in greatest]
     first[:, ranks, ranks] = 0

@@ -13,7 +13,7 @@ from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.scaling.measured import measure_layout
 from moejax.bench.scaling.modelled import exchange_of, layout_row
-from moejax.bench.scaling.routed import PHASES, routed_row
+from moejax.bench.scaling.routed import routed_row
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import KNOWN
@@ -23,6 +23,7 @@ from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params
 from moejax.report.progress import progress
 from moejax.results.result import Result
+from moejax.routing.analysis import PHASES
 from moejax.routing.capture import RoutingCapture
 from moejax.routing.source import open_trace
 
@@ -58,7 +59,9 @@ def run_scaling(
     _, model = find_model(source, load_format)
     model = model.replace(dtype=dtype)
     capture = open_trace("scaling.routing", section.routing, model) if section.routing else None
-    measure = _measures(model, section)
+    measure = section.measure == "on"
+    if section.measure == "auto":
+        measure = 4 * num_params(Decoder(model)) <= MEASURED_BYTES and jax.default_backend() == "cpu"
     run.start(seeds={"engine": seed})
     rows: list[dict[str, Any]] = []
     with progress("layouts", total=len(section.layouts)) as task:
@@ -109,12 +112,6 @@ def _about(capture: RoutingCapture, path: str | None) -> dict[str, Any]:
         "path": path, "origin": capture.origin, "requests": len(capture.requests),
         "steps": capture.num_steps, "rows": capture.num_rows, "prefill_rows": int(capture.prefill.sum()),
     }  # fmt: skip
-
-
-def _measures(model: ModelConfig, section: ScalingSection) -> bool:
-    if section.measure == "auto":
-        return 4 * num_params(Decoder(model)) <= MEASURED_BYTES and jax.default_backend() == "cpu"
-    return section.measure == "on"
 
 
 def _metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:

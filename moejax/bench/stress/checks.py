@@ -131,10 +131,9 @@ class Prober:
             different = int((self.before.tokens != after.tokens).any(axis=1).sum())
             return after, [f"{different} of {len(self.prompts)} probes give other tokens than before"]
         for _ in range(_RETRIES):
-            if self.drift(after) <= self.section.tpot_band:
-                return after, []
-            time.sleep(_PAUSE_S)
-            after = min(after, self.take(), key=self.drift)
+            if self.drift(after) > self.section.tpot_band:
+                time.sleep(_PAUSE_S)
+                after = min(after, self.take(), key=self.drift)
         if self.drift(after) <= self.section.tpot_band:
             return after, []
         return after, [
