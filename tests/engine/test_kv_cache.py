@@ -19,7 +19,7 @@ from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
-from moejax.engine.requests.api import SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.step.ledger import CompileLedger
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 from tests.engine.paged import REDUCTIONS, SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt, tokens
@@ -33,8 +33,8 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, seed=5, n=2, ignore_eos=
 STATIC = dataclasses.replace(SCARCE, batching="static")
 
 
-def quantized(dtype: str, engine: EngineConfig = SCARCE, **model: Any) -> LLM:
-    return LLM(small_config(**model), load_format="dummy", engine=engine, quant=QuantConfig(kv_cache=dtype))  # type: ignore[arg-type]
+def quantized(cache: str, engine: EngineConfig = SCARCE, **model: Any) -> LLM:
+    return LLM(small_config(**model), load_format="dummy", engine=engine, quant=QuantConfig(kv_cache=cache))  # type: ignore[arg-type]
 
 
 class Twin(OneByOne):
@@ -49,6 +49,20 @@ class Twin(OneByOne):
 def pair(dtype: str) -> tuple[LLM, Twin]:
     llm = quantized(dtype)
     return llm, Twin(llm, dtype)
+
+
+def assert_same_but_for_ties(got: list[RequestOutput], want: list[RequestOutput], bound: float) -> None:
+    """Greedy tokens equal to those of `want`, whose two best lie within `bound` where a sample first differs;
+    most samples do nowhere."""
+    ties = 0
+    for (a,), (b,) in zip((out.outputs for out in got), (out.outputs for out in want), strict=True):
+        for token, other, scored in zip(a.token_ids, b.token_ids, b.logprobs or (), strict=True):
+            if token != other:
+                best, second = sorted(scored.top.values(), reverse=True)
+                assert token in scored.top and best - second <= bound
+                ties += 1
+                break
+    assert ties <= len(got) // 4
 
 
 def assert_same_but_for_codes(got: np.ndarray, want: np.ndarray, plain: np.ndarray, limit: float) -> None:
@@ -146,16 +160,17 @@ def test_kernels_give_the_same(dtype: str) -> None:
     plain, kernels = (
         quantized(dtype, dataclasses.replace(config, kernels=name)) for name in ("xla", "pallas_triton")
     )
-    outs = [llm.generate(PROMPTS, greedy(20)) for llm in (plain, kernels)]
-    assert tokens(outs[1]) == tokens(outs[0])
+    # Kernels multiply codes by queries and weights rounded to float16: over Dh terms, then over the keys.
+    bound = tolerance(8, 16, dtype="float16")
+    outs = [llm.generate(PROMPTS, greedy(20, logprobs=2)) for llm in (plain, kernels)]
+    assert_same_but_for_ties(outs[1], outs[0], bound)
     assert kernels.stats()["preemptions"] > 0
     forks = [llm.generate(PROMPTS[:2], SAMPLED) for llm in (plain, kernels)]
     assert tokens(forks[1]) == tokens(forks[0])
     every = [ids for ids in PROMPTS if len(ids) > 1]
     unquantized = np.concatenate([OneByOne(plain.model).score(ids) for ids in every])
     scores = [np.concatenate(llm.score(every)) for llm in (kernels, plain)]
-    # Kernels multiply codes by queries and weights rounded to float16: over Dh terms, then over the keys.
-    assert_close(*scores, tolerance(8, 16, dtype="float16"))
+    assert_close(*scores, bound)
     assert np.abs(scores[0] - scores[1]).max() <= np.abs(scores[1] - unquantized).max()
     assert kernels.runner.pool._segments[0][0].keys.dtype == jax.numpy.dtype(dtype)
     assert_clean(kernels)
