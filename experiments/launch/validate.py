@@ -240,8 +240,9 @@ class _Checks:
             names |= {name for name in groups if "/" not in name and "@" not in name}
         hint = did_you_mean(leaf, names, prefix)
         if same_leaf:
-            # The shallowest: a section's own key rather than one of a section within it.
-            hint = f"; did you mean {min(same_leaf, key=lambda name: (name.count('.'), name))!r}?"
+            # A section's own key rather than one of a section within it; of several the workload's.
+            ranks = {name: (name.count("."), not name.startswith("workload."), name) for name in same_leaf}
+            hint = f"; did you mean {min(same_leaf, key=ranks.__getitem__)!r}?"
         elif not hint and section not in keys:
             hint = did_you_mean(key, keys)
         where = f"keys of {section!r}" if section else "known"

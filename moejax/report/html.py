@@ -185,7 +185,7 @@ def _rooflines(runs: Sequence[Run]) -> list[tuple[str, Figure, str]]:
         text = (
             f"{run.label}: operations by phase against what memory and compute allow; stars are whole phases."
         )
-        drawn += [(f"Roofline of {run.label}", figure, text)] if figure is not None else []
+        drawn.append((f"Roofline of {run.label}", figure, text))
     return drawn
 
 

@@ -114,10 +114,10 @@ def _rate(row: Mapping[str, Any], *keys: str) -> float | None:
     return amount / row["measured_ms"] / 1e6 if row["measured_ms"] and amount else None
 
 
-def roofline_figure(result: Mapping[str, Any]) -> Figure | None:
+def roofline_figure(result: Mapping[str, Any]) -> Figure:
     """Arithmetic intensity against FLOP/s, both logarithmic: the device's roof, and a mark for each operation
     and phase. A filled one is measured; a hollow one, at the roof, is the bound of what was not. A star is
-    the whole phase. Phases that exceeded the roof, or found it unstable, are left out; None without others.
+    the whole phase. Phases that exceeded the roof, or found it unstable, are left out and said to be.
 
     Raises:
         ConfigError: the result has no cost breakdown, or its device no known peaks.
@@ -127,12 +127,11 @@ def roofline_figure(result: Mapping[str, Any]) -> Figure | None:
     peak, bandwidth = (hardware.get("flops") or {}).get(dtype), hardware.get("bandwidth")
     if not peak or not bandwidth:
         raise ConfigError(f"a roofline needs the device's bandwidth and its peak for {dtype}; none is known")
-    phases = [phase for phase in phases if not phase.get("roofline_doubt")]
-    if not phases:
-        return None
     figure, (axis,) = new_figure("Roofline", result, 8.6, 5.6)
-    points = [point for phase in phases for point in _points(phase, peak, bandwidth)]
-    if not points:
+    sound = [phase for phase in phases if not phase.get("roofline_doubt")]
+    left = [f"{p['phase']} (the roof was {p['roofline_doubt']})" for p in phases if p not in sound]
+    points = [point for phase in sound for point in _points(phase, peak, bandwidth)]
+    if sound and not points:
         raise ConfigError("the result's cost breakdown has no operation with both FLOPs and bytes")
     names = list(dict.fromkeys(name for _, name, *_ in points))
     marks = {name: "*" if name == "all" else _MARKS[min(i, len(_MARKS) - 1)] for i, name in enumerate(
@@ -153,7 +152,9 @@ def roofline_figure(result: Mapping[str, Any]) -> Figure | None:
     axis.set_xlim(low, high)
     axis.set_xlabel("FLOPs per byte of weights and cache")
     axis.set_ylabel("FLOP/s")
-    axis.set_title(f"{roof_line(result)}; {peak / 1e9:,.0f} GFLOP/s {dtype}", fontsize=9, loc="left")
+    title = f"{roof_line(result)}; {peak / 1e9:,.0f} GFLOP/s {dtype}"
+    title += f"\nleft out: {', '.join(left)}" if left else ""
+    axis.set_title(title, fontsize=9, loc="left")
     _legend(axis, list(dict.fromkeys(point[0] for point in points)), marks, points)
     return figure
 

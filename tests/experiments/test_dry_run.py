@@ -33,7 +33,7 @@ def test_says_cases_memory_choices_and_folder(
     assert "measures b1_p64_n32, b4_p64_n32; iterations 3; warmup 1\n" in out, err
     assert "writes here, about 0.5 MB\n" in out
     assert "memory of a device: weights 3 MB, cache 1 MB, largest step about 27 MB; in all 0.0 of " in out
-    assert "engine.num_blocks = 16 (4 sequences of 128 tokens; 1 MB)\n" in out
+    assert "engine.num_blocks = 16 (4 sequences of 128 tokens; 1.3 MB a device)\n" in out
     assert list(tmp_path.iterdir()) == []
 
 

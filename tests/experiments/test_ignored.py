@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from experiments.launch import schema
-from experiments.launch.notebook import compose
+from experiments.launch.command_line import translate
+from experiments.launch.compose import composer, plan_run, schema_of
+from experiments.launch.notebook import compose, main_of
 from experiments.launch.validate import CONFIG_DIR
 from moejax import LLM
 from moejax.bench.ignored import _RULES, ignored_settings
@@ -149,4 +151,10 @@ def test_preset_says_what_it_costs_and_its_command_composes(name: str) -> None:
     assert "# Cost: " in header and "# Gives: " in header
     command = re.search(r"^# python -m experiments\.(\w+) (.*?)(?:  .*)?$", header, re.MULTILINE)
     assert command is not None and f"experiment={name}" in command[2]
-    assert not ignored_settings(compose(shlex.split(command[2].rstrip(" \\")), command[1]))
+    jobs: list[typing.Any] = []
+    with composer(command[1], schema_of(main_of(command[1]))) as compose_run:
+        overrides = translate(shlex.split(command[2].rstrip(" \\")))
+        plan = plan_run(compose_run, overrides, check=lambda *job: jobs.append(job[-1]))
+    assert plan.config or plan.expected
+    configs = [config for config in (*jobs, plan.config) if config is not None]
+    assert not [ignored for ignored in map(ignored_settings, configs) if ignored]

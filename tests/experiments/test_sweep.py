@@ -160,9 +160,11 @@ def test_interrupted_and_failed_jobs_are_done_again(capsys: pytest.CaptureFixtur
     sweep.raises = {2: KeyboardInterrupt()}
     assert sweep(*SWEEP) == 130
     err = capsys.readouterr().err
-    assert err.splitlines()[-2:] == [
-        "sweep: 1 of 3 jobs finished; go on with: python -m experiments.latency --resume here", "interrupted"
-    ]  # fmt: skip
+    assert err.splitlines()[-3:] == [
+        "sweep: 1 of 3 jobs finished; go on with: python -m experiments.latency --resume here",
+        "rows and plot: here/sweep.json",
+        "interrupted",
+    ]
     assert sweep.take() == [1, 2]
     sweep.raises = {3: CheckpointError("bad\nfile")}
     assert sweep("--resume", "here") == 2 and sweep.take() == [2, 3]

@@ -100,7 +100,8 @@ def test_the_roof_and_its_marks() -> None:
 def test_a_roof_that_was_exceeded_is_not_drawn() -> None:
     """Neither the roof nor a bound; the table has the word where the share would stand."""
     shown = result(roofline_doubt="exceeded", mbu=None, mfu=None)
-    assert roofline_figure(shown) is None
+    (roof,) = roofline_figure(shown).axes
+    assert len(roof.lines) == 1 and "left out: decode (the roof was exceeded)" in roof.get_title(loc="left")
     (axis,) = residual_figure(shown).axes
     assert [patch.get_width() for patch in axis.patches][1::2] == [0.0] * (len(axis.patches) // 2)
     assert "no bounds: the roof was exceeded" in axis.get_title()

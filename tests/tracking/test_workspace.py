@@ -61,10 +61,10 @@ def _run(experiment: str, llm: LLM, out: Path) -> None:
     lengths = {"prompt_len": 8, "output_len": 4}
     with run_into(out, experiment, **fields) as run:
         if experiment == "latency":
-            run_latency([llm], WorkloadConfig(batch_size=2, iterations=3, **lengths), run)
+            run_latency([llm], WorkloadConfig(batch_size=4, iterations=25, **lengths), run)
         else:
             slo = Slo(ttft_ms=1000.0)
-            traffic = ThroughputWorkload(request_rate=200.0, num_requests=8, slo=slo, **lengths)
+            traffic = ThroughputWorkload(request_rate=200.0, num_requests=100, slo=slo, **lengths)
             run_throughput([FakeLLM()], traffic, run)  # type: ignore[list-item]
 
 
