@@ -2,6 +2,7 @@
 chunks, preemption, forks, the overlapped loop and static batches."""
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,7 @@ def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 exceeds max_tokens 4"),
         ({"presence_penalty": 2.5}, r"presence_penalty must be a number in \[-2, 2\]"),
         ({"logit_bias": {"a": 1}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias must map token ids to numbers"),
         ({"bad_words": [""]}, r"bad_words.* a string that is not empty"),
         ({"presence_penality": 1}, "unknown keyword 'presence_penality'; did you mean 'presence_penalty'"),
     ],

@@ -1,5 +1,6 @@
 """Requests of the engine and their results, as users see them; names follow vLLM. No JAX here."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -76,6 +77,8 @@ class SamplingParams(Checked, error=RequestError):
             raise RequestError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
         try:  # token ids may be texts, as JSON has them
             biases = {int(token): min(max(float(x), -100.0), 100.0) for token, x in self.logit_bias.items()}
+            if any(math.isnan(x) for x in biases.values()):
+                raise ValueError
         except (TypeError, ValueError):
             raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}") from None
         object.__setattr__(self, "logit_bias", biases)
