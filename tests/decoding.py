@@ -11,7 +11,7 @@ from flax import nnx
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
-from tests.oracles.contiguous_cache import ContiguousView, empty_cache
+from tests.plain.contiguous_cache import ContiguousView, empty_cache
 
 
 def random_model(config: ModelConfig, moe: MoeConfig | None = None, seed: int = 0) -> Decoder:

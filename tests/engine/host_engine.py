@@ -17,7 +17,7 @@ from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.scheduler import Policy, Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
-from tests.oracles.fake_runner import FakeRunner
+from tests.plain.fake_runner import FakeRunner
 
 VOCAB_SIZE = 1000
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])

@@ -11,7 +11,7 @@ from moejax.engine.requests.api import Logprob, RequestOutput, SamplingParams
 from moejax.engine.step.ledger import CompileLedger
 from moejax.models.decoder import Decoder
 from tests.engine.tiny import VOCAB
-from tests.oracles.contiguous import ContiguousEngine, Row
+from tests.plain.contiguous import ContiguousEngine, Row
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 # One program for steps that decode and one for steps with chunks; eight tokens a step cut most prompts.

@@ -7,7 +7,7 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from tests.engine.host_engine import Ask, HostEngine, Limits, alone
-from tests.oracles.fake_runner import FakeRunner
+from tests.plain.fake_runner import FakeRunner
 
 
 def _sequence(blocks: list[int], prompt_len: int = 6, slot: int = 0, seed: int = 0) -> Sequence:

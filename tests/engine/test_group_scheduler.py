@@ -14,7 +14,7 @@ from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
-from tests.oracles.fake_runner import FakeRunner
+from tests.plain.fake_runner import FakeRunner
 
 BLOCKS, SIZE, SLOTS, BUDGET = 12, 4, 3, 8
 

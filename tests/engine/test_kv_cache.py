@@ -25,7 +25,7 @@ from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 from tests.engine.paged import REDUCTIONS, SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import main_config, small_config
 from tests.numerics import assert_close, tolerance
-from tests.oracles.contiguous import ContiguousEngine
+from tests.plain.contiguous import ContiguousEngine
 
 DTYPES = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow), "float8_e5m2"]
 PROMPTS = [prompt(n, 3) for n in (11, 3, 16, 1, 9, 14)]

@@ -19,7 +19,7 @@ from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.limits import Limits
 from moejax.engine.step.sampler import SamplerMode
 from tests.engine.tiny import PROPERTY
-from tests.oracles.fake_runner import FakeRunner
+from tests.plain.fake_runner import FakeRunner
 
 
 @dataclass

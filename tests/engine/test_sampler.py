@@ -21,7 +21,7 @@ from moejax.engine.step.sampler import (
     sampler_mode,
 )
 from tests.engine.tiny import PROPERTY, log_softmax
-from tests.oracles.contiguous import sampling_arrays
+from tests.plain.contiguous import sampling_arrays
 
 V = 13
 FULL = SamplerMode(greedy=False, filters=True, penalty=True, logprobs=5)

@@ -31,7 +31,7 @@ from tests.engine.tiny import (
     write_model,
 )
 from tests.numerics import relative_error, tolerance
-from tests.oracles.contiguous import (
+from tests.plain.contiguous import (
     ContiguousEngine,
     Row,
     batch_bucket,

@@ -13,7 +13,7 @@ from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.stats import StepRecord
 from tests.engine.test_group_scheduler import request
-from tests.oracles.fake_runner import FakeRunner
+from tests.plain.fake_runner import FakeRunner
 
 
 class TimedRunner(FakeRunner):

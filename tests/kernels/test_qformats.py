@@ -20,7 +20,7 @@ from pallas_kernels.qformats import (
 )
 from pallas_kernels.quantized_grouped_matmul import decode
 from pallas_kernels.quantized_grouped_matmul.convert import dequantize_pallas, quantize_rows_pallas
-from tests.oracles.kernel_quantizer import pack_nibbles, quantize
+from tests.plain.kernel_quantizer import pack_nibbles, quantize
 
 FORMATS = [
     Format("w8a16"),

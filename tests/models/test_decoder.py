@@ -10,7 +10,7 @@ from moejax.core.config import MoeConfig, RopeConfig
 from moejax.models.decoder import Decoder
 from tests.decoding import cached_logits, forward, random_model
 from tests.numerics import UNIT_ROUNDOFF, assert_close, relative_error, tolerance
-from tests.oracles.contiguous_cache import ContiguousView, empty_cache
+from tests.plain.contiguous_cache import ContiguousView, empty_cache
 
 VARIANTS = {
     "window, dense layer, shared expert": {

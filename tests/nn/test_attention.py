@@ -15,7 +15,7 @@ from moejax.nn.rope import rope_tables
 from moejax.ops import attention as attention_module
 from moejax.ops.attention import attention
 from tests.numerics import assert_close, tolerance
-from tests.oracles.contiguous_cache import ContiguousLayer
+from tests.plain.contiguous_cache import ContiguousLayer
 
 compiled = jax.jit(attention, static_argnames=("window", "scale"))
 

@@ -17,7 +17,7 @@ from moejax.moe.exchange_size import (
 from moejax.perf.comm import CommTerm, Exchange, role_sizes, step_comm, wire_bytes
 from moejax.sharding.axes import Axes
 from moejax.sharding.hlo import Collective, Difference, Shape, compare
-from tests.oracles.step_extras import extra_terms
+from tests.plain.step_extras import extra_terms
 from tests.perf.models import LAYOUTS, small_model
 
 N, S, D = 12, 8, 40
@@ -109,7 +109,7 @@ def test_norm_over_the_projection() -> None:
 
 
 def test_what_the_host_reads() -> None:
-    """What `tests.oracles.step_extras` adds; the programs agree with it in tests/sharding/test_accounting."""
+    """What `tests.plain.step_extras` adds; the programs agree with it in tests/sharding/test_accounting."""
     parallel, model = LAYOUTS["dp2_ep2_tp2"], small_model()
     options: dict[str, Any] = {"logprobs": 3, "scored": (2, 5), "record": True}
     more = extra_terms(model, parallel, Exchange(), range(3), tokens=N, rows=S, **options)

@@ -14,7 +14,7 @@ import pytest
 from moejax.quantization import arithmetic as ar
 from moejax.quantization.formats import QTensor, WeightFormat, parse_format
 from pallas_kernels import qformats
-from tests.oracles.kernel_quantizer import pack_nibbles
+from tests.plain.kernel_quantizer import pack_nibbles
 
 NAMES = [
     "int8", "int8_asym", "int8_tensor", "int8_g64", "int4", "int4_tensor_asym", "int4_g32", "int4_g64_asym",

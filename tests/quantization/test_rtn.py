@@ -12,7 +12,7 @@ from moejax.core.errors import ConfigError
 from moejax.quantization import arithmetic as ar
 from moejax.quantization.formats import QTensor, parse_format
 from moejax.quantization.rtn import round_to_nearest
-from tests.oracles.kernel_quantizer import quantize
+from tests.plain.kernel_quantizer import quantize
 from tests.quantization.test_arithmetic import NAMES, bits, normal
 
 dequantize = jax.jit(ar.dequantize, static_argnums=1)

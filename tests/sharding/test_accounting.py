@@ -30,7 +30,7 @@ from moejax.perf.memory import device_memory
 from moejax.sharding.hlo import Collective, bytes_on_wire, collectives, compare, taken
 from moejax.sharding.pipeline import Transfer, TransferKey, split_layers
 from moejax.sharding.spmd import MeshDevices
-from tests.oracles.step_extras import extra_terms
+from tests.plain.step_extras import extra_terms
 from tests.perf.models import LAYOUTS, small_model
 
 pytestmark = pytest.mark.multidevice

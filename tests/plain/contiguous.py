@@ -26,7 +26,7 @@ from moejax.engine.step.sampler import (
 )
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
-from tests.oracles.contiguous_cache import ContiguousCache, ContiguousView, empty_cache
+from tests.plain.contiguous_cache import ContiguousCache, ContiguousView, empty_cache
 
 
 class StepState(NamedTuple):
