@@ -17,8 +17,8 @@ from moejax.moe.exchange_size import (
 from moejax.perf.comm import CommTerm, Exchange, role_sizes, step_comm, wire_bytes
 from moejax.sharding.axes import Axes
 from moejax.sharding.hlo import Collective, Difference, Shape, compare
-from tests.plain.step_extras import extra_terms
 from tests.perf.models import LAYOUTS, small_model
+from tests.plain.step_extras import extra_terms
 
 N, S, D = 12, 8, 40
 

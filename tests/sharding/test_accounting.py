@@ -30,8 +30,8 @@ from moejax.perf.memory import device_memory
 from moejax.sharding.hlo import Collective, bytes_on_wire, collectives, compare, taken
 from moejax.sharding.pipeline import Transfer, TransferKey, split_layers
 from moejax.sharding.spmd import MeshDevices
-from tests.plain.step_extras import extra_terms
 from tests.perf.models import LAYOUTS, small_model
+from tests.plain.step_extras import extra_terms
 
 pytestmark = pytest.mark.multidevice
 
