@@ -52,11 +52,12 @@ from experiments.launch.compose import (
 )
 from experiments.launch.processes import own_folder, prefix, runs_here, taking_part
 from experiments.launch.sweep import Sweep, check_resumed, defect_of, expand_resume, recorded
-from experiments.launch.validate import CONFIG_DIR, first_line, one_line
+from experiments.launch.validate import CONFIG_DIR, first_line
 from experiments.launch.variants import compose_variants
 from moejax.bench.ignored import ignored_settings
 from moejax.bench.run_folder import claimed
 from moejax.core.errors import ConfigError, MoejaxError
+from moejax.core.words import one_line
 from moejax.sharding.distributed import process_count, read_environment, report_failure
 
 USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130

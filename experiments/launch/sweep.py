@@ -24,9 +24,9 @@ from hydra.types import RunMode
 
 from experiments.launch.command_line import has_section, override_key
 from experiments.launch.compose import Plan, assignment
-from experiments.launch.validate import one_line
 from moejax.bench.run_folder import drop_replaced
 from moejax.core.errors import ConfigError, MoejaxError, ReportError
+from moejax.core.words import one_line
 from moejax.results.result import RESULT_FILE, print_ending
 from moejax.results.sweep import (
     SWEEP_FILE,

@@ -22,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from experiments.launch.structured import expected
 from moejax.core.errors import ConfigError, did_you_mean, unknown
+from moejax.core.words import one_line
 
 FAULTS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, AssertionError)
 """Exceptions by which Hydra refuses a command line or a config file."""
@@ -30,11 +31,6 @@ CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 _MOST_NAMES = 16  # with a near name at hand, longer lists only bury it
 _CHOICES = "hydra.runtime.choices."  # the experiment's groups, as keys
 _PLUGINS = ("joblib", "submitit", "submitit_local", "optuna")
-
-
-def one_line(text: object) -> str:
-    """Returns `text` on one line; blank runs become one space."""
-    return " ".join(str(text).split())
 
 
 def first_line(error: BaseException) -> str:

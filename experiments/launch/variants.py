@@ -11,8 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from experiments.launch.command_line import override_key
 from experiments.launch.compose import composer
 from experiments.launch.schema import LatencyConfig, ThroughputConfig
-from experiments.launch.validate import one_line
 from moejax.core.errors import ConfigError, MoejaxError
+from moejax.core.words import one_line
 
 Config = LatencyConfig | ThroughputConfig
 

@@ -56,6 +56,15 @@ class Hardware:
 
 _GB, _GIB = 1e9, 2**30
 
+_H100 = Hardware(
+    "h100",
+    3352 * _GB,
+    {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "int8": 1979e12, "float8": 1979e12},
+    80 * _GIB,
+    900 * _GB,
+    "data sheet",
+    50 * _GB,
+)
 KNOWN: dict[str, Hardware] = {
     "a100_80gb": Hardware(
         "a100_80gb",
@@ -66,24 +75,9 @@ KNOWN: dict[str, Hardware] = {
         "data sheet",
         25 * _GB,
     ),
-    "h100": Hardware(
-        "h100",
-        3352 * _GB,
-        {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "int8": 1979e12, "float8": 1979e12},
-        80 * _GIB,
-        900 * _GB,
-        "data sheet",
-        50 * _GB,
-    ),
-    "h200": Hardware(
-        "h200",
-        4800 * _GB,
-        {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "int8": 1979e12, "float8": 1979e12},
-        141 * _GIB,
-        900 * _GB,
-        "data sheet",
-        50 * _GB,
-    ),
+    "h100": _H100,
+    # The same chip with more and faster memory.
+    "h200": replace(_H100, kind="h200", bandwidth=4800 * _GB, memory=141 * _GIB),
     "cpu": Hardware("cpu", None, {}, None, None, "measured"),
 }
 
@@ -173,9 +167,3 @@ def _best_seconds(function: Callable[..., Any], *arrays: Any) -> float:
         jax.block_until_ready(compiled(*arrays))
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def byte_words(count: float) -> str:
-    """Writes bytes in the largest unit of which there is one: `17.8 MB`, `336 MB`, `0 bytes`."""
-    unit, scale = next((u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= u[1]), ("bytes", 1.0))
-    return f"{count / scale:,.{0 if count >= 100 * scale or scale == 1 else 1}f} {unit}"

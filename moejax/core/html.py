@@ -7,6 +7,8 @@ page, and take its colours from whatever it stands in (light or dark). Knows not
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from moejax.core.words import cut
+
 _ONE_LINE = 60  # characters of a cell that is not broken
 _MOST = 4000  # characters of any one text
 _CARD = (
@@ -16,12 +18,6 @@ _CARD = (
 _TITLE = "font-weight:600"
 _MUTED = "opacity:.7;font-size:.9em;white-space:pre-line"
 _CELL = "padding:.05em 1em .05em 0;vertical-align:top;background:none"
-
-
-def cut(value: object, limit: int) -> str:
-    """Returns `value` as text; more than `limit` characters are cut, and said to be."""
-    shown = str(value)
-    return shown if len(shown) <= limit else f"{shown[:limit]}… ({len(shown) - limit:,} more characters)"
 
 
 def text(value: object) -> str:

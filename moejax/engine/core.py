@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moejax.core.errors import StepError
+from moejax.core.words import one_line
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.groups import GroupScheduler
@@ -290,7 +291,7 @@ class Engine:
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         """Ends the requests of a failed step and has all others computed anew."""
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = one_line(error) or type(error).__name__
         kind = "" if text.startswith(type(error).__name__) else f"{type(error).__name__}: "
         self.stats.failed_steps += 1
         requests: dict[int, RequestState] = {}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from moejax.core import html
-from moejax.core.hardware import byte_words
+from moejax.core.words import byte_words
 from moejax.nn.quantized import weight_size
 
 if TYPE_CHECKING:

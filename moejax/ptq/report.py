@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moejax.core import html
-from moejax.core.hardware import byte_words
+from moejax.core.words import byte_words
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, ensure_writable
-from moejax.core.html import cut
+from moejax.core.words import cut
 from moejax.report import html_figures
 from moejax.report.compare_plots import ratio_forest
 from moejax.report.roofline import roofline_figure

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moejax.core.errors import MoejaxError, OutputError, ReportError
+from moejax.core.words import one_line
 from moejax.report.tables import print_lines, stderr_console
 
 
@@ -22,7 +23,7 @@ class Parts:
         except Exception as error:
             self._failures.setdefault(name, error)
             kind = "" if isinstance(error, MoejaxError) else f"{type(error).__name__}: "
-            print_lines(stderr_console(), [f"failed: {name}: {kind}{' '.join(str(error).split())}"], "red")
+            print_lines(stderr_console(), [f"failed: {name}: {kind}{one_line(error)}"], "red")
 
     def check(self, kept: Path) -> None:
         """Raises for the parts that failed, once there is nothing left to do.

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moejax.core.hardware import byte_words
+from moejax.core.words import byte_words
 from moejax.report.style import run_title
 from moejax.report.tables import Column, column_table, metric_columns, print_lines, rounded
 

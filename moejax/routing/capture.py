@@ -22,7 +22,7 @@ from moejax.core import html
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_file, dump_json
-from moejax.core.hardware import byte_words
+from moejax.core.words import byte_words
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from moejax.core.errors import ConfigError, DeviceError
+from moejax.core.words import one_line
 from moejax.sharding import _compat, liveness
 
 HEARTBEAT_SECONDS = 30
@@ -242,7 +243,7 @@ def initialize_from_environment() -> LaunchEnvironment:
         abort.remove()
         if "must be called before" in str(error):
             raise
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)[:300]
         raise DeviceError(f"{apart}: {reason}; {remedy}") from error
     return _joined.info
 

@@ -3,6 +3,7 @@
 from html.parser import HTMLParser
 
 from moejax.core import html
+from moejax.core.words import cut
 
 HOSTILE = "<script>alert('x')</script>&\"quoted\""
 
@@ -47,8 +48,8 @@ def test_facts_leave_out_what_is_not_known() -> None:
 
 
 def test_long_texts_are_cut_and_say_so() -> None:
-    assert html.cut("abcdef", 4) == "abcd… (2 more characters)"
-    assert html.cut("abcd", 4) == "abcd"
+    assert cut("abcdef", 4) == "abcd… (2 more characters)"
+    assert cut("abcd", 4) == "abcd"
     assert len(html.text("x" * 100_000)) < 5000
 
 

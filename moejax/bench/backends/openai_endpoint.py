@@ -21,6 +21,7 @@ from moejax.bench.backends.base import Backend, BackendError
 from moejax.bench.backends.chunks import Chunk, Counting, count_tokens
 from moejax.bench.backends.config import BackendOptions
 from moejax.core.errors import ConfigError, RequestError, unknown
+from moejax.core.words import one_line
 from moejax.engine.requests.api import (
     CompletionOutput,
     FinishReason,
@@ -170,7 +171,7 @@ class OpenAIEndpoint(Backend):
         except asyncio.CancelledError:
             raise
         except (openai.OpenAIError, RequestError) as error:
-            self._fail(output, " ".join(str(error).split())[:300])
+            self._fail(output, one_line(error)[:300])
         except Exception as error:
             self._fail(output, f"{type(error).__name__}: {error}")
         else:
@@ -247,11 +248,11 @@ def _find_model(name: str, options: BackendOptions, key: str) -> str:
     except openai.APIConnectionError as error:
         why = error.__cause__ or error
         raise BackendError(
-            f"backend {name}: no server answers at {options.url} ({' '.join(str(why).split())}); start one,"
+            f"backend {name}: no server answers at {options.url} ({one_line(why)}); start one,"
             " or give its address as backend.url"
         ) from error
     except openai.OpenAIError as error:
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error)[:200]
         raise BackendError(f"backend {name}: {options.url} does not list its models: {text}") from error
     if options.model is None:
         if len(known) != 1:

@@ -12,6 +12,7 @@ from typing import Any
 
 from moejax.bench.backends.base import BackendError
 from moejax.core.files import ensure_writable
+from moejax.core.words import one_line
 
 _PIECE = 1 << 16
 _CLOSE_S = 5.0
@@ -143,9 +144,7 @@ class Worker:
             raise BackendError(f"backend {self.name} said something that is no message of a worker: {text!r}")
         if message["event"] == "error":
             self.close()
-            raise WorkerFault(
-                f"backend {self.name}: {' '.join(str(message['message']).split())}", message.get("module")
-            )
+            raise WorkerFault(f"backend {self.name}: {one_line(message['message'])}", message.get("module"))
         return message
 
     def _died(self) -> BackendError:

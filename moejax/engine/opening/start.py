@@ -9,10 +9,10 @@ from moejax.cache.allocator import BlockAllocator
 from moejax.cache.pool import block_bytes
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.core.hardware import byte_words
 from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
 from moejax.core.version import __version__
+from moejax.core.words import byte_words
 from moejax.engine.core import Engine
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights

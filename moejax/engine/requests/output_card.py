@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from moejax.core import html
+from moejax.core.words import cut
 
 if TYPE_CHECKING:
     from moejax.engine.requests.api import RequestOutput
@@ -18,13 +19,13 @@ def output_card(output: "RequestOutput") -> str:
         prompt = f"{len(output.prompt_token_ids)} tokens: {_tokens(output.prompt_token_ids)}"
     rows = [
         [
-            html.cut(sample.text or _tokens(sample.token_ids), _SHOWN),
+            cut(sample.text or _tokens(sample.token_ids), _SHOWN),
             len(sample.token_ids),
             sample.finish_reason or "running",
         ]
         for sample in output.outputs
     ]
-    parts = [html.facts({"prompt": html.cut(prompt, _SHOWN)})]
+    parts = [html.facts({"prompt": cut(prompt, _SHOWN)})]
     parts.append(html.table(("output", "tokens", "ended by"), rows, right=(1,)))
     times = output.metrics
     if times.token_times:
