@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from moejax.bench.ab.config import AbSection
 from moejax.bench.backends.config import BackendSection
 from moejax.bench.kernels.config import KernelSelection
-from moejax.bench.objective import check_objective
+from moejax.bench.objective import ObjectiveCase, check_objective
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.ramp.config import RampConfig
@@ -27,7 +27,6 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.price import Price
 from moejax.core.quant import QuantConfig
 from moejax.engine.requests.api import SamplingParams
-from moejax.results.metric_names import CASE_FIELDS
 from moejax.results.run_folders import usable_runs
 from moejax.tracking.base import TrackerConfig
 from moejax.tracking.dashboard import DashboardConfig
@@ -171,7 +170,7 @@ class LatencyConfig(ServingSections):
     """
 
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    objective_case: dict[str, int | None] = field(default_factory=lambda: dict.fromkeys(CASE_FIELDS[-3:]))
+    objective_case: ObjectiveCase = field(default_factory=ObjectiveCase)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,10 +1,11 @@
 """The one number of a run that a search over settings is after. Host code on plain values; no JAX."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moejax.bench.workload import LatencyCase
+from moejax.core.checked import Checked, PositiveInt
 from moejax.core.errors import ConfigError, did_you_mean
 from moejax.results.metric_names import RATES, STATISTICS
 from moejax.results.metrics import LATENCIES, Slo
@@ -17,6 +18,22 @@ _OF_TRAFFIC = (
     "mean_batch_size", "cache_use_mean", "cache_use_peak", "padding_waste", "preemptions",
     "speedup_over_static", "p99_ttft_ratio", "mfu_percent", "mbu_percent",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ObjectiveCase(Checked, section="objective_case"):
+    """The case of a latency run that `objective` is of: the fields that say which, None for any value."""
+
+    batch_size: PositiveInt | None = None
+    prompt_len: PositiveInt | None = None
+    output_len: PositiveInt | None = None
+
+    def fits(self, case: Mapping[str, Any]) -> bool:
+        """Tells whether a case has the values asked for."""
+        return all(value in (None, case[name]) for name, value in asdict(self).items())
+
+
+ANY_CASE = ObjectiveCase()
 
 
 def known_objectives(experiment: str, *, several: bool = False) -> list[str]:
@@ -35,7 +52,7 @@ def check_objective(
     slo: Slo,
     *,
     cases: Sequence[LatencyCase] = (),
-    chosen: Mapping[str, int | None] | None = None,
+    chosen: ObjectiveCase = ANY_CASE,
 ) -> None:
     """Raises `ConfigError` where a run would not have one value of `objective`: for a name that is no metric
     of it, a goodput without objectives, a case's metric of several cases.
@@ -43,11 +60,11 @@ def check_objective(
     Args:
         experiment: see `known_objectives`.
         cases: what a latency run measures.
-        chosen: fields, such as `batch_size`, of the case that the objective is of; None: any.
+        chosen: the case that the objective is of.
     """
-    known, chosen = known_objectives(experiment), {k: v for k, v in (chosen or {}).items() if v is not None}
+    known = known_objectives(experiment)
     if objective is None:
-        if chosen:
+        if chosen != ANY_CASE:
             raise ConfigError("objective_case says which case objective=METRIC is of, and none is set")
         return
     if objective not in known:
@@ -60,8 +77,9 @@ def check_objective(
             "workload.slo.ttft_ms=MS, workload.slo.tpot_ms=MS or workload.slo.e2el_ms=MS"
         )
     rows = [asdict(case) for case in cases]
-    fitting = sum(_fits(row, chosen) for row in rows)
-    if fitting != 1 and (chosen or objective not in known_objectives(experiment, several=len(rows) > 1)):
+    fitting = sum(map(chosen.fits, rows))
+    of_case = chosen != ANY_CASE or objective not in known_objectives(experiment, several=len(rows) > 1)
+    if fitting != 1 and of_case:
         varied = [name for name in rows[0] if len({row[name] for row in rows}) > 1] or list(rows[0])
         choices = [" ".join(f"objective_case.{name}={row[name]}" for name in varied) for row in rows]
         raise ConfigError(
@@ -70,12 +88,8 @@ def check_objective(
         )
 
 
-def _fits(case: Mapping[str, Any], chosen: Mapping[str, int | None]) -> bool:
-    return all(value in (None, case[name]) for name, value in chosen.items())
-
-
 def objective_value(
-    result: Mapping[str, Any], objective: str | None, chosen: Mapping[str, int | None] | None = None
+    result: Mapping[str, Any], objective: str | None, chosen: ObjectiveCase = ANY_CASE
 ) -> float | None:
     """The metric's value in the chosen case of the first backend, where cases have it, or in the whole run;
     None where no objective was asked for.
@@ -86,8 +100,8 @@ def objective_value(
     if objective is None:
         return None
     value = result["metrics"].get(objective)
-    if chosen and any(chosen.values()):
-        value = next(row for row in result["cases"] if _fits(row, chosen)).get(objective, value)
+    if chosen != ANY_CASE:
+        value = next(filter(chosen.fits, result["cases"])).get(objective, value)
     if value is None:
         raise ConfigError(f"objective={objective} has no value in this run; its metrics are in result.json")
     return float(value)
