@@ -311,7 +311,7 @@ class LLM:
                 that serves all.
             score, record_routing: whether `score` and `generate(record_routing=True)` are to come as well.
         """
-        modes = [self.builder.mode(p) for p in sampling_params]
+        modes = [self.builder.mode(p, self.builder.biases(p)) for p in sampling_params]
         with self.engine.lock:
             self.ledger.warmed_up = False
             self.runner.warmup(

@@ -125,7 +125,7 @@ def test_who_asks_for_nothing_keeps_its_programs(bare_llm: LLM) -> None:
     for params in (greedy(4), greedy(4, logit_bias={1: 1.0, 2: 1.0, 3: 1.0}, presence_penalty=1), greedy(4)):
         engine.generate(PROMPTS[1:2], params)
         counts.append(len(engine.ledger.entries))
-        mode = engine.builder.mode(params)
+        mode = engine.builder.mode(params, engine.builder.biases(params))
         assert (mode.biases, mode.penalty) == ((4, True) if params.logit_bias else (0, False))
     assert counts[0] < counts[1] == counts[2]
 

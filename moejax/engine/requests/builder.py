@@ -129,8 +129,8 @@ class RequestBuilder:
         self, ids: list[int], params: SamplingParams, seed: int, max_tokens: int, record: bool
     ) -> list[Sequence]:
         """Returns a request's sequences; more than fit the batch at a time come as several groups."""
-        mode, stop_ids = self.mode(params), end_tokens(params, self.eos_token_ids)
-        biases = self.biases(params)
+        biases, stop_ids = self.biases(params), end_tokens(params, self.eos_token_ids)
+        mode = self.mode(params, biases)
         samples = [
             Sequence(
                 tokens=list(ids),
@@ -194,19 +194,20 @@ class RequestBuilder:
         output = RequestOutput(str(next(self._ids)), None, ids, [], RequestMetrics(time.perf_counter()))
         params = SamplingParams(max_tokens=1, temperature=0.0)
         sample = Sequence(
-            list(ids), len(ids), params, len(ids), next(self._orders), score=True, mode=self.mode(params)
+            list(ids), len(ids), params, len(ids), next(self._orders), score=True, mode=self.mode(params, ())
         )
         request = RequestState(output, [])
         request.attach([sample])
         return request
 
-    def mode(self, params: SamplingParams) -> SamplerMode:
-        """Log-probabilities and biases come in a few sizes only, since each is a program of its own."""
+    def mode(self, params: SamplingParams, biases: Items[Bias]) -> SamplerMode:
+        """Returns what a request with these parameters and their `biases` needs of the sampler.
+        Log-probabilities and biases come in a few sizes only, since each is a program of its own."""
         mode = sampler_mode([params], self.vocab_size)
-        sizes, biases = (-1, 0, 1, 5, 20, 100, self.vocab_size), len(self.biases(params))
+        sizes = (-1, 0, 1, 5, 20, 100, self.vocab_size)
         return mode._replace(
             logprobs=min(next(n for n in sizes if n >= mode.logprobs), self.vocab_size),
-            biases=1 << (biases - 1).bit_length() if biases else 0,
+            biases=1 << (len(biases) - 1).bit_length() if biases else 0,
         )
 
 

@@ -137,11 +137,8 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
     return Batch(**arrays | {"attention": attention, "sampling": sampling, "replay": replay})
 
 
-_SAMPLING_DTYPES = {
-    "temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32,
-    "repetition_penalty": jnp.float32, "presence_penalty": jnp.float32, "frequency_penalty": jnp.float32,
-    "seed": jnp.uint32,
-}  # fmt: skip
+_SAMPLING_DTYPES = dict.fromkeys(SamplingArrays._fields, jnp.float32)
+_SAMPLING_DTYPES |= {"top_k": jnp.int32, "seed": jnp.uint32}
 
 
 class BatchBuilder:
@@ -210,15 +207,8 @@ class BatchBuilder:
         """Returns the least bucket that holds all of these."""
         if len(keys) == 1:
             return keys[0]
-        return StepKey(
-            rows=max(key.rows for key in keys),
-            tokens=max(key.tokens for key in keys),
-            blocks=max(key.blocks for key in keys),
-            owners=max(key.owners for key in keys),
-            mode=self._compiled(common_mode({key.mode for key in keys})),
-            record=any(key.record for key in keys),
-            score=any(key.score for key in keys),
-        )
+        largest = StepKey(*map(max, *keys))
+        return largest._replace(mode=self._compiled(common_mode({key.mode for key in keys})))
 
     def _fill(
         self, buffer: np.ndarray, plan: StepPlan, key: StepKey, block_ids: np.ndarray, counts: list[int]

@@ -74,21 +74,15 @@ def common_mode(modes: Iterable[SamplerMode]) -> SamplerMode:
 def sampling_values(params: Sequence[SamplingParams], seeds: Sequence[int]) -> dict[str, np.ndarray]:
     """Returns per-row parameters by name; what float32 or int32 cannot hold becomes the nearest number."""
     int32, f32 = np.iinfo(np.int32), np.finfo(np.float32)
-    tiny = float(f32.tiny)
-
-    def floats(values: list[float], least: float = -2.0) -> np.ndarray:
-        return np.clip(np.array(values, np.float64), least, f32.max).astype(np.float32)
-
-    return {
-        "temperature": floats([p.temperature for p in params]),
+    values = {
         "top_k": np.array([min(p.top_k, int32.max) for p in params], np.int32),
-        "top_p": floats([p.top_p for p in params], tiny),
-        "min_p": floats([p.min_p for p in params]),
-        "repetition_penalty": floats([p.repetition_penalty for p in params], tiny),
-        "presence_penalty": floats([p.presence_penalty for p in params]),
-        "frequency_penalty": floats([p.frequency_penalty for p in params]),
         "seed": np.array([s % 2**32 for s in seeds], np.uint32),
     }
+    for name in set(SamplingArrays._fields) - values.keys():
+        numbers = np.array([getattr(p, name) for p in params], np.float64)
+        least = f32.tiny if name in ("top_p", "repetition_penalty") else f32.min  # those two stay above 0
+        values[name] = np.clip(numbers, least, f32.max).astype(np.float32)
+    return values
 
 
 @jax.named_scope("sampling")
