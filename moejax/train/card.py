@@ -1,18 +1,23 @@
-"""The model card: what was trained, by which command, on what, and what was measured."""
+"""The model card: what was trained, by which command, on what, and what was measured. Its text is
+`assets/model_card.md.j2`."""
 
 import math
 import platform
 import textwrap
-from typing import Any
+from pathlib import Path
 
+import jinja2
+
+from moejax.core.words import one_line
 from moejax.routing.analysis import load_shares
 from moejax.text.corpus import MIN_REPEATED, characters
 from moejax.tracking.provenance import cpu_info, device_info
 from moejax.train.config import WEIGHT_DTYPE, TrainConfig
-from moejax.train.data import TrainingText
 from moejax.train.evaluate import HeldOut
 from moejax.train.loop import TrainResult, run_identity
 from moejax.train.tokenizer import END_OF_TEXT
+
+_TEMPLATE = Path(__file__).resolve().parents[1] / "assets" / "model_card.md.j2"
 
 
 def model_card(
@@ -25,117 +30,46 @@ def model_card(
         held_out: of the exported, rounded weights.
         samples: (prompt, continuation) as generated.
     """
-    front = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: moejax\npipeline_tag: text-generation\n---"
-    parts = [
-        front,
-        _intro(config, result, held_out),
-        _training(config, command, result),
-        _text(result.text),
-        _load(held_out),
-        _samples(samples),
-    ]
-    return "\n\n".join(parts) + "\n"
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {
+        "paragraph": _paragraph,
+        "millions": lambda count: f"{float(count) / 1e6:.2f} M",
+        "share": lambda share, digits=2: f"{share:.{digits}%}",
+        "characters": characters,
+        "fenced": _fenced,
+    }
+    text, tokens = result.text, config.tokens_per_step * config.steps
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        config=config,
+        shape=config.model,
+        command=command,
+        result=result,
+        held_out=held_out,
+        samples=samples,
+        tokens=tokens,
+        cost=_cost(result, tokens),
+        weight_dtype=WEIGHT_DTYPE,
+        bits_per_byte=held_out.loss * held_out.tokens / math.log(2) / len(text.sample.encode("utf-8")),
+        settings=[item for item in run_identity(config).items() if not item[0].startswith("model.")],
+        python=platform.python_version(),
+        corpus=text.corpus,
+        sample=text.sample,
+        min_repeated=MIN_REPEATED,
+        end_of_text=END_OF_TEXT,
+        shares=load_shares(held_out.counts),
+    )
 
 
 def _paragraph(text: str) -> str:
-    """Fills text to 100 columns, however it is broken here."""
-    return textwrap.fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False)
-
-
-def _intro(config: TrainConfig, result: TrainResult, held_out: HeldOut) -> str:
-    shape, size = config.model, _millions(result.metrics["num_params"])
-    num_bytes = len(result.text.sample.encode("utf-8"))
-    bits_per_byte = held_out.loss * held_out.tokens / math.log(2) / num_bytes
-    about = f"""A Qwen3-MoE (`Qwen3MoeForCausalLM`) of {size} parameters for experiments with inference: small
-        enough to ship with the code, trained enough that its routing, its perplexity and its text mean
-        something. It knows the style of Python's documentation and nothing else; do not ask it for facts. It
-        has seen no conversations: its chat template is there for code that needs one."""
-    rows = {
-        "layers, width": f"{shape.num_hidden_layers}, {shape.hidden_size}",
-        "query heads / key-value heads × size": (
-            f"{shape.num_attention_heads} / {shape.num_key_value_heads} × {shape.head_dim}"
-        ),
-        "experts, per token, hidden width": (
-            f"{shape.num_experts}, {shape.num_experts_per_tok}, {shape.moe_intermediate_size}"
-        ),
-        "vocabulary": f"{config.vocab_size}, byte-level BPE",
-        "weights": WEIGHT_DTYPE,
-        "**held-out perplexity**": f"**{held_out.perplexity:.2f}** a token, {bits_per_byte:.3f} bits a byte",
-    }
-    measured = f"""The perplexity is that of the weights in this folder, computed in float32 over the
-        {held_out.tokens} tokens of `held_out.txt` (all but the first) in windows of {config.seq_len} without
-        overlap. Before rounding to {WEIGHT_DTYPE} it was {result.held_out.perplexity:.2f}."""
-    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
-    title = "# A small mixture-of-experts language model"
-    return "\n\n".join([title, _paragraph(about), table, _paragraph(measured)])
-
-
-def _training(config: TrainConfig, command: str, result: TrainResult) -> str:
-    identity = run_identity(config).items()
-    settings = "\n".join(f"{name}: {value}" for name, value in identity if not name.startswith("model."))
-    tokens = config.tokens_per_step * config.steps
-    noise = f"{config.token_noise:.0%} of the input tokens were replaced by random ones. "
-    about = f"""{config.steps} steps of {config.tokens_per_step} tokens: {_millions(tokens)} in all,
-        {float(result.metrics["epochs"] or 0):.1f} times the text. The steps took {_cost(result, tokens)}.
-        AdamW with warm-up and cosine decay, load-balance loss (arXiv 2101.03961), router z-loss (arXiv
-        2202.08906). {noise if config.token_noise else ""}While training, an expert takes at most
-        {config.capacity_factor} times its even share of a batch; the rest is dropped and counted. Evaluation
-        and inference drop nothing."""
-    code = f"```\n{command}\n```"
-    return "\n\n".join(["## Training", code, _paragraph(about), f"```yaml\n{settings}\n```"])
-
-
-def _text(text: TrainingText) -> str:
-    train, held_out = text.corpus.train, text.corpus.held_out
-    about = f"""The English prose that every Python installation carries: the help topics
-        (`pydoc_data/topics.py`) and the standard library's docstrings and comment blocks, as of Python
-        {platform.python_version()}."""
-    table = f"""| | documents | characters |
-|---|---|---|
-| train | {len(train)} | {characters(train)} |
-| held out | {len(held_out)} | {characters(held_out)} |
-| of those in `held_out.txt` | {text.sample.count(END_OF_TEXT)} | {len(text.sample)} |"""
-    split = f"""A hash of a document's name decides whether it is held out; no paragraph of {MIN_REPEATED}
-        characters or more stands in both parts. In `held_out.txt`, `{END_OF_TEXT}` ends each document.
-        Another Python version has other text and gives another model."""
-    licence = """The text is Copyright © Python Software Foundation, under the PSF License Agreement version 2
-        (https://docs.python.org/3/license.html), which also applies to `held_out.txt`; the weights are under
-        this project's licence, Apache-2.0. Nothing else was read: no third-party packages, no downloads."""
-    return "\n\n".join(["## Text", _paragraph(about), table, _paragraph(split), _paragraph(licence)])
-
-
-def _load(held_out: HeldOut) -> str:
-    shares = load_shares(held_out.counts)
-    even = 1 / shares.shape[1]
-    lines = [
-        "## Expert load",
-        "",
-        f"Share of each layer's assignments on the held-out text; even would be {even:.2%}.",
-        "",
-        "| layer | least used | most used | most / even |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {i} | {row.min():.2%} (expert {row.argmin()}) | {row.max():.2%} (expert {row.argmax()})"
-        f" | {row.max() / even:.2f} |"
-        for i, row in enumerate(shares)
-    ]
-    return "\n".join(lines)
-
-
-def _samples(samples: list[tuple[str, str]]) -> str:
-    blocks = [f"```text\n{_fenced(prompt)}▸{_fenced(text)}\n```" for prompt, text in samples]
-    head = "## Samples\n\nTemperature 0.7, one try each, not selected; the prompt ends at ▸."
-    return "\n\n".join([head, *blocks])
+    """Fills text to 100 columns, however it is broken in the template."""
+    return textwrap.fill(one_line(text), 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _fenced(text: str) -> str:
     """Returns text that cannot end a Markdown code block."""
     return text.replace("```", "'''").rstrip("\n")
-
-
-def _millions(count: Any) -> str:
-    return f"{float(count) / 1e6:.2f} M"
 
 
 def _cost(result: TrainResult, tokens: int) -> str:
