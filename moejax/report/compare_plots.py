@@ -65,8 +65,7 @@ def forest(verdicts: Sequence[Verdict], result: Mapping[str, Any], title: str) -
     axis.set_yticks(range(len(rows)), [_row_name(v, several) for v, _ in rows], fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.5)
     low, high = min(extent) / 1.03, max(extent) * 1.03
-    axis.set_xscale("log")
-    axis.set_xlim(low, high)
+    axis.set(xscale="log", xlim=(low, high))
     _ratio_ticks(axis, low, high)
     axis.grid(axis="y", visible=False)
     vertical_grid(axis)

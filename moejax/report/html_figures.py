@@ -88,8 +88,7 @@ def _draw_trade_off(
     axis.margins(0.12)
     log_scale(axis.xaxis, [point[2] for point in points])
     log_scale(axis.yaxis, [point[3] for point in points])
-    axis.set_xlabel(short_name(x))
-    axis.set_ylabel(short_name(y))
+    axis.set(xlabel=short_name(x), ylabel=short_name(y))
     vertical_grid(axis)
     legend_below(figure, [axis], 3, fontsize=9)
     return figure

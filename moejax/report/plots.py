@@ -110,8 +110,7 @@ def inter_token_latency(result: Mapping[str, Any], requests: Iterable[Mapping[st
         log_scale(over.yaxis, medians, over=12, margin=2)
     curves = [(label, nth_color(i), m[~np.isnan(m)]) for i, (label, m) in enumerate(groups)]
     draw_distributions(cumulative, curves)
-    cumulative.set_xlabel("inter-token latency (ms)")
-    cumulative.set_ylabel("share of tokens")
+    cumulative.set(xlabel="inter-token latency (ms)", ylabel="share of tokens")
     legend_below(figure, [over], 3 if has_peers(result) else 4)
     return figure
 
@@ -140,8 +139,7 @@ def throughput_by_batch(result: Mapping[str, Any]) -> Figure | None:
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.xaxis.set_minor_locator(NullLocator())
     round_ticks(axis.yaxis, *axis.get_ylim())
-    axis.set_xlabel("batch size (dotted: perfect scaling)")
-    axis.set_ylabel("output tokens/s")
+    axis.set(xlabel="batch size (dotted: perfect scaling)", ylabel="output tokens/s")
     axis.legend(frameon=False)
     return figure
 
@@ -156,8 +154,7 @@ def expert_load(result: Mapping[str, Any]) -> Figure | None:
     width, height = min(14.0, 3.5 + 0.24 * experts), min(12.0, 2.2 + 0.28 * layers)
     figure, (axis,) = new_figure("Expert load", result, max(6.0, width), max(3.2, height))
     image = heat_map(axis, load, vmin=0.0, vmax=max(2.0, float(np.nanmax(load))))
-    axis.set_xlabel("expert")
-    axis.set_ylabel("layer")
+    axis.set(xlabel="expert", ylabel="layer")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     for layer, busiest in enumerate(load.max(axis=1) if layers <= 48 else ()):

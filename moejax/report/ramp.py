@@ -153,9 +153,7 @@ def pareto_figure(result: Mapping[str, Any]) -> Figure | None:
             text = f"{row['request_rate']:.3g}/s" + (" knee" if row["case"] == mode["knee_case"] else "")
             place = (5, -10) if row["saturated"] and row["case"] % 2 else (5, 5)  # those crowd at the left
             axis.annotate(text, (x, y), xytext=place, textcoords="offset points", fontsize=7)
-    axis.set_xlabel("output tokens/s per user")
-    axis.set_ylabel("output tokens/s per device")
-    axis.set_xlim(left=0)
+    axis.set(xlabel="output tokens/s per user", ylabel="output tokens/s per device", xlim=(0, None))
     axis.set_ylim(bottom=0)
     vertical_grid(axis)
     axis.legend(frameon=False, fontsize=8)

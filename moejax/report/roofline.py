@@ -146,12 +146,9 @@ def roofline_figure(result: Mapping[str, Any]) -> Figure:
         axis.plot([x, x], [y, roof], color=color, linewidth=0.6, alpha=0.5)
         axis.plot(x, y, marks[name], color=color, markersize=13 if name == "all" else 8,
                   markerfacecolor=color if filled else "none", alpha=0.85)  # fmt: skip
-    axis.set_xscale("log")
-    axis.set_yscale("log")
+    axis.set(xscale="log", yscale="log")
     axis.grid(axis="both", color="#dddddd", linewidth=0.7)
-    axis.set_xlim(low, high)
-    axis.set_xlabel("FLOPs per byte of weights and cache")
-    axis.set_ylabel("FLOP/s")
+    axis.set(xlim=(low, high), xlabel="FLOPs per byte of weights and cache", ylabel="FLOP/s")
     title = f"{roof_line(result)}; {peak / 1e9:,.0f} GFLOP/s {dtype}"
     title += f"\nleft out: {', '.join(left)}" if left else ""
     axis.set_title(title, fontsize=9, loc="left")

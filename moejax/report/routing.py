@@ -60,8 +60,7 @@ def load_heatmap(captures: Captures, result: Mapping[str, Any] | None = None) ->
         figure.colorbar(image, ax=heat, shrink=0.9)
         thin_ticks(heat.xaxis, range(capture.num_experts), _MOST_TICKS)
         thin_ticks(heat.yaxis, capture.layers)
-        heat.set_xlabel("expert")
-        heat.set_ylabel("layer")
+        heat.set(xlabel="expert", ylabel="layer")
         skew = analysis.skew(loads)
         title = (
             f"max/mean {np.nanmean(skew.max_over_mean):.2f}, entropy {np.nanmean(skew.entropy):.3f} of even"
@@ -78,8 +77,7 @@ def load_heatmap(captures: Captures, result: Mapping[str, Any] | None = None) ->
         ranked.set_ylim(low, float(rising.max()) * 1.3)
         round_ticks(ranked.yaxis, *ranked.get_ylim())
         ranked.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        ranked.set_xlabel("experts of a layer, most loaded first")
-        ranked.set_ylabel("load / even share")
+        ranked.set(xlabel="experts of a layer, most loaded first", ylabel="load / even share")
     return figure
 
 
@@ -161,8 +159,7 @@ def working_set_plot(
         axis.set_xscale("log", base=2)
         axis.set_xticks([2**i for i in range(longest.bit_length())])
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.set_ylim(0, 102)
-        axis.set_xlabel(label)
+        axis.set(ylim=(0, 102), xlabel=label)
         if model is not None:
             _bytes_axis(axis, named, model)
     axes[0].plot([], [], "--", color="#666666", linewidth=1, label="independent, even choices")
@@ -188,12 +185,10 @@ def temporal_locality_plot(captures: Captures, result: Mapping[str, Any] | None 
     reuse.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     reuse.set_ylim(bottom=0)
     reuse.margins(y=0.2)
-    reuse.set_xlabel("layer")
-    reuse.set_ylabel("visits repeated by the next token, %")
+    reuse.set(xlabel="layer", ylabel="visits repeated by the next token, %")
     distance.set_xscale("log", base=2)
     distance.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    distance.set_ylim(0, 102)
-    distance.set_xlabel("tokens since the sequence's last visit, at most")
+    distance.set(ylim=(0, 102), xlabel="tokens since the sequence's last visit, at most")
     distance.set_ylabel("visits, % (the rest is farther or the first)")
     reuse.legend(frameon=False, fontsize=8)
     return figure
@@ -221,8 +216,7 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
         heat.set_title(f"{name}, {title}" if name else title, fontsize=9)
         thin_ticks(heat.xaxis, starts, 8)
         thin_ticks(heat.yaxis, range(capture.num_experts), _MOST_TICKS)
-        heat.set_xlabel("step")
-        heat.set_ylabel("expert")
+        heat.set(xlabel="step", ylabel="expert")
         within = np.nanmean(analysis.skew(loads).max_over_mean, axis=1)
         mixed = _shuffled_skew(capture, len(starts))
         whole = float(np.nanmean(analysis.skew(capture.counts()).max_over_mean))
@@ -231,8 +225,7 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
         line.axhline(whole, color=COLORS[1], linewidth=1.2, linestyle="--", label="in the whole trace")
         line.set_ylim(bottom=1)
         line.margins(y=0.2)
-        line.set_xlabel("step")
-        line.set_ylabel("most loaded expert / mean")
+        line.set(xlabel="step", ylabel="most loaded expert / mean")
     legend_below(figure, axes[1:2], 3, loc="outside lower right", fontsize=8)
     return figure
 

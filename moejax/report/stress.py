@@ -69,8 +69,7 @@ def stress_figure(result: Mapping[str, Any]) -> Figure | None:
         speed.axhline(band, color="black", linestyle="--", linewidth=1, label="allowed")
     speed.set_title("TPOT of the probes over before", fontsize=10)
     for axis in (memory, speed):
-        axis.set_xlabel("round")
-        axis.set_ylim(bottom=0)
+        axis.set(xlabel="round", ylim=(0, None))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(frameon=False, fontsize=8)
     return figure

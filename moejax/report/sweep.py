@@ -262,8 +262,7 @@ def _lines(
                 x, y = zip(*points, strict=True)
                 axis.plot(x, y, "o-", color=nth_color(index), label=label, markersize=4)
         axis.set_title(heading, fontsize=10)
-        axis.set_xlabel(across)
-        axis.set_ylim(bottom=0)
+        axis.set(xlabel=across, ylim=(0, None))
         if xs[0] > 0:
             log_scale(axis.xaxis, xs)
     if others:

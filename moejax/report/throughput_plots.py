@@ -53,8 +53,7 @@ def load_over_time(result: Mapping[str, Any]) -> Figure | None:
         for index, timeline in enumerate(timelines):
             times, values = _curve(timeline, timeline[column])
             axis.plot(times, values, color=_color(timeline, index), linewidth=1.3, label=timeline["label"])
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
+        axis.set(ylabel=label, ylim=(0, None))
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     _share_time(axes, timelines)
     legend_below(figure, axes)
@@ -140,8 +139,7 @@ def request_spans(result: Mapping[str, Any], requests: Rows) -> Figure | None:
     for axis, (name, rows) in zip(axes, panels, strict=True):
         _draw_spans(axis, rows)
         axis.set_title(name, fontsize=10, loc="left")
-        axis.set_ylabel("request")
-        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.set(ylabel="request", ylim=(len(rows) - 0.5, -0.5))
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         axis.grid(visible=False)
         vertical_grid(axis)

@@ -5,10 +5,7 @@ A job is finished once its `job.json` says so, which is written after everything
 read; whatever a kill leaves is therefore done again. Files are whole or not there. No JAX, no Hydra here.
 """
 
-import dataclasses
-import hashlib
 import json
-import math
 import os
 import socket
 import time
@@ -20,7 +17,7 @@ from typing import Any
 import psutil
 
 from moejax.core.errors import ConfigError
-from moejax.core.files import atomic_write_text, dump_json
+from moejax.core.files import atomic_write_text, content_hash, dump_json
 from moejax.results.result import RESULT_FILE, load_result
 
 SWEEP_FILE = "sweep.json"
@@ -66,13 +63,10 @@ def job_key(config: Any, folder: Path) -> tuple[str, dict[str, Any]]:
     What names the job's own folder counts as the same in every folder; where figures are tracked does not
     count at all.
     """
-    plain = {
-        item.name: _plain(getattr(config, item.name), str(folder))
-        for item in dataclasses.fields(config)
-        if item.name not in _NOT_PART_OF_A_JOB
-    }
-    text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16], plain
+    values = {name: value for name, value in asdict(config).items() if name not in _NOT_PART_OF_A_JOB}
+    text = json.dumps(values, default=str).replace(json.dumps(str(folder))[1:-1], ".")
+    plain = json.loads(text, parse_constant=str)  # infinities keep their name, which strict JSON lacks
+    return content_hash(plain)[:16], plain
 
 
 def changed_keys(old: Any, new: Any, key: str = "", *, common: bool = False) -> Iterator[str]:
@@ -249,21 +243,6 @@ def _split(override: str) -> tuple[str, Any]:
         except ValueError:
             continue
     return key.lstrip("+"), text
-
-
-def _plain(value: Any, folder: str) -> Any:
-    """Values of strict JSON in which equal configurations are equal; infinities keep their name."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name), folder) for item in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, folder) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, folder) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if isinstance(value, (str, os.PathLike)):
-        return str(value).replace(folder, ".")
-    return value if value is None or isinstance(value, (bool, int, float)) else repr(value)
 
 
 def _shown(value: Any) -> str:

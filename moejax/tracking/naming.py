@@ -153,15 +153,9 @@ def parallel_word(config: Mapping[str, Any]) -> str | None:
 
 
 def backend_words(config: Mapping[str, Any]) -> list[str]:
-    """The engines that a run measures, by kind: the first, and those beside it."""
-    backend: Any = config.get("backend")
-    if isinstance(backend, str):
-        return [backend]
+    """The engines that a run measures: the first one's kind, and the names of those beside it."""
     section = _section(config, "backend")
-    compared = section.get("compare_with") or section.get("compare") or ()
-    others = compared.values() if isinstance(compared, Mapping) else compared
-    names = [item.get("kind") if isinstance(item, Mapping) else item for item in (section, *others)]
-    return [str(name) for name in dict.fromkeys(names) if name]
+    return list(dict.fromkeys(filter(None, (section.get("kind"), *section.get("compare_with", ())))))
 
 
 def device_word(provenance: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:

@@ -65,8 +65,11 @@ def publish(
     for step, row in enumerate(cases, start=1):
         values = {f"case/{name}": row[name] for name in names if is_number(row.get(name))}
         tracker.log({"case/index": step - 1, **values}, step=step - 1)
-    over_time = _columns(timeline) if timeline is not None else _timeline(result)
-    for prefix, curves in (("timeline", over_time), ("telemetry", _telemetry(result))):
+    if timeline is None:
+        timeline = next((line for line in result.get("timeline") or () if line.get("time_s")), {})
+    series = (result.get("telemetry") or {}).get("series") or {}
+    telemetry = series if len(series.get("time_s", ())) > 1 else {}
+    for prefix, curves in (("timeline", _columns(timeline)), ("telemetry", _columns(telemetry))):
         step = _log_curves(tracker, prefix, curves, step)
     summary: dict[str, Scalar] = {k: v for k, v in result["metrics"].items() if v is not None}
     goal = {"goodput_objectives": text} if (text := objectives(result)) else {}
@@ -166,23 +169,10 @@ def _as_cell(value: Any) -> Any:
     return value if value is None or isinstance(value, _PLAIN) else json.dumps(to_jsonable(value))
 
 
-def _timeline(result: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
-    """The first timeline's columns of numbers."""
-    timelines = [line for line in result.get("timeline") or [] if line.get("time_s")]
-    if not timelines:
-        return {}
-    return _columns(timelines[0])
-
-
 def _columns(curves: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
     """Returns the curves that have a value for each instant."""
-    count = len(curves["time_s"])
+    count = len(curves.get("time_s", ()))
     return {k: v for k, v in curves.items() if isinstance(v, Sequence) and len(v) == count and count}
-
-
-def _telemetry(result: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
-    series = (result.get("telemetry") or {}).get("series") or {}
-    return series if len(series.get("time_s", ())) > 1 else {}
 
 
 def _log_curves(tracker: Tracker, prefix: str, curves: Mapping[str, Sequence[Any]], step: int) -> int:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -17,6 +18,7 @@ import sys, time
 from pathlib import Path
 from moejax.bench.run_folder import claimed
 from moejax.core.errors import ConfigError
+Path(f"ready {sys.argv[2]}").touch()
 while not Path("go").exists():
     time.sleep(0.001)
 try:
@@ -35,6 +37,8 @@ def test_of_processes_that_begin_at_once_each_has_a_folder_or_is_refused(kind: s
     started = [
         subprocess.Popen([*argv, str(i)], cwd=tmp_path, stdout=subprocess.PIPE, text=True) for i in range(3)
     ]
+    while len(list(tmp_path.glob("ready *"))) < len(started):
+        time.sleep(0.01)
     (tmp_path / "go").touch()
     said = sorted(process.communicate(timeout=60)[0].strip() for process in started)
     if kind == "numbered":
