@@ -23,8 +23,8 @@ from moejax.nn.quantized import QuantizedWeight, Weight, arrays_of
 from moejax.ops import dispatch
 from moejax.ops.expert_stack import Stack
 from moejax.ops.grouped_matmul import grouped_swiglu_blocks, grouped_swiglu_ragged
-from moejax.quantization.arithmetic import to_kernel, why_no_kernel
 from moejax.quantization.formats import QTensor
+from moejax.quantization.kernel_formats import to_kernel, why_no_kernel
 from moejax.sharding.axes import Names
 
 if TYPE_CHECKING:

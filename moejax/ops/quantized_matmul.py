@@ -22,11 +22,10 @@ from moejax.quantization.arithmetic import (
     is_integer,
     quantize_activations,
     step_and_zero,
-    to_kernel,
     unpack,
-    why_no_kernel,
 )
 from moejax.quantization.formats import QTensor
+from moejax.quantization.kernel_formats import to_kernel, why_no_kernel
 from moejax.sharding.axes import Names, pmax
 
 _EXACT = 2**24

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moejax.checkpoint.hf import load_config, load_pretrained, resolve_model_dir, save_pretrained
+from moejax.checkpoint.directory import load_config, resolve_model_dir
+from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.checkpoint.maps import TABLES
 from moejax.checkpoint.maps.rules import Rule, Target
 from moejax.checkpoint.plan import MAX_LISTED, plan_load

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoint import hf
-from moejax.checkpoint.hf import load_config, load_pretrained, save_pretrained
+from moejax.checkpoint.directory import load_config
+from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError, OutputError
 from moejax.models.decoder import Decoder

@@ -7,7 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from moejax import QuantConfig
-from moejax.checkpoint.hf import load_config, load_pretrained, save_pretrained
+from moejax.checkpoint.directory import load_config
+from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.core.config import ModelConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantRule

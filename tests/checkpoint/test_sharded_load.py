@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moejax.checkpoint.hf import load_pretrained, save_pretrained, weight_files
+from moejax.checkpoint.directory import weight_files
+from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.checkpoint.load import expert_slots, read_blocks
 from moejax.checkpoint.maps import TABLES
 from moejax.checkpoint.plan import Faults, plan_load

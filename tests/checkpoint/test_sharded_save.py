@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from moejax.checkpoint.hf import load_config, load_pretrained, save_pretrained
+from moejax.checkpoint.directory import load_config
+from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moejax.checkpoint.hf import load_pretrained, resolve_model_dir, save_pretrained
+from moejax.checkpoint.directory import resolve_model_dir
+from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.engine.opening.resolve import find_model
 from moejax.quantization.checkpoints.gptq import GptqScheme

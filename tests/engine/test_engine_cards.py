@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from moejax import notebook
-from moejax.checkpoint.hf import resolve_model_dir
+from moejax.checkpoint.directory import resolve_model_dir
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
 from moejax.engine.requests.tokenizer import Tokenizer

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 import moejax
-from moejax.checkpoint.hf import load_pretrained, resolve_model_dir, shipped_models
+from moejax.checkpoint.directory import resolve_model_dir, shipped_models
+from moejax.checkpoint.hf import load_pretrained
 from tests.decoding import forward
 from tests.numerics import assert_close, relative_l2
 from tests.oracle import hf

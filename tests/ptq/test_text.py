@@ -103,7 +103,7 @@ def test_auto_can_use_all_of_it_and_no_more(corpus):
 
 @pytest.mark.slow
 def test_the_shipped_models_text_is_its_training_text():
-    from moejax.checkpoint.hf import ASSETS
+    from moejax.checkpoint.directory import ASSETS
     from moejax.engine.requests.tokenizer import Tokenizer
     from moejax.text.corpus import HELD_OUT_FRACTION, build_corpus
 

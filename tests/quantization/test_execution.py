@@ -17,8 +17,9 @@ from moejax.moe.router import Routing
 from moejax.nn.param import initialize, iter_params
 from moejax.nn.quantized import QuantizedWeight, replace_weights
 from moejax.ops.quantized_matmul import exact_terms, matmul
-from moejax.quantization.arithmetic import dequantize, quantize_activations, why_no_kernel
+from moejax.quantization.arithmetic import dequantize, quantize_activations
 from moejax.quantization.formats import QTensor, WeightFormat, parse_format
+from moejax.quantization.kernel_formats import why_no_kernel
 from moejax.quantization.rtn import round_to_nearest
 from tests.model_shapes import experts_only
 from tests.numerics import UNIT_ROUNDOFF, assert_close, tolerance

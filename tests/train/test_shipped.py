@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.checkpoint.hf import load_pretrained, resolve_model_dir
+from moejax.checkpoint.directory import resolve_model_dir
+from moejax.checkpoint.hf import load_pretrained
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.nn.param import num_params
 from moejax.routing.analysis import load_shares

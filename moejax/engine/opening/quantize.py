@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moejax.checkpoint.hf import stored_quantization
+from moejax.checkpoint.directory import stored_quantization
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
@@ -23,8 +23,8 @@ from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, specs
 from moejax.ops.dispatch import choose_quantized, compute_capability
 from moejax.ptq.text import calibration_tokens
-from moejax.quantization.arithmetic import why_no_kernel
 from moejax.quantization.formats import WeightFormat
+from moejax.quantization.kernel_formats import why_no_kernel
 from moejax.quantization.rules import Chosen, resolve_rules, weight_name
 from moejax.sharding.axes import Axes
 from moejax.sharding.rules import make_rules

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.checkpoint.hf import load_config, read_json, resolve_model_dir, stored_quantization
+from moejax.checkpoint.directory import load_config, read_json, resolve_model_dir, stored_quantization
 from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.files import cache_root
