@@ -77,6 +77,22 @@ class RopeConfig:
             raise ConfigError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
 
 
+def check_shape(
+    heads: int, kv_heads: int, head_dim: int, experts: int, experts_per_tok: int, section: str = ""
+) -> None:
+    """Raises `ConfigError` where a decoder's sizes do not go together; `section` stands before their keys."""
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{section}num_attention_heads {heads} is not a multiple of {section}num_key_value_heads {kv_heads}"
+        )
+    if head_dim % 2:
+        raise ConfigError(f"{section}head_dim must be even for rotary embedding, got {head_dim}")
+    if experts_per_tok > experts:
+        raise ConfigError(
+            f"{section}num_experts_per_tok {experts_per_tok} exceeds {section}num_experts {experts}"
+        )
+
+
 @dataclass(frozen=True)
 class ModelConfig(Checked):
     """Everything that determines a decoder's computation and parameter shapes.
@@ -118,17 +134,8 @@ class ModelConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts {self.num_experts}"
-            )
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        check_shape(heads, kv_heads, self.head_dim, self.num_experts, self.num_experts_per_tok)
         for name in ("moe_layers", "sliding_windows"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ConfigError(

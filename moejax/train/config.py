@@ -14,6 +14,7 @@ from moejax.core.checked import (
     Share,
     at_least,
 )
+from moejax.core.config import check_shape
 from moejax.core.errors import ConfigError
 from moejax.text.corpus import HELD_OUT_FRACTION
 
@@ -51,18 +52,8 @@ class TrainModelConfig(Checked, section="model"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"model.num_attention_heads {self.num_attention_heads} is not a multiple of"
-                f" model.num_key_value_heads {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim must be even for rotary embedding, got {self.head_dim}")
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"model.num_experts_per_tok {self.num_experts_per_tok} exceeds"
-                f" model.num_experts {self.num_experts}"
-            )
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        check_shape(heads, kv_heads, self.head_dim, self.num_experts, self.num_experts_per_tok, "model.")
 
 
 @dataclass(frozen=True)

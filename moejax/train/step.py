@@ -5,6 +5,7 @@ Training runs the experts by `capacity` (its gradients are batched products; `gr
 length, which has none), evaluation by `grouped`, which drops nothing.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from moejax.core.config import ModelConfig, MoeConfig, RopeConfig
+from moejax.core.config import ModelConfig, MoeConfig
 from moejax.models.decoder import Decoder
+from moejax.models.registry import config_from_hf
 from moejax.train.config import TrainConfig
 from moejax.train.loss import LossParts, RoutingCounts, loss_parts, token_losses
 from moejax.train.optimizer import make_optimizer
@@ -59,35 +61,16 @@ class EvalSums(NamedTuple):
 
 def model_config(config: TrainConfig) -> ModelConfig:
     """Returns the configuration of the decoder to train: a Qwen3-MoE without dense layers, float32."""
-    shape, layers = config.model, config.model.num_hidden_layers
     end = SPECIAL_TOKENS.index(END_OF_TEXT)
-    return ModelConfig(
-        family="qwen3_moe",
-        vocab_size=config.vocab_size,
-        hidden_size=shape.hidden_size,
-        num_layers=layers,
-        num_heads=shape.num_attention_heads,
-        num_kv_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.num_experts_per_tok,
-        moe_intermediate_size=shape.moe_intermediate_size,
+    fields = {
+        **dataclasses.asdict(config.model),
+        "model_type": "qwen3_moe",
+        "vocab_size": config.vocab_size,
         # Read by dense layers only, and there are none.
-        intermediate_size=shape.moe_intermediate_size * shape.num_experts_per_tok,
-        moe_layers=(True,) * layers,
-        sliding_windows=(None,) * layers,
-        max_position_embeddings=shape.max_position_embeddings,
-        norm_topk_prob=shape.norm_topk_prob,
-        qk_norm="head",
-        rope=RopeConfig(theta=shape.rope_theta),
-        rms_norm_eps=shape.rms_norm_eps,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        initializer_range=shape.initializer_range,
-        bos_token_id=end,
-        eos_token_ids=(end,),
-        pad_token_id=end,
-        dtype="float32",
-    )
+        "intermediate_size": config.model.moe_intermediate_size * config.model.num_experts_per_tok,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end),
+    }
+    return config_from_hf(fields, "model")
 
 
 def init_state(config: TrainConfig) -> TrainState:
