@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jaxlib
@@ -64,6 +65,30 @@ def _peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run measures the machine's peaks before and after its work, a second each time."""
     monkeypatch.setattr(hardware, "measure_read_bandwidth", lambda: 1e11)
     monkeypatch.setattr(hardware, "measure_matmul_flops", lambda dtype: 1e12)
+
+
+@pytest.fixture(autouse=True)
+def _known_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run leaves in its folder is known to `run_files`: else `overwrite` would let it lie."""
+    if (module := sys.modules.get("moejax.bench.experiment_run")) is None:
+        return  # a test that runs no experiment
+    from moejax.bench.run_folder import run_files
+
+    run_class = module.ExperimentRun
+    enter, leave = run_class.__enter__, run_class.__exit__
+    before: dict[Any, set[Path]] = {}
+
+    def entered(run: Any) -> Any:
+        before[run.out_dir] = set(run.out_dir.glob("*"))
+        return enter(run)
+
+    def left(run: Any, *error: Any) -> None:
+        leave(run, *error)
+        unknown = set(run.out_dir.glob("*")) - before[run.out_dir] - set(run_files(run.out_dir))
+        assert not unknown, f"moejax/bench/run_folder.py does not know {', '.join(p.name for p in unknown)}"
+
+    monkeypatch.setattr(run_class, "__enter__", entered)
+    monkeypatch.setattr(run_class, "__exit__", left)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -83,7 +83,8 @@ def check_shape(
     """Raises `ConfigError` where a decoder's sizes do not go together; `section` stands before their keys."""
     if heads % kv_heads:
         raise ConfigError(
-            f"{section}num_attention_heads {heads} is not a multiple of {section}num_key_value_heads {kv_heads}"
+            f"{section}num_attention_heads {heads} is not a multiple of "
+            f"{section}num_key_value_heads {kv_heads}"
         )
     if head_dim % 2:
         raise ConfigError(f"{section}head_dim must be even for rotary embedding, got {head_dim}")

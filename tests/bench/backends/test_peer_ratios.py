@@ -14,7 +14,7 @@ from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.backends.peer_ratios import against_first, blank_unknown
 from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.latency import run_latency
-from moejax.bench.objective import known_objectives, objective_value
+from moejax.bench.objective import ObjectiveCase, known_objectives, objective_value
 from moejax.bench.throughput import run_throughput
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
@@ -131,7 +131,7 @@ def test_latency_of_two_backends_in_one_table_and_plot(
     # The flat metrics are the first backend's alone, and no latency is of both its cases.
     assert result["metrics"]["completed"] == 6
     assert not any(name.endswith("_ms") for name in result["metrics"])
-    assert objective_value(result, "median_tpot_ms", {"batch_size": 2}) == rows[2]["median_tpot_ms"]
+    assert objective_value(result, "median_tpot_ms", ObjectiveCase(batch_size=2)) == rows[2]["median_tpot_ms"]
     assert objective_value(result, "output_throughput") == result["metrics"]["output_throughput"]
     assert result["metrics"]["total_output_tokens"] == 18
     assert [backend["name"] for backend in result["backends"]] == ["moejax", "fake"]
