@@ -64,10 +64,10 @@ def verdict_tables(
 def _explained(comparison: RunComparison) -> str:
     tests = sum(verdict.p_adjusted is not None for verdict in comparison.verdicts)
     return (
-        "values: medians over iterations; ratio: with its 95 % bootstrap interval; effect: Cliff's delta, ±1"
-        " if no iteration of one lies among the other's; p: rank test, adjusted (Holm) over"
-        f" {tests} tests; a winner needs p ≤ {ALPHA:g} and an interval beyond 1 and session noise"
-        f" ({comparison.floor.low:.2f}–{comparison.floor.high:.2f})"
+        "values: medians over iterations, of all cases their geometric mean; ratio: with its 95 % bootstrap"
+        " interval; effect: Cliff's delta, ±1 if no iteration of one lies among the other's; p: rank test,"
+        f" adjusted (Holm) over {tests} tests; a winner needs p ≤ {ALPHA:g} and an interval beyond 1"
+        f" and session noise ({comparison.floor.low:.2f}–{comparison.floor.high:.2f})"
     )
 
 

@@ -101,7 +101,8 @@ def inter_token_latency(result: Mapping[str, Any], requests: Iterable[Mapping[st
         over.fill_between(places, low, high, color=nth_color(index), alpha=0.18, linewidth=0)
         over.plot(places, middle, color=nth_color(index), linewidth=1.3, linestyle=style, label=label)
     over.set_xlabel("output token")
-    over.set_ylabel("inter-token latency (ms), p10 to p90 (of under 10 requests: all)")
+    over.set_ylabel("inter-token latency (ms)")
+    over.set_title("median; band: p10 to p90, of under ten requests all", fontsize=9)
     over.xaxis.set_major_locator(MaxNLocator(integer=True))
     # From zero, so that a flat curve looks flat; one slow token must not press all the others down.
     over.set_ylim(0, max(np.nanpercentile(m, 90, axis=0).max() for _, m in groups) * 1.1)
@@ -129,7 +130,7 @@ def throughput_by_batch(result: Mapping[str, Any]) -> Figure | None:
     figure, (axis,) = new_figure("Throughput", result, 6.4, 4.2)
     for index, ((backend, prompt, output), line) in enumerate(lines.items()):
         places = sorted(line)
-        label = f"{backend}, P={prompt}, N={output}" if has_peers(result) else f"P={prompt}, N={output}"
+        label = (f"{backend}, " if has_peers(result) else "") + f"in={prompt}, out={output}"
         axis.plot(places, [line[p] for p in places], "o-", color=nth_color(index), label=label)
         if len(places) > 1:
             ideal = [line[places[0]] * p / places[0] for p in places]

@@ -24,10 +24,11 @@ from moejax.results.metrics import objectives
 Row = Mapping[str, Any]
 
 _COLUMNS = (
-    Column("req/s\noffered", "request_rate", cell=three_digits),
+    Column("req/s\nasked", "request_rate", cell=three_digits),
+    Column("\ncame", "offered_rate", cell=three_digits),
     Column("\nserved", "request_throughput", cell=three_digits),
     Column("\ngood", "request_goodput", cell=three_digits),
-    Column("kept\nup, %", "followed", cell=share),
+    Column("kept\nup %", "followed", cell=share),
     *metric_columns(
         "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "tokens_per_s_per_user",
         "tokens_per_s_per_device",
@@ -44,14 +45,15 @@ def ramp_table(result: Mapping[str, Any]) -> Table:
 
     def mark(row: Row) -> str:
         knee = row["case"] == mode_of(row)["knee_case"]
-        word = "knee" if knee else "saturated" if row["saturated"] else ""
+        word = "knee" if knee else "behind" if row["saturated"] else ""
         return f"{_prefix(result, mode_of(row), ' ')}{word}".strip()
 
     return column_table(
         f"ramp: {run_title(result)}",
         (*_COLUMNS, Column("", mark, left=True)),
         [row for mode in result["ramp"] for row in _rising(result["cases"], mode)],
-        "times in ms; kept up: requests ended over requests come, while they came;\n"
+        "times in ms; kept up: requests ended over come, in the arrivals' second half;\n"
+        "behind: saturated, it did not follow the rate; "
         "tok/s user: a request's output over its time from asking to the last token" + case_notes(result),
         section=lambda row: (row["backend"], row["batching"]),
         style=lambda row: "bold" if row["case"] == mode_of(row)["knee_case"] else None,
@@ -74,19 +76,19 @@ def ramp_lines(result: Mapping[str, Any]) -> list[str]:
             text = f"follows up to {mode['knee_rate']:.3g} requests/s"
         else:
             text = (
-                f"follows {mode['knee_rate']:.3g} requests/s, the highest offered: no saturation found, "
+                f"follows {mode['knee_rate']:.3g} requests/s, the highest asked: no saturation found, "
                 "raise ramp.max_steps"
             )
         if mode["max_goodput"] is not None:
             rate = mode["max_goodput_rate"]
-            text += f"; most good requests/s: {mode['max_goodput']:.3g} at {rate:.3g} offered"
+            text += f"; most good requests/s: {mode['max_goodput']:.3g} at {rate:.3g} asked"
         lines.append(f"{_name(mode)}: {text}")
     return lines
 
 
 def ramp_figure(result: Mapping[str, Any]) -> Figure:
     """Served and good requests/s, times to the first token and per token, how far the engine kept up, over
-    the offered rate. Dashed: all that was offered, and the objectives; the vertical line is the knee."""
+    the rate asked for. Dashed: arrivals as they came, and the objectives; the vertical line is the knee."""
     figure, axes = new_figure("Throughput ramp", result, 9.0, 7.0, 2, 2)
     served, ttft, tpot, kept = axes
     slo = result.get("slo") or {}
@@ -111,13 +113,14 @@ def ramp_figure(result: Mapping[str, Any]) -> Figure:
         for axis in axes if mode["knee_rate"] is not None else ():
             axis.axvline(mode["knee_rate"], color=color, linewidth=1, alpha=0.4)
     every = [row["request_rate"] for row in result["cases"]]
-    served.plot(sorted(every), sorted(every), "--", color="#999999", linewidth=1, label="offered")
+    came = sorted((row["request_rate"], row["offered_rate"]) for row in result["cases"])
+    served.plot(*zip(*came, strict=True), "--", color="#999999", linewidth=1, label="came")
     for axis, key in ((ttft, "ttft_ms"), (tpot, "tpot_ms")):
         if slo.get(key) is not None:
             axis.axhline(slo[key], color="black", linestyle="--", linewidth=1, label="objective")
     for axis, title in zip(axes, ("requests/s", "TTFT, ms", "TPOT, ms", "share kept up"), strict=True):
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("offered requests/s")
+        axis.set_xlabel("requests/s asked for, in the mean")
         log_scale(axis.xaxis, every)
         axis.set_ylim(bottom=0)
         axis.legend(frameon=False, fontsize=8)
@@ -130,7 +133,7 @@ def ramp_figure(result: Mapping[str, Any]) -> Figure:
 
 
 def pareto_figure(result: Mapping[str, Any]) -> Figure | None:
-    """Output tokens/s of the device against those of a user, a point per offered rate: filled from asking to
+    """Output tokens/s of the device against those of a user, a point per rate: filled from asking to
     the last token, hollow while tokens come (one over TPOT). The line joins what no other rate beats."""
     rows = result["cases"]
     if not any(row["tokens_per_s_per_user"] for row in rows):

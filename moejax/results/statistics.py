@@ -33,8 +33,11 @@ class Interval:
 
 
 def interval_fields(name: str, interval: Interval | None) -> dict[str, float | None]:
-    """Returns an interval as three flat fields: `name`, `name_low` and `name_high`."""
-    values = (None,) * 3 if interval is None else (interval.estimate, interval.low, interval.high)
+    """Returns an interval as three flat fields: `name`, `name_low` and `name_high`; of one sample no ends."""
+    values: tuple[float | None, ...] = (None,) * 3
+    if interval is not None:
+        ends = (interval.low, interval.high) if interval.samples > 1 else (None, None)
+        values = (interval.estimate, *ends)
     return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
 
 

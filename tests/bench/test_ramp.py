@@ -153,7 +153,8 @@ def test_climbs_until_saturated_then_between(
     assert {request["case"] for request in requests} == set(range(6))
     assert {path.name for path in tmp_path.glob("*.png")} == {"ramp.png", "pareto.png"}
     err = capsys.readouterr().err
-    assert "knee" in err and "saturated" in err and "continuous: follows up to" in err
+    assert "knee" in err and "came" in err and "behind: saturated" in err
+    assert "continuous: follows up to" in err
     json.dumps(result, allow_nan=False)
 
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from moejax.engine.requests.api import RequestMetrics
@@ -152,6 +153,10 @@ def test_many_cases_and_outputs_of_unequal_length():
         plots.inter_token_latency(result, request_rows(records)),
     ):
         figure.savefig(io.BytesIO(), format="png")
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        labels = [text for axis in figure.axes for text in (axis.title, axis.xaxis.label, axis.yaxis.label)]
+        for box in [label.get_window_extent(renderer) for label in labels if label.get_text()]:
+            assert min(box.extents) >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
 
 
 def test_expert_load_is_relative_to_an_even_share_and_blank_for_dense_layers():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moejax.results.statistics import paired_ratio, ratio_of_medians
+from moejax.results.statistics import interval_fields, paired_ratio, ratio_of_medians
 
 
 def test_interval_covers_the_truth_about_as_often_as_it_says():
@@ -18,6 +18,8 @@ def test_same_samples_same_interval():
     interval = paired_ratio(values, np.ones(25))
     assert interval == paired_ratio(values, np.ones(25)) and interval.confidence == 0.95
     assert interval.low <= interval.estimate <= interval.high
+    one = interval_fields("x", paired_ratio([3.0], [2.0]))
+    assert one == {"x": 1.5, "x_low": None, "x_high": None}  # a single sample has no interval
 
 
 def test_one_sample_has_no_width():
