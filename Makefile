@@ -45,15 +45,16 @@ run: $(VENV)/.base ## Measure the shipped model: latency, throughput, quantizati
 	$(BIN)/python -m experiments.throughput experiment=quick_throughput
 	$(BIN)/python -m experiments.quantization experiment=quick_quantization
 
-# Workers take whole files, which share engines and programs. The second call runs what is marked `optimized`, with
+# Workers take whole files, which share engines and programs, the notebooks first: a long file at the end would leave
+# the other worker idle. The second call runs what is marked `optimized`, with
 # XLA's own optimisation; everything else compiles fast (tests/conftest.py). Both share one cache, removed at the end.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 FAST := not slow and not gpu and not oracle
 files_with = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' tests)
 define both_lanes
 @export MOEJAX_TEST_CACHE=$$(mktemp -d); trap 'rm -rf "$$MOEJAX_TEST_CACHE"' EXIT; \
-$(PYTEST) -m "$(1)" --nbmake --nbmake-timeout=600 tests notebooks; quick=$$?; \
+$(PYTEST) -m "$(1)" --nbmake --nbmake-timeout=600 notebooks tests; quick=$$?; \
 $(PYTEST) -m "$(1)" --as-shipped $(call files_with,optimized); shipped=$$?; exit $$((quick || shipped))
 endef
 
