@@ -318,9 +318,9 @@ def test_warmup_zero_measures_a_cold_engine(clock: VirtualClock, tmp_path: Path)
     [
         (
             {"max_model_len": 20},
-            r"longest request has 8 \+ 20 tokens, over the limit of 20 .*workload.output",
+            r"longest request: 8 \+ 20 tokens exceed the limit of 20 .*workload.output",
         ),
-        ({"num_blocks": 1}, "2 blocks of 16, and the cache has 1; raise engine.num_blocks"),
+        ({"num_blocks": 1}, "2 cache blocks of 16, and the cache has 1; raise engine.num_blocks"),
     ],
 )
 def test_lengths_are_checked_before_anything_runs(

@@ -2,12 +2,14 @@
 
 import dataclasses
 import importlib.metadata
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.timing import peak_memory, weight_metrics
 from moejax.core.config import Batching
+from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
@@ -107,3 +109,24 @@ def as_backend(engine: LLM | Backend) -> Backend:
 def engine_of(backend: Backend) -> LLM | None:
     """The `LLM` within our own backend, None for a peer."""
     return backend.llm if isinstance(backend, MoejaxBackend) else None
+
+
+def check_length(backend: Backend, text: str, prompt_len: int, output_len: int) -> None:
+    """Raises `ConfigError` for a request that a backend's model, or alone our cache, is too short for; `text`
+    names it."""
+    text += f": {prompt_len} + {output_len} tokens"
+    remedy = "shorten workload.prompt_len or workload.output_len"
+    ours, limit = isinstance(backend, MoejaxBackend), backend.max_model_len
+    if limit is not None and prompt_len + output_len > limit:
+        whose = f" of {limit} (engine.max_model_len)" if ours else f" of {backend.name} of {limit}"
+        raise ConfigError(f"{text} exceed the limit{whose}; {remedy}")
+    if not ours:
+        return
+    stats = backend.stats()
+    # The last token is never fed back, so its keys and values are not stored.
+    blocks = math.ceil((prompt_len + output_len - 1) / stats["block_size"])
+    if blocks > stats["num_blocks"]:
+        raise ConfigError(
+            f"{text} need {blocks} cache blocks of {stats['block_size']}, and the cache has"
+            f" {stats['num_blocks']}; raise engine.num_blocks or {remedy}"
+        )

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.backends.base import Backend
+from moejax.bench.backends.moejax import check_length
 from moejax.bench.backends.registry import encoder
 from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases
-from moejax.core.errors import ConfigError
 from moejax.results.metrics import RequestRecord
 from moejax.routing.capture import RoutingCapture
 
@@ -56,7 +56,7 @@ def plan_batches(
     """Returns every case with its prompts, the same for all backends.
 
     Raises:
-        ConfigError: a case longer than a backend's model allows, or token ids that one does not have.
+        ConfigError: a case longer than a backend's model or our cache allows, or token ids that one does not have.
         RequestError: a backend cannot sample as the workload asks.
     """
     vocab_size, encode = min(backend.vocab_size for backend in backends), encoder(backends)
@@ -69,13 +69,7 @@ def plan_batches(
 
 
 def _check_case(backend: Backend, workload: WorkloadConfig, case: LatencyCase) -> None:
-    limit = backend.max_model_len
-    if limit is not None and case.total_len > limit:
-        whose = "" if backend.name == "moejax" else f" of {backend.name}"
-        raise ConfigError(
-            f"case {case.name}: {case.prompt_len} + {case.output_len} tokens exceed the limit{whose} of "
-            f"{limit}; shorten workload.prompt_len or workload.output_len"
-        )
+    check_length(backend, f"case {case.name}", case.prompt_len, case.output_len)
     backend.check(workload.sampling(case.output_len))
 
 

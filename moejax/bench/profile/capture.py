@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from moejax.bench.backends.moejax import MoejaxBackend, check_length
 from moejax.bench.profile.config import ProfileWorkload
 from moejax.bench.profile.program import Program, read_program
 from moejax.bench.profile.trace import SPAN, TraceError, find_trace
@@ -53,11 +54,7 @@ def name_compiled_programs() -> None:
 def check(llm: LLM, workload: ProfileWorkload) -> None:
     """Raises `ConfigError` for what cannot be profiled; runs nothing."""
     case = workload.case
-    if case.total_len > llm.max_model_len:
-        raise ConfigError(
-            f"{case.prompt_len} + {case.output_len} tokens exceed the limit of {llm.max_model_len}; shorten"
-            " workload.prompt_len or workload.output_len"
-        )
+    check_length(MoejaxBackend(llm), "a request", case.prompt_len, case.output_len)
     if (devices := llm.parallel_config.num_devices) > 1:
         raise ConfigError(
             f"a profile is read on one device, and parallel asks for {devices}; use parallel=single"

@@ -1,11 +1,10 @@
 """The unit that a throughput experiment measures: a batching mode of a backend under planned traffic."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moejax.bench.backends.base import Backend
-from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.bench.backends.moejax import MoejaxBackend, check_length
 from moejax.bench.backends.registry import encoder
 from moejax.bench.driver import ServedRequest, TrafficRun
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests
@@ -89,23 +88,6 @@ def _check_lengths(
     backends: Sequence[Backend], workload: ThroughputWorkload, plan: Sequence[PlannedRequest]
 ) -> None:
     longest = max(plan, key=lambda asked: asked.total_len)
-    prompt, output = len(longest.prompt_token_ids), longest.output_len
-    text = f"the longest request has {prompt} + {output} tokens"
-    remedy = "shorten workload.prompt_len or workload.output_len"
     for backend in backends:
-        backend.check(workload.sampling(output))
-        limit = backend.max_model_len
-        ours = isinstance(backend, MoejaxBackend)
-        if limit is not None and longest.total_len > limit:
-            whose = "engine.max_model_len" if ours else backend.name
-            raise ConfigError(f"{text}, over the limit of {limit} ({whose}); {remedy}")
-        if not ours:
-            continue
-        stats = backend.stats()
-        # The last token is never fed back, so its keys and values are not stored.
-        blocks = math.ceil((longest.total_len - 1) / stats["block_size"])
-        if blocks > stats["num_blocks"]:
-            raise ConfigError(
-                f"{text}: {blocks} blocks of {stats['block_size']}, and the cache has {stats['num_blocks']}; "
-                f"raise engine.num_blocks or {remedy}"
-            )
+        backend.check(workload.sampling(longest.output_len))
+        check_length(backend, "the longest request", len(longest.prompt_token_ids), longest.output_len)
