@@ -19,6 +19,7 @@ from experiments.launch.model import open_llm
 from experiments.launch.notebook import call_main, with_overrides
 from experiments.launch.schema import GenerateConfig
 from moejax.bench.experiment_run import DRY_RUN, DryRunEnds
+from moejax.bench.ignored import ignored_settings
 from moejax.bench.run_folder import run_files, taken
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig, latency_cases
@@ -91,6 +92,8 @@ def _plan(experiment: str, config: Any, folder: Path) -> list[str]:
     lines.append(f"  writes {shown_path(folder)}, about {_bytes(config) / 1e6:.1f} MB")
     peers = [name for name, _ in config.backend.chosen()] if hasattr(config, "backend") else []
     lines += [f"  {name} is not started, and so not checked" for name in peers if name != "moejax"]
+    unread = ignored_settings(config).items()
+    lines += [f"  {key}={item['value']} is {item['reason']}" for key, item in unread]
     for llm in engines[:1]:
         lines += [f"  {_memory(llm, config.hardware.kind)}", *(f"  {item}" for item in llm.resolutions)]
     return lines
@@ -142,7 +145,7 @@ def _memory(llm: LLM, kind: str) -> str:
     if limit is None:  # virtual devices share the host's
         limit = psutil.virtual_memory().available / parallel.num_devices
     line = f"memory of a device: {', '.join(f'{name} {size / 1e6:,.0f} MB' for name, size in parts.items())}"
-    line += f"; in all {(held.total + step) / 1e9:,.1f} of {limit / 1e9:,.1f} GB"
+    line += f"; in all {(held.total + step) / 1e9:,.3g} of {limit / 1e9:,.1f} GB"
     if held.total + step > limit:
         raise ConfigError(
             f"{line}: lower engine.num_blocks, engine.max_num_seqs or engine.max_num_batched_tokens, choose"

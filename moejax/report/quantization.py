@@ -302,9 +302,10 @@ def replay_plot(result: Mapping[str, Any]) -> Figure | None:
     for offset, key, label, color in (
         (-0.27, "replayed_delta", "weights (routing replayed)", COLORS[0]),
         (0.0, "routing_delta", "routing (free less replayed)", COLORS[1]),
-        (0.27, "perplexity_delta", "both (routing free)", "#999999"),
+        (0.27, "perplexity_loss_percent", "both (routing free)", "#999999"),
     ):
-        values = 100 * np.array([[r[key], r[f"{key}_low"], r[f"{key}_high"]] for r in rows]) / np.c_[base]
+        scale = 1.0 if key == "perplexity_loss_percent" else 100 / np.c_[base]
+        values = scale * np.array([[r[key], r[f"{key}_low"], r[f"{key}_high"]] for r in rows])
         spans = np.abs(values[:, 1:].T - values[:, 0])
         axis.bar(places + offset, values[:, 0], 0.25, yerr=spans, color=color, label=label, capsize=2,
                  error_kw={"elinewidth": 1, "ecolor": "#333333"})  # fmt: skip

@@ -28,11 +28,13 @@ def test_says_cases_memory_choices_and_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
-    assert dry("latency", *SMALL, "--dry-run", "quant=int4_rtn_g64", "hydra.run.dir=here") == 0
+    unread = "quant.awq_grid=7"
+    assert dry("latency", *SMALL, "--dry-run", "quant=int4_rtn_g64", unread, "hydra.run.dir=here") == 0
     out, err = capsys.readouterr()
     assert "measures b1_p64_n32, b4_p64_n32; iterations 3; warmup 1\n" in out, err
     assert "writes here, about 0.5 MB\n" in out
-    assert "memory of a device: weights 3 MB, cache 1 MB, largest step about 27 MB; in all 0.0 of " in out
+    assert "memory of a device: weights 3 MB, cache 1 MB, largest step about 27 MB; in all 0.03" in out
+    assert f"  {unread} is ignored: for awq\n" in out
     assert "engine.num_blocks = 16 (4 sequences of 128 tokens; 1.3 MB a device)\n" in out
     assert list(tmp_path.iterdir()) == []
 

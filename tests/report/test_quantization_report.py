@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from moejax.report.experiments import save_plots
-from moejax.report.quantization import conclusions, print_quantization
+from moejax.report.quantization import conclusions, print_quantization, replay_plot
 
 LAYERS, EXPERTS = 5, 16
 MOE = [True, True, False, True, True]
@@ -141,6 +141,14 @@ def test_every_plot_is_a_png(result: dict[str, Any], tmp_path: Path) -> None:
     plots = save_plots(result, tmp_path, details=details())
     assert [plot.name for plot in plots] == ["pareto.png", "routing.png", "popularity.png", "replay.png"]
     assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
+
+
+def test_a_loss_has_one_interval_in_table_and_plots(result: dict[str, Any]) -> None:
+    row = next(row for row in result["cases"] if row.get("replayed_delta") is not None)
+    row["perplexity_loss_percent_high"] = 19.5
+    bars = replay_plot(result).axes[0].containers[-1]
+    assert bars.get_label() == "both (routing free)"
+    assert max(end for span in bars.errorbar[2][0].get_segments() for _, end in span) == pytest.approx(19.5)
 
 
 def test_nothing_is_drawn_of_nothing(result: dict[str, Any], tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def plan_batches(
     """Returns every case with its prompts, the same for all backends.
 
     Raises:
-        ConfigError: a case longer than a backend's model or our cache allows, or token ids that one does not have.
+        ConfigError: a case longer than a model or our cache allows, or token ids that a model does not have.
         RequestError: a backend cannot sample as the workload asks.
     """
     vocab_size, encode = min(backend.vocab_size for backend in backends), encoder(backends)
