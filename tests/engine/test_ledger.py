@@ -46,6 +46,22 @@ def test_a_key_in_use_is_not_built_again() -> None:
     assert ledger.get("step", Key(1, 4), never, never) is use(ledger, 1, 4)
 
 
+def test_products_of_one_row_stay_products_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What XLA is told there, which XLA takes; on a CPU nothing, so that programs are the same as before."""
+    options: list[Any] = []
+    compile_ = jax.stages.Lowered.compile
+
+    def noted(lowered: Any, compiler_options: Any = None) -> Any:
+        options.append(compiler_options)
+        return compile_(lowered, compiler_options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+    use(CompileLedger(), 1, 4)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert use(CompileLedger(), 1, 4)(jnp.ones((1, 4))).tolist() == [[2.0] * 4]
+    assert options == [{}, {"xla_disable_hlo_passes": "dot-strength-reduction"}]
+
+
 def test_causes_name_what_changed_against_the_nearest_key() -> None:
     ledger = CompileLedger()
     for batch, tokens in ((1, 16), (2, 16), (2, 32), (8, 64)):

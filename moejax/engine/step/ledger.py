@@ -134,6 +134,16 @@ class CompileLedger:
         return [asdict(entry) for entry in self.entries]
 
 
+def compiler_options(platform: str) -> dict[str, str]:
+    """Returns XLA's options for steps that run on `platform`, "cpu" or "gpu".
+
+    On a GPU a product of one row by a matrix stays a product. XLA would make it a multiplication and a sum over
+    columns, in 16 to 32 blocks, and write float32 copies of the K, V and router weights on the way
+    (docs/log.md). Steps of one row would be slower than those of two.
+    """
+    return {"xla_disable_hlo_passes": "dot-strength-reduction"} if platform == "gpu" else {}
+
+
 def _threads() -> int:
     """Programs to compile at a time. Several processes may have to meet while they compile: one by one."""
     return min(4, os.cpu_count() or 1) if jax.process_count() == 1 else 1
@@ -142,7 +152,7 @@ def _threads() -> int:
 def _compile(lowered: jax.stages.Lowered, before: float) -> tuple[Any, float]:
     """Returns the compiled program, and the seconds it took beside those of `before`."""
     start = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=compiler_options(jax.default_backend()))
     return compiled, before + time.perf_counter() - start
 
 
