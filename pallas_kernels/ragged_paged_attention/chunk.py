@@ -50,8 +50,8 @@ def _chunk_kernel(*refs: Any, a: Attention, rows: int, tile: int) -> None:
     begin, past = cu_ref[seq], cu_ref[seq + 1]
     count = jnp.where(first >= 0, jnp.minimum(tile_q, past - begin - first), 0)
     # Positions of the tile's queries: `low` to `high`, that one excluded.
-    low = lens_ref[seq] - (past - begin) + first
-    high = jnp.where(count > 0, low + count, 0)
+    low = jnp.where(count > 0, lens_ref[seq] - (past - begin) + first, 0)
+    high = low + count
 
     row = jnp.arange(rows)
     query = jax.lax.div(row, jnp.int32(a.G))
@@ -73,13 +73,15 @@ def _chunk_kernel(*refs: Any, a: Attention, rows: int, tile: int) -> None:
     def inside(key: jax.Array, state: Any) -> Any:
         return step(a, pool, q, factor, seq, head, key, None, None, state)
 
-    state = start(a, rows)
-    edge = jax.lax.div(lowest, jnp.int32(tile))
-    if a.window is None:
-        # Tiles that all rows see in full need no masks.
-        edge = jnp.where(count > 0, jax.lax.div(low + 1, jnp.int32(tile)), 0)
-        state = over_tiles(jnp.int32(0), edge, tile, inside, state)
-    state = over_tiles(edge, jax.lax.div(high + (tile - 1), jnp.int32(tile)), tile, at_edge, state)
+    # Tiles `full` to `past_full`, which all rows see whole, need no masks; those before and after them do.
+    begin_tile, end_tile = jax.lax.div(lowest, jnp.int32(tile)), jax.lax.div(high + (tile - 1), jnp.int32(tile))
+    full, past_full = begin_tile, jax.lax.div(low + 1, jnp.int32(tile))
+    if a.window is not None:
+        full = jax.lax.div(jnp.maximum(high - a.window, 0) + (tile - 1), jnp.int32(tile))
+        full = jnp.minimum(jnp.maximum(full, begin_tile), past_full)
+    state = over_tiles(full, past_full, tile, inside, start(a, rows))
+    # One loop for both edges: a third copy of the step would take registers that there are not.
+    state = over_tiles(begin_tile, end_tile, tile, at_edge, state, skip=(full, past_full))
 
     total = state.total
     if sinks:

@@ -208,10 +208,22 @@ def values(a: Attention, state: Running) -> jax.Array:
 
 
 def over_tiles(
-    begin: jax.Array, end: jax.Array, tile: int, take: Callable[[jax.Array, Running], Running], state: Running
+    begin: jax.Array,
+    end: jax.Array,
+    tile: int,
+    take: Callable[[jax.Array, Running], Running],
+    state: Running,
+    skip: tuple[jax.Array, jax.Array] | None = None,
 ) -> Running:
-    """Applies `take(keys, state)` to tiles `begin` to `end` of `tile` keys."""
-    return jax.lax.fori_loop(begin, end, lambda i, s: take(i * tile + jnp.arange(tile), s), state)
+    """Applies `take(keys, state)` to tiles `begin` to `end` of `tile` keys, but those from `skip[0]` to
+    `skip[1]`, which lie between them."""
+
+    def turn(i: jax.Array, state: Running) -> Running:
+        at = i if skip is None else jnp.where(i < skip[0], i, i + (skip[1] - skip[0]))
+        return take(at * tile + jnp.arange(tile), state)
+
+    last = end if skip is None else end - (skip[1] - skip[0])
+    return jax.lax.fori_loop(begin, last, turn, state)
 
 
 def _load_rows(
