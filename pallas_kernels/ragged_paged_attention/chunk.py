@@ -74,7 +74,7 @@ def _chunk_kernel(*refs: Any, a: Attention, rows: int, tile: int) -> None:
         return step(a, pool, q, factor, seq, head, key, None, None, state)
 
     # Tiles `full` to `past_full`, which all rows see whole, need no masks; those before and after them do.
-    begin_tile, end_tile = jax.lax.div(lowest, jnp.int32(tile)), jax.lax.div(high + (tile - 1), jnp.int32(tile))
+    begin_tile, end_tile = (jax.lax.div(key, jnp.int32(tile)) for key in (lowest, high + (tile - 1)))
     full, past_full = begin_tile, jax.lax.div(low + 1, jnp.int32(tile))
     if a.window is not None:
         full = jax.lax.div(jnp.maximum(high - a.window, 0) + (tile - 1), jnp.int32(tile))

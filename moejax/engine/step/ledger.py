@@ -137,9 +137,9 @@ class CompileLedger:
 def compiler_options(platform: str) -> dict[str, str]:
     """Returns XLA's options for steps that run on `platform`, "cpu" or "gpu".
 
-    On a GPU a product of one row by a matrix stays a product. XLA would make it a multiplication and a sum over
-    columns, in 16 to 32 blocks, and write float32 copies of the K, V and router weights on the way
-    (docs/log.md). Steps of one row would be slower than those of two.
+    On a GPU a product of one row by a matrix stays a product. XLA would make it a multiplication and a sum
+    over columns, in 16 to 32 blocks, and write float32 copies of the K, V and router weights on the way
+    (docs/log.md): steps of one row would be slower than those of two.
     """
     return {"xla_disable_hlo_passes": "dot-strength-reduction"} if platform == "gpu" else {}
 
