@@ -134,7 +134,7 @@ class CompileLedger:
         return [asdict(entry) for entry in self.entries]
 
 
-def compiler_options(platform: str) -> dict[str, str]:
+def compiler_options(platform: str) -> dict[str, str | bool]:
     """Returns XLA's options for steps that run on `platform`, "cpu" or "gpu".
 
     On a GPU a product of one row by a matrix stays a product. XLA would make it a multiplication and a sum
