@@ -29,6 +29,7 @@ from experiments.launch.structured import build, mirror
 from experiments.launch.validate import (
     CONFIG_DIR,
     FAULTS,
+    OWNED,
     check_overrides,
     check_swept,
     first_line,
@@ -83,7 +84,7 @@ class Composer:
         config = self.config(overrides)
         names = sorted(str(name) for name in config.hydra.runtime.choices)
         groups = {name: group_options(name) for name in names if "/" not in name and "@" not in name}
-        groups["experiment"] = own_presets(groups.get("experiment", []), self.config_name)
+        groups |= {name: own_presets(groups.get(name, []), self.config_name, name) for name in OWNED}
         lines = [f"{name}: {', '.join(options)}\n" for name, options in groups.items() if options]
         plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         return string.Template(config.hydra.help.template).substitute(

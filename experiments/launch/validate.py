@@ -72,17 +72,20 @@ def group_options(group: str, search: Sequence[str] = ()) -> list[str]:
     return sorted(loader.get_group_options(group, ObjectType.CONFIG, overrides=list(search)))
 
 
-def owners_of(preset: str) -> list[str]:
-    """Returns the experiments that a preset of ours is for: those whose commands its first lines name."""
-    file = CONFIG_DIR / "experiment" / f"{preset}.yaml"
+OWNED = ("experiment", "workload")  # groups of which an option may be another experiment's
+
+
+def owners_of(preset: str, group: str) -> list[str]:
+    """Returns the experiments that a preset or workload of ours is for: those that its first lines name."""
+    file = CONFIG_DIR / group / f"{preset}.yaml"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     header = "".join(line for line in lines if line.startswith("#"))
     return list(dict.fromkeys(re.findall(r"experiments\.(\w+)", header)))
 
 
-def own_presets(presets: Sequence[str], experiment: str) -> list[str]:
-    """Returns those that are the experiment's, or that are in no folder of ours."""
-    return [name for name in presets if experiment in (owners_of(name) or [experiment])]
+def own_presets(presets: Sequence[str], experiment: str, group: str = "experiment") -> list[str]:
+    """Returns those of a group that are the experiment's, or that are in no folder of ours."""
+    return [name for name in presets if experiment in (owners_of(name, group) or [experiment])]
 
 
 def check_swept(item: Override, *, sweep: bool) -> None:
@@ -153,7 +156,7 @@ class _Checks:
         for option in value if isinstance(value, list) else [value]:
             if option is None or option in options:
                 continue
-            known = own_presets(options, self.config_name) if presets else options
+            known = own_presets(options, self.config_name, group) if group in OWNED else options
             line = f"{group}={option}: {unknown('preset' if presets else 'option', str(option), known)}"
             if group.startswith("hydra/") and option in _PLUGINS:
                 line += "; this plugin comes with: pip install 'moejax[sweep]'"
@@ -168,11 +171,11 @@ class _Checks:
             return
         for item in groups:
             group, preset = item.get_key_element().lstrip("+~"), str(item.value())
-            owners = owners_of(preset) if group == "experiment" else ()
+            owners = owners_of(preset, group) if group in OWNED else ()
             if owners and self.config_name not in owners:
-                line = f"experiment={preset} is a preset of {' and '.join(owners)}: "
-                known = ", ".join(own_presets(self.options(group), self.config_name)) or "none"
-                line += f"python -m experiments.{owners[0]} experiment={preset}"
+                line = f"{group}={preset} is a preset of {' and '.join(owners)}: "
+                known = ", ".join(own_presets(self.options(group), self.config_name, group)) or "none"
+                line += f"python -m experiments.{owners[0]} {group}={preset}"
                 raise ConfigError(f"{line} (presets of {self.config_name}: {known})")
             if item.is_add() and group in choices:
                 raise ConfigError(

@@ -267,7 +267,7 @@ MISTAKES = [
     (["workload=3"], ["unknown option '3'", "latency"]),
     (["seed.x=3"], ["unknown key 'seed.x': 'seed' is a value without keys"]),
     (["foo@bar=3"], ["unknown config group 'foo'"]),
-    (["workload=bursty"], ["unknown key 'workload.num_requests'", "workload/bursty"]),
+    (["workload=bursty"], ["workload=bursty is a preset of throughput: ", "(presets of latency: batch_"]),
     (["experiment=foo"], ["unknown preset 'foo' (known: ab, latency_matrix,", "quick)"]),
     (["experiment=train_smoke"], ["a preset of train: python -m experiments.train experiment=train_smoke"]),
     (["experiment=quick_throughput"], ["is a preset of throughput: ", "(presets of latency: ab, "]),
@@ -355,7 +355,7 @@ THROUGHPUT_MISTAKES = [
     (["workload.trace_speedup=2"], ["workload.trace_speedup needs workload.trace_file"]),
     (["workload=trace"], ["add workload.trace_file=FILE"]),
     (["workload.slo.ttft_ms=0"], ["workload.slo.ttft_ms must be a positive number"]),
-    (["workload=latency"], ["unknown key 'workload.batch_size'", "workload/latency"]),
+    (["workload=latency"], ["workload=latency is a preset of latency: "]),
     (["engine.batching=statik"], ["engine.batching", "did you mean 'static'?"]),
     (["experiment=rate_sweep", "workload.request_rate=4,-1"], ["workload.request_rate", "-1"]),
 ]
