@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from moejax.core.errors import StepError
@@ -242,7 +243,11 @@ class Engine:
         """Brings a step's tokens to their requests."""
         now = step.ended or time.perf_counter()
         plan, scheduler = step.plan, self.scheduler
-        alive = [c.sequence.score and c.sequence.state is not State.FINISHED for c in plan.chunks]
+        prompts = iter(result.prompt_logprobs or ())
+        for chunk in plan.chunks if result.prompt_logprobs else ():
+            part = list(islice(prompts, chunk.count))
+            if chunk.sequence.state is not State.FINISHED:
+                chunk.sequence.owner[0].take_prompt(chunk.start, part)
         for row, sequence in scheduler.postprocess(plan, result.tokens):
             request, index = sequence.owner
             if request.finished:
@@ -257,13 +262,9 @@ class Engine:
                     f"the replayed routing trace ends with token {len(sequence.tokens) - 1} of its sample "
                     f"{index}, and it would go on; record a longer run, or lower max_tokens",
                 )
-        if result.prompt_logprobs is not None:
-            start = 0
-            for chunk, scored in zip(plan.chunks, alive, strict=True):
-                part = result.prompt_logprobs[start : start + chunk.count]
-                start += chunk.count
-                if scored:
-                    chunk.sequence.owner[0].take_scores(chunk.sequence, chunk.start, part)
+        for request in [chunk.sequence.owner[0] for chunk in plan.chunks if chunk.sequence.score]:
+            if not request.finished and request.sequences[0].state is State.FINISHED:
+                request.close()
         self._record(step, result, now)
 
     def _record(self, step: InFlight, result: StepResult, now: float) -> None:

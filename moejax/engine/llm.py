@@ -222,9 +222,8 @@ class LLM:
         """
         requests = self.builder.to_score(as_list(sequences))
         self.engine.run(requests)
-        return [
-            np.concatenate(request.scores)[: len(request.output.prompt_token_ids) - 1] for request in requests
-        ]
+        every = [request.output.prompt_logprobs or [] for request in requests]
+        return [np.array([entry.logprob for entry in entries if entry], np.float32) for entries in every]
 
     # -- one step at a time ----------------------------------------------------------------------------
 
@@ -312,13 +311,14 @@ class LLM:
             score, record_routing: whether `score` and `generate(record_routing=True)` are to come as well.
         """
         modes = [self.builder.mode(p, self.builder.biases(p)) for p in sampling_params]
+        prompts = {self.builder.logprobs_size(p.prompt_logprobs) for p in sampling_params}
         with self.engine.lock:
             self.ledger.warmed_up = False
             self.runner.warmup(
                 min(max_total_len, self.max_model_len),
                 [common_mode(modes)],
                 samples=max(p.n for p in sampling_params),
-                score=score,
+                prompt_logprobs=prompts | {0} if score else prompts,
                 record=record_routing,
             )
             self.ledger.warmed_up = True

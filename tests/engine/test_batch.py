@@ -176,7 +176,7 @@ def check_chunks(plan: StepPlan, key: StepKey, batch: Batch) -> None:
             assert batch.rope_len[S + flat] == max(held.prompt_len, position + 1)
             assert tiles.pop(flat) == (row, position)
             assert runs.pop(flat) == (held.blocks[position // BLOCK], position % BLOCK)
-            if key.score and position + 1 < len(held.tokens):
+            if key.prompt_logprobs >= 0 and position + 1 < len(held.tokens):
                 assert batch.target[flat] == held.tokens[position + 1]
             if key.mode.penalty:
                 assert batch.chunk_row[flat] == row
@@ -215,7 +215,7 @@ def test_a_mixed_plan(params: SamplingParams) -> None:
     plan = plain_plan(params)
     key, batch = build(plan)
     mode = sampler_mode([params], VOCAB)
-    assert key == StepKey(rows=6, tokens=32, blocks=40, owners=1, mode=mode, record=False, score=False)
+    assert key == StepKey(rows=6, tokens=32, blocks=40, owners=1, mode=mode, record=False, prompt_logprobs=-1)
     check(plan, key, batch)
     assert (batch.sampling is None) == (mode.greedy and not mode.penalty)
     assert (batch.chunk_row is None) == (batch.fresh is None) == (not mode.penalty)
@@ -262,11 +262,13 @@ def test_a_plan_of_chunks_alone() -> None:
 
 def test_targets_of_a_scored_prompt() -> None:
     """One in the middle of its prompt, one at its end, beside a prompt that is not scored."""
-    scored = [sequence(9, 0, [2, 5, 6], 0, score=True), sequence(6, 0, [0, 1], 1, score=True)]
+    scored = [sequence(9, 0, [2, 5, 6], 0, prompt_logprobs=5), sequence(6, 0, [0, 1], 1, score=True)]
+    scored[1].prompt_logprobs = 0
     chunks = [Chunk(scored[0], 3, 4, False), Chunk(scored[1], 2, 4, True)]
     plan = plan_of([], [*chunks, Chunk(sequence(3, 0, [7], 2), 0, 3, True)], [[], [], []])
     key, batch = build(plan)
-    assert key.score and key.tokens == 32
+    assert (key.prompt_logprobs, key.tokens) == (5, 32)
+    assert [chunk.scored for chunk in plan.chunks] == [4, 3, 0]
     check(plan, key, batch)
     assert batch.target is not None
     assert batch.target[:8].tolist() == [4, 5, 6, 7, 13, 14, 15, 0]
@@ -395,7 +397,7 @@ def test_a_layout_has_room_for_the_worst_plan() -> None:
     """Chunks that all start and end within a block, one token over a tile: every tile and run has a place."""
     for tokens, block in itertools.product((8, 130), (1, 4, 32)):
         limits = LIMITS._replace(block_size=block)
-        fields, length = layout(StepKey(6, tokens, 40, 1, SamplerMode(), False, False), limits)
+        fields, length = layout(StepKey(6, tokens, 40, 1, SamplerMode(), False, -1), limits)
         counts = [tokens // 6] * 5 + [tokens - 5 * (tokens // 6)]
         tiles = sum(-(-count // tile_rows(tokens)) for count in counts)
         runs = sum(-(-(count + block - 1) // block) for count in counts)

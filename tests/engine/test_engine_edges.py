@@ -91,10 +91,19 @@ def test_static_batches_take_many_samples_in_groups(bare_llm: LLM) -> None:
 
 def test_warmup_covers_scores_and_recorded_routing(bare_llm: LLM) -> None:
     llm = bare_llm.variant(dataclasses.replace(TIGHT, strict_compile=True))
-    llm.warmup(max_total_len=16, score=True, record_routing=True)
+    llm.warmup(
+        max_total_len=16,
+        sampling_params=[greedy(4), greedy(4, prompt_logprobs=5)],
+        score=True,
+        record_routing=True,
+    )
     llm.score([prompt(12), prompt(3)])
     llm.generate([prompt(9)], greedy(4), record_routing=True)
     llm.generate([prompt(9)], greedy(4))
+    # Fewer likeliest tokens come from the program that was compiled, here beside a prompt without any.
+    (out, plain) = llm.generate([prompt(6), prompt(2)], [greedy(4, prompt_logprobs=1), greedy(4)])
+    assert [len(entry.top) for entry in out.prompt_logprobs or [] if entry] == [1] * 5
+    assert plain.prompt_logprobs is None
     assert llm.stats()["recompiles_after_warmup"] == 0
 
 

@@ -146,6 +146,33 @@ def test_scores(bare_llm: LLM, scarce: LLM, whole: FullForward, alone: OneByOne)
     assert_clean(static)
 
 
+def test_prompt_logprobs(scarce: LLM, whole: FullForward) -> None:
+    """Of the prompt's tokens and the likeliest in their places, once each, though prompts are cut, computed
+    again and shared by samples, as the whole forward pass and `score` have them; generation goes on."""
+    counts: list[int | None] = [3, None, 0, 5, 4, 0, 2]
+    params = [greedy(12, prompt_logprobs=n, n=1 + i % 2) for i, n in enumerate(counts)]
+    scores = [scarce.score([ids])[0] if len(ids) > 1 else np.zeros(0) for ids in PROMPTS]
+    for config in (SCARCE, dataclasses.replace(SCARCE, batching="static", overlap=False)):
+        engine = scarce.variant(config)
+        outs = engine.generate(PROMPTS, params)
+        again = [out.metrics.preemptions for out in outs if out.prompt_logprobs is not None]
+        assert any(again) == (config is SCARCE)
+        for ids, out, count, scored in zip(PROMPTS, outs, counts, scores, strict=True):
+            assert [sample.token_ids for sample in out.outputs] == [whole.greedy(ids, 12)] * len(out.outputs)
+            if count is None:
+                assert out.prompt_logprobs is None
+                continue
+            assert out.prompt_logprobs is not None and out.prompt_logprobs[0] is None
+            entries = [entry for entry in out.prompt_logprobs[1:] if entry is not None]
+            assert len(entries) == len(out.prompt_logprobs) - 1 == len(ids) - 1
+            assert_close([0.0, *(entry.logprob for entry in entries)], [0.0, *scored], ROUNDING)
+            for entry, token, row in zip(entries, ids[1:], log_softmax(whole.logits(ids)), strict=False):
+                assert entry.rank == 1 + (row > row[token]).sum()
+                assert list(entry.top) == np.argsort(-row, kind="stable")[:count].tolist()
+                assert_close([entry.logprob, *entry.top.values()], row[[token, *entry.top]], ROUNDING)
+        assert_clean(engine)
+
+
 # -- sampling ------------------------------------------------------------------------------------------
 
 

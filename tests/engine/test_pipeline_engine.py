@@ -305,7 +305,7 @@ def test_nothing_is_compiled_after_warm_up(build: Any, single: Any) -> None:
     assert len(llm.ledger.entries) == before and not llm.ledger.recompiles
     with pytest.raises(CompileError, match="stage 0 step"):
         llm.runner._run(
-            llm.runner.builder.key(StepPlan())._replace(score=True, tokens=1), np.zeros(1, np.int32)
+            llm.runner.builder.key(StepPlan())._replace(prompt_logprobs=0, tokens=1), np.zeros(1, np.int32)
         )
 
 

@@ -26,6 +26,7 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("n", "n must be an integer of at least 1", [0, -2, 1.5, False, "2", None]),
     ("top_k", "top_k must be an integer of at least 0", [-2, 0.5, True, None, INF]),
     ("logprobs", "logprobs must be an integer between 0 and 1024", [-1, 1025, True, 1.0, "1"]),
+    ("prompt_logprobs", "prompt_logprobs must be an integer between 0 and 1024", [-1, 1025, True, 1.0]),
     ("seed", "seed must be an integer between 0 and 4294967295", [-1, 2**32, 0.5, True, "1"]),
     ("temperature", "temperature must be a number of at least 0", [-0.1, NAN, INF, True, "1", None]),
     ("top_p", "top_p must be a number in (0, 1]", [0, 0.0, 1.01, -1, NAN, True, "1", None]),

@@ -54,10 +54,12 @@ def test_samples_alternate(llm: LLM) -> None:
 
 
 def test_logprobs_come_with_their_token(llm: LLM) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     chunks = list(llm.generate_stream([5, 6, 7], params))
-    out = llm.generate([5, 6, 7], params)[0].outputs[0]
-    assert [entry for chunk in chunks for entry in chunk.logprobs or []] == out.logprobs
+    out = llm.generate([5, 6, 7], params)[0]
+    assert [entry for chunk in chunks for entry in chunk.logprobs or []] == out.outputs[0].logprobs
+    assert [c.prompt_logprobs for c in chunks] == [out.prompt_logprobs] + [None] * 3
+    assert len(out.prompt_logprobs or []) == 3
     assert all(chunk.logprobs is None for chunk in llm.generate_stream([5, 6, 7], GREEDY))
 
 

@@ -190,7 +190,7 @@ class ContiguousFunctions(ModelFunctions):
         x, _, _ = model.run(model.embed(tokens), positions, valid=positions < lengths[:, None], cache=cache)
         flat = x[:, :-1].reshape(B * (T - 1), -1)
         targets = tokens[:, 1:].reshape(-1)
-        return token_logprobs(model, flat, targets).reshape(B, T - 1)
+        return token_logprobs(model, flat, targets).logprob.reshape(B, T - 1)
 
 
 def _sample(

@@ -58,7 +58,7 @@ OTHERS = [
 
 def decode(rows: int = 8, record: bool = False) -> StepKey:
     """A greedy decode step of so many rows in each data group."""
-    return StepKey(rows, 0, BLOCKS, 1, SamplerMode(), record, False)
+    return StepKey(rows, 0, BLOCKS, 1, SamplerMode(), record, -1)
 
 
 class Program(NamedTuple):
@@ -186,7 +186,7 @@ def test_bytes_of_a_step_with_everything(layout: str, monkeypatch: pytest.Monkey
     logits there is room for six rows at a time."""
     monkeypatch.setattr("moejax.engine.step.functions.MAX_LOGIT_ELEMENTS", 6 * MODEL.vocab_size)
     mode = SamplerMode(greedy=False, filters=True, penalty=True, logprobs=3)
-    check(MODEL, LAYOUTS[layout], StepKey(8, 16, BLOCKS, 1, mode, True, True), scored=(3, 6))
+    check(MODEL, LAYOUTS[layout], StepKey(8, 16, BLOCKS, 1, mode, True, 3), scored=(3, 6))
 
 
 EXCHANGES: list[tuple[str, dict[str, Any], int]] = [

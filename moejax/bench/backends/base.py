@@ -77,11 +77,9 @@ class Backend(abc.ABC):
     def check(self, params: SamplingParams) -> None:
         """Raises `RequestError` where `params` asks more than temperature, top_k, top_p, min_p, a seed, a
         length and whether to stop at the end of sequence."""
-        for field, usual in _OURS_ONLY.items():
-            if getattr(params, field) != usual:
-                raise RequestError(
-                    f"backend {self.name} has no {field}={getattr(params, field)!r}; backend=moejax does"
-                )
+        for field, value in vars(params).items():
+            if field not in _EVERYWHERE and value != getattr(_USUAL, field):
+                raise RequestError(f"backend {self.name} has no {field}={value!r}; backend=moejax does")
 
     def prepare(  # noqa: B027 (nothing to prepare)
         self, *, max_num_seqs: int, max_total_len: int, params: Sequence[SamplingParams]
@@ -104,8 +102,6 @@ class Backend(abc.ABC):
         """Ends whatever it runs outside this process. May be called twice."""
 
 
-# What every peer leaves to moejax: the workloads here ask for none of it.
-_OURS_ONLY = {
-    "n": 1, "logprobs": None, "repetition_penalty": 1.0, "stop": (), "stop_token_ids": (),
-    "include_stop_str_in_output": False,
-}  # fmt: skip
+# What every peer does; the workloads here ask for no more.
+_EVERYWHERE = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+_USUAL = SamplingParams()

@@ -90,7 +90,7 @@ def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
     runner = llm.runner
     if not isinstance(runner, DeviceRunner) or not isinstance(runner.place, MeshDevices):
         return {"program_comm_bytes": None if parallel.pp > 1 else 0.0, "formulas_agree": None}
-    key = StepKey(rows, 0, runner.limits.segment_ends[0], 1, SamplerMode(), False, False)
+    key = StepKey(rows, 0, runner.limits.segment_ends[0], 1, SamplerMode(), False, -1)
     axes, model = runner.place.axes, llm.config
     exchange, _ = exchange_of(model, parallel, rows, platform="cpu")
     # Of the sizes that an exchange chooses among, the first is for an even routing.

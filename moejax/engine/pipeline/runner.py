@@ -26,7 +26,7 @@ got.
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -178,7 +178,7 @@ class PipelineRunner(BucketRunner):
         self._finish(handle.microbatches[-1][0])
         tokens = [0] * handle.rows
         logprobs: list[Any] | None = None
-        scores: np.ndarray | None = None
+        prompt: list[Any] | None = None
         padded = 0
         # A step that computes any part of a prompt counts as prefill, in all its microbatches.
         phase = "prefill" if handle.chunk_tokens else "decode"
@@ -196,13 +196,11 @@ class PipelineRunner(BucketRunner):
                 for row, logprob in zip(part.rows, result.logprobs, strict=True):
                     logprobs[row] = logprob
             if result.prompt_logprobs is not None:
-                scores = np.zeros(handle.chunk_tokens, np.float32) if scores is None else scores
-                first = 0
+                prompt, told = prompt or [None] * handle.chunk_tokens, iter(result.prompt_logprobs)
                 for start, count in part.spans:
-                    scores[start : start + count] = result.prompt_logprobs[first : first + count]
-                    first += count
+                    prompt[start : start + count] = islice(told, count)
             self._add_counts(phase, rows, output)
-        return StepResult(tokens, logprobs, scores, padded)
+        return StepResult(tokens, logprobs, prompt, padded)
 
     def bubble(self) -> float:
         """Returns the share of time that devices would have waited, of the measured steps each by itself.

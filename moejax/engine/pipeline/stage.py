@@ -111,19 +111,21 @@ class Stage(DeviceRunner):
         def zeros(present: bool, *shape: int, dtype: Any = np.int32) -> Any:
             return np.zeros(shape, dtype) if present else None
 
-        last, n = self.functions.is_last, key.mode.logprobs
-        sampled = Sampled(
-            zeros(True, S),
-            zeros(n >= 0, S, dtype=np.float32),
-            zeros(n >= 0, S),
-            zeros(n >= 0, S, n),
-            zeros(n >= 0, S, n, dtype=np.float32),
-        )
+        def told(rows: int, n: int) -> Sampled:
+            return Sampled(
+                zeros(True, rows),
+                zeros(n >= 0, rows, dtype=np.float32),
+                zeros(n >= 0, rows),
+                zeros(n >= 0, rows, n),
+                zeros(n >= 0, rows, n, dtype=np.float32),
+            )
+
+        last, n = self.functions.is_last, key.prompt_logprobs
         return PagedOutput(
-            sampled if last else None,
+            told(S, key.mode.logprobs) if last else None,
             zeros(key.record, model.num_layers, model.num_experts),
             zeros(key.record, 2),
-            zeros(last and key.score, T, dtype=np.float32),
+            told(T, n) if last and n >= 0 else None,
             self._nothing_captured(S + T) if self.limits.capture else None,
             None if last else self._absent((key.rows + key.tokens, model.hidden_size), model.dtype),
         )

@@ -20,6 +20,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 Text = Annotated[str, Must(bool, "a string that is not empty")]
 Strings = Annotated[tuple[Text, ...] | list[str] | str, Must(lambda _: True, "a string or a list of strings")]
+Likeliest = Annotated[int, Must(lambda n: 0 <= n <= 1024, "an integer between 0 and 1024")]
 Penalty = Annotated[float, Must(lambda x: -2 <= x <= 2, "a number in [-2, 2]")]
 
 
@@ -45,6 +46,8 @@ class SamplingParams(Checked, error=RequestError):
         stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
         ignore_eos: go on past the end-of-sequence token (for benchmarks).
         logprobs: None for none; n ≥ 0 for the chosen token's log-probability and the n likeliest tokens'.
+        prompt_logprobs: the same of every prompt token but the first, in `RequestOutput.prompt_logprobs`; by
+            the model's own distribution: temperature, filters, penalties and biases do not change it.
         n: independent samples of the same prompt; sample i uses seed + i.
     """
 
@@ -66,7 +69,8 @@ class SamplingParams(Checked, error=RequestError):
     ] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logprobs: Annotated[int, Must(lambda n: 0 <= n <= 1024, "an integer between 0 and 1024")] | None = None
+    logprobs: Likeliest | None = None
+    prompt_logprobs: Likeliest | None = None
     n: PositiveInt = 1
 
     def __post_init__(self) -> None:
@@ -124,8 +128,8 @@ class RequestMetrics:
 
 @dataclass
 class Logprob:
-    """A chosen token's log-probability under the model's own distribution (before temperature and
-    filters), its rank (1 is the likeliest) and the likeliest tokens' log-probabilities."""
+    """A chosen token's, or a prompt token's, log-probability under the model's own distribution (before
+    temperature and filters), its rank (1 is the likeliest) and the likeliest tokens' log-probabilities."""
 
     logprob: float
     rank: int
@@ -147,7 +151,8 @@ class CompletionOutput:
 @dataclass
 class RequestOutput:
     """A request with its samples. `metrics` is the first sample's. `error` says what failed where a sample's
-    finish reason is "error"."""
+    finish reason is "error". `prompt_logprobs` has an entry a prompt token, None for the first, which nothing
+    predicts; it is None where the request did not ask for it."""
 
     request_id: str
     prompt: str | None
@@ -156,6 +161,7 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     error: str | None = None
+    prompt_logprobs: list[Logprob | None] | None = None
 
     def __repr__(self) -> str:
         ends = [(len(sample.token_ids), sample.finish_reason or "running") for sample in self.outputs]

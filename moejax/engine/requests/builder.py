@@ -74,6 +74,7 @@ class RequestBuilder:
             output = RequestOutput(
                 str(number), text, ids, [builder.output for builder in builders], RequestMetrics(arrival)
             )
+            output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
             # The request's place in the call seeds it, so that it draws the same whatever runs beside it.
             seed = params.seed if params.seed is not None else (self.seed * 1_000_003 + i * 1_009) % 2**32
             request = RequestState(output, builders, streams=streams)
@@ -141,6 +142,7 @@ class RequestBuilder:
                 seed=seed + n,
                 stop_ids=stop_ids,
                 record=record,
+                prompt_logprobs=self.logprobs_size(None if n else params.prompt_logprobs),
                 biases=biases,
                 mode=mode,
             )
@@ -192,10 +194,10 @@ class RequestBuilder:
 
     def _to_score(self, ids: list[int]) -> RequestState:
         output = RequestOutput(str(next(self._ids)), None, ids, [], RequestMetrics(time.perf_counter()))
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        sample = Sequence(
-            list(ids), len(ids), params, len(ids), next(self._orders), score=True, mode=self.mode(params, ())
-        )
+        output.prompt_logprobs = [None]
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        sample = Sequence(list(ids), len(ids), params, len(ids), next(self._orders), score=True)
+        sample.prompt_logprobs, sample.mode = 0, self.mode(params, ())
         request = RequestState(output, [])
         request.attach([sample])
         return request
@@ -203,12 +205,15 @@ class RequestBuilder:
     def mode(self, params: SamplingParams, biases: Items[Bias]) -> SamplerMode:
         """Returns what a request with these parameters and their `biases` needs of the sampler.
         Log-probabilities and biases come in a few sizes only, since each is a program of its own."""
-        mode = sampler_mode([params], self.vocab_size)
-        sizes = (-1, 0, 1, 5, 20, 100, self.vocab_size)
-        return mode._replace(
-            logprobs=min(next(n for n in sizes if n >= mode.logprobs), self.vocab_size),
+        return sampler_mode([params], self.vocab_size)._replace(
+            logprobs=self.logprobs_size(params.logprobs),
             biases=1 << (len(biases) - 1).bit_length() if biases else 0,
         )
+
+    def logprobs_size(self, count: int | None) -> int:
+        """Returns how many likeliest tokens steps report where `count` are asked for; -1 for None."""
+        wanted = -1 if count is None else count
+        return min(next(n for n in (-1, 0, 1, 5, 20, 100, 1024) if n >= wanted), self.vocab_size)
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:

@@ -11,7 +11,7 @@ class StreamChunk:
     """The part of a streamed request's sample that one step added.
 
     The chunks' `text` joined is the sample's final text: text that may turn out to be the start of a stop
-    string is held back until that is decided.
+    string is held back until that is decided. The request's first chunk has `prompt_logprobs`, if it asked.
     """
 
     index: int
@@ -20,6 +20,7 @@ class StreamChunk:
     logprobs: list[Logprob] | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    prompt_logprobs: list[Logprob | None] | None = None
 
 
 class OutputProcessor:

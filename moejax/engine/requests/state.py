@@ -4,20 +4,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from moejax.engine.requests.api import FinishReason, Logprob, RequestOutput
 from moejax.engine.requests.output import OutputProcessor, StreamChunk
-from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.sequence import Sequence
 
 
 class RequestState:
-    """One request. The engine calls it; callers read `output`, `chunks` and `scores`.
+    """One request. The engine calls it; callers read `output` and `chunks`.
 
     Attributes:
         roots: the sequences to queue; a root's forks follow it by themselves.
         chunks: what each step added, kept only where `streams`.
-        scores: float32 parts of the prompt's log-probabilities, for a scoring request.
         on_close: called once the request has ended.
     """
 
@@ -30,7 +27,6 @@ class RequestState:
         self.roots: list[Sequence] = []
         self.sequences: list[Sequence] = []
         self.chunks: deque[StreamChunk] = deque()
-        self.scores: list[np.ndarray] = []
         self.on_close: Callable[[], Any] = lambda: None
 
     @property
@@ -49,20 +45,20 @@ class RequestState:
     ) -> bool:
         """Adds a sample's new token and returns whether the sample has ended, see `OutputProcessor.add`."""
         builder = self.builders[index]
+        chunk, times = builder.add(token, logprob, reason), self.output.metrics.token_times
         if index == 0:
-            self.output.metrics.token_times.append(now)
-        chunk = builder.add(token, logprob, reason)
+            chunk.prompt_logprobs = None if times else self.output.prompt_logprobs
+            times.append(now)
         if self.streams:
             self.chunks.append(chunk)
         return builder.finished
 
-    def take_scores(self, sequence: Sequence, start: int, part: np.ndarray) -> None:
-        """Takes the log-probabilities of one chunk of the prompt, from position `start` on."""
-        if start == 0:
-            self.scores.clear()  # a preempted sequence begins again
-        self.scores.append(part)
-        if sequence.state is State.FINISHED:
-            self.close()
+    def take_prompt(self, start: int, entries: list[Logprob | None]) -> None:
+        """Takes what a chunk from position `start` gave for the tokens that follow its own, None where that
+        is not asked for. What a preempted sequence computes again is there already."""
+        every = self.output.prompt_logprobs
+        if every is not None:
+            every += [entry for entry in entries[max(0, len(every) - 1 - start) :] if entry is not None]
 
     def close(self) -> None:
         """Marks the request finished if all its samples are."""

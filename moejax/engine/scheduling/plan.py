@@ -19,6 +19,12 @@ class Chunk:
     count: int
     last: bool
 
+    @property
+    def scored(self) -> int:
+        """Counts its first tokens that prompt tokens follow whose log-probabilities are wanted."""
+        sequence = self.sequence
+        return min(self.count, max(0, sequence.prompt_len - 1 - self.start)) * (sequence.prompt_logprobs >= 0)
+
 
 @dataclass(slots=True)
 class StepPlan:

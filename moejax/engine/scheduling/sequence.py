@@ -44,7 +44,9 @@ class Sequence:
         stop_ids: tokens that end it.
         seed: of its own random stream.
         forks: samples of the same prompt that share its blocks once the prompt is computed.
-        score: whether the prompt's log-probabilities are wanted, and no token sampled.
+        score: whether it ends with its prompt, and no token is sampled.
+        prompt_logprobs: likeliest tokens that steps report of each prompt token but the first; -1 where its
+            log-probability is not wanted either.
         record: whether its steps should record expert counts.
         slot: row of the per-sequence device state, -1 while it does not run.
         group: data-parallel group that it belongs to.
@@ -65,6 +67,7 @@ class Sequence:
     limit_reason: FinishReason = "length"
     forks: list["Sequence"] = field(default_factory=list)
     score: bool = False
+    prompt_logprobs: int = -1
     record: bool = False
     biases: Collection[Bias] = ()
     mode: Any = None

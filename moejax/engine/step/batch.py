@@ -99,7 +99,7 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
             shapes["chunk_row"] = (T,)
     if key.mode.biases:
         shapes |= dict.fromkeys(("bias_token", "bias_value", "bias_if"), (S, key.mode.biases))
-    if key.score:
+    if key.prompt_logprobs >= 0:
         shapes["target"] = (T,)
     if limits.replay is not None:
         shapes |= dict.fromkeys(("replay_ids", "replay_weights"), (S + T, *limits.replay))
@@ -150,8 +150,9 @@ class BatchBuilder:
         replay: the trace that is replayed, where `limits` say so.
 
     `warm_modes` are the sampler modes that warm-up has compiled. A batch runs in the first of them that does
-    all it needs, in its own least mode where there is none. With `record_all` every step records its routing;
-    with `counting` every step counts it, whether anybody asked or not, so that one program serves both.
+    all it needs, in its own least mode where there is none; `warm_prompt_logprobs` likewise, by size.
+    With `record_all` every step records its routing; with `counting` every step counts it, whether anybody
+    asked or not, so that one program serves both.
     """
 
     def __init__(self, buckets: Buckets, limits: Limits, replay: RoutingReplay | None = None) -> None:
@@ -159,6 +160,7 @@ class BatchBuilder:
         self.limits = limits
         self.replay = replay
         self.warm_modes: list[SamplerMode] = []
+        self.warm_prompt_logprobs: list[int] = []
         self.record_all = self.counting = False
 
     def key(self, plan: Plan) -> StepKey:
@@ -200,7 +202,7 @@ class BatchBuilder:
             owners=1 << (shared - 1).bit_length(),
             mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
             record=self.record_all or self.counting or any(s.record for s in rows),
-            score=any(chunk.sequence.score for chunk in plan.chunks),
+            prompt_logprobs=self._prompt_logprobs(plan),
         )
 
     def common(self, keys: Items[StepKey]) -> StepKey:
@@ -253,6 +255,11 @@ class BatchBuilder:
             least = least._replace(penalty=True)
         return self._compiled(least)
 
+    def _prompt_logprobs(self, plan: StepPlan) -> int:
+        """Returns the fewest likeliest tokens that serve every chunk, or a compiled number that does."""
+        least = max((chunk.sequence.prompt_logprobs for chunk in plan.chunks if chunk.scored), default=-1)
+        return min((count for count in self.warm_prompt_logprobs if count >= least), default=least)
+
     def _compiled(self, least: SamplerMode) -> SamplerMode:
         return next((mode for mode in self.warm_modes if common_mode({mode, least}) == mode), least)
 
@@ -294,7 +301,7 @@ class BatchBuilder:
             positions = np.arange(first, end)
             views["chunk_position"][start : start + chunk.count] = positions
             rope[S + start : S + start + chunk.count] = np.maximum(positions + 1, sequence.prompt_len)
-            if key.score:
+            if key.prompt_logprobs >= 0:
                 targets = sequence.tokens[first + 1 : end + 1]
                 views["target"][start : start + len(targets)] = targets
             if "chunk_row" in views:

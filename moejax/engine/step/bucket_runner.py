@@ -28,12 +28,14 @@ class Rows(NamedTuple):
 
     Attributes:
         logprobs: how many likeliest tokens each row asks for; None where nobody does.
+        prompt_logprobs: the same of each chunk token, in the place of the prompt token after it.
         rows, chunk_tokens: of each data-parallel group, padding not counted.
         record: whether somebody asked for expert counts.
         plan: what was asked for; its sequences have gone on since.
     """
 
     logprobs: list[int | None] | None
+    prompt_logprobs: list[int | None] | None
     rows: list[int]
     chunk_tokens: list[int]
     record: bool
@@ -41,8 +43,13 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, key: StepKey) -> "Rows":
+        prompt: list[int | None] = []
+        for chunk in plan.chunks if key.prompt_logprobs >= 0 else ():
+            prompt += [chunk.sequence.params.prompt_logprobs] * chunk.scored
+            prompt += [None] * (chunk.count - chunk.scored)
         return cls(
             [s.params.logprobs for s in plan.sequences] if key.mode.logprobs >= 0 else None,
+            prompt or None,
             [len(part.sequences) for part in plan.groups],
             [part.chunk_tokens for part in plan.groups],
             any(s.record for s in plan.sequences),
@@ -140,10 +147,11 @@ class BucketRunner(ABC):
         """Reads what a batch gave; this is where the host waits for the device."""
         sampled = jax.tree.map(lambda x: _of_groups(x, batch.rows), output.sampled)
         logprobs = None if batch.logprobs is None else read_logprobs(sampled, batch.logprobs)
-        scores = None
-        if output.prompt_logprobs is not None:
-            scores = _of_groups(output.prompt_logprobs, batch.chunk_tokens)
-        return StepResult(sampled.tokens.tolist(), logprobs, scores, self.groups * (key.rows + key.tokens))
+        prompt = None
+        if batch.prompt_logprobs is not None:
+            told = jax.tree.map(lambda x: _of_groups(x, batch.chunk_tokens), output.prompt_logprobs)
+            prompt = read_logprobs(told, batch.prompt_logprobs)
+        return StepResult(sampled.tokens.tolist(), logprobs, prompt, self.groups * (key.rows + key.tokens))
 
     def _add_counts(self, phase: str, batch: Rows, output: PagedOutput) -> None:
         """Adds a batch's expert counts to `routing`, unless it counted though nobody asked."""
@@ -166,7 +174,7 @@ class BucketRunner(ABC):
         modes: Sequence[SamplerMode],
         *,
         samples: int = 1,
-        score: bool = False,
+        prompt_logprobs: Iterable[int] = (-1,),
         record: bool = False,
     ) -> None:
         """Compiles ahead of time every step that such a workload can need, and rehearses each once on an
@@ -178,10 +186,12 @@ class BucketRunner(ABC):
             max_total_len: of its longest request, prompt and output. A preempted one comes back as a prompt.
             modes: sampler modes that the batches run in.
             samples: the largest n of a request.
-            score, record: compile the steps that score prompts, or record routing, as well. On one group then
-                every step counts: a few operations, and half as many programs.
+            prompt_logprobs: likeliest tokens that steps with prompts are to report, -1 for none.
+            record: compile the steps that record routing as well. On one group then every step counts: a few
+                operations, and half as many programs.
         """
         self.builder.warm_modes = list(dict.fromkeys(modes))
+        self.builder.warm_prompt_logprobs = sorted({-1, *prompt_logprobs})
         self.buckets = self.builder.buckets = self._thinned(max_total_len)
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
@@ -190,11 +200,12 @@ class BucketRunner(ABC):
         modes, records = self.builder.warm_modes, (False, True) if record else (False,)
         if self.builder.record_all or self.builder.counting:
             records = (True,)
-        options = itertools.product(reachable, owners, modes, records, (False, True) if score else (False,))
+        scored = self.builder.warm_prompt_logprobs
+        options = itertools.product(reachable, owners, modes, records, scored)
         keys = [
-            StepKey(rows, tokens, self.limits.segment_ends[segments - 1], sharing, mode, recorded, scored)
-            for (rows, tokens, segments), sharing, mode, recorded, scored in options
-            if tokens or not scored
+            StepKey(rows, tokens, self.limits.segment_ends[segments - 1], sharing, mode, recorded, count)
+            for (rows, tokens, segments), sharing, mode, recorded, count in options
+            if tokens or count < 0
         ]
         self.compile_ahead(keys)
         for key in keys:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax.engine.step.sampler import Sampled, with_logprobs
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
 
@@ -40,19 +41,20 @@ def routing_counts(traces: tuple[RoutingTrace | None, ...], num_experts: int) ->
 
 
 @jax.named_scope("sampling")
-def token_logprobs(model: Decoder, x: jax.Array, targets: jax.Array) -> jax.Array:
-    """Maps x `[N, D]`, targets int32 `[N]` to float32 `[N]`, in parts so that `[N, V]` never exists whole."""
+def token_logprobs(model: Decoder, x: jax.Array, targets: jax.Array, likeliest: int = 0) -> Sampled:
+    """Maps x `[N, D]`, targets int32 `[N]` to what there is to tell of the targets and the `likeliest` tokens
+    in their places, in parts so that `[N, V]` never exists whole."""
     N = x.shape[0]
     part = max(1, min(N, MAX_LOGIT_ELEMENTS // model.config.vocab_size))
     parts = -(-N // part)
     x = jnp.pad(x, ((0, parts * part - N), (0, 0))).reshape(parts, part, -1)
     targets = jnp.pad(targets, (0, parts * part - N)).reshape(parts, part)
 
-    def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        logprobs = jax.nn.log_softmax(model.logits(args[0]), axis=-1)
-        return jnp.take_along_axis(logprobs, args[1][:, None], axis=1)[:, 0]
+    def one(args: tuple[jax.Array, jax.Array]) -> Sampled:
+        return with_logprobs(model.logits(args[0]), args[1], likeliest)
 
-    return jax.lax.map(one, (x, targets)).reshape(-1)[:N]
+    every = jax.lax.map(one, (x, targets))
+    return jax.tree.map(lambda a: a.reshape(parts * part, *a.shape[2:])[:N], every)
 
 
 def shapes_of(tree: Any) -> Any:

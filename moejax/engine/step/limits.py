@@ -30,7 +30,8 @@ class StepKey(NamedTuple):
         owners: sequences that may share a block.
         mode: what the sampler must do.
         record: whether expert counts are returned.
-        score: whether the chunks' log-probabilities are returned.
+        prompt_logprobs: likeliest tokens reported with the log-probability of each chunk token's next one;
+            -1 where neither is.
     """
 
     rows: int
@@ -39,7 +40,7 @@ class StepKey(NamedTuple):
     owners: int
     mode: SamplerMode
     record: bool
-    score: bool
+    prompt_logprobs: int
 
 
 class Limits(NamedTuple):

@@ -40,7 +40,7 @@ class PagedOutput(NamedTuple):
     Attributes:
         sampled: of the rows `[S]`; None from a pipeline stage before the last, as `prompt_logprobs` is.
         counts, overflow: int32 `[L, E]` and `[2]`, where routing is recorded; of a stage's own layers.
-        prompt_logprobs: float32 `[T]`, where chunks are scored.
+        prompt_logprobs: of the `[T]` tokens that follow the chunks', where they are asked for.
         captured: of the S + T tokens, where routing is captured; None also of a stage without experts.
         x: `[S + T, D]`, what the next stage takes, by group; None from the last one.
     """
@@ -48,7 +48,7 @@ class PagedOutput(NamedTuple):
     sampled: Sampled | None
     counts: jax.Array | None
     overflow: jax.Array | None
-    prompt_logprobs: jax.Array | None
+    prompt_logprobs: Sampled | None
     captured: "Captured | None" = None
     x: jax.Array | None = None
 
@@ -109,9 +109,9 @@ class PagedFunctions(ModelFunctions):
             return state, PagedOutput(None, counts, overflow, None, captured, x[:, 0])
         if not self.is_first:
             token = decoded_tokens(batch, state.last)
-        state, sampled, scores = finish(model, x, batch, token, state, key)
-        sampled, scores = place.gather_groups((sampled, scores))
-        return state, PagedOutput(sampled, counts, overflow, scores, captured)
+        state, *told = finish(model, x, batch, token, state, key)
+        sampled, prompt = place.gather_groups(told)
+        return state, PagedOutput(sampled, counts, overflow, prompt, captured)
 
 
 @jax.named_scope("inputs")
@@ -168,7 +168,7 @@ def replayed(model: Decoder, whole: Replay) -> list[Replay | None]:
 
 def finish(
     model: Decoder, x: jax.Array, batch: Batch, token: jax.Array, state: DeviceState, key: StepKey
-) -> tuple[DeviceState, Sampled, jax.Array | None]:
+) -> tuple[DeviceState, Sampled, Sampled | None]:
     """Samples the rows and scores the chunks: final `[S + T, 1, D]`, decoded tokens `[S]` → (state, sampled
     rows, log-probabilities of the chunks' next tokens where they are asked for)."""
     x = x[:, 0]
@@ -182,11 +182,11 @@ def finish(
         assert batch.bias_value is not None and batch.bias_if is not None
         biased = add_biases(logits, batch.bias_token, batch.bias_value, batch.bias_if, token)
     sampled = sample(logits, batch.sampling, batch.step, rows, key.mode, biased)
-    scores = None
-    if key.score:
+    prompt = None
+    if key.prompt_logprobs >= 0:
         assert batch.target is not None
-        scores = token_logprobs(model, x[key.rows :], batch.target)
-    return state._replace(last=_remember(state.last, batch, sampled.tokens), seen=seen), sampled, scores
+        prompt = token_logprobs(model, x[key.rows :], batch.target, key.prompt_logprobs)
+    return state._replace(last=_remember(state.last, batch, sampled.tokens), seen=seen), sampled, prompt
 
 
 @jax.named_scope("sampling")

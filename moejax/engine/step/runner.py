@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from moejax.engine.requests.api import Logprob
 from moejax.engine.scheduling.plan import Plan
 
@@ -14,14 +12,14 @@ class StepResult(NamedTuple):
     Attributes:
         tokens: one a row of the plan; of rows that sample nothing it is to be ignored.
         logprobs: one a row, None for rows that did not ask; None if no row did.
-        prompt_logprobs: float32, for every token of the plan's chunks in order, log p(next prompt token);
-            None if no chunk is to be scored.
+        prompt_logprobs: for every token of the plan's chunks in order, of the prompt token that follows it,
+            None where that is not asked for; None if it is nowhere.
         padded_tokens: tokens that were computed, padding included.
     """
 
     tokens: list[int]
     logprobs: list[Logprob | None] | None = None
-    prompt_logprobs: np.ndarray | None = None
+    prompt_logprobs: list[Logprob | None] | None = None
     padded_tokens: int = 0
 
 

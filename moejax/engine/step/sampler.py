@@ -122,7 +122,7 @@ def sample(
         tokens = jnp.where(hot, draw(scaled, arrays.seed, step), tokens)
     if mode.logprobs < 0:
         return Sampled(tokens, None, None, None, None)
-    return _with_logprobs(logits, tokens, mode.logprobs)
+    return with_logprobs(logits, tokens, mode.logprobs)
 
 
 def add_biases(
@@ -146,8 +146,8 @@ def first_argmax(scores: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.min(index, axis=-1), V - 1)
 
 
-def _with_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> Sampled:
-    """Log-probabilities under the model's own distribution."""
+def with_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> Sampled:
+    """Returns tokens `[B]` with theirs and the `count` likeliest's log-probabilities, by logits `[B, V]`."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)
     # Ranked by logits: two that differ may round to one log-probability.
@@ -205,13 +205,13 @@ def draw(scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
 
 def read_logprobs(sampled: Sampled, counts: Sequence[int | None]) -> list[Logprob | None]:
     """Reads the first rows' log-probabilities to the host, of `counts[i]` likeliest tokens, None for none."""
-    chosen, rank = np.asarray(sampled.logprob), np.asarray(sampled.rank)
+    chosen, rank = np.asarray(sampled.logprob).tolist(), np.asarray(sampled.rank).tolist()
     ids, top = np.asarray(sampled.top_ids), np.asarray(sampled.top_logprobs)
     logprobs: list[Logprob | None] = []
     for i, count in enumerate(counts):
         if count is None:
             logprobs.append(None)
             continue
-        likeliest = dict(zip(ids[i, :count].tolist(), top[i, :count].tolist(), strict=True))
-        logprobs.append(Logprob(float(chosen[i]), int(rank[i]), likeliest))
+        likeliest = dict(zip(ids[i, :count].tolist(), top[i, :count].tolist(), strict=True)) if count else {}
+        logprobs.append(Logprob(chosen[i], rank[i], likeliest))
     return logprobs

@@ -108,9 +108,14 @@ def test_large_messages_both_ways_do_not_wait_for_each_other(peer: WorkerBackend
     assert all(output.finished for output in live)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"n": 2}, {"logprobs": 0}, {"repetition_penalty": 1.1}, {"stop": "x"}, {"stop_token_ids": [3]}]
-)
+ELSEWHERE = {
+    "n": 2, "logprobs": 0, "prompt_logprobs": 0, "repetition_penalty": 1.1, "presence_penalty": 0.5,
+    "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "bad_words": ["x"], "min_tokens": 2, "stop": "x",
+    "stop_token_ids": [3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [{name: value} for name, value in ELSEWHERE.items()])
 def test_what_it_cannot_do_is_refused(peer: WorkerBackend, fields: dict) -> None:
     (name,) = fields
     with pytest.raises(RequestError, match=f"backend fake has no {name}=.*backend=moejax does"):
