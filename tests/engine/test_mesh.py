@@ -121,10 +121,10 @@ def test_every_layout_with_every_family(
 @pytest.mark.parametrize("layout", [pytest.param("ep4_tp2", marks=pytest.mark.slow), "dp_attention_ep4_tp2"])
 def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: Any) -> None:
     params = [
-        SamplingParams(max_tokens=10, temperature=0.9, seed=5, n=3, ignore_eos=True),
+        SamplingParams(max_tokens=10, temperature=0.9, seed=5, n=3, ignore_eos=True, prompt_logprobs=1),
         SamplingParams(
             max_tokens=6, temperature=0.7, top_p=0.9, seed=1, repetition_penalty=1.3, frequency_penalty=0.5,
-            logit_bias={3: 2.0, 5: -100.0},
+            logit_bias={3: 2.0, 5: -100.0}, prompt_logprobs=2,
         ),
         SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
     ]  # fmt: skip
@@ -134,13 +134,28 @@ def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: A
         ENGINE, max_num_batched_tokens=8, block_size=4, num_blocks=13, token_buckets=[8], block_buckets=[13]
     )
     directory = str(model("qwen3_moe"))
-    found = []
+    found, prompt_logprobs = [], []
     for config in (None, ParallelConfig(**LAYOUTS[layout])):
         llm = LLM(directory, engine=scarce, parallel=config)
+        llm.runner.builder.warm_prompt_logprobs = [5]
         done = llm.generate(asked, wanted)
-        found.append([[sample.token_ids for sample in out.outputs] for out in done])
+        entries = [[entry for entry in out.prompt_logprobs or [] if entry is not None] for out in done]
+        found.append(
+            (
+                [[sample.token_ids for sample in out.outputs] for out in done],
+                [[(entry.rank, list(entry.top)) for entry in mine] for mine in entries],
+            )
+        )
+        prompt_logprobs.append([[entry.logprob for entry in mine] for mine in entries])
         llm.engine.scheduler.check_integrity()
+        if config is None:  # as they are without penalties, biases and temperature
+            prompt_logprobs.append([scores.tolist() for scores in llm.score(asked)])
     assert found[0] == found[1]
+    every, scores, on_mesh = prompt_logprobs
+    assert [len(mine) for mine in every] == [len(ids) - 1 if i % 3 < 2 else 0 for i, ids in enumerate(asked)]
+    for mine, scored, theirs in zip(every, scores, on_mesh, strict=True):
+        if mine:
+            assert np.abs(np.subtract([mine, theirs], scored)).max() <= RELATIVE * np.abs(scored).max()
 
 
 def test_routing_counts_and_drops_are_the_whole_batchs(model: Any) -> None:

@@ -56,15 +56,18 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": 9, "temperature": 0.0, "ignore_eos": True} | changes))
 
 
-GREEDY = params(logprobs=3)
+GREEDY = params(logprobs=3, prompt_logprobs=3)
 
 
 def greedy(llm: LLM) -> Any:
     """Tokens, log-probabilities, scores. Prompts of up to 19 tokens in steps of 16 are cut, and cut again."""
+    llm.runner.builder.warm_prompt_logprobs = [-1, 5]  # else scores have programs of their own
     asked = prompts(7)
     done = llm.generate(asked, GREEDY)
     tokens = [out.outputs[0].token_ids for out in done]
     steps = [step for out in done for step in out.outputs[0].logprobs or []]
+    assert [len(out.prompt_logprobs or []) for out in done] == [len(ids) for ids in asked]
+    steps += [step for out in done for step in out.prompt_logprobs or [] if step is not None]
     values = [step.logprob for step in steps] + [p for step in steps for p in step.top.values()]
     scores = llm.score([p for p in asked if len(p) > 1])
     return tokens, [list(step.top) for step in steps], np.asarray(values), np.concatenate(scores)
@@ -298,14 +301,14 @@ def test_each_stage_runs_microbatches_in_order(ran: Any) -> None:
 def test_nothing_is_compiled_after_warm_up(build: Any, single: Any) -> None:
     engine = dataclasses.replace(ENGINE, strict_compile=True, seq_buckets=[4], token_buckets=[16])
     llm = build(engine=engine, pp=2)
-    llm.warmup(max_total_len=40, sampling_params=[GREEDY], score=True)
+    llm.warmup(max_total_len=40, sampling_params=[GREEDY])
     before = len(llm.ledger.entries)
     assert {"transfer 0 to 1", "transfer 1 to 0"} <= {row["function"] for row in llm.ledger.rows()}
     agree(greedy(llm), single())
     assert len(llm.ledger.entries) == before and not llm.ledger.recompiles
     with pytest.raises(CompileError, match="stage 0 step"):
         llm.runner._run(
-            llm.runner.builder.key(StepPlan())._replace(prompt_logprobs=0, tokens=1), np.zeros(1, np.int32)
+            llm.runner.builder.key(StepPlan())._replace(prompt_logprobs=7, tokens=1), np.zeros(1, np.int32)
         )
 
 

@@ -16,6 +16,7 @@ def extra_terms(
     tokens: int,
     rows: int,
     logprobs: int,
+    prompt_logprobs: int,
     scored: tuple[int, int],
     record: bool,
 ) -> list[CommTerm]:
@@ -23,6 +24,7 @@ def extra_terms(
 
     Args:
         logprobs: likeliest tokens that are reported of each row, -1 for no log-probabilities.
+        prompt_logprobs: the same of each chunk token, where chunks are scored.
         scored: where chunks are scored, the parts that this is done in, and the rows of each.
         record: routing is recorded.
     """
@@ -41,7 +43,9 @@ def extra_terms(
         # Log-probability and rank of each row's token; and of the likeliest.
         add("sampling", "all-gather", "data", rows * 4, 2 if logprobs >= 0 else 0)
         add("sampling", "all-gather", "data", rows * logprobs * 4, 2 if logprobs > 0 else 0)
-        add("scores", "all-gather", "data", (tokens - rows) * 4, 1 if parts else 0)
+        # The prompt's token, its log-probability and rank; and those of the likeliest.
+        add("scores", "all-gather", "data", (tokens - rows) * 4, 3 if parts else 0)
+        add("scores", "all-gather", "data", (tokens - rows) * prompt_logprobs * 4, 2 if parts else 0)
     if record:
         # Each layer's assignments to each expert; and how many were dropped or rerouted, where that is not
         # known to be 0 when the program is compiled.

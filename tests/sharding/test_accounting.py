@@ -119,6 +119,7 @@ def check(
                 program.layers,
                 **size,
                 logprobs=key.mode.logprobs,
+                prompt_logprobs=key.prompt_logprobs,
                 scored=scored,
                 record=key.record,
             )
