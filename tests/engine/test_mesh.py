@@ -137,7 +137,7 @@ def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: A
     found, prompt_logprobs = [], []
     for config in (None, ParallelConfig(**LAYOUTS[layout])):
         llm = LLM(directory, engine=scarce, parallel=config)
-        llm.runner.builder.warm_prompt_logprobs = [5]
+        llm.runner.builder.warm_prompt_logprobs = [-1, 5]
         done = llm.generate(asked, wanted)
         entries = [[entry for entry in out.prompt_logprobs or [] if entry is not None] for out in done]
         found.append(
