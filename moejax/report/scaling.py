@@ -180,6 +180,7 @@ def layouts_plot(result: Mapping[str, Any]) -> Figure | None:
         axes[2].annotate("its memory", (0, memory / 1e9), va="bottom", fontsize=8)
     _stack(axes[5], names, [("", [row["tokens_per_s_device"] for row in rows], 0)])
     axes[5].set_title("decode: modelled tokens/s per GPU", fontsize=10)
+    axes[5].yaxis.set_major_formatter("{x:,.0f}")
     return figure
 
 
