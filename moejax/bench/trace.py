@@ -1,11 +1,11 @@
 """Reads recorded traffic: when requests came, and what they asked. Knows nothing of engines. No JAX here."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moejax.bench.workload import numbered_lines, parse_line
 from moejax.core.errors import ConfigError, unknown
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_len")
@@ -33,25 +33,13 @@ def load_trace(path: str | Path) -> list[TraceRow]:
     Raises:
         ConfigError: the file cannot be read or holds no row, or a line is wrong (named by file and number).
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError as error:
-        raise ConfigError(f"workload.trace_file: there is no file {str(path)!r}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"workload.trace_file: cannot read {str(path)!r}: {reason}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise ConfigError(f"workload.trace_file: {str(path)!r} holds no request")
-    rows = [_parse(line, f"workload.trace_file: {path}:{number}") for number, line in numbered]
+    lines = numbered_lines(path, "workload.trace_file", "request")
+    rows = [_parse(line, where) for where, line in lines]
     return sorted(rows, key=lambda row: row.time)  # stable: equal times keep the file's order
 
 
 def _parse(line: str, where: str) -> TraceRow:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON ({error.msg})") from error
+    row = parse_line(line, where)
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: not an object such as {{"time": 0.5, "prompt_len": 64}}')
     for key in row:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -166,16 +166,36 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     `*.jsonl`: a JSON string, an object with `prompt` (text or token ids) or `prompt_token_ids`, or a list of
     token ids. Any other name: plain text.
     """
+    rows = numbered_lines(path, "workload.prompts_file", "prompt")
+    as_json = Path(path).suffix == ".jsonl"
+    return [_parse_prompt(line, where) if as_json else line for where, line in rows]
+
+
+def numbered_lines(path: str | Path, key: str, what: str) -> list[tuple[str, str]]:
+    """The lines of a text file that are not blank, each with where it stands, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no `what`; begins with `key`, the file's setting.
+    """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{key}: there is no file {str(path)!r}") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"workload.prompts_file: cannot read {str(path)!r}: {reason}") from error
-    as_json = Path(path).suffix == ".jsonl"
-    rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        raise ConfigError(f"{key}: cannot read {str(path)!r}: {reason}") from error
+    rows = [(f"{key}: {path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise ConfigError(f"workload.prompts_file: {str(path)!r} holds no prompt")
-    return [_parse_prompt(line, f"{path}:{number}") if as_json else line for number, line in rows]
+        raise ConfigError(f"{key}: {str(path)!r} holds no {what}")
+    return rows
+
+
+def parse_line(line: str, where: str) -> Any:
+    """The value of a line of JSON; ConfigError begins with `where`."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON ({error.msg})") from error
 
 
 def case_prompts(
@@ -238,16 +258,11 @@ def _zipped_length(config: WorkloadConfig) -> int:
 
 
 def _parse_prompt(line: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"workload.prompts_file: {where}: not JSON ({error.msg})") from error
+    row = parse_line(line, where)
     if isinstance(row, dict):
         row = row.get("prompt_token_ids", row.get("prompt"))
     if isinstance(row, str) and row:
         return row
     if isinstance(row, list) and row and all(isinstance(i, int) and not isinstance(i, bool) for i in row):
         return row
-    raise ConfigError(
-        f"workload.prompts_file: {where}: no text and no token ids in `prompt` or `prompt_token_ids`"
-    )
+    raise ConfigError(f"{where}: no text and no token ids in `prompt` or `prompt_token_ids`")

@@ -14,6 +14,7 @@ from orbax.checkpoint import v1
 
 from moejax.core.errors import CheckpointError, ConfigError, OutputError
 from moejax.core.files import ensure_writable
+from moejax.core.words import first_line
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
@@ -107,10 +108,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _damaged(self, step: int, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"{self.directory / str(step)}: not a readable checkpoint ({_first_line(error)});"
+            f"{self.directory / str(step)}: not a readable checkpoint ({first_line(error)});"
             " delete that folder to go on from the one before it, or start afresh with resume=false"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,6 +12,11 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def first_line(error: object) -> str:
+    """Returns the first line of an error's message without its full stop; its type's name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def cut(value: object, limit: int) -> str:
     """Returns `value` as text; more than `limit` characters are cut, and said to be."""
     shown = str(value)

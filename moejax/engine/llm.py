@@ -31,7 +31,6 @@ from moejax.engine.routing.expert_counts import LoadWindow, RoutingRecord
 from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
 from moejax.engine.routing.recorder import require_recorder
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.stats import StepRecord
 from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.sampler import common_mode
 from moejax.models.decoder import Decoder
@@ -284,15 +283,6 @@ class LLM:
         with self.engine.lock:
             self.engine.stats = type(self.engine.stats)()
 
-    @property
-    def on_step(self) -> Callable[[StepRecord], None] | None:
-        """Called after every step with its record; None for nothing."""
-        return self.engine.on_step
-
-    @on_step.setter
-    def on_step(self, observer: Callable[[StepRecord], None] | None) -> None:
-        self.engine.on_step = observer
-
     def warmup(
         self,
         *,
@@ -353,11 +343,6 @@ class LLM:
     def routing(self) -> RoutingRecord:
         """The expert counts that requests with `record_routing` have recorded."""
         return self.runner.routing
-
-    @property
-    def routing_counts(self) -> dict[str, np.ndarray]:
-        """int64 `[L, E]` for "prefill" and "decode": assignments per layer and expert that were recorded."""
-        return self.routing.counts
 
     def routing_capture(self) -> RoutingCapture:
         """Returns the experts that every token computed since the start or `reset_capture` visited, by layer.

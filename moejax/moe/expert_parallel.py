@@ -27,7 +27,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, unknown
+from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
 from moejax.moe.exchange_hops import Part, Run, exchange_hops, make_hops
 from moejax.moe.exchange_pack import pack, unpack
@@ -128,6 +130,22 @@ def _gathered(
     rows = run(x, *_own(ids, weights, index(axes.exchange), num_local))
     out = reduce_scatter(rows, axes.exchange)
     return out if overlapped is None else out + overlapped(part)
+
+
+def model_exchange(
+    model: ModelConfig, parallel: ParallelConfig, tokens: int, axes: Axes, platform: str
+) -> Resolution:
+    """Returns what `choose_exchange` chooses for the layers of a model, and raises what it does."""
+    return choose_exchange(
+        parallel.exchange,
+        tokens=tokens,
+        hidden=model.hidden_size,
+        itemsize=jnp.dtype(model.dtype).itemsize,
+        top_k=model.num_experts_per_tok,
+        axes=axes,
+        platform=platform,
+        num_local=(model.num_experts + parallel.redundant_experts) // parallel.ep,
+    )
 
 
 def choose_exchange(

@@ -244,7 +244,7 @@ def total(ops: Iterable[OpCost]) -> OpCost:
     return sums[0] if sums else OpCost(None, "all", "all")
 
 
-_SUMS = ("flops", "weight_bytes", "cache_bytes", "activation_bytes")
+SUMS = ("flops", "weight_bytes", "cache_bytes", "activation_bytes")
 
 
 def summed(ops: Iterable[OpCost]) -> list[OpCost]:
@@ -253,7 +253,7 @@ def summed(ops: Iterable[OpCost]) -> list[OpCost]:
     for op in ops:
         groups.setdefault((op.layer, op.operation, op.phase), []).append(op)
     return [
-        replace(group[0], **{name: sum(getattr(op, name) for op in group) for name in _SUMS})
+        replace(group[0], **{name: sum(getattr(op, name) for op in group) for name in SUMS})
         for group in groups.values()
     ]
 

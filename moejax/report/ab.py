@@ -38,6 +38,9 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_OF_TRIAL = ("metric", "case", "run", "baseline", "value", "effect", "p_value")
+
+
 def verdict_of(row: Mapping[str, Any]) -> Verdict:
     """A verdict from its row in a result, see `Verdict.row`."""
     ratio = None
@@ -46,15 +49,9 @@ def verdict_of(row: Mapping[str, Any]) -> Verdict:
             row["ratio"], row["ratio_low"], row["ratio_high"], row["confidence"], min(row["samples"])
         )
     trial = Trial(
-        metric=row["metric"],
-        case=row["case"],
-        run=row["run"],
-        baseline=row["baseline"],
-        value=row["value"],
+        **{name: row[name] for name in _OF_TRIAL},
         base=row["baseline_value"],
         ratio=ratio,
-        effect=row["effect"],
-        p_value=row["p_value"],
         samples=tuple(row["samples"]),
         paired=True,
         floor=Floor(row["noise_low"], row["noise_high"], ""),

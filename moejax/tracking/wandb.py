@@ -22,6 +22,7 @@ import wandb
 
 from moejax.core.errors import TrackingError
 from moejax.core.files import ensure_writable, shown_path, to_jsonable
+from moejax.core.words import first_line
 from moejax.tracking.base import RunInfo, Scalar, Tracker, TrackerConfig, plain_scalars
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def tracking_errors(what: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except (wandb.errors.Error, TimeoutError, OSError) as error:
-        raise TrackingError(f"{what}: {_one_line(error)}{remedy}") from error
+        raise TrackingError(f"{what}: {first_line(error)}{remedy}") from error
 
 
 def require_login(timeout_s: float, remedy: str = _OFFLINE_INSTEAD) -> None:
@@ -164,7 +165,7 @@ def require_login(timeout_s: float, remedy: str = _OFFLINE_INSTEAD) -> None:
     try:
         known = wandb.login(prompt=False, verify=True)
     except (wandb.errors.Error, TimeoutError, OSError) as error:
-        reason = _unreachable(url, timeout_s) or f"the server refused the login ({_one_line(error)})"
+        reason = _unreachable(url, timeout_s) or f"the server refused the login ({first_line(error)})"
         raise TrackingError(f"W&B at {url}: {reason}; mend that, {remedy}") from error
     if not known:
         raise TrackingError(f"W&B at {url}: no API key; set WANDB_API_KEY or run `wandb login`, {remedy}")
@@ -192,13 +193,8 @@ def _unreachable(url: str, timeout_s: float) -> str | None:
     except urllib.error.HTTPError as error:
         error.close()
     except (OSError, ValueError) as error:
-        return f"the server does not answer ({_one_line(getattr(error, 'reason', error))})"
+        return f"the server does not answer ({first_line(getattr(error, 'reason', error))})"
     return None
-
-
-def _one_line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _shell_path(path: Path) -> str:

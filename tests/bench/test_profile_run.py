@@ -59,7 +59,7 @@ def test_a_profile(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert longest == sorted(longest, key=lambda row: -row["ms"]) and longest[0]["operation"] in OPERATIONS
     assert {"roofline.png", "residuals.png"} <= {path.name for path in tmp_path.iterdir()}
     assert "decode step:" in capsys.readouterr().err
-    assert llm.on_step is None
+    assert llm.engine.on_step is None
 
 
 def test_refused_before_anything_runs(llm: LLM, tmp_path: Path) -> None:

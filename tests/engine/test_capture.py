@@ -150,7 +150,7 @@ def test_what_capacity_drops_is_marked() -> None:
     none = trace.ids == trace.num_experts
     assert 0 < int(none.sum()) == llm.routing.overflow["dropped"]
     assert (trace.weights[none] == 0).all()
-    np.testing.assert_array_equal(trace.counts(), sum(llm.routing_counts.values()))
+    np.testing.assert_array_equal(trace.counts(), sum(llm.routing.counts.values()))
 
 
 def test_a_trace_grows_over_its_blocks_as_in_one(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_the_last_abort_leaves_nothing_in_flight(bare_llm: LLM, whole: FullForwa
     llm = bare_llm.variant(dataclasses.replace(SCARCE, overlap=overlap))
     out = llm.submit(prompt(6), greedy(9))
     steps = []
-    llm.on_step = steps.append
+    llm.engine.on_step = steps.append
     for _ in range(3):
         llm.step()
     assert (llm.engine._in_flight is not None) == overlap

@@ -44,13 +44,13 @@ def test_no_step_is_left_in_flight_and_idle_time_is_nobodys(
     ids = prompt(5)
     stop = whole.greedy(ids, 3)[-1]
     records = []
-    tight.on_step = records.append
+    tight.engine.on_step = records.append
     for _ in range(2):
         out = tight.generate([ids], greedy(20, stop_token_ids=[stop]))[0].outputs[0]
         assert out.finish_reason == "stop" and out.token_ids[-1] == stop
         assert_clean(tight)
         now[0] += 1000.0
-    tight.on_step = None
+    tight.engine.on_step = None
     assert records and max(record.seconds for record in records) < 10
 
 
@@ -60,7 +60,7 @@ def test_the_default_pool_holds_all_that_may_run(bare_llm: LLM) -> None:
     llm = bare_llm.variant(config)
     assert llm.stats()["num_blocks"] == 3
     running = []
-    llm.on_step = lambda record: running.append(record.running)
+    llm.engine.on_step = lambda record: running.append(record.running)
     llm.generate([prompt(4)] * 3, greedy(6))
     assert max(running) == 3 and llm.stats()["preemptions"] == 0
 
@@ -118,10 +118,10 @@ def test_an_abort_in_the_middle_of_a_turn_waits_for_its_end(tight: LLM) -> None:
         if held:
             held.pop().close()  # type: ignore[attr-defined]
 
-    tight.on_step = close
+    tight.engine.on_step = close
     while tight.step():
         pass
-    tight.on_step = None
+    tight.engine.on_step = None
     assert other.finished and len(other.outputs[0].token_ids) == 6
     assert_clean(tight)
 

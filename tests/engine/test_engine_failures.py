@@ -179,10 +179,10 @@ def test_an_observer_that_raises(engine: LLM, whole: FullForward) -> None:
     def observer(record: Any) -> None:
         raise ZeroDivisionError
 
-    engine.on_step = observer
+    engine.engine.on_step = observer
     with pytest.raises(ZeroDivisionError):
         engine.generate(PROMPTS, greedy(6))
-    engine.on_step = None
+    engine.engine.on_step = None
     assert_clean(engine)
     check(engine.generate(PROMPTS[:1], greedy(6))[0], whole, 6, False)
 

@@ -186,7 +186,7 @@ SUMS = ("seconds", "prefill_tokens", "decode_tokens", "padded_tokens")
 
 def record(llm: LLM) -> list[StepRecord]:
     records: list[StepRecord] = []
-    llm.on_step = records.append
+    llm.engine.on_step = records.append
     llm.reset_stats()
     return records
 
@@ -222,7 +222,7 @@ def test_every_token_is_counted_once(overlap: bool, bare_llm: LLM) -> None:
 def test_preempted_tokens_are_computed_again(forked: LLM) -> None:
     records = record(forked)
     outs = forked.generate(PROMPTS, SAMPLES)
-    forked.on_step = None
+    forked.engine.on_step = None
     stats = forked.stats()
     assert stats["preemptions"] == sum(r.preempted for r in records) > 0
     once = sum(len(out.prompt_token_ids) + sum(len(s.token_ids) - 1 for s in out.outputs) for out in outs)
@@ -236,7 +236,7 @@ def test_stored_tokens_count_shared_ones_once(forked: LLM) -> None:
     """Two samples of a prompt of 9 tokens: two whole blocks are shared, the third is not once they part."""
     records = record(forked)
     forked.generate([PROMPTS[0]], dataclasses.replace(SAMPLES, max_tokens=4))
-    forked.on_step = None
+    forked.engine.on_step = None
     assert [r.stored_tokens for r in records] == [8, 9, 12, 14, 16]
     assert [r.used_blocks for r in records] == [3, 3, 4, 4, 4]
 

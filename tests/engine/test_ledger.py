@@ -167,16 +167,16 @@ def test_known_batches_are_compiled_ahead(llm: LLM) -> None:
     batches = [([[1, 2, 3]], params[:1]), ([[4] * 40, [5] * 7], params)]
     engine.compile_for(batches, record_routing=True)
     compiled = len(engine.ledger.entries)
-    assert compiled >= 4 and not engine.routing_counts["decode"].any()
+    assert compiled >= 4 and not engine.routing.counts["decode"].any()
     engine.ledger.warmed_up = True
     for prompts, asked in batches:
         engine.routing.reset()
         plain = [output.outputs[0].token_ids for output in engine.generate(prompts, asked)]
         assert plain == [output.outputs[0].token_ids for output in llm.generate(prompts, asked)]
-        assert not engine.routing_counts["decode"].any()
+        assert not engine.routing.counts["decode"].any()
         counted = engine.generate(prompts, asked, record_routing=True)
         assert [output.outputs[0].token_ids for output in counted] == plain
-        assert engine.routing_counts["decode"].any()
+        assert engine.routing.counts["decode"].any()
     twin = engine.variant(dataclasses.replace(engine.engine_config, overlap=not llm.engine_config.overlap))
     twin.ledger.warmed_up = True
     twin.runner.count_always(True)

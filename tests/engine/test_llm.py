@@ -213,7 +213,7 @@ def test_more_prompts_than_max_num_seqs(llm: LLM, model_dir: Path) -> None:
     """Equal to one batch; and no batch is over the limit, not even for one request of many samples."""
     narrow = LLM(model_dir, engine=EngineConfig(compile_cache=False, max_num_seqs=2))
     running: list[int] = []
-    narrow.on_step = lambda record: running.append(record.running)
+    narrow.engine.on_step = lambda record: running.append(record.running)
     prompts = [[5, 6, 7], [8, 9], [10]]
     assert tokens(narrow.generate(prompts, SAMPLED)) == tokens(llm.generate(prompts, SAMPLED))
     many = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, n=3)

@@ -170,7 +170,7 @@ def test_routing_counts_and_drops_are_the_whole_batchs(model: Any) -> None:
 
     alone, wide = run(), run(ep=8, attention="data", exchange="all_to_all")
     # Which phase a token counts for depends on what else is in its step, and groups are stepped together.
-    totals = [sum(llm.routing_counts.values()) for llm in (wide, alone)]
+    totals = [sum(llm.routing.counts.values()) for llm in (wide, alone)]
     assert np.sum(totals[1]) > 0
     np.testing.assert_array_equal(*totals)
     assert wide.routing.overflow == alone.routing.overflow == {"dropped": 0, "rerouted": 0}

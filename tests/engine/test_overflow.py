@@ -13,7 +13,7 @@ def test_made_and_dropped_assignments_add_up(tiny_config: ModelConfig) -> None:
         prompts, moejax.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), record_routing=True
     )
     tokens = sum(map(len, prompts)) + 2 * 3  # the last token of each row is not run
-    made = sum(int(counts.sum()) for counts in llm.routing_counts.values())
+    made = sum(int(counts.sum()) for counts in llm.routing.counts.values())
     dropped = llm.routing.overflow["dropped"]
     assert dropped > 0 and llm.routing.overflow["rerouted"] == 0
     assert made + dropped == tokens * tiny_config.num_experts_per_tok * tiny_config.num_layers

@@ -214,7 +214,7 @@ def test_samples_forks_penalties_and_preemption(layout: Any, overlap: bool, buil
 
 def counted(llm: LLM) -> Any:
     llm.generate(prompts(7), params(), record_routing=True)
-    return {phase: counts.tolist() for phase, counts in llm.routing_counts.items()}
+    return {phase: counts.tolist() for phase, counts in llm.routing.counts.items()}
 
 
 @pytest.mark.slow

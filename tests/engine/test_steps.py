@@ -266,12 +266,12 @@ def test_recorded_routing_is_the_models_own(windowed: LLM, windowed_oracle: Full
     """Per phase, layer and expert: what the whole forward pass says. Padding and ended rows add nothing."""
     prompts, lengths = [prompt(n) for n in (3, 16, 7)], (5, 1, 3)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
-    before = {phase: counts.copy() for phase, counts in windowed.routing_counts.items()}
+    before = {phase: counts.copy() for phase, counts in windowed.routing.counts.items()}
     windowed.generate(prompts, params)
     for phase in before:
-        np.testing.assert_array_equal(windowed.routing_counts[phase], before[phase])
+        np.testing.assert_array_equal(windowed.routing.counts[phase], before[phase])
     outs = windowed.generate(prompts, params, record_routing=True)
-    got = {phase: windowed.routing_counts[phase] - before[phase] for phase in before}
+    got = {phase: windowed.routing.counts[phase] - before[phase] for phase in before}
 
     want = {phase: np.zeros_like(counts) for phase, counts in before.items()}
     for ids, out in zip(prompts, outs, strict=True):

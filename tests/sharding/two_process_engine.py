@@ -30,7 +30,7 @@ def main() -> None:
             {
                 "index": info.index,
                 "tokens": [[sample.token_ids for sample in out.outputs] for out in outs],
-                "counts": sum(int(c.sum()) for c in llm.routing_counts.values()),
+                "counts": sum(int(c.sum()) for c in llm.routing.counts.values()),
                 "routing": sorted((*place, ids) for place, ids in experts(llm.routing_capture()).items()),
                 "scores": [float(s.sum()) for s in scores],
             }

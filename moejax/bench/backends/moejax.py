@@ -1,7 +1,6 @@
 """Our own engine as a backend: `LLM` and nothing in between."""
 
 import dataclasses
-import importlib.metadata
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
+from moejax.tracking.provenance import versions
 
 
 class MoejaxBackend(Backend):
@@ -62,25 +62,22 @@ class MoejaxBackend(Backend):
 
     @property
     def on_step(self) -> Callable[[StepRecord], None] | None:
-        return self.llm.on_step
+        return self.llm.engine.on_step
 
     @on_step.setter
     def on_step(self, observer: Callable[[StepRecord], None] | None) -> None:
-        self.llm.on_step = observer
+        self.llm.engine.on_step = observer
 
     def variant(self, batching: Batching) -> "MoejaxBackend":
         """The same weights behind an engine of another batching mode."""
         return MoejaxBackend(self.llm.variant(dataclasses.replace(self.llm.engine_config, batching=batching)))
 
     def describe(self) -> dict[str, Any]:
-        try:
-            version = importlib.metadata.version("moejax")
-        except importlib.metadata.PackageNotFoundError:
-            version = None
+        installed = versions()
         return {
             "name": self.name,
             "kind": "moejax",
-            "versions": {"moejax": version, "jax": importlib.metadata.version("jax")},
+            "versions": {name: installed.get(name) for name in ("moejax", "jax")},
             "dtype": getattr(self.llm.config, "dtype", None),
             "weights": str(self.llm.model_dir) if self.llm.model_dir else None,
             "batching": self.batching,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moejax.core.hardware import KNOWN, Hardware
-from moejax.perf.operation_costs import Bound, OpCost, bounds, by_operation, total, utilisation
+from moejax.perf.operation_costs import SUMS, Bound, OpCost, bounds, by_operation, total, utilisation
 
 
 def cost_breakdown(
@@ -90,12 +90,7 @@ def has_peaks(hardware: Hardware, dtype: str) -> bool:
 
 
 def _sums(op: OpCost) -> dict[str, float]:
-    return {
-        "flops": op.flops,
-        "weight_bytes": op.weight_bytes,
-        "cache_bytes": op.cache_bytes,
-        "activation_bytes": op.activation_bytes,
-    }
+    return {name: getattr(op, name) for name in SUMS}
 
 
 def _bounds(limits: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _record(item: CaseData, workload: WorkloadConfig, index: int) -> None:
     llm.routing.reset()
     start_capture(llm)
     backend.generate(item.prompts, workload.batch_sampling(item.case), record_routing=True)
-    item.counts = {phase: counts.copy() for phase, counts in llm.routing_counts.items()}
+    item.counts = {phase: counts.copy() for phase, counts in llm.routing.counts.items()}
     item.overflow = dict(llm.routing.overflow)
     item.hits = llm.routing.mean_hits
     item.trace = take_capture(llm, index)

@@ -16,6 +16,7 @@ from moejax.bench.profile.trace import SPAN, TraceError, find_trace
 from moejax.bench.workload import case_prompts
 from moejax.core.errors import ConfigError
 from moejax.core.files import ensure_writable
+from moejax.core.words import one_line
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import RequestOutput
 from moejax.engine.stats import StepRecord
@@ -92,24 +93,23 @@ def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> ProfiledRun
         for _ in range(workload.warmup):
             generate()
             task.advance()
-        programs = [program for key, program in llm.ledger.programs("step")]
-        keys = [key for key, _ in llm.ledger.programs("step")]
+        programs = list(llm.ledger.programs("step"))
         task.describe("recording routing")
         llm.routing.reset()
         generate(record=True)
         run = ProfiledRun(Path(), [], llm.routing.mean_hits)
         task.advance()
         llm.ledger.warmed_up = True
-        before = llm.on_step
+        before = llm.engine.on_step
         try:
             task.describe("measuring")
-            llm.on_step = run.plain.append
+            llm.engine.on_step = run.plain.append
             for _ in range(workload.iterations):
                 outputs = generate()
                 run.prefill_seconds.append(_prefill_seconds(outputs))
                 task.advance()
             task.describe("measuring under the profiler")
-            llm.on_step = run.traced.append
+            llm.engine.on_step = run.traced.append
             _start(directory)
             try:
                 for _ in range(workload.iterations):
@@ -121,12 +121,9 @@ def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> ProfiledRun
                 jax.profiler.stop_trace()
                 logger.debug("the profiler wrote for %.1f s", time.perf_counter() - start)
         finally:
-            llm.on_step = before
+            llm.engine.on_step = before
     run.file = find_trace(directory)
-    run.programs = [
-        read_program(str(key), bool(key.tokens), compiled.as_text())
-        for key, compiled in zip(keys, programs, strict=True)
-    ]
+    run.programs = [read_program(str(key), bool(key.tokens), step.as_text()) for key, step in programs]
     return run
 
 
@@ -138,7 +135,7 @@ def _start(directory: Path) -> None:
     try:
         jax.profiler.start_trace(str(directory), profiler_options=options)
     except RuntimeError as error:
-        raise TraceError(f"jax.profiler cannot start: {' '.join(str(error).split())}") from error
+        raise TraceError(f"jax.profiler cannot start: {one_line(error)}") from error
 
 
 def _prefill_seconds(outputs: Sequence[RequestOutput]) -> float:

@@ -72,7 +72,7 @@ def measure_layout(
         if not record.prefill_tokens and record.decode_tokens == section.batch_size:
             seconds.append(record.seconds)
 
-    llm.on_step = see
+    llm.engine.on_step = see
     llm.generate(prompts, params)
     return {
         "measured_devices": parallel.num_devices,

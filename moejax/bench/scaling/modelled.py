@@ -9,12 +9,11 @@ from moejax.core.hardware import Hardware
 from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.models.decoder import Decoder
 from moejax.moe.exchange_cost import exchange_cost
-from moejax.moe.expert_parallel import choose_exchange
+from moejax.moe.expert_parallel import model_exchange
 from moejax.nn.param import specs
 from moejax.perf.comm import Exchange
 from moejax.perf.memory import device_memory, largest
 from moejax.perf.scaling import Phase, model_step
-from moejax.perf.sizes import DTYPE_BYTES
 from moejax.sharding.mesh import make_axes
 from moejax.sharding.pipeline import split_layers
 
@@ -83,14 +82,5 @@ def exchange_of(
     """Returns the exchange of a step of `tokens` tokens a device, with an even routing, and why this one."""
     if parallel.attention != "data" or parallel.ep == 1:
         return Exchange(), "all expert ranks see all tokens"
-    chosen = choose_exchange(
-        parallel.exchange,
-        tokens=tokens,
-        hidden=model.hidden_size,
-        itemsize=DTYPE_BYTES[model.dtype],
-        top_k=model.num_experts_per_tok,
-        axes=make_axes(parallel, model.num_kv_heads),
-        platform=platform,
-        num_local=(model.num_experts + parallel.redundant_experts) // parallel.ep,
-    )
+    chosen = model_exchange(model, parallel, tokens, make_axes(parallel, model.num_kv_heads), platform)
     return exchange_cost(chosen.value, model, parallel, tokens), chosen.reason

@@ -24,10 +24,8 @@ def mode_rows(
     rows = [_row(mode, workload, index, hardware) for index, mode in enumerate(modes)]
     ours = next((mode for mode in modes if isinstance(mode.backend, MoejaxBackend)), modes[0])
     for mode, row in zip(modes, rows, strict=True):
-        if mode.backend.name == modes[0].backend.name:
-            continue
-        row |= against_first(_iterations(mode), _iterations(modes[0]))
-    for mode, row in zip(modes, rows, strict=True):
+        if mode.backend.name != modes[0].backend.name:
+            row |= against_first(_iterations(mode), _iterations(modes[0]))
         if mode.backend.name != ours.backend.name and workload.temperature == 0:
             row["tokens_agree_percent"] = percent_agreed(
                 *([item.token_ids for item in one.runs[0].served] for one in (mode, ours))

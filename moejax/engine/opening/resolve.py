@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moejax.checkpoint.directory import load_config, read_json, resolve_model_dir, stored_quantization
@@ -25,7 +24,7 @@ from moejax.engine.routing.replay import RoutingReplay, open_replay
 from moejax.engine.scheduling.scheduler import Policy, make_policy
 from moejax.engine.step.ledger import enable_compile_cache
 from moejax.models.registry import config_from_hf
-from moejax.moe.expert_parallel import choose_exchange
+from moejax.moe.expert_parallel import model_exchange
 from moejax.nn.activation import activation
 from moejax.ops.dispatch import (
     KERNELS_NEED,
@@ -286,16 +285,7 @@ def _exchanges(
         (f"decode, {engine.max_num_seqs} rows", engine.max_num_seqs),
         (f"prefill, {engine.max_num_batched_tokens} tokens", engine.max_num_batched_tokens),
     ):
-        choice = choose_exchange(
-            parallel.exchange,
-            tokens=tokens,
-            hidden=config.hidden_size,
-            itemsize=jnp.dtype(config.dtype).itemsize,
-            top_k=config.num_experts_per_tok,
-            axes=place.axes,
-            platform=platform,
-            num_local=(config.num_experts + parallel.redundant_experts) // parallel.ep,
-        )
+        choice = model_exchange(config, parallel, tokens, place.axes, platform)
         exchanges.append(choice._replace(key=f"parallel.exchange ({name})"))
     return exchanges
 
