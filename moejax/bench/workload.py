@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, os_errors
 from moejax.core.files import content_hash
 from moejax.engine.requests.api import SamplingParams
 from moejax.results.metrics import Slo
@@ -177,13 +177,10 @@ def numbered_lines(path: str | Path, key: str, what: str) -> list[tuple[str, str
     Raises:
         ConfigError: the file cannot be read or holds no `what`; begins with `key`, the file's setting.
     """
-    try:
+    if not Path(path).exists():
+        raise ConfigError(f"{key}: there is no file {str(path)!r}")
+    with os_errors(ConfigError, f"{key}: cannot read {str(path)!r}"):
         lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{key}: there is no file {str(path)!r}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"{key}: cannot read {str(path)!r}: {reason}") from error
     rows = [(f"{key}: {path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ConfigError(f"{key}: {str(path)!r} holds no {what}")

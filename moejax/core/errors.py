@@ -5,7 +5,8 @@ An exception that does not derive from `MoejaxError` is a defect of ours and kee
 
 import difflib
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,19 @@ class OutputError(MoejaxError, OSError):
 
 class ReportError(OutputError):
     """A result is written, but not all that shows it: a plot, a table, the tracker's copy."""
+
+
+@contextmanager
+def os_errors(kind: type[MoejaxError], what: str) -> Iterator[None]:
+    """Raises as `kind`, `what` before the reason, what the system refuses the body, and text not in UTF-8."""
+    try:
+        yield
+    except MoejaxError:
+        raise
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise kind(f"{what}: not UTF-8 text") from error
 
 
 def _ours(filename: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from moejax.core.errors import OutputError
+from moejax.core.errors import OutputError, os_errors
 
 
 def to_jsonable(value: Any) -> Any:
@@ -81,7 +81,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
+    with os_errors(OutputError, f"cannot write {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             # "x" and not mkstemp: the file then gets the permissions of the user's umask.
@@ -92,8 +92,6 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
@@ -141,14 +139,12 @@ def ensure_writable(directory: str | os.PathLike[str]) -> Path:
     """
     folder = Path(directory)
     probe = folder / f".moejax-{uuid.uuid4().hex[:12]}.tmp"
-    try:
+    with os_errors(OutputError, f"cannot write to the output folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             probe.touch(exist_ok=False)
         finally:
             probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
     return folder
 
 

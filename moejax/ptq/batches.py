@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.core.errors import OutputError
+from moejax.core.errors import OutputError, os_errors
 
 
 class Batch(NamedTuple):
@@ -37,12 +37,9 @@ class HiddenStates:
         """
         if path is None:
             return cls(np.empty(shape, dtype), batch_size)
-        try:
-            with open(path, "wb") as file:
-                # Reserved now: a disk that fills up later would end the process without a word.
-                os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+        with os_errors(OutputError, f"cannot write {path}"), open(path, "wb") as file:
+            # Reserved now: a disk that fills up later would end the process without a word.
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
         return cls(np.memmap(path, dtype, "r+", shape=shape), batch_size)
 
     @property

@@ -18,7 +18,7 @@ from moejax.report.tables import Column, case_notes, column_table, metric_column
 from moejax.results.compare.samples import short_case_name
 from moejax.results.metric_names import short_name
 from moejax.results.statistics import Interval
-from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
+from moejax.results.verdict import ALPHA, OF_TRIAL, Floor, Trial, Verdict
 
 
 def _agreement(row: Mapping[str, Any]) -> Text | None:
@@ -38,9 +38,6 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-_OF_TRIAL = ("metric", "case", "run", "baseline", "value", "effect", "p_value")
-
-
 def verdict_of(row: Mapping[str, Any]) -> Verdict:
     """A verdict from its row in a result, see `Verdict.row`."""
     ratio = None
@@ -49,7 +46,7 @@ def verdict_of(row: Mapping[str, Any]) -> Verdict:
             row["ratio"], row["ratio_low"], row["ratio_high"], row["confidence"], min(row["samples"])
         )
     trial = Trial(
-        **{name: row[name] for name in _OF_TRIAL},
+        **{name: row[name] for name in OF_TRIAL},
         base=row["baseline_value"],
         ratio=ratio,
         samples=tuple(row["samples"]),

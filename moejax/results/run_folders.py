@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, os_errors
 from moejax.results.result import RESULT_FILE
 from moejax.results.wandb_runs import find_log
 
@@ -38,10 +38,8 @@ def check_run(path: str | os.PathLike[str]) -> bool:
         raise ConfigError(f"there is no run at {place}: no such file or folder")
     if (place / RESULT_FILE).is_file() or find_log(place) is not None:
         return True
-    try:
+    with os_errors(ConfigError, f"cannot read {place}"):
         inside = {item.name for item in place.iterdir()}
-    except OSError as error:
-        raise ConfigError(f"cannot read {place}: {error.strerror or error}") from error
     if not inside or inside & _TRACES:
         return False
     text = f"there is no {RESULT_FILE} in it and no W&B log run-*.wandb"

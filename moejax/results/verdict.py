@@ -85,6 +85,10 @@ class Trial:
     blocked: str | None = None
 
 
+OF_TRIAL = ("metric", "case", "run", "baseline", "value", "effect", "p_value")
+"""Fields of a trial that a verdict's row has as they are."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A trial and what it came to.
@@ -118,16 +122,10 @@ class Verdict:
         """As comparison.json has it."""
         trial = self.trial
         return {
-            "metric": trial.metric,
-            "case": trial.case,
-            "run": trial.run,
-            "baseline": trial.baseline,
-            "value": trial.value,
+            **{name: getattr(trial, name) for name in OF_TRIAL},
             "baseline_value": trial.base,
             **interval_fields("ratio", trial.ratio),
             "confidence": trial.ratio.confidence if trial.ratio else None,
-            "effect": trial.effect,
-            "p_value": trial.p_value,
             "p_adjusted": self.p_adjusted,
             "samples": list(trial.samples),
             "noise_low": trial.floor.low,

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, os_errors
 
 HELD_OUT_FRACTION = 0.05
 """Share of the documents that the shipped model was never trained on: what tells "train" from "held out"
@@ -127,10 +127,8 @@ def collect(stdlib: Path) -> list[Document]:
 def _topics(stdlib: Path) -> dict[str, str]:
     """Returns `pydoc_data.topics.topics` without importing it."""
     path = stdlib / "pydoc_data" / "topics.py"
-    try:
+    with os_errors(ConfigError, f"cannot read Python's help topics at {path}"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read Python's help topics at {path}: {error.strerror or error}") from error
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             return dict(sorted(ast.literal_eval(node.value).items()))

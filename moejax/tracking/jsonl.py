@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from moejax.core.errors import OutputError
+from moejax.core.errors import OutputError, os_errors
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 from moejax.results.result import load_rows
 from moejax.tracking.base import RunInfo, Scalar, Tracker, plain_scalars
@@ -26,10 +26,8 @@ class JsonlTracker(Tracker):
         self._dir = ensure_writable(info.output_dir)
         self.path = self._dir / METRICS_FILE
         self._summary: dict[str, Scalar] = {}
-        try:
+        with os_errors(OutputError, f"cannot write {self.path}"):
             self._file = open(self.path, "w", encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def log(self, metrics: Mapping[str, Scalar], step: int | None = None) -> None:
         row = {"step": step, "time": round(time.time(), 3), **plain_scalars(metrics)}

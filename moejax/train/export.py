@@ -12,7 +12,7 @@ from flax import nnx
 
 from moejax.checkpoint.hf import in_use, save_pretrained
 from moejax.core.config import EngineConfig, MoeConfig
-from moejax.core.errors import OutputError
+from moejax.core.errors import OutputError, os_errors
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable, whole_folder
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
@@ -65,23 +65,19 @@ def export(
     """
     target = Path(directory)
     check_export_dir(target)
-    try:
-        with progress("exporting"), whole_folder(target) as temporary:
-            _write_model(config, result, temporary)
-            # From here on everything is measured on what was written, not on what is in memory.
-            # The evaluator's own module has the plain expert layout, whatever suits this platform's engine.
-            engine = EngineConfig(compile_cache=False, moe=MoeConfig(expert_layout="edf"))
-            llm = LLM(temporary, dtype="float32", engine=engine)
-            assert llm.tokenizer is not None
-            stream = llm.tokenizer.encode((temporary / HELD_OUT_FILE).read_text(encoding="utf-8"))
-            params = nnx.to_pure_dict(nnx.state(llm.model))
-            held_out = Evaluator(config)(params, np.array(stream, np.int32))
-            card = model_card(config, command, result, held_out, sample_texts(llm))
-            atomic_write_text(temporary / CARD_FILE, card)
-    except OSError as error:
-        if isinstance(error, OutputError):
-            raise
-        raise OutputError(f"cannot write the model to {target}: {error.strerror or error}") from error
+    failure = os_errors(OutputError, f"cannot write the model to {target}")
+    with failure, progress("exporting"), whole_folder(target) as temporary:
+        _write_model(config, result, temporary)
+        # From here on everything is measured on what was written, not on what is in memory.
+        # The evaluator's own module has the plain expert layout, whatever suits this platform's engine.
+        engine = EngineConfig(compile_cache=False, moe=MoeConfig(expert_layout="edf"))
+        llm = LLM(temporary, dtype="float32", engine=engine)
+        assert llm.tokenizer is not None
+        stream = llm.tokenizer.encode((temporary / HELD_OUT_FILE).read_text(encoding="utf-8"))
+        params = nnx.to_pure_dict(nnx.state(llm.model))
+        held_out = Evaluator(config)(params, np.array(stream, np.int32))
+        card = model_card(config, command, result, held_out, sample_texts(llm))
+        atomic_write_text(temporary / CARD_FILE, card)
     return Exported(target, held_out, sum(path.stat().st_size for path in target.iterdir()))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, os_errors
 from moejax.engine.requests.tokenizer import Tokenizer
 
 
@@ -66,11 +66,8 @@ def read_windows(
             )
     if tokenizer is None:
         raise ConfigError("quantization.text: the model has no tokenizer.json, so no text can be scored")
-    try:
+    with os_errors(ConfigError, f"quantization.text: cannot read {path}"):
         content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise ConfigError(f"quantization.text: cannot read {path}: {reason}") from error
     stream = np.array(tokenizer.encode(content), np.int32)
     targets = len(stream) - 1
     count = -(-targets // seq_len)

@@ -39,19 +39,16 @@ class PhaseLog:
     faults: list[str] = field(default_factory=list)
 
     def row(self, case: int) -> dict[str, Any]:
-        counts = asdict(self.counts)
+        row = asdict(self)
+        phase, counts, drift = (row.pop(name) for name in ("name", "counts", "drift"))
         faults = list(dict.fromkeys([*self.faults, *counts.pop("errors")]))
         return {
             "case": case,
-            "phase": self.name,
+            "phase": phase,
             **counts,
-            "seconds": self.seconds,
+            **row,
             "output_throughput": self.counts.tokens / self.seconds if self.seconds else None,
-            "preemptions": self.preemptions,
-            "max_running": self.max_running,
-            "max_waiting": self.max_waiting,
-            "cache_use_peak": self.cache_use_peak,
-            "probe_tpot_ratio": max(self.drift),
+            "probe_tpot_ratio": max(drift),
             "passed": not faults,
             "faults": faults,
         }

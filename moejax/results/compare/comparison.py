@@ -1,7 +1,7 @@
 """The outcome of a comparison of runs, as data and in words."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moejax.results.compare.inputs import KINDS, UNKNOWN, Difference, between, same_inputs
@@ -130,9 +130,7 @@ class RunComparison:
                 }
                 for index, run in enumerate(self.runs)
             ],
-            "differences": [
-                {"kind": d.kind, "key": d.key, "values": list(d.values)} for d in self.differences
-            ],
+            "differences": [asdict(difference) for difference in self.differences],
             "noise_floor": {"low": self.floor.low, "high": self.floor.high},
             "verdicts": [verdict.row() for verdict in self.verdicts],
             "case_verdicts": [verdict.row() for verdict in self.case_verdicts],
