@@ -7,7 +7,7 @@ group that it was dealt to, the one with the fewest tokens still to compute.
 from collections.abc import Sequence as Items
 
 from moejax.cache.allocator import BlockAllocator
-from moejax.engine.scheduling.plan import GroupPlan, StepPlan
+from moejax.engine.scheduling.plan import GroupPlan, StepPlan, joined, of_groups
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 
@@ -16,16 +16,11 @@ class GroupedBlocks:
     """The groups' allocators, counted as one."""
 
     def __init__(self, groups: list[BlockAllocator]) -> None:
-        self._groups = groups
+        self.groups = groups
         self.block_size = groups[0].block_size
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(a.num_blocks for a in self._groups)
-
-    @property
-    def num_used(self) -> int:
-        return sum(a.num_used for a in self._groups)
+    num_blocks: int = of_groups("num_blocks")
+    num_used: int = of_groups("num_used")
 
 
 class GroupScheduler:
@@ -37,17 +32,9 @@ class GroupScheduler:
         self._load = [0] * len(groups)  # tokens of unfinished sequences
         self._counted: dict[int, int] = {}
 
-    @property
-    def running(self) -> list[Sequence]:
-        return [s for group in self.groups for s in group.running]
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(group.num_waiting for group in self.groups)
-
-    @property
-    def idle(self) -> bool:
-        return all(group.idle for group in self.groups)
+    running: list[Sequence] = of_groups("running", joined)
+    num_waiting: int = of_groups("num_waiting")
+    idle: bool = of_groups("idle", all)
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raises `RequestError` for what could never run in any group."""

@@ -4,8 +4,10 @@ decodes     d0 d1 …              one row each
 chunks      c0 f f  c1  c2 f …   a row for each chunk's sequence, then one for each fork that starts with it
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from moejax.engine.scheduling.sequence import Sequence
 
@@ -83,6 +85,17 @@ class StepPlan:
         return [self]
 
 
+def of_groups(name: str, join: Callable[[Iterator[Any]], Any] = sum) -> Any:
+    """Returns a property of what has `groups`: the groups' values of that name as one, their sum if nothing
+    else is said."""
+    return property(lambda whole: join(getattr(group, name) for group in whole.groups))
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    """Returns one list of what is in several."""
+    return list(itertools.chain.from_iterable(lists))
+
+
 class GroupPlan:
     """One step of several data-parallel groups, each with its own plan, empty where it has nothing to do.
 
@@ -92,33 +105,13 @@ class GroupPlan:
     def __init__(self, groups: list[StepPlan]) -> None:
         self.groups = groups
 
-    @property
-    def decodes(self) -> list[Sequence]:
-        return [s for plan in self.groups for s in plan.decodes]
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        return [chunk for plan in self.groups for chunk in plan.chunks]
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [s for plan in self.groups for s in plan.sequences]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(plan.num_tokens for plan in self.groups)
-
-    @property
-    def chunk_tokens(self) -> int:
-        return sum(plan.chunk_tokens for plan in self.groups)
-
-    @property
-    def preempted(self) -> int:
-        return sum(plan.preempted for plan in self.groups)
-
-    @property
-    def idle(self) -> int:
-        return sum(plan.idle for plan in self.groups)
+    decodes: list[Sequence] = of_groups("decodes", joined)
+    chunks: list[Chunk] = of_groups("chunks", joined)
+    sequences: list[Sequence] = of_groups("sequences", joined)
+    num_tokens: int = of_groups("num_tokens")
+    chunk_tokens: int = of_groups("chunk_tokens")
+    preempted: int = of_groups("preempted")
+    idle: int = of_groups("idle")
 
 
 Plan = StepPlan | GroupPlan
