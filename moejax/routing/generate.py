@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moejax.core.checked import Among, Must, PositiveInt, Seed, Share, check
+from moejax.core.checked import Among, Checked, Must, PositiveInt, Seed, Share, check
 from moejax.core.errors import ConfigError
 from moejax.routing.capture import CapturedRequest, RoutingCapture, id_dtype
 
@@ -66,15 +66,29 @@ class _Draw(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _Shape(Checked, section="generate"):
     """Shape of a trace; rows go by request, then by position: R = requests · length."""
 
-    num_experts: int
-    top_k: int
+    num_experts: PositiveInt
+    top_k: PositiveInt
     layers: tuple[int, ...]
-    requests: int
-    prompt_len: int
-    output_len: int
+    requests: PositiveInt
+    prompt_len: PositiveInt
+    output_len: PositiveInt
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_k > self.num_experts or self.num_experts > 65_535:
+            raise ConfigError(
+                f"generate: {self.top_k} of {self.num_experts} experts a token cannot be; at most all of"
+                " them, and at most 65,535 experts"
+            )
+        choices = self.rows * len(self.layers) * self.top_k
+        if choices > MOST_CHOICES:
+            raise ConfigError(
+                f"generate: {self.rows:,} tokens in {len(self.layers)} layers with {self.top_k} experts each"
+                f" are {choices:,} choices, at most {MOST_CHOICES:,}; lower generate.requests or the lengths"
+            )
 
     @property
     def length(self) -> int:
@@ -120,7 +134,10 @@ def generate(
         ConfigError: an unknown kind or parameter, or a value out of its range.
     """
     check("generate.kind", kind, Annotated[str, Among(KINDS, "kind of trace")])
-    shape = _check_shape(num_experts, top_k, layers, requests, prompt_len, output_len)
+    given = tuple(range(layers)) if isinstance(layers, int) and not isinstance(layers, bool) else layers
+    if isinstance(given, bool) or not isinstance(given, Sequence) or not len(given):
+        raise ConfigError(f"generate.layers must be a positive number or a list of layers, got {layers!r}")
+    shape = _Shape(num_experts, top_k, tuple(given), requests, prompt_len, output_len)
     check("generate.seed", seed, Seed)
     chosen = check_params(kind, params)
     rng = np.random.default_rng(seed)
@@ -128,37 +145,6 @@ def generate(
     settings = {"kind": kind, **chosen, "seed": seed, "requests": requests}
     settings |= {"prompt_len": prompt_len, "output_len": output_len}
     return _arrange(shape, draw, {"generator": settings})
-
-
-def _check_shape(
-    num_experts: Any, top_k: Any, layers: Any, requests: Any, prompt_len: Any, output_len: Any
-) -> _Shape:
-    """Raises ConfigError for a number that is none, or is too small, or numbers that do not go together."""
-    numbers = {
-        "num_experts": num_experts, "top_k": top_k, "requests": requests, "prompt_len": prompt_len,
-        "output_len": output_len,
-    }  # fmt: skip
-    for name, value in numbers.items():
-        check(f"generate.{name}", value, PositiveInt)
-    if top_k > num_experts or num_experts > 65_535:
-        raise ConfigError(
-            f"generate: {top_k} of {num_experts} experts a token cannot be; at most all of them, and at most"
-            " 65,535 experts"
-        )
-    given = tuple(range(layers)) if isinstance(layers, int) and not isinstance(layers, bool) else layers
-    if isinstance(given, bool) or not isinstance(given, Sequence) or not len(given):
-        raise ConfigError(f"generate.layers must be a positive number or a list of layers, got {layers!r}")
-    shape = _Shape(
-        int(num_experts), int(top_k), tuple(int(layer) for layer in given), int(requests), int(prompt_len),
-        int(output_len),
-    )  # fmt: skip
-    choices = shape.rows * len(shape.layers) * shape.top_k
-    if choices > MOST_CHOICES:
-        raise ConfigError(
-            f"generate: {shape.rows:,} tokens in {len(shape.layers)} layers with {top_k} experts each are"
-            f" {choices:,} choices, at most {MOST_CHOICES:,}; lower generate.requests or the lengths"
-        )
-    return shape
 
 
 def check_params(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
