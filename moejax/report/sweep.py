@@ -1,11 +1,9 @@
 """A sweep's jobs side by side: rows, a table, and plots chosen by what was swept.
 
 Two axes of numbers give heat maps, one gives lines, names give bars. `sweep_figure` and `sweep_rows` take
-what `sweep.json` holds, or a sweep's folder by `load_sweep`. No JAX here.
+what `sweep.json` holds. No JAX here.
 """
 
-import dataclasses
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,7 +26,7 @@ from moejax.results.machine import has_same_roof, is_share_of_roof
 from moejax.results.metric_names import lower_is_better, short_name
 from moejax.results.metrics import is_number, objectives
 from moejax.results.result import load_result
-from moejax.results.sweep import job_rows, read_sweep, swept_keys
+from moejax.results.sweep import swept_keys
 
 Row = dict[str, Any]
 Metrics = Sequence[tuple[str, str]]
@@ -52,16 +50,6 @@ _METRICS = {
     ),
 }  # fmt: skip
 _MOST_METRICS, _PLOTTED, _MOST_PANELS = 6, 3, 4
-
-
-def load_sweep(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """`sweep.json`'s content with the rows of the jobs as they are now, also of one that still runs or was
-    killed.
-
-    Raises:
-        ConfigError: the folder is none of a sweep.
-    """
-    return dataclasses.asdict(dataclasses.replace(read_sweep(folder), jobs=job_rows(Path(folder))))
 
 
 def sweep_rows(sweep: Mapping[str, Any]) -> list[Row]:

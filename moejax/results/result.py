@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, os_errors
 from moejax.core.files import atomic_write_text, dump_json, shown_path, to_jsonable
 from moejax.results.metric_names import JUDGED
 from moejax.results.metrics import RequestRecord, record_row
@@ -131,12 +131,10 @@ def print_ending(experiment: str, folder: Path, metrics: Mapping[str, Any]) -> N
 
 
 def _read(path: Path) -> str:
-    try:
+    if not path.exists():
+        raise ConfigError(f"no result at {path}: no such file")
+    with os_errors(ConfigError, f"cannot read {path}"):
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"no result at {path}: {error.strerror}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def load_result(path: str | os.PathLike[str]) -> Result:

@@ -134,10 +134,7 @@ def cliffs_delta(values: ArrayLike, baseline: ArrayLike) -> float:
     """Effect size in [-1, 1]: how much more often a sample of `values` is above one of `baseline` than below
     (Cliff, Psychological Bulletin 114, 1993). 0: the two cannot be told apart; 1 and -1: they do not overlap.
     Unlike a standardised difference it needs no normal distribution and one slow sample does not move it."""
-    top, bottom = _samples(values), np.sort(_samples(baseline))
-    below = np.searchsorted(bottom, top, side="left").sum()
-    above = bottom.size * top.size - np.searchsorted(bottom, top, side="right").sum()
-    return float((below - above) / (top.size * bottom.size))
+    return float(np.sign(np.subtract.outer(_samples(values), _samples(baseline))).mean())
 
 
 def sign_effect(values: ArrayLike, baseline: ArrayLike) -> float:

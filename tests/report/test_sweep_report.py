@@ -1,5 +1,6 @@
 """A sweep's rows, table and plots: which axes, which metrics, which kind of plot."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -13,14 +14,13 @@ from moejax.core.errors import ConfigError
 from moejax.report.sweep import (
     axes_of,
     best_lines,
-    load_sweep,
     metrics_of,
     report_sweep,
     sweep_figure,
     sweep_rows,
     sweep_table,
 )
-from moejax.results.sweep import JobRecord, SweepRecord, write_job, write_sweep
+from moejax.results.sweep import JobRecord, SweepRecord, job_rows, read_sweep, write_job, write_sweep
 
 
 def job(number: int, overrides: dict[str, Any], cases: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def test_report_of_a_folder(tmp_path: Path) -> None:
               "config": {"model": {"name": "tiny"}}, "provenance": {}}  # fmt: skip
     (tmp_path / "0" / "result.json").write_text(json.dumps(result))
     write_sweep(tmp_path, SweepRecord("latency", ["-m"]))
-    sweep = load_sweep(tmp_path)
+    sweep = dataclasses.asdict(dataclasses.replace(read_sweep(tmp_path), jobs=job_rows(tmp_path)))
     assert [row["state"] for row in sweep["jobs"]] == ["finished", "failed", "unfinished"]
     console = Console(width=100, record=True, file=io.StringIO())
     (plot,) = report_sweep(sweep, tmp_path, console=console)
@@ -158,4 +158,4 @@ def test_report_of_a_folder(tmp_path: Path) -> None:
 
 def test_no_sweep(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it has no sweep\.json"):
-        load_sweep(tmp_path)
+        read_sweep(tmp_path)
