@@ -86,6 +86,7 @@ class FakeLLM:
         self.ledger = CompileLedger()
         self.resolutions = [Resolution("engine.platform", "cpu", "a fake")]
         self.on_step: Callable[[StepRecord], None] | None = None
+        self.engine = self  # whose `on_step` a backend sets
         self.warmups: list[dict[str, Any]] = []
         self.submitted: list[tuple[list[int], SamplingParams, float | None]] = []
         self.aborted: list[str] = []
