@@ -195,12 +195,13 @@ def case_notes(result: Mapping[str, Any]) -> str:
     are of."""
     rows, texts = result["cases"], []
     for name in ("ttft", "tpot", "itl"):
-        counts = [row[f"{name}_samples"] for row in rows if row.get(f"{name}_samples")]
+        counts = [int(row[f"{name}_samples"]) for row in rows if row.get(f"{name}_samples")]
         ends = sorted({min(counts), max(counts)}) if counts else []
         texts += [f"{name.upper()} {' to '.join(map(number, ends))}"] if ends else []
     goal, samples = objectives(result), ", ".join(texts)
     text = f"\ngood: requests with {goal}" if goal else ""
-    return text + (f"\nvalues a row: {samples}; max: of under 100, which have no p99" if samples else "")
+    of = "round" if "variants" in result else "row"
+    return text + (f"\nvalues a {of}: {samples}; max: of under 100, which have no p99" if samples else "")
 
 
 def roof_cell(row: Mapping[str, Any], key: str = "roofline_percent") -> Any:

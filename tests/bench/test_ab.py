@@ -115,6 +115,7 @@ def test_a_difference_is_found_through_a_drift_that_would_hide_it(tmp_path, caps
     assert result["experiment"] == "latency_ab" and len(result["cases"]) == 6
     assert {row["outcome"] for row in result["case_verdicts"]} == {"worse"}
     text = capsys.readouterr().err
+    assert "values a round: TTFT 1 to 2, TPOT 1 to 2, ITL 4 to " in text
     assert "TPOT p50 (ms): b is slower than a by 1.0" in text and "control: a second engine of a" in text
     files = {path.name for path in tmp_path.iterdir()}
     assert {"result.json", "requests.jsonl", "ratios.png", "rounds.png"} <= files
