@@ -53,7 +53,7 @@ def run_title(result: Mapping[str, Any]) -> str:
 
 def case_label(case: Mapping[str, Any], separator: str = "\n", *, named: bool = False) -> str:
     """Batch, prompt and output length of a case, behind its backend's name if `named`."""
-    names = (("batch", "batch_size"), ("in", "prompt_len"), ("out", "output_len"))
+    names = (("bs", "batch_size"), ("in", "prompt_len"), ("out", "output_len"))
     parts = [f"{short}={case[name]}" for short, name in names if case.get(name) is not None]
     return separator.join([str(case.get("backend", "moejax")), *parts] if named else parts)
 

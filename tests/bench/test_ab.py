@@ -246,7 +246,7 @@ def test_two_results_compare_variant_by_variant(tmp_path):
         run(tmp_path / name, backends, config={"seed": int(factor)})
     found = compare([tmp_path / "one", tmp_path / "two"], floor=0.0)
     labels = [verdict.trial.case for verdict in found.verdicts if verdict.trial.metric == "median_tpot_ms"]
-    assert labels[0] == "a batch=1 in=4 out=5" and len(labels) == 6
+    assert labels[0] == "a bs=1 in=4 out=5" and len(labels) == 6
     assert all(verdict.outcome == "worse" for verdict in found.verdicts)
 
 

@@ -161,7 +161,7 @@ def test_cases_are_matched_by_what_they_ask_and_the_rest_is_named(tmp_path):
     found = compare(paths)
     assert {verdict.trial.case for verdict in found.verdicts} == {None} and not found.case_verdicts
     assert found.verdicts[0].trial.base == pytest.approx(10.0, rel=0.05)  # the batch of 4 of both
-    assert found.notes == ("only in A: batch=1 in=8 out=5", "only in B: batch=16 in=8 out=5")
+    assert found.notes == ("only in A: bs=1 in=8 out=5", "only in B: bs=16 in=8 out=5")
     assert "workload" not in found.blocked["B"]  # the case that both have is the same
     # Prompts from a file may be others under the same name.
     filed = changed(workload, workload__prompts_file="p.jsonl")
@@ -372,13 +372,13 @@ def test_runs_without_requests_keep_their_values_and_get_no_verdict(tmp_path):
     found = compare([latency_run(tmp_path / "a"), latency_run(tmp_path / "b", requests=False)])
     assert not found.verdicts and "B: no requests.jsonl: nothing to judge latencies by" in found.notes
     rows = [row for row in found.metrics if row.name == "median_tpot_ms"]
-    assert [row.case for row in rows] == ["batch=1 in=8 out=5", "batch=4 in=8 out=5"]
+    assert [row.case for row in rows] == ["bs=1 in=8 out=5", "bs=4 in=8 out=5"]
     assert all(row.ratios[0] == 1.0 and row.ratios[1] is not None for row in rows)
     # No latency is of both cases; the values that each case has are in every form of the outcome.
     assert not any(row.name.endswith("_ms") and row.case is None for row in found.metrics)
-    label = "median_tpot_ms [batch=4 in=8 out=5]"
+    label = "median_tpot_ms [bs=4 in=8 out=5]"
     assert found.to_dict()["metrics"][label]["ratios"] == list(rows[1].ratios)
-    assert label in render_report(found.runs, found) and "batch=4 in=8 out=5" in text_of(found)
+    assert label in render_report(found.runs, found) and "bs=4 in=8 out=5" in text_of(found)
     assert "no verdict: nothing of B was measured repeatedly" in "\n".join(found.lines())
 
 

@@ -73,7 +73,7 @@ def test_distributions_are_exact_quantiles_and_bounded() -> None:
     columns, rows = found["ttft_cdf"]
     assert columns == ["milliseconds", "share", "case"]
     assert rows[0][:2] == [1.0, 0.0] and rows[50][:2] == [5.5, 0.5] and rows[-1][:2] == [10.0, 1.0]
-    assert rows[0][2] == "continuous batch=4 in=8 out=2"
+    assert rows[0][2] == "continuous bs=4 in=8 out=2"
     assert "tpot_cdf" not in found and len(found["itl_cdf"][1]) == 101
     many = result(cases=[{"batch_size": i} for i in range(50)])
     assert all(len(rows) <= 1000 for _, rows in cdf_tables(many, requests(500, 4, cases=50)).values())

@@ -17,7 +17,7 @@ from moejax.results.metrics import statistic_of
 Values = NDArray[np.float64]
 Rows = Sequence[Mapping[str, Any]]
 
-_SHORT = {"batch_size": "batch", "prompt_len": "in", "output_len": "out", "request_rate": "rate"}
+_SHORT = {"batch_size": "bs", "prompt_len": "in", "output_len": "out", "request_rate": "rate"}
 _MODES = ("variant", "backend", "batching")
 
 
@@ -195,7 +195,7 @@ def cases_apart(base: Cases, other: Cases) -> str:
 
 
 def case_name(fields: Mapping[str, Any]) -> str:
-    """Such as `batch=8 in=64 out=32` or `continuous rate=8`."""
+    """Such as `bs=8 in=64 out=32` or `continuous rate=8`."""
     parts = []
     for name, value in fields.items():
         shown = f"{value:g}" if isinstance(value, float) else str(value)
