@@ -31,7 +31,8 @@ from moejax.nn.param import specs
 from moejax.perf.memory import device_memory, largest
 from moejax.perf.sizes import DTYPE_BYTES
 
-_SECTIONS = ("workload", "ramp", "ab", "stress", "quantization", "scaling", "generate", "dashboard")
+_SECTIONS = ("workload", "ramp", "ab", "stress", "quantization", "scaling", "program", "generate",
+             "dashboard")  # fmt: skip
 _COMMON = ("seed", "overwrite", "verbose", "objective", "objective_case")
 _ROW_BYTES, _TOKEN_BYTES, _PLOTS_BYTES = 180, 21, 5e5  # requests.jsonl; plots and result.json
 

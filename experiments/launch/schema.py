@@ -13,6 +13,7 @@ from moejax.bench.backends.config import BackendSection
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.objective import ObjectiveCase, check_objective
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
+from moejax.bench.program.config import ProgramSection
 from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.ramp.config import RampConfig
 from moejax.bench.routing.config import RoutingSelection, needs_model
@@ -225,6 +226,23 @@ class ProfileConfig(InferenceSections):
     workload: ProfileWorkload = field(default_factory=ProfileWorkload)
     profile: ProfileSection = field(default_factory=ProfileSection)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+@dataclass(frozen=True)
+class ProgramConfig(InferenceSections):
+    """`python -m experiments.program`
+
+    Attributes:
+        target: "a100", "h100", or a file that describes a device (`moejax/assets/targets/`).
+    """
+
+    target: str = "a100"
+    program: ProgramSection = field(default_factory=ProgramSection)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._refuse_capture("program")
 
 
 @dataclass(frozen=True)

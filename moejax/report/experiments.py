@@ -71,6 +71,10 @@ EXPERIMENTS: Mapping[str, Report] = {
     "scaling": Report(
         "scaling:print_scaling", {"scaling": "scaling:layouts_plot", "routing": "scaling:routed_plot"}
     ),
+    "program": Report(
+        "program:print_program",
+        {"launches": "program:launches_plot", "memory": "program:memory_plot"},
+    ),
     "routing": Report(
         "routing_tables:print_routing",
         {

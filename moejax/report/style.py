@@ -45,6 +45,8 @@ def run_title(result: Mapping[str, Any]) -> str:
     if result.get("experiment") == "scaling":
         measured = any(row.get("cpu_decode_ms") for row in result.get("cases") or ())
         device = f"modelled {result['hardware']['kind']}{f', CPU: {device}' if measured else ''}"
+    elif result.get("experiment") == "program":
+        device = f"compiled for {result['target']['devices']}x {result['target']['device']}"
     engine = (result.get("config") or {}).get("engine") or {}
     parts = [model_name(result), device, "replayed routing" if engine.get("replay_routing") else None]
     commit = commit_name(result)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 
 def coordination_client() -> Any:
     """Returns the client of JAX's coordination service: a key-value store that all processes share.
@@ -22,3 +24,8 @@ def slurm_coordinator() -> str:
     from jax._src.clusters.slurm_cluster import SlurmCluster
 
     return str(SlurmCluster.get_coordinator_address(None, None))
+
+
+def compiles_only(device: jax.Device) -> bool:
+    """Tells whether programs can be compiled for a device that is not here, and nothing can run on it."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"

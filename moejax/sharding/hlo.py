@@ -30,6 +30,10 @@ class Shape(NamedTuple):
     dims: tuple[int, ...]
 
     @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
     def nbytes(self) -> int:
         bits = _BITS.get(self.dtype)
         if bits is None:
@@ -37,7 +41,7 @@ class Shape(NamedTuple):
             if number is None:
                 raise HloError(f"HLO dtype {self.dtype!r} is not known")
             bits = int(number[1])
-        return -(-math.prod(self.dims) * bits // 8)
+        return -(-self.elements * bits // 8)
 
 
 class Branch(NamedTuple):
@@ -215,7 +219,7 @@ class _Program:
         return Collective(
             name=line.name,
             kind=kind,
-            operands=tuple(itertools.chain.from_iterable(map(_shapes, operands))),
+            operands=tuple(itertools.chain.from_iterable(map(arrays, operands))),
             group_size=size,
             axes=axes,
             op_name=_op_name(attributes),
@@ -255,7 +259,7 @@ def _operand(text: str, scope: dict[str, Line]) -> str:
         raise HloError(f"the operand {name} is not defined in its computation") from None
 
 
-def _shapes(text: str) -> list[Shape]:
+def arrays(text: str) -> list[Shape]:
     """Returns all arrays in a shape; a token or opaque value is none."""
     shapes = []
     for dtype, dims in _ARRAY.findall(text):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moejax.sharding._compat import compiles_only
 from moejax.sharding.axes import SINGLE, Axes, all_gather, psum
 from moejax.sharding.distributed import settle
 
@@ -69,12 +70,13 @@ class SingleDevice:
 
 
 class MeshDevices(SingleDevice):
-    """All devices of a mesh."""
+    """All devices of a mesh. On devices that programs are only compiled for, arrays are shapes."""
 
     def __init__(self, mesh: Mesh, axes: Axes) -> None:
         self.mesh, self.axes = mesh, axes
         self.groups = axes.size(axes.data)
         self._zeros: dict[Any, Any] = {}
+        self._compiles_only = compiles_only(mesh.devices.flat[0])
 
     @property
     def here(self) -> bool:
@@ -86,12 +88,20 @@ class MeshDevices(SingleDevice):
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, *split: Any) -> jax.Array:
         struct = self.struct(shape, dtype, *split)
+        if self._compiles_only:
+            return struct
         key = (struct.shape, struct.dtype, struct.sharding)
         if key not in self._zeros:
             self._zeros[key] = jax.jit(
                 lambda: jnp.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding
             )
         return self._zeros[key]()
+
+    def everywhere(self, x: jax.Array) -> Any:
+        """Returns an array on all devices; only its shape where they are devices to compile for."""
+        if self._compiles_only:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding())
+        return jax.device_put(x, self.sharding())
 
     def struct(self, shape: tuple[int, ...], dtype: Any, *split: Any) -> Any:
         parts = (self.axes.data or None, *(names or None for names in split))

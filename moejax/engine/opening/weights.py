@@ -18,7 +18,7 @@ from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.step.program import PagedFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
-from moejax.nn.param import OnValue, ParamSpec, initialize, specs
+from moejax.nn.param import OnValue, ParamSpec, initialize, iter_params, specs
 from moejax.nn.quantized import quantized_weights, replace_weights
 from moejax.ptq.apply import Progress, quantize_model
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
@@ -67,8 +67,9 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
     ]
     report = None
     if not fill:
-        for stage in stages:
+        for stage, place in zip(stages, resolved.places, strict=True):
             replace_weights(stage, {path: chosen.format for path, chosen in plan.weights.items()})
+            _place_shapes(stage, place)
     elif plan.calibrates:
         (model,) = stages
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
@@ -129,6 +130,14 @@ def load_stage(
     return model
 
 
+def _place_shapes(stage: Decoder, place: SingleDevice) -> None:
+    """Says of the weights without values where they would lie on a mesh."""
+    where = shardings(specs(stage), place.mesh, place.axes) if isinstance(place, MeshDevices) else {}
+    for path, param in iter_params(stage) if where else ():
+        x = param.get_value()
+        param.set_value(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[path]))
+
+
 def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> list[Resolution]:
     """Tells each quantized weight, planned or of a quantized checkpoint, what its products run on.
 
@@ -161,4 +170,4 @@ def put_tables(model: nnx.Module, place: SingleDevice) -> None:
     if isinstance(place, MeshDevices):
         for _, node in nnx.iter_graph(model):
             if isinstance(node, Placed):
-                node.set_value(jax.device_put(node[...], place.sharding()))
+                node.set_value(place.everywhere(node[...]))

@@ -131,13 +131,13 @@ class BucketRunner(ABC):
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         """Starts a step on a built batch."""
 
-    def _programs(self, key: StepKey) -> list[Program]:
+    def programs(self, key: StepKey) -> list[Program]:
         """Returns the programs of a step; none where they are compiled when it first runs."""
         return []
 
     def compile_ahead(self, keys: Iterable[StepKey]) -> None:
         """Compiles these steps, those that are new, side by side."""
-        self.ledger.compile_all([program for key in keys for program in self._programs(key)])
+        self.ledger.compile_all([program for key in keys for program in self.programs(key)])
 
     @abstractmethod
     def _copier(self, segments: int) -> Any:

@@ -133,7 +133,7 @@ class DeviceRunner(BucketRunner):
         """Returns the compiled step of a bucket."""
         return self.ledger.get(*self._program(key))
 
-    def _programs(self, key: StepKey) -> list[Program]:
+    def programs(self, key: StepKey) -> list[Program]:
         return [self._program(key)]
 
     def _program(self, key: StepKey) -> Program:

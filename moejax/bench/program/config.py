@@ -1,0 +1,43 @@
+"""The configuration of `experiments.program`. Host code on plain values."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from moejax.core.checked import Checked, Must, PositiveInt
+from moejax.core.errors import ConfigError
+
+Sampler = Literal["greedy", "sampled", "filters"]
+Microseconds = Annotated[float, Must(lambda x: x >= 0, "at least 0")]
+
+
+@dataclass(frozen=True)
+class ProgramSection(Checked, section="program"):
+    """Which steps are compiled, and what a step's modelled time assumes.
+
+    Attributes:
+        rows: rows of steps that only decode, a step each.
+        chunks: tokens of prompts in steps that have some, a step each; empty: none.
+        chunk_rows: rows that decode in those.
+        sampler: "greedy", "sampled" (temperature alone) or "filters" (top-k, top-p, min-p).
+        layers: layers to compile instead of two small numbers of them; their step is not extrapolated.
+        context_len: tokens of a sequence: in the cache, of as many as `engine.max_num_seqs` (unless
+            `engine.num_blocks` or `engine.kv_cache_memory_gb` says otherwise), and in the modelled time.
+        launch_us: microseconds that a launch costs within a command buffer.
+        launch_outside_us: outside of one.
+        keep_dumps: keep all that XLA dumps, in the run's folder.
+    """
+
+    rows: tuple[PositiveInt, ...] = (1, 8, 64)
+    chunks: tuple[PositiveInt, ...] = (512,)
+    chunk_rows: PositiveInt = 8
+    sampler: Sampler = "greedy"
+    layers: PositiveInt | None = None
+    context_len: PositiveInt = 1024
+    launch_us: Microseconds = 1.5
+    launch_outside_us: Microseconds = 4.5
+    keep_dumps: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.rows and not self.chunks:
+            raise ConfigError("program.rows and program.chunks are both empty: no step to compile")
