@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from moejax.core.hardware import byte_words
+from moejax.core.words import byte_words
 from moejax.report.figure import legend_below, new_figure
 from moejax.report.style import COLORS, nth_color
 from moejax.report.tables import Column, column_table, number, print_lines

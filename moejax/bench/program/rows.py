@@ -50,8 +50,7 @@ def row_of(
     if len(compiled) == 2:
         added = last.layers - compiled[0].layers
         per_layer = {name: (facts[1][name] - facts[0][name]) / added for name in facts[0]}
-        whole = {n: round(facts[1][n] + per_layer[n] * (L - last.layers), 6) for n in facts[1]}
-        whole = {name: int(x) if float(x).is_integer() else x for name, x in whole.items()}
+        whole = {n: plain(facts[1][n] + per_layer[n] * (L - last.layers)) for n in facts[1]}
     kernels = last.dump.kernels
     told = all(kernel.registers is not None for kernel in kernels)
     spilling = [kernel for kernel in kernels if kernel.spill_stores or kernel.spill_loads]
@@ -66,6 +65,12 @@ def row_of(
         "fits": None if memory is None else whole["peak_bytes"] <= memory,
     }  # fmt: skip
     return row | modelled(opened, last.bucket, row, section, hardware if devices == 1 else None)
+
+
+def plain(value: float) -> float:
+    """Returns a number without the rounding of differences: whole ones as integers."""
+    value = round(value, 6)
+    return int(value) if float(value).is_integer() else value
 
 
 def _facts(one: Compiled) -> dict[str, float]:
@@ -135,8 +140,8 @@ def operation_rows(compiled: Sequence[Compiled], layers: int) -> list[dict[str, 
             added = value - counts[0][name][operation]
             per_layer = added / (last.layers - compiled[0].layers) if len(compiled) == 2 else None
             row |= {
-                f"{name}_per_layer": per_layer,
-                f"{name}_per_step": value + (per_layer or 0) * (layers - last.layers),
+                f"{name}_per_layer": None if per_layer is None else plain(per_layer),
+                f"{name}_per_step": plain(value + (per_layer or 0) * (layers - last.layers)),
             }
         if row["launches_per_step"]:
             rows.append(row)
