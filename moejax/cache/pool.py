@@ -1,5 +1,6 @@
 """The cache blocks on the device, and a decoder's view of them. Who owns a block is not known here."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -124,12 +125,14 @@ class PagedCache(NamedTuple):
         return self._replace(pages=tuple(tuple(layer.segments[z] for layer in layers) for z in segments))
 
 
-class PagedLayer(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedLayer:
     """One layer's segments, as `moejax.ops.attention.LayerCache` of a flat batch: q `[N, 1, H, Dh]`."""
 
     segments: Segments
     plan: AttentionPlan | KernelPlan
-    kernels: str
+    kernels: str = dataclasses.field(metadata={"static": True})
 
     def update_and_attend(
         self,
@@ -149,9 +152,9 @@ class PagedLayer(NamedTuple):
                 q[:, 0], k[:, 0], v[:, 0], (cos[:, 0], sin[:, 0]), pages, self.plan,
                 window=window, scale=scale, implementation=self.kernels,
             )  # fmt: skip
-            return out[:, None], self._replace(segments=(pages,))
+            return out[:, None], dataclasses.replace(self, segments=(pages,))
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out, segments = paged_attention(
             q[:, 0], k[:, 0], v[:, 0], self.segments, self.plan, window=window, scale=scale
         )
-        return out[:, None], self._replace(segments=segments)
+        return out[:, None], dataclasses.replace(self, segments=segments)

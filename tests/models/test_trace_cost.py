@@ -1,4 +1,4 @@
-"""The routing trace costs nothing when it is off: what is not returned is not computed."""
+"""What tracing costs: a routing trace nothing when it is off, equal layers no more than one."""
 
 import re
 from collections import Counter
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from moejax.bench.profile.program import read_program
 from moejax.core.config import MoeConfig
+from moejax.models import decoder
 from moejax.moe import layer as layer_module
 from tests.decoding import random_model
 
@@ -34,12 +36,8 @@ def test_without_trace_the_program_is_that_of_a_model_that_has_none(tiny_config,
     off = compile_model(tiny_config, moe, return_routing=False)
     on = compile_model(tiny_config, moe, return_routing=True)
 
-    class NoTrace(tuple):
-        def __new__(cls, *_):
-            return super().__new__(cls)
-
     # A layer that neither counts nor reports.
-    monkeypatch.setattr(layer_module, "RoutingTrace", NoTrace)
+    monkeypatch.setattr(layer_module, "RoutingTrace", lambda *_: ())
     monkeypatch.setattr(layer_module, "expert_counts", lambda *_: None)
     bare = compile_model(tiny_config, moe, return_routing=False)
 
@@ -63,3 +61,50 @@ def test_asking_for_the_trace_does_not_change_the_logits(tiny_config):
     off = jax.jit(lambda s, t: nnx.merge(graph, s)(t))(state, tokens)
     on, _ = jax.jit(lambda s, t: nnx.merge(graph, s)(t, return_routing=True))(state, tokens)
     np.testing.assert_allclose(off, on, rtol=0, atol=1e-5 * float(np.abs(on).max()))
+
+
+def test_equal_layers_are_traced_and_lowered_once(tiny_config, monkeypatch):
+    """Seven layers of three kinds: the first, which has no residual; with a window; without one."""
+    windows = (None, 4, None, 4, None, 4, None)
+    config = tiny_config.replace(num_layers=7, sliding_windows=windows, moe_layers=(True,) * 7)
+    graph, state = nnx.split(decoder.Decoder(config))
+    traced, call = [], decoder.DecoderLayer.__call__
+    monkeypatch.setattr(decoder.DecoderLayer, "__call__", lambda *args: (traced.append(1), call(*args))[1])
+    for programs in (1, 2):  # no trace is another program's, which may have been made for another platform
+        run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens, return_routing=True))
+        text = run.lower(state, jax.ShapeDtypeStruct((2, 8), jnp.int32)).as_text()
+        assert len(traced) == 3 * programs
+        assert text.count("func.func private @decoder_layer") == 3
+        assert text.count("call @decoder_layer") == 7
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("execution", ["dense", "grouped"])
+def test_layers_traced_once_give_the_program_of_layers_traced_one_by_one(tiny_config, monkeypatch, execution):
+    """Operations, floating-point work, memory and bits, and the layer and operation that a profile reads."""
+    config = tiny_config.replace(num_layers=3, sliding_windows=(None,) * 3, moe_layers=(True,) * 3)
+
+    def program():
+        compiled = compile_model(config, MoeConfig(execution), return_routing=True)
+        read = read_program("", True, compiled.as_text())
+        # XLA shares a few broadcasts among layers, which are then one's or the other's.
+        places = Counter(
+            (line.opcode, place.operation, None if line.opcode == "fusion" else place.layer)
+            for name, line in read.instructions.items()
+            if line.opcode in ("dot", "fusion", "while", "custom-call") and (place := read.places[name])
+        )
+        memory = compiled.memory_analysis()
+        sizes = memory.temp_size_in_bytes, memory.output_size_in_bytes, compiled.cost_analysis()["flops"]
+        return operations(compiled), places, sizes, compiled
+
+    once = program()
+    monkeypatch.setattr(decoder, "_traced_once", lambda: decoder.DecoderLayer.__call__)
+    apart = program()
+    kept = [{name: n for name, n in side[0].items() if name != "constant"} for side in (once, apart)]
+    assert kept[0] == kept[1] and once[1:3] == apart[1:3]
+    assert {layer for *_, layer in once[1]} >= set(range(config.num_layers))
+    state = nnx.split(random_model(config, MoeConfig(execution), seed=0))[1]
+    tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    results = [jax.tree.leaves(side[3](state, tokens)) for side in (once, apart)]
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -3,6 +3,7 @@
 It is the oracle of the paged cache. Device state is this pytree, passed in donated and returned.
 """
 
+import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -59,13 +60,15 @@ class ContiguousView(NamedTuple):
         return self._replace(cache=cache)
 
 
-class ContiguousLayer(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ContiguousLayer:
     """One layer's keys and values. Implements `moejax.ops.attention.LayerCache`."""
 
     k: jax.Array
     v: jax.Array
-    phase: Phase
-    kv_cache: str = "auto"
+    phase: Phase = dataclasses.field(metadata={"static": True})
+    kv_cache: str = dataclasses.field(metadata={"static": True})
 
     def update_and_attend(
         self,
@@ -86,13 +89,14 @@ class ContiguousLayer(NamedTuple):
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         if self.phase == "prefill":
             start = (0, 0, 0, 0)
-            stored = self._replace(
+            stored = dataclasses.replace(
+                self,
                 k=jax.lax.dynamic_update_slice(self.k, k.astype(self.k.dtype), start),
                 v=jax.lax.dynamic_update_slice(self.v, v.astype(self.v.dtype), start),
             )
             return attention(q, k, v, positions, window=window, scale=scale), stored
         rows = positions[:, 0]
-        stored = self._replace(k=_write_row(self.k, k, rows), v=_write_row(self.v, v, rows))
+        stored = dataclasses.replace(self, k=_write_row(self.k, k, rows), v=_write_row(self.v, v, rows))
         out = attention(q, stored.k, stored.v, positions, window=window, scale=scale)
         return out, stored
 
