@@ -12,6 +12,9 @@ from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.stats import StepRecord
+from moejax.engine.step.bucket_runner import is_sampled
+from moejax.engine.step.program import PagedOutput
+from moejax.engine.step.sampler import Sampled
 from tests.engine.test_group_scheduler import request
 from tests.plain.fake_runner import FakeRunner
 
@@ -83,3 +86,9 @@ def test_a_request_that_comes_during_a_step_has_waited(monkeypatch: pytest.Monke
     records = served(monkeypatch, True, 4.0, 10.0, [request(0, 5, 9), request(1, 5, 3)])
     assert [record.waiting for record in records][:4] == [1, 0, 0, 1]
     assert {record.left_waiting for record in records} == {0}
+
+
+def test_gathered_tokens_can_be_read() -> None:
+    """Stages in several processes give NumPy arrays, which have no `is_ready`."""
+    gathered: Any = np.zeros(2, np.int32)
+    assert is_sampled(PagedOutput(Sampled(gathered, None, None, None, None), None, None, None))

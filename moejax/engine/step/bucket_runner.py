@@ -234,8 +234,9 @@ class BucketRunner(ABC):
 
 def is_sampled(output: PagedOutput) -> bool:
     """Tells, at once, whether a step's tokens can be read."""
-    sampled: Any = output.sampled
-    return sampled.tokens.is_ready()
+    tokens: Any = output.sampled and output.sampled.tokens
+    # What stages in several processes put out was gathered into NumPy arrays.
+    return isinstance(tokens, np.ndarray) or tokens.is_ready()
 
 
 def _of_groups(x: jax.Array, counts: Sequence[int]) -> np.ndarray:
