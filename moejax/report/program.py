@@ -8,7 +8,7 @@ from rich.console import Console
 
 from moejax.core.words import byte_words
 from moejax.report.figure import legend_below, new_figure
-from moejax.report.style import COLORS, nth_color
+from moejax.report.style import nth_color
 from moejax.report.tables import Column, column_table, number, print_lines
 
 _COLUMNS = (
@@ -16,91 +16,74 @@ _COLUMNS = (
     Column("launches\n/ layer", "launches_per_layer"),
     Column("/ step", "launches_per_step"),
     Column("outside\ngraphs", "launches_outside"),
-    Column("host\nwaits", "host_syncs"),
     Column("kernels\n(spill)", lambda r: f"{r['kernel_count']} ({number(r['kernels_with_spills'])})"),
     Column("pool\ncopies", "copies_of_pool_bytes", cell=byte_words),
     Column("f32 of\nweights", "f32_weight_copy_bytes", cell=byte_words),
     Column("temp", "temp_bytes", cell=byte_words),
-    Column("bound\nms", "bound_ms"),
-    Column("modelled\nms", "modelled_ms"),
+    Column("least\nms", "bound_ms"),
+    Column("model\nms", "modelled_ms"),
     Column("%", "modelled_bound_percent", cell="{:.0f}".format),
 )
-_COLLECTIVES = (
-    Column("rows", "bucket", left=True),
-    Column("collectives", "collectives"),
-    Column("nothing beside", "collectives_exposed"),
-    Column("sent by a device", "collective_bytes", cell=byte_words),
-)
-_MOST = 8  # kernels and buffers that are named
+_MOST = 8  # kernels that are named
 
 
 def print_program(result: Mapping[str, Any], console: Console) -> None:
     """A row a bucket; launches by operation; spills, collectives, memory; what is assumed."""
     target, rows, section = result["target"], result["cases"], result["config"]["program"]
     depth = " and ".join(str(count) for count in rows[0]["layers_compiled"])
-    whole = f"{rows[0]['layers']} layers"
-    how = f"compiled with {depth} layers, extrapolated to {whole}" if "and" in depth else f"{depth} layers"
-    console.print(
-        column_table(
-            f"Steps compiled for {target['devices']} × {target['device']} ({how})",
-            _COLUMNS,
-            rows,
-            f"rows: that decode, + prompt tokens; modelled at {section['context_len']} tokens of context,"
-            f" {section['launch_us']:g} µs a launch\n%: the bound's share of the modelled time",
-        )
+    title = f"Steps of {rows[0]['layers']} layers for {target['devices']} × {target['device']}"
+    caption = f"compiled with {depth} layers, the rest extrapolated\n" if "and" in depth else ""
+    caption += (
+        f"rows: that decode, + prompt tokens; modelled with {section['context_len']} tokens of context and"
+        f" {section['launch_us']:g} µs a launch\n%: least time / modelled time"
     )
+    console.print(column_table(title, _COLUMNS, rows, caption))
     console.print(_operations(result))
-    if any(row["collectives"] for row in rows):
-        console.print(column_table("Collectives of a step", _COLLECTIVES, rows))
-    spilling = [k for k in result["kernels"] if k["spill_stores"] or k["spill_loads"]]
-    lines = [
-        f"{k['name']} ({k['bucket']}): spills {k['spill_stores']} + {k['spill_loads']} bytes,"
-        f" {k['registers']} registers"
-        for k in spilling[:_MOST]
+    spilling = [kernel for kernel in result["kernels"] if kernel["spill_stores"] or kernel["spill_loads"]]
+    spills = [
+        f"{kernel['kernel']} ({kernel['bucket']}) spills {kernel['spill_stores']} bytes, has"
+        f" {kernel['registers']} registers"
+        for kernel in spilling
     ]
-    print_lines(console, lines, "yellow")
-    memory = [f"{row['bucket']}: {byte_words(row['peak_bytes'])}" for row in rows]
-    limit = f", of {byte_words(target['memory'])}" if target["memory"] else ""
-    warn = "yellow" if any(row["fits"] is False for row in rows) else None
-    lines = [f"memory of a device with the cache of the configuration{limit}: {'; '.join(memory)}"]
-    seconds = [f"{row['bucket']}: {row['trace_s']:.0f} + {row['lower_s']:.0f} s" for row in rows]
-    print_lines(console, lines, warn)
-    print_lines(console, [f"tracing + lowering on this machine, all layers: {'; '.join(seconds)}"])
-    print_lines(console, [f"note: {note}" for note in result["notes"]])
+    print_lines(console, spills[:_MOST], "yellow")
+    waits = [f"{r['bucket']}: the host waits {r['host_syncs']} times" for r in rows if r["host_syncs"]]
+    print_lines(console, waits, "yellow")
+    collectives = [
+        f"{row['bucket']}: {row['collectives']} collectives of {byte_words(row['collective_bytes'])};"
+        f" {row['collectives_exposed']} have nothing beside them"
+        for row in rows
+        if row["collectives"]
+    ]
+    print_lines(console, collectives)
+    memory = ", ".join(f"{row['bucket']}: {byte_words(row['peak_bytes'])}" for row in rows)
+    seconds = ", ".join(f"{row['bucket']}: {row['trace_s']:.0f} + {row['lower_s']:.0f} s" for row in rows)
+    lines = [f"memory of a device, of {byte_words(target['memory'])}: {memory}"]
+    lines += [f"tracing + lowering, here: {seconds}", *(f"note: {note}" for note in result["notes"])]
+    print_lines(console, lines)
 
 
 def _operations(result: Mapping[str, Any]) -> Any:
-    """Returns the table of launches by operation: of a layer, or of the step where there is no difference."""
-    buckets = [row["bucket"] for row in result["cases"]]
-    extrapolated = len(result["cases"][0]["layers_compiled"]) == 2
-    key = "launches_per_layer" if extrapolated else "launches_per_step"
-    by_operation: dict[str, dict[str, Any]] = {}
+    """Returns the table of launches by operation: of a layer, where that is known, and of the step."""
+    lines: dict[str, dict[str, Any]] = {}
     for row in result["operations"]:
-        line = by_operation.setdefault(row["operation"], {"operation": row["operation"]})
-        line[row["bucket"]] = row[key]
-        line[f"once {row['bucket']}"] = row["launches_per_step"]
-    columns = [Column("operation", "operation", left=True)]
-    columns += [Column(f"rows\n{bucket}", bucket) for bucket in buckets]
-    if extrapolated:
-        columns += [Column(f"step\n{bucket}", f"once {bucket}") for bucket in buckets]
-    title = "Launches by operation, of a layer and of the step" if extrapolated else "Launches by operation"
-    return column_table(title, columns, list(by_operation.values()))
+        line = lines.setdefault(row["operation"], {"operation": row["operation"]})
+        line[f"layer {row['bucket']}"] = row.get("launches_per_layer")
+        line[f"step {row['bucket']}"] = row["launches"]
+    names = [f"{part} {row['bucket']}" for part in ("layer", "step") for row in result["cases"]]
+    columns = [Column("operation", "operation", left=True), *(Column(n.replace(" ", "\n"), n) for n in names)]
+    return column_table("Launches by operation: of a layer, of the step", columns, list(lines.values()))
 
 
 def launches_plot(result: Mapping[str, Any]) -> Figure | None:
     """Launches of each bucket's step, stacked by operation."""
     buckets = [row["bucket"] for row in result["cases"]]
-    counts = {(row["bucket"], row["operation"]): row["launches_per_step"] for row in result["operations"]}
-    names = list(dict.fromkeys(row["operation"] for row in result["operations"]))
+    counts = {(row["operation"], row["bucket"]): row["launches"] for row in result["operations"]}
     figure, (axis,) = new_figure("Launches of a step by operation", result, 7.5, 4.8)
     bottom = [0.0] * len(buckets)
-    for number_, name in enumerate(names):
-        values = [counts.get((bucket, name), 0) for bucket in buckets]
-        hatch = "//" if number_ >= len(COLORS) else None
-        axis.bar(range(len(buckets)), values, 0.6, bottom=bottom, label=name, hatch=hatch,
-                 color=nth_color(number_), edgecolor="white")  # fmt: skip
+    for index, name in enumerate(dict.fromkeys(operation for operation, _ in counts)):
+        values = [counts.get((name, bucket), 0) for bucket in buckets]
+        axis.bar(buckets, values, 0.6, bottom=bottom, label=name, color=nth_color(index), edgecolor="white")
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    axis.set_xticks(range(len(buckets)), buckets)
     axis.set_xlabel("rows + prompt tokens")
     legend_below(figure, [axis])
     return figure
@@ -108,19 +91,19 @@ def launches_plot(result: Mapping[str, Any]) -> Figure | None:
 
 def memory_plot(result: Mapping[str, Any], programs: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Temporary memory over each program's schedule, with the largest values at its peak."""
-    figure, axes = new_figure(
-        "Temporary memory over the schedule", result, 9, 2.6 * len(programs), len(programs)
-    )  # fmt: skip
+    title, count = "Temporary memory over the schedule", len(programs)
+    figure, axes = new_figure(title, result, 9, 2.6 * count, count)
     for axis, program in zip(axes, programs, strict=True):
         use = [size / 1e6 for size in program["temporary_bytes"]]
-        axis.fill_between(range(len(use)), use, step="post", color=COLORS[0], alpha=0.6)
+        axis.fill_between(range(len(use)), use, step="post", color=nth_color(0), alpha=0.6)
         axis.axhline(program["memory"]["temp"] / 1e6, color="#444444", linewidth=1, linestyle="--")
-        alive = program["alive_at_peak"][:3]
-        text = "\n".join(
-            f"{b['operation'] or '?'}: {b['shape'].split('{')[0]}, {byte_words(b['size'])}" for b in alive
-        )
-        axis.annotate(f"peak:\n{text}", (0.01, 0.95), xycoords="axes fraction", va="top", fontsize=7)
-        axis.set_ylabel("MB")
+        alive = [
+            f"{value['operation']}: {value['shape'].split('{')[0]}, {byte_words(value['size'])}"
+            for value in program["alive_at_peak"][:3]
+        ]
+        text = "\n".join(["at the peak:", *alive])
+        axis.annotate(text, (0.01, 0.95), xycoords="axes fraction", va="top", fontsize=7)
         axis.set_title(f"{program['bucket']} ({program['layers']} layers; dashed: as allocated)", fontsize=9)
+        axis.set_ylabel("MB")
     axes[-1].set_xlabel("instruction of the schedule")
     return figure

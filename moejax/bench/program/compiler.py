@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from moejax.core.errors import ConfigError, DeviceError
-from moejax.core.hardware import detect
 
 FOLDER = "MOEJAX_GPU_COMPILER"
 """The environment variable that names the plugin's folder."""
 
 TARGETS = {"a100": "a100_sxm_80gb", "h100": "h100_sxm"}
-DEVICE_COUNTS = (1, 2, 4, 8)
 
 OPTIONS = {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_text": True}
 """Options of each compilation. Autotuning would time candidates on the GPU."""
@@ -58,7 +56,7 @@ def describe(target: str) -> str:
         raise ConfigError(
             f"target={target}: neither of {', '.join(TARGETS)} nor a file with a device's description ({why})"
         ) from None
-    for field in ("gpu_device_info", "cuda_compute_capability", "device_description_str"):
+    for field in ("gpu_device_info", "device_memory_size", "device_description_str"):
         if field not in text:
             raise ConfigError(f"target={target}: {field} is missing; see {_DESCRIPTIONS} for examples")
     return text
@@ -68,12 +66,6 @@ def device_name(description: str) -> str:
     """Returns the device's own name, such as "NVIDIA A100-SXM4-80GB"."""
     named = re.search(r'device_description_str:\s*"([^"]*)"', description)
     return named[1] if named else "?"
-
-
-def kind_of(description: str) -> str | None:
-    """Returns the kind of `moejax.core.hardware.KNOWN` that a description is of, if any."""
-    kind = detect(device_name(description))
-    return None if kind == "cpu" else kind
 
 
 def environment(folder: Path) -> dict[str, str]:

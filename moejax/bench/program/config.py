@@ -1,12 +1,16 @@
 """The configuration of `experiments.program`. Host code on plain values."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
-from moejax.core.checked import Checked, Must, PositiveInt
+from moejax.core.checked import Among, Checked, Must, PositiveInt
 from moejax.core.errors import ConfigError
+from moejax.engine.step.sampler import SamplerMode
 
-Sampler = Literal["greedy", "sampled", "filters"]
+MODES = {
+    "greedy": SamplerMode(), "sampled": SamplerMode(greedy=False),
+    "filters": SamplerMode(greedy=False, filters=True),
+}  # fmt: skip
 Microseconds = Annotated[float, Must(lambda x: x >= 0, "at least 0")]
 
 
@@ -20,8 +24,8 @@ class ProgramSection(Checked, section="program"):
         chunk_rows: rows that decode in those.
         sampler: "greedy", "sampled" (temperature alone) or "filters" (top-k, top-p, min-p).
         layers: layers to compile instead of two small numbers of them; their step is not extrapolated.
-        context_len: tokens of a sequence: in the cache, of as many as `engine.max_num_seqs` (unless
-            `engine.num_blocks` or `engine.kv_cache_memory_gb` says otherwise), and in the modelled time.
+        context_len: tokens of a sequence, in the modelled time and in the cache, which has room for
+            `engine.max_num_seqs` of them unless `engine.num_blocks` says otherwise.
         launch_us: microseconds that a launch costs within a command buffer.
         launch_outside_us: outside of one.
         keep_dumps: keep all that XLA dumps, in the run's folder.
@@ -30,7 +34,7 @@ class ProgramSection(Checked, section="program"):
     rows: tuple[PositiveInt, ...] = (1, 8, 64)
     chunks: tuple[PositiveInt, ...] = (512,)
     chunk_rows: PositiveInt = 8
-    sampler: Sampler = "greedy"
+    sampler: Annotated[str, Among(MODES, "sampler")] = "greedy"
     layers: PositiveInt | None = None
     context_len: PositiveInt = 1024
     launch_us: Microseconds = 1.5

@@ -1,6 +1,5 @@
 """From two compiled depths of a model to a row for the whole: counts and bytes by layer, a modelled time."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -30,65 +29,59 @@ def layer_counts(model: ModelConfig, least: int = 2) -> tuple[int, ...]:
 
 
 def row_of(
-    compiled: Sequence[Compiled],
-    opened: Opened,
-    section: ProgramSection,
-    hardware: Hardware | None,
-    devices: int,
-    memory: float | None,
+    compiled: Sequence[Compiled], opened: Opened, section: ProgramSection, hardware: Hardware | None
 ) -> dict[str, Any]:
-    """Returns a bucket's row of `cases`.
-
-    Args:
-        compiled: of rising numbers of layers: one, the whole model, or two to extrapolate from.
-        opened: the whole model's engine.
-        memory: bytes of a device of the target.
-    """
-    L, last = opened.config.num_layers, compiled[-1]
-    facts = [_facts(one) for one in compiled]
-    per_layer, whole = {}, dict(facts[-1])
-    if len(compiled) == 2:
-        added = last.layers - compiled[0].layers
-        per_layer = {name: (facts[1][name] - facts[0][name]) / added for name in facts[0]}
-        whole = {n: plain(facts[1][n] + per_layer[n] * (L - last.layers)) for n in facts[1]}
-    kernels = last.dump.kernels
-    told = all(kernel.registers is not None for kernel in kernels)
-    spilling = [kernel for kernel in kernels if kernel.spill_stores or kernel.spill_loads]
+    """Returns a bucket's row of `cases`, from one program of all layers or two to extrapolate from."""
+    last, kernels = compiled[-1], {launch.kernel: launch for launch in compiled[-1].dump.launches}.values()
+    spills = [(k.spill_stores or 0) + (k.spill_loads or 0) for k in kernels if k.registers]
+    per_layer, whole = extrapolate([_facts(one) for one in compiled], compiled, opened.config.num_layers)
     row: dict[str, Any] = {
         "bucket": last.bucket.name, "decode_rows": last.bucket.rows, "chunk_tokens": last.bucket.tokens,
-        "num_devices": devices, "layers": L, "layers_compiled": [one.layers for one in compiled],
+        "layers_compiled": [one.layers for one in compiled],
         "launches_per_layer": per_layer.get("launches_per_step"), **whole,
-        "kernel_count": len(kernels), "kernels_with_spills": len(spilling) if told else None,
-        "spill_bytes": sum((k.spill_stores or 0) + (k.spill_loads or 0) for k in kernels) if told else None,
-        "most_registers": max((k.registers or 0 for k in kernels), default=0) if told else None,
+        "kernel_count": len(kernels),
+        "kernels_with_spills": sum(map(bool, spills)) if spills else None,
+        "spill_bytes": sum(spills) if spills else None,
         "command_buffers": last.dump.command_buffers, "host_syncs": last.dump.host_syncs,
-        "fits": None if memory is None else whole["peak_bytes"] <= memory,
     }  # fmt: skip
-    return row | modelled(opened, last.bucket, row, section, hardware if devices == 1 else None)
+    return row | modelled(opened, last.bucket, row, section, hardware)
 
 
-def plain(value: float) -> float:
-    """Returns a number without the rounding of differences: whole ones as integers."""
-    value = round(value, 6)
-    return int(value) if float(value).is_integer() else value
+def extrapolate(
+    facts: Sequence[Mapping[str, float]], compiled: Sequence[Compiled], layers: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns what a layer adds to each figure of the programs, and the figures of so many layers. With one
+    program nothing is known of a layer, and the figures are its own."""
+    if len(facts) == 1:
+        return {}, dict(facts[0])
+    (first, last), added = facts, compiled[1].layers - compiled[0].layers
+    per_layer = {name: (last[name] - first[name]) / added for name in last}
+    whole = {name: last[name] + per_layer[name] * (layers - compiled[1].layers) for name in last}
+    return _plain(per_layer), _plain(whole)
+
+
+def _plain(values: Mapping[str, float]) -> dict[str, float]:
+    """Returns whole numbers as integers."""
+    return {name: int(value) if float(value).is_integer() else value for name, value in values.items()}
 
 
 def _facts(one: Compiled) -> dict[str, float]:
     """Returns what grows by layers."""
-    dump, memory = one.dump, one.memory
+    launches, memory = one.dump.launches, one.memory
+    collectives = [launch for launch in launches if launch.beside is not None]
     return {
-        "launches_per_step": len(dump.launches),
-        "launches_outside": sum(not launch.captured for launch in dump.launches),
-        "copies": sum(launch.kind == "kCopy" for launch in dump.launches),
-        "copies_of_pool_bytes": dump.pool_copies,
-        "f32_weight_copy_bytes": dump.f32_copies,
-        "passed_bytes": sum(launch.passed_bytes for launch in dump.launches),
+        "launches_per_step": len(launches),
+        "launches_outside": sum(not launch.captured for launch in launches),
+        "copies": sum(launch.kind == "kCopy" for launch in launches),
+        "copies_of_pool_bytes": one.dump.pool_copies,
+        "f32_weight_copy_bytes": one.dump.f32_copies,
+        "passed_bytes": sum(launch.passed_bytes for launch in launches),
         "temp_bytes": memory["temp"],
         "peak_bytes": memory["argument"] + memory["temp"] + memory["output"] - memory["alias"],
-        "donated_bytes": dump.donated,
-        "collectives": len(dump.collectives),
-        "collectives_exposed": sum(not collective.between for collective in dump.collectives),
-        "collective_bytes": sum(collective.bytes for collective in dump.collectives),
+        "donated_bytes": one.dump.donated_bytes,
+        "collectives": len(collectives),
+        "collectives_exposed": sum(not launch.beside for launch in collectives),
+        "collective_bytes": sum(launch.read_bytes for launch in collectives),
         **{f"{name}_s": seconds for name, seconds in one.seconds.items()},
     }
 
@@ -96,18 +89,18 @@ def _facts(one: Compiled) -> dict[str, float]:
 def modelled(
     opened: Opened, bucket: Bucket, row: Mapping[str, Any], section: ProgramSection, hardware: Hardware | None
 ) -> dict[str, float | None]:
-    """Returns a step's bound and its modelled time: each operation's own bound in turn, values between
-    kernels written and read at full bandwidth, and a cost for each launch. None without known peaks."""
-    names = ("bound_ms", "modelled_ms", "modelled_bound_percent")
-    dtype = opened.config.dtype
-    if hardware is None or not hardware.bandwidth or dtype not in hardware.flops:
-        return dict.fromkeys(names)
-    least = bounds(by_operation(step_costs(opened, bucket, section.context_len)), hardware, dtype)
-    outside = row["launches_outside"]
-    launching = (row["launches_per_step"] - outside) * section.launch_us + outside * section.launch_outside_us
-    seconds = least.in_turn + row["passed_bytes"] / hardware.bandwidth + launching / 1e6
-    values = (1e3 * least.whole.seconds, 1e3 * seconds, 100 * least.whole.seconds / seconds)
-    return dict(zip(names, values, strict=True))
+    """Returns the bytes that a step must move, its bound and its modelled time: operations' own bounds in
+    turn, values between kernels at full bandwidth, and a cost for each launch. None without known peaks."""
+    dtype, ops = opened.config.dtype, step_costs(opened, bucket, section.context_len)
+    times: dict[str, float | None] = dict.fromkeys(("bound_ms", "modelled_ms", "modelled_bound_percent"))
+    if hardware is not None and hardware.bandwidth and dtype in hardware.flops:
+        least, outside = bounds(by_operation(ops), hardware, dtype), row["launches_outside"]
+        within = row["launches_per_step"] - outside
+        launching = (within * section.launch_us + outside * section.launch_outside_us) / 1e6
+        seconds = least.in_turn + row["passed_bytes"] / hardware.bandwidth + launching
+        percent = 100 * least.whole.seconds / seconds
+        times = dict(zip(times, (1e3 * least.whole.seconds, 1e3 * seconds, percent), strict=True))
+    return {"least_bytes": total(ops).bytes, **times}
 
 
 def step_costs(opened: Opened, bucket: Bucket, context: int) -> list[OpCost]:
@@ -125,26 +118,14 @@ def step_costs(opened: Opened, bucket: Bucket, context: int) -> list[OpCost]:
 
 def operation_rows(compiled: Sequence[Compiled], layers: int) -> list[dict[str, Any]]:
     """Returns launches and bytes by operation, of a layer in the mean and of the whole step."""
-    counts: list[dict[str, Counter[str]]] = []
-    for one in compiled:
-        sums: dict[str, Counter[str]] = {"launches": Counter(), "passed_bytes": Counter()}
-        for launch in one.dump.launches:
-            sums["launches"][launch.operation or "other"] += 1
-            sums["passed_bytes"][launch.operation or "other"] += launch.passed_bytes
-        counts.append(sums)
-    rows, last = [], compiled[-1]
-    for operation in (*OPERATIONS, "other") if "other" not in OPERATIONS else OPERATIONS:
-        row: dict[str, Any] = {"bucket": last.bucket.name, "operation": operation}
-        for name in ("launches", "passed_bytes"):
-            value = counts[-1][name][operation]
-            added = value - counts[0][name][operation]
-            per_layer = added / (last.layers - compiled[0].layers) if len(compiled) == 2 else None
-            row |= {
-                f"{name}_per_layer": None if per_layer is None else plain(per_layer),
-                f"{name}_per_step": plain(value + (per_layer or 0) * (layers - last.layers)),
-            }
-        if row["launches_per_step"]:
-            rows.append(row)
+    rows = []
+    for operation in (*OPERATIONS, None):
+        mine = [[x for x in one.dump.launches if x.operation == operation] for one in compiled]
+        facts = [{"launches": len(m), "passed_bytes": sum(x.passed_bytes for x in m)} for m in mine]
+        per_layer, whole = extrapolate(facts, compiled, layers)
+        if whole["launches"]:
+            row = {"bucket": compiled[-1].bucket.name, "operation": operation or "not known", **whole}
+            rows.append(row | {f"{name}_per_layer": value for name, value in per_layer.items()})
     return rows
 
 
@@ -152,15 +133,8 @@ def detail_of(one: Compiled) -> dict[str, Any]:
     """Returns all that is known of a program, for program.json and the plots."""
     use = occupancy(one.dump.buffers)
     peak = use.index(max(use)) if use else 0
-    names = ("launches", "kernels", "collectives")
-    facts = {name: [asdict(x) for x in getattr(one.dump, name)] for name in names}
     return {
-        "bucket": one.bucket.name, "layers": one.layers, **facts, "temporary_bytes": use, "peak": peak,
+        "bucket": one.bucket.name, "layers": one.layers, "launches": [asdict(x) for x in one.dump.launches],
+        "temporary_bytes": use, "peak": peak, "memory": one.memory, "seconds": one.seconds,
         "alive_at_peak": [asdict(buffer) for buffer in alive(one.dump.buffers, peak)[:_SHOWN]],
-        "memory": one.memory, "seconds": one.seconds,
     }  # fmt: skip
-
-
-def least_bytes(opened: Opened, bucket: Bucket, context: int) -> float:
-    """Returns the bytes of weights and cache that a step has to move."""
-    return total(step_costs(opened, bucket, context)).bytes
