@@ -211,13 +211,13 @@ class _Module:
             read += size if made_here or line.opcode == "fusion" else 0
         return {"read_bytes": read, "written_bytes": written, "passed_bytes": passed + written}
 
-    def _reached(self, line: Line, number: int) -> float:
+    def _reached(self, line: Line, number: int) -> int:
         """Returns the most bytes that a fusion reads of an operand: all that it gathers or slices."""
         body = self.inner[dict(CALLED.findall(line.rest))["calls"]]
         names = {x.name for x in body if x.opcode == "parameter" and x.rest.startswith(f"({number})")}
         users = [x for x in body if names & set(self.operands(x))]
         if any(user.opcode not in ("gather", "dynamic-slice", "slice") for user in users):
-            return float("inf")
+            return 1 << 62
         return sum(shape.nbytes for user in users for shape in arrays(user.shape))
 
     def f32_copies(self, line: Line) -> int:
