@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import load, pallas_call, program_id, store
+from pallas_kernels._compat import pallas_call, program_id, store
 from pallas_kernels.ragged_paged_attention.tiles import (
-    LOG2E,
     Attention,
     Config,
     Pool,
@@ -22,6 +21,7 @@ from pallas_kernels.ragged_paged_attention.tiles import (
     start,
     step,
     values,
+    with_sinks,
 )
 
 
@@ -83,11 +83,7 @@ def _chunk_kernel(*refs: Any, a: Attention, rows: int, tile: int) -> None:
     # One loop for both edges: a third copy of the step would take registers that there are not.
     state = over_tiles(begin_tile, end_tile, tile, at_edge, state, skip=(full, past_full))
 
-    total = state.total
-    if sinks:
-        sink = load(sinks[0].at[at], mask=used, other=0.0).astype(jnp.float32)
-        total = total + jnp.exp2(sink * LOG2E - state.largest)  # infinite if it is far above: all is its
-    out = values(a, state) * (1.0 / total)[:, None]
+    out = values(a, state) * (1.0 / with_sinks(state, sinks, at, used))[:, None]
     dim, mask = dims(a, used)
     store(out_ref.at[token[:, None], at[:, None], dim[None, :]], out.astype(out_ref.dtype), mask=mask)
 

@@ -1,4 +1,5 @@
-"""Decode: one query a sequence. The context is split among programs, a second kernel puts the parts together.
+"""Decode: one query a sequence. The context is split among programs, a second kernel puts the parts together;
+a context that is not split is written by the first.
 
 Flash-Decoding (Dao et al., 2023). The query heads of a KV head fill a tensor-core tile of 16 rows, so keys
 and values are read once. A program's share follows from the sequence's real length, not the table's width.
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store, when
 from pallas_kernels.ragged_paged_attention.tiles import (
     LOG2E,
     MASKED,
@@ -23,19 +24,27 @@ from pallas_kernels.ragged_paged_attention.tiles import (
     start,
     step,
     values,
+    with_sinks,
 )
 
-# A split of fewer keys costs more to start and to put together than it saves.
-LEAST_KEYS = 256
-# Rows of q past the last sequence that one program of the reduction fills with zeros.
+# Rows of q past the last sequence that one program fills with zeros.
 PADDING_ROWS = 64
+
+
+def least_keys(pairs: int) -> int:
+    """Returns the fewest keys of a split, for so many pairs of sequence and KV head.
+
+    A split of fewer costs more to start and to put together than it saves, unless there are so few programs
+    that most multiprocessors would have none: one sequence of 1,000 keys and 4 KV heads has 64, not 16.
+    """
+    return max(64, min(256, 8 * pairs))
 
 
 def _share(a: Attention, tile: int, splits: int, keys: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the first key and tile, the tile past the last, and the tiles of each split."""
     first_key = jnp.int32(0) if a.window is None else jnp.maximum(keys - a.window, 0)
     first, past = jax.lax.div(first_key, jnp.int32(tile)), _ceil_div(keys, tile)
-    per_split = jnp.maximum(_ceil_div(past - first, splits), max(1, LEAST_KEYS // tile))
+    per_split = jnp.maximum(_ceil_div(past - first, splits), max(1, least_keys(a.S * a.K) // tile))
     return first_key, first, past, per_split
 
 
@@ -50,10 +59,13 @@ def _keys(seq: Any, lens_ref: Any, cu_ref: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
-    q_ref, k_ref, v_ref, table_ref, lens_ref, cu_ref, *scales, part_ref, lse_ref = refs
-    pool = Pool(k_ref, v_ref, table_ref, *(scales or (None, None)))
-    split, head, seq = program_id(0), program_id(1), program_id(2)
+    q_ref, k_ref, v_ref, table_ref, lens_ref, cu_ref, *rest = refs
+    scales, rest = (rest[:2], rest[2:]) if a.quantized else ((None, None), rest)
+    pool = Pool(k_ref, v_ref, table_ref, *scales)
+    split, head, program = program_id(0), program_id(1), program_id(2)
+    seq = jnp.minimum(program, a.S - 1)
     token, keys = _keys(seq, lens_ref, cu_ref)
+    keys = jnp.where(program < a.S, keys, 0)
     first_key, first, past, per_split = _share(a, tile, splits, keys)
     begin = first + split * per_split
     end = jnp.minimum(begin + per_split, past)
@@ -72,9 +84,32 @@ def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
 
     state = over_tiles(begin, end, tile, take, start(a, rows))
     dim, mask = dims(a, used)
-    part = values(a, state) * (1.0 / state.total)[:, None]
-    store(part_ref.at[seq, at[:, None], split, dim[None, :]], part, mask=mask)
-    store(lse_ref.at[seq, at, split], state.largest + jnp.log(state.total) * LOG2E, mask=used)
+    if splits > 1:
+        part_ref, lse_ref = rest
+        part = values(a, state) * (1.0 / state.total)[:, None]
+        store(part_ref.at[seq, at[:, None], split, dim[None, :]], part, mask=mask)
+        store(lse_ref.at[seq, at, split], state.largest + jnp.log(state.total) * LOG2E, mask=used)
+        return
+    *sinks, out_ref = rest
+    out = values(a, state) * (1.0 / with_sinks(state, sinks, at, used))[:, None]
+    store(out_ref.at[token, at[:, None], dim[None, :]], out.astype(out_ref.dtype), mask=mask)
+    _zero_padding(a, out_ref, cu_ref, program, head * a.G, a.G)
+
+
+def _zero_padding(a: Attention, out_ref: Any, cu_ref: Any, program: jax.Array, head: Any, count: int) -> None:
+    """Writes zeros to `count` heads from `head` on, in rows past the last sequence: `PADDING_ROWS` of them by
+    each program from S on."""
+
+    @when(program >= a.S)
+    def _() -> None:
+        row = cu_ref[a.S] + (program - a.S) * PADDING_ROWS + jnp.arange(PADDING_ROWS)
+        dim, mask = dims(a, row < a.T)
+        zeros = jnp.zeros((PADDING_ROWS, a.Dp), out_ref.dtype)
+
+        def one(g: jax.Array, _: None) -> None:
+            store(out_ref.at[row[:, None], head + g, dim[None, :]], zeros, mask=mask)
+
+        jax.lax.fori_loop(0, count, one, None)
 
 
 def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
@@ -100,11 +135,7 @@ def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
     out = jnp.sum(part * weight[:, None], axis=0) / total
     inside = dim < a.Dh
     store(out_ref.at[token, head, dim], out.astype(out_ref.dtype), mask=inside & (keys > 0))
-
-    row = cu_ref[a.S] + (program - a.S) * PADDING_ROWS + jnp.arange(PADDING_ROWS)
-    _, mask = dims(a, (row < a.T) & (program >= a.S))
-    zeros = jnp.zeros((PADDING_ROWS, a.Dp), out_ref.dtype)
-    store(out_ref.at[row[:, None], head, dim[None, :]], zeros, mask=mask)
+    _zero_padding(a, out_ref, cu_ref, program, head, 1)
 
 
 def reduce_warps(a: Attention, splits: int) -> int:
@@ -127,24 +158,28 @@ def decode(
     """Writes `[T, H, Dh]`: rows of sequences with one query, zeros past the last; others stay unwritten."""
     splits = config.splits
     static: dict[str, Any] = {"a": a, "tile": config.decode_tile, "splits": splits}
-    part, lse = pallas_call(
+    output, padding = jax.ShapeDtypeStruct(q.shape, q.dtype), cdiv(a.T, PADDING_ROWS)
+    parts = [
+        jax.ShapeDtypeStruct((a.S, a.H, splits, a.Dh), jnp.float32),
+        jax.ShapeDtypeStruct((a.S, a.H, splits), jnp.float32),
+    ]
+    attended = pallas_call(
         functools.partial(_split_kernel, **static),
         name="paged_decode",
-        grid=(splits, a.K, a.S),
-        out_shape=[
-            jax.ShapeDtypeStruct((a.S, a.H, splits, a.Dh), jnp.float32),
-            jax.ShapeDtypeStruct((a.S, a.H, splits), jnp.float32),
-        ],
+        grid=(splits, a.K, a.S if splits > 1 else a.S + padding),
+        out_shape=parts if splits > 1 else output,
         num_warps=config.decode_warps,
         num_stages=config.decode_stages,
         interpret=interpret,
-    )(q, *pages, block_table, kv_lens, cu_q_lens, *scales)
+    )(q, *pages, block_table, kv_lens, cu_q_lens, *scales, *(() if splits > 1 else sinks))
+    if splits == 1:
+        return attended
     return pallas_call(
         functools.partial(_reduce_kernel, **static),
         name="paged_decode_reduce",
-        grid=(a.S + cdiv(a.T, PADDING_ROWS), a.H),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(a.S + padding, a.H),
+        out_shape=output,
         num_warps=reduce_warps(a, splits),
         num_stages=1,
         interpret=interpret,
-    )(part, lse, kv_lens, cu_q_lens, *sinks)
+    )(*attended, kv_lens, cu_q_lens, *sinks)

@@ -12,7 +12,7 @@ from pallas_kernels.errors import check_that
 from pallas_kernels.kv import check_pool_size
 from pallas_kernels.op import Problem
 from pallas_kernels.ragged_paged_attention.chunk import chunks
-from pallas_kernels.ragged_paged_attention.decode import LEAST_KEYS, decode
+from pallas_kernels.ragged_paged_attention.decode import decode, least_keys
 from pallas_kernels.ragged_paged_attention.tiles import Attention, Config
 
 # Programs of decode that run at a time: two on each of an A100's multiprocessors, three on an H100's.
@@ -94,18 +94,20 @@ def _splits(problem: Problem, tile: int) -> int:
     """Returns the number of splits with the least modelled time, on A100 and H100 together.
 
     Unit: the time in which a program reads a tile of keys and values. A program takes two more to start and
-    to finish, programs run in waves, and each split's partial result is written and read once in float32.
+    to finish, programs run in waves, each split's partial result is written and read once in float32, and
+    putting them together takes a launch of about the time of one tile.
     """
     pairs, tiles = int(problem["S"]) * int(problem["K"]), cdiv(_context(problem), tile)
     partial = 8 * int(problem["S"]) * int(problem["H"]) / (2 * tile * _itemsize(problem["kv_dtype"]))
 
     def cost(splits: int) -> float:
         waves = sum(cdiv(pairs * splits, slots) * slots for slots in _SLOTS)
-        return waves * (cdiv(tiles, splits) + 2) + len(_SLOTS) * partial * splits
+        together = 0 if splits == 1 else sum(_SLOTS) + len(_SLOTS) * partial * splits
+        return waves * (cdiv(tiles, splits) + 2) + together
 
     # At most 64 tiles a split: contexts are ragged, and the longest program sets the time.
     least = cdiv(tiles, 64)
-    most = max(least, min(128, _context(problem) // LEAST_KEYS))
+    most = max(least, min(128, _context(problem) // least_keys(pairs)))
     return min(range(least, most + 1), key=cost)
 
 

@@ -10,7 +10,7 @@ so far, which is carried along like the softmax's maximum. Values whose scale is
 lose bits, and from 2^-39 on count as zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -205,6 +205,15 @@ def values(a: Attention, state: Running) -> jax.Array:
     if state.unit is None:
         return state.acc
     return state.acc * (state.unit * (_decode_factor(a) / _WEIGHT_HEADROOM))
+
+
+def with_sinks(state: Running, sinks: Sequence[Any], head: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns `total` with the rows' sinks, of query heads `head` `[R]`, where there are any."""
+    if not sinks:
+        return state.total
+    sink = load(sinks[0].at[head], mask=rows, other=0.0).astype(jnp.float32)
+    # Infinite if the sink is far above: all is its.
+    return state.total + jnp.exp2(sink * LOG2E - state.largest)
 
 
 def over_tiles(

@@ -14,7 +14,7 @@ from pallas_kernels._compat import cdiv, next_power_of_2, triton_call
 from pallas_kernels.errors import check_that
 from pallas_kernels.op import TRITON_TYPES, Problem, Spec, TritonSource
 from pallas_kernels.ragged_paged_attention import pallas_triton
-from pallas_kernels.ragged_paged_attention.decode import LEAST_KEYS, PADDING_ROWS, reduce_warps
+from pallas_kernels.ragged_paged_attention.decode import PADDING_ROWS, least_keys, reduce_warps
 from pallas_kernels.ragged_paged_attention.tiles import Attention
 
 _MODULE = "pallas_kernels.ragged_paged_attention.triton_kernel"
@@ -68,7 +68,7 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
         "DP": a.Dp,
         "TILE": config.tile,
         "SPLITS": config.splits,
-        "LEAST": max(1, LEAST_KEYS // config.tile),
+        "LEAST": max(1, least_keys(a.S * a.K) // config.tile),
         "WINDOW": a.window or 0,
     }
     split = TritonSource(
