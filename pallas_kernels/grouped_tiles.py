@@ -47,6 +47,18 @@ def candidates(problem: Problem, best: Config, widths: Sequence[int], *, matrice
     return sorted(seen, key=lambda c: (c.block_n, c.block_k, c.num_warps, c.num_stages))
 
 
+def group_for(block_m: int, P: int, E: int) -> int:
+    """Returns how many neighbouring blocks share f-tiles where blocks are of at most 32 rows.
+
+    An expert with more rows than one block has is several. Taken one after the other each would read its
+    weights from memory anew, a wave of programs apart; four together find them in L2.
+
+    Args:
+        P: slots of E experts (`groups.padded_rows`): so few that no expert can fill a block need no sharing.
+    """
+    return 1 if P <= block_m * min(E, block_m) else 4
+
+
 class Tile(NamedTuple):
     """A program's part of the output.
 

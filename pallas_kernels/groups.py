@@ -27,6 +27,9 @@ class Permutation(NamedTuple):
         counts: int32 `[E]`: assignments per expert.
         slot_of: int32 `[T, k]`: slot of each assignment; P for one whose expert is not among the E of this
             device (an id outside `[0, E)`).
+        tokens: int32 `[P]`: the token in each slot, T in padding.
+        slots: int32 `[P]`: each slot itself, P in padding.
+        weights: float32 `[P]`: the weight of each slot's assignment, 0 in padding; None if none were given.
     """
 
     row_assignment: jax.Array
@@ -34,6 +37,9 @@ class Permutation(NamedTuple):
     num_blocks: jax.Array
     counts: jax.Array
     slot_of: jax.Array
+    tokens: jax.Array
+    slots: jax.Array
+    weights: jax.Array | None
 
 
 def padded_rows(assignments: int, num_experts: int, block_m: int) -> int:

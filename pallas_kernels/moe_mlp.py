@@ -147,12 +147,7 @@ def _sort(
     A = T * k
     if block_m is None:
         block_m = block_m_for(max(1, A * E // (total_experts or E)), E)
-    groups = moe_permute(ids, num_experts=E, block_m=block_m, **options)
-    count = groups.row_assignment.shape[0]
-    # XLA makes these three of the table in one small kernel.
-    filled = groups.row_assignment < A
-    tokens = groups.row_assignment // k  # T, so none, in padding
-    rows = jnp.where(filled, jnp.arange(count, dtype=jnp.int32), count)
-    scale = weights.reshape(A)[jnp.minimum(groups.row_assignment, A - 1)]
-    table = (groups.block_expert, groups.num_blocks)
-    return _Layer(tokens, rows, scale, table, groups.slot_of, block_m, rounding, options)
+    groups = moe_permute(ids, num_experts=E, block_m=block_m, weights=weights, **options)
+    assert groups.weights is not None
+    table, rest = (groups.block_expert, groups.num_blocks), (groups.slot_of, block_m, rounding, options)
+    return _Layer(groups.tokens, groups.slots, groups.weights, table, *rest)

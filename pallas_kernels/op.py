@@ -110,7 +110,8 @@ class Implementation:
 
     Attributes:
         run: `run(**arrays, **static, config=…, interpret=None)`; the reference's results.
-        heuristic: a configuration for any problem that `supports` allows, with no table.
+        heuristic: a configuration for any problem that `supports` allows, with no table. It may ask for
+            `device` as well, a name as `tuned.device_key` gives it, where that is known.
         space: configurations worth trying for a problem, the heuristic's among them.
         config_type: the frozen dataclass of both, flat, JSON-able fields.
         sources: for `@triton.jit` twins: kernels of a spec for the static report (Pallas ones are lowered).

@@ -74,7 +74,10 @@ def configure(
     rows = [row for row in read_table(data, device, op.name) if row.implementation == implementation]
     match = _nearest(rows, problem, op.sizes)
     if match is None:
-        return Configured(kind.heuristic(problem), f"heuristic: no table of {device} has a similar problem")
+        return Configured(
+            kind.heuristic({**problem, "device": device}),
+            f"heuristic: no table of {device} has a similar problem",
+        )
     entry, distance = match
     origin = "tuned" if entry.timed else "chosen by the static model, untimed,"
     where = (

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from moejax.cache.segments import SegmentLayout
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
+from moejax.ops.attention import HeadNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
@@ -134,6 +135,10 @@ class PagedLayer:
     plan: AttentionPlan | KernelPlan
     kernels: str = dataclasses.field(metadata={"static": True})
 
+    @property
+    def normalizes(self) -> bool:
+        return isinstance(self.plan, KernelPlan)
+
     def update_and_attend(
         self,
         q: jax.Array,
@@ -144,13 +149,14 @@ class PagedLayer:
         *,
         window: int | None,
         scale: float,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, "PagedLayer"]:
-        """Stores and attends at the plan's positions; kernels rotate and store in one pass."""
+        """Stores and attends at the plan's positions; kernels normalise, rotate and store in one pass."""
         if isinstance(self.plan, KernelPlan):
             (pages,), (cos, sin) = self.segments, rope
             out, pages = kernel_attention(
                 q[:, 0], k[:, 0], v[:, 0], (cos[:, 0], sin[:, 0]), pages, self.plan,
-                window=window, scale=scale, implementation=self.kernels,
+                norms=norms, window=window, scale=scale, implementation=self.kernels,
             )  # fmt: skip
             return out[:, None], dataclasses.replace(self, segments=(pages,))
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import attention
+from moejax.ops.attention import HeadNorms, attention
 from moejax.quantization.kv import round_trip
 
 
@@ -17,6 +17,10 @@ class RoundedLayer(NamedTuple):
 
     kv_cache: str
 
+    @property
+    def normalizes(self) -> bool:
+        return False
+
     def update_and_attend(
         self,
         q: jax.Array,
@@ -27,6 +31,7 @@ class RoundedLayer(NamedTuple):
         *,
         window: int | None,
         scale: float,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, "RoundedLayer"]:
         """Attends each sequence to its own rounded keys and values."""
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)

@@ -58,6 +58,7 @@ class Experts(nnx.Module):
     ) -> None:
         E, D, F = physical or config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.transposed = layout == "efd"
+        self.total_experts = E
 
         def stack(rows: int, columns: int, axes: tuple[str, str]) -> Weight:
             shape = (E, columns, rows) if self.transposed else (E, rows, columns)
@@ -161,7 +162,8 @@ class Experts(nnx.Module):
             for (name, stack), operand in zip(stacks.items(), operands, strict=True)
             if stack.quantizes_rows
         }
-        return moe_mlp(x, routing.ids, routing.weights, *operands, rounding=rounding, **options)
+        options |= {"rounding": rounding, "total_experts": self.total_experts}
+        return moe_mlp(x, routing.ids, routing.weights, *operands, **options)
 
     def _capacity(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
         """Gives each expert at most C rows; buffers `[E, C, D]`, so gradients are batched products."""

@@ -67,6 +67,8 @@ class Router(nnx.Module):
         """Routes x `[N, D]`, valid bool `[N]` (False for padding), with `replay`'s ids `[N, k]` where
         given; its logits are the router's own in any case."""
         logits = matmul_of(x, self.kernel, out_dtype=jnp.float32)
+        if replay is None and self.kernels != "xla":
+            return Routing(*self._kernel(logits, valid), logits)
         ids, weights = self._choose(logits) if replay is None else self._again(logits, replay)
         if valid is not None:
             ids = jnp.where(valid[:, None], ids, self.num_experts)
@@ -75,15 +77,17 @@ class Router(nnx.Module):
 
     def _choose(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps logits `[N, E]` to ids and weights `[N, k]`."""
-        if self.kernels != "xla":
-            from pallas_kernels.topk_router import topk_router
-
-            options: dict[str, Any] = {"renormalize": self.normalize, "implementation": self.kernels}
-            return topk_router(logits, k=self.top_k, **options)
         weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
         if self.normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return ids, weights
+
+    def _kernel(self, logits: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Maps logits `[N, E]` to ids and weights `[N, k]`, no expert where a row is not valid."""
+        from pallas_kernels.topk_router import topk_router
+
+        options: dict[str, Any] = {"renormalize": self.normalize, "implementation": self.kernels}
+        return topk_router(logits, k=self.top_k, valid=valid, **options)
 
     def _again(self, logits: jax.Array, replay: Replay) -> tuple[jax.Array, jax.Array]:
         """Maps logits `[N, E]` to the ids of `replay`, and their weights."""

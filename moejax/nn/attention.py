@@ -10,7 +10,7 @@ from moejax.core.config import ModelConfig
 from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import LayerCache, attention
+from moejax.ops.attention import HeadNorms, LayerCache, attention
 from moejax.sharding.axes import SINGLE, Axes
 
 
@@ -52,8 +52,9 @@ class Attention(nnx.Module):
         self.window = window
 
     @jax.named_scope("qkv_projection")
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Projects x `[B, T, D]` to q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]`, not rotated yet."""
+    def project(self, x: jax.Array, normalize: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Projects x `[B, T, D]` to q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]`, not rotated yet; heads' norms
+        are left out unless `normalize`."""
         config = self.config
         B, T, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -63,7 +64,7 @@ class Attention(nnx.Module):
         if config.clip_qkv is not None:
             q, k, v = (jnp.clip(t, -config.clip_qkv, config.clip_qkv) for t in (q, k, v))
         q, k, v = (t.reshape(B, T, -1, config.head_dim) for t in (q, k, v))
-        if config.qk_norm == "head":
+        if config.qk_norm == "head" and normalize:
             assert self.q_norm is not None and self.k_norm is not None
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
@@ -81,7 +82,11 @@ class Attention(nnx.Module):
         """
         B, T, _ = x.shape
         scale = self.config.attention_scale
-        q, k, v = self.project(x)
+        norms = None
+        if self.config.qk_norm == "head" and cache is not None and cache.normalizes:
+            assert self.q_norm is not None and self.k_norm is not None
+            norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
+        q, k, v = self.project(x, normalize=norms is None)
         with jax.named_scope("attention"):
             if cache is None:
                 q, k = apply_rope(q, *rope), apply_rope(k, *rope)
@@ -89,6 +94,7 @@ class Attention(nnx.Module):
                 out = attention(q, keys, values, positions, window=self.window, scale=scale)
             else:
                 window = self.window
-                out, cache = cache.update_and_attend(q, k, v, rope, positions, window=window, scale=scale)
+                options: dict[str, Any] = {"window": window, "scale": scale, "norms": norms}
+                out, cache = cache.update_and_attend(q, k, v, rope, positions, **options)
         with jax.named_scope("output_projection"):
             return self.o_proj(out.reshape(B, T, -1)), cache

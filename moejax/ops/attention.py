@@ -3,7 +3,7 @@
 This is the contract that later paged and kernel implementations are held to.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,22 @@ import jax.numpy as jnp
 MAX_SCORE_ELEMENTS = 1 << 26
 
 
+class HeadNorms(NamedTuple):
+    """Weights `[Dh]` of the norms of each head of q and k, and their epsilon."""
+
+    q: jax.Array
+    k: jax.Array
+    eps: float
+
+
 class LayerCache(Protocol):
-    """Interface of an attention layer to one layer's key/value cache."""
+    """Interface of an attention layer to one layer's key/value cache.
+
+    `normalizes`: it takes q and k before their heads' norms, with these, because a kernel has both in one.
+    """
+
+    @property
+    def normalizes(self) -> bool: ...
 
     def update_and_attend(
         self,
@@ -25,6 +39,7 @@ class LayerCache(Protocol):
         *,
         window: int | None,
         scale: float,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, "LayerCache"]:
         """Stores k and v `[B, T, K, Dh]`; returns q's output `[B, T, H, Dh]` and the updated cache.
 

@@ -1,10 +1,12 @@
 """Attention over a paged cache by the GPU kernels: rotate and store, then attend (see `paged_attention`)."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from moejax.ops.attention import HeadNorms
 from moejax.ops.kv_segments import Segment
 
 
@@ -37,11 +39,12 @@ def kernel_attention(
     pages: Segment,
     plan: KernelPlan,
     *,
+    norms: HeadNorms | None = None,
     window: int | None,
     scale: float,
     implementation: str,
 ) -> tuple[jax.Array, Segment]:
-    """Rotates q and k, stores k and v, attends.
+    """Normalises q and k where there are `norms`, rotates them, stores k and v, attends.
 
     Args:
         q: `[N, H, Dh]`, k and v: `[N, K, Dh]`, not rotated.
@@ -57,6 +60,9 @@ def kernel_attention(
     from pallas_kernels.rope_kv_write import rope_kv_write
 
     with jax.named_scope("kv_write"):
+        normalized: dict[str, Any] = (
+            {} if norms is None else {"q_norm": norms.q, "k_norm": norms.k, "eps": norms.eps}
+        )
         q, keys, values, key_scale, value_scale = rope_kv_write(
             q,
             k,
@@ -68,6 +74,7 @@ def kernel_attention(
             k_scale=pages.key_scale,
             v_scale=pages.value_scale,
             implementation=implementation,
+            **normalized,
         )
     pages = Segment(keys, values, key_scale, value_scale, pages.codes)
     out = ragged_paged_attention(

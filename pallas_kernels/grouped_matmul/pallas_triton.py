@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pallas_kernels._compat import cdiv
-from pallas_kernels.grouped_tiles import Config, candidates, grouped_product
+from pallas_kernels.grouped_tiles import Config, candidates, group_for, grouped_product
 from pallas_kernels.op import Problem
 
 
@@ -14,16 +14,17 @@ def heuristic(problem: Problem) -> Config:
     """Gets enough bytes under way for few rows a block, and keeps the tensor cores busy for many."""
     block_m, D, F = int(problem["block_m"]), int(problem["D"]), int(problem["F"])
     blocks = int(problem["P"]) // block_m
+    group = group_for(block_m, int(problem["P"]), int(problem["E"])) if block_m <= 32 else 8
     if problem["dtype"] == "float32":
-        return Config(32 if block_m <= 64 else 16, 32, 1 if block_m <= 32 else 8, 4, 3)
+        return Config(32 if block_m <= 64 else 16, 32, group, 4, 3)
     if block_m <= 32:
         # 128 bytes a row of weights, or 64 where that would leave multiprocessors idle.
         narrow = blocks * cdiv(F, 64) < 2 * 108
         deep = narrow and D >= 1024 and block_m == 16
-        return Config(32 if narrow else 64, 256 if deep else 128, 1, 4, 4)
+        return Config(32 if narrow else 64, 256 if deep else 128, group, 4, 4)
     if block_m == 64:
         return Config(128, 64, 16, 4, 4)
-    return Config(128, 64, 8, 8, 4)
+    return Config(128, 64, group, 8, 4)
 
 
 def space(problem: Problem) -> Iterable[Config]:

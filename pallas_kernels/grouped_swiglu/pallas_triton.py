@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pallas_kernels._compat import cdiv
-from pallas_kernels.grouped_tiles import Config, candidates, grouped_product
+from pallas_kernels.grouped_tiles import Config, candidates, group_for, grouped_product
 from pallas_kernels.op import Problem
 
 
@@ -14,14 +14,15 @@ def heuristic(problem: Problem) -> Config:
     """Gets enough bytes under way for few rows a block, and keeps the tensor cores busy for many."""
     block_m, F = int(problem["block_m"]), int(problem["F"])
     blocks = int(problem["P"]) // block_m
+    group = group_for(block_m, int(problem["P"]), int(problem["E"])) if block_m <= 32 else 8
     if problem["dtype"] == "float32":
-        return Config(32 if block_m <= 32 else 16, 32, 1 if block_m <= 32 else 8, 4, 3)
+        return Config(32 if block_m <= 32 else 16, 32, group, 4, 3)
     if block_m <= 32:
         # 128 bytes a row of weights, or 64 where that would leave multiprocessors idle.
         narrow = blocks * cdiv(F, 64) < 2 * 108
-        return Config(32 if narrow else 64, 128 if narrow else 64, 1, 4, 4)
+        return Config(32 if narrow else 64, 128 if narrow else 64, group, 4, 4)
     # 128 registers a thread, so that one program's epilogue hides behind another's products.
-    return Config(64, 64, 16, 4, 3) if block_m == 64 else Config(64, 64, 8, 8, 3)
+    return Config(64, 64, 16, 4, 3) if block_m == 64 else Config(64, 64, group, 8, 3)
 
 
 def space(problem: Problem) -> Iterable[Config]:

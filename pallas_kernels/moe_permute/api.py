@@ -5,7 +5,7 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import check_arrays, check_that
+from pallas_kernels.errors import arrays_of, check_arrays, check_that
 from pallas_kernels.groups import Permutation, check_block_m
 from pallas_kernels.moe_permute import pallas_triton
 from pallas_kernels.moe_permute.reference import moe_permute_reference
@@ -29,6 +29,7 @@ def moe_permute(
     *,
     num_experts: int,
     block_m: int,
+    weights: jax.Array | None = None,
     **options: Unpack[Options],
 ) -> Permutation:
     """Sorts assignments stably by expert into blocks; see `moe_permute_reference`.
@@ -37,18 +38,20 @@ def moe_permute(
         ids: int32 `[T, k]`; an id outside `[0, num_experts)` (another device's expert) gets no slot.
         num_experts: of this device.
         block_m: a power of two, 16 to 128.
+        weights: float32 `[T, k]`.
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: no tokens, ids that are not int32, an unsupported block_m or number of experts.
     """
-    sizes = check_arrays(OP.name, {"ids": (ids, "T k", (jnp.int32,))})
+    arguments = {"ids": (ids, "T k", (jnp.int32,)), "weights": (weights, "T k", (jnp.float32,))}
+    sizes = check_arrays(OP.name, arguments)
     within = 1 <= num_experts <= _MOST_EXPERTS
     check_that(OP.name, "num_experts", within, num_experts, f"1 to {_MOST_EXPERTS}")
     check_block_m(OP.name, block_m)
     return run(
         OP,
         make_problem(A=sizes["T"] * sizes["k"], E=num_experts, block_m=block_m),
-        {"ids": ids, "num_experts": num_experts, "block_m": block_m},
+        {**arrays_of(arguments), "num_experts": num_experts, "block_m": block_m},
         **options,
     )

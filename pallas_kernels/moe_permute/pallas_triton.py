@@ -102,10 +102,21 @@ def _totals(ids_ref: Any, hist_ref: Any, *, n: int, tile: int, sub: int, A: int,
 
 
 def _place_kernel(
-    *refs: Any, n: int, tile: int, sub: int, A: int, E: int, P: int, block_m: int, counted: bool
+    *refs: Any,
+    n: int,
+    tile: int,
+    sub: int,
+    A: int,
+    E: int,
+    k: int,
+    P: int,
+    block_m: int,
+    counted: bool,
+    weighted: bool,
 ) -> None:
     ids_ref, hist_ref = (refs[0], refs[1]) if counted else (refs[0], None)
-    row_ref, block_ref, num_ref, counts_ref, slot_ref = refs[-5:]
+    outputs = refs[1 + counted + weighted :]
+    row_ref, block_ref, num_ref, counts_ref, slot_ref, token_ref, own_ref = outputs[:7]
     me, lanes = program_id(0), _lanes(E)
     expert = jnp.arange(lanes, dtype=jnp.int32)
     counts, before = _totals(ids_ref, hist_ref, n=n, tile=tile, sub=sub, A=A, E=E)
@@ -113,13 +124,23 @@ def _place_kernel(
     ends = jax.lax.cumsum(padded, axis=0)
     starts, used = ends - padded, jnp.sum(padded)
 
+    def put(slot: jax.Array, assignment: jax.Array, mask: jax.Array) -> None:
+        """Stores what these slots hold: an assignment, or A, which is padding."""
+        filled = assignment < A
+        store(row_ref.at[slot], assignment, mask=mask)
+        store(token_ref.at[slot], assignment // k, mask=mask)
+        store(own_ref.at[slot], jnp.where(filled, slot, P), mask=mask)
+        if weighted:
+            weight = load(refs[1 + counted].at[assignment], mask=mask & filled, other=0.0)
+            store(outputs[7].at[slot], weight, mask=mask)
+
     def place(i: Any, base: jax.Array) -> jax.Array:
         at, exists, hit = _hits(ids_ref, me * tile + i * sub, sub, A, E)
         rank = base[None, :] + jax.lax.cumsum(hit, axis=0) - 1
         local = jnp.sum(hit, axis=1) > 0
         slot = jnp.where(local, jnp.sum(hit * rank, axis=1), P)
         store(slot_ref.at[at], slot, mask=exists)
-        store(row_ref.at[slot], at, mask=exists & local)
+        put(slot, at, exists & local)
         return base + jnp.sum(hit, axis=0)
 
     jax.lax.fori_loop(0, tile // sub, place, starts + before)
@@ -128,11 +149,11 @@ def _place_kernel(
     def pad(i: Any, _: None) -> None:
         j = me + i * n
         padding = (j < padded - counts) & (expert < E)
-        store(row_ref.at[starts + counts + j], jnp.full(lanes, A, jnp.int32), mask=padding)
+        put(starts + counts + j, jnp.full(lanes, A, jnp.int32), padding)
 
     def empty(i: Any, _: None) -> None:
         p = used + (me + i * n) * 256 + jnp.arange(256, dtype=jnp.int32)
-        store(row_ref.at[p], jnp.full(256, A, jnp.int32), mask=p < P)
+        put(p, jnp.full(256, A, jnp.int32), p < P)
 
     def look_up(i: Any, _: None) -> None:
         b = (me + i * n) * _LOOKUP + jnp.arange(_LOOKUP, dtype=jnp.int32)
@@ -152,7 +173,13 @@ def _place_kernel(
 
 
 def moe_permute_pallas(
-    ids: jax.Array, *, num_experts: int, block_m: int, config: Config, interpret: bool | None = None
+    ids: jax.Array,
+    *,
+    num_experts: int,
+    block_m: int,
+    weights: jax.Array | None = None,
+    config: Config,
+    interpret: bool | None = None,
 ) -> Permutation:
     """See `moe_permute_reference`."""
     T, k = ids.shape
@@ -176,13 +203,19 @@ def moe_permute_pallas(
             **options,
         )
         inputs.append(count(flat))
-    shapes = [(P,), (P // block_m,), (1,), (E,), (A,)]
+    static: dict[str, Any] = {"k": k, "P": P, "block_m": block_m, "counted": len(inputs) == 2, **sizes}
+    out = [jax.ShapeDtypeStruct((m,), jnp.int32) for m in (P, P // block_m, 1, E, A, P, P)]
+    if weights is not None:
+        inputs.append(weights.reshape(A))
+        out.append(jax.ShapeDtypeStruct((P,), weights.dtype))
     place = pallas_call(
-        functools.partial(_place_kernel, n=n, P=P, block_m=block_m, counted=len(inputs) == 2, **sizes),
+        functools.partial(_place_kernel, n=n, weighted=weights is not None, **static),
         name="moe_permute_place",
         grid=(n,),
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        out_shape=out,
         **options,
     )
-    rows, blocks, number, counts, slots = place(*inputs)
-    return Permutation(rows, blocks, number, counts, slots.reshape(T, k))
+    rows, blocks, number, counts, slots, tokens, own, *of_slots = place(*inputs)
+    return Permutation(
+        rows, blocks, number, counts, slots.reshape(T, k), tokens, own, of_slots[0] if of_slots else None
+    )

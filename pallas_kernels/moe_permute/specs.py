@@ -13,7 +13,8 @@ def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
     A, E, P = groups.slot_of.size, model.experts, len(groups.row_assignment)
 
     def make(key: jax.Array) -> dict[str, jax.Array]:
-        return {"ids": jnp.asarray(expert_ids(model, tokens, routing))}
+        ids = expert_ids(model, tokens, routing)
+        return {"ids": jnp.asarray(ids), "weights": jax.random.uniform(key, ids.shape)}
 
     return Spec(
         name=spec_name(model, phase, tokens, routing),
@@ -21,7 +22,7 @@ def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
         static={"num_experts": E, "block_m": groups.block_m},
         problem=make_problem(A=A, E=E, block_m=groups.block_m),
         # An id is compared with every expert by this method, but counting and placing need two steps each.
-        cost=Cost(flops=4.0 * A, bytes=4.0 * (2 * A + P + P // groups.block_m + E + 1), unit="float32"),
+        cost=Cost(flops=4.0 * A, bytes=4.0 * (3 * A + 4 * P + P // groups.block_m + E + 1), unit="float32"),
         tags=spec_tags(model, phase, tokens, routing),
     )
 

@@ -26,7 +26,8 @@ from pallas_kernels.quantized_grouped_matmul.product import Tile, product
 MODES = ("fused", "separate", "dequantize_once")
 
 # Rows per expert from which a decoded copy of the weights is the cheaper way (see `once_pays`).
-_MANY_ROWS = 512
+_MANY_ROWS = {"a100": 2048}
+_MANY_ROWS_ELSEWHERE = 512
 _MULTIPROCESSORS = 132
 
 
@@ -45,15 +46,19 @@ class Config:
         return Tile(block_m, self.block_n, self.block_k, self.split_k, self.num_warps, self.num_stages)
 
 
-def once_pays(fmt: Format, rows: int) -> bool:
+def once_pays(fmt: Format, rows: int, device: str | None = None) -> bool:
     """Returns whether to dequantize once for `rows` rows per matrix.
 
     Decoding costs about 4 instructions a weight for every 128 rows, which is 1.4e-13 s on an H100 if nothing
     hides it; a decoded copy costs its write and its reading back, 1.2e-12 s a weight. Fused kernels decode
     between the tensor cores' instructions and lose some of their rate besides, so the point is where the
     first comes to half of the second. `w8a8` decodes nothing.
+
+    On an A100 a copy's 4 bytes a weight take 2e-12 s while products of 512 rows take 3.3e-12: half as much
+    again, where decoding, which other pipes than the tensor cores' do, costs at most that and is partly
+    hidden. From 2,048 rows on the copy is an eighth. Estimates, none of them timed.
     """
-    return fmt.kind != "w8a8" and rows >= _MANY_ROWS
+    return fmt.kind != "w8a8" and rows >= _MANY_ROWS.get(device or "", _MANY_ROWS_ELSEWHERE)
 
 
 def fused_tile(
@@ -97,7 +102,7 @@ def heuristic(problem: Problem) -> Config:
     matrices, wide = int(problem["matrices"]), problem["dtype"] == "float32"
     D, F, E = (int(problem[name]) for name in ("D", "F", "E"))
     mode = "fused"
-    if once_pays(fmt, int(problem["P"]) // E):
+    if once_pays(fmt, int(problem["P"]) // E, str(problem.get("device", ""))):
         mode = "dequantize_once"
     elif matrices == 2 and block_m >= 64 and fmt.kind != "w8a8" and not wide:
         mode, matrices = "separate", 1

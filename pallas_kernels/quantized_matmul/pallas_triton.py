@@ -45,7 +45,9 @@ def heuristic(problem: Problem) -> Config:
     block_m = 16 if wide else min(most, max(16, next_power_of_2(T)))
     D, F = int(problem["D"]), int(problem["F"])
     tile = fused_tile(fmt, block_m, -(-T // block_m), D, F, 1, wide)
-    return Config("dequantize_once" if once_pays(fmt, T) else "fused", block_m, *tile)
+    return Config(
+        "dequantize_once" if once_pays(fmt, T, str(problem.get("device", ""))) else "fused", block_m, *tile
+    )
 
 
 def space(problem: Problem) -> Iterable[Config]:

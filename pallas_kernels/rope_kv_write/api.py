@@ -9,10 +9,10 @@ import numpy as np
 from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import KernelError, arrays_of, check_arrays, check_heads, check_that
 from pallas_kernels.kv import KV_DTYPES, check_pool_size, is_quantized
-from pallas_kernels.op import Implementation, Op, make_problem
+from pallas_kernels.op import Implementation, Op
 from pallas_kernels.rope_kv_write import pallas_triton
 from pallas_kernels.rope_kv_write.reference import Written, rope_kv_write_reference
-from pallas_kernels.rope_kv_write.specs import SPECS
+from pallas_kernels.rope_kv_write.specs import SPECS, problem
 from pallas_kernels.run import Options, run
 
 OP = Op(
@@ -39,6 +39,9 @@ def rope_kv_write(
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 1e-6,
     **options: Unpack[Options],
 ) -> Written:
     """Computes `(q rotated, k_pages, v_pages, k_scale, v_scale)`; see `rope_kv_write_reference`.
@@ -52,6 +55,7 @@ def rope_kv_write(
         slot_mapping: int32 `[T]`; `check_slots` checks its values.
         k_scale, v_scale: float32 `[N, K, bs]`, both where pages are int8 or fp8, neither where not; returned
             as None then.
+        q_norm, k_norm: `[Dh]`, bfloat16, float16 or float32, or neither; eps: of both.
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
@@ -68,6 +72,8 @@ def rope_kv_write(
         "v_pages": (v_pages, "N K bs Dh", (k_pages.dtype,)),
         "slot_mapping": (slot_mapping, "T", (jnp.int32,)),
         **{name: (scale, "N K bs", (jnp.float32,)) for name, scale in scales.items()},
+        "q_norm": (q_norm, "Dh", FLOATS),
+        "k_norm": (k_norm, "Dh", FLOATS),
     }
     quantized = is_quantized(k_pages.dtype)
     for name, array in scales.items():
@@ -80,11 +86,13 @@ def rope_kv_write(
     check_that(
         OP.name, "cos", 2 * half <= Dh, f"{half} angles", f"at most {Dh // 2}, half the head dimension"
     )
+    both = (q_norm is None) == (k_norm is None)
+    check_that(OP.name, "k_norm", both, "None" if k_norm is None else "an array", "both norms, or neither")
     check_pool_size(OP.name, k_pages)
     return run(
         OP,
-        make_problem(T=T, H=H, K=K, Dh=Dh, R=2 * half, bs=bs, dtype=q.dtype, pages=k_pages.dtype),
-        arrays_of(arguments),
+        problem(T, H, K, Dh, 2 * half, bs, q.dtype, k_pages.dtype, norm=q_norm is not None),
+        {**arrays_of(arguments), "eps": eps},
         **options,
     )
 

@@ -2,6 +2,9 @@
 
 That is its key, its value and its G = H / K query heads, so that every program has the same work and small
 batches still make T * K programs. The two halves that are rotated against each other are two tiles.
+
+q, k and v come as one array `[T, H + 2K, Dh]`: a packed projection is one, of which XLA would have to write
+out three slices otherwise.
 """
 
 import functools
@@ -79,11 +82,24 @@ def _put(pages: Any, scales: Any, where: tuple[Any, Any, Any], valid: jax.Array,
         store(at, x.astype(dtype), mask=both(valid[:, None], inside))
 
 
-def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R: int, Dh: int) -> None:
-    q_ref, k_ref, v_ref, cos_ref, sin_ref, slot_ref = refs[:6]
-    outputs = refs[6 + (len(refs) - 7) // 2 :]
-    out_ref, (k_pages, v_pages) = outputs[0], outputs[1:3]
-    k_scales, v_scales = outputs[3:] or (None, None)
+def _kernel(
+    *refs: Any,
+    tokens: int,
+    T: int,
+    K: int,
+    G: int,
+    N: int,
+    bs: int,
+    R: int,
+    Dh: int,
+    pools: int,
+    eps: float,
+) -> None:
+    x_ref, cos_ref, sin_ref, slot_ref, *norms = refs[: -2 * pools - 1]
+    q_norm, k_norm = norms or (None, None)
+    out_ref, *outputs = refs[-pools - 1 :]
+    k_pages, v_pages = outputs[:2]
+    k_scales, v_scales = outputs[2:] or (None, None)
     half, rest = R // 2, Dh - R
     head = program_id(1)
     token = program_id(0) * tokens + jnp.arange(tokens, dtype=jnp.int32)
@@ -94,26 +110,31 @@ def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R:
         index = (row[:, None], cols[None, :]) if at is None else (row[:, None], at, cols[None, :])
         return load(ref.at[index], mask=both(ok[:, None], mask), other=0.0).astype(jnp.float32)
 
-    def rotated(ref: Any, row: Any, at: Any, ok: jax.Array) -> list[Any]:
+    def rotated(row: Any, at: Any, ok: jax.Array, norm: Any) -> list[Any]:
         cos = tile(cos_ref, row, None, column, inside, ok)
         sin = tile(sin_ref, row, None, column, inside, ok)
-        first = tile(ref, row, at, column, inside, ok)
-        second = tile(ref, row, at, column + half, inside, ok)
-        parts: list[Any] = [
-            (first * cos - second * sin, column, inside),
-            (second * cos + first * sin, column + half, inside),
-        ]
-        if rest:
-            tail, tail_inside = _columns(R, rest)
-            parts.append((tile(ref, row, at, tail, tail_inside, ok), tail, tail_inside))
-        return parts
+        places = [(column, inside), (column + half, inside), *([_columns(R, rest)] if rest else [])]
+        parts = [tile(x_ref, row, at, cols, mask, ok) for cols, mask in places]
+        if norm is not None:
+            square = sum(jnp.sum(x * x, axis=1) for x in parts)
+            scale = jax.lax.rsqrt(square / Dh + eps)[:, None]
+            parts = [
+                weighted(x * scale, norm, cols, mask) for x, (cols, mask) in zip(parts, places, strict=True)
+            ]
+        first, second, *tail = parts
+        parts = [first * cos - second * sin, second * cos + first * sin, *tail]
+        return [(x, *place) for x, place in zip(parts, places, strict=True)]
+
+    def weighted(x: jax.Array, norm: Any, cols: jax.Array, mask: jax.Array | None) -> jax.Array:
+        weight = load(norm.at[cols[None, :]], mask=mask, other=0.0).astype(x_ref.dtype)
+        return (x.astype(x_ref.dtype) * weight).astype(jnp.float32)
 
     # Rows of the query tile: the G heads of a token follow one another, as they do in memory.
     heads = next_power_of_2(G)
     row = jnp.arange(tokens * heads, dtype=jnp.int32)
     q_token, q_head = program_id(0) * tokens + row // heads, head * G + row % heads
     q_real = (q_token < T) & (row % heads < G)
-    for x, cols, mask in rotated(q_ref, q_token, q_head[:, None], q_real):
+    for x, cols, mask in rotated(q_token, q_head[:, None], q_real, q_norm):
         at = out_ref.at[q_token[:, None], q_head[:, None], cols[None, :]]
         store(at, x.astype(out_ref.dtype), mask=both(q_real[:, None], mask))
 
@@ -122,9 +143,9 @@ def _kernel(*refs: Any, tokens: int, T: int, K: int, G: int, N: int, bs: int, R:
     # Page N of the masked rows is never touched on a GPU; interpreted, their index must not be a valid row's.
     slot = jnp.where(valid, slot, N * bs)
     where = (slot // bs, head, slot % bs)
-    _put(k_pages, k_scales, where, valid, rotated(k_ref, token, head, real))
+    _put(k_pages, k_scales, where, valid, rotated(token, G * K + head, real, k_norm))
     whole, whole_inside = _columns(0, Dh)
-    values = tile(v_ref, token, head, whole, whole_inside, real)
+    values = tile(x_ref, token, (G + 1) * K + head, whole, whole_inside, real)
     _put(v_pages, v_scales, where, valid, [(values, whole, whole_inside)])
 
 
@@ -147,6 +168,9 @@ def rope_kv_write_pallas(
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 1e-6,
     config: Config,
     interpret: bool | None = None,
 ) -> Written:
@@ -154,9 +178,12 @@ def rope_kv_write_pallas(
     T, H, Dh = q.shape
     N, K, bs, _ = k_pages.shape
     pools = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
-    kernel = functools.partial(
-        _kernel, tokens=config.tokens, T=T, K=K, G=H // K, N=N, bs=bs, R=2 * cos.shape[1], Dh=Dh
-    )
+    sizes = {"T": T, "K": K, "G": H // K, "N": N, "bs": bs, "R": 2 * cos.shape[1], "Dh": Dh}
+    kernel = functools.partial(_kernel, tokens=config.tokens, pools=len(pools), eps=eps, **sizes)
+    # Side by side as the projection has them: of a packed one this is no copy.
+    flat = jnp.concatenate([x.reshape(T, -1) for x in (q, k, v)], axis=1)
+    inputs = [flat.reshape(T, -1, Dh), cos, sin, slot_mapping]
+    inputs += [norm for norm in (q_norm, k_norm) if norm is not None]
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *pools)]
     q_rotated, *written = pallas_call(
         kernel,
@@ -166,7 +193,7 @@ def rope_kv_write_pallas(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-        input_output_aliases={6 + i: 1 + i for i in range(len(pools))},
-    )(q, k, v, cos, sin, slot_mapping, *pools)
+        input_output_aliases={len(inputs) + i: 1 + i for i in range(len(pools))},
+    )(*inputs, *pools)
     scales = written[2:] or (None, None)
     return q_rotated, written[0], written[1], scales[0], scales[1]

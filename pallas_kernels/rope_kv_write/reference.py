@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dtypes import wide_type
 from pallas_kernels.kv import is_quantized, quantize_kv
+from pallas_kernels.rms_norm.reference import rms_norm_reference
 
 Written = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
@@ -21,8 +22,11 @@ def rope_kv_write_reference(
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 1e-6,
 ) -> Written:
-    """Rotates q and k by each token's angles and stores k and v in each token's slot.
+    """Normalises q and k by head, rotates them by each token's angles, stores k and v in each token's slot.
 
     Args:
         q: `[T, H, Dh]`; k, v: `[T, K, Dh]`.
@@ -34,12 +38,17 @@ def rope_kv_write_reference(
             nothing. Slots past the pool store nothing either; two tokens of one slot leave either's data or
             a mixture (`check_slots`).
         k_scale, v_scale: float32 `[N, K, bs]` where pages are quantized, see `kv.quantize_kv`.
+        q_norm, k_norm: `[Dh]`, weights of a root-mean-square norm of each head before its rotation, as
+            `rms_norm_reference` has it; None: no norm.
 
     Returns:
         The rotated q in its dtype, for all tokens, padding too; and pages and scales with only the given
-        slots changed. All is computed in float32 (float64 if q is) and rounded once, when it is stored.
+        slots changed. All is computed in float32 (float64 if q is) and rounded once, when it is stored;
+        where there are norms also before and after their weight, to q's dtype.
     """
     N, _, bs, _ = k_pages.shape
+    if q_norm is not None and k_norm is not None:
+        q, k = (_normalise(x, weight, eps) for x, weight in ((q, q_norm), (k, k_norm)))
     q_rotated = _rotate(q, cos, sin).astype(q.dtype)
     values = v.astype(wide_type(v.dtype))
     # A slot past the end is dropped; a negative one would count from the end.
@@ -47,6 +56,10 @@ def rope_kv_write_reference(
     k_pages, k_scale = _put(_rotate(k, cos, sin), k_pages, k_scale, slots)
     v_pages, v_scale = _put(values, v_pages, v_scale, slots)
     return q_rotated, k_pages, v_pages, k_scale, v_scale
+
+
+def _normalise(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    return rms_norm_reference(x.reshape(-1, x.shape[-1]), weight, eps=eps)[0].reshape(x.shape)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

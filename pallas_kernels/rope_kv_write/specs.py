@@ -7,14 +7,21 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv import is_quantized
 from pallas_kernels.models import MIXTRAL, MODELS, QWEN3, ModelShape
-from pallas_kernels.op import Cost, Spec, make_problem
+from pallas_kernels.op import Cost, Problem, Spec, make_problem
 
 BLOCK = 32
 
 
+def problem(
+    T: int, H: int, K: int, Dh: int, R: int, bs: int, dtype: Any, pages: Any, *, norm: bool
+) -> Problem:
+    """Returns the problem; `norm`: heads are normalised first."""
+    return make_problem(T=T, H=H, K=K, Dh=Dh, R=R, bs=bs, dtype=dtype, pages=pages, norm=norm)
+
+
 def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
     H, K, Dh, dtype = model.heads, model.kv_heads, model.head_dim, jnp.bfloat16
-    N = max(512, 2 * T // BLOCK)
+    N, norm = max(512, 2 * T // BLOCK), model is QWEN3
 
     def make(key: jax.Array) -> dict[str, jax.Array]:
         keys = jax.random.split(key, 5)
@@ -34,6 +41,8 @@ def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
             "v_pages": jnp.zeros((N, K, BLOCK, Dh), pages),
             "slot_mapping": slots,
         }
+        if norm:
+            arrays |= {name: jnp.full((Dh,), 1.5, dtype) for name in ("q_norm", "k_norm")}
         scale = jnp.ones((N, K, BLOCK), jnp.float32)
         return arrays | ({"k_scale": scale, "v_scale": scale} if is_quantized(pages) else {})
 
@@ -44,8 +53,8 @@ def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
         name=f"{model.name}/{phase}_{T}{kind}",
         make=make,
         static={},
-        problem=make_problem(T=T, H=H, K=K, Dh=Dh, R=Dh, bs=BLOCK, dtype=dtype, pages=pages),
-        cost=Cost(flops=3.0 * T * (H + K) * Dh, bytes=float(moved), unit="float32"),
+        problem=problem(T, H, K, Dh, Dh, BLOCK, dtype, pages, norm=norm),
+        cost=Cost(flops=(7.0 if norm else 3.0) * T * (H + K) * Dh, bytes=float(moved), unit="float32"),
         tags=frozenset({model.name, phase, str(jnp.dtype(pages))}),
     )
 

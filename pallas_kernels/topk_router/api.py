@@ -35,19 +35,25 @@ def topk_router(
     top_groups: int | None = None,
     renormalize: bool = False,
     scale: float = 1.0,
+    valid: jax.Array | None = None,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]:
     """Ids int32 `[T, k]` and weights float32 `[T, k]` of the chosen experts; see `topk_router_reference`.
 
     Args:
         logits: `[T, E]`, bfloat16, float16 or float32, E at most 512; bias: float32 `[E]`.
+        valid: bool `[T]`.
         k: at most 16, and at most the experts in `top_groups` groups.
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, a choice that is not possible.
     """
-    arguments = {"logits": (logits, "T E", FLOATS), "bias": (bias, "E", (jnp.float32,))}
+    arguments = {
+        "logits": (logits, "T E", FLOATS),
+        "bias": (bias, "E", (jnp.float32,)),
+        "valid": (valid, "T", (jnp.bool_,)),
+    }
     sizes = check_arrays(OP.name, arguments)
     E = sizes["E"]
     check_that(OP.name, "logits", E <= MAX_EXPERTS, f"{E} experts", f"at most {MAX_EXPERTS}")

@@ -78,7 +78,8 @@ def _kernel(
     renormalize: bool,
     scale: float,
 ) -> None:
-    *bias_ref, ids_ref, weights_ref = refs
+    *given, ids_ref, weights_ref = refs
+    bias_ref, valid_ref = (given[:1], given[1:]) if has_bias else ([], given)
     size, size_pad, groups_pad = E // groups, next_power_of_2(E // groups), next_power_of_2(groups)
     column = jnp.arange(groups_pad * size_pad, dtype=jnp.int32)
     # Without gaps in a row the index is the column itself, which lets Triton load 16 bytes at a time.
@@ -122,10 +123,14 @@ def _kernel(
     _, ids, weights = jax.lax.fori_loop(0, k, body, start)
     if renormalize:
         weights = weights / (jnp.sum(weights, axis=1)[:, None] + SMALLEST_SUM)
+    weights = weights * scale
+    if valid_ref:
+        valid = load(valid_ref[0].at[row], mask=row < T, other=0)[:, None] != 0
+        ids, weights = jnp.where(valid, ids, E), jnp.where(valid, weights, 0.0)
     kept = (row < T)[:, None] & (slot < k)[None, :]
     out = (row[:, None], slot[None, :])
     store(ids_ref.at[out], ids, mask=kept)
-    store(weights_ref.at[out], weights * scale, mask=kept)
+    store(weights_ref.at[out], weights, mask=kept)
 
 
 def _keep_groups(keys: jax.Array, biased: jax.Array, groups: int, top_groups: int, by_two: bool) -> jax.Array:
@@ -165,6 +170,7 @@ def topk_router_pallas(
     top_groups: int | None = None,
     renormalize: bool = False,
     scale: float = 1.0,
+    valid: jax.Array | None = None,
     config: Config,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -184,7 +190,9 @@ def topk_router_pallas(
         renormalize=renormalize,
         scale=scale,
     )
-    arrays = [logits] if bias is None else [logits, bias]
+    # As integers, which is one small kernel for all layers.
+    flags = None if valid is None else valid.astype(jnp.int32)
+    arrays = [array for array in (logits, bias, flags) if array is not None]
     ids, weights = pallas_call(
         kernel,
         name="topk_router",

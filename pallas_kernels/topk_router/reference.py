@@ -23,6 +23,7 @@ def topk_router_reference(
     top_groups: int | None = None,
     renormalize: bool = False,
     scale: float = 1.0,
+    valid: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the k experts of the highest scores, in falling order, and their weights.
 
@@ -35,10 +36,11 @@ def topk_router_reference(
             bias the highest score.
         renormalize: divide the k weights by their sum + 1e-20.
         scale: factor on the weights.
+        valid: bool `[T]`; a row that is not chooses no expert: ids E, weights 0. None: all are.
 
     Returns:
-        ids int32 `[T, k]`, distinct in a row, and weights float32 (float64) `[T, k]`. Equal scores: the lower
-        id (group) first. Without a bias the choice is by the logits themselves, of which the scores are
+        ids int32 `[T, k]`, distinct in a valid row, and weights float32 (float64) `[T, k]`. Equal scores: the
+        lower id (group) first. Without a bias the choice is by the logits themselves, of which the scores are
         increasing functions: scores that round to the same number still choose the larger logit.
 
         A NaN score (a NaN logit, or under softmax a row with a NaN or +inf) counts as -inf for the choice, so
@@ -63,4 +65,7 @@ def topk_router_reference(
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if renormalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + SMALLEST_SUM)
-    return ids, weights * jnp.asarray(scale, wide.dtype)
+    weights = weights * jnp.asarray(scale, wide.dtype)
+    if valid is None:
+        return ids, weights
+    return jnp.where(valid[:, None], ids, E), jnp.where(valid[:, None], weights, jnp.zeros((), wide.dtype))

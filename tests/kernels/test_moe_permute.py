@@ -14,7 +14,7 @@ from tests.kernels.groups import lay_out, one_hot, patterns
 
 
 def same(ours, theirs):
-    for name, a, b in zip(ours._fields, ours, theirs, strict=False):
+    for name, a, b in zip(theirs._fields, ours, theirs, strict=False):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
 
@@ -23,13 +23,23 @@ class MoePermuteContract(Contract):
 
     def expect(self, arrays, static):
         """Compiled: its many small operations take longer one by one."""
-        return jax.jit(lambda ids: self.op.reference(ids, **static))(arrays["ids"])
+        return jax.jit(lambda kw: self.op.reference(**kw, **static))(arrays)
 
     def check_ids(self, ids, E, block_m, config=None):
         static = {"num_experts": E, "block_m": block_m}
-        ours = self.check({"ids": jnp.asarray(ids)}, static, limit=0.0, config=config)
-        same(ours, lay_out(ids, E, block_m))
-        assert all(array.dtype == jnp.int32 for array in ours)
+        # Weights that differ, so that one in another's slot shows.
+        weights = jnp.arange(1, ids.size + 1, dtype=jnp.float32).reshape(ids.shape)
+        ours = self.check({"ids": jnp.asarray(ids), "weights": weights}, static, limit=0.0, config=config)
+        same(ours[:5], lay_out(ids, E, block_m))
+        assert all(array.dtype == jnp.int32 for array in ours[:-1])
+        # No two assignments in one slot, none in a slot twice, and what travels along is the assignment's own.
+        here, assignment = np.asarray(ours.slot_of).ravel(), np.asarray(ours.row_assignment)
+        P, A = len(assignment), ids.size
+        here, filled = here[here < P], assignment < A
+        assert len(set(here)) == len(here) == filled.sum() == len(set(assignment[filled]))
+        np.testing.assert_array_equal(ours.tokens, assignment // ids.shape[1])
+        np.testing.assert_array_equal(ours.slots, np.where(filled, np.arange(P), P))
+        np.testing.assert_array_equal(ours.weights, np.where(filled, assignment + 1, 0))
 
     @pytest.mark.parametrize(
         "T,k,E,block_m",
@@ -49,6 +59,13 @@ class MoePermuteContract(Contract):
         """All to one expert, or to none of these."""
         self.check_ids(one_hot(T, 2, id), 8, 16)
 
+    @pytest.mark.parametrize("T,E", [(40, 128), pytest.param(700, 64, marks=pytest.mark.slow)])
+    def test_skewed(self, rng, T, E):
+        """Zipf's law: one expert has several blocks, most have a row or none."""
+        ids = np.argsort(np.log(np.arange(1, E + 1)) - 2 * rng.gumbel(size=(T, E)), axis=1)[:, :8]
+        ids[:, 0] = np.where((ids[:, 1:] == 7).any(axis=1), ids[:, 0], 7)  # and all tokens want expert 7
+        self.check_ids(ids.astype(np.int32), E, 16)
+
     @pytest.mark.parametrize("T,block_m", [(24, 16), (700, 32)])
     def test_patterns(self, rng, T, block_m):
         """Every subset of 8 experts non-empty."""
@@ -57,7 +74,7 @@ class MoePermuteContract(Contract):
         )
         for i, ids in enumerate(patterns(rng, T, 2)):
             if T == 24 or i % 16 == 0:
-                same(fn(jnp.asarray(ids)), lay_out(ids, 8, block_m))
+                same(fn(jnp.asarray(ids))[:5], lay_out(ids, 8, block_m))
 
 
 class TestPallas(MoePermuteContract):

@@ -242,12 +242,20 @@ class AttentionContract(Contract):
 class TestPallas(AttentionContract):
     implementation = "pallas_triton"
 
-    @pytest.mark.parametrize("splits,window", [(1, None), slow(1, 300), slow(2, 300), slow(3, None), (8, 300)])
+    @pytest.mark.parametrize(
+        "splits,window", [(1, None), slow(1, 300), slow(2, 300), slow(3, None), (8, 300)]
+    )
     def test_splits(self, rng, splits, window):
         """More splits than a context has keys for, and fewer; a window that begins within a tile."""
         arrays = batch(rng, [1, 1, 1, 0], [700, 512, 5, 40], window=window, bs=32, sinks=True)
         config = Config(splits, 64, 4, 3, 64, 32, 4, 3)
         self.check_batch(arrays, config, max_q_len=1, window=window)
+
+    @pytest.mark.parametrize("window", [90, slow(17), slow(33)])
+    def test_window_edges(self, rng, window):
+        """A chunk's tiles before, inside and behind what all of its rows see; and a window within a tile."""
+        arrays = batch(rng, [40, 5, 1], [290, 200, 120], window=window, bs=32, sinks=True)
+        self.check_batch(arrays, Config(1, 64, 4, 3, 16, 16, 4, 3), window=window)
 
     @pytest.mark.parametrize("rows,tile,decode_tile", [slow(16, 16, 16), (32, 64, 128), slow(128, 32, 32)])
     def test_configurations(self, rng, rows, tile, decode_tile):

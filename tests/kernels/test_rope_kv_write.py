@@ -140,6 +140,47 @@ class RopeKvWriteContract(Contract):
             changed = (_bytes(old) != _bytes(new)).any(axis=(1, 3)).reshape(-1)
             np.testing.assert_array_equal(changed, used)
 
+    @pytest.mark.parametrize(
+        "dtype,pages,H,K,Dh,R",
+        [
+            pytest.param("float32", "float32", 4, 2, 16, 16, marks=pytest.mark.slow),
+            ("bfloat16", "bfloat16", 6, 2, 80, 32),
+            pytest.param("bfloat16", "bfloat16", 8, 1, 128, 128, marks=pytest.mark.slow),
+            ("float32", "int8", 2, 2, 24, 24),
+        ],
+    )
+    def test_head_norms(self, rng, dtype, pages, H, K, Dh, R):
+        """Each head is normalised before its rotation, as `rms_norm` does it: what one kernel after the other
+        gives, but for a rounding or two."""
+        arrays = _arrays(rng, 9, H, K, Dh, R=R, dtype=dtype, pages=pages)
+        norms = {name: normal(rng, (Dh,), dtype) for name in ("q_norm", "k_norm")}
+        ours = self.run(arrays | norms, {"eps": 1e-5})
+        plain = self.expect(
+            arrays | {n: jnp.zeros((5, K, 4, Dh), jnp.float32) for n in ("k_pages", "v_pages")} | norms
+            | {n: None for n in ("k_scale", "v_scale")}, {"eps": 1e-5}
+        )  # fmt: skip
+        # Rounded before and after the weight; then the rotation.
+        limit = limit_for(dtype, 2, Dh) + 2 * ULP[dtype]
+        assert np.abs(np.asarray(ours[0], np.float64) - plain[0]).max() <= limit * np.abs(plain[0]).max()
+        slots = np.asarray(arrays["slot_mapping"])
+        slots = slots[slots >= 0]
+        limit += 0.0 if pages == dtype else 1 / 127
+        for pool, scale, want in zip(ours[1:3], ours[3:], plain[1:3], strict=True):
+            stored = np.asarray(dequantize_kv(pool, scale), np.float64)[slots // 4, :, slots % 4]
+            want = want[slots // 4, :, slots % 4]
+            assert np.abs(stored - want).max() <= limit * np.abs(want).max()
+
+    def test_poisoned_pages(self, rng):
+        """Nothing of a page is read: in pages full of NaN only the slots written are numbers."""
+        arrays = _arrays(rng, 8, 4, 2, 16)
+        slots = np.asarray(arrays["slot_mapping"])
+        assert len(set(slots[slots >= 0])) == (slots >= 0).sum()
+        poison = {n: jnp.full_like(arrays[n], jnp.nan) for n in ("k_pages", "v_pages")}
+        written = np.isin(np.arange(20), slots).reshape(5, 4)
+        for pool in self.run(arrays | poison, {})[1:3]:
+            filled = ~np.isnan(np.asarray(pool))
+            assert (filled == written[:, None, :, None]).all()
+
     def test_page_boundaries(self, rng):
         """A run of tokens over three pages in any order, first and last slot of the pool among them."""
         slots = np.concatenate([4 * 4 + np.arange(4), 0 * 4 + np.arange(4), 2 * 4 + np.arange(3)])

@@ -100,6 +100,24 @@ class TopkRouterContract(Contract):
         plain = self.run(arrays, {"k": 3})
         np.testing.assert_array_equal(grouped[0], plain[0])
 
+    @pytest.mark.parametrize("T,E,k,bias", [(17, 64, 8, True), (5, 60, 4, False)])
+    def test_padding(self, rng, T, E, k, bias):
+        """Rows that are not valid choose no expert, whatever their logits are."""
+        valid = rng.random(T) < 0.6
+        logits = np.where(valid[:, None], rng.normal(size=(T, E)), np.nan)
+        arrays = {"logits": jnp.asarray(logits, jnp.float32), "valid": jnp.asarray(valid)}
+        arrays |= {"bias": jnp.zeros(E, jnp.float32)} if bias else {}
+        ids, weights = self.check(arrays, {"k": k, "renormalize": True}, limit=limit_for("float32", E))
+        assert (np.asarray(ids)[~valid] == E).all() and (np.asarray(weights)[~valid] == 0).all()
+
+    def test_skewed(self, rng):
+        """One expert above all others, which are equal or as good as impossible: still distinct, in order."""
+        logits = np.zeros((9, 128), np.float32)
+        logits[:, 64:] = -1e30
+        logits[np.arange(9), rng.integers(0, 128, 9)] = 1e4
+        ids, _ = self.check({"logits": jnp.asarray(logits)}, {"k": 8}, limit=limit_for("float32", 128))
+        assert all(len(set(row)) == 8 for row in np.asarray(ids).tolist())
+
     @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
     def test_ties(self, rng, scoring):
         """Equal logits, zeros of both signs and -inf: the lower id first."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import attention
+from moejax.ops.attention import HeadNorms, attention
 from moejax.quantization.kv import round_trip
 
 Phase = Literal["prefill", "decode"]
@@ -70,6 +70,10 @@ class ContiguousLayer:
     phase: Phase = dataclasses.field(metadata={"static": True})
     kv_cache: str = dataclasses.field(metadata={"static": True})
 
+    @property
+    def normalizes(self) -> bool:
+        return False
+
     def update_and_attend(
         self,
         q: jax.Array,
@@ -80,6 +84,7 @@ class ContiguousLayer:
         *,
         window: int | None,
         scale: float,
+        norms: HeadNorms | None = None,
     ) -> tuple[jax.Array, "ContiguousLayer"]:
         """`prefill`: whole sequences from position 0, attended among themselves and stored.
         `decode`: one token a sequence, stored at its position, attending to its row."""
