@@ -32,7 +32,7 @@ class MoePermuteContract(Contract):
         ours = self.check({"ids": jnp.asarray(ids), "weights": weights}, static, limit=0.0, config=config)
         same(ours[:5], lay_out(ids, E, block_m))
         assert all(array.dtype == jnp.int32 for array in ours[:-1])
-        # No two assignments in one slot, none in a slot twice, and what travels along is the assignment's own.
+        # No two assignments in one slot, none in two slots, and what travels along is the assignment's own.
         here, assignment = np.asarray(ours.slot_of).ravel(), np.asarray(ours.row_assignment)
         P, A = len(assignment), ids.size
         here, filled = here[here < P], assignment < A
