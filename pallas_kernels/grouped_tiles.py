@@ -17,6 +17,12 @@ from pallas_kernels.groups import ACTIVATIONS
 from pallas_kernels.op import Problem
 
 
+FEW_ROWS_GROUP = 4
+"""`Config.group` for blocks of at most 32 rows: an expert with more rows than one block has is several. Taken
+one after the other each would read its weights from memory anew, a wave of programs apart; side by side they
+find them in L2. Where every expert has one block it costs nothing."""
+
+
 @dataclass(frozen=True)
 class Config:
     """`block_n` columns and `block_k` rows of each weight's tile; `group` blocks share f-tiles (`place`)."""
@@ -45,18 +51,6 @@ def candidates(problem: Problem, best: Config, widths: Sequence[int], *, matrice
                     if fits and wide and size == 2:
                         seen.add(Config(block_n, block_k, best.group, warps, stages))
     return sorted(seen, key=lambda c: (c.block_n, c.block_k, c.num_warps, c.num_stages))
-
-
-def group_for(block_m: int, P: int, E: int) -> int:
-    """Returns how many neighbouring blocks share f-tiles where blocks are of at most 32 rows.
-
-    An expert with more rows than one block has is several. Taken one after the other each would read its
-    weights from memory anew, a wave of programs apart; four together find them in L2.
-
-    Args:
-        P: slots of E experts (`groups.padded_rows`): so few that no expert can fill a block need no sharing.
-    """
-    return 1 if P <= block_m * min(E, block_m) else 4
 
 
 class Tile(NamedTuple):

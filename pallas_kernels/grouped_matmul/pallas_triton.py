@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pallas_kernels._compat import cdiv
-from pallas_kernels.grouped_tiles import Config, candidates, group_for, grouped_product
+from pallas_kernels.grouped_tiles import FEW_ROWS_GROUP, Config, candidates, grouped_product
 from pallas_kernels.op import Problem
 
 
@@ -14,7 +14,7 @@ def heuristic(problem: Problem) -> Config:
     """Gets enough bytes under way for few rows a block, and keeps the tensor cores busy for many."""
     block_m, D, F = int(problem["block_m"]), int(problem["D"]), int(problem["F"])
     blocks = int(problem["P"]) // block_m
-    group = group_for(block_m, int(problem["P"]), int(problem["E"])) if block_m <= 32 else 8
+    group = FEW_ROWS_GROUP if block_m <= 32 else 8
     if problem["dtype"] == "float32":
         return Config(32 if block_m <= 64 else 16, 32, group, 4, 3)
     if block_m <= 32:

@@ -75,7 +75,9 @@ def fused_tile(
     enough, most = 2 * _MULTIPROCESSORS, 8
     if block_m <= 32:
         # A warp has 32 outputs: a fragment of x then serves four products, and registers suffice.
-        block_n, least, block_k = (128 // matrices, 32, 128) if block_m == 16 else (64, 64, 128)
+        # Sums by groups of 32 spill a few registers at 128 outputs (sm_80, XLA's own compiler).
+        widest = 64 if fmt.group == 32 else 128
+        block_n, least, block_k = (widest // matrices, 32, 128) if block_m == 16 else (64, 64, 128)
         warps = lambda n: n // 32 if block_m == 16 else 2 * matrices  # noqa: E731
     elif block_m == 64 and 2 * blocks * -(-F // 128) < enough:
         block_n, least, block_k, most = 128, 128, 64 if fmt.group == 32 or fmt.kind == "fp8" else 128, 4

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import both, cdiv, load, pallas_call, program_id, should_interpret, store, when
-from pallas_kernels.grouped_tiles import group_for, place
+from pallas_kernels.grouped_tiles import FEW_ROWS_GROUP, place
 from pallas_kernels.groups import ACTIVATIONS
 from pallas_kernels.qformats import QuantizedTensor
 from pallas_kernels.quantized_grouped_matmul.tiles import Weight, reduce_tiles
@@ -50,12 +50,9 @@ def _kernel(
     # Interpretation knows program_id outside of conditionals only.
     pid, part = program_id(0), program_id(1) if tile.split_k > 1 else 0
     used = refs["num_blocks"][0] if grouped else cdiv(R, bm)
-    group = 1 if bm <= 32 else 8
-    if grouped and bm <= 32:
-        group = group_for(bm, refs["rows"].shape[0], matrices[0].shape[0])
 
     def work() -> None:
-        block, n = place(pid, used, n_tiles, group)
+        block, n = place(pid, used, n_tiles, FEW_ROWS_GROUP if bm <= 32 else 8)
         slots = block * bm + jnp.arange(bm)
         rows = load(refs["rows"].at[slots]) if grouped else slots
         lead = (load(refs["block_expert"].at[block]),) if grouped else ()

@@ -63,9 +63,10 @@ def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
     scales, rest = (rest[:2], rest[2:]) if a.quantized else ((None, None), rest)
     pool = Pool(k_ref, v_ref, table_ref, *scales)
     split, head, program = program_id(0), program_id(1), program_id(2)
-    seq = jnp.minimum(program, a.S - 1)
+    # With one split there are programs for padding, past the last sequence.
+    seq = program if splits > 1 else jnp.minimum(program, a.S - 1)
     token, keys = _keys(seq, lens_ref, cu_ref)
-    keys = jnp.where(program < a.S, keys, 0)
+    keys = keys if splits > 1 else jnp.where(program < a.S, keys, 0)
     first_key, first, past, per_split = _share(a, tile, splits, keys)
     begin = first + split * per_split
     end = jnp.minimum(begin + per_split, past)
