@@ -16,7 +16,6 @@ from pallas_kernels._compat import both, cdiv, dot, load, pallas_call, program_i
 from pallas_kernels.groups import ACTIVATIONS
 from pallas_kernels.op import Problem
 
-
 FEW_ROWS_GROUP = 4
 """`Config.group` for blocks of at most 32 rows: an expert with more rows than one block has is several. Taken
 one after the other each would read its weights from memory anew, a wave of programs apart; side by side they

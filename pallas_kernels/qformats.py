@@ -42,6 +42,9 @@ PACK = 64
 
 FP8_BLOCK = 128
 
+MOST_CODES = 2**31
+"""Bytes of codes, on one device, that are too many: kernels index them with 32 bits."""
+
 GROUPS = {"w8a16": (0, 32, 64, 128), "w4a16": (32, 64, 128), "w8a8": (0,), "fp8": (0, FP8_BLOCK)}
 
 

@@ -7,8 +7,17 @@ from moejax.quantization.formats import QTensor, WeightFormat
 from pallas_kernels import qformats
 
 
-def why_no_kernel(fmt: WeightFormat, D: int) -> str | None:
-    """Returns why the GPU kernels have no product with such a weight of D inputs; None where they have."""
+def why_no_kernel(fmt: WeightFormat, D: int, size: int = 0) -> str | None:
+    """Returns why the GPU kernels have no product with such a weight of D inputs; None where they have.
+
+    Args:
+        size: numbers of the weight, of all its experts, on one device; 0: not known.
+    """
+    codes = size // 2 if fmt.numbers == "int4" else size
+    if codes >= qformats.MOST_CODES:
+        return (
+            f"{codes} bytes of codes on a device (kernels index fewer than 2^31); spread it over more devices"
+        )
     kernel_format = _kernel_format(fmt, D)
     return f"{fmt.name}: {kernel_format}" if isinstance(kernel_format, str) else None
 

@@ -10,7 +10,7 @@ from pallas_kernels.errors import arrays_of, bind_shapes, check_arrays, check_dt
 from pallas_kernels.group_specs import problem
 from pallas_kernels.groups import ACTIVATIONS, check_table
 from pallas_kernels.op import Implementation, Op
-from pallas_kernels.qformats import PACK, QuantizedTensor, check_quantized
+from pallas_kernels.qformats import MOST_CODES, PACK, QuantizedTensor, check_quantized
 from pallas_kernels.quantized_grouped_matmul import pallas_triton
 from pallas_kernels.quantized_grouped_matmul.reference import (
     quantized_grouped_matmul_reference,
@@ -54,10 +54,8 @@ def check_activations(
         bind_shapes(op, {"x": (x, "R D"), "x_scale": (x_scale, "R")})
     if out_dtype is not None:
         check_dtype(op, "out_dtype", jnp.empty((), out_dtype), FLOATS)
-    # Kernels index with 32 bits.
-    check_that(
-        op, "w", w.values.size < 2**31, f"{w.values.size} bytes of codes", "fewer than 2^31 on a device"
-    )
+    got = f"{w.values.size} bytes of codes"
+    check_that(op, "w", w.values.size < MOST_CODES, got, "fewer than 2^31 on a device")
     if config is not None:
         check_config(op, config, w)
 

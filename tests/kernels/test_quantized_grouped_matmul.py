@@ -1,6 +1,8 @@
 """`quantized_grouped_matmul`, `quantized_grouped_swiglu` against their contracts: dequantize, multiply."""
 
+import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from pallas_kernels.quantized_grouped_matmul import OP, quantized_grouped_matmul
 from pallas_kernels.quantized_grouped_matmul.pallas_triton import Config
 from pallas_kernels.quantized_grouped_swiglu import OP as SWIGLU_OP
 from pallas_kernels.quantized_grouped_swiglu import quantized_grouped_swiglu
+from pallas_kernels.tuned import configure
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.test_qformats import FORMATS, draw, other_way
 
@@ -305,6 +308,35 @@ INT8 = random_quantized(jax.random.key(0), (2, 128, 32), Format("w8a8"))
 def test_bad_input(change, message):
     with pytest.raises(KernelError, match=message):
         quantized_grouped_matmul(**({"block_m": 16} | GOOD | change))
+
+
+@pytest.mark.parametrize("E,fits", [(146, True), (147, False)])
+def test_codes_that_32_bits_do_not_count(E, fits):
+    """By shapes alone: 146 experts of DeepSeek-V3's fp8 weights are below 2^31 codes, 147 are not."""
+    w = jax.eval_shape(
+        lambda key: random_quantized(key, (E, 7168, 2048), Format("fp8", 128)), jax.random.key(0)
+    )
+    call = functools.partial(quantized_grouped_matmul, block_m=16)
+    arrays = {name: jax.ShapeDtypeStruct((n,), jnp.int32) for name, n in
+              (("rows", 32), ("block_expert", 2), ("num_blocks", 1))}  # fmt: skip
+    arrays |= {"x": jax.ShapeDtypeStruct((4, 7168), jnp.bfloat16), "w": w}
+    if fits:
+        assert jax.eval_shape(lambda kw: call(**kw), arrays).shape == (32, 2048)
+        return
+    with pytest.raises(KernelError, match=r"w: got 2157969408 bytes of codes, expected fewer than 2\^31"):
+        jax.eval_shape(lambda kw: call(**kw), arrays)
+
+
+def test_dequantizes_once_by_device():
+    """A decoded copy of the weights is read and written at an A100's bandwidth: from more rows on."""
+    spec = next(s for s in OP.specs if s.problem["kind"] == "w4a16" and s.problem["block_m"] == 64)
+    rows = {n: {**spec.problem, "P": n * int(spec.problem["E"])} for n in (1024, 2048)}
+    modes = {
+        (device, n): configure(OP, "pallas_triton", problem, device=device, data=Path("nowhere")).config.mode
+        for device in ("a100", "h100")
+        for n, problem in rows.items()
+    }
+    assert {key for key, mode in modes.items() if mode == "fused"} == {("a100", 1024)}
 
 
 def test_bad_swiglu_input():

@@ -273,6 +273,14 @@ def test_what_the_kernels_have_not_is_said(name, reason):
     assert ar.to_kernel(q) is None
 
 
+def test_kernels_need_stacks_below_2_gib():
+    """DeepSeek-V3's 256 experts of 7168 x 2048: in 8 bits too many codes for 32-bit offsets, in 4 not."""
+    size = 256 * 7168 * 2048
+    assert ar.why_no_kernel(parse_format("int8"), 7168, size // 2) is None
+    assert ar.why_no_kernel(parse_format("int4_g32"), 7168, size) is None
+    assert "3758096384 bytes of codes on a device" in ar.why_no_kernel(parse_format("int8"), 7168, size)
+
+
 def test_kernels_need_whole_pieces():
     fmt = parse_format("int4_g32")
     assert "a multiple of 64, here 96" in ar.why_no_kernel(fmt, 96)

@@ -154,7 +154,9 @@ def choose_implementation(
         check_split(path, spec, fmt, axes)
     unsupported = None
     for path, spec, fmt in weights:
-        why = why_no_kernel(fmt, spec.canonical_shape[-2] // _devices(spec, axes)[0])
+        rules, shape = make_rules(axes), spec.canonical_shape
+        parts = math.prod(axes.size(rules.get(axis or "", ())) for axis in spec.axes)
+        why = why_no_kernel(fmt, shape[-2] // _devices(spec, axes)[0], math.prod(shape) // parts)
         if why is not None:
             unsupported = f"{weight_name(path)}: {why}"
             break
