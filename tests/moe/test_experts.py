@@ -16,6 +16,7 @@ from moejax.core.config import MoeConfig
 from moejax.moe.experts import Experts, ExpertsOutput, capacity, slot_in_expert
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize
+from pallas_kernels import moe_mlp
 from tests.model_shapes import experts_only
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
@@ -244,6 +245,17 @@ def test_reroute_drops_less_than_drop():
     assert (int(drop.dropped), int(drop.rerouted)) == (24, 0)
     assert (int(reroute.dropped), int(reroute.rerouted)) == (0, 24)
     np.testing.assert_array_equal(made_assignments(reroute, 8), np.full(8, 4))
+
+
+def test_kernels_are_told_of_all_experts(monkeypatch):
+    """How high blocks are follows from the rows an expert can expect: replicas count, other devices' do."""
+    options = {}
+    monkeypatch.setattr(moe_mlp, "moe_mlp", lambda x, *_, **given: options.update(given) or x)
+    experts = Experts(experts_only(D, F, 6), "edf", jnp.float32, physical=8)
+    initialize(experts, seed=0)
+    routing = Routing(jnp.zeros((3, 2), jnp.int32), jnp.ones((3, 2)), jnp.zeros((3, 6)))
+    experts(jnp.ones((3, D)), routing, MoeConfig(grouped_matmul="pallas_triton"))
+    assert options["total_experts"] == 8
 
 
 @pytest.mark.parametrize(
