@@ -49,10 +49,14 @@ def _kernel(
     grouped = "rows" in refs
     # Interpretation knows program_id outside of conditionals only.
     pid, part = program_id(0), program_id(1) if tile.split_k > 1 else 0
-    used = refs["num_blocks"][0] if grouped else cdiv(R, bm)
+    group, used = FEW_ROWS_GROUP if bm <= 32 else 8, cdiv(R, bm)
+    if grouped:
+        used = refs["num_blocks"][0]
+    else:
+        group = min(group, used)
 
     def work() -> None:
-        block, n = place(pid, used, n_tiles, FEW_ROWS_GROUP if bm <= 32 else 8)
+        block, n = place(pid, used, n_tiles, group)
         slots = block * bm + jnp.arange(bm)
         rows = load(refs["rows"].at[slots]) if grouped else slots
         lead = (load(refs["block_expert"].at[block]),) if grouped else ()
