@@ -56,9 +56,13 @@ def print_program(result: Mapping[str, Any], console: Console) -> None:
     ]
     print_lines(console, collectives)
     memory = ", ".join(f"{row['bucket']}: {byte_words(row['peak_bytes'])}" for row in rows)
-    seconds = ", ".join(f"{row['bucket']}: {row['trace_s']:.0f} + {row['lower_s']:.0f} s" for row in rows)
-    lines = [f"memory of a device, of {byte_words(target['memory'])}: {memory}"]
-    lines += [f"tracing + lowering, here: {seconds}", *(f"note: {note}" for note in result["notes"])]
+    phases = ("trace_s", "lower_s", "compile_s")
+    seconds = [f"{r['bucket']}: {' + '.join(f'{r[phase]:.1f}' for phase in phases)} s" for r in rows]
+    lines = [
+        f"memory of a device, of {byte_words(target['memory'])}: {memory}",
+        f"tracing + lowering + compiling {rows[0]['layers_compiled'][-1]} layers: {', '.join(seconds)}",
+        *(f"note: {note}" for note in result["notes"]),
+    ]
     print_lines(console, lines)
 
 
@@ -67,7 +71,7 @@ def _operations(result: Mapping[str, Any]) -> Any:
     lines: dict[str, dict[str, Any]] = {}
     for row in result["operations"]:
         line = lines.setdefault(row["operation"], {"operation": row["operation"]})
-        line[f"layer {row['bucket']}"] = row.get("launches_per_layer")
+        line[f"layer {row['bucket']}"] = row["launches_per_layer"] or None
         line[f"step {row['bucket']}"] = row["launches"]
     names = [f"{part} {row['bucket']}" for part in ("layer", "step") for row in result["cases"]]
     columns = [Column("operation", "operation", left=True), *(Column(n.replace(" ", "\n"), n) for n in names)]

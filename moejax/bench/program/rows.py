@@ -34,7 +34,7 @@ def row_of(
     """Returns a bucket's row of `cases`, from one program of all layers or two to extrapolate from."""
     last, kernels = compiled[-1], {launch.kernel: launch for launch in compiled[-1].dump.launches}.values()
     spills = [(k.spill_stores or 0) + (k.spill_loads or 0) for k in kernels if k.registers]
-    per_layer, whole = extrapolate([_facts(one) for one in compiled], compiled, opened.config.num_layers)
+    per_layer, whole = _extrapolate(compiled, opened.config.num_layers)
     row: dict[str, Any] = {
         "bucket": last.bucket.name, "decode_rows": last.bucket.rows, "chunk_tokens": last.bucket.tokens,
         "layers_compiled": [one.layers for one in compiled],
@@ -43,18 +43,18 @@ def row_of(
         "kernels_with_spills": sum(map(bool, spills)) if spills else None,
         "spill_bytes": sum(spills) if spills else None,
         "command_buffers": last.dump.command_buffers, "host_syncs": last.dump.host_syncs,
+        **{f"{phase}_s": seconds for phase, seconds in last.seconds.items()},
     }  # fmt: skip
     return row | modelled(opened, last.bucket, row, section, hardware)
 
 
-def extrapolate(
-    facts: Sequence[Mapping[str, float]], compiled: Sequence[Compiled], layers: int
-) -> tuple[dict[str, float], dict[str, float]]:
+def _extrapolate(compiled: Sequence[Compiled], layers: int) -> tuple[dict[str, float], dict[str, float]]:
     """Returns what a layer adds to each figure of the programs, and the figures of so many layers. With one
     program nothing is known of a layer, and the figures are its own."""
-    if len(facts) == 1:
-        return {}, dict(facts[0])
-    (first, last), added = facts, compiled[1].layers - compiled[0].layers
+    first, last = _facts(compiled[0]), _facts(compiled[-1])
+    if len(compiled) == 1:
+        return {}, last
+    added = compiled[1].layers - compiled[0].layers
     per_layer = {name: (last[name] - first[name]) / added for name in last}
     whole = {name: last[name] + per_layer[name] * (layers - compiled[1].layers) for name in last}
     return _plain(per_layer), _plain(whole)
@@ -82,7 +82,6 @@ def _facts(one: Compiled) -> dict[str, float]:
         "collectives": len(collectives),
         "collectives_exposed": sum(not launch.beside for launch in collectives),
         "collective_bytes": sum(launch.read_bytes for launch in collectives),
-        **{f"{name}_s": seconds for name, seconds in one.seconds.items()},
     }
 
 
@@ -117,15 +116,21 @@ def step_costs(opened: Opened, bucket: Bucket, context: int) -> list[OpCost]:
 
 
 def operation_rows(compiled: Sequence[Compiled], layers: int) -> list[dict[str, Any]]:
-    """Returns launches and bytes by operation, of a layer in the mean and of the whole step."""
-    rows = []
+    """Returns launches and bytes by operation: of a layer, the mean of those that only the deeper program
+    has, and of the whole step."""
+    rows, last, first = [], compiled[-1], compiled[0].layers
     for operation in (*OPERATIONS, None):
-        mine = [[x for x in one.dump.launches if x.operation == operation] for one in compiled]
-        facts = [{"launches": len(m), "passed_bytes": sum(x.passed_bytes for x in m)} for m in mine]
-        per_layer, whole = extrapolate(facts, compiled, layers)
-        if whole["launches"]:
-            row = {"bucket": compiled[-1].bucket.name, "operation": operation or "not known", **whole}
-            rows.append(row | {f"{name}_per_layer": value for name, value in per_layer.items()})
+        mine = [launch for launch in last.dump.launches if launch.operation == operation]
+        added = [launch for launch in mine if (launch.layer or 0) >= first] if len(compiled) == 2 else []
+        row: dict[str, Any] = {"bucket": last.bucket.name, "operation": operation or "not known"}
+        for name, here, more in (
+            ("launches", len(mine), len(added)),
+            ("passed_bytes", sum(x.passed_bytes for x in mine), sum(x.passed_bytes for x in added)),
+        ):
+            per_layer = more / (last.layers - first) if len(compiled) == 2 else 0
+            whole = here + per_layer * (layers - last.layers)
+            row |= _plain({name: whole, f"{name}_per_layer": per_layer})
+        rows += [row] if mine else []
     return rows
 
 
