@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and the write of keys and values into pages, in one pass."""
+"""Norm and rotary embedding of queries and keys, and the write of keys and values into pages, in one pass."""
 
 from pallas_kernels.rope_kv_write.api import OP, check_slots, rope_kv_write
 

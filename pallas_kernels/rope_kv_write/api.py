@@ -55,7 +55,7 @@ def rope_kv_write(
         slot_mapping: int32 `[T]`; `check_slots` checks its values.
         k_scale, v_scale: float32 `[N, K, bs]`, both where pages are int8 or fp8, neither where not; returned
             as None then.
-        q_norm, k_norm: `[Dh]`, bfloat16, float16 or float32, or neither; eps: of both.
+        q_norm, k_norm: `[Dh]`, bfloat16, float16 or float32, or neither; eps: of both, positive.
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
@@ -86,6 +86,7 @@ def rope_kv_write(
     check_that(
         OP.name, "cos", 2 * half <= Dh, f"{half} angles", f"at most {Dh // 2}, half the head dimension"
     )
+    check_that(OP.name, "eps", eps > 0, eps, "a positive number")
     both = (q_norm is None) == (k_norm is None)
     check_that(OP.name, "k_norm", both, "None" if k_norm is None else "an array", "both norms, or neither")
     check_pool_size(OP.name, k_pages)

@@ -88,6 +88,9 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
     parts = ("rms_norm", "router", "paged_decode", "rope", "swiglu", "grouped_matmul", "permute", "combine")
     for part in parts:
         assert any(part in name for name in called), (part, sorted(set(called)))
+    # Only the first layer's norm has no residual: those of heads are part of the write to the cache.
+    assert llm.config.qk_norm == "head" and llm.config.num_layers == 1
+    assert called.count("rms_norm") == called.count("rope_kv_write") > 0
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,20 @@ def test_pools_between_two_and_four_gigabytes(rng):
         jax.eval_shape(lambda kw: rope_kv_write(**kw), arrays)
 
 
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"k_norm": None}, "k_norm: got None, expected both norms, or neither"),
+        ({"q_norm": None}, "k_norm: got an array, expected both norms, or neither"),
+        ({"eps": 0.0}, "eps: got 0.0, expected a positive number"),
+    ],
+)
+def test_bad_norms(rng, changes, message):
+    norms = {name: jnp.ones(16) for name in ("q_norm", "k_norm")}
+    with pytest.raises(KernelError, match=message):
+        rope_kv_write(**_arrays(rng, 3, 4, 2, 16) | norms | changes)
+
+
 def test_slot_check():
     pages = jnp.zeros((3, 1, 4, 8))
     check_slots(jnp.asarray([11, -1, 0, -1]), pages)
