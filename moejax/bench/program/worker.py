@@ -20,6 +20,7 @@ from moejax.core.config import ModelConfig
 from moejax.core.errors import MoejaxError
 from moejax.engine.llm import LLM
 from moejax.engine.opening.resolve import find_model
+from moejax.engine.step.ledger import compiler_options
 from moejax.engine.step.limits import StepKey
 from moejax.nn.param import specs
 from moejax.perf.memory import held_weights
@@ -76,7 +77,7 @@ def _compile(llm: LLM, bucket: Bucket, job: Job) -> Compiled:
         times.append(time.perf_counter())
         lowered = traced.lower(lowering_platforms=("cuda",))
         times.append(time.perf_counter())
-        compiled = lowered.compile({**OPTIONS, "xla_dump_to": str(folder)})
+        compiled = lowered.compile({**compiler_options("gpu"), **OPTIONS, "xla_dump_to": str(folder)})
         times.append(time.perf_counter())
         log = os.pread(2, os.lseek(2, 0, os.SEEK_CUR) - said, said).decode(errors="replace")
         dump = read_folder(folder, log)
