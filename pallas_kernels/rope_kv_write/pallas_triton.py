@@ -180,8 +180,8 @@ def rope_kv_write_pallas(
     pools = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
     sizes = {"T": T, "K": K, "G": H // K, "N": N, "bs": bs, "R": 2 * cos.shape[1], "Dh": Dh}
     kernel = functools.partial(_kernel, tokens=config.tokens, pools=len(pools), eps=eps, **sizes)
-    # Side by side as the projection has them: of a packed one this is no copy. Of one token XLA sees that only
-    # without the first axis, which it has dropped from its slices.
+    # Side by side as the projection has them: of a packed one this is no copy. Of one token XLA sees that
+    # only without the first axis, which it has dropped from its slices.
     shape = (-1,) if T == 1 else (T, -1)
     flat = jnp.concatenate([x.reshape(shape) for x in (q, k, v)], axis=-1)
     inputs = [flat.reshape(T, -1, Dh), cos, sin, slot_mapping]
