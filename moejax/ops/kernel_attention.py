@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from moejax.ops.attention import HeadNorms
 from moejax.ops.kv_segments import Segment
@@ -20,8 +19,8 @@ class KernelPlan:
         block_table: int32 `[R, M]`.
         kv_lens: int32 `[R]`, keys of each sequence, this step's own among them.
         cu_q_lens: int32 `[R + 1]`, a sequence's queries are the tokens between two neighbours.
-        decode_only: no sequence has more than one query. Otherwise a sequence may have a query and no keys;
-            its row, and that of every token which stores nothing, is 0.
+        decode_only: no sequence has more than one query. Otherwise a sequence may have a query and no keys:
+            its row is 0.
     """
 
     slot_mapping: jax.Array
@@ -91,6 +90,4 @@ def kernel_attention(
         max_q_len=1 if plan.decode_only else None,
         implementation=implementation,
     )
-    if not plan.decode_only:
-        out = jnp.where((plan.slot_mapping >= 0)[:, None, None], out, 0)
     return out, pages

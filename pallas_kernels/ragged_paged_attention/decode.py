@@ -52,10 +52,16 @@ def _ceil_div(x: jax.Array, n: int) -> jax.Array:
     return jax.lax.div(x + (n - 1), jnp.int32(n))
 
 
-def _keys(seq: Any, lens_ref: Any, cu_ref: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns a sequence's row of q, and how many keys it decodes over: 0 if it does not have one query."""
+def _keys(
+    a: Attention, program: jax.Array, lens_ref: Any, cu_ref: Any, padding: bool = True
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns a program's sequence, its row of q, whether it has just that query, and over how many keys it
+    decodes: 0 if it does not. Programs from S on, of which there are none without `padding`, have none."""
+    seq = jnp.minimum(program, a.S - 1) if padding else program
     row = cu_ref[seq]
-    return row, jnp.where(cu_ref[seq + 1] - row == 1, lens_ref[seq], 0)
+    single = cu_ref[seq + 1] - row == 1
+    single = single & (program < a.S) if padding else single
+    return seq, row, single, jnp.where(single, lens_ref[seq], 0)
 
 
 def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
@@ -63,10 +69,7 @@ def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
     scales, rest = (rest[:2], rest[2:]) if a.quantized else ((None, None), rest)
     pool = Pool(k_ref, v_ref, table_ref, *scales)
     split, head, program = program_id(0), program_id(1), program_id(2)
-    # With one split there are programs for padding, past the last sequence.
-    seq = program if splits > 1 else jnp.minimum(program, a.S - 1)
-    token, keys = _keys(seq, lens_ref, cu_ref)
-    keys = keys if splits > 1 else jnp.where(program < a.S, keys, 0)
+    seq, token, single, keys = _keys(a, program, lens_ref, cu_ref, padding=splits == 1)
     first_key, first, past, per_split = _share(a, tile, splits, keys)
     begin = first + split * per_split
     end = jnp.minimum(begin + per_split, past)
@@ -93,7 +96,9 @@ def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
         return
     *sinks, out_ref = rest
     out = values(a, state) * (1.0 / with_sinks(state, sinks, at, used))[:, None]
-    store(out_ref.at[token, at[:, None], dim[None, :]], out.astype(out_ref.dtype), mask=mask)
+    _, mask = dims(a, (row < a.G) & single)
+    out = jnp.where(keys > 0, out, 0.0).astype(out_ref.dtype)
+    store(out_ref.at[token, at[:, None], dim[None, :]], out, mask=mask)
     _zero_padding(a, out_ref, cu_ref, program, head * a.G, a.G)
 
 
@@ -116,9 +121,7 @@ def _zero_padding(a: Attention, out_ref: Any, cu_ref: Any, program: jax.Array, h
 def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
     part_ref, lse_ref, lens_ref, cu_ref, *sinks, out_ref = refs
     program, head = program_id(0), program_id(1)
-    seq = jnp.minimum(program, a.S - 1)
-    token, keys = _keys(seq, lens_ref, cu_ref)
-    keys = jnp.where(program < a.S, keys, 0)
+    seq, token, single, keys = _keys(a, program, lens_ref, cu_ref)
     _, first, past, per_split = _share(a, tile, splits, keys)
     split = jnp.arange(max(2, next_power_of_2(splits)))
     used = split * per_split < past - first
@@ -133,9 +136,8 @@ def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
     total = jnp.sum(weight, axis=0)
     if sinks:
         total = total + jnp.exp2(sink - largest)
-    out = jnp.sum(part * weight[:, None], axis=0) / total
-    inside = dim < a.Dh
-    store(out_ref.at[token, head, dim], out.astype(out_ref.dtype), mask=inside & (keys > 0))
+    out = jnp.where(keys > 0, jnp.sum(part * weight[:, None], axis=0) / total, 0.0)
+    store(out_ref.at[token, head, dim], out.astype(out_ref.dtype), mask=(dim < a.Dh) & single)
     _zero_padding(a, out_ref, cu_ref, program, head, 1)
 
 
@@ -156,7 +158,7 @@ def decode(
     sinks: tuple[jax.Array, ...],
     interpret: bool | None,
 ) -> jax.Array:
-    """Writes `[T, H, Dh]`: rows of sequences with one query, zeros past the last; others stay unwritten."""
+    """Writes `[T, H, Dh]`: rows of sequences with one query (0 without keys), 0 past the last; no others."""
     splits = config.splits
     static: dict[str, Any] = {"a": a, "tile": config.decode_tile, "splits": splits}
     output, padding = jax.ShapeDtypeStruct(q.shape, q.dtype), cdiv(a.T, PADDING_ROWS)

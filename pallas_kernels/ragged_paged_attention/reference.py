@@ -36,14 +36,16 @@ def ragged_paged_attention_reference(
             (`pallas_kernels.kv`). Slots that no query may see are never used, whatever they hold.
         block_table: int32 `[S, M]`, the page of a sequence's tokens m·bs to (m + 1)·bs.
         kv_lens: int32 `[S]`, keys of a sequence, this step's tokens among them; 0 for an unused row.
-        cu_q_lens: int32 `[S + 1]`, rising from 0; at most kv_lens[s] queries each, perhaps none.
+        cu_q_lens: int32 `[S + 1]`, rising from 0; at most kv_lens[s] queries each, perhaps none;
+            one query without keys gives 0.
         window: a query at position p sees keys p - window + 1 to p; None: 0 to p.
         soft_cap: scores become cap·tanh(score / cap), before masking.
         sinks: float32 `[H]`, one more score in the softmax's denominator, with no value.
         max_q_len: no sequence has more queries; it changes no result.
 
     Returns:
-        `[T, H, Dh]` in q's dtype; 0 in rows from `cu_q_lens[S]` on, which belong to no sequence.
+        `[T, H, Dh]` in q's dtype; 0 in rows without keys, and from `cu_q_lens[S]` on, which belong to no
+        sequence.
     """
     (T, H, Dh), (N, K, bs, _), (S, M) = q.shape, k_pages.shape, block_table.shape
     wide = wide_type(q.dtype)
@@ -54,7 +56,7 @@ def ragged_paged_attention_reference(
     visible = key[None, :] <= position[:, None]
     if window is not None:
         visible &= key[None, :] > position[:, None] - window
-    real = token < cu_q_lens[S]
+    real = (token < cu_q_lens[S]) & (position >= 0)
     # A key that no query of the sequence sees may lie in a page that is not its own any more.
     needed = jnp.zeros((S, M * bs), bool).at[seq].max(visible & real[:, None])
 

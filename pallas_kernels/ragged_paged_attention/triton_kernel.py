@@ -193,7 +193,8 @@ def paged_decode_reduce_kernel(
         if SINKS:
             total += tl.exp2(sink - top)
         out = tl.sum(part * weight[:, None], 0) / total
-        if keys > 0:
+        out = tl.where(keys > 0, out, 0.0)
+        if tl.load(cu_ptr + program + 1) - token == 1:
             at = out_ptr + (token * H + head) * DH + dim
             tl.store(at, out.to(out_ptr.dtype.element_ty), mask=dim < DH)
     else:

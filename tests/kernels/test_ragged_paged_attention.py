@@ -251,6 +251,14 @@ class TestPallas(AttentionContract):
         config = Config(splits, 64, 4, 3, 64, 32, 4, 3)
         self.check_batch(arrays, config, max_q_len=1, window=window)
 
+    @pytest.mark.parametrize("splits", [1, slow(3)])
+    def test_a_query_without_keys(self, rng, splits):
+        """A padded place before a chunk's tokens has a row, of zeros, whatever its pages hold."""
+        arrays = batch(rng, [1, 1, 20], [37, 9, 60], bs=32)
+        arrays |= {"kv_lens": arrays["kv_lens"].at[1].set(0)}
+        out = self.check_batch(arrays, Config(splits, 64, 4, 3, 16, 16, 4, 3))
+        assert (np.asarray(out)[1] == 0).all() and (np.asarray(out)[0] != 0).any()
+
     @pytest.mark.parametrize("window", [90, slow(17), slow(33)])
     def test_window_edges(self, rng, window):
         """A chunk's tiles before, inside and behind what all of its rows see; and a window within a tile."""

@@ -8,7 +8,7 @@ The batch's S places for decodes come first among the sequences, then S for chun
 
 Places without a decode are the last of the S. In a step without chunks they have no query, and their rows
 are past the last sequence; before chunks' tokens they keep their row, as sequences of one query and no keys,
-which the kernels leave unwritten (`ops.kernel_attention` puts zeros there).
+for which the kernels write zeros.
 """
 
 from collections.abc import Callable
