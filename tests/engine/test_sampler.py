@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
+from moejax.bench.micro.sampling_filters import filter_by_sorting
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step.sampler import (
     Sampled,
@@ -156,6 +157,30 @@ def test_each_filter_works_on_what_the_one_before_left() -> None:
     # min-p leaves 2 of them, and half of those is 1.
     kept = survivors(logits, SamplingParams(min_p=0.985, top_k=5, top_p=0.5))
     assert np.flatnonzero(kept).tolist() == [0]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_the_search_leaves_what_sorting_leaves(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 1,003 scores: many ties, hardly any, all equal, most at -inf, above 0 and far below."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    rng = np.random.default_rng(0)
+    smooth = 3 * rng.normal(size=1003)
+    shapes = [
+        np.round(smooth),
+        smooth,
+        np.zeros(1003),
+        np.where(smooth > 6, smooth, -np.inf),
+        smooth * 1e6 + 1e7,
+    ]
+    values: list[dict[str, Any]] = [
+        {}, {"top_k": 1}, {"top_k": 40}, {"top_k": 1003}, {"top_k": 5000}, {"top_p": 0.7}, {"top_p": 1e-40},
+        {"top_k": 40, "top_p": 0.55}, {"min_p": 0.07}, {"min_p": 0.01, "top_k": 90, "top_p": 0.83},
+    ]  # fmt: skip
+    params = [SamplingParams(**value) for value in values]
+    for row in shapes:
+        scores = jnp.asarray(np.tile(row.astype(np.float32), (len(params), 1)))
+        want, got = (jax.jit(way)(scores, arrays_of(*params)) for way in (filter_by_sorting, filter_scores))
+        np.testing.assert_array_equal(got, want)
 
 
 @PROPERTY
