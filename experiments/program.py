@@ -12,16 +12,7 @@ def main(config: ProgramConfig) -> None:
     from moejax.bench.program.run import run_program
 
     with ExperimentRun.open("program", config, output_dir()) as run:
-        run_program(
-            config.target,
-            config.model,
-            config.program,
-            config.parallel,
-            config.engine,
-            config.quant,
-            config.seed,
-            run,
-        )
+        run_program(config, run)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ _ASIDE = ".replaced"
 # What runs and sweeps leave beside their plots.
 _NAMES = (
     *_BY_HYDRA, "result.json", "requests.jsonl", "metrics.jsonl", "summary.json", "routing.npz",
-    "profile.json", "trace", "wandb", "quantization.json", "methods", "comparison.json", "ratios.png",
-    "distributions*.png", "report.html", "outputs.jsonl", "workspace.json", "backend-*.log", JOB_FILE,
+    "profile.json", "program.json", "dumps", "trace", "wandb", "quantization.json", "methods",
+    "comparison.json", "ratios.png", "distributions*.png", "report.html", "outputs.jsonl", "workspace.json", "backend-*.log", JOB_FILE,
     SWEEP_FILE, "sweep.png", "multirun.yaml", "optimization_results.yaml", "study.db",
 )  # fmt: skip
 

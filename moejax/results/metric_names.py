@@ -12,7 +12,9 @@ STATISTICS = ("mean", "median", "std", "p90", "p95", "p99", "max")
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 """What every request's times give, and how tables and plots call it."""
 
-CASE_FIELDS = ("variant", "backend", "batching", "request_rate", "batch_size", "prompt_len", "output_len")
+CASE_FIELDS = (
+    "variant", "backend", "batching", "request_rate", "bucket", "batch_size", "prompt_len", "output_len",
+)  # fmt: skip
 """Fields of a case's row that say what was asked for or of whom, in the order in which they are shown."""
 
 RATES = ("output_throughput", "request_throughput", "total_token_throughput", "request_goodput")

@@ -74,7 +74,7 @@ class Compiled(NamedTuple):
     memory: dict[str, int]
 
 
-def run(job: Job, done: Callable[[], None] = lambda: None) -> tuple[Opened, list[Compiled]]:
+def compile_job(job: Job, done: Callable[[], None] = lambda: None) -> tuple[Opened, list[Compiled]]:
     """Opens an engine and compiles its buckets, in a process of its own; `done` is called after each.
 
     Raises:

@@ -17,14 +17,14 @@ _SHOWN = 12
 """Buffers that are named at the peak."""
 
 
-def layer_counts(model: ModelConfig, least: int = 2) -> tuple[int, ...]:
+def layer_counts(model: ModelConfig) -> tuple[int, ...]:
     """Returns the two numbers of first layers to compile, which differ by whole periods of the model's kinds
-    of layer and are at least `least` apart; all of its layers where that saves nothing."""
+    of layer and by two layers at least; all of its layers where that saves nothing."""
     kinds = list(zip(model.moe_layers, model.sliding_windows, strict=True))
     L = len(kinds)
     sizes = [(q, p) for p in range(1, L) for q in range(L - p) if kinds[q : L - p] == kinds[q + p :]]
     first, period = min(sizes, key=sum, default=(0, L))
-    step = period * -(-least // period)
+    step = period * -(-2 // period)
     return (first + step, first + 2 * step) if first + 2 * step < L else (L,)
 
 

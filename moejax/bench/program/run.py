@@ -15,16 +15,15 @@ from typing import Any
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.program.compiler import OPTIONS, describe, device_name, plugin_folder
 from moejax.bench.program.config import MODES, ProgramSection
-from moejax.bench.program.job import Bucket, Compiled, Job, run
+from moejax.bench.program.job import Bucket, Compiled, Job, compile_job
 from moejax.bench.program.rows import detail_of, layer_counts, operation_rows, row_of
 from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, dump_json
 from moejax.core.hardware import get_hardware
-from moejax.core.parallel import ParallelConfig
-from moejax.core.quant import QuantConfig
 from moejax.core.resolve import as_dict
 from moejax.report.progress import progress
+from moejax.results.metrics import is_number
 from moejax.results.result import Result
 
 PROGRAM_FILE = "program.json"
@@ -34,21 +33,17 @@ NOTES = (
     "registers and spills are those of the ptxas that was found; modelled: nothing was timed",
 )
 _DEVICES = (1, 2, 4, 8)
-_WORST = (
+_FAULTS = (
     "kernels_with_spills", "copies_of_pool_bytes", "f32_weight_copy_bytes", "launches_outside", "host_syncs",
-    "temp_bytes", "peak_bytes", "launches_per_layer", "launches_per_step",
 )  # fmt: skip
 
 
-def run_program(
-    target: str, model: Any, section: ProgramSection, parallel: ParallelConfig, engine: EngineConfig,
-    quant: QuantConfig, seed: int, runner: ExperimentRun,
-) -> Result:  # fmt: skip
-    """Runs the experiment and finishes `runner`; `cases` has a row a bucket.
+def run_program(config: Any, run: ExperimentRun) -> Result:
+    """Runs the experiment and finishes `run`; `cases` has a row a bucket.
 
     Args:
-        target: "a100", "h100", or a file with a device's description.
-        model: the model: `source`, `load_format` and `dtype`.
+        config: `target` ("a100", "h100", or a file with a device's description) and the sections `program`,
+            `model`, `parallel`, `engine`, `quant`, as `experiments.launch.schema.ProgramConfig` has them.
 
     Raises:
         ConfigError: no compiler is installed, an unknown target, a layout of other numbers of devices or with
@@ -56,56 +51,63 @@ def run_program(
         CompileError: the compiler fails, or says what this version cannot read.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
-    folder, description = plugin_folder(), describe(target)
-    device, devices = device_name(description), parallel.num_devices
-    if devices not in _DEVICES or parallel.pp > 1:
+    folder, description = plugin_folder(), describe(config.target)
+    model, engine, section = config.model, config.engine, config.program
+    device, devices = device_name(description), config.parallel.num_devices
+    if devices not in _DEVICES or config.parallel.pp > 1:
         raise ConfigError(
             f"parallel: programs are compiled for {', '.join(map(str, _DEVICES))} devices, without pipeline"
-            f" stages; this layout has {devices} devices, pp={parallel.pp}"
+            f" stages; this layout has {devices} devices, pp={config.parallel.pp}"
         )
-    hardware = get_hardware(runner.hardware_kind, device)
+    hardware = get_hardware(run.hardware_kind, device)
     buckets = _buckets(section, engine)
-    blocks = engine.max_num_seqs * -(-section.context_len // engine.block_size)
-    engine = replace(engine, compile_cache=False, num_blocks=engine.num_blocks or blocks)
-    options = {"dtype": model.dtype, "parallel": parallel, "engine": engine, "quant": quant, "seed": seed}
-    dumps = runner.out_dir.absolute() / "dumps" if section.keep_dumps else None
-    job = Job(folder, description, model.source, model.load_format, options, MODES[section.sampler], dumps)
+    blocks, cache = engine.num_blocks, {}
+    if blocks is None:
+        blocks = engine.max_num_seqs * -(-section.context_len // engine.block_size)
+        why = "engine.max_num_seqs sequences of program.context_len tokens"
+        cache = {"engine.num_blocks": {"value": str(blocks), "reason": why}}
+    options = {
+        "dtype": model.dtype, "parallel": config.parallel, "quant": config.quant, "seed": config.seed,
+        "engine": replace(engine, compile_cache=False, num_blocks=blocks),
+    }  # fmt: skip
+    dumps = run.out_dir.absolute() / "dumps" if section.keep_dumps else None
+    job = Job(
+        folder, description, model.source, model.load_format, options, MODES[section.sampler], dumps,
+        layers=section.layers,
+    )  # fmt: skip
     with progress("opening the model for the target", total=1) as task:
-        opened, _ = run(job)
+        opened, _ = compile_job(job)
         task.advance()
-    runner.start(seeds={"engine": seed})
+    run.start(seeds={"engine": config.seed})
     L = opened.config.num_layers
-    jobs = [
-        replace(job, buckets=buckets, layers=count)
-        for count in ((section.layers,) if section.layers else layer_counts(opened.config))
-    ]
+    depths = (L,) if section.layers else layer_counts(opened.config)
+    jobs = [replace(job, buckets=buckets, layers=depth) for depth in depths]
     with progress("compiling", total=len(buckets) * len(jobs)) as task, ThreadPoolExecutor(len(jobs)) as pool:
-        by_depth = [compiled for _, compiled in pool.map(lambda job: run(job, task.advance), jobs)]
+        by_depth = [compiled for _, compiled in pool.map(lambda job: compile_job(job, task.advance), jobs)]
     programs: list[Sequence[Compiled]] = list(zip(*by_depth, strict=True))
     memory = int(re.findall(r"device_memory_size:\s*(\d+)", description)[0])
-    about = {"num_devices": devices, "layers": section.layers or L}
-    rows = [about | row_of(one, opened, section, hardware if devices == 1 else None) for one in programs]
+    rows = [row_of(one, opened, section, hardware if devices == 1 else None) for one in programs]
     for row in rows:
-        row["fits"] = row["peak_bytes"] <= memory
+        row |= {"num_devices": devices, "layers": L, "fits": row["peak_bytes"] <= memory}
     operations = [row for one in programs for row in operation_rows(one, L)]
     kernels = [row for one in programs for row in _kernels(one[-1])]
     details = [detail_of(one[-1]) for one in programs]
-    result = runner.result(
+    result = run.result(
         metrics=_metrics(rows),
         cases=rows,
         hardware=hardware,
-        target={"name": target, "device": device, "devices": devices, "memory": memory, "options": OPTIONS},
+        target={"device": device, "devices": devices, "memory": memory, "options": OPTIONS},
         operations=operations,
         kernels=kernels,
         notes=NOTES,
-        resolved=as_dict(opened.resolutions),
+        resolved=as_dict(opened.resolutions) | cache,
     )
     files = []
-    with runner.parts.part(PROGRAM_FILE):
+    with run.parts.part(PROGRAM_FILE):
         text = dump_json({"schema": 1, "programs": details}, indent=1)
-        files.append(atomic_write_text(runner.out_dir / PROGRAM_FILE, text + "\n"))
+        files.append(atomic_write_text(run.out_dir / PROGRAM_FILE, text + "\n"))
     tables = {"operations": operations, "kernels": kernels}
-    return runner.finish(result, files=files, plot_data={"programs": details}, tables=tables)
+    return run.finish(result, files=files, plot_data={"programs": details}, tables=tables)
 
 
 def _buckets(section: ProgramSection, engine: EngineConfig) -> list[Bucket]:
@@ -137,6 +139,7 @@ def _kernels(compiled: Compiled) -> list[dict[str, Any]]:
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the largest of all steps of each figure that should be small."""
-    found = {name: [row[name] for row in rows if row[name] is not None] for name in _WORST}
-    return {name: max(values, default=None) for name, values in found.items()} | {"steps_compiled": len(rows)}
+    """Returns the largest of all steps of the figures that should be 0, and all figures of an only step."""
+    found = {name: [row[name] for row in rows if row[name] is not None] for name in _FAULTS}
+    figures = {name: value for name, value in rows[0].items() if is_number(value)} if len(rows) == 1 else {}
+    return {name: max(values, default=None) for name, values in found.items()} | figures
