@@ -24,8 +24,9 @@ _ASIDE = ".replaced"
 _NAMES = (
     *_BY_HYDRA, "result.json", "requests.jsonl", "metrics.jsonl", "summary.json", "routing.npz",
     "profile.json", "program.json", "dumps", "trace", "wandb", "quantization.json", "methods",
-    "comparison.json", "ratios.png", "distributions*.png", "report.html", "outputs.jsonl", "workspace.json", "backend-*.log", JOB_FILE,
-    SWEEP_FILE, "sweep.png", "multirun.yaml", "optimization_results.yaml", "study.db",
+    "comparison.json", "ratios.png", "distributions*.png", "report.html", "outputs.jsonl", "workspace.json",
+    "backend-*.log", JOB_FILE, SWEEP_FILE, "sweep.png", "multirun.yaml", "optimization_results.yaml",
+    "study.db",
 )  # fmt: skip
 
 

@@ -145,7 +145,8 @@ SHOWN_FIRST = (
     "padding_waste", "preemptions", "failed", "speedup_over_static", "process_peak_bytes",
     "device_peak_bytes", "compile_seconds", "energy_per_output_token_j", "cost_per_million_output_tokens",
     "mfu_percent", "mbu_percent", "launches_per_layer", "launches_per_step", "launches_outside", "host_syncs",
-    "kernels_with_spills", "copies_of_pool_bytes", "f32_weight_copy_bytes", "temp_bytes", "peak_bytes", "modelled_ms",
+    "kernels_with_spills", "copies_of_pool_bytes", "f32_weight_copy_bytes", "temp_bytes", "peak_bytes",
+    "modelled_ms",
 )  # fmt: skip
 
 

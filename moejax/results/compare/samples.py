@@ -17,7 +17,9 @@ from moejax.results.metrics import statistic_of
 Values = NDArray[np.float64]
 Rows = Sequence[Mapping[str, Any]]
 
-_SHORT = {"bucket": "rows", "batch_size": "bs", "prompt_len": "in", "output_len": "out", "request_rate": "rate"}
+_SHORT = {
+    "bucket": "rows", "batch_size": "bs", "prompt_len": "in", "output_len": "out", "request_rate": "rate"
+}  # fmt: skip
 _MODES = ("variant", "backend", "batching")
 
 
