@@ -12,7 +12,7 @@ from typing import Any
 from moejax.bench.profile.program import NOWHERE, read_program
 from moejax.core.errors import CompileError
 from moejax.perf.comm import COLLECTIVES
-from moejax.sharding.hlo import arrays
+from moejax.sharding.hlo import Shape, arrays
 from moejax.sharding.hlo_syntax import CALLED, Line, closing, read_lines
 
 LARGE = 1 << 16
@@ -107,7 +107,7 @@ class Dump:
         command_buffers, host_syncs: how many; a sync is a branch or a transfer that the host waits for.
         donated_bytes: arguments whose memory the results take.
         pool_copies: bytes of values in a large donated array's shape that are not in an argument's memory.
-        f32_copies: bytes of float32 values as large as a weight of fewer bits that they are made from.
+        f32_copies: bytes of float32 values in the shape of a weight of fewer bits that they are made from.
     """
 
     launches: Sequence[Launch]
@@ -149,6 +149,11 @@ def read_dump(texts: Mapping[str, str], ptx: str = "", assembler_log: str = "") 
         pool_copies=sum(b.size for b in outside if pools & set(arrays(b.shape))),
         f32_copies=sum(map(module.f32_copies, module.lines.values())),
     )
+
+
+def sorted_dims(shape: Shape) -> tuple[int, ...]:
+    """Returns an array's dimensions in ascending order, without those of 1."""
+    return tuple(sorted(size for size in shape.dims if size > 1))
 
 
 class _Module:
@@ -223,10 +228,11 @@ class _Module:
     def f32_copies(self, line: Line) -> int:
         if line.opcode in ("parameter", "bitcast", "get-tuple-element"):
             return 0
-        arguments = [name for name in self.operands(line) if name in self.lines and self.is_argument(name)]
-        shapes = [shape for name in arguments for shape in arrays(self.lines[name].shape)]
-        weights = {s.elements for s in shapes if s.dtype != "f32" and s.elements >= LARGE}
-        return sum(s.nbytes for s in arrays(line.shape) if s.dtype == "f32" and s.elements in weights)
+        values = {self.value(name) for name in self.operands(line) if self.is_argument(name)}
+        shapes = [shape for name in values & self.lines.keys() for shape in arrays(self.lines[name].shape)]
+        # By all dimensions: partial sums of a product may have as many elements as its weight.
+        weights = {sorted_dims(s) for s in shapes if s.dtype != "f32" and s.elements >= LARGE}
+        return sum(s.nbytes for s in arrays(line.shape) if s.dtype == "f32" and sorted_dims(s) in weights)
 
     def collective(self, name: str) -> tuple[str, range] | None:
         """Returns a collective's kind and the places in the schedule while it is under way."""
