@@ -8,7 +8,7 @@ from rich.console import Console
 
 from moejax.core.words import byte_words
 from moejax.report.figure import legend_below, new_figure
-from moejax.report.style import nth_color
+from moejax.report.style import COLORS, nth_color
 from moejax.report.tables import Column, column_table, number, print_lines
 
 _COLUMNS = (
@@ -86,7 +86,8 @@ def launches_plot(result: Mapping[str, Any]) -> Figure | None:
     bottom = [0.0] * len(buckets)
     for index, name in enumerate(dict.fromkeys(operation for operation, _ in counts)):
         values = [counts.get((name, bucket), 0) for bucket in buckets]
-        axis.bar(buckets, values, 0.6, bottom=bottom, label=name, color=nth_color(index), edgecolor="white")
+        look = {"color": nth_color(index), "hatch": "//" if index >= len(COLORS) else ""}
+        axis.bar(buckets, values, 0.6, bottom=bottom, label=name, edgecolor="white", **look)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     axis.set_xlabel("rows + prompt tokens")
     legend_below(figure, [axis])
@@ -107,7 +108,8 @@ def memory_plot(result: Mapping[str, Any], programs: Sequence[Mapping[str, Any]]
         ]
         text = "\n".join(["at the peak:", *alive])
         axis.annotate(text, (0.01, 0.95), xycoords="axes fraction", va="top", fontsize=7)
-        axis.set_title(f"{program['bucket']} ({program['layers']} layers; dashed: as allocated)", fontsize=9)
+        about = f"{program['layers']} layers; dashed: as allocated"
+        axis.set_title(f"rows {program['bucket']} ({about})", fontsize=9)
         axis.set_ylabel("MB")
     axes[-1].set_xlabel("instruction of the schedule")
     return figure
