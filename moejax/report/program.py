@@ -86,8 +86,9 @@ def launches_plot(result: Mapping[str, Any]) -> Figure | None:
     bottom = [0.0] * len(buckets)
     for index, name in enumerate(dict.fromkeys(operation for operation, _ in counts)):
         values = [counts.get((name, bucket), 0) for bucket in buckets]
-        look = {"color": nth_color(index), "hatch": "//" if index >= len(COLORS) else ""}
-        axis.bar(buckets, values, 0.6, bottom=bottom, label=name, edgecolor="white", **look)
+        bars = axis.bar(buckets, values, 0.6, bottom=bottom, label=name, color=nth_color(index))
+        for bar in bars:
+            bar.set(edgecolor="white", hatch="//" if index >= len(COLORS) else "")
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     axis.set_xlabel("rows + prompt tokens")
     legend_below(figure, [axis])
