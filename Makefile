@@ -83,7 +83,7 @@ static: $(VENV)/.dev ## Compile every kernel for A100 and H100, without a GPU: r
 
 # Beside the environment, never in it: JAX would take the plugin for a GPU's. ptxas is what these wheels' users have.
 GPU_COMPILER = .gpu-compiler/$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')
-gpu-compiler: $(VENV)/.base ## XLA's GPU compiler, for experiments.program on machines without a GPU (520 MB)
+gpu-compiler: $(VENV)/.base ## XLA's GPU compiler, for experiments.program on machines without a GPU (570 MB)
 	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
 	  $(BIN)/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(GPU_COMPILER) \
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12

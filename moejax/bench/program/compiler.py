@@ -34,7 +34,7 @@ def plugin_folder() -> Path:
     folder = Path(os.environ.get(FOLDER) or Path(".gpu-compiler") / version).absolute()
     if not any(folder.glob(_LIBRARY)):
         raise ConfigError(
-            f"no GPU compiler in {folder}: `make gpu-compiler` puts it there (480 MB), or name its folder by"
+            f"no GPU compiler in {folder}: `make gpu-compiler` puts it there (570 MB), or name its folder by"
             f" {FOLDER}"
         )
     if not any(folder.glob(f"jax_cuda*_pjrt-{version}.dist-info")):
