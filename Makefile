@@ -16,7 +16,7 @@ INSTALL = $(BIN)/uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS)
 INSTALL_PIP = $(BIN)/pip install -q -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow test-oracle gpu-test gpu-bench gpu-tune static gpu-compiler lint format constraints clean
+.PHONY: help run test test-slow test-oracle gpu-test gpu-bench gpu-tune static gpu-compiler gate lint format constraints clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -78,15 +78,21 @@ gpu-bench: $(VENV)/.dev ## Time every kernel beside other implementations on a C
 gpu-tune: $(VENV)/.dev ## Search the kernels' configurations on a CUDA device: pallas_kernels/data/<device>/
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m experiments.kernels mode=tune
 
-static: $(VENV)/.dev ## Compile every kernel for A100 and H100, without a GPU: registers, spills, tensor cores
-	$(BIN)/python -m experiments.kernels mode=static
-
 # Beside the environment, never in it: JAX would take the plugin for a GPU's. ptxas is what these wheels' users have.
 GPU_COMPILER = .gpu-compiler/$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')
 gpu-compiler: $(VENV)/.base ## XLA's GPU compiler, for experiments.program on machines without a GPU (570 MB)
 	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
+	  test -d $(GPU_COMPILER)/jax_cuda12_pjrt-$$version.dist-info -a -d $(GPU_COMPILER)/nvidia || \
 	  $(BIN)/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(GPU_COMPILER) \
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
+
+GATE = $(BIN)/python -m experiments.program experiment=program_gate
+static: $(VENV)/.dev gpu-compiler ## Compile every kernel and whole steps of models for A100 and H100, without a GPU: the gates
+	$(BIN)/python -m experiments.kernels mode=static
+	$(GATE) -m model=qwen3_30b_a3b,mixtral_8x7b,olmoe_1b_7b target=a100,h100
+
+gate: $(VENV)/.base gpu-compiler ## The part of it that CI runs: two steps of Qwen3-30B-A3B for an A100
+	$(GATE) 'program.rows=[1]'
 
 lint: $(VENV)/.dev ## What CI lints: ruff, mypy, import contracts (the pre-commit hooks)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --color never

@@ -29,6 +29,9 @@ class ProgramSection(Checked, section="program"):
         launch_us: microseconds that a launch costs within a command buffer.
         launch_outside_us: outside of one.
         keep_dumps: keep all that XLA dumps, in the run's folder.
+        gate: the folder of committed figures that no step may exceed, see `moejax.bench.program.gate`; None:
+            nothing is held against any.
+        update_baseline: write this run's figures there instead, if no kernel spills and nothing is copied.
     """
 
     rows: tuple[PositiveInt, ...] = (1, 8, 64)
@@ -40,6 +43,8 @@ class ProgramSection(Checked, section="program"):
     launch_us: Microseconds = 1.5
     launch_outside_us: Microseconds = 4.5
     keep_dumps: bool = False
+    gate: str | None = None
+    update_baseline: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,11 +15,20 @@ from typing import Any
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.program.compiler import OPTIONS, describe, device_name, plugin_folder
 from moejax.bench.program.config import MODES, ProgramSection
+from moejax.bench.program.gate import (
+    FAULTS,
+    ProgramGateError,
+    baseline_file,
+    baseline_of,
+    exceeded,
+    read_baseline,
+    write_baseline,
+)
 from moejax.bench.program.job import Bucket, Compiled, Job, compile_job
 from moejax.bench.program.rows import detail_of, layer_counts, operation_rows, row_of
 from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
-from moejax.core.files import atomic_write_text, dump_json
+from moejax.core.files import atomic_write_text, dump_json, ensure_writable
 from moejax.core.hardware import get_hardware
 from moejax.core.resolve import as_dict
 from moejax.report.progress import progress
@@ -33,9 +42,7 @@ NOTES = (
     "registers and spills are those of the ptxas that was found; modelled: nothing was timed",
 )
 _DEVICES = (1, 2, 4, 8)
-_FAULTS = (
-    "kernels_with_spills", "copies_of_pool_bytes", "f32_weight_copy_bytes", "launches_outside", "host_syncs",
-)  # fmt: skip
+_ZEROS = (*FAULTS, "launches_outside", "host_syncs")
 
 
 def run_program(config: Any, run: ExperimentRun) -> Result:
@@ -49,6 +56,7 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
         ConfigError: no compiler is installed, an unknown target, a layout of other numbers of devices or with
             stages, steps beyond the engine's limits, what the engine refuses on the target.
         CompileError: the compiler fails, or says what this version cannot read.
+        ProgramGateError: a program exceeds the gate.
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     folder, description = plugin_folder(), describe(config.target)
@@ -61,6 +69,12 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
         )
     hardware = get_hardware(run.hardware_kind, device)
     buckets = _buckets(section, engine)
+    file = baseline_file(section.gate, run.config) if section.gate else None
+    baseline = None
+    if file and section.update_baseline:
+        ensure_writable(file.parent)
+    elif file:
+        baseline = read_baseline(file, [bucket.name for bucket in buckets])
     blocks, cache = engine.num_blocks, {}
     if blocks is None:
         blocks = engine.max_num_seqs * -(-section.context_len // engine.block_size)
@@ -92,6 +106,10 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
     operations = [row for one in programs for row in operation_rows(one, L)]
     kernels = [row for one in programs for row in _kernels(one[-1])]
     details = [detail_of(one[-1]) for one in programs]
+    wrong = exceeded(rows, kernels, baseline) if file else []
+    notes = list(NOTES)
+    if baseline and baseline["jaxlib"] != baseline_of([], [])["jaxlib"]:
+        notes.append(f"{file} is jaxlib {baseline['jaxlib']}'s: only spills and copies are checked")
     result = run.result(
         metrics=_metrics(rows),
         cases=rows,
@@ -99,7 +117,8 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
         target={"device": device, "devices": devices, "memory": memory, "options": OPTIONS},
         operations=operations,
         kernels=kernels,
-        notes=NOTES,
+        notes=notes,
+        gate={"baseline": str(file) if file else None, "exceeded": wrong},
         resolved=as_dict(opened.resolutions) | cache,
     )
     files = []
@@ -107,7 +126,12 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
         text = dump_json({"schema": 1, "programs": details}, indent=1)
         files.append(atomic_write_text(run.out_dir / PROGRAM_FILE, text + "\n"))
     tables = {"operations": operations, "kernels": kernels}
-    return run.finish(result, files=files, plot_data={"programs": details}, tables=tables)
+    finished = run.finish(result, files=files, plot_data={"programs": details}, tables=tables)
+    if wrong:
+        raise ProgramGateError(f"the gate fails in {len(wrong)} places; first: {wrong[0]}")
+    if file and section.update_baseline:
+        write_baseline(file, baseline_of(rows, kernels))
+    return finished
 
 
 def _buckets(section: ProgramSection, engine: EngineConfig) -> list[Bucket]:
@@ -140,6 +164,6 @@ def _kernels(compiled: Compiled) -> list[dict[str, Any]]:
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the largest of all steps of the figures that should be 0, and all figures of an only step."""
-    found = {name: [row[name] for row in rows if row[name] is not None] for name in _FAULTS}
+    found = {name: [row[name] for row in rows if row[name] is not None] for name in _ZEROS}
     figures = {name: value for name, value in rows[0].items() if is_number(value)} if len(rows) == 1 else {}
     return {name: max(values, default=None) for name, values in found.items()} | figures
