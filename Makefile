@@ -84,7 +84,7 @@ gpu-compiler: $(VENV)/.base ## XLA's GPU compiler, for experiments.program on ma
 	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
 	  test -d $(GPU_COMPILER)/jax_cuda12_pjrt-$$version.dist-info -a -d $(GPU_COMPILER)/nvidia || \
 	  $(BIN)/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(GPU_COMPILER) \
-	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
+	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12==12.9.86
 
 GATE = $(BIN)/python -m experiments.program experiment=program_gate
 static: $(VENV)/.dev gpu-compiler ## Compile every kernel and whole steps of models for A100 and H100, without a GPU: the gates
