@@ -191,7 +191,7 @@ def test_module_whole_and_through_a_cache(tiny_config, changes, window):
 
     @functools.partial(jax.jit, static_argnames="phase")
     def step(x, rope, positions, k, v, phase):
-        out, layer = module(x, rope, positions, ContiguousLayer(k, v, phase))
+        out, layer = module(x, rope, positions, ContiguousLayer(k, v, phase, "auto"))
         return out, layer.k, layer.v
 
     parts = []

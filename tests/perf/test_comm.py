@@ -111,13 +111,14 @@ def test_norm_over_the_projection() -> None:
 def test_what_the_host_reads() -> None:
     """What `tests.plain.step_extras` adds; the programs agree with it in tests/sharding/test_accounting."""
     parallel, model = LAYOUTS["dp2_ep2_tp2"], small_model()
-    options: dict[str, Any] = {"logprobs": 3, "scored": (2, 5), "record": True}
+    options: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": 4, "scored": (2, 5), "record": True}
     more = extra_terms(model, parallel, Exchange(), range(3), tokens=N, rows=S, **options)
     assert [(term.operation, term.kind, term.group, term.count, term.operand_bytes) for term in more] == [
         ("scores", "all-gather", 4, 2, 5 * 96 // 4 * 4),
         ("sampling", "all-gather", 2, 2, S * 4),
         ("sampling", "all-gather", 2, 2, S * 3 * 4),
-        ("scores", "all-gather", 2, 1, (N - S) * 4),
+        ("scores", "all-gather", 2, 3, (N - S) * 4),
+        ("scores", "all-gather", 2, 2, (N - S) * 4 * 4),
         ("routing", "all-reduce", 2, 1, 3 * 16 * 4),
     ]
 

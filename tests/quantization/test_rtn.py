@@ -11,6 +11,7 @@ import pytest
 from moejax.core.errors import ConfigError
 from moejax.quantization import arithmetic as ar
 from moejax.quantization.formats import QTensor, parse_format
+from moejax.quantization.kernel_formats import to_kernel
 from moejax.quantization.rtn import round_to_nearest
 from tests.plain.kernel_quantizer import quantize
 from tests.quantization.test_arithmetic import NAMES, bits, normal
@@ -138,7 +139,7 @@ def test_what_does_not_fit_is_refused():
 def test_minmax_is_the_kernels_quantizer(name):
     """Codes, scales and zero points, bit for bit."""
     w = normal((2, 128, 70)).at[0, :, 3].set(0)
-    q = ar.to_kernel(round_to_nearest(w, parse_format(name)))
+    q = to_kernel(round_to_nearest(w, parse_format(name)))
     want = quantize(w, q.format, q.scales.dtype)
     for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))

@@ -45,7 +45,7 @@ def test_line_cut_short_by_a_kill_is_left_out_but_damage_is_an_error(tmp_path):
     file.write_text('{"st\n{"step": 2}\n')
     with pytest.raises(ConfigError, match="line 1 is not JSON"):
         load_metrics(file)
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="no such file"):
         load_metrics(tmp_path / "none.jsonl")
 
 
