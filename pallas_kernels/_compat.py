@@ -160,7 +160,7 @@ def lower_for_cuda(function: Callable[..., Any], arguments: Any, capability: int
         capability: 80 or 90. JAX 0.10.2 lowers as for 90 all the same: what a kernel makes dependent on it
             must not come from JAX.
     """
-    with _abstract_device(capability), warnings.catch_warnings():
+    with abstract_device(capability), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         traced = jax.jit(lambda kwargs: function(**kwargs)).trace(arguments)
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
@@ -170,7 +170,8 @@ def lower_for_cuda(function: Callable[..., Any], arguments: Any, capability: int
 
 
 @contextlib.contextmanager
-def _abstract_device(capability: int) -> Iterator[None]:
+def abstract_device(capability: int) -> Iterator[None]:
+    """Lowers kernels, within its body, for a device of that capability that is not here: 80 or 90."""
     if jax.__version_info__ < (0, 11):
         yield
         return

@@ -68,6 +68,13 @@ def device_name(description: str) -> str:
     return named[1] if named else "?"
 
 
+def capability(description: str) -> int:
+    """Returns a device's compute capability, as 80 for 8.0: the newest of those that kernels know, 80 and 90,
+    that it has."""
+    major = re.search(r"cuda_compute_capability \{\s*major:\s*(\d+)", description)
+    return 90 if major and int(major[1]) >= 9 else 80
+
+
 def environment(folder: Path) -> dict[str, str]:
     """Returns the environment of a process that compiles for a target."""
     # XLA runs ptxas, by preference the one that the plugin's users have, and says what it says at this level.

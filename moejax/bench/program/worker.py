@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from moejax.bench.program.compiler import OPTIONS, use_target
+from moejax.bench.program.compiler import OPTIONS, capability, use_target
 from moejax.bench.program.dump import read_folder
 from moejax.bench.program.job import Bucket, Compiled, Job, Opened
 from moejax.core.config import ModelConfig
@@ -24,6 +24,7 @@ from moejax.engine.step.ledger import compiler_options
 from moejax.engine.step.limits import StepKey
 from moejax.nn.param import specs
 from moejax.perf.memory import held_weights
+from pallas_kernels._compat import abstract_device
 
 
 def main() -> None:
@@ -72,6 +73,7 @@ def _compile(llm: LLM, bucket: Bucket, job: Job) -> Compiled:
         else:
             folder = job.dumps / f"{bucket.name}_{layers}_layers"
         said = os.lseek(2, 0, os.SEEK_CUR)
+        stack.enter_context(abstract_device(capability(job.description)))
         times = [time.perf_counter()]
         traced = program.build().trace(*shapes)
         times.append(time.perf_counter())
