@@ -187,6 +187,9 @@ class _Module:
 
     def value(self, name: str) -> str:
         """Returns the value whose memory a name is of, through bitcasts and tuples' parts."""
+        whole, _, part = name.partition("#")  # jaxlib 0.11 and later write parts so
+        if part:
+            return f"{whole}{{{part}}}"
         line = self.lines[name]
         if line.opcode == "bitcast":
             return self.value(self.operands(line)[0])
@@ -195,7 +198,13 @@ class _Module:
         return name
 
     def operands(self, line: Line) -> list[str]:
-        return re.findall(r"%([\w.\-]+)", line.rest[: closing(line.rest)])
+        return re.findall(r"%([\w.\-]+(?:#\d+)?)", line.rest[: closing(line.rest)])
+
+    def shapes(self, name: str) -> list[Shape]:
+        """Returns the arrays that a name is of."""
+        whole, _, part = name.partition("#")
+        every = list(arrays(self.lines[whole].shape))
+        return [every[int(part)]] if part else every
 
     def is_argument(self, name: str) -> bool:
         return self.memory.get(self.value(name)) == "argument"
@@ -209,7 +218,7 @@ class _Module:
             if self.memory.get(f"{name}{{{i}}}" if tuple_ else name) != "argument"
         )  # fmt: skip
         for number, operand in enumerate(self.operands(line)):
-            size = sum(shape.nbytes for shape in arrays(self.lines[operand].shape))
+            size = sum(shape.nbytes for shape in self.shapes(operand))
             size = min(size, self._reached(line, number)) if line.opcode == "fusion" else size
             made_here = not self.is_argument(operand)
             passed += size if made_here else 0
