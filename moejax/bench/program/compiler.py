@@ -115,6 +115,6 @@ def use_target(folder: Path, description: str, devices: int) -> None:
         number = jax.device_count()
     except Exception as error:
         version, why = importlib.metadata.version("jaxlib"), " ".join(str(error).split())[:200]
-        raise DeviceError(f"jaxlib {version} makes no devices to compile for (0.10.2 and 0.12.0 do): {why}") from None
+        raise DeviceError(f"jaxlib {version} makes no devices to compile for (0.12.0 does): {why}") from None
     if (jax.default_backend(), number) != ("gpu", devices):
         raise DeviceError(f"JAX has {number} devices of {jax.default_backend()} in place of {devices} GPUs")
