@@ -5,6 +5,7 @@
     config = notebook.load_config(["workload.batch_size=[1,8]"])
     result = notebook.run(config)          # a dict, shown as a table
     notebook.plot(result, "latency")       # a picture that the run has left
+    notebook.program_graph(result, "8")    # of `experiments.program`: launches, fusions, memory
     notebook.show(llm.model)               # a tree to unfold
 
 Works from any working directory. Nothing is tracked unless asked for.
@@ -12,6 +13,7 @@ Works from any working directory. Nothing is tracked unless asked for.
 
 import dataclasses
 import io
+import json
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,9 +25,10 @@ from typing import Any
 from moejax.bench.run_folder import claimed
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.files import ensure_writable
+from moejax.report.program_graph import ProgramGraph
 from moejax.results.result import Result, load_result
 
-__all__ = ["Picture", "View", "load_config", "load_result", "plot", "run", "show"]
+__all__ = ["Picture", "View", "load_config", "load_result", "plot", "program_graph", "run", "show"]
 
 PICTURE_SCALE = 0.6  # files have 150 dots an inch, screens about 90
 
@@ -148,6 +151,31 @@ def plot(run: Result | str | Path, name: str) -> Picture:
     if name not in plots:
         raise ConfigError(f"{folder}: {unknown('plot', name, plots)}")
     return Picture(plots[name])
+
+
+def program_graph(run: Result | str | Path, step: str | None = None, layer: int | None = 0) -> ProgramGraph:
+    """Returns a compiled step of `experiments.program` as a graph: launches, what is fused or why not.
+
+    Args:
+        run: a result of `run` or `load_result`, or the folder.
+        step: its name in the table, such as "8" or "8+512"; None: the first.
+        layer: one that was compiled; None: everything outside of layers.
+
+    Raises:
+        ConfigError: the run has left no programs, or not that step or layer.
+    """
+    folder = run.folder if isinstance(run, Result) else Path(run)
+    file = Path(folder or "") / "program.json"
+    if not file.is_file():
+        raise ConfigError(f"{file} is not there: a run of experiments.program leaves it")
+    programs = {program["bucket"]: program for program in json.loads(file.read_text())["programs"]}
+    name = next(iter(programs)) if step is None else step
+    if name not in programs:
+        raise ConfigError(f"{file}: {unknown('step', name, programs)}")
+    layers = programs[name]["layers"]
+    if layer is not None and not 0 <= layer < layers:
+        raise ConfigError(f"layer {layer}: {layers} were compiled, from 0; None is what is outside of them")
+    return ProgramGraph(programs[name], layer)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from experiments.launch.app import launch
 from experiments.program import main
+from moejax import notebook
 from moejax.bench.program.compiler import FOLDER, describe, device_name, plugin_folder
 from moejax.bench.program.config import ProgramSection
 from moejax.bench.program.dump import Dump, alive, occupancy, read_dump, read_folder
@@ -26,6 +27,7 @@ from moejax.bench.program.worker import first_layers
 from moejax.core.errors import CompileError, ConfigError
 from moejax.core.hardware import KNOWN
 from moejax.report.experiments import print_result, save_plots
+from moejax.report.program_graph import MemoryPlan, plan_memory
 from tests.model_shapes import ONE_LAYER
 
 MODEL = ONE_LAYER.replace(
@@ -47,6 +49,34 @@ PTX = """
 @pytest.fixture(scope="module")
 def dump() -> Dump:
     return read_dump(TEXTS, PTX, ASSEMBLER)
+
+
+def test_a_program_is_a_graph(dump: Dump, tmp_path: Path) -> None:
+    temp = max(b.offset + b.size for b in dump.buffers if b.memory == "temporary")
+    program = detail_of(Compiled(Bucket(1, 0), 1, dump, {}, {"temp": temp}))
+    (tmp_path / "program.json").write_text(json.dumps({"programs": [program]}))
+    graph = notebook.program_graph(tmp_path, "1")
+    nodes = {node["kernel"]: node for node in graph.shown}
+    assert nodes["grouped_swiglu"]["number"] in nodes["grouped_matmul"]["reads"]
+    assert nodes["rope_kv_write"]["in_place"] == ["argument"]
+    rules = {row["rule"]: row for row in graph.rules()}
+    assert rules["gate and up products, activation"]["apart"] == []
+    router = rules["norm, router's product, choice, placement"]["apart"]
+    assert any(line.startswith("topk_router → ") for line in router)
+    assert 0 < graph.plan.live <= graph.plan.best_fit <= graph.plan.allocated == temp
+    assert "rope_kv_write  ⟲ argument" in graph._repr_html_()
+    for bucket, layer, said in (("2", 0, "unknown step '2'"), ("1", 1, "layer 1: 1 were compiled")):
+        with pytest.raises(ConfigError, match=said):
+            notebook.program_graph(tmp_path, bucket, layer)
+    with pytest.raises(ConfigError, match="is not there"):
+        notebook.program_graph(tmp_path / "none")
+
+
+def test_memory_is_planned_around_lifetimes() -> None:
+    """A and C never live together, B with both; D takes A's place while A still lives."""
+    spans = {"A": (4, 0, 0, 1), "B": (2, 4, 1, 3), "C": (3, 8, 2, 3), "D": (4, 0, 1, 1)}
+    values = [dict(zip(("size", "offset", "start", "end"), span, strict=True)) for span in spans.values()]
+    assert plan_memory(values, 11) == MemoryPlan(live=6, best_fit=6, allocated=11)
 
 
 def test_launches_are_in_their_layers_and_operations(dump: Dump) -> None:

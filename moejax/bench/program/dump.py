@@ -82,6 +82,21 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Flow:
+    """How an instruction's values come about.
+
+    Attributes:
+        reads: instructions whose values it reads; arguments of the program are left out.
+        in_place: what its results take the memory of: "argument", or instructions that it reads.
+        fused: operations of the HLO within it, where XLA fused it.
+    """
+
+    reads: Sequence[str]
+    in_place: Sequence[str]
+    fused: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Buffer:
     """A value: the memory that it is in ("argument", "temporary" or "output"), its place there, and the first
     and last place in the schedule where it is needed."""
@@ -104,6 +119,7 @@ class Dump:
     Attributes:
         launches: in the order of the program.
         buffers: its values.
+        flows: of the launches, by instruction.
         command_buffers, host_syncs: how many; a sync is a branch or a transfer that the host waits for.
         donated_bytes: arguments whose memory the results take.
         pool_copies: bytes of values in a large donated array's shape that are not in an argument's memory.
@@ -112,6 +128,7 @@ class Dump:
 
     launches: Sequence[Launch]
     buffers: Sequence[Buffer]
+    flows: Mapping[str, Flow]
     command_buffers: int
     host_syncs: int
     donated_bytes: int
@@ -140,9 +157,11 @@ def read_dump(texts: Mapping[str, str], ptx: str = "", assembler_log: str = "") 
     kinds = [kind for _, kind, _ in _THUNK.findall(texts["thunks"])]
     pools = {shape for shape in module.donated if shape.elements >= LARGE}
     outside = [b for b in module.buffers if b.memory != "argument" and not b.shape.startswith("(")]
+    launches = list(_launches(texts, module, ptx, assembler_log))
     return Dump(
-        list(_launches(texts, module, ptx, assembler_log)),
+        launches,
         module.buffers,
+        {x.instruction: module.flow(x.instruction) for x in launches if x.instruction in module.lines},
         command_buffers=kinds.count("kCommandBuffer"),
         host_syncs=sum(kind in _WAITS for kind in kinds),
         donated_bytes=sum(shape.nbytes for shape in module.donated),
@@ -224,6 +243,23 @@ class _Module:
             passed += size if made_here else 0
             read += size if made_here or line.opcode == "fusion" else 0
         return {"read_bytes": read, "written_bytes": written, "passed_bytes": passed + written}
+
+    def flow(self, name: str) -> Flow:
+        """Returns what an instruction reads, overwrites and is made of."""
+        line, buffers = self.lines[name], {buffer.name: buffer for buffer in self.buffers}
+        values = dict.fromkeys(self.value(operand) for operand in self.operands(line))
+        made = [buffer for buffer in self.buffers if buffer.name.partition("{")[0] == name and buffer.size]
+        memory = {(buffer.memory, buffer.offset) for buffer in made if buffer.memory != "argument"}
+        donated = {"argument" for buffer in made if buffer.memory == "argument"}
+        reads, over = set[str](), set[str]()
+        for value in values:
+            if self.lines[maker := value.partition("{")[0]].opcode != "parameter":
+                reads.add(maker)
+                buffer = buffers.get(value)
+                over |= {maker} if buffer and (buffer.memory, buffer.offset) in memory else set()
+        body = self.inner[dict(CALLED.findall(line.rest))["calls"]] if line.opcode == "fusion" else []
+        plain = ("parameter", "constant", "bitcast", "tuple")
+        return Flow(sorted(reads), sorted(donated | over), [x.opcode for x in body if x.opcode not in plain])
 
     def _reached(self, line: Line, number: int) -> int:
         """Returns the most bytes that a fusion reads of an operand: all that it gathers or slices."""

@@ -142,4 +142,6 @@ def detail_of(one: Compiled) -> dict[str, Any]:
         "bucket": one.bucket.name, "layers": one.layers, "launches": [asdict(x) for x in one.dump.launches],
         "temporary_bytes": use, "peak": peak, "memory": one.memory, "seconds": one.seconds,
         "alive_at_peak": [asdict(buffer) for buffer in alive(one.dump.buffers, peak)[:_SHOWN]],
+        "flows": {name: asdict(flow) for name, flow in one.dump.flows.items()},
+        "temporaries": [asdict(buffer) for buffer in one.dump.buffers if buffer.memory == "temporary"],
     }  # fmt: skip
