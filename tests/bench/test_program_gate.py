@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from moejax.bench.program.config import ProgramSection
 from moejax.bench.program.gate import (
     LIMITS,
     baseline_file,
     baseline_of,
     exceeded,
+    is_comparable,
     read_baseline,
     write_baseline,
 )  # fmt: skip
@@ -69,7 +71,7 @@ def test_files(tmp_path: Path) -> None:
     }  # fmt: skip
     path = baseline_file(str(tmp_path), config)
     assert path == tmp_path / "Qwen3-30B-A3B-int4_g64-ep8-a100.json"
-    with pytest.raises(ConfigError, match=r"\(No such file or directory\); program\.update_baseline"):
+    with pytest.raises(ConfigError, match=r"-a100\.json; program\.update_baseline"):
         read_baseline(path, ["1"])
     write_baseline(path, baseline_of([ROW], KERNELS))
     write_baseline(path, baseline_of([ROW | {"bucket": "8"}], KERNELS))
@@ -78,5 +80,25 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no step 64; it has 1, 8"):
         read_baseline(path, ["1", "64"])
     path.write_text(json.dumps({"jaxlib": "0.1", "steps": {"9": {}}}))
+    assert not is_comparable(read_baseline(path, ["9"]))
     write_baseline(path, baseline_of([ROW], KERNELS))
     assert list(read_baseline(path, [])["steps"]) == ["1"], "another version's figures do not stay"
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"steps": {}}', '{"jaxlib": "0.1"}', '{"jaxlib": "0.1", "steps": 3}']
+)
+def test_a_corrupt_file_is_one_line_also_when_it_is_written_anew(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "m-a100.json"
+    path.write_text(text)
+    for use in (lambda: read_baseline(path, []), lambda: write_baseline(path, baseline_of([ROW], KERNELS))):
+        with pytest.raises(
+            ConfigError, match=r"m-a100\.json is no baseline of programs \(.*\); restore"
+        ) as e:
+            use()
+        assert "\n" not in str(e.value) and path.read_text() == text
+
+
+def test_a_baseline_is_updated_in_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"writes into program\.gate=FOLDER, and none is given"):
+        ProgramSection(update_baseline=True)

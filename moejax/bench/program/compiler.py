@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.core.errors import ConfigError, DeviceError
+from moejax.core.words import one_line
 
 FOLDER = "MOEJAX_GPU_COMPILER"
 """The environment variable that names the plugin's folder."""
@@ -114,7 +115,7 @@ def use_target(folder: Path, description: str, devices: int) -> None:
         xla_bridge.register_backend_factory(_PLATFORM, client, priority=500, fail_quietly=False)
         number = jax.device_count()
     except Exception as error:
-        version, why = importlib.metadata.version("jaxlib"), " ".join(str(error).split())[:200]
+        version, why = importlib.metadata.version("jaxlib"), one_line(error)[:200]
         raise DeviceError(f"jaxlib {version} makes no devices to compile for (0.12.0 does): {why}") from None
     if (jax.default_backend(), number) != ("gpu", devices):
         raise DeviceError(f"JAX has {number} devices of {jax.default_backend()} in place of {devices} GPUs")

@@ -50,3 +50,5 @@ class ProgramSection(Checked, section="program"):
         super().__post_init__()
         if not self.rows and not self.chunks:
             raise ConfigError("program.rows and program.chunks are both empty: no step to compile")
+        if self.update_baseline and self.gate is None:
+            raise ConfigError("program.update_baseline writes into program.gate=FOLDER, and none is given")

@@ -41,16 +41,33 @@ def read_baseline(path: Path, buckets: Sequence[str]) -> dict[str, Any]:
         ConfigError: there is none, or it lacks one of the buckets.
     """
     hint = "program.update_baseline=true writes it"
-    try:
-        baseline: dict[str, Any] = json.loads(path.read_text())
-        missing = [name for name in buckets if name not in baseline["steps"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"no baseline of programs in {path} ({why}); {hint}") from error
-    if missing:
+    if (baseline := find_baseline(path)) is None:
+        raise ConfigError(f"no baseline of programs in {path}; {hint}")
+    if missing := [name for name in buckets if name not in baseline["steps"]]:
         known = ", ".join(baseline["steps"])
         raise ConfigError(f"{path} has no step {', '.join(missing)}; it has {known}; {hint}")
     return baseline
+
+
+def find_baseline(path: Path) -> dict[str, Any] | None:
+    """Returns the baseline in a file, None if there is no file.
+
+    Raises:
+        ConfigError: the file is no baseline.
+    """
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        return {"jaxlib": content["jaxlib"], "steps": dict(content["steps"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} is no baseline of programs ({why}); restore or remove it") from error
+
+
+def is_comparable(baseline: Mapping[str, Any]) -> bool:
+    """Returns whether a baseline is of the installed jaxlib."""
+    return bool(baseline["jaxlib"] == importlib.metadata.version("jaxlib"))
 
 
 def baseline_of(rows: Sequence[Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -70,7 +87,7 @@ def exceeded(
     """Returns a line for each fault, each figure above the baseline's, and each operation that has lost its
     matrix instructions. Of another jaxlib's baseline nothing is compared; without one neither."""
     made = baseline_of(rows, kernels)
-    known = baseline["steps"] if baseline and baseline["jaxlib"] == made["jaxlib"] else {}
+    known = baseline["steps"] if baseline and is_comparable(baseline) else {}
     wrong = []
     for row in rows:
         name = row["bucket"]
@@ -93,9 +110,10 @@ def write_baseline(path: Path, made: Mapping[str, Any]) -> None:
 
     Raises:
         OutputError: it cannot be written.
+        ConfigError: the file is no baseline.
     """
     steps = made["steps"]
-    if path.exists() and (old := json.loads(path.read_text())).get("jaxlib") == made["jaxlib"]:
+    if (old := find_baseline(path)) and is_comparable(old):
         steps = old["steps"] | steps
     atomic_write_text(path, dump_json({"jaxlib": made["jaxlib"], "steps": steps}, indent=1) + "\n")
 
