@@ -80,7 +80,7 @@ gpu-tune: $(VENV)/.dev ## Search the kernels' configurations on a CUDA device: p
 
 # Beside the environment, never in it: JAX would take the plugin for a GPU's. ptxas is what these wheels' users have.
 GPU_COMPILER = .gpu-compiler/$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')
-gpu-compiler: $(VENV)/.base ## XLA's GPU compiler, for experiments.program on machines without a GPU (570 MB)
+gpu-compiler: $(VENV)/.base ## XLA's GPU compiler, for kernels and programs on machines without a GPU (570 MB)
 	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
 	  test -d $(GPU_COMPILER)/jax_cuda12_pjrt-$$version.dist-info -a -d $(GPU_COMPILER)/nvidia || \
 	  $(BIN)/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(GPU_COMPILER) \
@@ -90,9 +90,11 @@ GATE = $(BIN)/python -m experiments.program experiment=program_gate
 static: $(VENV)/.dev gpu-compiler ## Compile every kernel and whole steps of models for A100 and H100, without a GPU: the gates
 	$(BIN)/python -m experiments.kernels mode=static
 	$(GATE) -m model=qwen3_30b_a3b,mixtral_8x7b,olmoe_1b_7b target=a100,h100
+	$(GATE) -m quant=int4_rtn_g64,fp8_e4m3,int8 target=a100,h100
 
-gate: $(VENV)/.base gpu-compiler ## The part of it that CI runs: two steps of Qwen3-30B-A3B for an A100
+gate: $(VENV)/.dev gpu-compiler ## The part of it that CI runs: two steps of Qwen3-30B-A3B for an A100, kernels beside them
 	$(GATE) 'program.rows=[1]'
+	$(BIN)/python -m pytest -m "not slow" $$(grep -rl needs_gpu_compiler tests)
 
 lint: $(VENV)/.dev ## What CI lints: ruff, mypy, import contracts (the pre-commit hooks)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --color never

@@ -132,7 +132,7 @@ def triton_call(
 
 
 def _named(kernel: Callable[..., None], name: str) -> Callable[..., None]:
-    """Names a kernel's function, as profilers and the static report show it."""
+    """Names a kernel's function, as profilers and compilers show it."""
 
     def named(*refs: Any) -> None:
         kernel(*refs)
@@ -146,9 +146,6 @@ class Lowered(NamedTuple):
 
     name: str
     ttir: str
-    num_warps: int
-    num_stages: int
-    grid: tuple[int, int, int]
 
 
 def lower_for_cuda(function: Callable[..., Any], arguments: Any, capability: int) -> list[Lowered]:
@@ -163,9 +160,13 @@ def lower_for_cuda(function: Callable[..., Any], arguments: Any, capability: int
     with abstract_device(capability), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         traced = jax.jit(lambda kwargs: function(**kwargs)).trace(arguments)
-        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+        return kernels_of(traced.lower(lowering_platforms=("cuda",)))
+
+
+def kernels_of(lowered: Any) -> list[Lowered]:
+    """Returns the Triton kernels in a program lowered for CUDA, a `jax.stages.Lowered`, in order."""
     calls: list[Any] = []
-    _collect(module.operation, calls)
+    _collect(lowered.compiler_ir("stablehlo").operation, calls)
     return [_read(op) for op in calls]
 
 
@@ -203,9 +204,4 @@ def _read(op: Any) -> Lowered:
         context.allow_unregistered_dialects = True
         module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
         text = str(module.operation.get_asm(enable_debug_info=False))
-
-    def number(key: str) -> int:
-        return ir.IntegerAttr(config[key]).value
-
-    grid = (number("grid_x"), number("grid_y"), number("grid_z"))
-    return Lowered(ir.StringAttr(config["name"]).value, text, number("num_warps"), number("num_stages"), grid)
+    return Lowered(ir.StringAttr(config["name"]).value, text)

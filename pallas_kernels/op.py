@@ -114,7 +114,7 @@ class Implementation:
             `device` as well, a name as `tuned.device_key` gives it, where that is known.
         space: configurations worth trying for a problem, the heuristic's among them.
         config_type: the frozen dataclass of both, flat, JSON-able fields.
-        sources: for `@triton.jit` twins: kernels of a spec for the static report (Pallas ones are lowered).
+        sources: for `@triton.jit` twins: kernels of a spec, for compiling without a GPU.
         supports: why a problem cannot run here, or None.
     """
 

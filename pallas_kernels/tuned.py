@@ -1,7 +1,8 @@
 """Configuration that a problem runs with: explicit, tuned, nearest tuned, heuristic, in this order.
 
 Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune`. A table of a
-device that could not be timed (A100 here) is made from the static report; its entries say `"timed": false`.
+device that could not be timed is made from the static report; its entries say `"timed": false`. The A100's
+here are such: chosen by figures of the Triton wheel 3.9, without those that XLA's compiler spills.
 """
 
 import json

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ def print_static(result: Mapping[str, Any], console: Console) -> None:
     """A table per operation, the targets side by side, then what fails the gate, in red."""
     for op, rows in _by_operation(result):
         console.print(static_table(op, rows))
-    about, metrics = result["compiler"], result["metrics"]
-    print_lines(console, [f"{metrics['kernels']} kernels, triton {about['triton']}, jax {about['jax']}"])
+    made = Counter(row["compiler"] for row in result["cases"])
+    compilers = ", ".join(f"{count} by {name}" for name, count in sorted(made.items()) if name)
+    print_lines(console, [f"{result['metrics']['kernels']} kernels: {compilers}", *result["notes"]])
     print_lines(console, [*result["failures"], *result["grown"]], "red")
 
 
@@ -71,12 +73,11 @@ def _static_cells(row: Mapping[str, Any] | None) -> list[str]:
         return ["error", "", "", "", "", ""]
     spill = row["spill_stores"] + row["spill_loads"]
     products = row["mma_sync"] or row["wgmma"]
-    missed = "!" if row["products_missed"] else ""
     return [
         f"{row['registers']}" + (f"+{spill}" if spill else ""),
         f"{row['shared'] / 1024:.0f}",
         f"{100 * row['occupancy']:.0f}\n{row['limiter'].removeprefix('shared ').replace('registers', 'reg')}",
-        f"{products}{missed}" if row["products"] else "–",
+        f"{products}" if products else "!" if row["products"] else "–",
         str(row["cp_async"]) if row["cp_async"] else "–",
         number(row["roofline_us"]),
     ]

@@ -17,7 +17,7 @@ from rich.console import Console
 from experiments.launch.app import launch
 from experiments.program import main
 from moejax import notebook
-from moejax.bench.program.compiler import FOLDER, describe, device_name, plugin_folder
+from moejax.bench.program.compiler import FOLDER, describe, device_name
 from moejax.bench.program.config import ProgramSection
 from moejax.bench.program.dump import Dump, alive, occupancy, read_dump, read_folder
 from moejax.bench.program.job import Bucket, Compiled, Opened
@@ -28,6 +28,7 @@ from moejax.core.errors import CompileError, ConfigError
 from moejax.core.hardware import KNOWN
 from moejax.report.experiments import print_result, save_plots
 from moejax.report.program_graph import MemoryPlan, plan_memory
+from tests.gpu_compiler import needs_gpu_compiler
 from tests.model_shapes import ONE_LAYER
 
 MODEL = ONE_LAYER.replace(
@@ -283,17 +284,8 @@ def test_targets_say_what_they_are() -> None:
 # --- with the compiler ------------------------------------------------------------------------------------
 
 
-def _compiler() -> str | None:
-    """Returns why there is no compiler."""
-    try:
-        plugin_folder()
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(_compiler() is not None, reason=str(_compiler()))
+@needs_gpu_compiler
 @pytest.mark.parametrize("layout", ["single", "ep8"])
 def test_the_engines_step_on_an_a100(layout: str, tmp_path: Path) -> None:
     small = ["model=eightway", "program.rows=[8]", "program.chunks=[]", "program.layers=1"]

@@ -11,6 +11,8 @@ import pytest
 
 from experiments.kernels import main
 from experiments.launch.app import CONFIG_DIR, launch
+from moejax.bench.program.compiler import FOLDER, plugin_folder
+from tests.gpu_compiler import needs_gpu_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -80,15 +82,16 @@ def test_a_device_that_cannot_be_timed_is_one_line(
 
 
 @pytest.mark.slow
+@needs_gpu_compiler
 def test_the_default_tracker_has_the_table(tmp_path: Path) -> None:
     """As a program: W&B offline, the table in its run, the figures on stdout, the command to look at it."""
-    pytest.importorskip("triton")
     pytest.importorskip("wandb")
     command = [
         *(sys.executable, "-m", "experiments.kernels", "mode=static", "ops=[rms_norm]", "specs=[decode_16]"),
-        *("workers=1", f"cache_dir={tmp_path / 'cache'}", "hydra.run.dir=run"),
+        "hydra.run.dir=run",
     ]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    clean[FOLDER] = str(plugin_folder())
     environment = {**clean, "PYTHONPATH": str(CONFIG_DIR.parent), "COLUMNS": "100", "XLA_FLAGS": ""}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,65 +1,28 @@
-"""The static gate over all kernels: what `experiments.kernels mode=static` fails on, CI fails on."""
+"""The static gate: of all kernels `make static`; here of those that are not in the steps of `make gate`."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("triton")
-
-from moejax.bench.kernels.static import compare_with_baseline
-from moejax.core.files import cache_root
+from moejax.bench.kernels.row import failures
+from moejax.bench.kernels.static import compare_with_baseline, compile_all, read_baselines
+from moejax.bench.kernels.worker import Asked
 from pallas_kernels.models import MIXTRAL
 from pallas_kernels.ragged_paged_attention import specs as attention
 from pallas_kernels.registry import OPS, load_op
-from pallas_kernels.static import failures, report_op
-from pallas_kernels.static.compiler import Compiler
+from tests.gpu_compiler import needs_gpu_compiler
 
 BASELINE = Path(__file__).parents[2] / "results" / "static"
 MODELS = ("mixtral_8x7b", "qwen3_30b_a3b", "olmoe_1b_7b", "wide64_ep8")
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    """Results stay in the run's cache, by IR and compiler, for all tests that compile kernels."""
-    with Compiler(workers=2, cache=cache_root() / "kernels") as pool:
-        yield pool
-
-
-def one_of_each_phase(op):
-    """The first spec of decode and of prefill."""
-    first = {phase: spec.name for spec in reversed(op.specs) for phase in spec.tags}
-    return tuple(spec for spec in op.specs if spec.name in (first.get("decode"), first.get("prefill")))
-
-
-# In whole steps, and by the compiler that a GPU machine has, `make gate` compiles the others.
 BESIDE_STEPS = ("flash_attention", "quantized_matmul", "quantized_grouped_matmul", "quantized_grouped_swiglu")
-SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("every_spec", [False, pytest.param(True, marks=SLOW)])
-@pytest.mark.parametrize("name", [op if op in BESIDE_STEPS else pytest.param(op, marks=SLOW) for op in OPS])
-def test_gate(name, every_spec, compiler):
-    """Default configurations compile for sm_80 and sm_90, do not spill, fit, reach the tensor cores, and take
-    no more than the committed report says. `make static` gates every spec, too."""
-    op = load_op(name)
-    if not every_spec:
-        op = replace(op, specs=one_of_each_phase(op))
-    rows = report_op(op, compiler)
-    compiled = {(row.implementation, row.spec, row.target) for row in rows}
-    wanted = {
-        (implementation, spec.name, target)
-        for implementation, kind in op.implementations.items()
-        for spec in op.specs
-        if kind.supports(spec.problem) is None
-        for target in ("sm_80", "sm_90")
-    }
-    assert compiled == wanted
-    assert failures(rows) == []
-    made_with = {"jax": jax.__version__, "triton": compiler.version}
-    assert compare_with_baseline(rows, made_with, BASELINE) == []
+def _first_of_each_phase(op):
+    first = {phase: spec.name for spec in reversed(op.specs) for phase in spec.tags}
+    return {first[phase] for phase in ("decode", "prefill") if phase in first}
 
 
 def _attention_specs():
@@ -78,14 +41,36 @@ def _gelu_specs():
             yield replace(spec, static={**spec.static, **gelu}, problem={**spec.problem, **gelu})
 
 
-@pytest.mark.parametrize(
-    "name,specs", [("ragged_paged_attention", _attention_specs), ("quantized_grouped_swiglu", _gelu_specs)]
-)
-def test_gate_of_other_shapes(name, specs, compiler):
-    """Shapes beside the specs that spilled or did not lower once."""
-    op = replace(load_op(name), specs=tuple(specs()))
-    assert op.specs
-    assert failures(report_op(op, compiler)) == []
+OTHER_SHAPES = {"ragged_paged_attention": _attention_specs, "quantized_grouped_swiglu": _gelu_specs}
+
+
+def of_other_shapes(name):
+    """An operation with the shapes beside its specs that spilled or did not lower once."""
+    return replace(load_op(name), specs=tuple(OTHER_SHAPES[name]()))
+
+
+@needs_gpu_compiler
+def test_gate():
+    """Default configurations compile for sm_80 and sm_90, do not spill, fit, reach the tensor cores, and take
+    no more than the committed report says."""
+    loads = [(functools.partial(load_op, name), _first_of_each_phase(load_op(name))) for name in BESIDE_STEPS]
+    loads += [
+        (functools.partial(of_other_shapes, name), {spec.name for spec in specs()})
+        for name, specs in OTHER_SHAPES.items()
+    ]
+    asked = [
+        Asked(load, "pallas_triton", spec, target)
+        for load, specs in loads
+        for spec in specs
+        for target in ("sm_80", "sm_90")
+    ]
+    rows = [row for rows in compile_all(asked, workers=2) for row in rows]
+    known = {(one.load().name, one.implementation, one.spec, one.target) for one in asked}
+    assert {(row.op, row.implementation, row.spec, row.target) for row in rows} == known
+    assert all(row.compiler.startswith("jaxlib") and row.registers for row in rows if not row.error)
+    assert failures(rows) == []
+    grown, _ = compare_with_baseline(rows, read_baselines(BASELINE, BESIDE_STEPS))
+    assert grown == []
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from moejax.bench.kernels.occupancy import TARGETS
 from moejax.core.checked import Among, Checked, PositiveInt
 from moejax.core.errors import ConfigError
 from moejax.routing.source import check_trace
 
 Mode = Literal["static", "bench", "tune"]
-TARGETS = ("sm_80", "sm_90")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class KernelSelection(Checked):
         implementations: by name; none takes all.
         specs: parts of specs' names, of which one must occur; none takes all.
         targets: sm_80, sm_90 (static and untimed tuning).
-        workers: compiling subprocesses.
-        cache_dir: where compiled results are kept, "none" keeps none; none takes the user's cache folder.
+        workers: compiling processes; for each target at least one, which may wait for its turn.
         baseline_dir: the committed reports that a static run is compared with.
         update_baseline: write this run's reports there.
 
@@ -75,7 +74,6 @@ class KernelSelection(Checked):
     specs: list[str] = field(default_factory=list)
     targets: list[Annotated[str, Among(TARGETS)]] = field(default_factory=lambda: list(TARGETS))
     workers: PositiveInt = 2
-    cache_dir: str | None = None
     baseline_dir: str = "results/static"
     update_baseline: bool = False
     bench: BenchSection = field(default_factory=BenchSection)

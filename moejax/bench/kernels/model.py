@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moejax.bench.kernels.static import DEVICE
+from moejax.bench.kernels.occupancy import TARGETS
+from moejax.bench.kernels.row import Row
 from moejax.core.hardware import KNOWN
-from pallas_kernels.static import Row
-from pallas_kernels.static.targets import TARGETS
 
 MARGIN = 1.15
 
@@ -62,7 +61,7 @@ def _seconds(row: Row, repeat: float) -> float:
 
 def _wave(row: Row, active: int, repeat: float) -> float:
     """Seconds of `active` blocks that run together, each with its share of the work."""
-    target, hardware = TARGETS[row.target], KNOWN[DEVICE[row.target]]
+    target, hardware = TARGETS[row.target], KNOWN[TARGETS[row.target].hardware]
     assert hardware.bandwidth is not None
     share, used = active / math.prod(row.grid), min(active, target.multiprocessors)
     each = row.shared if row.cp_async else 4 * 16 * 32 * row.num_warps

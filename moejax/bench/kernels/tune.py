@@ -5,6 +5,7 @@ space (spread over `tune.max_configs`) → static report, which drops what does 
 → table. Untimed, the heuristic's configuration stays unless the model's best gains `model.MARGIN`.
 """
 
+import importlib.metadata
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -19,19 +20,21 @@ from moejax.bench.kernels.baselines import configured
 from moejax.bench.kernels.bench import require_gpu, try_variants
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_products
-from moejax.bench.kernels.select import select
-from moejax.bench.kernels.static import open_compiler
+from moejax.bench.kernels.row import Row, failures
+from moejax.bench.kernels.select import Selected, select
+from moejax.bench.kernels.static import check_compilers, compile_all, questions
 from moejax.core.errors import ConfigError
 from moejax.report.progress import progress
 from moejax.results.result import Result
 from pallas_kernels.op import Implementation, Op, Spec
-from pallas_kernels.static import Row, failures, report_op
-from pallas_kernels.static.compiler import Compiler
 from pallas_kernels.tuned import DATA, Entry, device_key, read_table, write_table
 
 logger = logging.getLogger(__name__)
 
 _TARGET = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90"}
+Report = list[tuple[Any, list[Row]]]
+"""Configurations of a spec, each with its rows."""
+
 _RULE = f"a configuration replaces the heuristic's if the static model has it faster by {MARGIN}"
 
 
@@ -40,7 +43,7 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
 
     Raises:
         DeviceError: timing was asked for and JAX has no CUDA device.
-        ConfigError: an unknown name, an untunable device, or the Triton wheel is missing.
+        ConfigError: an unknown name, an untunable device, or no compiler is installed.
     """
     selected = select(config.ops, config.implementations, config.specs)
     timed = config.tune.device == "auto"
@@ -51,33 +54,35 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
         raise ConfigError(f"mode=tune knows {', '.join(_TARGET)}, and this is {device!r}")
     data = Path(config.tune.data_dir) if config.tune.data_dir else DATA
     rows: list[dict[str, Any]] = []
-    compiler = open_compiler(config)
+    check_compilers(selected)
     run.start(variant="tune")
-    total = sum(len(item.specs) * len(item.implementations) for item in selected)
-    with compiler, progress("tuning", total=total) as task:
+    total, compiled = sum(len(item.specs) * len(item.implementations) for item in selected), 0
+    with progress("tuning", total=total) as task:
         for item in selected:
             entries = []
-            for name in item.implementations:
-                for spec in item.specs:
-                    task.describe(f"tuning {item.op.name} {name} {spec.name}")
-                    winner = tune_spec(item.op, name, spec, compiler, config, device, timed=timed)
-                    task.advance()
-                    if winner is not None:
-                        entry, row = winner
-                        entries.append(entry)
-                        rows.append(row)
+            reports = _reports(item, config, _TARGET[device])
+            compiled += sum(map(len, reports.values()))
+            specs = {spec.name: spec for spec in item.specs}
+            for (name, spec), report in reports.items():
+                task.describe(f"tuning {item.op.name} {name} {spec}")
+                winner = tune_spec(item.op, name, specs[spec], report, config, device, timed=timed)
+                task.advance()
+                if winner is not None:
+                    entry, row = winner
+                    entries.append(entry)
+                    rows.append(row)
             write_table(
                 data,
                 device,
                 item.op.name,
                 merge(read_table(data, device, item.op.name), entries),
                 jax=jax.__version__,
-                triton=compiler.version,
+                jaxlib=importlib.metadata.version("jaxlib"),
                 date=run.provenance["time_utc"][:10],
                 commit=(run.provenance.get("git") or {}).get("commit"),
                 **({} if timed else {"rule": _RULE}),
             )
-    metrics = {"specs": len(rows), "timed": timed, "compiled": compiler.compiled}
+    metrics = {"specs": len(rows), "timed": timed, "compiled": compiled}
     result = run.result(metrics=metrics, cases=rows)
     return run.finish(result, tables={"kernel_table": result["cases"]})
 
@@ -92,25 +97,22 @@ def tune_spec(
     op: Op,
     name: str,
     spec: Spec,
-    compiler: Compiler,
+    reports: Report,
     config: KernelSelection,
     device: str,
     *,
     timed: bool,
 ) -> tuple[Entry, dict[str, Any]] | None:
-    """The winner for one spec and a row about it; None if this implementation does not support it."""
+    """The winner for one spec and a row about it, by the static reports on its configurations; None if none
+    is right."""
     kind = op.implementations[name]
-    if kind.supports(spec.problem) is not None:
-        return None
-    configs = candidates(kind, spec, config.tune.max_configs)
-    reports = [_static(op, name, spec, compiler, _TARGET[device], c) for c in configs]
     sound = [
         (c, rows)
-        for c, rows in zip(configs, reports, strict=True)
+        for c, rows in reports
         if rows and not failures(rows) and all(row.blocks_per_sm for row in rows)
     ]
     if not sound:
-        logger.warning("%s %s %s: none of %d configurations is sound", op.name, name, spec.name, len(configs))
+        logger.warning("%s %s %s: none of %d configurations is sound", op.name, name, spec.name, len(reports))
         return None
     repeats = repeated_products([rows for _, rows in sound])
     predicted = [predict_us(rows, repeat) for (_, rows), repeat in zip(sound, repeats, strict=True)]
@@ -137,7 +139,7 @@ def tune_spec(
         "spec": spec.name,
         "device": device,
         "timed": timed,
-        "tried": len(configs),
+        "tried": len(reports),
         "sound": len(sound),
         "config": entry.config,
         "reason": reason,
@@ -157,10 +159,20 @@ def candidates(kind: Implementation, spec: Spec, most: int) -> list[Any]:
     return [first, *(others[int(i * step)] for i in range(min(most - 1, len(others))))]
 
 
-def _static(op: Op, name: str, spec: Spec, compiler: Compiler, target: str, config: Any) -> list[Row]:
-    return report_op(
-        op, compiler, targets=(target,), select=lambda i, s: i == name and s is spec, config=config
-    )
+def _reports(item: Selected, config: KernelSelection, target: str) -> dict[tuple[str, str], Report]:
+    """Returns the static reports on what is tried, by the names of implementations and specs."""
+    specs = {spec.name: spec for spec in item.specs}
+    tried = [
+        one._replace(config=choice)
+        for one in questions(item, [target])
+        for choice in candidates(
+            item.op.implementations[one.implementation], specs[one.spec], config.tune.max_configs
+        )
+    ]
+    reports: dict[tuple[str, str], Report] = {}
+    for one, rows in zip(tried, compile_all(tried, config.workers), strict=True):
+        reports.setdefault((one.implementation, one.spec), []).append((one.config, rows))
+    return reports
 
 
 def _time(op: Op, name: str, spec: Spec, configs: Sequence[Any], repeats: int) -> list[float]:

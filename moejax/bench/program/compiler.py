@@ -6,6 +6,7 @@ All of the experiment's uses of private parts of JAX and XLA are here. Tried wit
 import importlib.metadata
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,11 @@ def use_target(folder: Path, description: str, devices: int) -> None:
         raise DeviceError(f"jaxlib {version} makes no devices to compile for (0.12.0 does): {why}") from None
     if (jax.default_backend(), number) != ("gpu", devices):
         raise DeviceError(f"JAX has {number} devices of {jax.default_backend()} in place of {devices} GPUs")
+
+
+def compile_into(folder: Path, lowered: Any, options: Mapping[str, Any] = {}) -> tuple[Any, str]:
+    """Compiles a lowered program, with XLA's dumps in a folder; returns it, and what XLA and ptxas said
+    meanwhile on stderr, which must be a file."""
+    said = os.lseek(2, 0, os.SEEK_CUR)
+    compiled = lowered.compile({**options, **OPTIONS, "xla_dump_to": str(folder)})
+    return compiled, os.pread(2, os.lseek(2, 0, os.SEEK_CUR) - said, said).decode(errors="replace")

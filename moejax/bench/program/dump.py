@@ -23,7 +23,7 @@ _FILES = {
     "thunks": "thunk_sequence_after_thunk_passes.txt", "metadata": "thunk_metadata.txt",
 }  # fmt: skip
 _THUNK = re.compile(r"^( *)\d+: (k\w+) *(?:\[[^\]\n]*\] *)?(.*)$", re.MULTILINE)
-_KERNEL = re.compile(r"(\w+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+).*shared_memory: (\d+)")
+KERNEL = re.compile(r"(\w+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+).*shared_memory: (\d+)")
 _METADATA = re.compile(r"^thunk_metadata \{.*?thunk_kind: \"(\w+)\"\n\}", re.MULTILINE | re.DOTALL)
 _GROUPS = ("kCommandBuffer", "kSequential")
 _WAITS = ("kConditional", "kWhile", "kInfeed", "kOutfeed", "kHostExecuteStart", "kHostSendDone")
@@ -300,11 +300,8 @@ def _launches(texts: Mapping[str, str], module: _Module, ptx: str, log: str) -> 
     named = [block for block in _METADATA.finditer(texts["metadata"]) if block[1] not in _GROUPS]
     if [block[1] for block in named] != [kind for kind, _, _ in thunks]:
         raise CompileError("XLA's thunks and their metadata do not agree; jaxlib 0.10.2's do")
-    assembled = {
-        name: dict(zip(_FIGURES, map(int, said), strict=True)) for name, *said in _ASSEMBLED.findall(log)
-    }
-    entries = re.split(r"^\.visible \.entry (\w+)\(", ptx, flags=re.MULTILINE)[1:]
-    bodies = dict(zip(entries[::2], entries[1::2], strict=True))
+    figures = assembled(log)
+    bodies = kernel_bodies(ptx)
     instructions = ["".join(re.findall('profile_annotation: "([^"]*)"', block[0])) for block in named]
     at = [module.position.get(instruction, -1) for instruction in instructions]
     for (kind, rest, captured), instruction in zip(thunks, instructions, strict=True):
@@ -317,12 +314,23 @@ def _launches(texts: Mapping[str, str], module: _Module, ptx: str, log: str) -> 
                 kind = collective[0]
                 more["beside"] = sum(place in collective[1] for place in at)
         name, place = instruction, module.places.get(instruction, NOWHERE)
-        if kernel := _KERNEL.search(rest):
-            name, x, y, z, threads, shared = kernel.groups()
-            more |= {"blocks": int(x) * int(y) * int(z), "threads": int(threads), "shared": int(shared)}
-            more |= assembled.get(name, {})
+        if kernel := KERNEL.search(rest):
+            name, (x, y, z, threads, shared) = kernel[1], map(int, kernel.groups()[1:])
+            more |= {"blocks": x * y * z, "threads": threads, "shared": shared, **figures.get(name, {})}
             more["products"] = len(_PRODUCT.findall(bodies.get(name, "")))
         yield Launch(kind, name, instruction, *place[:2], captured, **more)
+
+
+def assembled(log: str) -> dict[str, dict[str, int]]:
+    """Returns what ptxas says of each kernel in a log: "stack", "spill_stores", "spill_loads",
+    "registers"."""
+    return {name: dict(zip(_FIGURES, map(int, said), strict=True)) for name, *said in _ASSEMBLED.findall(log)}
+
+
+def kernel_bodies(ptx: str) -> dict[str, str]:
+    """Returns the text of each kernel."""
+    entries = re.split(r"^\.visible \.entry (\w+)\(", ptx, flags=re.MULTILINE)[1:]
+    return dict(zip(entries[::2], entries[1::2], strict=True))
 
 
 def _thunks(text: str) -> Iterator[tuple[str, str, bool]]:

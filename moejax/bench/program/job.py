@@ -1,18 +1,13 @@
 """What a process of its own compiles for a target, and what it answers; both travel pickled."""
 
-import pickle
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from moejax.bench.program.compiler import environment
 from moejax.bench.program.dump import Dump
+from moejax.bench.program.process import Target, ask
 from moejax.core.config import ModelConfig
-from moejax.core.errors import CompileError, MoejaxError
 from moejax.core.resolve import Resolution
 from moejax.perf.sizes import HeldWeights
 
@@ -33,7 +28,7 @@ class Job:
     """Steps of a model's first layers.
 
     Attributes:
-        folder, description: the compiler's and the target's, see `moejax.bench.program.compiler`.
+        target: the devices.
         source, load_format: the model's.
         options: further ones of `LLM`.
         buckets: the steps.
@@ -42,8 +37,7 @@ class Job:
         dumps: the folder that keeps the compiler's dumps; None: they are deleted.
     """
 
-    folder: Path
-    description: str
+    target: Target
     source: Any
     load_format: str
     options: Mapping[str, Any]
@@ -80,32 +74,10 @@ def compile_job(job: Job, done: Callable[[], None] = lambda: None) -> tuple[Open
     Raises:
         MoejaxError: what opening the engine raises there, and `CompileError` if the process dies.
     """
-    with tempfile.TemporaryFile() as errors:
-        command = [sys.executable, "-m", "moejax.bench.program.worker"]
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            command, env=environment(job.folder), stdin=pipe, stdout=pipe, stderr=errors
-        ) as process:
-            try:
-                assert process.stdin is not None and process.stdout is not None
-                pickle.dump(job, process.stdin)
-                process.stdin.close()
-                opened, compiled = _answer(process.stdout), []
-                for _ in job.buckets:
-                    compiled.append(_answer(process.stdout))
-                    done()
-                return opened, compiled
-            except (EOFError, BrokenPipeError):
-                code = process.wait()
-                errors.seek(0)
-                said = errors.read()[-4000:].decode(errors="replace")
-                raise CompileError(f"the compiler's process ended with {code}:\n{said}") from None
-            finally:
-                process.kill()
-
-
-def _answer(stream: IO[bytes]) -> Any:
-    answer = pickle.load(stream)
-    if isinstance(answer, MoejaxError):
-        raise answer
-    return answer
+    answers = ask("moejax.bench.program.worker", job.target, job)
+    opened: Opened = next(answers)
+    compiled: list[Compiled] = []
+    for answer in answers:
+        compiled.append(answer)
+        done()
+    return opened, compiled

@@ -27,6 +27,7 @@ from moejax.bench.program.gate import (
     write_baseline,
 )
 from moejax.bench.program.job import Bucket, Compiled, Job, compile_job
+from moejax.bench.program.process import Target
 from moejax.bench.program.rows import detail_of, layer_counts, operation_rows, row_of
 from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
@@ -89,8 +90,8 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
     }  # fmt: skip
     dumps = run.out_dir.absolute() / "dumps" if section.keep_dumps else None
     job = Job(
-        folder, description, model.source, model.load_format, options, MODES[section.sampler], dumps,
-        layers=section.layers,
+        Target(folder, description, devices), model.source, model.load_format, options,
+        MODES[section.sampler], dumps, layers=section.layers,
     )  # fmt: skip
     with progress("opening the model for the target", total=1) as task:
         opened, _ = compile_job(job)

@@ -1,10 +1,7 @@
-"""The process that compiles: a pickled `Job` on stdin; `Opened`, then a `Compiled` a bucket on stdout."""
+"""In the process that compiles steps: the answers to a `Job`, `Opened` and then a `Compiled` a bucket."""
 
 import contextlib
 import itertools
-import os
-import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,11 +10,10 @@ from pathlib import Path
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from moejax.bench.program.compiler import OPTIONS, capability, use_target
+from moejax.bench.program.compiler import capability, compile_into
 from moejax.bench.program.dump import read_folder
 from moejax.bench.program.job import Bucket, Compiled, Job, Opened
 from moejax.core.config import ModelConfig
-from moejax.core.errors import MoejaxError
 from moejax.engine.llm import LLM
 from moejax.engine.opening.resolve import find_model
 from moejax.engine.step.ledger import compiler_options
@@ -25,20 +21,6 @@ from moejax.engine.step.limits import StepKey
 from moejax.nn.param import specs
 from moejax.perf.memory import held_weights
 from pallas_kernels._compat import abstract_device
-
-
-def main() -> None:
-    """Answers a job."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a compiler prints must not mix with the answers
-    job: Job = pickle.load(sys.stdin.buffer)
-    try:
-        use_target(job.folder, job.description, job.options["parallel"].num_devices)
-        with jax.default_device(jax.devices("cpu")[0]):  # for the few arrays that an engine makes
-            for item in answer(job):
-                answers.write(pickle.dumps(item))
-    except MoejaxError as error:
-        answers.write(pickle.dumps(error))
 
 
 def answer(job: Job) -> Iterator[Opened | Compiled]:
@@ -72,23 +54,17 @@ def _compile(llm: LLM, bucket: Bucket, job: Job) -> Compiled:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
             folder = job.dumps / f"{bucket.name}_{layers}_layers"
-        said = os.lseek(2, 0, os.SEEK_CUR)
-        stack.enter_context(abstract_device(capability(job.description)))
+        stack.enter_context(abstract_device(capability(job.target.description)))
         times = [time.perf_counter()]
         traced = program.build().trace(*shapes)
         times.append(time.perf_counter())
         lowered = traced.lower(lowering_platforms=("cuda",))
         times.append(time.perf_counter())
-        compiled = lowered.compile({**compiler_options("gpu"), **OPTIONS, "xla_dump_to": str(folder)})
+        compiled, log = compile_into(folder, lowered, compiler_options("gpu"))
         times.append(time.perf_counter())
-        log = os.pread(2, os.lseek(2, 0, os.SEEK_CUR) - said, said).decode(errors="replace")
         dump = read_folder(folder, log)
     seconds = [after - before for before, after in itertools.pairwise(times)]
     memory, kinds = compiled.memory_analysis(), ("argument", "output", "alias", "temp")
     sizes = {kind: int(getattr(memory, f"{kind}_size_in_bytes")) for kind in kinds}
     phases = dict(zip(("trace", "lower", "compile"), seconds, strict=True))
     return Compiled(bucket, layers, dump, phases, sizes)
-
-
-if __name__ == "__main__":
-    main()

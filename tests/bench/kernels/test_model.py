@@ -3,15 +3,15 @@
 import pytest
 
 from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_products
-from pallas_kernels.static import Row
+from moejax.bench.kernels.row import Row
 
 
 def row(config, *, kernel="grouped_matmul", warps=4, mma=32, grid=1024, bps=2, flops=1e9, moved=1e6, **more):
     """A kernel with matrix products, bound by arithmetic."""
     values = {"products": int(mma > 0), "mma_sync": mma, "cp_async": 8, "shared": 32768} | more
     return Row(
-        "op", "pallas_triton", "spec", "sm_80", kernel, config, "explicit", (grid,), warps, 3, flops, moved,
-        "bfloat16", blocks_per_sm=bps, **values,
+        "op", "pallas_triton", "spec", "sm_80", kernel, config, "explicit", "jaxlib", (grid,), warps, flops,
+        moved, "bfloat16", blocks_per_sm=bps, **values,
     )  # fmt: skip
 
 

@@ -1,53 +1,161 @@
 """mode=static: selection, the gate, and the comparison with the committed reports."""
 
 import dataclasses
+import functools
 import json
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
 
-pytest.importorskip("triton")
-
 from moejax.bench.kernels import static
 from moejax.bench.kernels.config import KernelSelection
+from moejax.bench.kernels.occupancy import TARGETS, occupancy
+from moejax.bench.kernels.row import Row, failures
 from moejax.bench.kernels.select import select
-from moejax.bench.kernels.static import KernelGateError, compare_with_baseline, run_static, write_baseline
-from moejax.core.errors import ConfigError
-from moejax.core.files import cache_root
-from moejax.engine.opening.resolve import default_cache_dir
+from moejax.bench.kernels.static import (
+    KernelGateError,
+    compare_with_baseline,
+    compile_all,
+    read_baselines,
+    run_static,
+    write_baseline,
+)
+from moejax.bench.kernels.worker import Asked, answer, count_instructions
+from moejax.core.errors import CompileError, ConfigError
 from moejax.report.kernel_tables import static_table
 from pallas_kernels.registry import OPS, load_op
-from pallas_kernels.static import failures, report_op
-from pallas_kernels.static.compiler import Compiler
-from pallas_kernels.static.targets import TARGETS, occupancy
 from tests.bench.runs import run_into
+from tests.gpu_compiler import needs_gpu_compiler
+
+RMS_NORM = functools.partial(load_op, "rms_norm")
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    with Compiler(1, tmp_path_factory.mktemp("cache")) as compiler:
-        return report_op(load_op("rms_norm"), compiler, select=lambda i, s: "decode" in s.name)
+def row_of(asked: Asked) -> Row:
+    """What XLA made of it, more or less."""
+    spec = next(spec for spec in asked.load().specs if spec.name == asked.spec)
+    return Row(
+        asked.load().name, asked.implementation, asked.spec, asked.target, "rms_norm_residual",
+        {"rows": 1, "num_warps": 4, "num_stages": 1}, "heuristic", "jaxlib 1", (16, 1, 1), 4,
+        **dataclasses.asdict(spec.cost), registers=39, shared=16, blocks_per_sm=12, occupancy=0.75,
+        limiter="registers", loads=6, vector_loads=6,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    return [
+        row_of(Asked(RMS_NORM, "pallas_triton", spec.name, target))
+        for spec in RMS_NORM().specs if "decode" in spec.name for target in TARGETS
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """Compiles nothing: a process answers with `row_of`."""
+
+    def ask(module, target, asked) -> Iterator[list[Row]]:
+        yield []
+        yield from ([row_of(one)] for one in asked)
+
+    monkeypatch.setattr(static, "ask", ask)
+    monkeypatch.setattr(static, "plugin_folder", lambda: tmp_path)
 
 
 def selection(tmp_path, **more):
-    paths = {"cache_dir": str(tmp_path / "cache"), "baseline_dir": str(tmp_path / "static")}
-    return KernelSelection(ops=["rms_norm"], workers=1, **paths, **more)
+    return KernelSelection(ops=["rms_norm"], baseline_dir=str(tmp_path / "static"), **more)
 
 
 def static_run(out):
     return run_into(out, "kernels", {"mode": "static"})
 
 
-def test_rows_say_what_the_compiler_said(rows):
-    assert {row.target for row in rows} == {"sm_80", "sm_90"} and len(rows) == 8
-    for row in rows:
-        assert row.kernel == "rms_norm_residual" and not row.error
-        assert 16 <= row.registers <= 128 and row.loads > 0 and row.stores > 0
-        assert row.vector_loads == row.loads and row.products == 0
-        assert 0 < row.occupancy <= 1 and row.limiter
+def _compiled(op, implementation, spec):
+    return Asked(functools.partial(load_op, op), implementation, spec, "sm_80")
+
+
+def _right(row: Row) -> bool:
+    return bool(
+        not row.error and row.kernel and row.registers and row.loads and row.occupancy and row.num_warps
+    )
+
+
+@needs_gpu_compiler
+def test_xla_compiles_kernels():
+    asked = [
+        _compiled("rms_norm", "pallas_triton", "mixtral_8x7b/decode_16"),
+        _compiled("grouped_swiglu", "pallas_triton", "olmoe_1b_7b/decode_16/skewed"),
+        _compiled("moe_permute", "pallas_triton", "olmoe_1b_7b/prefill_4096/balanced"),
+    ]
+    (norm,), (swiglu,), permute = compile_all(asked, workers=1)
+    assert [row.kernel for row in permute] == ["moe_permute_count", "moe_permute_place"]
+    for row in (norm, swiglu, *permute):
+        assert _right(row) and row.compiler.startswith("jaxlib ") and failures([row]) == []
         assert static.roofline_us(row) > 0
-    assert failures(rows) == []
+    assert (norm.products, norm.mma_sync, norm.cp_async, norm.vector_loads) == (0, 0, 0, norm.loads)
+    assert swiglu.products == 2 and swiglu.mma_sync and swiglu.cp_async_16 and swiglu.shared
+
+
+def test_the_wheel_compiles_a_twin():
+    pytest.importorskip("triton")
+    [ready, [row]] = answer([_compiled("grouped_swiglu", "triton_jit", "olmoe_1b_7b/decode_16/skewed")])
+    assert ready == [] and _right(row) and row.compiler.startswith("triton ") and failures([row]) == []
+    assert row.products == 2 and row.mma_sync and row.cp_async_16
+
+
+def test_what_does_not_compile_is_a_row():
+    def broken():
+        op = load_op("grouped_swiglu")
+        twin = dataclasses.replace(op.implementations["triton_jit"], sources=lambda spec, config: 1 / 0)
+        return dataclasses.replace(op, implementations={"triton_jit": twin})
+
+    spec = broken().specs[0].name
+    [_, [row]] = answer([Asked(broken, "triton_jit", spec, "sm_90")])
+    assert failures([row]) == [f"grouped_swiglu triton_jit {spec} sm_90: ZeroDivisionError: division by zero"]
+
+
+def test_a_compiler_that_dies_is_a_row_and_the_next_one_goes_on(no_compiler, monkeypatch):
+    asked = [Asked(RMS_NORM, "pallas_triton", spec.name, "sm_80") for spec in RMS_NORM().specs[:3]]
+
+    def dies(module, target, questions):
+        yield []
+        for one in questions:
+            if one == asked[1]:
+                raise CompileError("the compiler's process ended with -11:\nsegmentation fault")
+            yield [row_of(one)]
+
+    monkeypatch.setattr(static, "ask", dies)
+    rows = [row for (row,) in compile_all(asked, workers=2)]
+    assert [row.spec for row in rows] == [one.spec for one in asked]
+    assert [row.error for row in rows] == [
+        "",
+        "the compiler's process ended with -11: segmentation fault",
+        "",
+    ]
+
+    def never_begins(*arguments):
+        raise CompileError("no module")
+        yield
+
+    monkeypatch.setattr(static, "ask", never_begins)
+    with pytest.raises(CompileError, match="no module"):
+        compile_all(asked, workers=2)
+
+
+def test_instructions_are_counted():
+    ptx = """
+	mov.u32 %r1, %r5; @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+	ld.global.b16 %rs1, [%rd2];
+	st.global.v2.b32 [ %rd3 ], {%r2};
+	cp.async.cg.shared.global [ %r3 + 0 ], [ %rd4 + 0 ], 0x10, %r4;
+	cp.async.ca.shared.global [ %r3 + 0 ], [ %rd4 + 0 ], 0x8, %r4;
+	mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r5};
+	wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r6};
+"""
+    assert count_instructions(ptx) == {
+        "mma_sync": 1, "wgmma": 1, "cp_async": 2, "cp_async_16": 1, "loads": 2, "vector_loads": 1,
+        "stores": 1, "vector_stores": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,7 +163,8 @@ def test_rows_say_what_the_compiler_said(rows):
     [
         ({"spill_stores": 8}, "spills 8 B stores"),
         ({"shared": 164 * 1024}, "167936 B of shared memory, of 166912"),
-        ({"products": 2, "products_missed": 1, "unit": "bfloat16"}, "1 of 2 products miss the tensor cores"),
+        ({"products": 2, "unit": "bfloat16"}, "its 2 products miss the tensor cores"),
+        ({"registers": None}, "no ptxas was found"),
         ({"error": "it died"}, "it died"),
     ],
 )
@@ -64,31 +173,34 @@ def test_the_gate_finds(rows, change, text):
     assert bad.target == "sm_80"
     (line,) = failures([bad, *rows[1:]])
     assert text in line and line.startswith("rms_norm pallas_triton")
+    assert failures([dataclasses.replace(rows[0], products=2, unit="float32")]) == []
 
 
 def test_growth_against_the_committed_report(rows, tmp_path):
-    about = {"jax": "1", "triton": "2"}
-    write_baseline(rows, about, tmp_path)
-    assert compare_with_baseline(rows, about, tmp_path) == []
+    write_baseline(rows, tmp_path)
+    before = read_baselines(tmp_path, ["rms_norm", "no_file"])
+    assert compare_with_baseline(rows, before) == ([], [])
     grown = [dataclasses.replace(rows[0], registers=rows[0].registers + 1), *rows[1:]]
-    (line,) = compare_with_baseline(grown, about, tmp_path)
+    (line,), _ = compare_with_baseline(grown, before)
     assert f"registers grew from {rows[0].registers} to {rows[0].registers + 1}" in line
-    assert compare_with_baseline(grown, {**about, "triton": "3"}, tmp_path) == []
+    others = [dataclasses.replace(row, compiler="jaxlib 2") for row in grown]
+    none, (note,) = compare_with_baseline(others, before)
+    assert none == [] and note.endswith(f"only faults are checked: {len(rows)} by jaxlib 1")
     # It is made to be read: a line a kernel.
-    assert len((tmp_path / "rms_norm.json").read_text().splitlines()) == len(rows) + 4
+    assert len((tmp_path / "rms_norm.json").read_text().splitlines()) == len(rows) + 2
 
 
-def test_a_run(tmp_path, capsys):
+def test_a_run(no_compiler, tmp_path, capsys):
     out = tmp_path / "out"
     with static_run(out) as run:
         result = run_static(selection(tmp_path, specs=["decode_16"]), run)
     assert result["metrics"]["kernels"] == 8 and result["metrics"]["failures"] == 0
     assert json.loads((out / "result.json").read_text())["cases"] == result["cases"]
     shown = capsys.readouterr().err
-    assert "rms_norm_residual" in shown and "8 kernels, triton" in shown
+    assert "rms_norm_residual" in shown and "8 kernels: 8 by jaxlib 1" in shown
 
 
-def test_a_run_that_fails_the_gate_writes_first(tmp_path, monkeypatch):
+def test_a_run_that_fails_the_gate_writes_first(no_compiler, tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr(static, "failures", lambda rows: ["a kernel spills"])
     with pytest.raises(KernelGateError, match="failed in 1 places; first: a kernel spills"):
@@ -96,24 +208,27 @@ def test_a_run_that_fails_the_gate_writes_first(tmp_path, monkeypatch):
     assert json.loads((out / "result.json").read_text())["failures"] == ["a kernel spills"]
 
 
-def test_updating_the_baseline(tmp_path):
+def test_updating_the_baseline(no_compiler, tmp_path):
+    (tmp_path / "static").mkdir()
+    file = tmp_path / "static" / "rms_norm.json"
+    file.write_text('{"rows": [{"products_missed": 0}]}')
+    with pytest.raises(ConfigError, match=r"rms_norm.json is no static report .* update_baseline=true"):
+        run_static(selection(tmp_path), static_run(tmp_path / "none"))
     run_static(selection(tmp_path, update_baseline=True), static_run(tmp_path / "a"))
-    content = json.loads((tmp_path / "static" / "rms_norm.json").read_text())
+    content = json.loads(file.read_text())
     assert len(content["rows"]) == 2 * len(load_op("rms_norm").specs)
     result = run_static(selection(tmp_path), static_run(tmp_path / "b"))
-    assert result["grown"] == []
+    assert result["grown"] == result["notes"] == []
 
 
-def test_a_compiler_that_dies_is_a_row(tmp_path, monkeypatch, rows):
-    """A module without a kernel crashes Triton 3.9 (segmentation fault). The next one gets a new process."""
-    job = {"ttir": "module {}", "capability": 80, "num_warps": 1, "num_stages": 1}
-    with Compiler(1) as compiler:
-        with monkeypatch.context() as patch:
-            patch.setattr("pallas_kernels.static.compiler.SECONDS_PER_KERNEL", 0.0)  # killed at once
-            assert "the compiler died with exit code" in compiler.compile([job])[0]["error"]
-        assert "error" in compiler.compile([job])[0]
-        rows = report_op(load_op("rms_norm"), compiler, select=lambda i, s: s.name.startswith("olmoe"))
-        assert failures(rows) == []
+def test_compilers_that_are_missing_are_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEJAX_GPU_COMPILER", str(tmp_path))
+    with pytest.raises(ConfigError, match="make gpu-compiler"):
+        run_static(selection(tmp_path), static_run(tmp_path / "a"))
+    monkeypatch.setattr(static.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'moejax\[static\]'"):
+        run_static(KernelSelection(ops=["grouped_swiglu"]), static_run(tmp_path / "a"))
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(
@@ -159,17 +274,6 @@ def test_unknown_names(change, text):
 def test_bad_configurations(change, text):
     with pytest.raises(ConfigError, match=text):
         KernelSelection(**change)
-
-
-def test_where_compiled_results_are_kept(monkeypatch, tmp_path):
-    """One root for all caches."""
-    monkeypatch.setenv("MOEJAX_CACHE_DIR", str(tmp_path))
-    assert static.cache_folder(None) == cache_root() / "kernels" == tmp_path / "kernels"
-    assert Path(default_cache_dir()).is_relative_to(cache_root() / "xla")
-    monkeypatch.delenv("MOEJAX_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_root() == tmp_path / "moejax"
-    assert static.cache_folder("none") is None and static.cache_folder("x") == Path("x")
 
 
 def test_the_table_fits_100_columns(rows, capsys):

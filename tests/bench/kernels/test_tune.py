@@ -6,25 +6,19 @@ from dataclasses import asdict
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("triton")
-
 from moejax.bench.kernels import bench, tune
 from moejax.bench.kernels.config import KernelSelection, TuneSection
 from moejax.bench.kernels.device_timing import Measured, Timed
 from moejax.bench.kernels.model import predict_us
+from moejax.bench.kernels.row import Row
+from moejax.bench.kernels.static import compile_all
 from moejax.bench.kernels.tune import candidates, merge, run_tune, tune_spec
+from moejax.bench.kernels.worker import Asked
 from pallas_kernels.op import Implementation
-from pallas_kernels.static import Row, report_op
-from pallas_kernels.static.compiler import Compiler
 from pallas_kernels.tuned import Entry, configure, read_table, write_table
 from tests.bench.kernels.toy import Config, heuristic, selected, space, toy
 from tests.bench.runs import run_into
-
-
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory):
-    with Compiler(1, tmp_path_factory.mktemp("cache")) as pool:
-        yield pool
+from tests.gpu_compiler import needs_gpu_compiler
 
 
 def test_candidates_start_with_the_heuristic():
@@ -35,31 +29,30 @@ def test_candidates_start_with_the_heuristic():
     assert len(candidates(kind, spec, 1000)) == 15
 
 
-def test_more_bytes_in_flight_are_predicted_faster(compiler):
+@needs_gpu_compiler
+def test_more_bytes_in_flight_are_predicted_faster():
     """Four warps ask for more at a time than one, and 16 programs for more than one."""
-    op = toy()
-
-    def predicted(config):
-        rows = report_op(
-            op, compiler, targets=("sm_80",), select=lambda i, s: s.name == "toy_16", config=config
-        )
-        return predict_us(rows)
-
-    assert predicted(Config(4, 4)) < predicted(Config(4, 1))
-    assert predicted(Config(1, 1)) < predicted(Config(16, 1))
+    tried = [Config(4, 4), Config(4, 1), Config(1, 1), Config(16, 1)]
+    rows = compile_all([Asked(toy, "pallas_triton", "toy_16", "sm_80", config) for config in tried], 1)
+    four, one, many, few = map(predict_us, rows)
+    assert four < one and many < few
 
 
 ALL = [Config(4), Config(1, 1), Config(2, 2), Config(8, 2)]
 """What is tried for 16 rows: `candidates` with max_configs=4."""
 
 
-def sound(op, name, spec, compiler, target, config):
-    """A report without a compiler, which under load may take longer than its limit: a sound row."""
+def sound(asked, workers=1):
+    """Reports without a compiler: sound rows of the toy."""
+    specs = {spec.name: spec for spec in toy().specs}
     return [
-        Row(
-            op.name, name, spec.name, target, "toy", asdict(config), "explicit", (spec.problem["T"],),
-            config.num_warps, 1, spec.cost.flops, spec.cost.bytes, spec.cost.unit, blocks_per_sm=8,
-        )
+        [
+            Row(
+                "toy", one.implementation, one.spec, one.target, "toy", asdict(one.config), "explicit",
+                "jaxlib", (specs[one.spec].problem["T"],), one.config.num_warps,
+                **asdict(specs[one.spec].cost), registers=32, blocks_per_sm=8,
+            )
+        ] for one in asked
     ]  # fmt: skip
 
 
@@ -72,7 +65,8 @@ def untouched(monkeypatch):
             timed = {at: Timed((times[int(at)],) * 3, 4) for at in chains if int(at) not in failed}
             return Measured(timed, {at: "RuntimeError: out of memory" for at in chains if at not in timed})
 
-        monkeypatch.setattr(tune, "_static", sound)
+        monkeypatch.setattr(tune, "compile_all", sound)
+        monkeypatch.setattr(tune, "check_compilers", lambda selected: None)
         monkeypatch.setattr(bench, "measure", fake)
         monkeypatch.setattr(bench, "chain_length", lambda expected_us, call_bytes: 2)
 
@@ -81,7 +75,11 @@ def untouched(monkeypatch):
 
 def tuned(op, timed=True):
     config = KernelSelection(mode="tune", tune=TuneSection(device="a100", max_configs=4))
-    return tune_spec(op, "pallas_triton", op.specs[0], None, config, "a100", timed=timed)
+    spec, kind = op.specs[0], op.implementations["pallas_triton"]
+    tried = candidates(kind, spec, 4)
+    rows = sound([Asked(toy, "pallas_triton", spec.name, "sm_80", choice) for choice in tried])
+    report = list(zip(tried, rows, strict=True))
+    return tune_spec(op, "pallas_triton", spec, report, config, "a100", timed=timed)
 
 
 def test_the_winner_is_the_fastest(untouched):
@@ -125,14 +123,6 @@ def test_untimed_the_heuristic_stays_unless_the_model_gains(untouched, monkeypat
         assert row["reason"].startswith("the heuristic's: " if kept else "the model's best: gains 2.00")
 
 
-def test_a_compiled_space_has_sound_configurations(compiler):
-    config = KernelSelection(mode="tune", tune=TuneSection(device="a100", max_configs=4))
-    op = toy()
-    entry, row = tune_spec(op, "pallas_triton", op.specs[0], compiler, config, "a100", timed=False)
-    assert row["sound"] == row["tried"] == 4 and row["us"] <= row["heuristic_us"]
-    assert entry.config in [asdict(c) for c in ALL]
-
-
 def test_an_untimed_run_writes_what_kernels_then_take(untouched, monkeypatch, tmp_path, capsys):
     """tune.device=a100: entries marked untimed; for this problem, then the nearest, else the heuristic's."""
     untouched([])
@@ -141,7 +131,6 @@ def test_an_untimed_run_writes_what_kernels_then_take(untouched, monkeypatch, tm
     data = tmp_path / "data"
     config = KernelSelection(
         mode="tune",
-        cache_dir=str(tmp_path / "cache"),
         tune=TuneSection(device="a100", max_configs=4, data_dir=str(data)),
     )
     with run_into(tmp_path / "out", "kernels", {"mode": "tune"}) as run:

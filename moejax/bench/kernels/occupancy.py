@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """Limits of one multiprocessor; shared memory in bytes."""
+    """Limits of one multiprocessor; shared memory in bytes. `device` is its name in `pallas_kernels/data` and
+    in `moejax.bench.program.compiler`, `hardware` the one whose peaks bound its kernels."""
 
-    name: str
+    device: str
+    hardware: str
     capability: int
     multiprocessors: int
     registers: int
@@ -20,8 +22,8 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "sm_80": Target("sm_80", 80, 108, 65536, 64, 32, 164 * 1024, 163 * 1024),
-    "sm_90": Target("sm_90", 90, 132, 65536, 64, 32, 228 * 1024, 227 * 1024),
+    "sm_80": Target("a100", "a100_80gb", 80, 108, 65536, 64, 32, 164 * 1024, 163 * 1024),
+    "sm_90": Target("h100", "h100", 90, 132, 65536, 64, 32, 228 * 1024, 227 * 1024),
 }
 
 _WARP, _REGISTER_UNIT, _SHARED_RESERVED = 32, 256, 1024
