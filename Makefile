@@ -75,7 +75,7 @@ gpu-test: $(VENV)/.dev ## Tests that need a CUDA device; every kernel's contract
 gpu-bench: $(VENV)/.dev ## Time every kernel beside other implementations on a CUDA device: results/<device>/
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m experiments.kernels mode=bench
 
-gpu-tune: $(VENV)/.dev ## Search the kernels' configurations on a CUDA device: pallas_kernels/data/<device>/
+gpu-tune: $(VENV)/.dev gpu-compiler ## Search the kernels' configurations on a CUDA device: pallas_kernels/data/<device>/
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m experiments.kernels mode=tune
 
 # Beside the environment, never in it: JAX would take the plugin for a GPU's. ptxas is what these wheels' users have.

@@ -23,6 +23,7 @@ from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_prod
 from moejax.bench.kernels.row import Row, failures
 from moejax.bench.kernels.select import Selected, select
 from moejax.bench.kernels.static import check_compilers, compile_all, questions
+from moejax.bench.kernels.worker import Asked
 from moejax.core.errors import ConfigError
 from moejax.report.progress import progress
 from moejax.results.result import Result
@@ -56,15 +57,15 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
     rows: list[dict[str, Any]] = []
     check_compilers(selected)
     run.start(variant="tune")
-    total, compiled = sum(len(item.specs) * len(item.implementations) for item in selected), 0
-    with progress("tuning", total=total) as task:
+    reports = _reports(selected, config, _TARGET[device])
+    with progress("tuning", total=len(reports)) as task:
         for item in selected:
             entries = []
-            reports = _reports(item, config, _TARGET[device])
-            compiled += sum(map(len, reports.values()))
             specs = {spec.name: spec for spec in item.specs}
-            for (name, spec), report in reports.items():
-                task.describe(f"tuning {item.op.name} {name} {spec}")
+            for (op, name, spec), report in reports.items():
+                if op != item.op.name:
+                    continue
+                task.describe(f"tuning {op} {name} {spec}")
                 winner = tune_spec(item.op, name, specs[spec], report, config, device, timed=timed)
                 task.advance()
                 if winner is not None:
@@ -82,7 +83,7 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
                 commit=(run.provenance.get("git") or {}).get("commit"),
                 **({} if timed else {"rule": _RULE}),
             )
-    metrics = {"specs": len(rows), "timed": timed, "compiled": compiled}
+    metrics = {"specs": len(rows), "timed": timed, "compiled": sum(map(len, reports.values()))}
     result = run.result(metrics=metrics, cases=rows)
     return run.finish(result, tables={"kernel_table": result["cases"]})
 
@@ -159,19 +160,21 @@ def candidates(kind: Implementation, spec: Spec, most: int) -> list[Any]:
     return [first, *(others[int(i * step)] for i in range(min(most - 1, len(others))))]
 
 
-def _reports(item: Selected, config: KernelSelection, target: str) -> dict[tuple[str, str], Report]:
-    """Returns the static reports on what is tried, by the names of implementations and specs."""
-    specs = {spec.name: spec for spec in item.specs}
-    tried = [
-        one._replace(config=choice)
-        for one in questions(item, [target])
-        for choice in candidates(
-            item.op.implementations[one.implementation], specs[one.spec], config.tune.max_configs
-        )
-    ]
-    reports: dict[tuple[str, str], Report] = {}
-    for one, rows in zip(tried, compile_all(tried, config.workers), strict=True):
-        reports.setdefault((one.implementation, one.spec), []).append((one.config, rows))
+def _reports(
+    selected: Sequence[Selected], config: KernelSelection, target: str
+) -> dict[tuple[str, str, str], Report]:
+    """Returns the static reports on what is tried, by the names of operation, implementation and spec."""
+    tried, reports = list[tuple[tuple[str, str, str], Asked]](), dict[tuple[str, str, str], Report]()
+    for item in selected:
+        specs = {spec.name: spec for spec in item.specs}
+        for one in questions(item, [target]):
+            kind, spec = item.op.implementations[one.implementation], specs[one.spec]
+            for choice in candidates(kind, spec, config.tune.max_configs):
+                key = item.op.name, one.implementation, one.spec
+                tried.append((key, one._replace(config=choice)))
+    rows = compile_all([one for _, one in tried], config.workers)
+    for (key, one), compiled in zip(tried, rows, strict=True):
+        reports.setdefault(key, []).append((one.config, compiled))
     return reports
 
 
