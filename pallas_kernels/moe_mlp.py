@@ -32,9 +32,10 @@ def moe_mlp(
     activation: str = "silu",
     total_experts: int | None = None,
     rounding: Mapping[str, Rounding | None] | None = None,
+    summed: bool = True,
     implementation: str = "pallas_triton",
     interpret: bool | None = None,
-) -> jax.Array:
+) -> Any:
     """Computes `Σ_j weights[t, j] · (act(x[t] @ gate[e]) · (x[t] @ up[e])) @ down[e]`, e = ids[t, j].
 
     The hidden activations are rounded to x's dtype, and so is each expert's output, after its weight. Nothing
@@ -53,6 +54,7 @@ def moe_mlp(
         rounding: of "gate", "up" or "down": how rows are rounded before that product, for scales that are
             the experts' own, or found together with other devices. Otherwise a token's row is rounded once
             for all its experts, as `quantize_rows` does it, for w8a8 alone.
+        summed: if False, the sum is left to the caller: the result is `moe_combine`'s two arguments.
         implementation: of all operations, "pallas_triton" or "reference".
         interpret: None: on CPU only.
 
@@ -64,7 +66,7 @@ def moe_mlp(
     layer = _sort(ids, weights, gate.shape[0], block_m, total_experts, rounded, options)
     hidden = layer.hidden(x, gate, up, activation)
     out = layer.product("down", hidden, down, layer.rows, row_scale=layer.scale)
-    return moe_combine(out, layer.slot_of, **options)
+    return moe_combine(out, layer.slot_of, **options) if summed else (out, layer.slot_of)
 
 
 class _Layer(NamedTuple):

@@ -26,6 +26,7 @@ from moejax.nn.norm import RMSNorm
 from moejax.nn.param import initialize, num_params
 from moejax.nn.rope import rope_tables
 from moejax.ops.attention import LayerCache
+from moejax.ops.row_sums import Residual, summed
 from moejax.sharding.axes import SINGLE, Axes, all_gather
 
 
@@ -62,16 +63,21 @@ class DecoderLayer(nnx.Module):
         self.moe = MoELayer(config, moe, dtype, kernels, parallel, axes) if sparse else None
         self.mlp = None if sparse else GatedMLP(D, hidden, config.hidden_act, dtype, scale, axes.tensor)
 
-    def __call__(
+    def __call__(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, Any, Any, RoutingTrace | None]:
+        """Runs the layer as `run`, and makes the residual's own sums."""
+        x, out, cache, trace = self.run(x, *inputs)
+        return x, summed(out, x), cache, trace
+
+    def run(
         self,
         x: jax.Array,
-        residual: jax.Array | None,
+        residual: Residual,
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         valid: jax.Array | None,
         cache: Any,
         replay: Replay | None = None,
-    ) -> tuple[jax.Array, jax.Array, Any, RoutingTrace | None]:
+    ) -> tuple[jax.Array, Residual, Any, RoutingTrace | None]:
         """Maps x and residual `[B, T, D]`, whose sum comes in, to (x and residual whose sum goes out, updated
         cache layer, trace of an expert layer). The sum is left to the next norm, where a kernel does it."""
         x, attended, cache = self.attend(x, residual, rope, positions, cache)
@@ -81,19 +87,19 @@ class DecoderLayer(nnx.Module):
     def attend(
         self,
         x: jax.Array,
-        residual: jax.Array | None,
+        residual: Residual,
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         cache: Any,
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, Any, Any]:
         """Runs the first half; returns (x and residual whose sum goes on, updated cache layer)."""
         normed, x = self.input_norm.add(x, residual)
         attended, cache = self.attention(normed, rope, positions, cache)
         return x, attended, cache
 
     def feed_forward(
-        self, x: jax.Array, residual: jax.Array | None, valid: jax.Array | None, replay: Replay | None = None
-    ) -> tuple[jax.Array, jax.Array, RoutingTrace | None]:
+        self, x: jax.Array, residual: Residual, valid: jax.Array | None, replay: Replay | None = None
+    ) -> tuple[jax.Array, Residual, RoutingTrace | None]:
         """Runs the second half; returns (x and residual whose sum goes out, trace of an expert layer)."""
         normed, x = self.post_attention_norm.add(x, residual)
         if self.moe is not None:
@@ -114,7 +120,7 @@ def _traced_once() -> Callable[..., Any]:
 
     @functools.partial(jax.jit, static_argnums=0)
     def decoder_layer(graph: Any, state: Any, *inputs: Any) -> Any:
-        return nnx.merge(graph, state)(*inputs)
+        return nnx.merge(graph, state).run(*inputs)
 
     return lambda layer, *inputs: decoder_layer(*nnx.split(layer), *inputs)
 
@@ -213,10 +219,10 @@ class Decoder(nnx.Module):
             last = positions if valid is None else jnp.where(valid, positions, -1)
             rope_lens = jnp.max(last, axis=1) + 1
         rope = rope_tables(self.config, positions, rope_lens)
-        residual = None
+        residual: Residual = None
         parts, traces = [], []
         replays = self._replays(routing, x.shape[:2])
-        run_layer = _traced_once() if isinstance(x, jax.core.Tracer) else DecoderLayer.__call__
+        run_layer = _traced_once() if isinstance(x, jax.core.Tracer) else DecoderLayer.run
         for i, layer in enumerate(self.in_order()):
             part = None if cache is None else cache.layer(i)
             with jax.named_scope(f"layer_{self.stage[i]}"):
@@ -226,8 +232,7 @@ class Decoder(nnx.Module):
             parts.append(part)
         if cache is not None:
             cache = cache.with_layers(parts)
-        assert residual is not None
-        out = x + residual if self.norm is None else self.norm.add(x, residual)[0]
+        out = x + summed(residual, x) if self.norm is None else self.norm.add(x, residual)[0]
         return out, cache, tuple(traces)
 
     def _replays(self, routing: Recorded | None, tokens: tuple[int, ...]) -> list[Replay | None]:

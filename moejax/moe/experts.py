@@ -23,6 +23,7 @@ from moejax.nn.quantized import QuantizedWeight, Weight, arrays_of
 from moejax.ops import dispatch
 from moejax.ops.expert_stack import Stack
 from moejax.ops.grouped_matmul import grouped_swiglu_blocks, grouped_swiglu_ragged
+from moejax.ops.row_sums import RowSums
 from moejax.quantization.formats import QTensor
 from moejax.quantization.kernel_formats import to_kernel, why_no_kernel
 from moejax.sharding.axes import Names
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 class ExpertsOutput(NamedTuple):
     """Output `[N, D]`, the assignments that were made, and how many overflowed."""
 
-    out: jax.Array
+    out: Any
     routing: Routing
     dropped: jax.Array
     rerouted: jax.Array
@@ -45,7 +46,7 @@ class Experts(nnx.Module):
 
     `physical` is E where some experts have replicas. On a mesh a device holds some of the E, and of F, which
     is split over the axes `split`. Each of the three may be quantized (`moejax.nn.quantized`), in a format of
-    its own; codes lie transposed whatever the layout.
+    its own; codes lie transposed whatever the layout. `leaves_sums`: the GPU kernels' outputs are `RowSums`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Experts(nnx.Module):
         dtype: Any,
         physical: int | None = None,
         split: Names = (),
+        leaves_sums: bool = False,
     ) -> None:
         E, D, F = physical or config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.transposed = layout == "efd"
@@ -72,6 +74,7 @@ class Experts(nnx.Module):
         self.act = config.hidden_act
         self.normalize = config.norm_topk_prob
         self.split = split
+        self.leaves_sums = leaves_sums
 
     @property
     def num_experts(self) -> int:
@@ -126,7 +129,7 @@ class Experts(nnx.Module):
         total, _ = jax.lax.scan(one, jnp.zeros_like(x), stacked)
         return total
 
-    def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
+    def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array | RowSums:
         """Runs rows sorted by expert, in blocks of one expert each; nothing is dropped."""
         N, k = routing.ids.shape
         E, act, stacks = self.num_experts, activation(self.act), self.stacks()
@@ -150,7 +153,7 @@ class Experts(nnx.Module):
         )
         return combine(out, plan, routing.weights)
 
-    def _kernels(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array:
+    def _kernels(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array | RowSums:
         """Runs the GPU kernels; ids equal to E are no expert's, and get no rows."""
         from pallas_kernels.moe_mlp import moe_mlp
 
@@ -163,7 +166,9 @@ class Experts(nnx.Module):
             if stack.quantizes_rows
         }
         options |= {"rounding": rounding, "total_experts": self.total_experts}
-        return moe_mlp(x, routing.ids, routing.weights, *operands, **options)
+        options["summed"] = not self.leaves_sums
+        out = moe_mlp(x, routing.ids, routing.weights, *operands, **options)
+        return RowSums(*out) if self.leaves_sums else out
 
     def _capacity(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
         """Gives each expert at most C rows; buffers `[E, C, D]`, so gradients are batched products."""

@@ -15,6 +15,7 @@ from moejax.moe.replicas import ReplicaTable
 from moejax.moe.router import Replay, Router, Routing, expert_counts
 from moejax.nn.linear import Linear
 from moejax.nn.mlp import GatedMLP
+from moejax.ops.row_sums import RowSums
 from moejax.sharding.axes import SINGLE, Axes, psum
 
 
@@ -60,9 +61,11 @@ class MoELayer(nnx.Module):
         self.parallel, self.axes = parallel or ParallelConfig(), axes
         extra = self.parallel.redundant_experts
         self.router = Router(D, E, top_k, normalize, dtype, scale, kernels)
-        self.experts = Experts(config, moe.expert_layout, dtype, E + extra, axes.tp)
-        self.replicas = ReplicaTable(E, extra) if extra or axes.expert else None
         hidden = config.shared_expert_intermediate_size
+        # To the next norm's kernel, unless a shared expert or other devices add something first.
+        leaves_sums = kernels != "xla" and not (hidden or extra or axes.expert or axes.tensor)
+        self.experts = Experts(config, moe.expert_layout, dtype, E + extra, axes.tp, leaves_sums)
+        self.replicas = ReplicaTable(E, extra) if extra or axes.expert else None
         split, act = axes.tensor, config.hidden_act
         self.shared_expert = GatedMLP(D, hidden, act, dtype, scale, split=split) if hidden else None
         self.shared_gate = Linear((D, 1), ("embed", None), dtype, scale=scale) if hidden else None
@@ -71,8 +74,9 @@ class MoELayer(nnx.Module):
 
     def __call__(
         self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None
-    ) -> tuple[jax.Array, RoutingTrace]:
-        """Runs the layer on x `[B, T, D]`, valid bool `[B, T]`; returns (`[B, T, D]`, trace).
+    ) -> tuple[jax.Array | RowSums, RoutingTrace]:
+        """Runs the layer on x `[B, T, D]`, valid bool `[B, T]`; returns (`[B, T, D]`, trace). With kernels
+        alone on one device the first is `RowSums`.
 
         An unused trace costs nothing: under `jit` what is not returned is not computed.
 
@@ -103,7 +107,7 @@ class MoELayer(nnx.Module):
             output.dropped,
             output.rerouted,
         )
-        return out.reshape(B, T, D), trace
+        return out if isinstance(out, RowSums) else out.reshape(B, T, D), trace
 
     @jax.named_scope("shared_expert")
     def _shared(self, x: jax.Array) -> jax.Array:

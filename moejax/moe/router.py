@@ -9,7 +9,8 @@ from flax import nnx
 
 from moejax.core.errors import ConfigError
 from moejax.nn.param import ParamSpec, declare
-from moejax.nn.quantized import Weight, matmul_of
+from moejax.nn.quantized import QuantizedWeight, Weight, matmul_of
+from moejax.ops.row_sums import split_product
 
 
 class Routing(NamedTuple):
@@ -66,9 +67,14 @@ class Router(nnx.Module):
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
         """Routes x `[N, D]`, valid bool `[N]` (False for padding), with `replay`'s ids `[N, k]` where
         given; its logits are the router's own in any case."""
-        logits = matmul_of(x, self.kernel, out_dtype=jnp.float32)
+        if self.kernels == "xla" or isinstance(self.kernel, QuantizedWeight):
+            parts = matmul_of(x, self.kernel, out_dtype=jnp.float32)[None]
+        else:
+            parts = split_product(x, self.kernel[...])
+        # In the kernel's order, so that a trace has the logits that it chose by.
+        logits = sum(parts[1:], parts[0])
         if replay is None and self.kernels != "xla":
-            return Routing(*self._kernel(logits, valid), logits)
+            return Routing(*self._kernel(parts, valid), logits)
         ids, weights = self._choose(logits) if replay is None else self._again(logits, replay)
         if valid is not None:
             ids = jnp.where(valid[:, None], ids, self.num_experts)
@@ -82,12 +88,12 @@ class Router(nnx.Module):
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return ids, weights
 
-    def _kernel(self, logits: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Maps logits `[N, E]` to ids and weights `[N, k]`, no expert where a row is not valid."""
+    def _kernel(self, parts: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Maps parts of logits `[S, N, E]` to ids and weights `[N, k]`, none where a row is not valid."""
         from pallas_kernels.topk_router import topk_router
 
         options: dict[str, Any] = {"renormalize": self.normalize, "implementation": self.kernels}
-        return topk_router(logits, k=self.top_k, valid=valid, **options)
+        return topk_router(parts, k=self.top_k, valid=valid, **options)
 
     def _again(self, logits: jax.Array, replay: Replay) -> tuple[jax.Array, jax.Array]:
         """Maps logits `[N, E]` to the ids of `replay`, and their weights."""

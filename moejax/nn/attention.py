@@ -9,8 +9,10 @@ from flax import nnx
 from moejax.core.config import ModelConfig
 from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
+from moejax.nn.quantized import QuantizedWeight
 from moejax.nn.rope import apply_rope
 from moejax.ops.attention import HeadNorms, LayerCache, attention
+from moejax.ops.row_sums import RowSums, split_product
 from moejax.sharding.axes import SINGLE, Axes
 
 
@@ -50,6 +52,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split) if has_norm else None
         self.config = config
         self.window = window
+        self.splits_output = kernels != "xla" and not out_bias and not reduce
 
     @jax.named_scope("qkv_projection")
     def project(self, x: jax.Array, normalize: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -75,10 +78,11 @@ class Attention(nnx.Module):
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         cache: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array | RowSums, LayerCache | None]:
         """Attends x `[B, T, D]`; returns (`[B, T, D]`, updated cache).
 
-        Without a cache the call holds each sequence whole, from position 0.
+        Without a cache the call holds each sequence whole, from position 0. With one, GPU kernels and few
+        tokens, the first is `RowSums`, the parts of the output projection.
         """
         B, T, _ = x.shape
         scale = self.config.attention_scale
@@ -97,4 +101,9 @@ class Attention(nnx.Module):
                 options: dict[str, Any] = {"window": window, "scale": scale, "norms": norms}
                 out, cache = cache.update_and_attend(q, k, v, rope, positions, **options)
         with jax.named_scope("output_projection"):
-            return self.o_proj(out.reshape(B, T, -1)), cache
+            out, kernel = out.reshape(B, T, -1), self.o_proj.kernel
+            if self.splits_output and cache is not None and not isinstance(kernel, QuantizedWeight):
+                parts = split_product(out.reshape(B * T, -1), kernel[...])
+                if len(parts) > 1:
+                    return RowSums(parts), cache
+            return self.o_proj(out), cache

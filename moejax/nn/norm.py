@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.nn.param import ParamSpec, declare
+from moejax.ops.row_sums import Residual, RowSums
 from moejax.sharding.axes import Names, psum
 
 
@@ -37,10 +38,12 @@ class RMSNorm(nnx.Module):
         return self.add(x, None)[0]
 
     @jax.named_scope("norm")
-    def add(self, x: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Adds x and residual `[..., dim]`; returns (the normalised sum, the sum)."""
+    def add(self, x: jax.Array, residual: Residual) -> tuple[jax.Array, jax.Array]:
+        """Adds x and residual `[..., dim]`; returns (the normalised sum, the sum). A kernel also takes a
+        residual whose sums are still to be made, a row of x each."""
         if self.kernels != "xla":
             return self._kernel(x, residual)
+        assert not isinstance(residual, RowSums)
         total = x if residual is None else x + residual
         x32 = total.astype(jnp.float32)
         if self.split:
@@ -52,10 +55,13 @@ class RMSNorm(nnx.Module):
         normed = (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
         return jnp.broadcast_to(self.scale[...], x.shape) * normed, total
 
-    def _kernel(self, x: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def _kernel(self, x: jax.Array, residual: Residual) -> tuple[jax.Array, jax.Array]:
         from pallas_kernels.rms_norm import rms_norm
 
-        flat = [None if a is None else a.reshape(-1, a.shape[-1]) for a in (x, residual)]
-        assert flat[0] is not None
-        normed, total = rms_norm(flat[0], self.scale[...], flat[1], eps=self.eps, implementation=self.kernels)
+        flat = x.reshape(-1, self.dim)
+        rows, slot_of = residual if isinstance(residual, RowSums) else (residual, None)
+        if isinstance(residual, jax.Array):
+            rows = residual.reshape(flat.shape)
+        how: dict[str, Any] = {"eps": self.eps, "implementation": self.kernels}
+        normed, total = rms_norm(flat, self.scale[...], rows, slot_of, **how)
         return normed.reshape(x.shape), total.reshape(x.shape)

@@ -22,18 +22,12 @@ OP = Op(
 )
 
 
-def moe_combine(
-    y: jax.Array,
-    slot_of: jax.Array,
-    weights: jax.Array | None = None,
-    **options: Unpack[Options],
-) -> jax.Array:
-    """Computes `Σ_j weights[t, j] · y[slot_of[t, j]]` for each token t; see `moe_combine_reference`.
+def moe_combine(y: jax.Array, slot_of: jax.Array, **options: Unpack[Options]) -> jax.Array:
+    """Computes `Σ_j y[slot_of[t, j]]` for each token t; see `moe_combine_reference`.
 
     Args:
         y: `[P, D]`, bfloat16, float16 or float32; what its padding slots hold does not matter, NaN included.
         slot_of: int32 `[T, k]`; a slot outside `[0, P)` contributes nothing.
-        weights: float32 `[T, k]`; None for ones (the down projection has applied them).
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Returns:
@@ -42,15 +36,6 @@ def moe_combine(
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype.
     """
-    arguments = {
-        "y": (y, "P D", FLOATS),
-        "slot_of": (slot_of, "T k", (jnp.int32,)),
-        "weights": (weights, "T k", (jnp.float32,)),
-    }
+    arguments = {"y": (y, "P D", FLOATS), "slot_of": (slot_of, "T k", (jnp.int32,))}
     sizes = check_arrays(OP.name, arguments)
-    return run(
-        OP,
-        make_problem(**sizes, dtype=y.dtype, weighted=weights is not None),
-        arrays_of(arguments),
-        **options,
-    )
+    return run(OP, make_problem(**sizes, dtype=y.dtype), arrays_of(arguments), **options)

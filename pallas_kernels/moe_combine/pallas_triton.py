@@ -42,41 +42,44 @@ def space(problem: Problem) -> Iterable[Config]:
     return sorted(seen, key=lambda c: (c.rows, c.cols, c.num_warps))
 
 
-def _kernel(*refs: Any, config: Config, T: int, k: int, weighted: bool) -> None:
-    y_ref, slot_ref, out_ref = refs[0], refs[1], refs[-1]
+def sum_rows(y_ref: Any, slot_ref: Any, token: jax.Array, col: jax.Array, T: int, k: int) -> jax.Array:
+    """Sums columns of k rows of y for each of some tokens, float32 `[tokens, columns]`; 0 from token T on.
+
+    Args:
+        y_ref: `[P, D]`; slot_ref: `[T · k]`, or None for rows j · T + token.
+    """
     P, D = y_ref.shape
+    total = jnp.zeros((token.shape[0], col.shape[0]), jnp.float32)
+    for j in range(k):
+        slot = j * T + token
+        if slot_ref is not None:
+            slot = load(slot_ref.at[token * k + j], mask=token < T, other=P)
+        filled = (token < T) & (slot >= 0) & (slot < P)
+        mask = filled[:, None] & (col < D)[None, :]
+        row = load(y_ref.at[slot[:, None], col[None, :]], mask=mask, other=0.0)
+        total = total + row.astype(jnp.float32)
+    return total
+
+
+def _kernel(y_ref: Any, slot_ref: Any, out_ref: Any, *, config: Config, T: int, k: int) -> None:
     token = program_id(0) * config.rows + jnp.arange(config.rows, dtype=jnp.int32)
     col = program_id(1) * config.cols + jnp.arange(config.cols, dtype=jnp.int32)
-    total = jnp.zeros((config.rows, config.cols), jnp.float32)
-    for j in range(k):
-        slot = load(slot_ref.at[token * k + j], mask=token < T, other=P)
-        filled = (slot >= 0) & (slot < P)
-        mask = filled[:, None] & (col < D)[None, :]
-        row = load(y_ref.at[slot[:, None], col[None, :]], mask=mask, other=0.0).astype(jnp.float32)
-        if weighted:
-            row = row * load(refs[2].at[token * k + j], mask=filled, other=0.0)[:, None]
-        total = total + row
-    mask = (token < T)[:, None] & (col < D)[None, :]
+    total = sum_rows(y_ref, slot_ref, token, col, T, k)
+    mask = (token < T)[:, None] & (col < y_ref.shape[1])[None, :]
     store(out_ref.at[token[:, None], col[None, :]], total.astype(out_ref.dtype), mask=mask)
 
 
 def moe_combine_pallas(
-    y: jax.Array,
-    slot_of: jax.Array,
-    weights: jax.Array | None = None,
-    *,
-    config: Config,
-    interpret: bool | None = None,
+    y: jax.Array, slot_of: jax.Array, *, config: Config, interpret: bool | None = None
 ) -> jax.Array:
     """See `moe_combine_reference`."""
     (T, k), D = slot_of.shape, y.shape[1]
-    inputs = [y, slot_of.reshape(-1)] + ([] if weights is None else [weights.reshape(-1)])
     return pallas_call(
-        functools.partial(_kernel, config=config, T=T, k=k, weighted=weights is not None),
+        functools.partial(_kernel, config=config, T=T, k=k),
         name="moe_combine",
         grid=(cdiv(T, config.rows), cdiv(D, config.cols)),
         out_shape=jax.ShapeDtypeStruct((T, D), y.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-    )(*inputs)
+    )(y, slot_of.reshape(-1))

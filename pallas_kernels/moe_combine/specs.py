@@ -20,7 +20,7 @@ def _spec(model: ModelShape, phase: str, tokens: int, routing: str) -> Spec:
         name=spec_name(model, phase, tokens, routing),
         make=make,
         static={},
-        problem=make_problem(T=tokens, P=P, k=k, D=D, dtype=dtype, weighted=False),
+        problem=make_problem(T=tokens, P=P, k=k, D=D, dtype=dtype),
         cost=Cost(flops=1.0 * rows * D, bytes=2.0 * (rows + tokens) * D + 4.0 * tokens * k, unit="float32"),
         tags=spec_tags(model, phase, tokens, routing),
     )

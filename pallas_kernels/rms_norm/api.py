@@ -3,6 +3,7 @@
 from typing import Unpack
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import arrays_of, check_arrays, check_that
@@ -25,6 +26,7 @@ def rms_norm(
     x: jax.Array,
     weight: jax.Array,
     residual: jax.Array | None = None,
+    slot_of: jax.Array | None = None,
     *,
     eps: float,
     **options: Unpack[Options],
@@ -32,16 +34,21 @@ def rms_norm(
     """Computes `(rms_norm(x + residual) · weight, x + residual)`; see `rms_norm_reference`.
 
     Args:
-        x, residual: `[T, D]` of one dtype, bfloat16, float16 or float32; weight: `[D]`, any of these.
+        x, residual: `[T, D]` of one dtype, bfloat16, float16 or float32; weight: `[D]`, any of these. The
+            residual may be a sum that is still to be made, of any of these: parts `[k, T, D]`, or with
+            slot_of rows `[P, D]`.
+        slot_of: int32 `[T, k]`, the rows of each sum, added up and masked as by `moe_combine`.
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype.
     """
+    rows = "P D" if slot_of is not None else "k T D" if residual is not None and residual.ndim == 3 else "T D"
     arguments = {
         "x": (x, "T D", FLOATS),
         "weight": (weight, "D", FLOATS),
-        "residual": (residual, "T D", (x.dtype,)),
+        "residual": (residual, rows, (x.dtype,) if rows == "T D" else FLOATS),
+        "slot_of": (slot_of, "T k", (jnp.int32,)),
     }
     sizes = check_arrays(OP.name, arguments)
     check_that(OP.name, "eps", eps > 0, eps, "a positive number")

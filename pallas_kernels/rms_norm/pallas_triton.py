@@ -1,4 +1,5 @@
-"""`rms_norm` as a Pallas kernel: a program normalises a few whole rows, held in registers."""
+"""`rms_norm` as a Pallas kernel: a program normalises a few whole rows, held in registers. Residuals that are
+sums of rows it makes first."""
 
 import functools
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import cdiv, load, next_power_of_2, pallas_call, program_id, store
+from pallas_kernels.moe_combine.pallas_triton import sum_rows
 from pallas_kernels.op import Problem
 
 
@@ -22,10 +24,10 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """Returns one row a program until the card is full; about 16 elements a thread."""
-    T, D = int(problem["T"]), int(problem["D"])
-    rows = 1 if T <= 1024 else 4
-    return Config(rows, num_warps=max(1, min(8, rows * next_power_of_2(D) // (32 * 16))))
+    """Returns one row a program until the card is full; about 16 elements a thread, and with sums 8."""
+    T, D, lanes = int(problem["T"]), int(problem["D"]), 8 if "k" in problem else 16
+    rows = 1 if T <= 1024 or "k" in problem else 4
+    return Config(rows, num_warps=max(1, min(8, rows * next_power_of_2(D) // (32 * lanes))))
 
 
 def space(problem: Problem) -> Iterable[Config]:
@@ -34,16 +36,17 @@ def space(problem: Problem) -> Iterable[Config]:
     return sorted(seen, key=lambda c: (c.rows, c.num_warps))
 
 
-def _kernel(x_ref: Any, w_ref: Any, *refs: Any, rows: int, T: int, D: int, eps: float, add: bool) -> None:
-    out_ref = refs[1] if add else refs[0]
+def _kernel(x_ref: Any, w_ref: Any, *refs: Any, rows: int, T: int, D: int, eps: float, k: int) -> None:
+    *given, out_ref, total_ref = refs if k else (*refs, None)
     row = program_id(0) * rows + jnp.arange(rows)
     col = jnp.arange(next_power_of_2(D))
     mask = (row < T)[:, None] & (col < D)[None, :]
     at = (row[:, None], col[None, :])
     x = load(x_ref.at[at], mask=mask, other=0.0)
-    if add:
-        x = x + load(refs[0].at[at], mask=mask, other=0.0)
-        store(refs[2].at[at], x, mask=mask)
+    if k:
+        slot_ref = given[1] if len(given) > 1 else None
+        x = x + sum_rows(given[0], slot_ref, row, col, T, k).astype(x.dtype)
+        store(total_ref.at[at], x, mask=mask)
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) / D + eps)
     w = load(w_ref.at[col], mask=col < D, other=0.0).astype(x.dtype)
@@ -54,6 +57,7 @@ def rms_norm_pallas(
     x: jax.Array,
     weight: jax.Array,
     residual: jax.Array | None = None,
+    slot_of: jax.Array | None = None,
     *,
     eps: float,
     config: Config,
@@ -61,19 +65,20 @@ def rms_norm_pallas(
 ) -> tuple[jax.Array, jax.Array]:
     """See `rms_norm_reference`."""
     T, D = x.shape
-    add = residual is not None
-    kernel = functools.partial(_kernel, rows=config.rows, T=T, D=D, eps=eps, add=add)
+    slots = [] if slot_of is None else [slot_of.reshape(-1)]
+    k = 0 if residual is None else residual.size // x.size if slot_of is None else slot_of.shape[1]
+    kernel = functools.partial(_kernel, rows=config.rows, T=T, D=D, eps=eps, k=k)
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = pallas_call(
         kernel,
-        name="rms_norm_residual" if add else "rms_norm",
+        name="rms_norm_sum" if k > 1 else "rms_norm_residual" if k else "rms_norm",
         grid=(cdiv(T, config.rows),),
-        out_shape=[shape] * (2 if add else 1),
+        out_shape=[shape] * (2 if k else 1),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
     )
-    if add:
-        out, total = call(x, weight, residual)
+    if residual is not None:
+        out, total = call(x, weight, residual.reshape(-1, D), *slots)
         return out, total
     return call(x, weight)[0], x

@@ -1,31 +1,47 @@
-"""Named shapes of `rms_norm`: the residual stream of each model, at decode and at prefill."""
+"""Named shapes of `rms_norm`: each model's residual stream, at decode and at prefill; and beside it sums of
+rows, of a token's experts or of the parts of a product."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.models import MODELS, ModelShape
+from pallas_kernels.group_specs import spec_groups
+from pallas_kernels.models import MIXTRAL, MODELS, OLMOE, QWEN3, ModelShape
 from pallas_kernels.op import Cost, Spec, make_problem
 
 
-def _spec(model: ModelShape, phase: str, T: int) -> Spec:
-    D, dtype = model.hidden, jnp.bfloat16
+def _spec(model: ModelShape, phase: str, T: int, sums: str = "") -> Spec:
+    """Returns a spec; `sums`: of experts' outputs under this routing, or of a product's "parts"."""
+    D, dtype = model.hidden, jnp.float32 if sums == "parts" else jnp.bfloat16
+    k = {"": 1, "parts": 4}.get(sums, model.top_k)
+    shape, sizes, slots = ((4, T, D) if sums else (T, D)), ({"k": k} if sums else {}), {}
+    if sums not in ("", "parts"):
+        groups = spec_groups(model, T, sums)
+        shape, slots = (len(groups.row_assignment), D), {"slot_of": groups.slot_of}
+        sizes |= {"P": shape[0]}
 
-    def make(key: jax.Array) -> dict[str, jax.Array]:
+    def make(key: jax.Array) -> dict[str, Any]:
         a, b, c = jax.random.split(key, 3)
         return {
-            "x": jax.random.normal(a, (T, D), dtype),
-            "weight": jax.random.normal(b, (D,), dtype),
-            "residual": jax.random.normal(c, (T, D), dtype),
+            "x": jax.random.normal(a, (T, D), jnp.bfloat16),
+            "weight": jax.random.normal(b, (D,), jnp.bfloat16),
+            "residual": jax.random.normal(c, shape, dtype),
+            **{name: jnp.asarray(array) for name, array in slots.items()},
         }
 
+    moved = k * jnp.dtype(dtype).itemsize * T * D + 2 * (3 * T * D + D) + (4 * T * k if slots else 0)
     return Spec(
-        name=f"{model.name}/{phase}_{T}",
+        name=f"{model.name}/{phase}_{T}" + (f"/{sums}" if sums else ""),
         make=make,
         static={"eps": 1e-6},
-        problem=make_problem(T=T, D=D, dtype=dtype, residual=True),
-        cost=Cost(flops=5.0 * T * D, bytes=2 * (4 * T * D + D), unit="float32"),
-        tags=frozenset({model.name, phase}),
+        problem=make_problem(T=T, D=D, **sizes, dtype=jnp.bfloat16, residual=True),
+        cost=Cost(flops=(4.0 + k) * T * D, bytes=moved, unit="float32"),
+        tags=frozenset({model.name, phase, sums or "rows"}),
     )
 
 
 SPECS = tuple(_spec(model, phase, T) for model in MODELS for phase, T in (("decode", 16), ("prefill", 4096)))
+SPECS += tuple(
+    _spec(model, "decode", 64, sums) for model in (MIXTRAL, QWEN3, OLMOE) for sums in ("skewed", "parts")
+)

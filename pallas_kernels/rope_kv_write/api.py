@@ -4,10 +4,9 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.dtypes import FLOATS
-from pallas_kernels.errors import KernelError, arrays_of, check_arrays, check_heads, check_that
+from pallas_kernels.errors import arrays_of, check_arrays, check_heads, check_that
 from pallas_kernels.kv import KV_DTYPES, check_pool_size, is_quantized
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.rope_kv_write import pallas_triton
@@ -52,7 +51,7 @@ def rope_kv_write(
         cos, sin: float32 `[T, R/2]`, R at most Dh.
         k_pages, v_pages: `[N, K, bs, Dh]` of one dtype. They and the scales are updated in place if the
             caller's jit donates them, and copied first if it does not.
-        slot_mapping: int32 `[T]`; `check_slots` checks its values.
+        slot_mapping: int32 `[T]`.
         k_scale, v_scale: float32 `[N, K, bs]`, both where pages are int8 or fp8, neither where not; returned
             as None then.
         q_norm, k_norm: `[Dh]`, bfloat16, float16 or float32, or neither; eps: of both, positive.
@@ -96,22 +95,3 @@ def rope_kv_write(
         {**arrays_of(arguments), "eps": eps},
         **options,
     )
-
-
-def check_slots(slot_mapping: jax.Array, k_pages: jax.Array) -> None:
-    """Checks the values of a slot mapping, on the host: it waits for the device.
-
-    Raises:
-        KernelError: a slot past the pool, or one that two tokens write to.
-    """
-    N, _, bs, _ = k_pages.shape
-    slots = np.asarray(slot_mapping)
-    used = slots[slots >= 0]
-    past = np.flatnonzero(slots >= N * bs)
-    if past.size:
-        got = f"{int(slots[past[0]])} at token {int(past[0])}"
-        raise KernelError(OP.name, "slot_mapping", got, f"below {N * bs}, {N} pages of {bs}")
-    values, counts = np.unique(used, return_counts=True)
-    if (counts > 1).any():
-        got = f"{int(values[counts > 1][0])} {int(counts.max())} times"
-        raise KernelError(OP.name, "slot_mapping", got, "each slot at most once")

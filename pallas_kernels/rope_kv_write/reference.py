@@ -36,7 +36,7 @@ def rope_kv_write_reference(
         k_pages, v_pages: `[N, K, bs, Dh]`, any of `kv.KV_DTYPES`.
         slot_mapping: int32 `[T]`, page * bs + place in the page; negative: a padding token, which stores
             nothing. Slots past the pool store nothing either; two tokens of one slot leave either's data or
-            a mixture (`check_slots`).
+            a mixture.
         k_scale, v_scale: float32 `[N, K, bs]` where pages are quantized, see `kv.quantize_kv`.
         q_norm, k_norm: `[Dh]`, weights of a root-mean-square norm of each head before its rotation, as
             `rms_norm_reference` has it; None: no norm.

@@ -41,7 +41,8 @@ def topk_router(
     """Ids int32 `[T, k]` and weights float32 `[T, k]` of the chosen experts; see `topk_router_reference`.
 
     Args:
-        logits: `[T, E]`, bfloat16, float16 or float32, E at most 512; bias: float32 `[E]`.
+        logits: `[T, E]`, or parts `[S, T, E]` of them, bfloat16, float16 or float32, E at most 512; bias:
+            float32 `[E]`.
         valid: bool `[T]`.
         k: at most 16, and at most the experts in `top_groups` groups.
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
@@ -50,7 +51,7 @@ def topk_router(
         KernelError: shapes that disagree, no tokens, an unsupported dtype, a choice that is not possible.
     """
     arguments = {
-        "logits": (logits, "T E", FLOATS),
+        "logits": (logits, "T E" if logits.ndim < 3 else "S T E", FLOATS),
         "bias": (bias, "E", (jnp.float32,)),
         "valid": (valid, "T", (jnp.bool_,)),
     }

@@ -89,8 +89,10 @@ def _kernel(
         real = (column // size_pad < groups) & (column % size_pad < size)
     row = program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     mask = (row < T)[:, None] & real[None, :]
-    at = (row[:, None], expert[None, :])
-    x = load(x_ref.at[at], mask=mask, other=-jnp.inf).astype(jnp.float32)
+    x = jnp.zeros(mask.shape, jnp.float32)
+    for part in range(x_ref.shape[0]):
+        at = x_ref.at[part, row[:, None], expert[None, :]]
+        x = x + load(at, mask=mask, other=-jnp.inf).astype(jnp.float32)
     # Rows past T: anything finite.
     x = jnp.where((row < T)[:, None], x, 0.0)
 
@@ -175,8 +177,8 @@ def topk_router_pallas(
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `topk_router_reference`."""
-    T, E = logits.shape
-    groups = num_groups or 1
+    *_, T, E = logits.shape
+    logits, groups = logits.reshape(-1, T, E), num_groups or 1
     kernel = functools.partial(
         _kernel,
         rows=config.rows,

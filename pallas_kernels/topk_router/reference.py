@@ -28,7 +28,8 @@ def topk_router_reference(
     """Returns the k experts of the highest scores, in falling order, and their weights.
 
     Args:
-        logits: `[T, E]`, floating; computed in float32 (float64 if logits are).
+        logits: `[T, E]`, or parts `[S, T, E]` to be added up in order, floating; computed in float32 (float64
+            if logits are).
         scoring: "softmax" over all E, or "sigmoid" of each.
         bias: `[E]`, added to the scores for the choice only; weights come from the scores without it.
         num_groups, top_groups: the experts are `num_groups` runs of E / num_groups; only the `top_groups` of
@@ -46,8 +47,8 @@ def topk_router_reference(
         A NaN score (a NaN logit, or under softmax a row with a NaN or +inf) counts as -inf for the choice, so
         that ids are always in range and distinct, and stays NaN as a weight.
     """
-    T, E = logits.shape
-    wide = logits.astype(wide_type(logits.dtype))
+    wide = logits.reshape(-1, *logits.shape[-2:]).sum(0, dtype=wide_type(logits.dtype))
+    T, E = wide.shape
     scores = jax.nn.softmax(wide, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(wide)
     keys = wide if bias is None else scores + bias.astype(wide.dtype)[None, :]
     keys = jnp.where(jnp.isnan(keys), -jnp.inf, keys)

@@ -56,8 +56,9 @@ def test_same_samples_and_scores(both):
         {"num_kv_heads": 4},
         {"num_kv_heads": 1, "head_dim": 16},
         {"norm_topk_prob": False},
+        {"hidden_size": 512, "head_dim": 128},
     ],
-    ids=["window", "one query head a key head", "one key head", "weights as they are"],
+    ids=["window", "one query head a key head", "one key head", "weights as they are", "products in parts"],
 )
 def test_other_models(change):
     plain, kernels = (llm.generate([prompt(17), prompt(4)], greedy(6)) for llm in engines(**change))
@@ -85,7 +86,7 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
         small_config(), load_format="dummy", engine=dataclasses.replace(CONFIG, kernels="pallas_triton")
     )
     llm.generate([prompt(3)], greedy(2))
-    parts = ("rms_norm", "router", "paged_decode", "rope", "swiglu", "grouped_matmul", "permute", "combine")
+    parts = ("rms_norm_sum", "router", "paged_decode", "rope", "swiglu", "grouped_matmul", "permute")
     for part in parts:
         assert any(part in name for name in called), (part, sorted(set(called)))
     # Only the first layer's norm has no residual: those of heads are part of the write to the cache.

@@ -14,27 +14,21 @@ from tests.kernels.groups import lay_out
 class MoeCombineContract(Contract):
     op, api = OP, staticmethod(moe_combine)
 
-    def inputs(self, rng, T, k, P, D, dtype, weighted=True):
+    def inputs(self, rng, T, k, P, D, dtype):
         slots = rng.integers(0, P + 1, (T, k)).astype(np.int32)
-        arrays = {"y": normal(rng, (P, D), dtype), "slot_of": jnp.asarray(slots)}
-        return arrays | ({"weights": normal(rng, (T, k), "float32")} if weighted else {})
+        return {"y": normal(rng, (P, D), dtype), "slot_of": jnp.asarray(slots)}
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     @pytest.mark.parametrize("T,k,P,D", [(1, 1, 1, 1), (3, 2, 16, 64), (5, 8, 40, 100), (33, 2, 80, 300)])
-    @pytest.mark.parametrize("weighted", [False, True])
-    def test_shapes(self, rng, T, k, P, D, dtype, weighted):
-        self.check(self.inputs(rng, T, k, P, D, dtype, weighted), {}, limit=limit_for(dtype, k))
+    def test_shapes(self, rng, T, k, P, D, dtype):
+        self.check(self.inputs(rng, T, k, P, D, dtype), {}, limit=limit_for(dtype, k))
 
-    @pytest.mark.parametrize("weighted", [False, True])
-    def test_padding_does_not_leak(self, rng, weighted):
-        """NaN in slots that nobody points to, and behind assignments that are not here, weight included."""
+    def test_padding_does_not_leak(self, rng):
+        """NaN in slots that nobody points to, and behind assignments that are not here."""
         groups = lay_out(rng.integers(-1, 6, (9, 3)).astype(np.int32), 5, 16)
         P = len(groups.row_assignment)
         y = np.where((groups.row_assignment < 27)[:, None], rng.normal(size=(P, 40)), np.nan)
         arrays = {"y": jnp.asarray(y, jnp.float32), "slot_of": jnp.asarray(groups.slot_of)}
-        if weighted:
-            weights = np.where(groups.slot_of < P, rng.normal(size=(9, 3)), np.nan)
-            arrays["weights"] = jnp.asarray(weights, jnp.float32)
         self.check(arrays, {}, limit=limit_for("float32", 3))
 
     def test_no_slot_at_all(self, rng):
@@ -62,11 +56,6 @@ class TestPallas(MoeCombineContract):
 @pytest.mark.parametrize(
     "change,message",
     [
-        (
-            {"weights": jnp.ones((4, 3))},
-            r"moe_combine: weights: got shape \[4, 3\], expected \[T, k\] with k=2",
-        ),
-        ({"weights": jnp.ones((4, 2), jnp.bfloat16)}, "weights: got bfloat16, expected float32"),
         ({"slot_of": jnp.zeros((0, 2), jnp.int32)}, "slot_of: .*at least one element along T"),
         ({"slot_of": jnp.zeros((4, 2))}, "slot_of: got float32, expected int32"),
         ({"y": jnp.zeros((16,))}, "y: .*expected 2 dimensions"),

@@ -1,9 +1,11 @@
 """`rms_norm` against its contract."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.errors import KernelError
+from pallas_kernels.moe_combine import moe_combine
 from pallas_kernels.rms_norm import OP, rms_norm
 from pallas_kernels.rms_norm.pallas_triton import Config
 from tests.kernels.contract import Contract, limit_for, normal
@@ -34,6 +36,27 @@ class RmsNormContract(Contract):
         out, _ = self.run({"x": x, "weight": normal(rng, (96,), "float32")}, {"eps": 1e-6})
         assert jnp.isnan(out).any(axis=1).tolist() == [i == 3 for i in range(8)]
 
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize("parts", ["bfloat16", "float32"])
+    @pytest.mark.parametrize("T,k,D", [(1, 8, 64), (5, 3, 100)])
+    def test_sums(self, rng, T, k, D, parts, dtype):
+        """Rows that all want, rows past either end, and NaN in those that nobody wants."""
+        P = 4 * k
+        slots = np.minimum(rng.integers(-1, P, (T, k)), rng.integers(0, P + 2, (T, k))).astype(np.int32)
+        rows = np.where(np.isin(np.arange(P), slots)[:, None], rng.normal(size=(P, D)), np.nan)
+        arrays = {"x": normal(rng, (T, D), dtype), "weight": normal(rng, (D,), dtype)}
+        arrays |= {"residual": jnp.asarray(rows, parts), "slot_of": jnp.asarray(slots)}
+        limit = limit_for(dtype, D, k) + 2 * limit_for(dtype, 1)
+        _, total = self.check(arrays, {"eps": 1e-6}, limit=limit + limit_for(parts, 1))
+        summed = moe_combine(arrays["residual"].astype("float32"), arrays.pop("slot_of")).astype(dtype)
+        apart = self.run(arrays | {"residual": summed}, {"eps": 1e-6})
+        np.testing.assert_array_equal(total, apart[1])
+
+    def test_parts(self, rng):
+        arrays = {"x": normal(rng, (5, 96), "bfloat16"), "weight": normal(rng, (96,), "bfloat16")}
+        arrays["residual"] = normal(rng, (4, 5, 96), "float32")
+        self.check(arrays, {"eps": 1e-6}, limit=limit_for("float32", 96, 4) + 3 * limit_for("bfloat16", 1))
+
 
 class TestPallas(RmsNormContract):
     implementation = "pallas_triton"
@@ -51,12 +74,15 @@ class TestPallas(RmsNormContract):
         ({"x": (4, 2, 64)}, "rms_norm: x: got shape .*, expected 2 dimensions"),
         ({"x": (0, 64)}, "at least one element along T"),
         ({"residual": (4, 32)}, "rms_norm: residual"),
+        ({"residual": (2, 3, 64)}, r"rms_norm: residual: got shape \[2, 3, 64\], expected \[k, T, D\]"),
+        ({"residual": (9, 64), "slot_of": (3, 2)}, "rms_norm: slot_of: .*T=4"),
     ],
 )
 def test_bad_shapes(change, message):
     shapes = {"x": (4, 64), "weight": (64,)} | change
+    arrays = {n: jnp.zeros(shape, "int32" if n == "slot_of" else "float32") for n, shape in shapes.items()}
     with pytest.raises(KernelError, match=message):
-        rms_norm(**{name: jnp.zeros(shape) for name, shape in shapes.items()}, eps=1e-6)
+        rms_norm(**arrays, eps=1e-6)
 
 
 def test_bad_choices():

@@ -14,7 +14,7 @@ from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.errors import KernelError
 from pallas_kernels.fp8 import encode_e5m2
 from pallas_kernels.kv import KV_LARGEST, dequantize_kv, is_quantized, quantize_kv
-from pallas_kernels.rope_kv_write import OP, check_slots, rope_kv_write
+from pallas_kernels.rope_kv_write import OP, rope_kv_write
 from pallas_kernels.rope_kv_write.pallas_triton import Config
 from tests.kernels.contract import ULP, Contract, limit_for, normal
 
@@ -301,8 +301,9 @@ def test_specs(spec):
 def test_specs_have_valid_slots():
     for name in ("olmoe_1b_7b/decode_64", "olmoe_1b_7b/prefill_4096"):
         (spec,) = [spec for spec in OP.specs if spec.name == name]
-        check_slots(jax.jit(lambda key, make=spec.make: make(key)["slot_mapping"])(jax.random.key(0)),
-                    spec.abstract["k_pages"])  # fmt: skip
+        slots = jax.jit(lambda key, make=spec.make: make(key)["slot_mapping"])(jax.random.key(0))
+        N, _, bs, _ = spec.abstract["k_pages"].shape
+        assert np.unique(slots).size == slots.size and 0 <= slots.min() and slots.max() < N * bs
 
 
 @pytest.mark.parametrize(
@@ -372,12 +373,3 @@ def test_bad_norms(rng, changes, message):
     norms = {name: jnp.ones(16) for name in ("q_norm", "k_norm")}
     with pytest.raises(KernelError, match=message):
         rope_kv_write(**_arrays(rng, 3, 4, 2, 16) | norms | changes)
-
-
-def test_slot_check():
-    pages = jnp.zeros((3, 1, 4, 8))
-    check_slots(jnp.asarray([11, -1, 0, -1]), pages)
-    with pytest.raises(KernelError, match="slot_mapping: got 12 at token 1, expected below 12, 3 pages of 4"):
-        check_slots(jnp.asarray([0, 12]), pages)
-    with pytest.raises(KernelError, match="slot_mapping: got 5 2 times, expected each slot at most once"):
-        check_slots(jnp.asarray([5, 1, 5]), pages)

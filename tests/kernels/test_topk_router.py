@@ -1,5 +1,7 @@
 """`topk_router` against its contract."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +55,17 @@ class TopkRouterContract(Contract):
         arrays = {"logits": normal(rng, (T, E), dtype, 2.0)}
         static = {"k": k, "scoring": scoring, "renormalize": renormalize, "scale": 1.5}
         self.check(arrays, static, limit=limit_for("float32", E))
+
+    @pytest.mark.parametrize("S,T,E", [(1, 3, 8), (4, 5, 60), (16, 1, 128)])
+    def test_parts(self, rng, S, T, E):
+        """Parts are added up in order: what the sum alone gives, to the bit, ties and invalid rows too."""
+        parts = jnp.round(4 * normal(rng, (S, T, E), "float32")) / 4
+        static = {"k": 4, "renormalize": True}
+        arrays = {"logits": parts, "valid": jnp.arange(T) != 1}
+        ours = self.check(arrays, static, limit=limit_for("float32", E))
+        whole = self.run(arrays | {"logits": functools.reduce(jnp.add, parts)}, static)
+        for a, b in zip(ours, whole, strict=True):
+            np.testing.assert_array_equal(a, b)
 
     @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
     @pytest.mark.parametrize(

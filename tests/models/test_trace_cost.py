@@ -68,8 +68,8 @@ def test_equal_layers_are_traced_and_lowered_once(tiny_config, monkeypatch):
     windows = (None, 4, None, 4, None, 4, None)
     config = tiny_config.replace(num_layers=7, sliding_windows=windows, moe_layers=(True,) * 7)
     graph, state = nnx.split(decoder.Decoder(config))
-    traced, call = [], decoder.DecoderLayer.__call__
-    monkeypatch.setattr(decoder.DecoderLayer, "__call__", lambda *args: (traced.append(1), call(*args))[1])
+    traced, call = [], decoder.DecoderLayer.run
+    monkeypatch.setattr(decoder.DecoderLayer, "run", lambda *args: (traced.append(1), call(*args))[1])
     for programs in (1, 2):  # no trace is another program's, which may have been made for another platform
         run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens, return_routing=True))
         text = run.lower(state, jax.ShapeDtypeStruct((2, 8), jnp.int32)).as_text()
@@ -98,7 +98,7 @@ def test_layers_traced_once_give_the_program_of_layers_traced_one_by_one(tiny_co
         return operations(compiled), places, sizes, compiled
 
     once = program()
-    monkeypatch.setattr(decoder, "_traced_once", lambda: decoder.DecoderLayer.__call__)
+    monkeypatch.setattr(decoder, "_traced_once", lambda: decoder.DecoderLayer.run)
     apart = program()
     kept = [{name: n for name, n in side[0].items() if name != "constant"} for side in (once, apart)]
     assert kept[0] == kept[1] and once[1:3] == apart[1:3]

@@ -27,6 +27,7 @@ from moejax.models.decoder import Decoder, DecoderLayer
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay, Routing, expert_counts
 from moejax.nn.rope import rope_tables
+from moejax.ops.row_sums import summed
 
 
 class Stream(NamedTuple):
@@ -180,12 +181,12 @@ def _layer(
     layer: DecoderLayer = nnx.merge(graph, state)
     x, attended, _ = full.attend(*streams.full, rope, positions, None)
     total = x + attended
-    *out, recorded = full.feed_forward(total, None, scored)
+    x, out, recorded = full.feed_forward(total, None, scored)
     replay = None if recorded is None else Replay(recorded.ids, recorded.weights)
     cache = None if kv_cache == "auto" else RoundedLayer(kv_cache)
     *free, _, trace = layer(*streams.free, rope, positions, scored, cache)
     *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, replay)
-    outputs = Streams(Stream(*out), Stream(*free), Stream(*forced))
+    outputs = Streams(Stream(x, summed(out, x)), Stream(*free), Stream(*forced))
     return outputs, _compare_layer(full, layer, replay, trace, shadow, total, scored)
 
 
@@ -234,7 +235,8 @@ def expert_outputs(layer: DecoderLayer, sums: jax.Array, ids: jax.Array) -> jax.
     flat = ids.reshape(-1, 1)
     alone = Routing(flat, jnp.ones(flat.shape, jnp.float32), jnp.zeros((rows.shape[0], 0), jnp.float32))
     # Every assignment runs, whatever room the model's own execution would give it.
-    return layer.moe.experts(rows, alone, dataclasses.replace(layer.moe.moe, execution="grouped")).out
+    out = layer.moe.experts(rows, alone, dataclasses.replace(layer.moe.moe, execution="grouped")).out
+    return summed(out, rows)
 
 
 def _compare_layer(
