@@ -7,6 +7,7 @@ Tried with JAX 0.10.2, 0.11.2 and 0.12.0. Differences met:
 """
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -104,31 +105,58 @@ def pallas_call(
 
 
 def triton_call(
-    op: str, kernel: TritonSource, arguments: Sequence[jax.Array], *, out_shape: Any, interpret: bool | None
+    op: str,
+    kernel: TritonSource,
+    arguments: Sequence[jax.Array],
+    *,
+    out_shape: Any,
+    interpret: bool | None,
+    in_place: Sequence[jax.Array] = (),
 ) -> Any:
-    """Calls a `@triton.jit` kernel through jax-triton, whose output follows its `arguments`.
+    """Calls a `@triton.jit` kernel through jax-triton: 0.3, or 0.4 on Python 3.12 and JAX 0.11.
+
+    The kernel takes `arguments`, the arrays that it writes `in_place`, its output, and then as many pointers
+    as arrays in place, which jax-triton 0.3 passes again as outputs; they are None among its constants.
+
+    Args:
+        interpret: None: on a GPU only. False: lowers for one that need not be here.
+
+    Returns:
+        As `out_shape`; with `in_place` a list of it and those arrays, which the caller's jit copies before if
+        it does not donate them.
 
     Raises:
-        KernelError: jax-triton cannot be used here, or interpretation is asked for.
+        KernelError: there is no GPU, jax-triton is not installed, or interpretation is asked for.
     """
-    name = "implementation triton_jit"
+    name, remedy = "implementation triton_jit", "pip install 'moejax[cuda12]' (or [cuda13])"
     if interpret:
         raise KernelError(op, name, "interpret=True", "None or False: only Pallas kernels are interpreted")
+    if should_interpret(interpret):
+        raise KernelError(op, name, "no GPU", f"one, and jax-triton: {remedy}")
     try:
-        import jax_triton  # on a jaxlib without CUDA this raises, too
+        import jax_triton  # 0.3 raises this on a jaxlib without CUDA, too
     except ImportError as error:
         why = " ".join(str(error).split())[:100]
-        remedy = "jax-triton on a CUDA jaxlib: pip install 'moejax[cuda12]' (or [cuda13])"
-        raise KernelError(op, name, f"{type(error).__name__}: {why}", remedy) from error
-    return jax_triton.triton_call(
-        *arguments,
-        kernel=kernel.function(),
-        out_shape=out_shape,
-        grid=tuple(int(n) for n in kernel.grid),
-        num_warps=kernel.num_warps,
-        num_stages=kernel.num_stages,
-        **kernel.constants,
-    )
+        raise KernelError(op, name, f"{type(error).__name__}: {why}", f"jax-triton: {remedy}") from error
+    constants = dict(kernel.constants)
+    options: dict[str, Any] = {
+        "kernel": kernel.function(),
+        "grid": tuple(int(n) for n in kernel.grid),
+        "num_warps": kernel.num_warps,
+        "num_stages": kernel.num_stages,
+    }
+    if "out_type" in inspect.signature(jax_triton.triton_call).parameters:
+        # As JAX's own Triton does; from 3.10 on the wheel's default would be not to fuse.
+        options["backend_options"] = {"enable_fp_fusion": True}
+        refs = [jax.new_ref(array) for array in in_place]
+        out = jax_triton.triton_call(*arguments, *refs, out_type=out_shape, **options, **constants)
+        return [out, *map(jax.freeze, refs)] if in_place else out
+    if in_place:
+        for again in [name for name, value in constants.items() if value is None][: len(in_place)]:
+            del constants[again]
+        out_shape = [out_shape, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in in_place)]
+        options["input_output_aliases"] = {len(arguments) + i: 1 + i for i in range(len(in_place))}
+    return jax_triton.triton_call(*arguments, *in_place, out_shape=out_shape, **options, **constants)
 
 
 def _named(kernel: Callable[..., None], name: str) -> Callable[..., None]:

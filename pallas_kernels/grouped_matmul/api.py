@@ -1,5 +1,6 @@
 """`grouped_matmul`: checks its arguments and runs an implementation by name."""
 
+import functools
 from typing import Any, Unpack
 
 import jax
@@ -11,6 +12,7 @@ from pallas_kernels.group_specs import problem
 from pallas_kernels.grouped_matmul import pallas_triton
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from pallas_kernels.grouped_matmul.specs import SPECS
+from pallas_kernels.grouped_triton import sources, triton_product
 from pallas_kernels.groups import check_table
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.run import Options, run
@@ -18,7 +20,14 @@ from pallas_kernels.run import Options, run
 OP = Op(
     name="grouped_matmul",
     reference=grouped_matmul_reference,
-    implementations={"pallas_triton": Implementation.of(pallas_triton.grouped_matmul_pallas, pallas_triton)},
+    implementations={
+        "pallas_triton": Implementation.of(pallas_triton.grouped_matmul_pallas, pallas_triton),
+        "triton_jit": Implementation.of(
+            functools.partial(pallas_triton.grouped_matmul_pallas, product=triton_product),
+            pallas_triton,
+            sources=sources,
+        ),
+    },
     specs=SPECS,
     sizes=("P",),
 )
@@ -46,7 +55,8 @@ def grouped_matmul(
         block_m: a power of two, 16 to 128.
         row_scale: float32 `[P]`, None for ones.
         out_dtype: None: x's; else bfloat16, float16 or float32.
-        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
+        options: an implementation, "pallas_triton", "triton_jit" (through jax-triton, on a GPU only, with
+            the same configurations) or "reference", and how it runs; see `Options`.
 
     Returns:
         `[P, F]`; padding and blocks past `num_blocks` are undefined.

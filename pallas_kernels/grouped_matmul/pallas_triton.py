@@ -1,6 +1,6 @@
 """`grouped_matmul` as a Pallas kernel: one program a (block, f-tile), see `pallas_kernels.grouped_tiles`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -45,11 +45,12 @@ def grouped_matmul_pallas(
     out_dtype: Any = None,
     config: Config,
     interpret: bool | None = None,
+    product: Callable[..., jax.Array] = grouped_product,
 ) -> jax.Array:
-    """See `grouped_matmul_reference`. Undefined elements are not written."""
+    """See `grouped_matmul_reference`. Undefined elements are not written. `product`: also the twin's."""
     table = (rows, block_expert, num_blocks)
     options: dict[str, Any] = {"block_m": block_m, "row_scale": row_scale, "interpret": interpret}
-    return grouped_product(
+    return product(
         "grouped_matmul",
         x,
         (w,),

@@ -1,5 +1,6 @@
 """`grouped_swiglu`: checks its arguments and runs an implementation by name."""
 
+import functools
 from typing import Unpack
 
 import jax
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import arrays_of, check_arrays, check_that
 from pallas_kernels.group_specs import problem
-from pallas_kernels.grouped_swiglu import pallas_triton, triton_jit
+from pallas_kernels.grouped_swiglu import pallas_triton
 from pallas_kernels.grouped_swiglu.reference import grouped_swiglu_reference
 from pallas_kernels.grouped_swiglu.specs import SPECS
+from pallas_kernels.grouped_triton import sources, triton_product
 from pallas_kernels.groups import ACTIVATIONS, check_table
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.run import Options, run
@@ -21,7 +23,9 @@ OP = Op(
     implementations={
         "pallas_triton": Implementation.of(pallas_triton.grouped_swiglu_pallas, pallas_triton),
         "triton_jit": Implementation.of(
-            triton_jit.grouped_swiglu_triton, pallas_triton, sources=triton_jit.sources
+            functools.partial(pallas_triton.grouped_swiglu_pallas, product=triton_product),
+            pallas_triton,
+            sources=sources,
         ),
     },
     specs=SPECS,

@@ -1,6 +1,6 @@
 """`grouped_swiglu` as a Pallas kernel: `grouped_matmul`'s tiles with two weights and one pass over x."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -42,8 +42,9 @@ def grouped_swiglu_pallas(
     activation: str = "silu",
     config: Config,
     interpret: bool | None = None,
+    product: Callable[..., jax.Array] = grouped_product,
 ) -> jax.Array:
-    """See `grouped_swiglu_reference`. Undefined elements are not written."""
+    """See `grouped_swiglu_reference`. Undefined elements are not written. `product`: also the twin's."""
     table = (rows, block_expert, num_blocks)
     options: dict[str, Any] = {"block_m": block_m, "activation": activation, "interpret": interpret}
-    return grouped_product("grouped_swiglu", x, (gate, up), table, config, out_dtype=x.dtype, **options)
+    return product("grouped_swiglu", x, (gate, up), table, config, out_dtype=x.dtype, **options)

@@ -1,15 +1,19 @@
 """`grouped_matmul` against its contract."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import grouped_triton
 from pallas_kernels.errors import KernelError
 from pallas_kernels.grouped_matmul import OP, grouped_matmul
 from pallas_kernels.grouped_matmul.pallas_triton import Config, heuristic, space
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.groups import lay_out, one_hot, only_defined, patterns, table
+from tests.kernels.triton_interpreter import run_twins
 from tests.numerics import assert_close
 
 
@@ -101,23 +105,53 @@ class GroupedMatmulContract(Contract):
         self.check(arrays, {"block_m": 16}, limit=limit_for("float32", 64))
 
 
+CONFIGS = [
+    Config(16, 16, 1, 4, 2),
+    Config(32, 64, 2, 4, 3),
+    Config(64, 32, 3, 4, 2),
+    Config(128, 128, 16, 8, 3),
+]
+
+
 class TestPallas(GroupedMatmulContract):
     implementation = "pallas_triton"
 
-    @pytest.mark.parametrize(
-        "config",
-        [
-            Config(16, 16, 1, 4, 2),
-            Config(32, 64, 2, 4, 3),
-            Config(64, 32, 3, 4, 2),
-            Config(128, 128, 16, 8, 3),
-        ],
-    )
+    @pytest.mark.parametrize("config", CONFIGS)
     def test_configurations(self, rng, config):
         """Tiles wider and narrower than the shapes; groups of blocks that do not divide their number."""
         ids = rng.integers(0, 5, (40, 2)).astype(np.int32)
         arrays = self.inputs(rng, ids, 5, 72, 84, 16, "float32")
         self.check(arrays, {"block_m": 16}, limit=limit_for("float32", 72), config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="jax-triton needs a CUDA device")
+class TestTritonJit(GroupedMatmulContract):
+    implementation = "triton_jit"
+
+
+@pytest.mark.parametrize(
+    "dtype,out_dtype",
+    [("float16", "float32"), pytest.param("float32", None, marks=pytest.mark.slow)],
+)
+def test_triton_jit_interpreted(rng, dtype, out_dtype):
+    """The twin's arithmetic without a GPU: ragged shapes, skewed groups, with scales and without."""
+    pytest.importorskip("triton")
+    contract, cases = TestTritonJit(), []
+    for T, k, E, D, F, block_m in [(1, 1, 1, 16, 16, 16), (7, 2, 4, 72, 84, 16), (20, 2, 3, 33, 17, 32)]:
+        ids = rng.integers(-1, E + 1, (T, k)).astype(np.int32)
+        ids[: T // 2 + 1] = E - 1
+        arrays = contract.inputs(rng, ids, E, D, F, block_m, dtype, scaled=T % 2 == 0)
+        cases.append((arrays, {"block_m": block_m, "out_dtype": out_dtype}, CONFIGS[T % 3]))
+    calls = [
+        functools.partial(grouped_matmul, **arrays, **static, config=config, implementation="triton_jit")
+        for arrays, static, config in cases
+    ]
+    for (arrays, static, _), done in zip(cases, run_twins(grouped_triton, calls), strict=True):
+        made = np.asarray(arrays["rows"]) < len(arrays["x"])
+        assert np.isnan(done[~made]).all() and done.dtype == (static["out_dtype"] or arrays["x"].dtype)
+        want = contract.expect(arrays, {"block_m": static["block_m"]})
+        assert_close(done[made], want[made], limit_for(done.dtype, arrays["x"].shape[1]))
 
 
 @pytest.mark.parametrize("spec", OP.specs, ids=[spec.name for spec in OP.specs])
@@ -143,7 +177,7 @@ BAD = [
     ({"row_scale": jnp.zeros(31)}, r"row_scale: got shape \[31\], expected \[P\] with P=32"),
     ({"row_scale": jnp.zeros(32, jnp.bfloat16)}, "row_scale: got bfloat16, expected float32"),
     ({"out_dtype": jnp.int8}, "out_dtype: got int8"),
-    ({"implementation": "cutlass"}, "got 'cutlass', expected one of reference, pallas_triton"),
+    ({"implementation": "cutlass"}, "got 'cutlass', expected one of reference, pallas_triton, triton_jit"),
 ]
 
 

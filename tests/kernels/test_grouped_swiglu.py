@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, grouped_triton
 from pallas_kernels.errors import KernelError
-from pallas_kernels.grouped_swiglu import OP, grouped_swiglu, triton_jit
+from pallas_kernels.grouped_swiglu import OP, grouped_swiglu
 from pallas_kernels.grouped_swiglu.pallas_triton import Config, heuristic, space
 from pallas_kernels.groups import ACTIVATIONS
 from tests.kernels.contract import Contract, limit_for
 from tests.kernels.groups import lay_out, one_hot, only_defined, patterns, table
-from tests.kernels.triton_interpreter import Launch, interpret
+from tests.kernels.triton_interpreter import run_twins
 from tests.numerics import assert_close
 
 
@@ -121,22 +121,20 @@ class TestTritonJitInterpreted:
     def check(self, cases):
         """cases: (arrays, block_m, activation, config)."""
         pytest.importorskip("triton")
-        launches = []
-        for arrays, block_m, activation, config in cases:
-            (R, D), F, P = arrays["x"].shape, arrays["gate"].shape[2], len(arrays["rows"])
-            out = np.full((P, F), np.nan, arrays["x"].dtype)
-            order = ("x", "gate", "up", "rows", "block_expert", "num_blocks")
-            source = triton_jit.source(R, D, F, P, block_m, activation, out.dtype, config)
-            operands = [np.asarray(arrays[name]) for name in order]
-            launches.append(Launch([*operands, out], source.constants, source.grid))
-        kernel = "pallas_kernels.grouped_swiglu.triton_kernel:grouped_swiglu_kernel"
-        for (arrays, block_m, activation, _), done in zip(cases, interpret(kernel, launches), strict=True):
+        names, twin = ("block_m", "activation", "config"), {"implementation": "triton_jit"}
+        calls = [
+            functools.partial(grouped_swiglu, **arrays, **dict(zip(names, static, strict=True)), **twin)
+            for arrays, *static in cases
+        ]
+        for (arrays, block_m, activation, _), done in zip(
+            cases, run_twins(grouped_triton, calls), strict=True
+        ):
             made = np.asarray(arrays["rows"]) < len(arrays["x"])
-            assert np.isnan(done[-1][~made]).all()  # padding is not written
+            assert np.isnan(done[~made]).all()  # padding is not written
             want, D = expected(arrays, block_m, activation), arrays["x"].shape[1]
             if made.any():
                 limit = limit_for(arrays["x"].dtype, D, D)
-                assert_close(done[-1][made], want[made], limit)
+                assert_close(done[made], want[made], limit)
 
     def test_shapes_and_activations(self, rng):
         cases = []

@@ -1,17 +1,18 @@
-"""`grouped_swiglu` in Triton's own language. Imports triton: only `triton_jit` imports this, when it runs."""
+"""`grouped_tiles`' products in Triton's own language. Imports triton: imported when `grouped_triton` runs."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def grouped_swiglu_kernel(
+def grouped_product_kernel(
     x_ptr,
-    gate_ptr,
+    w_ptr,
     up_ptr,
     rows_ptr,
     block_ptr,
     num_ptr,
+    scale_ptr,
     out_ptr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -21,10 +22,15 @@ def grouped_swiglu_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     ACT: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Computes one (block, f-tile) a program, in the order of `pallas_kernels.grouped_tiles.place`."""
+    """Computes one (block, f-tile) a program, in the order of `pallas_kernels.grouped_tiles.place`.
+
+    ACT: of gate and up, `w_ptr` and `up_ptr`; "" for the one product with `w_ptr`.
+    """
     N_TILES: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     EVEN_N: tl.constexpr = F % BLOCK_N == 0
+    GATED: tl.constexpr = ACT != ""
     pid = tl.program_id(0)
     used = tl.load(num_ptr)
     if pid < used * N_TILES:
@@ -46,44 +52,51 @@ def grouped_swiglu_kernel(
         # 64 bits: a stack of experts, or the rows of a long prefill, may have more than 2^31 elements. Scalar
         # pointers move along the reduction, so that a thread keeps 32-bit offsets and no table of addresses.
         start = tl.load(block_ptr + block).to(tl.int64) * (D * F)
-        gate_ptr += start
+        w_ptr += start
         up_ptr += start
         step = k[:, None] * F + cols[None, :]
         row_at = rows.to(tl.int64) * D
-        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        out = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for i in range(0, D, BLOCK_K):
             x_at = x_ptr + row_at[:, None] + k[None, :]
             if D % BLOCK_K == 0:
                 x = tl.load(x_at, mask=filled[:, None], other=0.0)
                 if EVEN_N:
-                    g = tl.load(gate_ptr + step)
-                    u = tl.load(up_ptr + step)
+                    w = tl.load(w_ptr + step)
                 else:
-                    g = tl.load(gate_ptr + step, mask=inside[None, :], other=0.0)
-                    u = tl.load(up_ptr + step, mask=inside[None, :], other=0.0)
+                    w = tl.load(w_ptr + step, mask=inside[None, :], other=0.0)
             else:
                 left = k < D - i
                 x = tl.load(x_at, mask=filled[:, None] & left[None, :], other=0.0)
                 mask = left[:, None] & inside[None, :]
-                g = tl.load(gate_ptr + step, mask=mask, other=0.0)
-                u = tl.load(up_ptr + step, mask=mask, other=0.0)
-            gate = tl.dot(x, g, gate, input_precision="ieee")
-            up = tl.dot(x, u, up, input_precision="ieee")
+                w = tl.load(w_ptr + step, mask=mask, other=0.0)
+            out = tl.dot(x, w, out, input_precision="ieee")
+            if GATED:
+                if D % BLOCK_K != 0:
+                    u = tl.load(up_ptr + step, mask=mask, other=0.0)
+                elif EVEN_N:
+                    u = tl.load(up_ptr + step)
+                else:
+                    u = tl.load(up_ptr + step, mask=inside[None, :], other=0.0)
+                up = tl.dot(x, u, up, input_precision="ieee")
+                up_ptr += BLOCK_K * F
             x_ptr += BLOCK_K
-            gate_ptr += BLOCK_K * F
-            up_ptr += BLOCK_K * F
+            w_ptr += BLOCK_K * F
         # The names of pallas_kernels.groups.ACTIVATIONS.
         if ACT == "silu":
-            out = gate * tl.sigmoid(gate) * up
+            out = out * tl.sigmoid(out) * up
         elif ACT == "gelu":
-            out = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+            out = 0.5 * out * (1.0 + tl.erf(out * 0.7071067811865476)) * up
         elif ACT == "gelu_tanh":
             # 0.5 (1 + tanh z) = sigmoid(2 z)
-            out = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+            out = out * tl.sigmoid(1.5957691216057308 * (out + 0.044715 * out * out * out)) * up
         else:
-            tl.static_assert(ACT == "relu")
-            out = tl.maximum(gate, 0.0) * up
+            tl.static_assert(not GATED or ACT == "relu")
+            if GATED:
+                out = tl.maximum(out, 0.0) * up
+        if SCALED:
+            out = out * tl.load(scale_ptr + slots)[:, None]
         at = out_ptr + slots.to(tl.int64)[:, None] * F + cols[None, :]
         if EVEN_N:
             tl.store(at, out.to(out_ptr.dtype.element_ty), mask=filled[:, None])
