@@ -1,5 +1,6 @@
 """`ragged_paged_attention`: checks its arguments and runs an implementation by name."""
 
+import functools
 from typing import Unpack
 
 import jax
@@ -22,8 +23,8 @@ OP = Op(
             pallas_triton.ragged_paged_attention_pallas, pallas_triton, supports=pallas_triton.supports
         ),
         "triton_jit": Implementation.of(
-            triton_jit.ragged_paged_attention_triton,
-            triton_jit,
+            functools.partial(pallas_triton.ragged_paged_attention_pallas, decode=triton_jit.decode),
+            pallas_triton,
             sources=triton_jit.sources,
             supports=triton_jit.supports,
         ),

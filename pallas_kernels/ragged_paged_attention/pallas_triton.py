@@ -1,7 +1,7 @@
 """`ragged_paged_attention` in Pallas: `decode.py` for sequences with one query, `chunk.py` for the others."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import jax
@@ -129,8 +129,9 @@ def ragged_paged_attention_pallas(
     max_q_len: int | None = None,
     config: Config,
     interpret: bool | None = None,
+    decode: Callable[..., jax.Array] = decode,
 ) -> jax.Array:
-    """See `ragged_paged_attention_reference`."""
+    """See `ragged_paged_attention_reference`. `decode`: also the twin's."""
     a = attention(q, k_pages, block_table, scale, window, soft_cap, sinks)
     check_that(
         "ragged_paged_attention", "config.rows", config.rows >= a.G, config.rows, f"at least H/K={a.G}"

@@ -3,46 +3,19 @@
 Pallas's Triton backend is on its way out (docs/decisions.md); this path does not need it.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import cdiv, next_power_of_2, triton_call
-from pallas_kernels.errors import check_that
 from pallas_kernels.op import TRITON_TYPES, Problem, Spec, TritonSource
 from pallas_kernels.ragged_paged_attention import pallas_triton
 from pallas_kernels.ragged_paged_attention.decode import PADDING_ROWS, least_keys, reduce_warps
+from pallas_kernels.ragged_paged_attention.pallas_triton import Config
 from pallas_kernels.ragged_paged_attention.tiles import Attention
 
 _MODULE = "pallas_kernels.ragged_paged_attention.triton_kernel"
-
-
-@dataclass(frozen=True)
-class Config:
-    """Decode fields of `pallas_triton.Config`."""
-
-    splits: int
-    tile: int
-    num_warps: int
-    num_stages: int
-
-
-def heuristic(problem: Problem) -> Config:
-    """Returns the decode fields of the Pallas kernel's heuristic."""
-    return _decode_fields(pallas_triton.heuristic(problem))
-
-
-def space(problem: Problem) -> Iterable[Config]:
-    """Returns the distinct decode fields of the Pallas kernel's space."""
-    configs = {_decode_fields(config) for config in pallas_triton.space({**problem, "decode": 1})}
-    return sorted(configs, key=lambda c: tuple(vars(c).values()))
-
-
-def _decode_fields(config: pallas_triton.Config) -> Config:
-    return Config(config.splits, config.decode_tile, config.decode_warps, config.decode_stages)
 
 
 def supports(problem: Problem) -> str | None:
@@ -66,9 +39,9 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
         "H": a.H,
         "DH": a.Dh,
         "DP": a.Dp,
-        "TILE": config.tile,
+        "TILE": config.decode_tile,
         "SPLITS": config.splits,
-        "LEAST": max(1, least_keys(a.S * a.K) // config.tile),
+        "LEAST": max(1, least_keys(a.S * a.K) // config.decode_tile),
         "WINDOW": a.window or 0,
     }
     split = TritonSource(
@@ -86,8 +59,8 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
             "KV": str(jnp.dtype(a.kv_dtype)) if a.quantized else "float",
             "F32": a.product == jnp.float32,
         },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_warps=config.decode_warps,
+        num_stages=config.decode_stages,
         grid=(config.splits, a.K, a.S),
     )
     reduce = TritonSource(
@@ -109,39 +82,30 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
     return [split, reduce]
 
 
-def ragged_paged_attention_triton(
+def decode(
+    a: Attention,
+    config: Config,
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    pages: tuple[jax.Array, ...],
     block_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-    max_q_len: int | None = None,
-    config: Config,
-    interpret: bool | None = None,
+    scales: tuple[jax.Array, ...],
+    sinks: tuple[jax.Array, ...],
+    interpret: bool | None,
 ) -> jax.Array:
-    """See `ragged_paged_attention_reference`, where `max_q_len` is 1. `interpret` is not possible.
+    """See `decode.decode`; `interpret` is not possible.
 
     Raises:
-        KernelError: jax-triton or a CUDA jaxlib is not installed, or interpretation is asked for.
+        KernelError: there is no GPU, jax-triton is not installed, or interpretation is asked for.
     """
-    op = "ragged_paged_attention"
-    check_that(op, "max_q_len", max_q_len == 1, max_q_len, "1")
-    a = pallas_triton.attention(q, k_pages, block_table, scale, window, soft_cap, sinks)
-    split, reduce = passes(a, config)
+    op, (split, reduce) = "ragged_paged_attention", passes(a, config)
     # Where there are no scales or sinks, some other array takes their place and is not read.
-    k_scale, v_scale, sinks = (kv_lens if array is None else array for array in (k_scale, v_scale, sinks))
+    scales, sinks = scales or (kv_lens, kv_lens), sinks or (kv_lens,)
     part, lse = triton_call(
         op,
         split,
-        (q, k_pages, v_pages, block_table, kv_lens, cu_q_lens, k_scale, v_scale),
+        (q, *pages, block_table, kv_lens, cu_q_lens, *scales),
         out_shape=[
             jax.ShapeDtypeStruct((a.S, a.H, config.splits, a.Dh), jnp.float32),
             jax.ShapeDtypeStruct((a.S, a.H, config.splits), jnp.float32),
@@ -150,7 +114,7 @@ def ragged_paged_attention_triton(
     )
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
     return triton_call(
-        op, reduce, (part, lse, kv_lens, cu_q_lens, sinks), out_shape=out_shape, interpret=interpret
+        op, reduce, (part, lse, kv_lens, cu_q_lens, *sinks), out_shape=out_shape, interpret=interpret
     )
 
 

@@ -277,6 +277,10 @@ class TestTritonJit(AttentionContract):
     implementation, decode_only = "triton_jit", True
 
 
+def _decodes(splits, tile):
+    return Config(splits, tile, 4, 3, 16, 16, 4, 3)
+
+
 class TestTritonJitInterpreted:
     """The twin's arithmetic without a GPU, many launches in one subprocess of Triton's interpreter."""
 
@@ -310,7 +314,7 @@ class TestTritonJitInterpreted:
             assert_close(done[-1].astype(np.float64), want, limit(arrays))
 
     def test_batches(self, rng):
-        one, two = triton_jit.Config(1, 16, 4, 3), triton_jit.Config(2, 32, 4, 3)
+        one, two = _decodes(1, 16), _decodes(2, 32)
         lengths = [1, 8, 9, 16, 17, 33]
         cases = [
             (batch(rng, [1] * len(lengths), lengths, dtype=dtype), {}, one)
@@ -325,7 +329,7 @@ class TestTritonJitInterpreted:
             cases.append((batch(rng, [1, 1], [40, 33], kv=kv, Dh=32), {}, two))
         for splits, window in [(2, 300), (3, None), (8, None)]:
             arrays = batch(rng, [1, 0, 1], [700, 40, 257], window=window, bs=32, K=1)
-            cases.append((arrays, {"window": window}, triton_jit.Config(splits, 64, 4, 3)))
+            cases.append((arrays, {"window": window}, _decodes(splits, 64)))
         self.check(cases)
 
 
