@@ -105,25 +105,14 @@ def pallas_call(
 
 
 def triton_call(
-    op: str,
-    kernel: TritonSource,
-    arguments: Sequence[jax.Array],
-    *,
-    out_shape: Any,
-    interpret: bool | None,
-    in_place: Sequence[jax.Array] = (),
+    op: str, kernel: TritonSource, arguments: Sequence[jax.Array], *, out_shape: Any, interpret: bool | None
 ) -> Any:
-    """Calls a `@triton.jit` kernel through jax-triton: 0.3, or 0.4 on Python 3.12 and JAX 0.11.
+    """Calls a `@triton.jit` kernel through jax-triton, whose output follows its `arguments`.
 
-    The kernel takes `arguments`, the arrays that it writes `in_place`, its output, and then as many pointers
-    as arrays in place, which jax-triton 0.3 passes again as outputs; they are None among its constants.
+    Tried with jax-triton 0.3.1 and, on Python 3.12 and JAX from 0.11 on, 0.4.1.
 
     Args:
         interpret: None: on a GPU only. False: lowers for one that need not be here.
-
-    Returns:
-        As `out_shape`; with `in_place` a list of it and those arrays, which the caller's jit copies before if
-        it does not donate them.
 
     Raises:
         KernelError: there is no GPU, jax-triton is not installed, or interpretation is asked for.
@@ -138,25 +127,30 @@ def triton_call(
     except ImportError as error:
         why = " ".join(str(error).split())[:100]
         raise KernelError(op, name, f"{type(error).__name__}: {why}", f"jax-triton: {remedy}") from error
-    constants = dict(kernel.constants)
-    options: dict[str, Any] = {
-        "kernel": kernel.function(),
-        "grid": tuple(int(n) for n in kernel.grid),
-        "num_warps": kernel.num_warps,
-        "num_stages": kernel.num_stages,
-    }
+    options: dict[str, Any] = {"out_shape": out_shape}
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:
+        _adapt_dead_code_rule(jax_triton.triton_lib.triton_kernel_call_p)
         # As JAX's own Triton does; from 3.10 on the wheel's default would be not to fuse.
-        options["backend_options"] = {"enable_fp_fusion": True}
-        refs = [jax.new_ref(array) for array in in_place]
-        out = jax_triton.triton_call(*arguments, *refs, out_type=out_shape, **options, **constants)
-        return [out, *map(jax.freeze, refs)] if in_place else out
-    if in_place:
-        for again in [name for name, value in constants.items() if value is None][: len(in_place)]:
-            del constants[again]
-        out_shape = [out_shape, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in in_place)]
-        options["input_output_aliases"] = {len(arguments) + i: 1 + i for i in range(len(in_place))}
-    return jax_triton.triton_call(*arguments, *in_place, out_shape=out_shape, **options, **constants)
+        options = {"out_type": out_shape, "backend_options": {"enable_fp_fusion": True}}
+    return jax_triton.triton_call(
+        *arguments,
+        kernel=kernel.function(),
+        grid=tuple(int(n) for n in kernel.grid),
+        num_warps=kernel.num_warps,
+        num_stages=kernel.num_stages,
+        **options,
+        **kernel.constants,
+    )
+
+
+def _adapt_dead_code_rule(primitive: Any) -> None:
+    """Gives jax-triton 0.4.1's rule the argument that JAX 0.12 has added: which inputs are alive."""
+    from jax._src.interpreters import partial_eval
+
+    rules: dict[Any, Any] = partial_eval.dce_rules
+    rule = rules[primitive]
+    if jax.__version_info__ >= (0, 12) and len(inspect.signature(rule).parameters) == 2:
+        rules[primitive] = lambda used, alive, equation: rule(used, equation)
 
 
 def _named(kernel: Callable[..., None], name: str) -> Callable[..., None]:

@@ -1,11 +1,14 @@
 """`grouped_swiglu` against its contract; the `@triton.jit` twin in Triton's interpreter."""
 
 import functools
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.interpreters import partial_eval
 
 from pallas_kernels import _compat, grouped_triton
 from pallas_kernels.errors import KernelError
@@ -230,3 +233,29 @@ def test_triton_jit_without_cuda():
     """It was asked for by name, so it raises, and says what to install."""
     with pytest.raises(KernelError, match=r"grouped_swiglu: implementation triton_jit: .*moejax\[cuda12\]"):
         grouped_swiglu(**BARE, implementation="triton_jit")
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_versions_of_jax_triton(monkeypatch, renamed):
+    """From 0.4 on `out_shape` is `out_type`, and options of the compiler are apart."""
+    pytest.importorskip("triton")
+
+    def before(*arrays, kernel, out_shape, grid, **options):
+        return out_shape, options
+
+    def since(*arrays, kernel, out_type, grid, **options):
+        return out_type, options
+
+    rules, primitive = {}, object()
+    rules[primitive] = lambda used, equation: (used, equation)
+    monkeypatch.setattr(partial_eval, "dce_rules", rules)
+    library = SimpleNamespace(triton_kernel_call_p=primitive)
+    module = SimpleNamespace(triton_call=since if renamed else before, triton_lib=library)
+    monkeypatch.setitem(sys.modules, "jax_triton", module)
+    out, options = grouped_swiglu(**BARE, implementation="triton_jit", interpret=False)
+    assert out.shape == (32, 8) and options["BLOCK_M"] == 16 and options["ACT"] == "silu"
+    assert options.get("backend_options") == ({"enable_fp_fusion": True} if renamed else None)
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    grouped_swiglu(**BARE, implementation="triton_jit", interpret=False)
+    arguments = ("used", "alive", "equation") if renamed else ("used", "equation")
+    assert rules[primitive](*arguments) == ("used", "equation")
