@@ -71,7 +71,6 @@ def grouped_product_kernel(
                 x = tl.load(x_at, mask=filled[:, None] & left[None, :], other=0.0)
                 mask = left[:, None] & inside[None, :]
                 w = tl.load(w_ptr + step, mask=mask, other=0.0)
-            out = tl.dot(x, w, out, input_precision="ieee")
             if GATED:
                 if D % BLOCK_K != 0:
                     u = tl.load(up_ptr + step, mask=mask, other=0.0)
@@ -79,8 +78,10 @@ def grouped_product_kernel(
                     u = tl.load(up_ptr + step)
                 else:
                     u = tl.load(up_ptr + step, mask=inside[None, :], other=0.0)
-                up = tl.dot(x, u, up, input_precision="ieee")
                 up_ptr += BLOCK_K * F
+            out = tl.dot(x, w, out, input_precision="ieee")
+            if GATED:
+                up = tl.dot(x, u, up, input_precision="ieee")
             x_ptr += BLOCK_K
             w_ptr += BLOCK_K * F
         # The names of pallas_kernels.groups.ACTIVATIONS.
