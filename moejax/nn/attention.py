@@ -9,7 +9,6 @@ from flax import nnx
 from moejax.core.config import ModelConfig
 from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
-from moejax.nn.quantized import QuantizedWeight
 from moejax.nn.rope import apply_rope
 from moejax.ops.attention import HeadNorms, LayerCache, attention
 from moejax.ops.row_sums import RowSums, split_product
@@ -101,9 +100,9 @@ class Attention(nnx.Module):
                 options: dict[str, Any] = {"window": window, "scale": scale, "norms": norms}
                 out, cache = cache.update_and_attend(q, k, v, rope, positions, **options)
         with jax.named_scope("output_projection"):
-            out, kernel = out.reshape(B, T, -1), self.o_proj.kernel
-            if self.splits_output and cache is not None and not isinstance(kernel, QuantizedWeight):
-                parts = split_product(out.reshape(B * T, -1), kernel[...])
+            out = out.reshape(B, T, -1)
+            if self.splits_output and cache is not None and isinstance(self.o_proj.kernel, nnx.Param):
+                parts = split_product(out.reshape(B * T, -1), self.o_proj.kernel[...])
                 if len(parts) > 1:
                     return RowSums(parts), cache
             return self.o_proj(out), cache
