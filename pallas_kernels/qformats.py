@@ -9,6 +9,8 @@ transposed, inputs contiguous, as checkpoints store the weights of linear layers
     w8a8    int8  [..., F, D]            [..., 1, F]                              none
     fp8     uint8 [..., F, D] e4m3 bits  [..., 1, F] or [..., ⌈D/128⌉, ⌈F/128⌉]   none
 
+Packed values may also lie in tiles, `[..., D/64, F, 32]` (`tile_codes`), as `QuantizedTensor.tiled` says.
+
 - Inputs contiguous, because a thread of a tensor-core product wants neighbours along the reduction: it then
   reads four codes in one go and decodes them packed. With outputs contiguous the compiler reads byte by byte,
   and a 4-bit weight costs 5 instructions in place of 3 (sm_80, counted in SASS), an e4m3 one 11 in place of
@@ -17,6 +19,10 @@ transposed, inputs contiguous, as checkpoints store the weights of linear layers
 - `w4a16`: a nibble n stands for (n - z) s with z = 8 where there are no zeros. D is cut into blocks of 64;
   byte r of a block's 32 holds input r in the low nibble and input r + 32 in the high one. A kernel so gets
   two whole tiles from one tile of bytes, with nothing to interleave, whatever tile sizes it is tuned to.
+- In tiles, one block of all outputs lies together: a program reads runs of 32 n bytes of its n outputs, not n
+  times 32 bytes, D/2 apart, and a warp's 512 bytes are four whole lines, not a quarter of sixteen. Marlin
+  (Frantar et al., arXiv 2408.11743) also fixes n, and the order within; here no size is padded, and devices
+  split D and F as before.
 - `w8a8`: activations are quantized per row as `quantize_rows` does.
 - `fp8`: values must be finite; what a NaN code stands for in a product is unspecified. With group 128, one
   scale for each 128 × 128 block (DeepSeek-V3, arXiv 2412.19437, whose checkpoints have the scales
@@ -119,10 +125,29 @@ class QuantizedTensor:
     format: Format
 
     @property
+    def tiled(self) -> bool:
+        """True if the values are as `tile_codes` has them."""
+        return self.values.ndim > self.scales.ndim
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """`[..., D, F]` of the weight that this stands for."""
         *lead, F, D = self.values.shape
+        if self.tiled:
+            D *= lead.pop()
         return (*lead, 2 * D if self.format.kind == "w4a16" else D, F)
+
+
+def tile_codes(values: Any) -> Any:
+    """Puts packed values `[..., F, D/2]` into tiles, `[..., D/64, F, 32]`; an array of JAX or NumPy."""
+    *lead, F, width = values.shape
+    return values.reshape(*lead, F, 2 * width // PACK, PACK // 2).swapaxes(-3, -2)
+
+
+def untile_codes(values: Any) -> Any:
+    """Undoes `tile_codes`."""
+    *lead, blocks, F, width = values.shape
+    return values.swapaxes(-3, -2).reshape(*lead, F, blocks * width)
 
 
 def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> dict[str, int]:
@@ -138,8 +163,9 @@ def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> 
     fmt, lead = w.format, dims.split()[:-2]
     check_dtype(op, f"{argument}.values", w.values, (fmt.value_dtype,))
     check_dtype(op, f"{argument}.scales", w.scales, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
+    tiled = w.values.shape[-1:] == (PACK // 2,) and w.tiled and fmt.kind == "w4a16"
     shape, expected = list(w.values.shape), f"{len(lead) + 2} dimensions [{dims}]"
-    check_that(op, f"{argument}.values", len(shape) == len(lead) + 2, f"shape {shape}", expected)
+    check_that(op, f"{argument}.values", len(shape) == len(lead) + 2 + tiled, f"shape {shape}", expected)
     sizes = dict(known) | dict(zip(lead, w.values.shape, strict=False))
     for name, size in zip(dims.split(), w.shape, strict=True):
         want = known.get(name, size)
@@ -182,7 +208,8 @@ def dequantize(w: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
     if w.format.kind == "fp8":
         values = decode_e4m3(w.values)
     elif w.format.kind == "w4a16":
-        values = unpack_nibbles(w.values).astype(jnp.int32) - 8
+        codes = untile_codes(w.values) if w.tiled else w.values
+        values = unpack_nibbles(codes).astype(jnp.int32) - 8
         if w.zeros is not None:
             zeros = spread(w.zeros, D, F, w.format).astype(jnp.int32)
             values = values + 8 - jnp.swapaxes(zeros, -1, -2)

@@ -22,6 +22,7 @@ from moejax.quantization.checkpoints.compressed_config import EXPERT, compressed
 from moejax.quantization.checkpoints.layouts import divisor_of
 from moejax.quantization.checkpoints.own import OwnScheme, own_config
 from moejax.quantization.checkpoints.scheme import WrittenScheme
+from pallas_kernels.qformats import untile_codes
 
 FORMATS = ("auto", "compressed-tensors", "moejax")
 
@@ -56,6 +57,8 @@ class QuantizedSave:
                 name: param.get_metadata("spec").without_padding(gather(param[...]))
                 for name, param in weight.parts().items()
             }
+            if arrays["values"].ndim > len(declared.shape):
+                arrays["values"] = untile_codes(arrays["values"])
             D, F = declared.canonical_shape[-2:]
             for expert in range(num_experts) if EXPERT in module else (None,):
                 one = arrays if expert is None else {k: v[slots.index(expert)] for k, v in arrays.items()}

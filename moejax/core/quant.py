@@ -11,6 +11,7 @@ Clip = Literal["minmax", "percentile", "entropy", "mse"]
 KvDtype = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 Fallback = Literal["shared", "all"]
 Implementation = Literal["auto", "dequantize", "xla", "pallas_triton"]
+Layout = Literal["auto", "plain"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class QuantConfig(Checked, section="quant"):
         smoothing: alpha of SmoothQuant.
         implementation: of the products: "dequantize" first and multiply then; "xla"; "pallas_triton", the
             GPU kernels; "auto".
+        layout: of four-bit codes in memory: "plain", as in checkpoints; "auto" puts them into tiles that the
+            GPU kernels read in whole lines, where these run.
     """
 
     method: Method = "none"
@@ -91,6 +94,7 @@ class QuantConfig(Checked, section="quant"):
     awq_clip: bool = True
     smoothing: Share = 0.5
     implementation: Implementation = "auto"
+    layout: Layout = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,17 +7,20 @@ loading, sharding, memory accounting and the engine's leaves go on working by de
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from moejax.core.errors import ConfigError
 from moejax.nn.param import ParamSpec, declare, iter_params
 from moejax.ops.quantized_matmul import matmul
 from moejax.quantization.formats import PARTS, QTensor, WeightFormat
 from moejax.sharding.axes import Names
+from pallas_kernels.qformats import PACK, tile_codes
 
 
 class QuantizedWeight(nnx.Module):
@@ -56,9 +59,30 @@ class QuantizedWeight(nnx.Module):
         return {name: param for name, param in params.items() if param is not None}
 
     def tensor(self) -> QTensor:
-        """Returns the weight's arrays, in a call of the model or outside."""
+        """Returns the weight's arrays as they lie in memory, in a call of the model or outside."""
         arrays = {name: param[...] for name, param in self.parts().items()}
         return QTensor.of(arrays, self.format, self.stands_for.canonical_shape[-2])
+
+    def tile(self) -> None:
+        """Puts packed codes into the GPU kernels' tiles (`pallas_kernels.qformats.tile_codes`), those of each
+        device on their own: it has whole pieces of 64 inputs."""
+        assert self.values is not None
+        spec, value = self.values.get_metadata("spec"), self.values.get_value()
+        *lead, F, width = spec.shape
+        *axes, out, into = spec.axes
+        shape, axes = (*lead, 2 * width // PACK, F, PACK // 2), (*axes, into, out, None)
+        self.values = declare(replace(spec, shape=shape, axes=axes))
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return
+        where = value.sharding
+        if isinstance(where, NamedSharding):
+            parts = [*where.spec, *[None] * (value.ndim - len(where.spec))]
+            where = NamedSharding(where.mesh, PartitionSpec(*parts[:-2], parts[-1], parts[-2], None))
+        if where.addressable_devices:
+            self.values.set_value(jax.jit(tile_codes, out_shardings=where)(value))
+        else:  # another process's pipeline stage
+            empty = jax.make_array_from_single_device_arrays(shape, where, [], dtype=value.dtype)
+            self.values.set_value(empty)
 
     def set(self, tensor: QTensor) -> None:
         """Takes over a tensor's arrays; its format and shapes must be those declared."""

@@ -57,7 +57,7 @@ def matmul(
     out = jnp.dtype(out_dtype or x.dtype)
     if not isinstance(weight, QTensor):
         return jnp.matmul(x, weight, preferred_element_type=None if out == x.dtype else out)
-    if weight.values.ndim > 2:
+    if weight.scales.ndim > 2:
 
         def one(rows: jax.Array, expert: QTensor) -> jax.Array:
             return matmul(rows, expert, implementation, split=split, out_dtype=out_dtype)

@@ -311,7 +311,8 @@ def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
     """
     fmt = q.format
     *lead, D, F = q.shape
-    codes = unpack(q.values, q.pack) if fmt.packed else q.values
+    values = qformats.untile_codes(q.values) if q.values.ndim > q.scales.ndim else q.values
+    codes = unpack(values, q.pack) if fmt.packed else values
     step, zero = step_and_zero(q.scales, q.zeros, q.tensor_scale, fmt)
     if fmt.granularity == "block" or q.group_index is not None:
         step, zero = (spread(grid, fmt, D, F, q.group_index) for grid in (step, zero))
@@ -322,8 +323,8 @@ def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
     if 1 in inner[:2]:  # An axis of one between the others costs as much as no runs.
         inner, inner_grid = [max(inner[:2]), run], [G, 1]
     step, zero = (jnp.swapaxes(grid, -1, -2).reshape(*lead, columns, *inner_grid) for grid in (step, zero))
-    values = codes_to_values(codes.reshape(*lead, F, *inner), step, zero, fmt)
-    return values.astype(dtype).reshape(*lead, F, D)
+    weight = codes_to_values(codes.reshape(*lead, F, *inner), step, zero, fmt)
+    return weight.astype(dtype).reshape(*lead, F, D)
 
 
 def dequantize(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:

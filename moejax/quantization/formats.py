@@ -225,6 +225,8 @@ class QTensor:
     def shape(self) -> tuple[int, ...]:
         """`[..., D, F]` of the weight that this stands for."""
         *lead, F, width = self.values.shape
+        if self.values.ndim > self.scales.ndim:  # in the GPU kernels' tiles, `[..., D/64, F, 32]`
+            width *= lead.pop()
         return (*lead, 2 * width if self.format.packed else width, F)
 
     @property

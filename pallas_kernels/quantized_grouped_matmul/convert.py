@@ -29,19 +29,8 @@ def _dequantize(*args: Any, w: QuantizedTensor, ptx: bool) -> None:
     values, scales, *zeros, out_ref = args
     D, F = w.shape[-2:]
     lead = (program_id(2),) if len(w.shape) == 3 else ()
-    weight = Weight(
-        w.format,
-        values,
-        scales,
-        zeros[0] if zeros else None,
-        lead,
-        program_id(1) * _BLOCK_N,
-        _BLOCK_N,
-        _BLOCK_K,
-        D,
-        F,
-        ptx,
-    )
+    place = (lead, program_id(1) * _BLOCK_N, _BLOCK_N, _BLOCK_K, D, F, ptx)
+    weight = Weight(w.format, values, scales, zeros[0] if zeros else None, *place)
     step, kept = program_id(0), dict[int, jax.Array]()
     out, inside = weight.outputs()
     for group in pieces(w.format, _BLOCK_K):

@@ -68,20 +68,9 @@ def _kernel(
             mask = both(rows_mask, (at < D)[None, :] if D % tile.block_k else None)
             return load(x_ref.at[rows[:, None], at[None, :]], mask=mask, other=0)
 
+        tile_at = (lead, n * bn, bn, tile.block_k, D, F, ptx)
         weights = [
-            Weight(
-                w.format,
-                refs[f"values{i}"],
-                refs[f"scales{i}"],
-                refs.get(f"zeros{i}"),
-                lead,
-                n * bn,
-                bn,
-                tile.block_k,
-                D,
-                F,
-                ptx,
-            )
+            Weight(w.format, refs[f"values{i}"], refs[f"scales{i}"], refs.get(f"zeros{i}"), *tile_at)
             for i, w in enumerate(matrices)
         ]
         first, steps = 0, total

@@ -10,7 +10,7 @@ those of the next step along.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -82,6 +82,14 @@ class Weight:
         mask = both((at < width)[None, :] if self.D % self.block_k else None, existing)
         return load(self.values.at[(*self.lead, out[:, None], at[None, :])], mask=mask, other=0)
 
+    def packed(self, step: Any, byte: int) -> jax.Array:
+        """Returns `[block_n, 32]`, a step's half block of nibbles from `byte` of an output on; 0 outside."""
+        if self.values.ndim == self.scales.ndim:
+            # step * (block_k / 2), not k / 2: of a quotient the compiler does not know what divides it.
+            return self.codes(step * (self.block_k // 2) + byte, HALF, self.D // 2)
+        block = step * (self.block_k // PACK) + byte // HALF
+        return replace(self, lead=(*self.lead, block)).codes(0, HALF, self.D // 2 - block * HALF)
+
     def of_group(self, ref: Any, row: Any) -> jax.Array:
         """Returns a row of scales or zeros, `[block_n]`; with `scale_columns` one number."""
         if self.fmt.scale_columns > 1:
@@ -105,9 +113,7 @@ class Weight:
         if self.fmt.kind == "w8a16":
             return decode_int8(self.codes(k, piece.size, self.D), dtype, self.ptx)
         if piece.byte not in kept:
-            # step * (block_k / 2), not k / 2: of a quotient the compiler does not know what divides it.
-            start = step * (self.block_k // 2) + piece.byte
-            kept[piece.byte] = self.codes(start, HALF, self.D // 2)
+            kept[piece.byte] = self.packed(step, piece.byte)
         zero = None
         if self.fmt.zeros:
             row = jnp.minimum(k // self.fmt.group, self.scales.shape[-2] - 1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams, save_pretrained
+from moejax.checkpoint.hf import load_pretrained
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig, QuantRule
 from moejax.engine.opening.quantize import check_split
@@ -108,6 +109,7 @@ def test_each_implementation_gives_the_same_tokens(implementation: str, model: A
         found.append([out.outputs[0].token_ids for out in llm.generate(asked, GREEDY)])
         values = {r.key: r.value for r in llm.resolutions}
         assert values["quant.implementation"] == chosen
+        assert values["quant.layout"] == ("tiled" if chosen == "pallas_triton" else "plain")
         assert (values["engine.moe.grouped_matmul"] == "pallas_triton") == (chosen == "pallas_triton")
     assert found[0] == found[1]
 
@@ -236,6 +238,33 @@ def test_moving_experts_moves_their_codes(model: Any) -> None:
     assert done.applied and done.comparison.bytes_moved > 0
     assert before == [out.outputs[0].token_ids for out in llm.generate(asked, GREEDY)]
     assert not llm.ledger.recompiles
+
+
+@pytest.mark.multidevice
+@pytest.mark.slow
+def test_tiled_codes_are_split_moved_and_saved(model: Any, tmp_path: Path) -> None:
+    """Every bit of what plain ones give: experts and their hidden dimension on devices, moved, written."""
+    engine = dataclasses.replace(ENGINE, moe=MoeConfig(), strict_compile=True)
+    parallel = ParallelConfig(ep=2, tp=2, attention="data", redundant_experts=2)
+    loads = np.ones((2, 16), np.int64)
+    loads[:, :3] = 40
+    found, codes = [], []
+    for layout in ("plain", "auto"):
+        quant = dataclasses.replace(rtn("int4_g32", implementation="pallas_triton"), layout=layout)
+        llm = LLM(model("qwen2_moe"), engine=engine, quant=quant, parallel=parallel)
+        tiles = {
+            weight.values[...].ndim > weight.scales[...].ndim for _, weight in quantized_weights(llm.model)
+        }
+        assert tiles == {layout == "auto"}
+        before = outcome(llm, 3)
+        assert llm.rebalance(loads).applied
+        found.append([*before, *outcome(llm, 3)])
+        llm.save_pretrained(tmp_path / layout)
+        saved = load_pretrained(tmp_path / layout).model
+        codes.append({path: w.values[...] for path, w in quantized_weights(saved)})
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, *codes)
 
 
 @pytest.mark.multidevice

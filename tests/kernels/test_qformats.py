@@ -1,6 +1,7 @@
 """Weight formats: layouts, rounding, whole-array conversions in kernels, and the PTX that decodes codes."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from pallas_kernels.qformats import (
     dequantize,
     quantize_rows,
     random_quantized,
+    tile_codes,
     unpack_nibbles,
+    untile_codes,
 )
 from pallas_kernels.quantized_grouped_matmul import decode
 from pallas_kernels.quantized_grouped_matmul.convert import dequantize_pallas, quantize_rows_pallas
@@ -48,6 +51,17 @@ def test_nibbles_lie_as_documented(rng):
         byte = packed[:, d // 64 * 32 + d % 32]
         assert ((byte >> (4 * (d % 64 >= 32))) & 15 == values[:, d]).all()
     np.testing.assert_array_equal(unpack_nibbles(jnp.asarray(packed)), values)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_tiles_lie_as_documented(rng, kind):
+    """Block b of output f lies behind block b of output f - 1, and the way back loses nothing."""
+    values = rng.integers(0, 256, (3, 70, 96), dtype=np.uint8)
+    tiled = tile_codes(kind(values))
+    assert tiled.shape == (3, 3, 70, 32)
+    for block in range(3):
+        np.testing.assert_array_equal(tiled[:, block], values[:, :, 32 * block : 32 * block + 32])
+    np.testing.assert_array_equal(untile_codes(tiled), values)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
@@ -101,6 +115,11 @@ def test_dequantize_in_a_kernel(rng, fmt):
     dtype = jnp.bfloat16 if fmt.group == 128 else jnp.float32
     got = jax.jit(functools.partial(dequantize_pallas, dtype=dtype))(w)
     np.testing.assert_array_equal(got, dequantize(w, dtype))
+    if fmt.kind == "w4a16":
+        tiled = replace(w, values=tile_codes(w.values))
+        check_quantized("t", "w", tiled, "E D F", E=2, D=384, F=70)
+        np.testing.assert_array_equal(dequantize(tiled, dtype), dequantize(w, dtype))
+        np.testing.assert_array_equal(dequantize_pallas(tiled, dtype), got)
 
 
 def other_way(D: int) -> float:

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.errors import KernelError
 from pallas_kernels.group_specs import lay_out
-from pallas_kernels.qformats import Format, QuantizedTensor, quantize_rows, random_quantized
+from pallas_kernels.qformats import Format, QuantizedTensor, quantize_rows, random_quantized, tile_codes
 from pallas_kernels.quantized_grouped_matmul import OP, quantized_grouped_matmul
 from pallas_kernels.quantized_grouped_matmul.pallas_triton import Config
 from pallas_kernels.quantized_grouped_swiglu import OP as SWIGLU_OP
@@ -211,6 +211,26 @@ class TestPallas(QuantizedGroupedMatmulContract):
         arrays = self.inputs(rng, fmt)
         limit = limit_for("bfloat16", arrays["x"].shape[1], products="bfloat16")
         self.check(arrays, {"block_m": 16}, limit=limit, config=replace(SMALL, mode="dequantize_once"))
+
+    @pytest.mark.parametrize(
+        "fmt,change",
+        [
+            (Format("w4a16", 32), {"block_k": 128}),
+            (Format("w4a16", 64, zeros=True), {}),
+            (Format("w4a16", 128), {"block_n": 128, "split_k": 2}),
+        ],
+        ids=str,
+    )
+    def test_tiles_give_the_same_bits(self, rng, fmt, change):
+        """Of codes in tiles and of the same in rows, over ends of D and F that fill no step and no tile."""
+        arrays = self.inputs(rng, fmt)
+        tiled = replace(arrays["w"], values=tile_codes(arrays["w"].values))
+        plain, ours = (
+            self.run(arrays | {"w": w}, {"block_m": 16}, replace(SMALL, **change))
+            for w in (arrays["w"], tiled)
+        )
+        assert np.abs(plain).max() > 0
+        np.testing.assert_array_equal(ours, plain)
 
 
 SWIGLU_FORMATS = [

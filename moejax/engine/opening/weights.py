@@ -67,9 +67,8 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
     ]
     report = None
     if not fill:
-        for stage, place in zip(stages, resolved.places, strict=True):
+        for stage in stages:
             replace_weights(stage, {path: chosen.format for path, chosen in plan.weights.items()})
-            _place_shapes(stage, place)
     elif plan.calibrates:
         (model,) = stages
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
@@ -78,6 +77,9 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
         done = rounding.report()
         report = quant_report(stages, resolved.quant, [done], done.seconds)
     resolutions = _settle_products(resolved, stages)
+    for stage, place in zip(stages, resolved.places, strict=True):
+        if not fill:
+            _place_shapes(stage, place)
     return Weights(stages, [PagedFunctions(stage) for stage in stages], report, resolutions)
 
 
@@ -139,7 +141,8 @@ def _place_shapes(stage: Decoder, place: SingleDevice) -> None:
 
 
 def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> list[Resolution]:
-    """Tells each quantized weight, planned or of a quantized checkpoint, what its products run on.
+    """Tells each quantized weight, planned or of a quantized checkpoint, what its products run on, and puts
+    it into the order that these read.
 
     Returns:
         What is quantized and what it runs on; nothing for a model in full precision.
@@ -150,9 +153,17 @@ def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> lis
     implementation = choose_implementation(quant, formats, axes, resolved.platform, resolved.experts)
     if not weights:
         return []
+    kernels = implementation.value == "pallas_triton"
+    layout = Resolution("quant.layout", "plain", "tiles are of four-bit codes, for the GPU kernels alone")
+    if quant.layout == "plain":
+        layout = layout._replace(reason="asked for")
+    elif kernels and any(fmt.numbers == "int4" for _, _, fmt in formats):
+        layout = layout._replace(value="tiled", reason="the GPU kernels read four-bit codes in whole lines")
     bits = numbers = 0
     for _, weight in weights:
         weight.implementation = implementation.value
+        if layout.value == "tiled" and weight.format.numbers == "int4":
+            weight.tile()
         shape = weight.stands_for.canonical_shape
         bits, numbers = bits + weight.format.bits_held(shape), numbers + math.prod(shape)
     counts = sorted(Counter(fmt.name for _, _, fmt in formats).items())
@@ -162,6 +173,7 @@ def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> lis
         Resolution("quant.method", quant.method, source),
         Resolution("quant.format", ", ".join(f"{count} × {name}" for name, count in counts), each),
         implementation,
+        layout,
     ]
 
 
