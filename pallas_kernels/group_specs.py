@@ -1,7 +1,6 @@
 """Routings and group tables of the expert kernels' specs, made on the host; specs of the grouped products."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 from pallas_kernels.groups import block_m_for, padded_rows
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape, expert_ids
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
-from pallas_kernels.qformats import Format, QuantizedTensor, random_quantized, tile_codes
+from pallas_kernels.qformats import Format, QuantizedTensor, random_quantized
 
 CASES: tuple[tuple[ModelShape, str, int, str], ...] = (
     (MIXTRAL, "decode", 1, "balanced"),
@@ -180,8 +179,7 @@ def swiglu_spec(
 
 def _weights(key: jax.Array, shape: tuple[int, int, int], fmt: Format | None) -> jax.Array | QuantizedTensor:
     if fmt is not None:
-        w = random_quantized(key, shape, fmt)
-        return replace(w, values=tile_codes(w.values)) if fmt.kind == "w4a16" else w
+        return random_quantized(key, shape, fmt)
     return jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(shape[1] ** -0.5, jnp.bfloat16)
 
 

@@ -173,6 +173,14 @@ def test_a_published_checkpoint_saved_again(tmp_path, name):
     assert {weight.format.name for _, weight in quantized_weights(again)} == {convention.format}
 
 
+def test_codes_in_tiles_are_written_in_rows(tmp_path):
+    model, rows = (quantized_model(WIDE, {"experts": "int4_g32_asym"}) for _ in range(2))
+    for _, weight in quantized_weights(model):
+        weight.tile()
+    save_pretrained(model, tmp_path)
+    same_arrays(load_pretrained(tmp_path).model, rows)
+
+
 def test_dtype_is_of_what_is_not_quantized(tmp_path):
     model = quantized_model(CONFIG, "int8")
     save_pretrained(model, tmp_path, dtype="bfloat16")

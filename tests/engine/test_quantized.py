@@ -11,19 +11,21 @@ import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams, save_pretrained
-from moejax.checkpoint.hf import load_pretrained
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig, QuantRule
 from moejax.engine.opening.quantize import check_split
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, initialize, iter_params, specs
-from moejax.nn.quantized import quantized_weights, weight_size
+from moejax.nn.quantized import QuantizedWeight, quantized_weights, weight_size
 from moejax.ops.dispatch import choose_quantized
 from moejax.perf.memory import held_weights, tensor_bytes
 from moejax.ptq.on_load import QuantizeOnLoad
 from moejax.quantization.arithmetic import dequantize
-from moejax.quantization.formats import parse_format
+from moejax.quantization.formats import QTensor, parse_format
+from moejax.quantization.rtn import round_to_nearest
 from moejax.sharding.axes import Axes
+from moejax.sharding.rules import shardings
+from pallas_kernels.qformats import tile_codes
 from tests.engine.mesh_models import ENGINE, FAMILIES, prompts
 from tests.engine.test_mesh import LAYOUTS, RELATIVE, outcome
 from tests.perf.steps import decode_step_cost
@@ -241,30 +243,23 @@ def test_moving_experts_moves_their_codes(model: Any) -> None:
 
 
 @pytest.mark.multidevice
-@pytest.mark.slow
-def test_tiled_codes_are_split_moved_and_saved(model: Any, tmp_path: Path) -> None:
-    """Every bit of what plain ones give: experts and their hidden dimension on devices, moved, written."""
-    engine = dataclasses.replace(ENGINE, moe=MoeConfig(), strict_compile=True)
-    parallel = ParallelConfig(ep=2, tp=2, attention="data", redundant_experts=2)
-    loads = np.ones((2, 16), np.int64)
-    loads[:, :3] = 40
-    found, codes = [], []
-    for layout in ("plain", "auto"):
-        quant = dataclasses.replace(rtn("int4_g32", implementation="pallas_triton"), layout=layout)
-        llm = LLM(model("qwen2_moe"), engine=engine, quant=quant, parallel=parallel)
-        tiles = {
-            weight.values[...].ndim > weight.scales[...].ndim for _, weight in quantized_weights(llm.model)
-        }
-        assert tiles == {layout == "auto"}
-        before = outcome(llm, 3)
-        assert llm.rebalance(loads).applied
-        found.append([*before, *outcome(llm, 3)])
-        llm.save_pretrained(tmp_path / layout)
-        saved = load_pretrained(tmp_path / layout).model
-        codes.append({path: w.values[...] for path, w in quantized_weights(saved)})
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
-    jax.tree.map(np.testing.assert_array_equal, *codes)
+@pytest.mark.parametrize("axes", [("embed", "expert_mlp"), ("expert_mlp", "embed")], ids="-".join)
+def test_each_device_has_tiles_of_its_own(axes: tuple[str, str]) -> None:
+    """Outputs of any number, or inputs, over devices: the tiles of each part are a part of the tiles."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
+    spread = Axes(sizes=(("ep", 2), ("tp", 2)), local=("ep",), tp=("tp",))
+    fmt, spec = parse_format("int4_g64_asym"), ParamSpec((4, 128, 70), ("expert", *axes), "float32")
+    q = round_to_nearest(jax.random.normal(jax.random.key(0), spec.shape), fmt)
+    weight, empty = QuantizedWeight(spec, fmt), QuantizedWeight(spec, fmt)
+    places = shardings(specs(weight), mesh, spread)
+    parts = {name: jax.device_put(getattr(q, name), place) for name, place in places.items()}
+    weight.set(QTensor.of(parts, fmt, 128))
+    weight.tile(), empty.tile()
+    values = weight.tensor().values
+    assert values.sharding == shardings(specs(weight), mesh, spread)["values"]
+    assert weight.tensor().shape == spec.shape and specs(empty) == specs(weight)
+    np.testing.assert_array_equal(values, tile_codes(q.values))
+    np.testing.assert_array_equal(dequantize(weight.tensor()), dequantize(q))
 
 
 @pytest.mark.multidevice
