@@ -19,6 +19,7 @@ class KernelPlan:
         block_table: int32 `[R, M]`.
         kv_lens: int32 `[R]`, keys of each sequence, this step's own among them.
         cu_q_lens: int32 `[R + 1]`, a sequence's queries are the tokens between two neighbours.
+        work_list: int32, which parts of decodes' contexts programs read, see `pallas_kernels.work_list`.
         decode_only: no sequence has more than one query. Otherwise a sequence may have a query and no keys:
             its row is 0.
     """
@@ -27,6 +28,7 @@ class KernelPlan:
     block_table: jax.Array
     kv_lens: jax.Array
     cu_q_lens: jax.Array
+    work_list: jax.Array
     decode_only: bool = field(default=False, metadata={"static": True})
 
 
@@ -88,6 +90,7 @@ def kernel_attention(
         k_scale=pages.key_scale,
         v_scale=pages.value_scale,
         max_q_len=1 if plan.decode_only else None,
+        work_list=plan.work_list,
         implementation=implementation,
     )
     return out, pages

@@ -14,6 +14,7 @@ from pallas_kernels.ragged_paged_attention import pallas_triton, triton_jit
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention_reference
 from pallas_kernels.ragged_paged_attention.specs import SPECS, problem
 from pallas_kernels.run import Options, run
+from pallas_kernels.work_list import make_work_list, most_splits
 
 OP = Op(
     name="ragged_paged_attention",
@@ -49,6 +50,7 @@ def ragged_paged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     max_q_len: int | None = None,
+    work_list: jax.Array | None = None,
     **options: Unpack[Options],
 ) -> jax.Array:
     """Attends a flat batch to its sequences' pages, `[T, H, Dh]`; see `ragged_paged_attention_reference`.
@@ -60,6 +62,9 @@ def ragged_paged_attention(
         k_scale, v_scale: float32 `[N, K, bs]`, with int8 and float8 pages only.
         max_q_len: 1: every sequence has at most one query, and only the decode kernel runs; rows of a
             sequence that has more would then hold anything. None: not known.
+        work_list: int32 `[2·S + splits]`, how contexts of decodes are cut into parts, as
+            `pallas_kernels.work_list` makes it of `kv_lens`, cut to `window`, of the sequences with one
+            query and 0 for others. None: it is made here, by operations of XLA's.
         options: an implementation, "pallas_triton", "triton_jit" (decode only) or "reference", and how it
             runs; see `Options`.
 
@@ -80,17 +85,24 @@ def ragged_paged_attention(
         "block_table": (block_table, "S M", (jnp.int32,)),
         "kv_lens": (kv_lens, "S", (jnp.int32,)),
         "sinks": (sinks, "H", (jnp.float32,)),
+        "work_list": (work_list, "2S+splits", (jnp.int32,)),
         **{name: (scale, "N K bs", (jnp.float32,)) for name, scale in scales.items()},
     }
     sizes = check_arrays(OP.name, arguments)
     check_arrays(OP.name, {"cu_q_lens": (cu_q_lens, "S+1", (jnp.int32,))}, **{"S+1": sizes["S"] + 1})
-    H, K, Dh, bs = (sizes[name] for name in ("H", "K", "Dh", "bs"))
+    S, M, H, K, Dh, bs = (sizes[name] for name in ("S", "M", "H", "K", "Dh", "bs"))
     check_heads(OP.name, H, K, Dh)
     check_that(OP.name, "k_pages", bs >= 8 and bs & (bs - 1) == 0, f"bs={bs}", "a power of two, at least 8")
     check_that(OP.name, "scale", scale > 0, scale, "a positive number")
     check_that(OP.name, "window", window is None or window >= 1, window, "None or at least 1")
     check_that(OP.name, "soft_cap", soft_cap is None or soft_cap > 0, soft_cap, "None or a positive number")
     check_that(OP.name, "max_q_len", max_q_len is None or max_q_len >= 1, max_q_len, "None or at least 1")
+    if work_list is None:
+        reach = M * bs if window is None else min(window, M * bs)
+        keys = jnp.where(jnp.diff(cu_q_lens) == 1, jnp.minimum(kv_lens, reach), 0)
+        work_list = make_work_list(keys, most_splits(S, K, reach), jnp)
+    parts = work_list.shape[0]
+    check_that(OP.name, "work_list", parts > 2 * S, f"shape [{parts}]", f"more than 2·S={2 * S} elements")
     return run(
         OP,
         problem(sizes, q.dtype, k_pages.dtype, window=window, sinks=sinks is not None, max_q_len=max_q_len),
@@ -101,6 +113,7 @@ def ragged_paged_attention(
             "window": window,
             "soft_cap": soft_cap,
             "max_q_len": max_q_len,
+            "work_list": work_list,
         },
         **options,
     )

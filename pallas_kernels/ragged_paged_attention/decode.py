@@ -1,8 +1,9 @@
-"""Decode: one query a sequence. The context is split among programs, a second kernel puts the parts together;
-a context that is not split is written by the first.
+"""Decode: one query a sequence. Contexts are split among programs, a second kernel puts the parts together;
+where none may be split, the first writes the result.
 
 Flash-Decoding (Dao et al., 2023). The query heads of a KV head fill a tensor-core tile of 16 rows, so keys
-and values are read once. A program's share follows from the sequence's real length, not the table's width.
+and values are read once. What a program reads is told by a work list of the real lengths
+(`pallas_kernels.work_list`), not by the table's width.
 """
 
 import functools
@@ -31,25 +32,17 @@ from pallas_kernels.ragged_paged_attention.tiles import (
 PADDING_ROWS = 64
 
 
-def least_keys(pairs: int) -> int:
-    """Returns the fewest keys of a split, for so many pairs of sequence and KV head.
-
-    A split of fewer costs more to start and to put together than it saves, unless there are so few programs
-    that most multiprocessors would have none: one sequence of 1,000 keys and 4 KV heads has 64, not 16.
-    """
-    return max(64, min(256, 8 * pairs))
-
-
-def _share(a: Attention, tile: int, splits: int, keys: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the first key and tile, the tile past the last, and the tiles of each split."""
+def _share(
+    a: Attention, tile: int, keys: jax.Array, splits: jax.Array | int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the first key and tile, the tile past the last, and the tiles of each of a context's splits."""
     first_key = jnp.int32(0) if a.window is None else jnp.maximum(keys - a.window, 0)
     first, past = jax.lax.div(first_key, jnp.int32(tile)), _ceil_div(keys, tile)
-    per_split = jnp.maximum(_ceil_div(past - first, splits), max(1, least_keys(a.S * a.K) // tile))
-    return first_key, first, past, per_split
+    return first_key, first, past, jnp.maximum(_ceil_div(past - first, splits), 1)
 
 
-def _ceil_div(x: jax.Array, n: int) -> jax.Array:
-    return jax.lax.div(x + (n - 1), jnp.int32(n))
+def _ceil_div(x: jax.Array, n: jax.Array | int) -> jax.Array:
+    return jax.lax.div(x + (n - 1), jnp.asarray(n, jnp.int32))
 
 
 def _keys(
@@ -64,13 +57,27 @@ def _keys(
     return seq, row, single, jnp.where(single, lens_ref[seq], 0)
 
 
-def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
+def _parts(work_ref: Any, seq: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the number of a sequence's first part, and how many it has; at least 1."""
+    first = work_ref[seq]
+    return first, jnp.maximum(work_ref[seq + 1] - first, 1)
+
+
+def _split_kernel(*refs: Any, a: Attention, tile: int) -> None:
     q_ref, k_ref, v_ref, table_ref, lens_ref, cu_ref, *rest = refs
     scales, rest = (rest[:2], rest[2:]) if a.quantized else ((None, None), rest)
     pool = Pool(k_ref, v_ref, table_ref, *scales)
-    split, head, program = program_id(0), program_id(1), program_id(2)
-    seq, token, single, keys = _keys(a, program, lens_ref, cu_ref, padding=splits == 1)
-    first_key, first, past, per_split = _share(a, tile, splits, keys)
+    part, head = program_id(0), program_id(1)
+    if a.splits > 1:
+        work_ref, *rest = rest
+        program = work_ref[a.S + 1 + part]
+        first_part, splits = _parts(work_ref, program)
+        split = part - first_part
+    else:
+        program, split, splits = part, jnp.int32(0), 1
+    seq, token, single, keys = _keys(a, program, lens_ref, cu_ref, padding=a.splits == 1)
+    first_key, first, past, per_split = _share(a, tile, keys, splits)
+    # Parts beyond a sequence's own begin behind its last tile.
     begin = first + split * per_split
     end = jnp.minimum(begin + per_split, past)
 
@@ -88,11 +95,11 @@ def _split_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
 
     state = over_tiles(begin, end, tile, take, start(a, rows))
     dim, mask = dims(a, used)
-    if splits > 1:
+    if a.splits > 1:
         part_ref, lse_ref = rest
-        part = values(a, state) * (1.0 / state.total)[:, None]
-        store(part_ref.at[seq, at[:, None], split, dim[None, :]], part, mask=mask)
-        store(lse_ref.at[seq, at, split], state.largest + jnp.log(state.total) * LOG2E, mask=used)
+        value = values(a, state) * (1.0 / state.total)[:, None]
+        store(part_ref.at[part, at[:, None], dim[None, :]], value, mask=mask)
+        store(lse_ref.at[part, at], state.largest + jnp.log(state.total) * LOG2E, mask=used)
         return
     *sinks, out_ref = rest
     out = values(a, state) * (1.0 / with_sinks(state, sinks, at, used))[:, None]
@@ -118,16 +125,17 @@ def _zero_padding(a: Attention, out_ref: Any, cu_ref: Any, program: jax.Array, h
         jax.lax.fori_loop(0, count, one, None)
 
 
-def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
-    part_ref, lse_ref, lens_ref, cu_ref, *sinks, out_ref = refs
+def _reduce_kernel(*refs: Any, a: Attention, tile: int) -> None:
+    part_ref, lse_ref, lens_ref, cu_ref, work_ref, *sinks, out_ref = refs
     program, head = program_id(0), program_id(1)
     seq, token, single, keys = _keys(a, program, lens_ref, cu_ref)
-    _, first, past, per_split = _share(a, tile, splits, keys)
-    split = jnp.arange(max(2, next_power_of_2(splits)))
+    first_part, splits = _parts(work_ref, seq)
+    _, first, past, per_split = _share(a, tile, keys, splits)
+    split = jnp.arange(next_power_of_2(a.splits))
     used = split * per_split < past - first
-    lse = load(lse_ref.at[seq, head, split], mask=used, other=MASKED)
+    lse = load(lse_ref.at[first_part + split, head], mask=used, other=MASKED)
     dim, mask = dims(a, used)
-    part = load(part_ref.at[seq, head, split[:, None], dim[None, :]], mask=mask, other=0.0)
+    part = load(part_ref.at[(first_part + split)[:, None], head, dim[None, :]], mask=mask, other=0.0)
     largest = jnp.max(lse, axis=0)
     if sinks:
         sink = sinks[0][head].astype(jnp.float32) * LOG2E
@@ -141,9 +149,9 @@ def _reduce_kernel(*refs: Any, a: Attention, tile: int, splits: int) -> None:
     _zero_padding(a, out_ref, cu_ref, program, head, 1)
 
 
-def reduce_warps(a: Attention, splits: int) -> int:
+def reduce_warps(a: Attention) -> int:
     """Returns the warps of the reduction, which holds a row's parts at once: at least 32 numbers a thread."""
-    return max(1, min(8, next_power_of_2(splits) * a.Dp // 1024))
+    return max(1, min(8, next_power_of_2(a.splits) * a.Dp // 1024))
 
 
 def decode(
@@ -154,35 +162,36 @@ def decode(
     block_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
+    work_list: jax.Array,
     scales: tuple[jax.Array, ...],
     sinks: tuple[jax.Array, ...],
     interpret: bool | None,
 ) -> jax.Array:
     """Writes `[T, H, Dh]`: rows of sequences with one query (0 without keys), 0 past the last; no others."""
-    splits = config.splits
-    static: dict[str, Any] = {"a": a, "tile": config.decode_tile, "splits": splits}
+    static: dict[str, Any] = {"a": a, "tile": config.decode_tile}
     output, padding = jax.ShapeDtypeStruct(q.shape, q.dtype), cdiv(a.T, PADDING_ROWS)
+    W, split = a.S - 1 + a.splits, a.splits > 1
     parts = [
-        jax.ShapeDtypeStruct((a.S, a.H, splits, a.Dh), jnp.float32),
-        jax.ShapeDtypeStruct((a.S, a.H, splits), jnp.float32),
+        jax.ShapeDtypeStruct((W, a.H, a.Dh), jnp.float32),
+        jax.ShapeDtypeStruct((W, a.H), jnp.float32),
     ]
     attended = pallas_call(
         functools.partial(_split_kernel, **static),
         name="paged_decode",
-        grid=(splits, a.K, a.S if splits > 1 else a.S + padding),
-        out_shape=parts if splits > 1 else output,
+        grid=(W if split else W + padding, a.K),
+        out_shape=parts if split else output,
         num_warps=config.decode_warps,
         num_stages=config.decode_stages,
         interpret=interpret,
-    )(q, *pages, block_table, kv_lens, cu_q_lens, *scales, *(() if splits > 1 else sinks))
-    if splits == 1:
+    )(q, *pages, block_table, kv_lens, cu_q_lens, *scales, *((work_list,) if split else sinks))
+    if not split:
         return attended
     return pallas_call(
         functools.partial(_reduce_kernel, **static),
         name="paged_decode_reduce",
         grid=(a.S + padding, a.H),
         out_shape=output,
-        num_warps=reduce_warps(a, splits),
+        num_warps=reduce_warps(a),
         num_stages=1,
         interpret=interpret,
-    )(*attended, kv_lens, cu_q_lens, *sinks)
+    )(*attended, kv_lens, cu_q_lens, work_list, *sinks)

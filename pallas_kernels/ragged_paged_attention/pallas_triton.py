@@ -7,21 +7,19 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import cdiv, next_power_of_2
+from pallas_kernels._compat import next_power_of_2
 from pallas_kernels.errors import check_that
 from pallas_kernels.kv import check_pool_size
 from pallas_kernels.op import Problem
 from pallas_kernels.ragged_paged_attention.chunk import chunks
-from pallas_kernels.ragged_paged_attention.decode import decode, least_keys
+from pallas_kernels.ragged_paged_attention.decode import decode
 from pallas_kernels.ragged_paged_attention.tiles import Attention, Config
 
-# Programs of decode that run at a time: two on each of an A100's multiprocessors, three on an H100's.
-_SLOTS = (2 * 108, 3 * 132)
 _MOST_ROWS = 128
 
 
 def heuristic(problem: Problem) -> Config:
-    """Takes for decode 16 KB of keys a turn and splits that fill the card in whole waves, else 128 rows.
+    """Takes for decode 16 KB of keys a turn, else 128 rows.
 
     Five stages are two tiles in flight: Triton keeps half of the others for the page numbers, which must have
     come before their pages can be asked for. In bfloat16 that is 64 KB a program.
@@ -44,7 +42,6 @@ def heuristic(problem: Problem) -> Config:
     if problem["sinks"] and Dp > 128 and int8:
         tile = 16
     return Config(
-        splits=_splits(problem, decode_tile),
         decode_tile=decode_tile,
         decode_warps=8 if widened else 4,
         decode_stages=1 if widened else 5,
@@ -61,11 +58,8 @@ def space(problem: Problem) -> Iterable[Config]:
     base = heuristic(problem)
     if problem["decode"]:
         tiles = [t for t in (base.decode_tile // 2, base.decode_tile, base.decode_tile * 2) if 16 <= t <= 128]
-        splits = sorted({max(1, base.splits // 2), base.splits, base.splits * 2})
-        choices = itertools.product(splits, tiles, (4, 8), (3, 5, 7))
-        configs = {
-            replace(base, splits=n, decode_tile=t, decode_warps=w, decode_stages=s) for n, t, w, s in choices
-        }
+        choices = itertools.product(tiles, (4, 8), (3, 5, 7))
+        configs = {replace(base, decode_tile=t, decode_warps=w, decode_stages=s) for t, w, s in choices}
     else:
         least = next_power_of_2(int(problem["H"]) // int(problem["K"]))
         rows = [r for r in (64, 128) if r >= least]
@@ -91,27 +85,6 @@ def _itemsize(dtype: int | str) -> int:
     return jnp.dtype(str(dtype)).itemsize
 
 
-def _splits(problem: Problem, tile: int) -> int:
-    """Returns the number of splits with the least modelled time, on A100 and H100 together.
-
-    Unit: the time in which a program reads a tile of keys and values. A program takes two more to start and
-    to finish, programs run in waves, each split's partial result is written and read once in float32, and
-    putting them together takes a launch of about the time of one tile.
-    """
-    pairs, tiles = int(problem["S"]) * int(problem["K"]), cdiv(_context(problem), tile)
-    partial = 8 * int(problem["S"]) * int(problem["H"]) / (2 * tile * _itemsize(problem["kv_dtype"]))
-
-    def cost(splits: int) -> float:
-        waves = sum(cdiv(pairs * splits, slots) * slots for slots in _SLOTS)
-        together = 0 if splits == 1 else sum(_SLOTS) + len(_SLOTS) * partial * splits
-        return waves * (cdiv(tiles, splits) + 2) + together
-
-    # At most 64 tiles a split: contexts are ragged, and the longest program sets the time.
-    least = cdiv(tiles, 64)
-    most = max(least, min(128, _context(problem) // least_keys(pairs)))
-    return min(range(least, most + 1), key=cost)
-
-
 def ragged_paged_attention_pallas(
     q: jax.Array,
     k_pages: jax.Array,
@@ -127,12 +100,13 @@ def ragged_paged_attention_pallas(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     max_q_len: int | None = None,
+    work_list: jax.Array,
     config: Config,
     interpret: bool | None = None,
     decode: Callable[..., jax.Array] = decode,
 ) -> jax.Array:
     """See `ragged_paged_attention_reference`. `decode`: also the twin's."""
-    a = attention(q, k_pages, block_table, scale, window, soft_cap, sinks)
+    a = attention(q, k_pages, block_table, work_list, scale, window, soft_cap, sinks)
     check_that(
         "ragged_paged_attention", "config.rows", config.rows >= a.G, config.rows, f"at least H/K={a.G}"
     )
@@ -140,7 +114,7 @@ def ragged_paged_attention_pallas(
     arrays = (q, (k_pages, v_pages), block_table, kv_lens, cu_q_lens)
     scales = () if k_scale is None or v_scale is None else (k_scale, v_scale)
     extra = () if sinks is None else (sinks,)
-    out = decode(a, config, *arrays, scales, extra, interpret)
+    out = decode(a, config, *arrays, work_list, scales, extra, interpret)
     return out if max_q_len == 1 else chunks(a, config, *arrays, scales, extra, out, interpret)
 
 
@@ -148,6 +122,7 @@ def attention(
     q: jax.Array,
     k_pages: jax.Array,
     block_table: jax.Array,
+    work_list: jax.Array,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -164,4 +139,5 @@ def attention(
         window=None if window is None else int(window),
         soft_cap=None if soft_cap is None else float(soft_cap),
         sinks=sinks is not None,
+        splits=work_list.shape[0] - 2 * S,
     )

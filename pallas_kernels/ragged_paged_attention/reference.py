@@ -26,6 +26,7 @@ def ragged_paged_attention_reference(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     max_q_len: int | None = None,
+    work_list: jax.Array | None = None,
 ) -> jax.Array:
     """Attends each token causally to its sequence's pages; softmax in float32 (float64 if q is).
 
@@ -41,7 +42,7 @@ def ragged_paged_attention_reference(
         window: a query at position p sees keys p - window + 1 to p; None: 0 to p.
         soft_cap: scores become cap·tanh(score / cap), before masking.
         sinks: float32 `[H]`, one more score in the softmax's denominator, with no value.
-        max_q_len: no sequence has more queries; it changes no result.
+        max_q_len: no sequence has more queries; it changes no result, nor does `work_list`.
 
     Returns:
         `[T, H, Dh]` in q's dtype; 0 in rows without keys, and from `cu_q_lens[S]` on, which belong to no

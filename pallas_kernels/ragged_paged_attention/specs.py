@@ -10,6 +10,7 @@ import numpy as np
 from pallas_kernels.kv import is_quantized
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
+from pallas_kernels.work_list import make_work_list, most_splits
 
 PAGE = 32
 
@@ -54,6 +55,9 @@ def make_spec(
     M, N = int(pages.max()), int(pages.sum())
     decode = bool((q_lens == 1).all())
     quantized = is_quantized(kv)
+    reach = min(M * page, window or M * page)
+    decoded = np.where(q_lens == 1, np.minimum(kv_lens, reach), 0)
+    work_list = make_work_list(decoded, most_splits(S, model.kv_heads, reach))
 
     def pool(key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         values, scales = jax.random.split(key)
@@ -80,6 +84,7 @@ def make_spec(
             "k_scale": k_scale,
             "v_scale": v_scale,
             "sinks": jax.random.normal(e, (H,)) if sinks else None,
+            "work_list": jnp.asarray(work_list),
         }
         return {name: array for name, array in arrays.items() if array is not None}
 

@@ -31,7 +31,8 @@ _TINY = 2.0**-100
 
 @dataclass(frozen=True)
 class Attention:
-    """Static facts of a call; dimensions as in `ragged_paged_attention_reference`."""
+    """Static facts of a call; dimensions as in `ragged_paged_attention_reference`, and the most parts of a
+    context (`pallas_kernels.work_list`)."""
 
     T: int
     S: int
@@ -46,6 +47,7 @@ class Attention:
     window: int | None
     soft_cap: float | None
     sinks: bool
+    splits: int
 
     @property
     def G(self) -> int:
@@ -78,14 +80,12 @@ class Config:
     """Tile sizes, all powers of two of at least 16.
 
     Attributes:
-        splits: parts of a context in decode; they need not be a power of two.
         decode_tile: keys that decode takes at a time.
         rows: queries times heads of a KV head in a chunk's tile; at least the heads.
         tile: keys that a chunk takes at a time.
         num_warps, num_stages: of the chunk kernel.
     """
 
-    splits: int
     decode_tile: int
     decode_warps: int
     decode_stages: int

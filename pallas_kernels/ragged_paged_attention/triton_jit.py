@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels._compat import cdiv, next_power_of_2, triton_call
 from pallas_kernels.op import TRITON_TYPES, Problem, Spec, TritonSource
 from pallas_kernels.ragged_paged_attention import pallas_triton
-from pallas_kernels.ragged_paged_attention.decode import PADDING_ROWS, least_keys, reduce_warps
+from pallas_kernels.ragged_paged_attention.decode import PADDING_ROWS, reduce_warps
 from pallas_kernels.ragged_paged_attention.pallas_triton import Config
 from pallas_kernels.ragged_paged_attention.tiles import Attention
 
@@ -32,7 +32,7 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
     """Returns both kernels as they are compiled and launched: a context's splits, and their parts' sum."""
     q, kv = (TRITON_TYPES[str(jnp.dtype(dtype))] for dtype in (a.q_dtype, a.kv_dtype))
     scales = "*fp32" if a.quantized else "*i32"
-    lengths = {"lens_ptr": "*i32", "cu_ptr": "*i32"}
+    lengths = {"lens_ptr": "*i32", "cu_ptr": "*i32", "work_ptr": "*i32"}
     parts = {"part_ptr": "*fp32", "lse_ptr": "*fp32"}
     pages = {"q_ptr": q, "k_ptr": kv, "v_ptr": kv, "table_ptr": "*i32", **lengths}
     shared = {
@@ -40,8 +40,7 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
         "DH": a.Dh,
         "DP": a.Dp,
         "TILE": config.decode_tile,
-        "SPLITS": config.splits,
-        "LEAST": max(1, least_keys(a.S * a.K) // config.decode_tile),
+        "S": a.S,
         "WINDOW": a.window or 0,
     }
     split = TritonSource(
@@ -61,7 +60,7 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
         },
         num_warps=config.decode_warps,
         num_stages=config.decode_stages,
-        grid=(config.splits, a.K, a.S),
+        grid=(a.S - 1 + a.splits, a.K),
     )
     reduce = TritonSource(
         name="paged_decode_reduce_kernel",
@@ -70,12 +69,11 @@ def passes(a: Attention, config: Config) -> list[TritonSource]:
         constants={
             **shared,
             "T": a.T,
-            "S": a.S,
-            "SPLITS_P": max(2, next_power_of_2(config.splits)),
+            "SPLITS_P": max(2, next_power_of_2(a.splits)),
             "SINKS": a.sinks,
             "PADDING": PADDING_ROWS,
         },
-        num_warps=reduce_warps(a, config.splits),
+        num_warps=reduce_warps(a),
         num_stages=1,
         grid=(a.S + cdiv(a.T, PADDING_ROWS), a.H),
     )
@@ -90,6 +88,7 @@ def decode(
     block_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
+    work_list: jax.Array,
     scales: tuple[jax.Array, ...],
     sinks: tuple[jax.Array, ...],
     interpret: bool | None,
@@ -105,22 +104,21 @@ def decode(
     part, lse = triton_call(
         op,
         split,
-        (q, *pages, block_table, kv_lens, cu_q_lens, *scales),
+        (q, *pages, block_table, kv_lens, cu_q_lens, work_list, *scales),
         out_shape=[
-            jax.ShapeDtypeStruct((a.S, a.H, config.splits, a.Dh), jnp.float32),
-            jax.ShapeDtypeStruct((a.S, a.H, config.splits), jnp.float32),
+            jax.ShapeDtypeStruct((a.S - 1 + a.splits, a.H, a.Dh), jnp.float32),
+            jax.ShapeDtypeStruct((a.S - 1 + a.splits, a.H), jnp.float32),
         ],
         interpret=interpret,
     )
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return triton_call(
-        op, reduce, (part, lse, kv_lens, cu_q_lens, *sinks), out_shape=out_shape, interpret=interpret
-    )
+    arrays = (part, lse, kv_lens, cu_q_lens, work_list, *sinks)
+    return triton_call(op, reduce, arrays, out_shape=out_shape, interpret=interpret)
 
 
 def sources(spec: Spec, config: Config) -> list[TritonSource]:
     """Returns both kernels of a spec, for the static report."""
     arrays: dict[str, Any] = dict(spec.abstract)
     static, sinks = spec.static, arrays.get("sinks")
-    pages = (arrays["q"], arrays["k_pages"], arrays["block_table"])
+    pages = (arrays["q"], arrays["k_pages"], arrays["block_table"], arrays["work_list"])
     return passes(pallas_triton.attention(*pages, static["scale"], static["window"], None, sinks), config)

@@ -14,15 +14,17 @@ WEIGHT_HEADROOM = tl.constexpr(2.0**15)
 
 
 @triton.jit
-def _share(keys, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
-    """Returns the first key and tile, the tile past the last, and the tiles of each split."""
+def _share(seq, keys, work_ptr, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Returns the first key and tile, the tile past the last, the first part and each part's tiles."""
     first_key = keys * 0
     if WINDOW > 0:
         first_key = tl.maximum(keys - WINDOW, 0)
     first = first_key // TILE
     past = (keys + TILE - 1) // TILE
-    per_split = tl.maximum((past - first + SPLITS - 1) // SPLITS, LEAST)
-    return first_key, first, past, per_split
+    first_part = tl.load(work_ptr + seq)
+    splits = tl.maximum(tl.load(work_ptr + seq + 1) - first_part, 1)
+    per_split = tl.maximum((past - first + splits - 1) // splits, 1)
+    return first_key, first, past, first_part, per_split
 
 
 @triton.jit
@@ -53,6 +55,7 @@ def paged_decode_kernel(
     table_ptr,
     lens_ptr,
     cu_ptr,
+    work_ptr,
     k_scale_ptr,
     v_scale_ptr,
     part_ptr,
@@ -63,25 +66,24 @@ def paged_decode_kernel(
     DP: tl.constexpr,
     BS: tl.constexpr,
     M: tl.constexpr,
+    S: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
     WINDOW: tl.constexpr,
     FACTOR: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     KV: tl.constexpr,
     F32: tl.constexpr,
 ):
-    """Attends, in a program, one split of one sequence's context for the G query heads of one KV head."""
+    """Attends, in a program, one part of one sequence's context for the G query heads of one KV head."""
     G: tl.constexpr = H // K
     QUANTIZED: tl.constexpr = KV != "float"
-    split = tl.program_id(0)
+    part = tl.program_id(0)
     head = tl.program_id(1)
-    seq = tl.program_id(2)
+    seq = tl.load(work_ptr + S + 1 + part)
     token, keys = _keys(seq, lens_ptr, cu_ptr)
-    first_key, first, past, per_split = _share(keys, WINDOW, TILE, SPLITS, LEAST)
-    begin = first + split * per_split
+    first_key, first, past, first_part, per_split = _share(seq, keys, work_ptr, WINDOW, TILE)
+    begin = first + (part - first_part) * per_split
     end = tl.minimum(begin + per_split, past)
     if begin < end:
         row = tl.arange(0, ROWS)
@@ -145,7 +147,7 @@ def paged_decode_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         if QUANTIZED:
             acc = acc * (unit / WEIGHT_HEADROOM)
-        place = (seq * H + at).to(tl.int64) * SPLITS + split
+        place = (part * H + at).to(tl.int64)
         tl.store(part_ptr + place[:, None] * DH + dim[None, :], acc / total[:, None], mask=used)
         tl.store(lse_ptr + place, top + tl.log2(total), mask=row < G)
 
@@ -156,6 +158,7 @@ def paged_decode_reduce_kernel(
     lse_ptr,
     lens_ptr,
     cu_ptr,
+    work_ptr,
     sinks_ptr,
     out_ptr,
     T: tl.constexpr,
@@ -164,23 +167,21 @@ def paged_decode_reduce_kernel(
     DH: tl.constexpr,
     DP: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_P: tl.constexpr,
-    LEAST: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     PADDING: tl.constexpr,
 ):
-    """Joins the splits of one head of one sequence; programs from S on write zeros to rows of no sequence."""
+    """Joins the parts of one head of one sequence; programs from S on write zeros to rows of no sequence."""
     program = tl.program_id(0)
     head = tl.program_id(1)
     dim = tl.arange(0, DP)
     if program < S:
         token, keys = _keys(program, lens_ptr, cu_ptr)
-        _, first, past, per_split = _share(keys, WINDOW, TILE, SPLITS, LEAST)
+        _, first, past, first_part, per_split = _share(program, keys, work_ptr, WINDOW, TILE)
         split = tl.arange(0, SPLITS_P)
         used = split * per_split < past - first
-        place = (program * H + head).to(tl.int64) * SPLITS + split
+        place = (first_part + split).to(tl.int64) * H + head
         lse = tl.load(lse_ptr + place, mask=used, other=MASKED)
         inside = (dim < DH)[None, :]
         part = tl.load(part_ptr + place[:, None] * DH + dim[None, :], mask=used[:, None] & inside, other=0.0)

@@ -9,12 +9,21 @@ from moejax.core.config import EngineConfig, MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
+from pallas_kernels import work_list
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
-CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=None, max_model_len=48)
+CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=None, max_model_len=64)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, seed=5, n=2, ignore_eos=True, top_k=20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_parts():
+    """Contexts of a few tokens are split, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work_list, "LEAST_KEYS", 8)
+        yield
 
 
 def engines(**model) -> tuple[LLM, LLM]:
@@ -87,7 +96,7 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
     )
     llm.generate([prompt(3)], greedy(2))
     parts = ("rms_norm_sum", "router", "paged_decode", "rope", "swiglu", "grouped_matmul", "permute")
-    for part in parts:
+    for part in (*parts, "paged_decode_reduce"):
         assert any(part in name for name in called), (part, sorted(set(called)))
     # Only the first layer's norm has no residual: those of heads are part of the write to the cache.
     assert llm.config.qk_norm == "head" and llm.config.num_layers == 1

@@ -16,6 +16,7 @@ from pallas_kernels.ragged_paged_attention import (
 )
 from pallas_kernels.ragged_paged_attention.chunk import query_tiles
 from pallas_kernels.ragged_paged_attention.pallas_triton import Config, attention
+from pallas_kernels.work_list import make_work_list
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.triton_interpreter import Launch, interpret
 from tests.numerics import assert_close, tolerance
@@ -83,6 +84,12 @@ def batch(
     if sinks:
         arrays["sinks"] = normal(rng, (H,), "float32", 2.0)
     return arrays
+
+
+def planned(arrays, splits, window=None):
+    """The batch's work list, as the host makes it."""
+    keys, q_lens = np.asarray(arrays["kv_lens"]), np.diff(np.asarray(arrays["cu_q_lens"]))
+    return jnp.asarray(make_work_list(np.where(q_lens == 1, np.minimum(keys, window or 2**30), 0), splits))
 
 
 def limit(arrays):
@@ -248,27 +255,28 @@ class TestPallas(AttentionContract):
     def test_splits(self, rng, splits, window):
         """More splits than a context has keys for, and fewer; a window that begins within a tile."""
         arrays = batch(rng, [1, 1, 1, 0], [700, 512, 5, 40], window=window, bs=32, sinks=True)
-        config = Config(splits, 64, 4, 3, 64, 32, 4, 3)
-        self.check_batch(arrays, config, max_q_len=1, window=window)
+        arrays["work_list"] = planned(arrays, splits, window)
+        self.check_batch(arrays, Config(64, 4, 3, 64, 32, 4, 3), max_q_len=1, window=window)
 
     @pytest.mark.parametrize("splits", [1, slow(3)])
     def test_a_query_without_keys(self, rng, splits):
         """A padded place before a chunk's tokens has a row, of zeros, whatever its pages hold."""
         arrays = batch(rng, [1, 1, 20], [37, 9, 60], bs=32)
         arrays |= {"kv_lens": arrays["kv_lens"].at[1].set(0)}
-        out = self.check_batch(arrays, Config(splits, 64, 4, 3, 16, 16, 4, 3))
+        arrays["work_list"] = planned(arrays, splits)
+        out = self.check_batch(arrays, Config(64, 4, 3, 16, 16, 4, 3))
         assert (np.asarray(out)[1] == 0).all() and (np.asarray(out)[0] != 0).any()
 
     @pytest.mark.parametrize("window", [90, slow(17), slow(33)])
     def test_window_edges(self, rng, window):
         """A chunk's tiles before, inside and behind what all of its rows see; and a window within a tile."""
         arrays = batch(rng, [40, 5, 1], [290, 200, 120], window=window, bs=32, sinks=True)
-        self.check_batch(arrays, Config(1, 64, 4, 3, 16, 16, 4, 3), window=window)
+        self.check_batch(arrays, Config(64, 4, 3, 16, 16, 4, 3), window=window)
 
     @pytest.mark.parametrize("rows,tile,decode_tile", [slow(16, 16, 16), (32, 64, 128), slow(128, 32, 32)])
     def test_configurations(self, rng, rows, tile, decode_tile):
         arrays = batch(rng, [1, 23, 2], [70, 61, 2], H=6, K=2)
-        self.check_batch(arrays, Config(2, decode_tile, 4, 3, rows, tile, 4, 3))
+        self.check_batch(arrays, Config(decode_tile, 4, 3, rows, tile, 4, 3))
 
 
 @pytest.mark.gpu
@@ -277,8 +285,8 @@ class TestTritonJit(AttentionContract):
     implementation, decode_only = "triton_jit", True
 
 
-def _decodes(splits, tile):
-    return Config(splits, tile, 4, 3, 16, 16, 4, 3)
+def _decodes(tile):
+    return Config(tile, 4, 3, 16, 16, 4, 3)
 
 
 class TestTritonJitInterpreted:
@@ -291,19 +299,22 @@ class TestTritonJitInterpreted:
         for arrays, static, config in cases:
             names = ("window", "soft_cap")
             options = [SCALE, *(static.get(name) for name in names), arrays.get("sinks")]
-            a = attention(arrays["q"], arrays["k_pages"], arrays["block_table"], *options)
+            arrays.setdefault("work_list", planned(arrays, 2, static.get("window")))
+            a = attention(*(arrays[n] for n in ("q", "k_pages", "block_table", "work_list")), *options)
             facts.append(a)
-            names = ("q", "k_pages", "v_pages", "block_table", "kv_lens", "cu_q_lens", "k_scale", "v_scale")
+            names = ("q", "k_pages", "v_pages", "block_table", "kv_lens", "cu_q_lens", "work_list")
+            names += ("k_scale", "v_scale")
             held = [np.asarray(arrays.get(name, arrays["kv_lens"])) for name in names]
             held[1:3] = [pool.view(np.int8) if a.quantized else pool for pool in held[1:3]]
-            shape = (a.S, a.H, config.splits)
+            shape = (a.S - 1 + a.splits, a.H)
             held += [np.full((*shape, a.Dh), np.nan, np.float32), np.full(shape, np.nan, np.float32)]
             kernel = triton_jit.passes(a, config)[0]
             splits.append(Launch(held, kernel.constants, kernel.grid))
         module = "pallas_kernels.ragged_paged_attention.triton_kernel"
         parts = interpret(f"{module}:paged_decode_kernel", splits)
         for a, part, (arrays, _, config) in zip(facts, parts, cases, strict=True):
-            rest = [np.asarray(arrays.get(n, arrays["kv_lens"])) for n in ("kv_lens", "cu_q_lens", "sinks")]
+            names = ("kv_lens", "cu_q_lens", "work_list", "sinks")
+            rest = [np.asarray(arrays.get(name, arrays["kv_lens"])) for name in names]
             held = [*part[-2:], *rest, np.full(arrays["q"].shape, np.nan, arrays["q"].dtype)]
             kernel = triton_jit.passes(a, config)[1]
             reductions.append(Launch(held, kernel.constants, kernel.grid))
@@ -314,7 +325,7 @@ class TestTritonJitInterpreted:
             assert_close(done[-1].astype(np.float64), want, limit(arrays))
 
     def test_batches(self, rng):
-        one, two = _decodes(1, 16), _decodes(2, 32)
+        one, two = _decodes(16), _decodes(32)
         lengths = [1, 8, 9, 16, 17, 33]
         cases = [
             (batch(rng, [1] * len(lengths), lengths, dtype=dtype), {}, one)
@@ -329,7 +340,8 @@ class TestTritonJitInterpreted:
             cases.append((batch(rng, [1, 1], [40, 33], kv=kv, Dh=32), {}, two))
         for splits, window in [(2, 300), (3, None), (8, None)]:
             arrays = batch(rng, [1, 0, 1], [700, 40, 257], window=window, bs=32, K=1)
-            cases.append((arrays, {"window": window}, _decodes(splits, 64)))
+            arrays["work_list"] = planned(arrays, splits, window)
+            cases.append((arrays, {"window": window}, _decodes(64)))
         self.check(cases)
 
 

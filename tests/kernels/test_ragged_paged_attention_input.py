@@ -74,7 +74,7 @@ def test_bad_choices(rng):
     fails(
         "config.rows: got 16, expected at least H/K=20",
         _arguments(rng, H=20, K=1),
-        config=Config(1, 16, 4, 3, 16, 16, 4, 3),
+        config=Config(16, 4, 3, 16, 16, 4, 3),
     )
     fails("at most 128 query heads", _arguments(rng, H=130, K=1))
 

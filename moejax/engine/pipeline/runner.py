@@ -107,8 +107,8 @@ class PipelineRunner(BucketRunner):
         *,
         microbatches: int = 1,
     ) -> None:
-        whole, groups = stages[0][0].whole, stages[0][1].groups
-        super().__init__(whole, config, cache, ledger, kernels, replay, groups=groups)
+        whole, place = stages[0][0].whole, stages[0][1]
+        super().__init__(whole, config, cache, ledger, kernels, replay, place=place)
         self.microbatches = microbatches
         self.stages = [
             Stage(functions, config, cache, StageLedger(ledger, i), kernels, replay, place=place)

@@ -1,4 +1,5 @@
-"""Tells the GPU kernels of a step: block tables, lengths, and where each token is stored.
+"""Tells the GPU kernels of a step: block tables, lengths, where each token is stored, and which parts of
+contexts decode attention's programs read.
 
 The batch's S places for decodes come first among the sequences, then S for chunks:
 
@@ -21,37 +22,32 @@ from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.step.limits import Limits, StepKey
 from moejax.ops.kernel_attention import KernelPlan
+from pallas_kernels.work_list import make_work_list, most_splits
 
 BLANK = {"slot_mapping": -1}
 """Values other than 0 of a plan that attends to nothing."""
 
 
 def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
-    """Fields of the buffer. `chunk_kv_len` and `chunk_count` are by row, 0 for a row without a chunk."""
+    """Fields of the buffer: those of `KernelPlan`, but that a row's block table is there once."""
     S, T = key.rows, key.tokens
-    fields: dict[str, tuple[int, ...]] = {
+    sequences = 2 * S if T else S
+    splits = most_splits(S, limits.kv_heads, limits.context)
+    return {
         "slot_mapping": (S + T,),
         "table": (S, limits.table_width),
-        "kv_len": (S,),
+        "kv_lens": (sequences,),
+        "cu_q_lens": (sequences + 1,),
+        "work_list": (2 * sequences + splits,),
     }
-    if T:
-        fields |= {"chunk_kv_len": (S,), "chunk_count": (S,)}
-    return fields
 
 
 def unpack(take: Callable[[str], jax.Array], key: StepKey) -> KernelPlan:
     """Returns the plan's arrays, inside a trace."""
-    S = key.rows
-    table, kv_lens = take("table"), take("kv_len")
-    if not key.tokens:
-        cu_q_lens = jnp.minimum(jnp.arange(S + 1, dtype=jnp.int32), jnp.sum(kv_lens > 0, dtype=jnp.int32))
-    else:
-        cu_q_lens = jnp.arange(S + 1, dtype=jnp.int32)
-        ends = S + jnp.cumsum(take("chunk_count"), dtype=jnp.int32)
-        table = jnp.concatenate([table, table])
-        kv_lens = jnp.concatenate([kv_lens, take("chunk_kv_len")])
-        cu_q_lens = jnp.concatenate([cu_q_lens, ends])
-    return KernelPlan(take("slot_mapping"), table, kv_lens, cu_q_lens, decode_only=not key.tokens)
+    table = take("table")
+    table = jnp.concatenate([table, table]) if key.tokens else table
+    rest = (take(name) for name in ("kv_lens", "cu_q_lens", "work_list"))
+    return KernelPlan(take("slot_mapping"), table, *rest, decode_only=not key.tokens)
 
 
 def fill(
@@ -64,21 +60,26 @@ def fill(
     counts: list[int],
 ) -> None:
     """Writes the plan's fields; the arguments are as in `attention_xla.fill`."""
-    size, S = limits.block_size, key.rows
-    slots, table, kv_len = views["slot_mapping"], views["table"], views["kv_len"]
+    size, S, D = limits.block_size, key.rows, len(plan.decodes)
+    slots, table, kv_lens = views["slot_mapping"], views["table"], views["kv_lens"]
     slots[:] = -1
+    q_lens = np.zeros(len(kv_lens), np.int32)
+    q_lens[: S if key.tokens else D] = 1
     for i, (sequence, position) in enumerate(zip(plan.decodes, plan.positions, strict=True)):
         table[i, : len(sequence.blocks)] = sequence.blocks
-        kv_len[i] = position + 1
+        kv_lens[i] = position + 1
         # Rows that have ended are computed as padding and store nothing.
-        if i < len(plan.decodes) - plan.idle:
+        if i < D - plan.idle:
             slots[i] = sequence.blocks[position // size] * size + position % size
-    start, row = S, len(plan.decodes)
+    start, row = S, D
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
         blocks = chunk.sequence.blocks
         table[row, : len(blocks)] = blocks
         positions = np.arange(chunk.start, chunk.start + chunk.count)
         slots[start : start + chunk.count] = np.asarray(blocks)[positions // size] * size + positions % size
-        views["chunk_kv_len"][row] = chunk.start + chunk.count
-        views["chunk_count"][row] = chunk.count
+        kv_lens[S + row], q_lens[S + row] = chunk.start + chunk.count, chunk.count
         start, row = start + chunk.count, row + 1 + len(forks)
+    views["cu_q_lens"][1:] = np.cumsum(q_lens)
+    keys = np.where(q_lens == 1, np.minimum(kv_lens, limits.context), 0)
+    items = views["work_list"]
+    items[:] = make_work_list(keys, len(items) - 2 * len(keys))

@@ -21,6 +21,7 @@ from moejax.engine.step.limits import CacheSpec, Limits, StepKey
 from moejax.engine.step.program import PagedOutput
 from moejax.engine.step.runner import StepResult
 from moejax.engine.step.sampler import SamplerMode, read_logprobs
+from moejax.sharding.spmd import SingleDevice
 
 
 class Rows(NamedTuple):
@@ -91,7 +92,7 @@ class BucketRunner(ABC):
         ledger: where steps are compiled.
         kernels: implementation of the GPU kernels, "xla" for none.
         replay: the routing that steps are told; None: routers choose.
-        groups: data-parallel groups; slots, blocks and buckets are each one's.
+        place: the devices. Slots, blocks and buckets are each data-parallel group's.
 
     `capture` takes each computed token's routing where `config.capture_routing` asks for it, else it is None.
     """
@@ -105,11 +106,11 @@ class BucketRunner(ABC):
         kernels: str,
         replay: RoutingReplay | None,
         *,
-        groups: int,
+        place: SingleDevice,
     ) -> None:
         self.ledger = ledger
         self.config = config
-        self.groups = groups
+        self.groups = place.groups
         self._one_segment = kernels != "xla"
         self.cache = cache
         self.buckets = self._all_buckets(cache.num_blocks)
@@ -121,6 +122,8 @@ class BucketRunner(ABC):
             kernels=kernels,
             capture=config.capture_routing,
             replay=None if replay is None else replay.shape,
+            kv_heads=model.num_kv_heads // place.axes.size(place.axes.kv),
+            context=min(cache.max_model_len, max(w or cache.max_model_len for w in model.sliding_windows)),
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         self.capture = RoutingRecorder(model) if config.capture_routing else None

@@ -65,7 +65,7 @@ class DeviceRunner(BucketRunner):
         self.place = place or SingleDevice()
         self.functions = functions
         model = functions.config
-        super().__init__(model, config, cache, ledger, kernels, replay, groups=self.place.groups)
+        super().__init__(model, config, cache, ledger, kernels, replay, place=self.place)
         self.pool = BlockPool(
             model,
             self.buckets.segments,

@@ -55,6 +55,8 @@ class Limits(NamedTuple):
             block tables instead of lists of blocks.
         capture: whether steps return each token's routing.
         replay: (MoE layers, experts per token) where steps are told it.
+        kv_heads: key/value heads that a device has.
+        context: the most keys that a query reads in any layer. Both are for kernels only.
     """
 
     slots: int
@@ -64,3 +66,5 @@ class Limits(NamedTuple):
     kernels: str = "xla"
     capture: bool = False
     replay: tuple[int, int] | None = None
+    kv_heads: int = 1
+    context: int = 1

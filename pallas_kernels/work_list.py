@@ -1,0 +1,55 @@
+"""Decode attention's work list: which program reads which part of which context, from the real lengths.
+
+FlashInfer's plan (`DecodePlan` and `PartitionPagedKVCacheBinarySearchMinNumPagePerBatch` of
+include/flashinfer/attention/scheduler.cuh), made once a step for all of its layers: contexts are cut into
+parts of one length, which follows from all keys together and from how many programs run at a time. The number
+of parts is bounded whatever the lengths, so that a compiled step's grid is static.
+"""
+
+from typing import Any
+
+import numpy as np
+
+LEAST_KEYS = 64
+"""Fewest keys of a part: fewer cost more to start and to put together than they save."""
+
+# Programs that an A100 runs at a time, two on each multiprocessor. An H100 could hold 396, and its memory is
+# busy with these: 64 KB are under way in each.
+_SLOTS = 216
+
+
+def most_splits(sequences: int, kv_heads: int, context: int) -> int:
+    """Returns into how many parts one context may be cut, at most, in a step of so many sequences.
+
+    1 if the sequences' heads alone fill the device and no context is so long that one program would hold up
+    all others, or where contexts are too short: then no kernel has to put parts together.
+
+    Args:
+        kv_heads: of the device. context: the most keys that a query reads.
+    """
+    pairs = sequences * kv_heads
+    if pairs >= _SLOTS and context <= 4096:
+        return 1
+    wave = _SLOTS // kv_heads
+    # With the sequences' last parts no more than a wave; three where they alone would nearly be one.
+    splits = wave - (sequences - 1) if 2 * sequences <= wave else 3 * wave
+    return max(1, min(128, splits, context // max(LEAST_KEYS, min(4 * LEAST_KEYS, 8 * pairs))))
+
+
+def make_work_list(keys: Any, splits: int, xp: Any = np) -> Any:
+    """Returns int32 `[2·S + splits]`: `[S + 1]` numbers of the sequences' first parts, one past the last at
+    the end, then the sequence of each of `S - 1 + splits` parts; places past the last part have none.
+
+    A sequence's parts share its keys evenly, and window by window.
+
+    Args:
+        keys: int `[S]`, keys that each sequence's one query reads; 0 for a sequence that does not decode.
+        splits: see `most_splits`. A part has a `splits`th of all keys, so that no context has more parts.
+        xp: numpy, or jax.numpy inside a trace.
+    """
+    S = keys.shape[0]
+    each = xp.maximum(-(-keys.sum() // splits), 1)
+    each = -(-each // LEAST_KEYS) * LEAST_KEYS
+    first = xp.pad(xp.cumsum(-(-keys // each)), (1, 0))
+    sequence = xp.searchsorted(first[1:], xp.arange(S - 1 + splits), side="right")
+    return xp.concatenate([first, xp.minimum(sequence, S - 1)]).astype(xp.int32)
