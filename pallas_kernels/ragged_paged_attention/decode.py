@@ -74,7 +74,7 @@ def _split_kernel(*refs: Any, a: Attention, tile: int) -> None:
         first_part, splits = _parts(work_ref, program)
         split = part - first_part
     else:
-        program, split, splits = part, jnp.int32(0), 1
+        program, split, splits = part, jnp.int32(0), jnp.int32(1)
     seq, token, single, keys = _keys(a, program, lens_ref, cu_ref, padding=a.splits == 1)
     first_key, first, past, per_split = _share(a, tile, keys, splits)
     # Parts beyond a sequence's own begin behind its last tile.

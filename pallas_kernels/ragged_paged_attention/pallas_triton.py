@@ -58,8 +58,8 @@ def space(problem: Problem) -> Iterable[Config]:
     base = heuristic(problem)
     if problem["decode"]:
         tiles = [t for t in (base.decode_tile // 2, base.decode_tile, base.decode_tile * 2) if 16 <= t <= 128]
-        choices = itertools.product(tiles, (4, 8), (3, 5, 7))
-        configs = {replace(base, decode_tile=t, decode_warps=w, decode_stages=s) for t, w, s in choices}
+        decodes = itertools.product(tiles, (4, 8), (3, 5, 7))
+        configs = {replace(base, decode_tile=t, decode_warps=w, decode_stages=s) for t, w, s in decodes}
     else:
         least = next_power_of_2(int(problem["H"]) // int(problem["K"]))
         rows = [r for r in (64, 128) if r >= least]

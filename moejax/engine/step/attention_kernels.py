@@ -46,8 +46,9 @@ def unpack(take: Callable[[str], jax.Array], key: StepKey) -> KernelPlan:
     """Returns the plan's arrays, inside a trace."""
     table = take("table")
     table = jnp.concatenate([table, table]) if key.tokens else table
-    rest = (take(name) for name in ("kv_lens", "cu_q_lens", "work_list"))
-    return KernelPlan(take("slot_mapping"), table, *rest, decode_only=not key.tokens)
+    kv_lens, cu_q_lens, work_list = (take(name) for name in ("kv_lens", "cu_q_lens", "work_list"))
+    decode_only = not key.tokens
+    return KernelPlan(take("slot_mapping"), table, kv_lens, cu_q_lens, work_list, decode_only)
 
 
 def fill(
