@@ -169,6 +169,13 @@ def test_stages_from_a_checkpoint(tmp_path: Path) -> None:
     assert [out.outputs[0].token_ids for out in three.generate(asked, params(max_tokens=3))] == wanted
 
 
+def test_stages_read_one_buffer() -> None:
+    """A stage whose layers all have windows reads the plan where the others do."""
+    runner: Any = LLM(MODEL, load_format="dummy", engine=ENGINE, parallel=ParallelConfig(pp=3)).runner
+    assert runner.limits.context == ENGINE.max_model_len
+    assert {stage.limits for stage in runner.stages} == {runner.limits}
+
+
 def mixed(llm: LLM) -> Any:
     """Samples with forks and copies of shared blocks, penalties, preemption."""
     wanted = [

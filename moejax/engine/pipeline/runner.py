@@ -114,6 +114,8 @@ class PipelineRunner(BucketRunner):
             Stage(functions, config, cache, StageLedger(ledger, i), kernels, replay, place=place)
             for i, (functions, place) in enumerate(stages)
         ]
+        for stage in self.stages:
+            stage.limits = self.limits  # one buffer for all, whatever the windows of their layers
         places = [place for _, place in stages]
         self._onward = [
             Transfer(source, target, ledger.get, f"transfer {i} to {i + 1}")
