@@ -40,7 +40,7 @@ def make_work_list(keys: Any, splits: int, xp: Any = np) -> Any:
     """Returns int32 `[2·S + splits]`: `[S + 1]` numbers of the sequences' first parts, one past the last at
     the end, then the sequence of each of `S - 1 + splits` parts; places past the last part have none.
 
-    A sequence's parts share its keys evenly, and window by window.
+    A sequence's parts share evenly the keys that a layer's window leaves.
 
     Args:
         keys: int `[S]`, keys that each sequence's one query reads; 0 for a sequence that does not decode.
