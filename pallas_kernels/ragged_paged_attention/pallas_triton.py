@@ -34,11 +34,13 @@ def heuristic(problem: Problem) -> Config:
     group = next_power_of_2(int(problem["H"]) // int(problem["K"]))
     # 128 rows of 128 numbers and 64 keys fit 8 warps' registers; keys that are decoded take more.
     rows = max(group, 16 if wide else 128 if Dp <= 128 else 64)
-    # Decoding fp8 takes more registers than int8, and so do a window's masks, sinks and a token of its own in
-    # each row (XLA's own compiler, sm_80).
+    # Decoding fp8 takes more registers than int8, and so do a window's masks and a token of its own in each
+    # row (XLA's own compiler, sm_80).
     int8, fp8 = problem["kv_dtype"] == "int8", kv_bytes == 1 and problem["kv_dtype"] != "int8"
-    many = Dp > 128 or int8 or problem["window"] or problem["sinks"] or group == 1
+    many = Dp > 128 or int8 or problem["window"] or group == 1
     tile = min(16 if wide or fp8 else 32 if many else 64, context)
+    # Sinks take two registers too many for five stages of 64 keys. In int8 four stages take 80 fewer.
+    fewer = int8 or (problem["sinks"] and tile == 64)
     if problem["sinks"] and Dp > 128 and int8:
         tile = 16
     return Config(
@@ -48,8 +50,7 @@ def heuristic(problem: Problem) -> Config:
         rows=max(16, rows),
         tile=max(16, tile),
         num_warps=4 if wide and not widened else 8,
-        # In int8 four stages take 80 registers fewer.
-        num_stages=1 if widened else 3 if wide else 4 if int8 else 5,
+        num_stages=1 if widened else 3 if wide else 4 if fewer else 5,
     )
 
 
