@@ -83,7 +83,7 @@ def environment(folder: Path) -> dict[str, str]:
     assembler = os.pathsep.join([str(folder / "nvidia" / "cuda_nvcc" / "bin"), os.environ.get("PATH", "")])
     return os.environ | {
         "JAX_PLATFORMS": f"{_PLATFORM},cpu",
-        "XLA_FLAGS": "",  # those of this process may be for its own devices, such as tests' without optimisation
+        "XLA_FLAGS": "",  # tests switch optimisation off by it
         "TF_CPP_MIN_LOG_LEVEL": "0",
         "TF_CPP_VMODULE": "subprocess_compilation=2",
         "PATH": assembler,
