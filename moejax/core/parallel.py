@@ -31,7 +31,8 @@ class ParallelConfig(Checked, section="parallel"):
             not fit is dropped and counted. None: sized from the true maximum, so that nothing is lost.
         redundant_experts: physical experts beyond the model's own, for replicas of hot ones.
         overlap_shared: the first exchange and the shared expert do not wait for each other.
-        dispatch_microbatches: parts of a prefill step whose exchanges and products may overlap: 1 or 2.
+        dispatch_microbatches: parts of a prefill step whose exchanges and products may overlap: 1 or 2. An
+            all-gather, with which decoding exchanges, is not cut.
         microbatches: parts of a step that follow each other through the pipeline; None: as many as stages.
         stage_layers: layers of each stage; None: balanced by cost.
     """

@@ -22,9 +22,9 @@ def exchange_cost(method: str, model: ModelConfig, parallel: ParallelConfig, tok
     Args:
         method: as `moejax.moe.expert_parallel.choose_exchange` resolved it.
     """
-    microbatches = min(parallel.dispatch_microbatches, tokens)
     if method in ("none", "allgather"):
-        return Exchange(method, microbatches=microbatches)
+        return Exchange(method)
+    microbatches = min(parallel.dispatch_microbatches, tokens)
     hops, top_k = exchange_hops(method, model, parallel), model.num_experts_per_tok
     part = -(-tokens // microbatches)
     if method == "ragged":

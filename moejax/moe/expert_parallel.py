@@ -73,7 +73,8 @@ def dispatch_experts(
         capacity: c times the mean rows between a pair of ranks under "all_to_all" and on each hop of
             "hierarchical"; what does not fit is dropped, the last tokens first, and counted. None: nothing is
             dropped. The other methods take everything.
-        microbatches: parts of the tokens whose exchanges and products do not depend on each other.
+        microbatches: parts of the tokens whose exchanges and products do not depend on each other. XLA joins
+            the all-gathers of such parts, so that "allgather" has one.
         shared: what else each token needs, (x `[n, D]`) → `[n, D]`, added to the sum: it stands beside the
             exchange, inside its branches, and neither waits for the other.
 
@@ -92,10 +93,10 @@ def dispatch_experts(
         part = Part(x, *_own(ids, weights, index(axes.expert), num_local))
         out = run(*part)
         return out if shared is None else out + shared(x), none
-    parts = _split(Part(x, ids, weights), microbatches)
+    parts = _split(Part(x, ids, weights), microbatches if method != "allgather" else 1)
     dropped = none
     if method == "allgather":
-        outs = [_gathered(part, num_local, axes, run, overlapped) for part in parts]
+        outs = [_gathered(parts[0], num_local, axes, run, overlapped)]
     elif method == "ragged":
         (hop,) = make_hops(axes, num_local, nodes_first=False)
         outs = [exchange_ragged(part, hop, run, overlapped) for part in parts]

@@ -97,7 +97,8 @@ class MoELayer(nnx.Module):
             output = self.experts(flat, routing, moe)
             if self.shared_expert is not None:
                 output = output._replace(out=output.out + self._shared(flat))
-        out = psum(output.out, self.axes.tensor)
+        with jax.named_scope("experts_dispatch"):
+            out = psum(output.out, self.axes.tensor)
         ids, weights, logits = output.routing
         trace = RoutingTrace(
             ids.reshape(B, T, -1),

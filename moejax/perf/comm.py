@@ -194,9 +194,8 @@ def exchange_terms(
     parts = [end - begin for begin, end in itertools.pairwise(ends)]
     two_hops = exchange.method == "hierarchical" and nodes > 1 and ranks > nodes
     if exchange.method == "allgather":
-        for part in parts:
-            yield "dispatch", "all-gather", "exchange", part * there
-            yield "combine", "reduce-scatter", "exchange", ranks * part * back
+        yield "dispatch", "all-gather", "exchange", tokens * there
+        yield "combine", "reduce-scatter", "exchange", ranks * tokens * back
     elif exchange.method == "ragged":
         for _ in parts:
             yield "dispatch", "all-gather", "exchange", ranks * _INT

@@ -24,6 +24,16 @@ _COLUMNS = (
     Column("model\nms", "modelled_ms"),
     Column("%", "modelled_bound_percent", cell="{:.0f}".format),
 )
+_COLLECTIVES = (
+    Column("rows", "bucket", left=True),
+    Column("collective", "kind", left=True),
+    Column("operation", "operation", left=True),
+    Column("bytes", "read_bytes", cell=byte_words),
+    Column("/ step", "launches"),
+    Column("with work\nbeside", "overlapped"),
+    Column("launches\nbeside", "beside"),
+    Column("could", "independent"),
+)
 _MOST = 8  # kernels that are named
 
 
@@ -48,13 +58,14 @@ def print_program(result: Mapping[str, Any], console: Console) -> None:
     print_lines(console, spills[:_MOST], "yellow")
     waits = [f"{r['bucket']}: the host waits {r['host_syncs']} times" for r in rows if r["host_syncs"]]
     print_lines(console, waits, "yellow")
-    collectives = [
-        f"{row['bucket']}: {row['collectives']} collectives of {byte_words(row['collective_bytes'])};"
-        f" {row['collectives_exposed']} have nothing beside them"
-        for row in rows
-        if row["collectives"]
-    ]
-    print_lines(console, collectives)
+    if result["collectives"]:
+        title = "Collectives of a step, and launches between their start and their end"
+        caption = "could: launches that neither feed it nor need it"
+        console.print(column_table(title, _COLLECTIVES, result["collectives"], caption))
+    for row in (row for row in rows if row["collectives"]):
+        names = ("collective_bytes", "collective_formula_bytes", "stage_bytes")
+        words = "{}: collectives of {}, by formula {}; {} to the next stage"
+        print_lines(console, [words.format(row["bucket"], *(byte_words(row[name]) for name in names))])
     memory = ", ".join(f"{row['bucket']}: {byte_words(row['peak_bytes'])}" for row in rows)
     phases = ("trace_s", "lower_s", "compile_s")
     seconds = [f"{r['bucket']}: {' + '.join(f'{r[phase]:.1f}' for phase in phases)} s" for r in rows]

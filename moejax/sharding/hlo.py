@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from moejax.perf.comm import COLLECTIVES, CommTerm, wire_bytes
 from moejax.sharding.axes import Axes
 from moejax.sharding.hlo_groups import Grid, numbers
-from moejax.sharding.hlo_syntax import BRANCHES, CALLED, OP_NAME, HloError, Line, closing, read_lines
+from moejax.sharding.hlo_syntax import CALLED, HloError, Line, closing, read_lines
 
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
@@ -193,13 +193,13 @@ class _Program:
                 yield from self.visit(called["body"], body, branches)
                 yield from self.visit(called["condition"], test, branches)
             elif line.opcode == "conditional":
-                for number, branch in enumerate(_branches(line.rest, called)):
-                    inside = Branch(line.name, _op_name(line.rest), number)
+                in_order = line.called if "branch_computations=" in line.rest else line.called[::-1]
+                for number, branch in enumerate(in_order):
+                    inside = Branch(line.name, line.op_name, number)
                     yield from self.visit(branch, executions, (*branches, inside))
             elif line.opcode in ("call", "fusion", "async-start", "custom-call"):
-                for target in ("to_apply", "calls"):
-                    if target in called:
-                        yield from self.visit(called[target], executions, branches)
+                for target in line.called:
+                    yield from self.visit(target, executions, branches)
 
     def _collective(
         self,
@@ -222,7 +222,7 @@ class _Program:
             operands=tuple(itertools.chain.from_iterable(map(arrays, operands))),
             group_size=size,
             axes=axes,
-            op_name=_op_name(attributes),
+            op_name=line.op_name,
             executions=executions,
             branches=branches,
         )
@@ -266,15 +266,3 @@ def arrays(text: str) -> list[Shape]:
         if dtype not in ("token", "opaque"):
             shapes.append(Shape(dtype, tuple(numbers(dims.replace("<=", "")))))
     return shapes
-
-
-def _branches(rest: str, called: dict[str, str]) -> list[str]:
-    listed = BRANCHES.search(rest)
-    if listed:
-        return [name.strip().removeprefix("%") for name in listed[1].split(",")]
-    return [called["false_computation"], called["true_computation"]]
-
-
-def _op_name(text: str) -> str:
-    match = OP_NAME.search(text)
-    return match[1] if match else ""

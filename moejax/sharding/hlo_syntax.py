@@ -30,6 +30,23 @@ class Line(NamedTuple):
     opcode: str
     rest: str
 
+    @property
+    def op_name(self) -> str:
+        """Returns the source operation, by JAX's name stack; "" where there is none."""
+        named = OP_NAME.search(self.rest)
+        return named[1] if named else ""
+
+    @property
+    def called(self) -> list[str]:
+        """Returns the computations that it runs."""
+        branches = ",".join(BRANCHES.findall(self.rest)).split(",")
+        return [name for _, name in CALLED.findall(self.rest)] + [x.strip(" %") for x in branches if x]
+
+    @property
+    def operands(self) -> list[str]:
+        """Returns the names of its operands; jaxlib 0.11 and later write `name#part` for a tuple's part."""
+        return re.findall(r"%([\w.\-]+(?:#\d+)?)", self.rest[: closing(self.rest)])
+
 
 def read_lines(text: str) -> Iterator[Line]:
     """Yields the instructions of a module in the order of its text.

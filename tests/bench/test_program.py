@@ -21,8 +21,8 @@ from moejax.bench.program.compiler import FOLDER, describe, device_name
 from moejax.bench.program.config import ProgramSection
 from moejax.bench.program.dump import Dump, alive, occupancy, read_dump, read_folder
 from moejax.bench.program.job import Bucket, Compiled, Opened
-from moejax.bench.program.rows import detail_of, layer_counts, operation_rows, row_of
-from moejax.bench.program.run import _kernels
+from moejax.bench.program.rows import detail_of, grouped_rows, layer_counts, row_of, stage_counts
+from moejax.bench.program.run import _TABLES, _kernels
 from moejax.bench.program.worker import first_layers
 from moejax.core.errors import CompileError, ConfigError
 from moejax.core.hardware import KNOWN
@@ -161,11 +161,79 @@ def test_collectives_with_work_beside_them_and_launches_outside_of_graphs() -> N
     dump = read_dump(texts)
     reduce, work, gather = dump.launches
     assert (reduce.kind, reduce.beside, reduce.captured, reduce.layer) == ("all-reduce", 1, False, 0)
+    assert (reduce.overlapped, reduce.independent, gather.overlapped, gather.independent) == (
+        True,
+        1,
+        False,
+        1,
+    )
     assert (work.blocks, work.threads, work.shared, work.captured, work.beside) == (6, 64, 16, True, None)
     assert (gather.kind, gather.beside, gather.read_bytes) == ("all-gather", 0, 32)
     assert dump.host_syncs == 1
     with pytest.raises(CompileError, match="do not agree"):
         read_dump(texts | {"metadata": _metadata(*named[1:])})
+
+
+BRANCHES = """HloModule m, is_scheduled=true, entry_computation_layout={}
+
+%wrapped (x: f32[16]) -> f32[2] {
+  %x = f32[16]{0} parameter(0)
+  ROOT %scatter = f32[2]{0} reduce-scatter(%x)
+}
+
+%even (y: f32[16]) -> f32[2] {
+  %y = f32[16]{0} parameter(0)
+  %half = f32[8]{0} custom-call(%y), metadata={op_name="layer_1/experts_down/x"}
+  %start = ((f32[16]{0}), f32[2]{0}) async-start(%y), calls=%wrapped
+  %other = f32[8]{0} custom-call(%y)
+  %done = f32[2]{0} async-done(%start)
+  ROOT %sum = f32[2]{0} custom-call(%half, %other, %done)
+}
+
+%worst (z: f32[16]) -> f32[2] {
+  %z = f32[16]{0} parameter(0)
+  ROOT %all = f32[2]{0} custom-call(%z)
+}
+
+ENTRY %main (p: f32[16], i: s32[]) -> f32[2] {
+  %p = f32[16]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %switch = f32[2]{0} conditional(%i, %p, %p), branch_computations={%even, %worst}
+}
+"""
+
+
+def test_of_a_conditional_the_first_branch_counts_with_its_collectives() -> None:
+    thunks = """006: kConditional   [source | sink]
+  branch_0:
+    001: kCustomKernel [source] half grid: [1, 1, 1] threads: [8, 1, 1]  shared_memory: 0 bytes
+    003: kAsyncStart   [source] stream=communication_stream[0]
+        002: kReduceScatter [source] kReduceScatter
+    000: kCommandBuffer [source]
+        004: kCustomKernel [source] other grid: [1, 1, 1] threads: [8, 1, 1]  shared_memory: 0 bytes
+    005: kAsyncDone    [source] x
+    007: kCustomKernel [source] sum grid: [1, 1, 1] threads: [8, 1, 1]  shared_memory: 0 bytes
+  branch_1:
+    000: kCommandBuffer [source]
+        008: kCustomKernel [source] all grid: [1, 1, 1] threads: [8, 1, 1]  shared_memory: 0 bytes
+"""
+    named = (
+        ("switch", "kConditional"), ("half", "kCustomKernel"), ("start", "kAsyncStart"),
+        ("scatter", "kReduceScatter"), ("b", "kCommandBuffer"), ("other", "kCustomKernel"),
+        ("done", "kAsyncDone"), ("sum", "kCustomKernel"), ("c", "kCommandBuffer"), ("all", "kCustomKernel"),
+    )  # fmt: skip
+    texts = {"hlo": BRANCHES, "live": "", "buffers": "", "thunks": thunks, "metadata": _metadata(*named)}
+    dump = read_dump(texts)
+    assert [launch.kernel for launch in dump.launches] == ["half", "start", "other", "sum"]
+    assert [launch.captured for launch in dump.launches] == [False, False, True, False]
+    scatter = dump.launches[1]
+    assert (scatter.kind, scatter.read_bytes, scatter.beside, scatter.independent) == (
+        "reduce-scatter",
+        64,
+        1,
+        2,
+    )
+    assert (dump.command_buffers, dump.host_syncs) == (1, 1)
 
 
 def test_another_versions_dump_is_one_line(tmp_path: Path) -> None:
@@ -189,8 +257,27 @@ def test_another_versions_dump_is_one_line(tmp_path: Path) -> None:
 def test_depths_differ_by_whole_periods(windows: Any, sparse: Any, counts: tuple[int, ...]) -> None:
     model = MODEL.replace(num_layers=len(windows), sliding_windows=windows, moe_layers=sparse)
     assert layer_counts(model) == counts
-    assert first_layers(model, counts[0]).sliding_windows == windows[: counts[0]]
-    assert first_layers(model, None) == model
+    whole = [range(len(windows))]
+    assert first_layers(model, whole, counts[0]).sliding_windows == windows[: counts[0]]
+    assert first_layers(model, whole, None) == model and stage_counts(model, whole) == counts
+
+
+def test_stages_are_compiled_with_their_own_first_layers() -> None:
+    model = MODEL.replace(num_layers=16, moe_layers=(False,) + (True,) * 15, sliding_windows=(8, None) * 8)
+    stages = [range(7), range(7, 16)]
+    counts = stage_counts(model, stages)
+    assert counts == (3, 5)
+    two = first_layers(model, stages, 3)
+    assert two.sliding_windows == (8, None, 8, None, 8, None)
+    assert two.moe_layers == (False,) + (True,) * 5
+    assert stage_counts(model, [range(4), range(4, 16)]) == (12,), "a stage is too short: all layers"
+
+
+COLLECTIVE = {
+    "bucket": "1", "kind": "all-to-all", "operation": "experts_dispatch", "read_bytes": 2080, "launches": 48,
+    "overlapped": 24, "beside": 72, "independent": 96,
+}  # fmt: skip
+SENT = {"collective_bytes": 30, "collective_formula_bytes": 20, "stage_bytes": 4096}
 
 
 @pytest.fixture(scope="module")
@@ -200,13 +287,13 @@ def programs(dump: Dump) -> list[Compiled]:
     again = [dataclasses.replace(x, layer=1) for x in dump.launches if x.layer == 0]
     deeper = dataclasses.replace(dump, launches=[*dump.launches, *again], f32_copies=2 * dump.f32_copies)
     return [
-        Compiled(Bucket(1, 0), 1, dump, seconds, memory | {"argument": 100, "temp": 7}),
-        Compiled(Bucket(1, 0), 2, deeper, seconds, memory | {"argument": 150, "temp": 7}),
+        Compiled("1", Bucket(1, 0), 1, 48, dump, seconds, memory | {"argument": 100, "temp": 7}, SENT),
+        Compiled("1", Bucket(1, 0), 2, 48, deeper, seconds, memory | {"argument": 150, "temp": 7}, SENT),
     ]
 
 
 def test_rows_are_extrapolated_by_layer(programs: list[Compiled]) -> None:
-    opened = Opened(MODEL, {}, "bfloat16", [])
+    opened = Opened(MODEL, {}, "bfloat16", [], [range(48)])
     row = row_of(programs, opened, ProgramSection(), KNOWN["a100_80gb"])
     assert (row["launches_per_layer"], row["launches_per_step"]) == (21, 14 + 21 * 48)
     assert row["layers_compiled"] == [1, 2]
@@ -218,19 +305,22 @@ def test_rows_are_extrapolated_by_layer(programs: list[Compiled]) -> None:
     assert dearer["modelled_ms"] - row["modelled_ms"] == pytest.approx(row["launches_per_step"] * 1e-3)
     alone = row_of(programs[:1], opened, ProgramSection(), None)
     assert (alone["launches_per_layer"], alone["launches_per_step"], alone["modelled_ms"]) == (None, 35, None)
-    by_name = {item["operation"]: item for item in operation_rows(programs, 48)}
+    by_name = {item["operation"]: item for item in grouped_rows(programs, *_TABLES["operations"])}
     assert (by_name["router"]["launches_per_layer"], by_name["router"]["launches"]) == (4, 192)
     assert (by_name["sampling"]["launches_per_layer"], row["trace_s"]) == (0, 1)
 
 
 def test_tables_and_plots(programs: list[Compiled], tmp_path: Path) -> None:
-    row = row_of(programs, Opened(MODEL, {}, "bfloat16", []), ProgramSection(), KNOWN["a100_80gb"])
+    row = row_of(
+        programs, Opened(MODEL, {}, "bfloat16", [], [range(48)]), ProgramSection(), KNOWN["a100_80gb"]
+    )
     result = {
         "experiment": "program",
         "config": {"program": dataclasses.asdict(ProgramSection())},
         "metrics": {},
-        "cases": [row | {"layers": 48, "collectives": 2, "host_syncs": 1}],
-        "operations": operation_rows(programs, 48),
+        "cases": [row | {"host_syncs": 1, "collectives": 2}],
+        "operations": grouped_rows(programs, *_TABLES["operations"]),
+        "collectives": [COLLECTIVE],
         "kernels": _kernels(programs[-1]),
         "target": {"device": "NVIDIA A100-SXM4-80GB", "devices": 1, "memory": 85_100_068_864},
         "notes": ["autotuning"],
@@ -241,7 +331,8 @@ def test_tables_and_plots(programs: list[Compiled], tmp_path: Path) -> None:
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert "453 MB" in shown and "1,022" in shown and "compiled with 1 and 2 layers" in shown
         assert "grouped_swiglu (1) spills 4 bytes, has 40 registers" in shown
-        assert "the host waits 1 times" in shown
+        assert "the host waits 1 times" in shown and "2.1 kB      48         24" in shown
+        assert "1: collectives of 30 bytes, by formula 20 bytes; 4.1 kB to the next stage" in shown
     files = save_plots(result, tmp_path, programs=[detail_of(programs[-1])])
     assert {file.name for file in files} == {"launches.png", "memory.png"}
 
@@ -271,7 +362,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     (tmp_path / "x.txtpb").write_text("gpu_device_info {}")
     assert "device_memory_size is missing" in _fails(capsys, "target=x.txtpb")
     assert "the step 65 is beyond engine.max_num_seqs=64" in _fails(capsys, "program.rows=[65]")
-    assert "without pipeline stages; this layout has 8 devices, pp=2" in _fails(capsys, "parallel=pp2_ep4")
+    assert "for 1, 2, 4, 8 devices; this layout has 32" in _fails(capsys, "parallel=cluster_4x8")
     assert "no step to compile" in _fails(capsys, "program.rows=[]", "program.chunks=[]")
     assert not (tmp_path / "outputs").exists() or not any((tmp_path / "outputs").rglob("result.json"))
 
@@ -286,15 +377,21 @@ def test_targets_say_what_they_are() -> None:
 
 @pytest.mark.slow
 @needs_gpu_compiler
-@pytest.mark.parametrize("layout", ["single", "ep8"])
+@pytest.mark.parametrize("layout", ["single", "ep8", "pp2_ep4"])
 def test_the_engines_step_on_an_a100(layout: str, tmp_path: Path) -> None:
     small = ["model=eightway", "program.rows=[8]", "program.chunks=[]", "program.layers=1"]
     argv = ["tracker=none", f"parallel={layout}", *small, f"hydra.run.dir={tmp_path}"]
     assert launch(main, "program", argv) == 0
     result = json.loads((tmp_path / "result.json").read_text())
-    (case,) = result["cases"]
+    stages = ["8 stage 0", "8 stage 1"] if layout == "pp2_ep4" else ["8"]
+    assert [case["bucket"] for case in result["cases"]] == stages
+    for case in result["cases"]:
+        faults = ("copies_of_pool_bytes", "f32_weight_copy_bytes", "kernels_with_spills")
+        assert not any(case[name] for name in faults)
+        assert (case["collectives"] > 0) == (layout != "single")
+        assert case["launches_outside"] == 0 or layout != "single"
     assert result["resolved"]["engine.kernels"]["value"] == "pallas_triton"
-    assert case["copies_of_pool_bytes"] == case["f32_weight_copy_bytes"] == case["kernels_with_spills"] == 0
-    assert (case["collectives"] > 0) == (layout == "ep8")
-    assert case["launches_outside"] == 0 or layout == "ep8"
     assert {"rope_kv_write", "grouped_swiglu"} <= {kernel["kernel"] for kernel in result["kernels"]}
+    for case in result["cases"] if layout != "single" else ():
+        assert case["collective_bytes"] == case["collective_formula_bytes"] > 0
+    assert [case.get("stage_bytes", 0) > 0 for case in result["cases"]] == [True, False][-len(stages) :]

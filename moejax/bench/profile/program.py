@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moejax.perf.operation_costs import OPERATIONS
-from moejax.sharding.hlo_syntax import BRANCHES, CALLED, OP_NAME, read_lines
+from moejax.sharding.hlo_syntax import Line, read_lines
 
-_OPERAND = re.compile(r"%([\w.\-]+)")
 _LAYER = re.compile(r"layer_(\d+)$")
 
 # GPU kernels do several things at once, or are called below one scope for all: theirs is the kernel's name.
@@ -44,18 +43,6 @@ NOWHERE = Place(None, None)
 
 
 @dataclass
-class Instruction:
-    """A line of HLO."""
-
-    name: str
-    opcode: str
-    computation: str
-    op_name: str
-    called: tuple[str, ...]
-    operands: tuple[str, ...]
-
-
-@dataclass
 class Program:
     """A compiled program's instructions.
 
@@ -69,15 +56,15 @@ class Program:
 
     key: str
     prefill: bool
-    instructions: Mapping[str, Instruction] = field(repr=False)
+    instructions: Mapping[str, Line] = field(repr=False)
     places: Mapping[str, Place] = field(repr=False)
     callers: Mapping[str, frozenset[str]] = field(repr=False)
 
 
 def read_program(key: str, prefill: bool, text: str) -> Program:
     """A program from its optimised HLO, as `jax.stages.Compiled.as_text` gives it."""
-    instructions = {line.name: line for line in _lines(text)}
-    by_computation: dict[str, list[Instruction]] = {}
+    instructions = {line.name: line for line in read_lines(text)}
+    by_computation: dict[str, list[Line]] = {}
     calls: dict[str, list[str]] = {}
     for line in instructions.values():
         by_computation.setdefault(line.computation, []).append(line)
@@ -116,19 +103,8 @@ def place_of(op_name: str) -> Place:
     return Place(operation, layer)
 
 
-def _lines(text: str) -> Iterable[Instruction]:
-    for line in read_lines(text):
-        called = [name for _, name in CALLED.findall(line.rest)]
-        for branches in BRANCHES.findall(line.rest):
-            called += [name.strip().lstrip("%") for name in branches.split(",")]
-        named = OP_NAME.search(line.rest)
-        operands = _OPERAND.findall(line.rest.split(")", 1)[0])
-        op_name = named[1] if named else ""
-        yield Instruction(line.name, line.opcode, line.computation, op_name, tuple(called), tuple(operands))
-
-
 def _callers(
-    instructions: Mapping[str, Instruction], calls: Mapping[str, Sequence[str]]
+    instructions: Mapping[str, Line], calls: Mapping[str, Sequence[str]]
 ) -> dict[str, frozenset[str]]:
     known: dict[str, frozenset[str]] = {}
 
@@ -143,19 +119,20 @@ def _callers(
 
 
 def _places(
-    instructions: Mapping[str, Instruction],
-    by_computation: Mapping[str, Sequence[Instruction]],
+    instructions: Mapping[str, Line],
+    by_computation: Mapping[str, Sequence[Line]],
     calls: Mapping[str, Sequence[str]],
 ) -> dict[str, Place]:
     """Scopes where there are some, then what lies near."""
     places = {name: _own_place(line, by_computation) for name, line in instructions.items()}
     users: dict[str, list[str]] = {}
-    for line in instructions.values():
-        for operand in line.operands:
-            users.setdefault(operand, []).append(line.name)
+    operands = {name: [x.partition("#")[0] for x in line.operands] for name, line in instructions.items()}
+    for name, given in operands.items():
+        for operand in given:
+            users.setdefault(operand, []).append(name)
     # Copies, broadcasts and the like that XLA has added: those who use them first, then what they are made
     # of. In rounds, since these may have no scope either.
-    for near in (users, {name: line.operands for name, line in instructions.items()}):
+    for near in (users, operands):
         for _ in range(4):
             for name, place in list(places.items()):
                 if place.operation is None and instructions[name].opcode != "parameter":
@@ -173,7 +150,7 @@ def _places(
     return places
 
 
-def _own_place(line: Instruction, by_computation: Mapping[str, Sequence[Instruction]]) -> Place:
+def _own_place(line: Line, by_computation: Mapping[str, Sequence[Line]]) -> Place:
     """By its own metadata. A fusion is its product's, since that takes the time; else its root's, whose
     metadata it has; else that of most of its parts."""
     if line.opcode not in ("fusion", "call", "custom-call"):

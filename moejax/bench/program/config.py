@@ -19,11 +19,13 @@ class ProgramSection(Checked, section="program"):
     """Which steps are compiled, and what a step's modelled time assumes.
 
     Attributes:
-        rows: rows of steps that only decode, a step each.
+        rows: rows of steps that only decode, a step each; of a data-parallel group, with pipeline stages of a
+            microbatch, and so are the other numbers.
         chunks: tokens of prompts in steps that have some, a step each; empty: none.
         chunk_rows: rows that decode in those.
         sampler: "greedy", "sampled" (temperature alone) or "filters" (top-k, top-p, min-p).
-        layers: layers to compile instead of two small numbers of them; their step is not extrapolated.
+        layers: layers to compile, of each pipeline stage, instead of two small numbers of them; their step is
+            not extrapolated.
         context_len: tokens of a sequence, in the modelled time and in the cache, which has room for
             `engine.max_num_seqs` of them unless `engine.num_blocks` says otherwise.
         launch_us: microseconds that a launch costs within a command buffer.

@@ -4,16 +4,17 @@ Texts in, dataclasses out. The formats are those of XLA's dumps in jaxlib 0.10.2
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from moejax.bench.profile.program import NOWHERE, read_program
 from moejax.core.errors import CompileError
 from moejax.perf.comm import COLLECTIVES
 from moejax.sharding.hlo import Shape, arrays
-from moejax.sharding.hlo_syntax import CALLED, Line, closing, read_lines
+from moejax.sharding.hlo_syntax import Line, closing, read_lines
 
 LARGE = 1 << 16
 """Elements from which on an array is a weight's or a pool's, and no table of a few numbers."""
@@ -22,10 +23,10 @@ _FILES = {
     "hlo": "gpu_after_optimizations.txt", "live": "-live-range.txt", "buffers": "-buffer-assignment.txt",
     "thunks": "thunk_sequence_after_thunk_passes.txt", "metadata": "thunk_metadata.txt",
 }  # fmt: skip
-_THUNK = re.compile(r"^( *)\d+: (k\w+) *(?:\[[^\]\n]*\] *)?(.*)$", re.MULTILINE)
+_THUNK = re.compile(r"^( *)(?:\d+: (k\w+) *(?:\[[^\]\n]*\] *)?(.*)|branch_(\d+):)$", re.MULTILINE)
 KERNEL = re.compile(r"(\w+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+).*shared_memory: (\d+)")
 _METADATA = re.compile(r"^thunk_metadata \{.*?thunk_kind: \"(\w+)\"\n\}", re.MULTILINE | re.DOTALL)
-_GROUPS = ("kCommandBuffer", "kSequential")
+_GROUPS = ("kCommandBuffer", "kSequential", "kAsyncStart")
 _WAITS = ("kConditional", "kWhile", "kInfeed", "kOutfeed", "kHostExecuteStart", "kHostSendDone")
 _ASSEMBLED = re.compile(
     r"entry function '(\w+)' for '\w+'\n.*\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -55,6 +56,8 @@ class Launch:
             fusion's are what it gathers or slices; another kernel's are not known and left out.
         passed_bytes: those of values that the program has made itself, read or written.
         beside: launches between a collective's start and its end; None: no collective.
+        overlapped: whether there are any.
+        independent: launches that could be there: they neither feed the collective nor need it.
         blocks, threads, shared: of a kernel: grid, threads and bytes of dynamic shared memory of a block.
         stack, spill_stores, spill_loads, registers: bytes and registers of a thread, as assembled; None: not
             said.
@@ -71,6 +74,8 @@ class Launch:
     written_bytes: int = 0
     passed_bytes: int = 0
     beside: int | None = None
+    overlapped: bool | None = None
+    independent: int | None = None
     blocks: int = 0
     threads: int = 0
     shared: int = 0
@@ -79,6 +84,7 @@ class Launch:
     spill_loads: int | None = None
     registers: int | None = None
     products: int = 0
+    launches: ClassVar = 1
 
 
 @dataclass(frozen=True)
@@ -117,10 +123,12 @@ class Dump:
     """What is known of a compiled program.
 
     Attributes:
-        launches: in the order of the program.
+        launches: in the order of the program. Of a conditional's branches the first one's: of an exchange's
+            that for an even routing.
         buffers: its values.
         flows: of the launches, by instruction.
         command_buffers, host_syncs: how many; a sync is a branch or a transfer that the host waits for.
+            In a command buffer it does not.
         donated_bytes: arguments whose memory the results take.
         pool_copies: bytes of values in a large donated array's shape that are not in an argument's memory.
         f32_copies: bytes of float32 values in the shape of a weight of fewer bits that they are made from.
@@ -154,7 +162,7 @@ def read_folder(folder: Path, assembler_log: str) -> Dump:
 def read_dump(texts: Mapping[str, str], ptx: str = "", assembler_log: str = "") -> Dump:
     """Reads a program from XLA's texts "hlo", "live", "buffers", "thunks" and "metadata"."""
     module = _Module(texts)
-    kinds = [kind for _, kind, _ in _THUNK.findall(texts["thunks"])]
+    kinds = Counter((kind, captured) for kind, _, captured, taken in _thunks(texts["thunks"]) if taken)
     pools = {shape for shape in module.donated if shape.elements >= LARGE}
     outside = [b for b in module.buffers if b.memory != "argument" and not b.shape.startswith("(")]
     launches = list(_launches(texts, module, ptx, assembler_log))
@@ -162,8 +170,8 @@ def read_dump(texts: Mapping[str, str], ptx: str = "", assembler_log: str = "") 
         launches,
         module.buffers,
         {x.instruction: module.flow(x.instruction) for x in launches if x.instruction in module.lines},
-        command_buffers=kinds.count("kCommandBuffer"),
-        host_syncs=sum(kind in _WAITS for kind in kinds),
+        command_buffers=kinds["kCommandBuffer", False],
+        host_syncs=sum(kinds[kind, False] for kind in _WAITS),
         donated_bytes=sum(shape.nbytes for shape in module.donated),
         pool_copies=sum(b.size for b in outside if pools & set(arrays(b.shape))),
         f32_copies=sum(map(module.f32_copies, module.lines.values())),
@@ -179,11 +187,15 @@ class _Module:
     """The optimised HLO's scheduled lines and the memory of their values."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
-        text, self.lines, self.inner = texts["hlo"], dict[str, Line](), dict[str, list[Line]]()
-        for line in read_lines(text):
+        text, self.inner = texts["hlo"], dict[str, list[Line]]()
+        self.every = {line.name: line for line in read_lines(text)}
+        self.lines = {name: line for name, line in self.every.items() if line.entry}
+        for line in self.every.values():
             self.inner.setdefault(line.computation, []).append(line)
-            self.lines |= {line.name: line} if line.entry else {}
-        self.position = {name: place for place, name in enumerate(self.lines)}
+        self.position = {name: place for place, name in enumerate(self.every)}
+        # Some collectives are the one instruction of a computation that is started.
+        starts = {name: line for name, line in self.every.items() if line.opcode == "async-start"}
+        self.started = {x.name: name for name, line in starts.items() for x in self.called(line)}
         self.places = read_program("", False, text).places
         self.buffers = list(self._values(texts["buffers"], texts["live"]))
         self.memory = {buffer.name: buffer.memory for buffer in self.buffers}
@@ -211,19 +223,20 @@ class _Module:
             return f"{whole}{{{part}}}"
         line = self.lines[name]
         if line.opcode == "bitcast":
-            return self.value(self.operands(line)[0])
+            return self.value(line.operands[0])
         if line.opcode == "get-tuple-element":
-            return f"{self.operands(line)[0]}{{{re.findall('index=([0-9]+)', line.rest)[0]}}}"
+            return f"{line.operands[0]}{{{re.findall('index=([0-9]+)', line.rest)[0]}}}"
         return name
-
-    def operands(self, line: Line) -> list[str]:
-        return re.findall(r"%([\w.\-]+(?:#\d+)?)", line.rest[: closing(line.rest)])
 
     def shapes(self, name: str) -> list[Shape]:
         """Returns the arrays that a name is of."""
         whole, _, part = name.partition("#")
-        every = list(arrays(self.lines[whole].shape))
+        every = list(arrays(self.every[whole].shape))
         return [every[int(part)]] if part else every
+
+    def called(self, line: Line) -> list[Line]:
+        """Returns the instructions of the computations that an instruction runs."""
+        return [x for name in line.called for x in self.inner.get(name, [])]
 
     def is_argument(self, name: str) -> bool:
         return self.memory.get(self.value(name)) == "argument"
@@ -236,7 +249,7 @@ class _Module:
             shape.nbytes for i, shape in enumerate(shapes)
             if self.memory.get(f"{name}{{{i}}}" if tuple_ else name) != "argument"
         )  # fmt: skip
-        for number, operand in enumerate(self.operands(line)):
+        for number, operand in enumerate(line.operands):
             size = sum(shape.nbytes for shape in self.shapes(operand))
             size = min(size, self._reached(line, number)) if line.opcode == "fusion" else size
             made_here = not self.is_argument(operand)
@@ -247,7 +260,7 @@ class _Module:
     def flow(self, name: str) -> Flow:
         """Returns what an instruction reads, overwrites and is made of."""
         line, buffers = self.lines[name], {buffer.name: buffer for buffer in self.buffers}
-        values = dict.fromkeys(self.value(operand) for operand in self.operands(line))
+        values = dict.fromkeys(self.value(operand) for operand in line.operands)
         made = [buffer for buffer in self.buffers if buffer.name.partition("{")[0] == name and buffer.size]
         memory = {(buffer.memory, buffer.offset) for buffer in made if buffer.memory != "argument"}
         donated = {"argument" for buffer in made if buffer.memory == "argument"}
@@ -257,15 +270,15 @@ class _Module:
                 reads.add(maker)
                 buffer = buffers.get(value)
                 over |= {maker} if buffer and (buffer.memory, buffer.offset) in memory else set()
-        body = self.inner[dict(CALLED.findall(line.rest))["calls"]] if line.opcode == "fusion" else []
+        body = self.called(line) if line.opcode == "fusion" else []
         plain = ("parameter", "constant", "bitcast", "tuple")
         return Flow(sorted(reads), sorted(donated | over), [x.opcode for x in body if x.opcode not in plain])
 
     def _reached(self, line: Line, number: int) -> int:
         """Returns the most bytes that a fusion reads of an operand: all that it gathers or slices."""
-        body = self.inner[dict(CALLED.findall(line.rest))["calls"]]
+        body = self.called(line)
         names = {x.name for x in body if x.opcode == "parameter" and x.rest.startswith(f"({number})")}
-        users = [x for x in body if names & set(self.operands(x))]
+        users = [x for x in body if names & set(x.operands)]
         if any(user.opcode not in ("gather", "dynamic-slice", "slice") for user in users):
             return 1 << 62
         return sum(shape.nbytes for user in users for shape in arrays(user.shape))
@@ -273,7 +286,7 @@ class _Module:
     def f32_copies(self, line: Line) -> int:
         if line.opcode in ("parameter", "bitcast", "get-tuple-element"):
             return 0
-        values = {self.value(name) for name in self.operands(line) if self.is_argument(name)}
+        values = {self.value(name) for name in line.operands if self.is_argument(name)}
         shapes = [shape for name in values & self.lines.keys() for shape in arrays(self.lines[name].shape)]
         # By all dimensions: partial sums of a product may have as many elements as its weight.
         weights = {sorted_dims(s) for s in shapes if s.dtype != "f32" and s.elements >= LARGE}
@@ -281,13 +294,26 @@ class _Module:
 
     def collective(self, name: str) -> tuple[str, range] | None:
         """Returns a collective's kind and the places in the schedule while it is under way."""
-        line = self.lines[name]
-        inside = [x.opcode for _, called in CALLED.findall(line.rest) for x in self.inner.get(called, [])]
-        opcodes = [line.opcode.removesuffix("-start"), *(inside if line.opcode == "async-start" else [])]
-        for kind in (opcode for opcode in opcodes if opcode in COLLECTIVES):
-            done = [x for x in self.lines.values() if x.opcode.endswith("-done") and name in self.operands(x)]
-            return kind, range(self.position[name] + 1, self.position[done[0].name if done else name])
+        if name not in self.every:
+            return None
+        line = self.every[name]
+        inside = [x.opcode for x in self.called(line)] if line.opcode == "async-start" else []
+        for kind in (x for x in (line.opcode.removesuffix("-start"), *inside) if x in COLLECTIVES):
+            users = [x for x in self.inner[line.computation] if name in x.operands]
+            done = [x.name for x in users if x.opcode.endswith("-done")]
+            return kind, range(self.position[name] + 1, self.position[done[0] if done else name])
         return None
+
+    def independent(self, name: str) -> set[int]:
+        """Returns the places of instructions beside this one that neither feed it nor need it."""
+        body = self.inner[self.every[name].computation]
+        operands = {line.name: {x.partition("#")[0] for x in line.operands} for line in body}
+        feeding, needing = {name}, {name}
+        for line in reversed(body):
+            feeding |= operands[line.name] if line.name in feeding else set()
+        for line in body:
+            needing |= {line.name} if operands[line.name] & needing else set()
+        return {self.position[name] for name in operands.keys() - feeding - needing}
 
 
 def _launches(texts: Mapping[str, str], module: _Module, ptx: str, log: str) -> Iterator[Launch]:
@@ -296,23 +322,29 @@ def _launches(texts: Mapping[str, str], module: _Module, ptx: str, log: str) -> 
     Raises:
         CompileError: thunks and their metadata do not agree.
     """
-    thunks = list(_thunks(texts["thunks"]))
+    thunks = [thunk for thunk in _thunks(texts["thunks"]) if thunk[0] not in _GROUPS]
     named = [block for block in _METADATA.finditer(texts["metadata"]) if block[1] not in _GROUPS]
-    if [block[1] for block in named] != [kind for kind, _, _ in thunks]:
+    if [block[1] for block in named] != [kind for kind, *_ in thunks]:
         raise CompileError("XLA's thunks and their metadata do not agree; jaxlib 0.10.2's do")
     figures = assembled(log)
     bodies = kernel_bodies(ptx)
-    instructions = ["".join(re.findall('profile_annotation: "([^"]*)"', block[0])) for block in named]
-    at = [module.position.get(instruction, -1) for instruction in instructions]
-    for (kind, rest, captured), instruction in zip(thunks, instructions, strict=True):
-        if kind in ("kConditional", "kWhile") or kind.endswith("Done") or kind.startswith("kWait"):
-            continue
-        more: dict[str, Any] = {}
-        if instruction in module.lines:
-            more = dict(module.moved(instruction))
-            if collective := module.collective(instruction):
-                kind = collective[0]
-                more["beside"] = sum(place in collective[1] for place in at)
+    names = ["".join(re.findall('profile_annotation: "([^"]*)"', block[0])) for block in named]
+    work = [
+        (thunk, module.started.get(name, name))
+        for thunk, name in zip(thunks, names, strict=True)
+        if thunk[3] and not re.match("kConditional|kWhile|kWait|.*Done$", thunk[0])
+    ]
+    found = {name: collective for _, name in work if (collective := module.collective(name))}
+    at = [module.position.get(name, -1) for _, name in work if name not in found]
+    for (kind, rest, captured, _), instruction in work:
+        more: dict[str, Any] = dict(module.moved(instruction)) if instruction in module.lines else {}
+        if instruction in found:
+            kind, during = found[instruction]
+            operands, free = module.every[instruction].operands, module.independent(instruction)
+            more["read_bytes"] = sum(shape.nbytes for x in operands for shape in module.shapes(x))
+            more["beside"] = sum(place in during for place in at)
+            more["overlapped"] = more["beside"] > 0
+            more["independent"] = sum(place in free for place in at)
         name, place = instruction, module.places.get(instruction, NOWHERE)
         if kernel := KERNEL.search(rest):
             name, (x, y, z, threads, shared) = kernel[1], map(int, kernel.groups()[1:])
@@ -333,16 +365,17 @@ def kernel_bodies(ptx: str) -> dict[str, str]:
     return dict(zip(entries[::2], entries[1::2], strict=True))
 
 
-def _thunks(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Yields thunks that are no groups: kind, description, whether they are in a command buffer, which they
-    are if they are indented further than it."""
-    buffer: int | None = None
-    for indent, kind, rest in _THUNK.findall(text):
-        buffer = None if buffer is not None and len(indent) <= buffer else buffer
-        if kind == "kCommandBuffer":
-            buffer = len(indent)
-        elif kind not in _GROUPS:
-            yield kind, rest, buffer is not None
+def _thunks(text: str) -> Iterator[tuple[str, str, bool, bool]]:
+    """Yields thunks: kind, description, whether they are in a command buffer, and whether in no branch of a
+    conditional but the first. What a thunk has is indented further than it."""
+    buffers, others = list[int](), list[int]()
+    for spaces, kind, rest, branch in _THUNK.findall(text):
+        indent = len(spaces)
+        buffers, others = [x for x in buffers if x < indent], [x for x in others if x < indent]
+        if kind:
+            yield kind, rest, bool(buffers), not others
+        buffers += [indent] if kind == "kCommandBuffer" else []
+        others += [indent] if branch not in ("", "0") else []
 
 
 def occupancy(buffers: Iterable[Buffer]) -> list[int]:

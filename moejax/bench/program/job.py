@@ -25,14 +25,14 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Steps of a model's first layers.
+    """Steps of the first layers of a model, or of each of its pipeline stages.
 
     Attributes:
         target: the devices.
         source, load_format: the model's.
         options: further ones of `LLM`.
         buckets: the steps.
-        layers: how many of the model's; None: all.
+        layers: how many of each stage; None: all.
         mode: what the sampler does, `moejax.engine.step.sampler.SamplerMode`.
         dumps: the folder that keeps the compiler's dumps; None: they are deleted.
     """
@@ -48,24 +48,31 @@ class Job:
 
 
 class Opened(NamedTuple):
-    """An engine as it is on the target: its model, its weights as held, its cache's dtype, its choices."""
+    """An engine as it is on the target: its model, its weights as held, its cache's dtype, its choices, and
+    the whole model's layers of each pipeline stage."""
 
     config: ModelConfig
     weights: HeldWeights
     kv_dtype: str
     resolutions: Sequence[Resolution]
+    stages: Sequence[range]
 
 
 class Compiled(NamedTuple):
-    """A compiled step: its bucket (the engine's, which may be larger than what was asked for), its layers,
-    what the compiler says of it, seconds of "trace", "lower" and "compile", and bytes of a device's
-    "argument", "output", "alias" (donated) and "temp" memory."""
+    """A compiled step: its name (of a bucket and, if there are several, a pipeline stage), its bucket (the
+    engine's, which may be larger than what was asked for), its layers and those of the whole model or stage,
+    what the compiler says of it, seconds of "trace", "lower" and "compile", bytes of a device's "argument",
+    "output", "alias" (donated) and "temp" memory, and what a device sends, see
+    `moejax.bench.scaling.measured.step_bytes`."""
 
+    name: str
     bucket: Bucket
     layers: int
+    whole: int
     dump: Dump
     seconds: dict[str, float]
     memory: dict[str, int]
+    sent: Mapping[str, float]
 
 
 def compile_job(job: Job, done: Callable[[], None] = lambda: None) -> tuple[Opened, list[Compiled]]:
@@ -79,5 +86,6 @@ def compile_job(job: Job, done: Callable[[], None] = lambda: None) -> tuple[Open
     compiled: list[Compiled] = []
     for answer in answers:
         compiled.append(answer)
-        done()
+        if len(compiled) % len(opened.stages) == 0:
+            done()
     return opened, compiled

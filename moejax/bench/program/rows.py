@@ -1,6 +1,7 @@
 """From two compiled depths of a model to a row for the whole: counts and bytes by layer, a modelled time."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,8 @@ from moejax.bench.program.dump import alive, occupancy
 from moejax.bench.program.job import Bucket, Compiled, Opened
 from moejax.core.config import ModelConfig
 from moejax.core.hardware import Hardware
-from moejax.perf.operation_costs import OPERATIONS, OpCost, attribute, bounds, by_operation, total
+from moejax.perf.operation_costs import OpCost, attribute, bounds, by_operation, total
+from moejax.sharding.pipeline import stage_config
 
 _SHOWN = 12
 """Buffers that are named at the peak."""
@@ -28,15 +30,23 @@ def layer_counts(model: ModelConfig) -> tuple[int, ...]:
     return (first + step, first + 2 * step) if first + 2 * step < L else (L,)
 
 
+def stage_counts(model: ModelConfig, stages: Sequence[range]) -> tuple[int, ...]:
+    """Returns the numbers of first layers to compile of each pipeline stage: the two that do for all of them,
+    or the most that one has."""
+    counts, sizes = max(layer_counts(stage_config(model, stage)) for stage in stages), list(map(len, stages))
+    return counts if counts[-1] < min(sizes) else (max(sizes),)
+
+
 def row_of(
     compiled: Sequence[Compiled], opened: Opened, section: ProgramSection, hardware: Hardware | None
 ) -> dict[str, Any]:
-    """Returns a bucket's row of `cases`, from one program of all layers or two to extrapolate from."""
+    """Returns a step's row of `cases`, from one program of all layers or two to extrapolate from."""
     last, kernels = compiled[-1], {launch.kernel: launch for launch in compiled[-1].dump.launches}.values()
     spills = [(k.spill_stores or 0) + (k.spill_loads or 0) for k in kernels if k.registers]
-    per_layer, whole = _extrapolate(compiled, opened.config.num_layers)
+    per_layer, whole = _extrapolate(compiled, map(_facts, compiled))
     row: dict[str, Any] = {
-        "bucket": last.bucket.name, "decode_rows": last.bucket.rows, "chunk_tokens": last.bucket.tokens,
+        "bucket": last.name, "decode_rows": last.bucket.rows, "chunk_tokens": last.bucket.tokens,
+        "layers": last.whole if len(compiled) == 2 else last.layers,
         "layers_compiled": [one.layers for one in compiled],
         "launches_per_layer": per_layer.get("launches_per_step"), **whole,
         "kernel_count": len(kernels),
@@ -48,19 +58,21 @@ def row_of(
     return row | modelled(opened, last.bucket, row, section, hardware)
 
 
-def _extrapolate(compiled: Sequence[Compiled], layers: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns what a layer adds to each figure of the programs, and the figures of so many layers. With one
+def _extrapolate(
+    compiled: Sequence[Compiled], figures: Iterable[Mapping[Any, float]]
+) -> tuple[dict[Any, float], dict[Any, float]]:
+    """Returns what a layer adds to each figure of the programs, and the figures of all layers. With one
     program nothing is known of a layer, and the figures are its own."""
-    first, last = _facts(compiled[0]), _facts(compiled[-1])
+    first, *_, last = list(figures) * 2
     if len(compiled) == 1:
-        return {}, last
+        return {}, dict(last)
     added = compiled[1].layers - compiled[0].layers
-    per_layer = {name: (last[name] - first[name]) / added for name in last}
-    whole = {name: last[name] + per_layer[name] * (layers - compiled[1].layers) for name in last}
+    per_layer = {name: (last[name] - first.get(name, 0)) / added for name in last}
+    whole = {name: last[name] + per_layer[name] * (compiled[1].whole - compiled[1].layers) for name in last}
     return _plain(per_layer), _plain(whole)
 
 
-def _plain(values: Mapping[str, float]) -> dict[str, float]:
+def _plain(values: Mapping[Any, float]) -> dict[Any, float]:
     """Returns whole numbers as integers."""
     return {name: int(value) if float(value).is_integer() else value for name, value in values.items()}
 
@@ -81,7 +93,7 @@ def _facts(one: Compiled) -> dict[str, float]:
         "donated_bytes": one.dump.donated_bytes,
         "collectives": len(collectives),
         "collectives_exposed": sum(not launch.beside for launch in collectives),
-        "collective_bytes": sum(launch.read_bytes for launch in collectives),
+        **one.sent,
     }
 
 
@@ -115,22 +127,24 @@ def step_costs(opened: Opened, bucket: Bucket, context: int) -> list[OpCost]:
     )  # fmt: skip
 
 
-def operation_rows(compiled: Sequence[Compiled], layers: int) -> list[dict[str, Any]]:
-    """Returns launches and bytes by operation: of a layer, the mean of those that only the deeper program
-    has, and of the whole step."""
-    rows, last, first = [], compiled[-1], compiled[0].layers
-    for operation in (*OPERATIONS, None):
-        mine = [launch for launch in last.dump.launches if launch.operation == operation]
-        added = [launch for launch in mine if (launch.layer or 0) >= first] if len(compiled) == 2 else []
-        row: dict[str, Any] = {"bucket": last.bucket.name, "operation": operation or "not known"}
-        for name, here, more in (
-            ("launches", len(mine), len(added)),
-            ("passed_bytes", sum(x.passed_bytes for x in mine), sum(x.passed_bytes for x in added)),
-        ):
-            per_layer = more / (last.layers - first) if len(compiled) == 2 else 0
-            whole = here + per_layer * (layers - last.layers)
-            row |= _plain({name: whole, f"{name}_per_layer": per_layer})
-        rows += [row] if mine else []
+def grouped_rows(
+    compiled: Sequence[Compiled], labels: Sequence[str], figures: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Returns sums of figures of launches by labels, of a layer and of the whole step. Launches to which a
+    figure does not apply (None) are left out."""
+    sums: list[Counter[Any]] = [Counter() for _ in compiled]
+    for one, mine in zip(compiled, sums, strict=True):
+        for launch in one.dump.launches:
+            label = tuple(getattr(launch, name) or "not known" for name in labels)
+            values = {(label, name): getattr(launch, name) for name in figures}
+            mine.update({} if None in values.values() else values)
+    per_layer, whole = _extrapolate(compiled, sums)
+    rows = []
+    for label in dict.fromkeys(label for label, _ in whole):
+        row = {"bucket": compiled[-1].name, **dict(zip(labels, label, strict=True))}
+        for name in figures:
+            row |= {name: whole[label, name], f"{name}_per_layer": per_layer.get((label, name), 0)}
+        rows.append(row)
     return rows
 
 
@@ -139,7 +153,7 @@ def detail_of(one: Compiled) -> dict[str, Any]:
     use = occupancy(one.dump.buffers)
     peak = use.index(max(use)) if use else 0
     return {
-        "bucket": one.bucket.name, "layers": one.layers, "launches": [asdict(x) for x in one.dump.launches],
+        "bucket": one.name, "layers": one.layers, "launches": [asdict(x) for x in one.dump.launches],
         "temporary_bytes": use, "peak": peak, "memory": one.memory, "seconds": one.seconds,
         "alive_at_peak": [asdict(buffer) for buffer in alive(one.dump.buffers, peak)[:_SHOWN]],
         "flows": {name: asdict(flow) for name, flow in one.dump.flows.items()},

@@ -28,7 +28,7 @@ from moejax.bench.program.gate import (
 )
 from moejax.bench.program.job import Bucket, Compiled, Job, compile_job
 from moejax.bench.program.process import Target
-from moejax.bench.program.rows import detail_of, layer_counts, operation_rows, row_of
+from moejax.bench.program.rows import detail_of, grouped_rows, row_of, stage_counts
 from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable
@@ -44,6 +44,10 @@ NOTES = (
     " cuBLAS's or cuDNN's",
     "registers and spills are those of the ptxas that was found; modelled: nothing was timed",
 )
+_TABLES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "operations": (("operation",), ("launches", "passed_bytes")),
+    "collectives": (("kind", "operation", "read_bytes"), ("launches", "overlapped", "beside", "independent")),
+}
 _DEVICES = (1, 2, 4, 8)
 _ZEROS = (*FAULTS, "launches_outside", "host_syncs")
 
@@ -56,8 +60,8 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
             `model`, `parallel`, `engine`, `quant`, as `experiments.launch.schema.ProgramConfig` has them.
 
     Raises:
-        ConfigError: no compiler is installed, an unknown target, a layout of other numbers of devices or with
-            stages, steps beyond the engine's limits, what the engine refuses on the target.
+        ConfigError: no compiler is installed, an unknown target, a layout of other numbers of devices,
+            steps beyond the engine's limits, what the engine refuses on the target.
         CompileError: the compiler fails, or says what this version cannot read.
         ProgramGateError: a program exceeds the gate.
         OutputError, TrackingError: the results cannot be written or tracked.
@@ -65,10 +69,10 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
     folder, description = plugin_folder(), describe(config.target)
     model, engine, section = config.model, config.engine, config.program
     device, devices = device_name(description), config.parallel.num_devices
-    if devices not in _DEVICES or config.parallel.pp > 1:
+    if devices not in _DEVICES:
         raise ConfigError(
-            f"parallel: programs are compiled for {', '.join(map(str, _DEVICES))} devices, without pipeline"
-            f" stages; this layout has {devices} devices, pp={config.parallel.pp}"
+            f"parallel: programs are compiled for {', '.join(map(str, _DEVICES))} devices; this layout has"
+            f" {devices}"
         )
     hardware = get_hardware(run.hardware_kind, device)
     buckets = _buckets(section, engine)
@@ -97,8 +101,7 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
         opened, _ = compile_job(job)
         task.advance()
     run.start(seeds={"engine": config.seed})
-    L = opened.config.num_layers
-    depths = (L,) if section.layers else layer_counts(opened.config)
+    depths = (section.layers,) if section.layers else stage_counts(opened.config, opened.stages)
     jobs = [replace(job, buckets=buckets, layers=depth) for depth in depths]
     with progress("compiling", total=len(buckets) * len(jobs)) as task, ThreadPoolExecutor(len(jobs)) as pool:
         by_depth = [compiled for _, compiled in pool.map(lambda job: compile_job(job, task.advance), jobs)]
@@ -106,9 +109,9 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
     memory = int(re.findall(r"device_memory_size:\s*(\d+)", description)[0])
     rows = [row_of(one, opened, section, hardware if devices == 1 else None) for one in programs]
     for row in rows:
-        row |= {"num_devices": devices, "layers": L, "fits": row["peak_bytes"] <= memory}
-    operations = [row for one in programs for row in operation_rows(one, L)]
-    kernels = [row for one in programs for row in _kernels(one[-1])]
+        row |= {"num_devices": devices, "fits": row["peak_bytes"] <= memory}
+    tables = {name: [row for x in programs for row in grouped_rows(x, *of)] for name, of in _TABLES.items()}
+    tables["kernels"] = kernels = [row for one in programs for row in _kernels(one[-1])]
     details = [detail_of(one[-1]) for one in programs]
     wrong = exceeded(rows, kernels, baseline) if file else []
     notes = list(NOTES)
@@ -119,8 +122,7 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
         cases=rows,
         hardware=hardware,
         target={"device": device, "devices": devices, "memory": memory, "options": OPTIONS},
-        operations=operations,
-        kernels=kernels,
+        **tables,
         notes=notes,
         gate={"baseline": str(file) if file else None, "exceeded": wrong},
         resolved=as_dict(opened.resolutions) | cache,
@@ -129,7 +131,6 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
     with run.parts.part(PROGRAM_FILE):
         text = dump_json({"schema": 1, "programs": details}, indent=1)
         files.append(atomic_write_text(run.out_dir / PROGRAM_FILE, text + "\n"))
-    tables = {"operations": operations, "kernels": kernels}
     finished = run.finish(result, files=files, plot_data={"programs": details}, tables=tables)
     if wrong:
         raise ProgramGateError(f"the gate fails in {len(wrong)} places; first: {wrong[0]}")
@@ -161,8 +162,7 @@ def _kernels(compiled: Compiled) -> list[dict[str, Any]]:
     first = {launch.kernel: launch for launch in reversed(launches)}
     counts = Counter(launch.kernel for launch in launches)
     return [
-        {"bucket": compiled.bucket.name, **asdict(first[name]), "launches": counts[name]}
-        for name in sorted(first)
+        {"bucket": compiled.name, **asdict(first[name]), "launches": counts[name]} for name in sorted(first)
     ]
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 from typing import Any
 
+import jax
 import numpy as np
 
 from moejax.bench.scaling.config import ScalingSection
@@ -18,7 +19,7 @@ from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.limits import StepKey
 from moejax.engine.step.sampler import SamplerMode
 from moejax.perf.comm import step_comm
-from moejax.sharding.hlo import bytes_on_wire, collectives, compare, taken
+from moejax.sharding.hlo import Difference, bytes_on_wire, collectives, compare, taken
 from moejax.sharding.spmd import MeshDevices
 
 
@@ -91,12 +92,26 @@ def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:
     if not isinstance(runner, DeviceRunner) or not isinstance(runner.place, MeshDevices):
         return {"program_comm_bytes": None if parallel.pp > 1 else 0.0, "formulas_agree": None}
     key = StepKey(rows, 0, runner.limits.segment_ends[0], 1, SamplerMode(), False, -1)
-    axes, model = runner.place.axes, llm.config
-    exchange, _ = exchange_of(model, parallel, rows, platform="cpu")
+    layers = range(llm.config.num_layers)
+    sent, differences = step_bytes(llm, runner.place, layers, runner.program(key), tokens=rows, rows=rows)
+    return {"program_comm_bytes": sent["program_comm_bytes"], "formulas_agree": not differences}
+
+
+def step_bytes(
+    llm: LLM, place: MeshDevices, layers: range, program: Any, *, tokens: int, rows: int
+) -> tuple[dict[str, float], list[Difference]]:
+    """Returns bytes of a device in a compiled step of these layers: what it sends, operands of collectives in
+    the program and by formula, what goes to the next stage; and where program and formula differ."""
+    model, parallel = llm.config, llm.parallel_config
+    exchange, _ = exchange_of(model, parallel, tokens, platform=jax.default_backend())
     # Of the sizes that an exchange chooses among, the first is for an even routing.
-    ran = taken(collectives(runner.program(key), runner.place.mesh), lambda branch: 0)
-    terms = step_comm(model, parallel, tokens=rows, rows=rows, exchange=exchange)
-    return {
+    ran = taken(collectives(program, place.mesh), lambda branch: 0)
+    every = step_comm(model, parallel, tokens=tokens, rows=rows, exchange=exchange, layers=layers)
+    terms = [term for term in every if term.role != "pipeline"]
+    sent = {
         "program_comm_bytes": sum((c.executions or 0) * bytes_on_wire(c) for c in ran),
-        "formulas_agree": not compare(terms, ran, axes),
+        "collective_bytes": sum((c.executions or 0) * c.operand_bytes for c in ran),
+        "collective_formula_bytes": sum(term.count * term.operand_bytes for term in terms),
+        "stage_bytes": sum(term.operand_bytes for term in every if term.role == "pipeline"),
     }
+    return sent, compare(terms, ran, place.axes)

@@ -54,7 +54,11 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         config, largest, resolved.max_model_len, resolved.parallel, kv_dtype, resolved.kernels, absent
     )
     cache = CacheSpec(int(blocks.value), config.block_size, resolved.max_model_len, kv_dtype)
-    runner = make_runner(resolved, weights, cache, CompileLedger(strict=config.strict_compile))
+    parallel, shared = resolved.parallel, resolved.config.shared_expert_intermediate_size
+    beside = parallel.dispatch_microbatches > 1 or (parallel.overlap_shared and shared)
+    overlap = parallel.attention == "data" and parallel.ep > 1 and bool(beside)
+    ledger = CompileLedger(config.strict_compile, overlap)
+    runner = make_runner(resolved, weights, cache, ledger)
     engine = Engine(make_scheduler(resolved, cache), runner, overlap=config.overlap)
     return Started(engine, runner, blocks)
 

@@ -51,13 +51,14 @@ class CompileLedger:
 
     Args:
         strict: a compilation after `warmed_up` was set raises.
+        overlap: work is to run beside collectives, see `compiler_options`.
 
     `seconds` is the time spent compiling. `on_progress` is told how many of how many programs are compiled
     while `compile_all` is at work.
     """
 
-    def __init__(self, strict: bool = False) -> None:
-        self.strict = strict
+    def __init__(self, strict: bool = False, overlap: bool = False) -> None:
+        self.strict, self.overlap = strict, overlap
         self.entries: list[CompileEntry] = []
         self.seconds = 0.0
         self.warmed_up = False
@@ -106,7 +107,7 @@ class CompileLedger:
             for program in new.values():
                 start = time.perf_counter()
                 lowered = program.build().lower(*program.args())
-                compiling.append(pool.submit(_compile, lowered, time.perf_counter() - start))
+                compiling.append(pool.submit(_compile, lowered, self.overlap, time.perf_counter() - start))
                 self.on_progress(sum(future.done() for future in compiling), len(new))
             for place, ((function, key), cause) in enumerate(zip(new, causes, strict=True), 1):
                 compiled, seconds = compiling[place - 1].result()
@@ -134,14 +135,22 @@ class CompileLedger:
         return [asdict(entry) for entry in self.entries]
 
 
-def compiler_options(platform: str) -> dict[str, str | bool]:
+def compiler_options(platform: str, overlap: bool = False) -> dict[str, str | bool]:
     """Returns XLA's options for steps that run on `platform`, "cpu" or "gpu".
 
     On a GPU a product of one row by a matrix stays a product. XLA would make it a multiplication and a sum
     over columns, in 16 to 32 blocks, and write float32 copies of the K, V and router weights on the way
     (docs/log.md): steps of one row would be slower than those of two.
+
+    With `overlap` the scheduler puts work between a collective's start and its end; else XLA has most of them
+    wait at once. Collectives stay out of CUDA graphs, as XLA has it (docs/experiments/program.md says why).
     """
-    return {"xla_disable_hlo_passes": "dot-strength-reduction"} if platform == "gpu" else {}
+    if platform != "gpu":
+        return {}
+    return {
+        "xla_disable_hlo_passes": "dot-strength-reduction",
+        "xla_gpu_enable_latency_hiding_scheduler": overlap,
+    }
 
 
 def _threads() -> int:
@@ -149,10 +158,10 @@ def _threads() -> int:
     return min(4, os.cpu_count() or 1) if jax.process_count() == 1 else 1
 
 
-def _compile(lowered: jax.stages.Lowered, before: float) -> tuple[Any, float]:
+def _compile(lowered: jax.stages.Lowered, overlap: bool, before: float) -> tuple[Any, float]:
     """Returns the compiled program, and the seconds it took beside those of `before`."""
     start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=compiler_options(jax.default_backend()))
+    compiled = lowered.compile(compiler_options=compiler_options(jax.default_backend(), overlap))
     return compiled, before + time.perf_counter() - start
 
 
