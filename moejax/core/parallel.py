@@ -49,13 +49,13 @@ class ParallelConfig(Checked, section="parallel"):
     overlap_shared: bool = True
     dispatch_microbatches: Literal[1, 2] = 1
     microbatches: PositiveInt | None = None
-    stage_layers: list[PositiveInt] | None = None
+    stage_layers: tuple[PositiveInt, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stage_layers is not None and len(self.stage_layers) != self.pp:
             raise ConfigError(
-                f"parallel.stage_layers must name pp={self.pp} numbers of layers, got {self.stage_layers!r}"
+                f"parallel.stage_layers must name pp={self.pp} numbers of layers, got {list(self.stage_layers)}"
             )
         if self.num_devices % self.nodes:
             raise ConfigError(
@@ -145,7 +145,7 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, devices: int) -
     if parallel.pp > model.num_layers:
         faults.append(f"num_hidden_layers {model.num_layers} are fewer than pp={parallel.pp}")
     if parallel.stage_layers is not None and sum(parallel.stage_layers) != model.num_layers:
-        layers = parallel.stage_layers
+        layers = list(parallel.stage_layers)
         faults.append(f"parallel.stage_layers {layers} add up to {sum(layers)} of {model.num_layers} layers")
     if faults:
         hint = ""

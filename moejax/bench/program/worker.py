@@ -33,7 +33,7 @@ def answer(job: Job) -> Iterator[Opened | Compiled]:
     """Opens the engine without values in its weights; yields what it is, then its compiled steps."""
     model, parallel = find_model(job.source, job.load_format)[1], job.options["parallel"]
     stages = split_layers(model, parallel.pp, parallel.stage_layers)
-    layout = replace(parallel, stage_layers=[len(stage[: job.layers]) for stage in stages])
+    layout = replace(parallel, stage_layers=tuple(len(stage[: job.layers]) for stage in stages))
     options = {**job.options, "load_format": "dummy", "fill": False, "parallel": layout}
     llm = LLM(first_layers(model, stages, job.layers), **options)
     declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
