@@ -58,8 +58,14 @@ def test_products_of_one_row_stay_products_on_a_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
     use(CompileLedger(), 1, 4)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert use(CompileLedger(), 1, 4)(jnp.ones((1, 4))).tolist() == [[2.0] * 4]
-    assert options == [{}, {"xla_disable_hlo_passes": "dot-strength-reduction"}]
+    for overlap in (False, True):
+        ledger = CompileLedger(overlap=overlap)
+        assert use(ledger, 1, 4)(jnp.ones((1, 4))).tolist() == [[2.0] * 4]
+    kept, scheduler = (
+        {"xla_disable_hlo_passes": "dot-strength-reduction"},
+        "xla_gpu_enable_latency_hiding_scheduler",
+    )
+    assert options == [{}, kept | {scheduler: False}, kept | {scheduler: True}]
 
 
 def test_causes_name_what_changed_against_the_nearest_key() -> None:
