@@ -55,7 +55,8 @@ class ParallelConfig(Checked, section="parallel"):
         super().__post_init__()
         if self.stage_layers is not None and len(self.stage_layers) != self.pp:
             raise ConfigError(
-                f"parallel.stage_layers must name pp={self.pp} numbers of layers, got {list(self.stage_layers)}"
+                f"parallel.stage_layers must name pp={self.pp} numbers of layers, got"
+                f" {list(self.stage_layers)}"
             )
         if self.num_devices % self.nodes:
             raise ConfigError(
