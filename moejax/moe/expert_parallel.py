@@ -16,7 +16,8 @@ experts a token, D = hidden size, b bytes an element and W = D + 8·k/b words a 
                   `[G, C1, W]`, within of `[L, C2, W]`; back within `[L, C2, D]`, between `[G, C1, D]`
 
 All but the all-reduces once a microbatch, of which allgather has one. With a capacity there are no
-all-reduces, and hierarchical's last all-to-all has 4/b words more a row: the assignments dropped on the second hop, for the source to count.
+all-reduces, and hierarchical's last all-to-all has 4/b words more a row: the assignments dropped on the
+second hop, for the source to count.
 Where there are several choices of C the all-to-alls stand in a conditional with a branch for each.
 Inference only: payloads are bits, which have no gradient.
 """
