@@ -54,7 +54,7 @@ def dump() -> Dump:
 
 def test_a_program_is_a_graph(dump: Dump, tmp_path: Path) -> None:
     temp = max(b.offset + b.size for b in dump.buffers if b.memory == "temporary")
-    program = detail_of(Compiled(Bucket(1, 0), 1, dump, {}, {"temp": temp}))
+    program = detail_of(Compiled("1", Bucket(1, 0), 1, 1, dump, {}, {"temp": temp}, {}))
     (tmp_path / "program.json").write_text(json.dumps({"programs": [program]}))
     graph = notebook.program_graph(tmp_path, "1")
     nodes = {node["kernel"]: node for node in graph.shown}
