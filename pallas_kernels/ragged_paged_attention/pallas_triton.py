@@ -32,11 +32,12 @@ def heuristic(problem: Problem) -> Config:
     widened = wide and kv_bytes == 2
     decode_tile = 16 if wide else max(16, min(128, 8192 // Dp, context))
     group = next_power_of_2(int(problem["H"]) // int(problem["K"]))
-    # 128 rows of 128 numbers and 64 keys fit 8 warps' registers; keys that are decoded take more.
-    rows = max(group, 16 if wide else 128 if Dp <= 128 else 64)
     # Decoding fp8 takes more registers than int8, and so do a window's masks and a token of its own in each
     # row (XLA's own compiler, sm_80).
     int8, fp8 = problem["kv_dtype"] == "int8", kv_bytes == 1 and problem["kv_dtype"] != "int8"
+    # 128 rows of 128 numbers and 64 keys fit 8 warps' registers; keys that are decoded take more, and with
+    # sinks as well 64 rows of 256 spill on sm_90.
+    rows = max(group, 16 if wide else 128 if Dp <= 128 else 32 if fp8 and problem["sinks"] else 64)
     many = Dp > 128 or int8 or problem["window"] or group == 1
     tile = min(16 if wide or fp8 else 32 if many else 64, context)
     # Sinks take two registers too many for five stages of 64 keys. In int8 four stages take 80 fewer.
