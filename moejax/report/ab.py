@@ -7,7 +7,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from moejax.report.compare_plots import forest
@@ -56,9 +55,12 @@ def verdict_of(row: Mapping[str, Any]) -> Verdict:
     return Verdict(trial, row["outcome"], row["p_adjusted"], row["text"])
 
 
-def ab_tables(result: Mapping[str, Any]) -> list[Table]:
-    """The variants' figures, and each one's verdicts against the baseline: over all cases, and by case."""
-    tables = [cases_table(result)]
+def print_ab(result: Mapping[str, Any], console: Console) -> None:
+    """The variants' figures, medians over rounds, and how far their tokens are the baseline's; each one's
+    verdicts against the baseline, over all cases and by case; the verdicts in words."""
+    note = "medians over rounds, times in ms; same: requests with the baseline's tokens throughout"
+    title = f"{result['experiment']}: {run_title(result)}"
+    tables = [column_table(title, _COLUMNS, result["cases"], note + case_notes(result))]
     verdicts, each = ([verdict_of(row) for row in result[key]] for key in ("verdicts", "case_verdicts"))
     control = [verdict_of(row) for row in result["control"]]
     tables += verdict_tables(verdicts, each, _explained(len(verdicts)))
@@ -66,7 +68,9 @@ def ab_tables(result: Mapping[str, Any]) -> list[Table]:
         base = control[0].trial.baseline
         title = f"control: a second engine of {base} against the first; its interval is what noise is here"
         tables.append(verdicts_table(control, title))
-    return tables
+    for table in tables:
+        console.print(table)
+    print_lines(console, ab_lines(result))
 
 
 def _explained(tests: int) -> str:
@@ -75,24 +79,6 @@ def _explained(tests: int) -> str:
         " effect: share of rounds above less share below; p: signed-rank test, adjusted (Holm) over"
         f" {tests} tests; a winner needs p ≤ {ALPHA:g} and an interval beyond 1 and beyond the control's"
     )
-
-
-def cases_table(result: Mapping[str, Any]) -> Table:
-    """A line a variant and case: medians over rounds, and how far its tokens are the baseline's."""
-    return column_table(
-        f"{result['experiment']}: {run_title(result)}",
-        _COLUMNS,
-        result["cases"],
-        "medians over rounds, times in ms; same: requests with the baseline's tokens throughout"
-        + case_notes(result),
-    )
-
-
-def print_ab(result: Mapping[str, Any], console: Console) -> None:
-    """The tables and the verdicts in words."""
-    for table in ab_tables(result):
-        console.print(table)
-    print_lines(console, ab_lines(result))
 
 
 def ab_lines(result: Mapping[str, Any]) -> list[str]:
@@ -109,8 +95,7 @@ def ab_lines(result: Mapping[str, Any]) -> list[str]:
     if left := result.get("not_judged"):
         why = "a pass without them, or with too few values for the percentile"
         lines.append(f"not judged: {', '.join(map(short_name, left))}: {why}")
-    control = [verdict_of(row) for row in result["control"]]
-    for verdict in control:
+    for verdict in map(verdict_of, result["control"]):
         trial = verdict.trial
         if verdict.decided and trial.ratio is not None:
             lines.append(

@@ -66,20 +66,6 @@ decode: on this {device}, × full precision's; bound: what memory bandwidth and 
 """
 
 
-def losses_table(result: Mapping[str, Any]) -> Table:
-    """A row per method: size, and the loss with its interval and the routing's part of it."""
-    text, cases = result["text"], result["cases"]
-    title = (
-        f"quantization: {run_title(result)}\n{text['tokens']:,} held-out tokens in {text['windows']} windows"
-    )
-    return _table(cases, _LOSSES, title)
-
-
-def routing_table(result: Mapping[str, Any]) -> Table:
-    """A row per method: what its routing does, the experts' errors by popularity, time."""
-    return _table([c for c in result["cases"] if c["error"] is None], _ROUTING, "routing, experts, time")
-
-
 def _table(cases: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str) -> Table:
     several = len({case.get("cache_bits") for case in cases if case["error"] is None}) > 1
     return column_table(
@@ -119,33 +105,32 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
 
 
 def print_quantization(result: Mapping[str, Any], console: Console) -> None:
-    """The tables, what can be concluded, and in red what failed."""
-    console.print(losses_table(result))
+    """A table of the methods' sizes and losses, one of their routing, experts' errors and time; what can be
+    concluded, and in red what failed."""
+    text, cases = result["text"], result["cases"]
+    of = f"{text['tokens']:,} held-out tokens in {text['windows']} windows"
+    console.print(_table(cases, _LOSSES, f"quantization: {run_title(result)}\n{of}"))
     console.print(_LOSSES_NOTE, highlight=False)
-    if any(case.get("router_flips") is not None for case in result["cases"]):
-        console.print(routing_table(result))
-        device = result["cases"][0].get("decode_device")
+    if any(case.get("router_flips") is not None for case in cases):
+        sound = [case for case in cases if case["error"] is None]
+        console.print(_table(sound, _ROUTING, "routing, experts, time"))
+        device = cases[0].get("decode_device")
         decode = _DECODE_NOTE.format(device=device.upper()) if device else ""
         trace = (result.get("popularity") or {}).get("routing_trace")
         console.print(_ROUTING_NOTE + decode, highlight=False)
-        whose = [f"load, rare and popular: in the routing trace {trace}"] if trace else []
-        print_lines(console, [*whose, *_unmeasured(result)])
+        lines = [f"load, rare and popular: in the routing trace {trace}"] if trace else []
+        unseen = max(case.get("expert_load_unmeasured") or 0.0 for case in cases)
+        if unseen >= 0.001:
+            lines.append(
+                f"{100 * unseen:.1f} % of the load is on experts that the text does not visit: no error is"
+                " known of them, and they are left out"
+            )
+        print_lines(console, lines)
     print_lines(console, conclusions(result))
-    failed = [case for case in result["cases"] if case["error"] is not None]
+    failed = [case for case in cases if case["error"] is not None]
     print_lines(console, [f"{case['name']} failed: {case['error']}" for case in failed], "red")
     if result.get("wandb_group"):
         print_lines(console, [f"W&B: one run per method, in group {result['wandb_group']}"])
-
-
-def _unmeasured(result: Mapping[str, Any]) -> list[str]:
-    """How much of a trace's load is on experts that the held-out text does not visit."""
-    shares = [case.get("expert_load_unmeasured") or 0.0 for case in result["cases"]]
-    if max(shares) < 0.001:
-        return []
-    return [
-        f"{100 * max(shares):.1f} % of the load is on experts that the text does not visit: no error is known"
-        " of them, and they are left out"
-    ]
 
 
 def _sound(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -248,19 +233,14 @@ def heatmaps(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | 
     figure, axes = new_figure("Routing by layer", result, 3.2 + 3 * (1.2 + 0.42 * len(names)), height, 1, 3)
     for axis, (key, title) in zip(axes, panels, strict=True):
         values = 100 * np.array([[float(details[name][key][layer]) for name in names] for layer in layers])
-        _heatmap(axis, values, layers, names)
+        image = heat_map(axis, values, vmin=0, vmax=max(float(np.nanmax(values)), 1e-9))
+        axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
+        thin_ticks(axis.yaxis, layers)
+        if values.size <= 320:
+            write_cells(axis, image, values, lambda value: rounded(value, 1, 10))
         axis.set_title(title, fontsize=9)
     axes[0].set_ylabel("layer")
     return figure
-
-
-def _heatmap(axis: Axes, values: np.ndarray, rows: Sequence[int], columns: Sequence[str]) -> None:
-    """Numbers in coloured cells; few enough cells show their number."""
-    image = heat_map(axis, values, vmin=0, vmax=max(float(np.nanmax(values)), 1e-9))
-    axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", fontsize=8)
-    thin_ticks(axis.yaxis, rows)
-    if values.size <= 320:
-        write_cells(axis, image, values, lambda value: rounded(value, 1, 10))
 
 
 def popularity_plot(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | None:

@@ -6,7 +6,6 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
-from rich.table import Table
 
 from moejax.report.figure import new_figure
 from moejax.report.style import COLORS, nth_color, run_title
@@ -20,19 +19,10 @@ _COLUMNS = (
 )
 
 
-def stress_table(result: Mapping[str, Any]) -> Table:
-    """A line per phase, all rounds together."""
-    return column_table(
-        f"stress: {run_title(result)}",
-        _COLUMNS,
-        result["cases"],
-        "cache: most blocks in use; TPOT ratio: of the probes, most after the phase over before all",
-    )
-
-
 def print_stress(result: Mapping[str, Any], console: Console) -> None:
-    """The table, growth a round, and every fault in red."""
-    console.print(stress_table(result))
+    """A line per phase, all rounds together; growth a round, and every fault in red."""
+    note = "cache: most blocks in use; TPOT ratio: of the probes, most after the phase over before all"
+    console.print(column_table(f"stress: {run_title(result)}", _COLUMNS, result["cases"], note))
     metrics = result["metrics"]
     growth = (
         f"growth a round: {metrics['rss_mb_per_round']:+.2f} MB resident, "
