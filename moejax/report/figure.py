@@ -197,23 +197,14 @@ def distribution_panels(
     return figure
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes a PNG atomically and returns its path.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    return atomic_write_bytes(path, _png(figure, _DPI))
-
-
 def save_figures(figures: Mapping[str, Figure | None], out_dir: str | os.PathLike[str]) -> list[Path]:
-    """Writes `NAME.png` into `out_dir` for each figure that there is, and returns the files.
+    """Writes `NAME.png` atomically into `out_dir` for each figure that there is, and returns the files.
 
     Raises:
         OutputError: one cannot be written.
     """
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
-    return [save_figure(figure, Path(out_dir) / f"{name}.png") for name, figure in drawn.items()]
+    return [atomic_write_bytes(Path(out_dir) / f"{name}.png", _png(f, _DPI)) for name, f in drawn.items()]
 
 
 def _png(figure: Figure, dpi: float) -> bytes:

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moejax.core.errors import ConfigError
-from moejax.report.figure import heat_map, legend_below, log_scale, new_figure, save_figure, write_cells
+from moejax.report.figure import heat_map, legend_below, log_scale, new_figure, save_figures, write_cells
 from moejax.report.style import COLORS, nth_color, tail_key
 from moejax.report.tables import number, plain_table, print_lines, stderr_console
 from moejax.results.machine import has_same_roof, is_share_of_roof
@@ -76,7 +76,8 @@ def axes_of(sweep: Mapping[str, Any], rows: Sequence[Row], *, every: bool = Fals
     for name in dict.fromkeys([*swept, *_CASE_AXES]):
         column = tuple(str(row.get(name)) for row in rows)
         if len(set(column)) > 1:
-            by_pattern.setdefault(tuple(_codes(column)), name)
+            # Where each value comes first: equal for columns that vary together.
+            by_pattern.setdefault(tuple(map(column.index, column)), name)
     kept = list(by_pattern.values())
     if every:
         varied = [name for name in swept if len({str(row.get(name)) for row in rows}) > 1]
@@ -155,8 +156,7 @@ def report_sweep(
             print_lines(console, [f"job {job['job']} ({told}) {job['state']}{reason}"], "yellow")
     if objective:
         print_lines(console, best_lines(sweep))
-    figure = sweep_figure(sweep, _title_source(sweep, folder))
-    return [save_figure(figure, folder / PLOT_FILE)] if figure is not None else []
+    return save_figures({Path(PLOT_FILE).stem: sweep_figure(sweep, _title_source(sweep, folder))}, folder)
 
 
 def best_lines(sweep: Mapping[str, Any]) -> list[str]:
@@ -176,9 +176,6 @@ def best_lines(sweep: Mapping[str, Any]) -> list[str]:
         f"best {name}: {number(best['value'])} (job {best['job']}: {' '.join(settings)})",
         f"run it again: python -m experiments.{sweep['experiment']} {words}",
     ]
-
-
-# --- plots --------------------------------------------------------------------------------------------------
 
 
 def _heat_maps(
@@ -204,7 +201,7 @@ def _heat_maps(
         for column, (facet, grid) in enumerate(zip(facets, grids, strict=True)):
             axis = places[line * len(facets) + column]
             image = heat_map(axis, grid, origin="lower", **scale)
-            write_cells(axis, image, grid, _cell_text)
+            write_cells(axis, image, grid, lambda v: f"{v:,.0f}" if abs(v) >= 100 else f"{v:.3g}")
             axis.set_xticks(range(len(xs)), [_axis_value(x) for x in xs], fontsize=8)
             axis.set_yticks(range(len(ys)), [_axis_value(y) for y in ys], fontsize=8)
             names = ", ".join(f"{a} {_axis_value(v)}" for a, v in zip(others, facet, strict=True))
@@ -228,10 +225,6 @@ def _grid(
             if numbers:
                 grid[i, j] = np.mean(numbers)
     return grid
-
-
-def _cell_text(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _lines(
@@ -275,9 +268,6 @@ def _bars(panels: Panels, rows: Sequence[Row], axes: Sequence[str], metrics: Met
     return figure
 
 
-# --- parts --------------------------------------------------------------------------------------------------
-
-
 def _best_axes(numeric: Sequence[str]) -> tuple[str, str]:
     """(down, across): prompt length against batch size where both vary, else the first two."""
     preferred = [axis for axis in _CASE_AXES if axis in numeric]
@@ -289,12 +279,6 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
     """Each dotted key by its last part, or whole where two would share it."""
     last = [key.rpartition(".")[2] for key in keys]
     return {key: short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)}
-
-
-def _codes(column: Sequence[str]) -> list[int]:
-    """Values as numbers in order of appearance: equal for columns that vary together."""
-    places: dict[str, int] = {}
-    return [places.setdefault(value, len(places)) for value in column]
 
 
 def _values(rows: Sequence[Row], axis: str) -> list[Any]:
