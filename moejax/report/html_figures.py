@@ -81,7 +81,8 @@ def _draw_trade_off(
                 point[4], point[2:4], xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7,
                 color="#555555",
             )  # fmt: skip
-    front = frontier([(p[2], p[3]) for p in points], more_y=lower_is_better(y) is not True)
+    losses = [point[3] if lower_is_better(y) else -point[3] for point in points]
+    front = [points[place][2:4] for place in pareto([point[2] for point in points], losses)]
     if len(front) > 1:
         axis.step(*zip(*front, strict=True), where="post", color="#888888", linewidth=1, linestyle="--",
                   label="Pareto frontier", zorder=0)  # fmt: skip
@@ -94,17 +95,12 @@ def _draw_trade_off(
     return figure
 
 
-def frontier(points: Sequence[tuple[float, float]], *, more_y: bool = True) -> list[tuple[float, float]]:
-    """The points with no other that has less x and better y, by rising x."""
-    losses = [-y if more_y else y for _, y in points]
-    return [points[i] for i in pareto([x for x, _ in points], losses)]
-
-
 def distributions(cases: Sequence[Cases]) -> Figure | None:
     """Cumulative distributions of TTFT, TPOT, inter-token latency and E2E: a column each, a row per case that
     all runs have (at most four, evenly chosen), a curve per run. Points are medians and 99th percentiles."""
     shared = shared_cases(cases)
-    places = _evenly(shared, _MOST_CASES)
+    evenly = np.linspace(0, len(shared) - 1, min(len(shared), _MOST_CASES)).round().astype(int)
+    places = [shared[place] for place in evenly]
     columns = [pair for pair in LATENCIES.items() if any(latency_values(c, pair[0]).size for c in cases)]
     if not places or not columns:
         return None
@@ -124,12 +120,6 @@ def distributions(cases: Sequence[Cases]) -> Figure | None:
                 axis.set_xlabel("milliseconds", fontsize=9)
     legend_below(figure, axes)
     return figure
-
-
-def _evenly(items: Sequence[Any], count: int) -> list[Any]:
-    if len(items) <= count:
-        return list(items)
-    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, count).round().astype(int))]
 
 
 def expert_loads(runs: Sequence[Run]) -> Figure | None:

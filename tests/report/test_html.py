@@ -16,6 +16,7 @@ from moejax.report.html import write_report
 from moejax.results.compare import compare
 from moejax.results.compare.runs import load_runs
 from moejax.results.compare.samples import Cases
+from moejax.results.pareto import pareto
 from tests.results.simulated import CONFIG, PROVENANCE, changed, latency_run
 
 COUNTS = np.random.default_rng(0).integers(0, 50, (4, 16)).tolist()
@@ -164,9 +165,9 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_pareto_frontier_by_hand() -> None:
-    points = [(1.0, 5.0), (2.0, 4.0), (2.0, 7.0), (3.0, 7.0), (4.0, 9.0)]
-    assert html_figures.frontier(points) == [(1.0, 5.0), (2.0, 7.0), (4.0, 9.0)]
-    assert html_figures.frontier(points, more_y=False) == [(1.0, 5.0), (2.0, 4.0)]
+    xs, ys = [1.0, 2.0, 2.0, 3.0, 4.0], [5.0, 4.0, 7.0, 7.0, 9.0]
+    assert pareto(xs, [-y for y in ys]) == [0, 2, 4]
+    assert pareto(xs, ys) == [0, 1]
 
 
 def test_distributions_are_quantiles_of_the_shared_cases_and_small(tmp_path: Path) -> None:
