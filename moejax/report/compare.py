@@ -29,8 +29,8 @@ def compare_and_print(
     html: bool = False,
 ) -> RunComparison:
     """Keeps the comparison in `out_dir/comparison.json`, with plots and, with `html`, a `report.html`, and
-    prints its tables on stderr and how many verdicts there are of each kind on stdout. Folders whose run has
-    no result are left out, and said to be.
+    prints its tables and outcome on stderr and how many verdicts there are of each kind on stdout. Folders
+    whose run has no result are left out, and said to be.
 
     Raises:
         ConfigError: as `compare`.
@@ -48,15 +48,6 @@ def compare_and_print(
     if html:
         with parts.part("report.html"):
             page = write_report(kept, out_dir / "report.html")
-    print_comparison(comparison, page)
-    counts = Counter(verdict.outcome.replace(" ", "_") for verdict in comparison.verdicts)
-    print_ending("compare", out_dir, {"runs": len(kept), **counts})
-    parts.check(out_dir / COMPARISON_FILE)
-    return comparison
-
-
-def print_comparison(comparison: RunComparison, page: Path | None) -> None:
-    """The tables, what is to be known, the outcome in words and where the page is."""
     console = stderr_console()
     for table in comparison_tables(comparison):
         console.print(table)
@@ -73,3 +64,7 @@ def print_comparison(comparison: RunComparison, page: Path | None) -> None:
         console.print(f"enough would be: workload.iterations={needed}", style="dim", highlight=False)
     if page is not None:
         print_lines(console, [f"open {shown_path(page)} in a browser"])
+    counts = Counter(verdict.outcome.replace(" ", "_") for verdict in comparison.verdicts)
+    print_ending("compare", out_dir, {"runs": len(kept), **counts})
+    parts.check(out_dir / COMPARISON_FILE)
+    return comparison

@@ -237,9 +237,6 @@ def _shuffled_skew(capture: RoutingCapture, windows: int) -> np.ndarray:
     return np.nanmean(analysis.skew(analysis.load_over_time(mixed, windows)[0]).max_over_mean, axis=1)
 
 
-# -- parts ---------------------------------------------------------------------------------------------------
-
-
 def _three(capture: RoutingCapture) -> tuple[int, ...]:
     """The first, the middle and the last layer."""
     at = sorted({0, len(capture.layers) // 2, len(capture.layers) - 1})

@@ -58,9 +58,7 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
                 f" ({100 * case['decode_hits'] / case['experts']:.0f} % of them)"
             )
     lines += [_placement(case) for case in result["cases"] if case.get("contiguous_imbalance")]
-    for row in result["differences"]:
-        lines.append(_difference(row))
-    return lines
+    return lines + [_difference(row) for row in result["differences"]]
 
 
 def _placement(case: Mapping[str, Any]) -> str:

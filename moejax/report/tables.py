@@ -105,14 +105,13 @@ def plain_table(title: str | None = None, caption: str | None = None, **look: An
 def filled(columns: Iterable[Column], rows: Sequence[Any]) -> list[Column]:
     """Returns the columns that any row fills; another would only take width. A 99th percentile's column is
     the maximum's, and says so, where a row has too few values for the percentile."""
-    shown = [_tailed(column, rows) for column in columns]
-    return [column for column in shown if any(column.value(row) is not None for row in rows)]
-
-
-def _tailed(column: Column, rows: Sequence[Any]) -> Column:
-    if not isinstance(column.key, str) or tail_key(column.key, rows) == column.key:
-        return column
-    return replace(column, key=tail_key(column.key, rows), title=column.title.replace("p99", "max"))
+    shown = []
+    for column in columns:
+        if isinstance(column.key, str) and (tail := tail_key(column.key, rows)) != column.key:
+            column = replace(column, key=tail, title=column.title.replace("p99", "max"))
+        if any(column.value(row) is not None for row in rows):
+            shown.append(column)
+    return shown
 
 
 def column_table(
