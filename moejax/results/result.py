@@ -53,7 +53,6 @@ def build_result(
     config: Mapping[str, Any],
     provenance: Mapping[str, Any],
     cases: Sequence[Mapping[str, Any]] = (),
-    compile_ledger: Sequence[Any] | None = None,
     routing: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Result:
@@ -65,9 +64,8 @@ def build_result(
         config: the resolved configuration.
         provenance: from `moejax.tracking.provenance.collect`.
         cases: one row per workload case.
-        compile_ledger: one row per compilation (what, why, seconds).
         routing: `counts` [layers, experts], tokens routed to each expert, and whatever else was traced.
-        extra: further top-level keys.
+        extra: further top-level keys, such as `compile_ledger`, a row per compilation.
 
     Raises:
         ValueError: `metrics` is not flat, or an extra key is one of the above.
@@ -85,8 +83,6 @@ def build_result(
         "config": config,
         "provenance": provenance,
     }
-    if compile_ledger is not None:
-        result["compile_ledger"] = list(compile_ledger)
     if routing is not None:
         result["routing"] = routing
     return Result(to_jsonable({**result, **extra}))
@@ -130,11 +126,13 @@ def print_ending(experiment: str, folder: Path, metrics: Mapping[str, Any]) -> N
     print(f"results: {shown_path(folder)}\n{dump_json(line)}", flush=True)
 
 
-def _read(path: Path) -> str:
-    if not path.exists():
-        raise ConfigError(f"no result at {path}: no such file")
-    with os_errors(ConfigError, f"cannot read {path}"):
-        return path.read_text(encoding="utf-8")
+def _read(path: str | os.PathLike[str], name: str) -> tuple[Path, str]:
+    """Returns a file, or the one called `name` in a folder, and its text."""
+    file = Path(path) / name if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        raise ConfigError(f"no result at {file}: no such file")
+    with os_errors(ConfigError, f"cannot read {file}"):
+        return file, file.read_text(encoding="utf-8")
 
 
 def load_result(path: str | os.PathLike[str]) -> Result:
@@ -144,11 +142,9 @@ def load_result(path: str | os.PathLike[str]) -> Result:
         ConfigError: there is none, it is not JSON, a key is missing or of the wrong type, or its schema is
             another version's.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / RESULT_FILE
+    file, text = _read(path, RESULT_FILE)
     try:
-        result = json.loads(_read(file))
+        result = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(result, dict):
@@ -179,11 +175,8 @@ def load_rows(path: str | os.PathLike[str], name: str, *, torn: bool = False) ->
     Raises:
         ConfigError: there is none, or a line is not JSON (named by its number).
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / name
-    lines = _read(file).split("\n")
-    rows = []
+    file, text = _read(path, name)
+    lines, rows = text.split("\n"), []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
