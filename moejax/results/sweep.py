@@ -203,9 +203,10 @@ def job_rows(folder: Path) -> list[dict[str, Any]]:
         record = read_job(place)
         if record is None:
             continue
+        state = "unfinished" if record.state in ("running", "finished") else record.state
         row: dict[str, Any] = {
             "job": str(place.relative_to(folder)),
-            "state": "finished" if is_finished(place, record) else _unfinished(record.state),
+            "state": "finished" if is_finished(place, record) else state,
             "overrides": dict(_split(text) for text in record.overrides),
             "value": record.value,
             "objective": record.config.get("objective"),
@@ -228,10 +229,6 @@ def swept_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The overrides in which the jobs differ, in the order in which they were given."""
     keys = dict.fromkeys(key for row in rows for key in row["overrides"])
     return [key for key in keys if len({str(row["overrides"].get(key)) for row in rows}) > 1]
-
-
-def _unfinished(state: str) -> str:
-    return "unfinished" if state in ("running", "finished") else state
 
 
 def _split(override: str) -> tuple[str, Any]:

@@ -25,7 +25,7 @@ from moejax.results.compare.samples import Cases, shared_cases
 from moejax.results.machine import has_same_roof, is_share_of_roof, roof_line
 from moejax.results.metric_names import EXACT, JUDGED, RATES, latency_name
 from moejax.results.metrics import is_number, objectives
-from moejax.results.verdict import Floor, Trial, Verdict, decide, exact_verdict
+from moejax.results.verdict import Floor, Trial, decide, exact_verdict
 
 __all__ = ["ACROSS", "SHOWN_FIRST", "RunComparison", "compare"]
 
@@ -85,6 +85,8 @@ def compare(
             same_work="workload" not in across, same_slo=same_slo,
         )  # fmt: skip
         overall, each, notes = overall + first, each + second, notes + left
+    known = _numeric(runs)
+    counted = [name for name in EXACT if name in known and (metrics is None or name in metrics)]
     same = {run.label for index, run in enumerate(runs) if index and same_inputs(apart, index)}
     overall, each = _seen_noise(overall, same), _seen_noise(each, same)
     return RunComparison(
@@ -94,7 +96,7 @@ def compare(
         blocked=reasons,
         verdicts=tuple(decide(overall)),
         case_verdicts=tuple(decide(each)),
-        exact=_exact(runs, metrics),
+        exact=tuple(exact_verdict(exact_trial(name, run, runs[0])) for run in runs[1:] for name in counted),
         metrics=tuple(_metric_rows(runs, cases, metrics)),
         notes=tuple(dict.fromkeys(notes)),
         floor=noise,
@@ -165,9 +167,3 @@ def _metric_rows(
             values = tuple(c.rows[place].get(name) for c, place in zip(cases, places, strict=True))
             if any(map(is_number, values)):
                 yield MetricRow(name, values, case)
-
-
-def _exact(runs: Sequence[Run], metrics: Sequence[str] | None) -> tuple[Verdict, ...]:
-    known = _numeric(runs)
-    names = [name for name in EXACT if name in known and (metrics is None or name in metrics)]
-    return tuple(exact_verdict(exact_trial(name, run, runs[0])) for run in runs[1:] for name in names)

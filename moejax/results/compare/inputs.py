@@ -120,26 +120,15 @@ def _provenance(runs: Sequence[Run]) -> list[Difference]:
     for key, kind in (
         ("checkpoint_hash", "model"), ("workload_hash", "workload"), ("git", "code"), ("device", "device")
     ):  # fmt: skip
-        differences += _compare("", [_section(part, key) for part in parts], UNKNOWN, kind)
+        sections = [{} if part.get(key) is None else flatten({key: part[key]}) for part in parts]
+        differences += _compare("", sections, UNKNOWN, kind)
     for key, kind in (("cpu", "CPU"), ("jax", "JAX settings")):
-        differences += _compare(f"{key}.", [_inside(part, key) for part in parts], UNKNOWN, kind)
+        differences += _compare(f"{key}.", [flatten(part.get(key) or {}) for part in parts], UNKNOWN, kind)
     for key, kind in (("versions", "versions"), ("env", "environment variables"), ("seeds", "seeds")):
         absent = MISSING if all(key in part for part in parts) else UNKNOWN
         prefix = "seeds." if key == "seeds" else ""
-        differences += _compare(prefix, [_inside(part, key) for part in parts], absent, kind)
+        differences += _compare(prefix, [flatten(part.get(key) or {}) for part in parts], absent, kind)
     return differences
-
-
-def _section(part: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A key of provenance with all below it, dotted; nothing where it is not recorded."""
-    value = part.get(key)
-    if value is None:
-        return {}
-    return flatten({key: value}) if isinstance(value, Mapping) else {key: value}
-
-
-def _inside(part: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return flatten(part.get(key) or {})
 
 
 def _resolved(run: Run) -> dict[str, Any]:

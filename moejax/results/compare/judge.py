@@ -15,14 +15,13 @@ the machine: on two quiet but virtual cores four runs of latency's `experiment=q
 1.1 to 1.4 times apart in TPOT, a single case up to 1.7 (docs/log.md, 2026-11-21). That of GPUs is assumed.
 Give some runs of the same command to measure one's own, or set `noise_floor`."""
 
-_WHY = "session noise"
 _OF_WHOLE_REQUESTS = ("request_throughput", "request_goodput")
 
 
 def noise_floor(platform: str | None, given: float | None) -> Floor:
     """Returns the ratios that count as noise between two processes: `given`, or the platform's."""
     relative = NOISE_FLOOR.get(platform or "cpu", NOISE_FLOOR["gpu"]) if given is None else given
-    return Floor.symmetric(relative, _WHY)
+    return Floor.symmetric(relative, "session noise")
 
 
 def trials(
