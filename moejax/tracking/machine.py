@@ -9,7 +9,7 @@ import hmac
 import importlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,15 @@ def cpu_settings(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
     boost = read_text(cpu / "cpufreq/boost") or {"0": "1", "1": "0"}.get(no_turbo or "")
     pages = re.search(r"\[(\w+)\]", read_text(kernel / "transparent_hugepage/enabled") or "")
     smt = read_text(cpu / "smt/active")
+    processor = first_processor(top)
+    flags = processor.get("flags") or processor.get("Features")
     return {
         "governor": read_text(cpu / "cpu0/cpufreq/scaling_governor"),
         "boost": None if boost is None else boost == "1",
         "smt": None if smt is None else smt == "1",
         "quota_cores": _quota(top / "sys/fs/cgroup"),
         "hugepages": pages[1] if pages else None,
-        "isa": _instruction_sets(first_processor(top)),
+        "isa": None if flags is None else " ".join(flag for flag in _ISA if flag in flags.split()),
         "machine_key": _machine(top / "etc/machine-id"),
     }
 
@@ -81,11 +83,6 @@ def first_processor(root: str | os.PathLike[str] = "/") -> dict[str, str]:
     first = (read_text(Path(root) / "proc/cpuinfo") or "").partition("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _instruction_sets(processor: Mapping[str, str]) -> str | None:
-    words = processor.get("flags") or processor.get("Features")
-    return None if words is None else " ".join(flag for flag in _ISA if flag in words.split())
 
 
 def _machine(path: Path) -> str | None:

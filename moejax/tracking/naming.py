@@ -10,7 +10,6 @@ from typing import Any
 from moejax.report.style import commit_name, model_name
 from moejax.tracking.base import RunInfo
 
-_SEPARATOR = " · "
 _MOST_NAME, _MOST_TAG = 120, 64  # W&B takes 128 and 64 characters
 _UNQUANTIZED = ("", "none", "None")
 
@@ -44,7 +43,7 @@ def run_info(
         output_dir,
         group=group or sweep_group(experiment, output_dir),
         job_type=job_type or experiment,
-        tags=(*run_tags(experiment, config, provenance), *(_tag(tag) for tag in tags if tag)),
+        tags=(*run_tags(experiment, config, provenance), *(tag[:_MOST_TAG] for tag in tags if tag)),
         config=_tracked(config, provenance),
     )
 
@@ -77,7 +76,7 @@ def run_name(
         variant,
         device_word(provenance, config),
     ]
-    name = _SEPARATOR.join(dict.fromkeys(part for part in parts if part))
+    name = " · ".join(dict.fromkeys(part for part in parts if part))
     return name if len(name) <= _MOST_NAME else name[: _MOST_NAME - 1] + "…"
 
 
@@ -90,7 +89,7 @@ def run_tags(experiment: str, config: Mapping[str, Any], provenance: Mapping[str
         *(quant_words(config) or ["full-precision"] * ("quant" in config)), *backend_words(config),
         f"commit-{commit.replace('+', '-dirty')}" if commit else None, preset(provenance),
     ]  # fmt: skip
-    return tuple(dict.fromkeys(_tag(part) for part in parts if part and part != experiment))
+    return tuple(dict.fromkeys(part[:_MOST_TAG] for part in parts if part and part != experiment))
 
 
 def sweep_group(experiment: str, output_dir: Path) -> str | None:
@@ -192,7 +191,3 @@ def _span(value: Any) -> str | None:
             return None
         return f"{numbers[0]:g}" if len(numbers) == 1 else f"{numbers[0]:g}-{numbers[-1]:g}"
     return f"{value:g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _tag(text: str) -> str:
-    return str(text)[:_MOST_TAG]

@@ -183,23 +183,19 @@ class Telemetry:
         return Sample(gauges, {name: value for sample in samples for name, value in sample.counters.items()})
 
     def _sample(self) -> None:
-        assert self._last is not None
+        assert self._last is not None and self._origin is not None
         (before, first), now, second = self._last, self._clock(), self._read()
         part = self._parts.setdefault(self._open_part, Totals())
         for totals in (self._totals, part, self._window):
             totals.add(now - before, first, second)
         self._last, self._last_end = (now, second), now
         if self._window.seconds >= 0.99 * self._stride_s:
-            self._emit(now)
-
-    def _emit(self, now: float) -> None:
-        """Ends the open window as a point; once there are too many, every two neighbours become one."""
-        assert self._origin is not None
-        self._points.append((now - self._origin, self._window))
-        self._window = Totals()
-        if len(self._points) >= 2 * self.config.max_points:
-            self._points = halve(self._points)
-            self._stride_s *= 2
+            # The open window ends as a point; once there are too many, every two neighbours become one.
+            self._points.append((now - self._origin, self._window))
+            self._window = Totals()
+            if len(self._points) >= 2 * self.config.max_points:
+                self._points = halve(self._points)
+                self._stride_s *= 2
 
     def summary(self, *keys: Hashable, output_tokens: int | None = None) -> Reading:
         """Flat metrics of the parts named `keys`, or without any of all; empty if telemetry is switched off.
@@ -232,9 +228,10 @@ class Telemetry:
         rows = [window_point(totals) for _, totals in points]
         columns: dict[str, list[float | None]] = {"time_s": [round(end, 3) for end, _ in points]}
         for name in dict.fromkeys(name for row in rows for name in row):
-            column = [_short(row.get(name)) for row in rows]
-            if any(value is not None for value in column):
-                columns[name] = column
+            values = [row.get(name) for row in rows]
+            if any(value is not None for value in values):
+                # Five digits: a thousand points of them stay small in a result.
+                columns[name] = [None if v is None else float(f"{v:.5g}") for v in values]
         return columns
 
     def report(self) -> dict[str, Any]:
@@ -244,21 +241,17 @@ class Telemetry:
             return {"enabled": False}
         totals = self._totals
         energy = self._energy(totals)
+        source = "rapl" if not self._on_gpu else "nvml_power" if totals.by_power else "nvml_counter"
         return {
             "enabled": True,
             "interval_s": self.config.interval_s,
             "seconds": totals.seconds,
             "samples": totals.samples,
-            "energy_source": self._source(totals) if energy is not None else None,
+            "energy_source": source if energy is not None else None,
             "devices": [device_row(totals, index, name) for index, name in enumerate(self.gpu_names)],
             "notes": self._reasons(energy),
             "series": self.series(),
         }
-
-    def _source(self, totals: Totals) -> str:
-        if not self._on_gpu:
-            return "rapl"
-        return "nvml_power" if totals.by_power else "nvml_counter"
 
     def _reasons(self, energy: float | None) -> list[str]:
         reasons = [*self.notes, *(note for probe in self._probes for note in probe.notes)]
@@ -271,8 +264,3 @@ class Telemetry:
                 device = "GPU" if self._on_gpu else "CPU"
                 reasons.append(f"no energy: no {device} in use reported it all of the time")
         return list(dict.fromkeys(reasons))
-
-
-def _short(value: float | None) -> float | None:
-    """Five digits: a thousand points of them stay small in a result."""
-    return None if value is None else float(f"{value:.5g}")

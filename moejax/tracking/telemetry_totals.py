@@ -1,6 +1,7 @@
 """Sums over the stretches between telemetry's samples, and the figures made of them. No JAX here."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ class Totals:
     known: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     by_power: set[str] = field(default_factory=set)
-    slowdowns: dict[str, int] = field(default_factory=dict)
+    slowdowns: Counter[str] = field(default_factory=Counter)
 
     def add(self, seconds: float, before: Sample, after: Sample) -> None:
         """Adds a stretch of `seconds` between two samples."""
@@ -40,10 +41,10 @@ class Totals:
                 if end is not None:
                     bits = int(start or 0) | int(end)
                     self._grow(name, seconds if slowdown_names(bits) else 0.0, seconds)
-                    self._mark(name.removesuffix("_slowdowns"), bits)
+                    self.slowdowns[name.removesuffix("_slowdowns")] |= bits
             elif start is not None and end is not None:
                 self._grow(name, 0.5 * (start + end) * seconds, seconds)
-                self._raise(name, max(start, end))
+                self.peaks[name] = max(self.peaks.get(name, start), start, end)
         for name, end in after.counters.items():
             start = before.counters.get(name)
             # A counter that fell was set back, by a driver that was loaded anew.
@@ -63,12 +64,6 @@ class Totals:
     def _grow(self, name: str, by: float, seconds: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + by
         self.known[name] = self.known.get(name, 0.0) + seconds
-
-    def _raise(self, gauge: str, value: float) -> None:
-        self.peaks[gauge] = max(self.peaks.get(gauge, value), value)
-
-    def _mark(self, gpu: str, bits: int) -> None:
-        self.slowdowns[gpu] = self.slowdowns.get(gpu, 0) | bits
 
     def mean(self, name: str) -> float | None:
         """Returns a gauge's mean, or a counter's growth a second."""
@@ -101,9 +96,9 @@ def merged(parts: Iterable[Totals]) -> Totals:
         for name, amount in part.sums.items():
             whole._grow(name, amount, part.known[name])
         for gauge, value in part.peaks.items():
-            whole._raise(gauge, value)
+            whole.peaks[gauge] = max(whole.peaks.get(gauge, value), value)
         for gpu, bits in part.slowdowns.items():
-            whole._mark(gpu, bits)
+            whole.slowdowns[gpu] |= bits
         whole.by_power |= part.by_power
     return whole
 
@@ -160,7 +155,7 @@ def device_row(totals: Totals, index: int, name: str) -> dict[str, Any]:
         "max_memory_bytes": totals.peaks.get(f"{gpu}_memory_bytes"),
         "max_temperature_c": totals.peaks.get(f"{gpu}_temperature_c"),
         "slowdown_percent": _slow_percent(totals, gpu),
-        "slowdowns": slowdown_names(totals.slowdowns.get(gpu, 0)),
+        "slowdowns": slowdown_names(totals.slowdowns[gpu]),
         "energy_j": totals.whole(f"{gpu}_energy_j"),
         "energy_source": "nvml_power" if gpu in totals.by_power else "nvml_counter",
     }

@@ -44,10 +44,12 @@ def build_workspace(config: DashboardConfig) -> Any:
     """A `wandb_workspaces.workspaces.Workspace`.
 
     Raises:
-        ConfigError: wandb-workspaces is not installed.
+        ConfigError: wandb-workspaces is not installed, or the group's name cannot be quoted.
     """
     ws, wr = _modules()
-    filters = f"Metric('Group') in ['{_quoted(config.group)}']" if config.group else ""
+    if config.group and set(config.group) & set("'\\"):
+        raise ConfigError(f"dashboard.group must have no quote and no backslash, got {config.group!r}")
+    filters = f"Metric('Group') in ['{config.group}']" if config.group else ""
     return ws.Workspace(
         entity=config.entity or "",
         project=config.project,
@@ -75,12 +77,6 @@ def _modules() -> tuple[Any, Any]:
             "experiments.dashboard needs wandb-workspaces: pip install 'moejax[workspaces]'"
         ) from error
     return ws, wr
-
-
-def _quoted(text: str) -> str:
-    if "'" in text or "\\" in text:
-        raise ConfigError(f"dashboard.group must have no quote and no backslash, got {text!r}")
-    return text
 
 
 def _section(ws: Any, wr: Any, section: Section) -> Any:
