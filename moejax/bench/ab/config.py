@@ -68,6 +68,4 @@ class AbSection(Checked, section="ab"):
     @property
     def all_variants(self) -> dict[str, list[str]]:
         """The variants with the baseline first, also where it was not named."""
-        if len(self.variants) == 1:
-            return {BASE: [], **self.variants}
-        return dict(self.variants)
+        return ({BASE: []} if len(self.variants) == 1 else {}) | self.variants

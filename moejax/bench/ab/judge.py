@@ -16,8 +16,6 @@ from moejax.results.verdict import ALPHA, NO_FLOOR, Floor, Trial, Verdict, decid
 
 Values = NDArray[np.float64]
 
-_WHY = "the control's noise"
-
 
 @dataclass(frozen=True)
 class Judged:
@@ -131,7 +129,7 @@ def _values(arm: Arm, metric: str, rounds: int, cases: int) -> Values:
 def _floor(control: Trial) -> Floor:
     """All that lies between the control's interval and 1 is noise."""
     assert control.ratio is not None
-    return Floor(min(1.0, control.ratio.low), max(1.0, control.ratio.high), _WHY)
+    return Floor(min(1.0, control.ratio.low), max(1.0, control.ratio.high), "the control's noise")
 
 
 def _blocked(baseline: Arm, arm: Arm, metric: str) -> str | None:

@@ -7,7 +7,7 @@ effect of who ran before then fall on all alike.
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,26 +120,22 @@ def warm_up_all(arms: Sequence[Arm], load: Load) -> None:
                 llm.ledger.warmed_up = True
 
 
-def orders(arms: int, rng: np.random.Generator) -> Callable[[int], list[int]]:
-    """round → the arms' order: drawn at random in even rounds, the last one backwards in odd ones. The
-    rounds must be asked for one after the other."""
-    last: list[int] = []
-
-    def order(round_: int) -> list[int]:
-        nonlocal last
-        last = list(reversed(last)) if round_ % 2 else [int(i) for i in rng.permutation(arms)]
-        return last
-
-    return order
+def orders(arms: int, rng: np.random.Generator) -> Iterator[list[int]]:
+    """Yields the arms' order of every round: drawn at random in even rounds, the last one backwards in odd
+    ones."""
+    while True:
+        order = [int(i) for i in rng.permutation(arms)]
+        yield order
+        yield order[::-1]
 
 
 def run_rounds(
-    arms: Sequence[Arm], load: Load, rounds: range, order: Callable[[int], list[int]], task: Task
+    arms: Sequence[Arm], load: Load, rounds: range, order: Iterator[list[int]], task: Task
 ) -> None:
     """Measures all arms in every round; fills them."""
     for round_ in rounds:
         gc.collect()  # now, and not on one arm's behalf in another's time
-        turns = order(round_)
+        turns = next(order)
         for case in range(len(load.cases)):
             for position, index in enumerate(turns):
                 arm = arms[index]

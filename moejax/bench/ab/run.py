@@ -1,7 +1,7 @@
 """`run_ab`: arms, rounds, verdicts, result, report."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
 from moejax.bench.ab.variants import CONTROL, Arm
-from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.agreement import token_agreement
 from moejax.bench.experiment_run import ExperimentRun
@@ -49,7 +48,8 @@ def run_ab(
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     arms = [arms[0], _control(arms[0]), *arms[1:]]
-    load = _load(workload, [arm.backend for arm in arms])
+    kind: Callable[..., Load] = BatchLoad if isinstance(workload, WorkloadConfig) else TrafficLoad
+    load = kind(workload, [arm.backend for arm in arms])
     check_rounds(ab.rounds if ab.target is None else ab.max_rounds, len(arms) - 2, load.cases, ab.metrics)
     run.start_backends([arms[0].backend], workload, seeds={"ab": ab.seed}, variant="ab")
     warm_up_all(arms, load)
@@ -61,12 +61,6 @@ def run_ab(
         for row in arm.rows
     ]
     return run.finish(result, requests=requests, tables={"verdicts": result["verdicts"]})
-
-
-def _load(workload: WorkloadConfig | ThroughputWorkload, backends: Sequence[Backend]) -> Load:
-    if isinstance(workload, WorkloadConfig):
-        return BatchLoad(workload, backends)
-    return TrafficLoad(workload, backends)
 
 
 def _control(baseline: Arm) -> Arm:
