@@ -28,8 +28,6 @@ class MoejaxBackend(Backend):
         self.checkpoint = llm.model_dir
         self.seed: int | None = llm.seed
 
-    # -- requests --------------------------------------------------------------------------------------
-
     def check(self, params: SamplingParams) -> None:
         """Accepts all: whatever is in `SamplingParams` the engine has."""
 
@@ -48,8 +46,6 @@ class MoejaxBackend(Backend):
 
     def abort(self, request_id: str) -> None:
         self.llm.abort(request_id)
-
-    # -- what it is ------------------------------------------------------------------------------------
 
     # Read from the engine, which has the truth; mypy would have attributes overridden by attributes only.
     @property

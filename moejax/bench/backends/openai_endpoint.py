@@ -24,7 +24,6 @@ from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.core.words import one_line
 from moejax.engine.requests.api import (
     CompletionOutput,
-    FinishReason,
     RequestMetrics,
     RequestOutput,
     SamplingParams,
@@ -34,7 +33,6 @@ _REACH_S = 10.0
 # How long `step` waits for an end: a request that is due meanwhile is sent that much late, and counted from
 # when it was due.
 _LOOK_S = 0.001
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class OpenAIEndpoint(Backend):
@@ -80,8 +78,6 @@ class OpenAIEndpoint(Backend):
         self._thread.start()
         # A retry would be another request; the limit on connections must not become a queue of ours.
         self._client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=options.timeout_s)
-
-    # -- requests --------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         bodies = [self._body(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
@@ -186,14 +182,12 @@ class OpenAIEndpoint(Backend):
                     " to ignore the end of sequence; measure with workload.ignore_eos=false",
                 )
             else:
-                sample.finish_reason = _REASONS.get(reason or "length", "stop")
+                sample.finish_reason = "length" if reason in (None, "length") else "stop"
         output.finished = True
         self._ended.put(output.request_id)
 
     def _fail(self, output: RequestOutput, why: str) -> None:
         output.error, output.outputs[0].finish_reason = why, "error"
-
-    # -- what it is ------------------------------------------------------------------------------------
 
     @property
     def itl_known(self) -> bool:

@@ -139,8 +139,6 @@ class WorkerBackend(Backend):
                 f"{before:.3f} s), so that its instants mean nothing here"
             )
 
-    # -- requests --------------------------------------------------------------------------------------
-
     def prepare(self, *, max_num_seqs: int, max_total_len: int, params: Sequence[SamplingParams]) -> None:
         self._worker.ask("prepare", max_num_seqs=max_num_seqs, max_total_len=max_total_len)
 
@@ -209,8 +207,6 @@ class WorkerBackend(Backend):
                 del self._live[request_id]
         if self.on_step is not None:
             self.on_step(_record(message))
-
-    # -- what it is ------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         return {**self._facts, "batching": self.batching}

@@ -149,7 +149,9 @@ class Worker:
 
     def _died(self) -> BackendError:
         """Why it is gone: the last message that it got out says more than its exit code."""
-        if not self._wait():
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
             self._kill()
         while select.select([self._out], [], [], 0)[0] and (piece := os.read(self._out, _PIECE)):
             self._rest += piece
@@ -161,11 +163,6 @@ class Worker:
         code = self._process.returncode
         ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return BackendError(f"backend {self.name}: its process {ending}{self._last_words()}")
-
-    def _wait(self) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_CLOSE_S)
-        return not self.alive
 
     def _silent(self) -> BackendError:
         self._kill()

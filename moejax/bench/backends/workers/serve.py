@@ -20,7 +20,7 @@ import select
 import sys
 import time
 import traceback
-from collections import deque
+from collections import deque, namedtuple
 
 
 class WorkerError(Exception):
@@ -35,25 +35,16 @@ class Request:
     """A request with what it has generated. `reason` is None while it runs."""
 
     def __init__(self, fields):
-        self.id = fields["id"]
-        self.prompt = fields["prompt"]
-        self.max_tokens = fields["max_tokens"]
-        self.temperature = fields["temperature"]
-        self.top_k, self.top_p, self.min_p = fields["top_k"], fields["top_p"], fields["min_p"]
-        self.seed = fields["seed"]
-        self.ignore_eos = fields["ignore_eos"]
+        # id, prompt, max_tokens, temperature, top_k, top_p, min_p, seed, ignore_eos
+        vars(self).update(fields)
         self.tokens = []
         self.times = []
         self.scheduled = None
         self.reason = None
 
 
-class Step:
-    """The outcome of one step: (request, token) pairs, the requests that it took in, and counts of tokens."""
-
-    def __init__(self, pairs, admitted, prefill, decode, padded):
-        self.pairs, self.admitted = pairs, admitted
-        self.prefill, self.decode, self.padded = prefill, decode, padded
+# The outcome of one step: (request, token) pairs, the requests that it took in, and counts of tokens.
+Step = namedtuple("Step", "pairs admitted prefill decode padded")
 
 
 class Engine(abc.ABC):
