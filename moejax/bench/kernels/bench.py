@@ -130,7 +130,9 @@ def try_variants(
             # What is prepared must fit beside the inputs.
             count = min(len(sets), max(2, MEMORY_BUDGET // max(variant.prepared_bytes, 1)))
             prepared = [variant.prepare(arrays) for arrays in sets[:count]]
-            fact |= {"sets": count, "cold": is_cold(spec, prepared)}
+            # Cold: what the calls read is too large together for the cache to hold it until it is read again.
+            read = count * min(spec.cost.bytes, tree_bytes(prepared[0]))
+            fact |= {"sets": count, "cold": read >= 3 * _CACHE.get(device_key(), 50 << 20)}
             if variant.comparable:
                 defined = jax.jit(lambda kw, ready, v=variant: v.restrict(v.run(ready), kw))
                 got = defined(sets[0], prepared[0])
@@ -157,12 +159,6 @@ def bench_inputs(op: Op, spec: Spec) -> list[dict[str, Any]]:
     count = chain_length(3 * bound, tree_bytes(spec.abstract) + tree_bytes(out))
     make = jax.jit(spec.make)
     return [make(jax.random.PRNGKey(i)) for i in range(count)]
-
-
-def is_cold(spec: Spec, sets: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether what the calls read is too large together for the cache to hold it until it is read again."""
-    read = min(spec.cost.bytes, tree_bytes(sets[0]))
-    return len(sets) * read >= 3 * _CACHE.get(device_key(), 50 << 20)
 
 
 def _row(op: Op, spec: Spec, variant: Variant, bound: float) -> dict[str, Any]:

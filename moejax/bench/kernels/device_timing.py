@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -96,15 +96,11 @@ class Chain:
             jax.block_until_ready(program(self.inputs))
 
 
-class Measured(NamedTuple):
-    """Times by name, and what those that failed at run time said."""
-
-    timed: dict[str, Timed]
-    failed: dict[str, str]
-
-
-def measure(chains: Mapping[str, Chain], repeats: int, clock: Clock = time.perf_counter) -> Measured:
-    """Samples the chains in turn, every other round backwards, after a warm-up of each.
+def measure(
+    chains: Mapping[str, Chain], repeats: int, clock: Clock = time.perf_counter
+) -> tuple[dict[str, Timed], dict[str, str]]:
+    """Samples the chains in turn, every other round backwards, after a warm-up of each. Returns times by
+    name, and what those that failed at run time said.
 
     A chain that raises while it runs (out of memory, for one) is left out from then on and has no time. Nor
     has one whose calls, in the median, take no longer together than one alone: noise is no time of 0.
@@ -123,7 +119,7 @@ def measure(chains: Mapping[str, Chain], repeats: int, clock: Clock = time.perf_
     for name in [name for name, figures in timed.items() if not figures.median_us]:
         calls = timed.pop(name).calls
         failed[name] = f"lost in noise: {calls} calls took no longer than one; raise bench.repeats"
-    return Measured(timed, failed)
+    return timed, failed
 
 
 @contextmanager

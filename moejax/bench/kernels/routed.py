@@ -92,10 +92,7 @@ def shapes_for(capture: RoutingCapture, path: str, model: str | None) -> list[Mo
                 " bench.routing_model=tiny or bench.routing_model=DIR"
             )
         return fitting
-    if model in by_name:
-        shape = by_name[model]
-    else:
-        shape = _shape_of(model, by_name)
+    shape = by_name.get(model) or _shape_of(model, by_name)
     if (shape.total_experts, shape.top_k) != (capture.num_experts, capture.top_k):
         raise ConfigError(
             f"bench.routing={path}: its tokens visit {capture.top_k} of {capture.num_experts} experts, those"

@@ -16,9 +16,6 @@ class Selected:
     implementations: tuple[str, ...]
     specs: tuple[Spec, ...]
 
-    def wanted(self, implementation: str, spec: Spec) -> bool:
-        return implementation in self.implementations and spec in self.specs
-
 
 def select(ops: Sequence[str], implementations: Sequence[str], specs: Sequence[str]) -> list[Selected]:
     """Returns the operations that are named, as `KernelSelection`'s fields of these names name them.

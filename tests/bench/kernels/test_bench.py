@@ -14,7 +14,7 @@ from moejax.bench.kernels import bench
 from moejax.bench.kernels.baselines import _sorted_rows, variants
 from moejax.bench.kernels.bench import _best, bench_spec, run_bench
 from moejax.bench.kernels.config import BenchSection, KernelSelection
-from moejax.bench.kernels.device_timing import Chain, Measured, Timed
+from moejax.bench.kernels.device_timing import Chain, Timed
 from moejax.core.errors import DeviceError
 from moejax.core.files import dump_json
 from moejax.report.kernel_tables import bench_faults, bench_table
@@ -167,7 +167,7 @@ def test_quantized_operations_stand_beside_bfloat16(name, monkeypatch, capsys):
     timed = {"pallas_triton": 10.0, "xla_reference": 90.0, "bf16": 25.0}
 
     def fake(chains, repeats):
-        return Measured({n: Timed((timed[n],) * 4, chain.calls) for n, chain in chains.items()}, {})
+        return {n: Timed((timed[n],) * 4, chain.calls) for n, chain in chains.items()}, {}
 
     monkeypatch.setattr(bench, "measure", fake)
     rows = {row["implementation"]: row for row in bench_spec(selected(op), op.specs[0], CONFIG, CEILINGS)}

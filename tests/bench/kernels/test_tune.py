@@ -8,7 +8,7 @@ import pytest
 
 from moejax.bench.kernels import bench, tune
 from moejax.bench.kernels.config import KernelSelection, TuneSection
-from moejax.bench.kernels.device_timing import Measured, Timed
+from moejax.bench.kernels.device_timing import Timed
 from moejax.bench.kernels.model import predict_us
 from moejax.bench.kernels.row import Row
 from moejax.bench.kernels.static import compile_all
@@ -63,7 +63,7 @@ def untouched(monkeypatch):
     def setup(times, failed=()):
         def fake(chains, repeats):
             timed = {at: Timed((times[int(at)],) * 3, 4) for at in chains if int(at) not in failed}
-            return Measured(timed, {at: "RuntimeError: out of memory" for at in chains if at not in timed})
+            return timed, {at: "RuntimeError: out of memory" for at in chains if at not in timed}
 
         monkeypatch.setattr(tune, "compile_all", sound)
         monkeypatch.setattr(tune, "check_compilers", lambda selected: None)
