@@ -49,21 +49,14 @@ class MethodResult:
     nats: np.ndarray | None
 
 
-@dataclass
-class Compiling:
-    """Seconds that JAX has spent lowering and compiling."""
-
-    seconds: float = 0.0
-
-
 @contextmanager
-def compiling() -> Iterator[Compiling]:
-    """Counts what JAX compiles in the body, in any thread."""
-    spent = Compiling()
+def compiling() -> Iterator[list[float]]:
+    """Yields the seconds of what JAX lowers and compiles in the body, in any thread."""
+    spent: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event in _COMPILING:
-            spent.seconds += duration_secs
+            spent.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -107,7 +100,7 @@ def measure_method(bench: Bench, name: str, quant: QuantConfig, advance: Callabl
         **_size_fields(llm),
         "open_seconds": opened,
         "quantize_seconds": None if report is None else report.seconds,
-        "quantize_compile_seconds": None if report is None else compiled.seconds,
+        "quantize_compile_seconds": None if report is None else sum(compiled),
         "cold_experts": None if report is None else report.fallbacks,
         "damping_raised": None if report is None else report.damping_raised,
     }

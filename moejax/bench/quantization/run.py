@@ -174,7 +174,7 @@ def run_quantization(
     details = methods.write()
     run.track(**methods.naming("summary", "summary"))
     result = methods.result()
-    result["metrics"]["compile_seconds"] = compiled.seconds
+    result["metrics"]["compile_seconds"] = sum(compiled)
     return run.finish(result, plot_data={"details": methods.details}, files=[details])
 
 
@@ -215,7 +215,9 @@ def _one_method(methods: _Methods, method: str, task: Task) -> None:
             if defect:
                 logger.exception("%s failed with a defect", method)
             text = f"{type(error).__name__}: {error}" if defect else str(error)
-            measured = MethodResult(_failed(method, quant, text, defect), {}, None)
+            kinds = {"method": quant.method, "format": quant.format, "kv_cache": quant.kv_cache}
+            row = {"name": method, **kinds, "error": text, "defect": defect, "changes_weights": False}
+            measured = MethodResult(row, {}, None)
         methods.rows.append(measured.row)
         methods.details[method] = measured.details
         if measured.nats is not None:
@@ -227,11 +229,6 @@ def _one_method(methods: _Methods, method: str, task: Task) -> None:
             tracker.finish(1)
     task.advance(2 + methods.bench.evaluator.num_batches - before)
     methods.write()
-
-
-def _failed(method: str, quant: QuantConfig, error: str, defect: bool) -> dict[str, Any]:
-    row = {"name": method, "method": quant.method, "format": quant.format, "kv_cache": quant.kv_cache}
-    return {**row, "error": error, "defect": defect, "changes_weights": False}
 
 
 def _log_layers(details: Mapping[str, Any], tracker: CompositeTracker) -> None:
