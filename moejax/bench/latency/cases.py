@@ -63,14 +63,10 @@ def plan_batches(
     plan = []
     for case in latency_cases(workload):
         for backend in backends:
-            _check_case(backend, workload, case)
+            check_length(backend, f"case {case.name}", case.prompt_len, case.output_len)
+            backend.check(workload.sampling(case.output_len))
         plan.append((case, case_prompts(workload, case, vocab_size, encode=encode)))
     return plan
-
-
-def _check_case(backend: Backend, workload: WorkloadConfig, case: LatencyCase) -> None:
-    check_length(backend, f"case {case.name}", case.prompt_len, case.output_len)
-    backend.check(workload.sampling(case.output_len))
 
 
 def prepare_peer(backend: Backend, workload: WorkloadConfig, cases: Sequence[LatencyCase]) -> None:

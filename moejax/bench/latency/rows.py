@@ -1,6 +1,7 @@
 """A latency result's rows: a case's metrics on a backend, with what bounds them where that is known."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from moejax.bench.backends.moejax import engine_of
@@ -17,34 +18,21 @@ from moejax.results.metrics import case_row
 def case_rows(
     data: Sequence[CaseData], workload: WorkloadConfig, hardware: Hardware | None
 ) -> list[dict[str, Any]]:
-    """A row for each of `data`, in its order."""
+    """A row for each of `data`, in its order. A case's rows of further backends also say what they are to the
+    first one, and whether their tokens are ours (or the first's, where ours was not measured)."""
     rows = [_row(item, workload, hardware, index) for index, item in enumerate(data)]
-    for case in {item.case: None for item in data}:
-        same = [index for index, item in enumerate(data) if item.case == case]
-        _set_beside([data[index] for index in same], [rows[index] for index in same], workload)
+    for item, row in zip(data, rows, strict=True):
+        same = [other for other in data if other.case == item.case]
+        reference = next((other for other in same if engine_of(other.backend) is not None), same[0])
+        if item is not same[0]:
+            row |= against_first(item.iterations, same[0].iterations)
+        if item is not reference and workload.temperature == 0:
+            row["tokens_agree_percent"] = percent_agreed(item.tokens, reference.tokens)
     return rows
 
 
-def _set_beside(data: Sequence[CaseData], rows: Sequence[dict[str, Any]], workload: WorkloadConfig) -> None:
-    """Adds to a case's rows of further backends what they are to the first one, and whether their tokens are
-    ours (or the first's, where ours was not measured)."""
-    first = data[0]
-    reference = next((item for item in data if engine_of(item.backend) is not None), first)
-    for item, row in zip(data, rows, strict=True):
-        if item is not first:
-            row |= against_first(item.iterations, first.iterations)
-        if item is not reference and workload.temperature == 0:
-            row["tokens_agree_percent"] = percent_agreed(item.tokens, reference.tokens)
-
-
 def _row(item: CaseData, workload: WorkloadConfig, hardware: Hardware | None, index: int) -> dict[str, Any]:
-    fields = {
-        "case": index,
-        "backend": item.backend.name,
-        "batch_size": item.case.batch_size,
-        "prompt_len": item.case.prompt_len,
-        "output_len": item.case.output_len,
-    }
+    fields = {"case": index, "backend": item.backend.name, **asdict(item.case)}
     row = case_row(fields, item.records, sum(item.durations), workload.slo)
     row = blank_unknown(row, itl_known=item.backend.itl_known)
     llm = engine_of(item.backend)

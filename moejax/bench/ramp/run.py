@@ -47,10 +47,9 @@ def run_ramp(
     longest = plan(ramp.steps()[-1])  # a lower rate's requests are the first of these
     run.start_backends(backends, workload)
     modes: list[Mode] = []
-    rows: list[dict[str, Any]] = []
     run.read_peaks()
     for mode in plan_modes(backends, workload, longest):
-        _climb(mode, workload, ramp, plan, modes, rows, run)
+        _climb(mode, workload, ramp, plan, modes, run)
     run.read_peaks()
     rows = [_row(mode, workload, ramp, case, run.hardware) for case, mode in enumerate(modes)]
     summary = _summary(rows)
@@ -74,10 +73,9 @@ def _climb(
     ramp: RampConfig,
     plan: Any,
     modes: list[Mode],
-    rows: list[dict[str, Any]],
     run: ExperimentRun,
 ) -> None:
-    """One mode's steps up to saturation and those between; appends to `modes` and `rows`."""
+    """One mode's steps up to saturation and those between; appends to `modes`."""
     rates = ramp.steps()
     followed, saturated, refined = 0.0, None, 0
     with progress(f"compiling and warming up ({mode.label})") as task:
@@ -98,9 +96,8 @@ def _climb(
             for _ in range(workload.iterations):
                 run_pass(step, workload, len(modes), task, run.meter)
         modes.append(step)
-        rows.append(_row(step, workload, ramp, len(rows)))
         # The clocks differ between processes; all must take the same next step.
-        if agree(int(rows[-1]["saturated"])):
+        if agree(int(_row(step, workload, ramp, len(modes) - 1)["saturated"])):
             saturated = rate
         else:
             followed = rate

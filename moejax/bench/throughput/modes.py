@@ -80,14 +80,8 @@ def plan_traffic(backends: Sequence[Backend], workload: ThroughputWorkload) -> l
     """
     vocab_size = min(backend.vocab_size for backend in backends)
     plan = plan_requests(workload, vocab_size, encode=encoder(backends))
-    _check_lengths(backends, workload, plan)
-    return plan
-
-
-def _check_lengths(
-    backends: Sequence[Backend], workload: ThroughputWorkload, plan: Sequence[PlannedRequest]
-) -> None:
     longest = max(plan, key=lambda asked: asked.total_len)
     for backend in backends:
         backend.check(workload.sampling(longest.output_len))
         check_length(backend, "the longest request", len(longest.prompt_token_ids), longest.output_len)
+    return plan

@@ -49,17 +49,15 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
         "batch_size": limit or len(plan),
         **plan_fields(plan, mode.request_rate),
     }
-    served = mode.served
-    duration = sum(run.duration_s for run in mode.runs)
-    row = case_row(fields, [item.record for item in served], duration, workload.slo)
+    served, steps = mode.served, [step for run in mode.runs for step in run.steps]
+    records = [item.record for item in served]
+    row = case_row(fields, records, sum(run.duration_s for run in mode.runs), workload.slo)
     rates = iteration_rates(mode, workload)
     row |= {name: _median([run[name] for run in rates]) for name in RATES}
     row |= summarize([item.queue_s * 1e3 for item in served if item.queue_s is not None], "queue")
-    row |= step_metrics([step for run in mode.runs for step in run.steps], mode.backend.stats()["block_size"])
+    row |= step_metrics(steps, mode.backend.stats()["block_size"])
     row = blank_unknown(row, itl_known=mode.backend.itl_known)
     if isinstance(mode.backend, MoejaxBackend):
-        steps = [step for run in mode.runs for step in run.steps]
-        records = [item.record for item in served]
         traced = mode.trace, mode.runs[0].steps
         row |= traffic_utilisation(mode.backend.llm, records, steps, hardware, *traced)
     else:
