@@ -21,8 +21,6 @@ from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
 from moejax.core.files import content_hash
 
-LengthKind = Literal["uniform", "normal", "lognormal"]
-
 # Which of the seed's random streams draws what.
 _ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS = range(4)
 
@@ -39,7 +37,7 @@ class Lengths(Checked, section="lengths"):
 
     low: PositiveInt
     high: PositiveInt
-    kind: LengthKind = "uniform"
+    kind: Literal["uniform", "normal", "lognormal"] = "uniform"
     mean: PositiveNumber | None = None
     std: PositiveNumber | None = None
 

@@ -16,8 +16,6 @@ _SUMS = ("seconds", "prefill_tokens", "decode_tokens", "padded_tokens", "preempt
 _MEANS = ("sequences", "running", "waiting", "used_blocks", "stored_tokens")
 _MAXIMA = ("running", "waiting", "used_blocks")
 
-Columns = dict[str, NDArray[np.float64]]
-
 
 def step_metrics(steps: Sequence[StepRecord], block_size: int | None) -> dict[str, float | int | None]:
     """Metrics of a run's steps, in the order they ran (the glossary's "Engine steps and cache"); None where
@@ -103,7 +101,7 @@ def bin_steps(steps: Sequence[StepRecord], origin: float, max_points: int = MAX_
     return {"num_blocks": steps[0].num_blocks, "bin_s": bin_s, **columns}
 
 
-def _columns(steps: Sequence[StepRecord]) -> Columns:
+def _columns(steps: Sequence[StepRecord]) -> dict[str, NDArray[np.float64]]:
     names = StepRecord.__slots__
     return {name: np.array([getattr(step, name) for step in steps], dtype=np.float64) for name in names}
 

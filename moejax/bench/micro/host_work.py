@@ -9,10 +9,11 @@ row samples token 0.
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Sequence as Row
 from typing import Any
+
+import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.config import EngineConfig
@@ -68,7 +69,7 @@ def measure_steps(sequences: int, steps: int) -> dict[str, Any]:
     prompts = scheduler.schedule()
     assert prompts is not None and len(prompts.chunks) == sequences
     scheduler.postprocess(prompts, _tokens(prompts))
-    schedule, build, postprocess = [], [], []
+    laps = []
     for _ in range(steps):
         times = [time.perf_counter()]
         plan = scheduler.schedule()
@@ -80,10 +81,9 @@ def measure_steps(sequences: int, steps: int) -> dict[str, Any]:
         times.append(time.perf_counter())
         scheduler.postprocess(plan, tokens)
         times.append(time.perf_counter())
-        schedule.append(times[1] - times[0])
-        build.append(times[2] - times[1])
-        postprocess.append(times[4] - times[3])
-    work = {"schedule_us": _us(schedule), "postprocess_us": _us(postprocess), "build_us": _us(build)}
+        laps.append(times)
+    schedule, build, _, postprocess = (np.median(np.diff(laps), axis=0) * 1e6).tolist()
+    work = {"schedule_us": schedule, "postprocess_us": postprocess, "build_us": build}
     return {"sequences": sequences, **work}
 
 
@@ -113,10 +113,6 @@ def measure_queue(requests: int) -> dict[str, Any]:
 
 def _tokens(plan: StepPlan) -> list[int]:
     return [0] * len(plan.sequences)
-
-
-def _us(seconds: Row[float]) -> float:
-    return statistics.median(seconds) * 1e6
 
 
 def main(argv: Row[str] | None = None) -> None:

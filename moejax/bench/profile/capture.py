@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,7 +106,9 @@ def capture(llm: LLM, workload: ProfileWorkload, directory: Path) -> ProfiledRun
             llm.engine.on_step = run.plain.append
             for _ in range(workload.iterations):
                 outputs = generate()
-                run.prefill_seconds.append(_prefill_seconds(outputs))
+                begin = min(output.metrics.arrival_time for output in outputs)
+                last = max(output.metrics.token_times[0] for output in outputs)
+                run.prefill_seconds.append(last - begin)
                 task.advance()
             task.describe("measuring under the profiler")
             llm.engine.on_step = run.traced.append
@@ -136,8 +138,3 @@ def _start(directory: Path) -> None:
         jax.profiler.start_trace(str(directory), profiler_options=options)
     except RuntimeError as error:
         raise TraceError(f"jax.profiler cannot start: {one_line(error)}") from error
-
-
-def _prefill_seconds(outputs: Sequence[RequestOutput]) -> float:
-    begin = min(output.metrics.arrival_time for output in outputs)
-    return max(output.metrics.token_times[0] for output in outputs) - begin

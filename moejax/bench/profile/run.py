@@ -7,6 +7,7 @@ report:    profile.json, result.json, plots, tracker, table
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -184,9 +185,7 @@ def _row(phase: Mapping[str, Any], workload: ProfileWorkload) -> dict[str, Any]:
     )  # fmt: skip
     shares = {f"{name}_percent": 100 * phase[f"{name}_ms"] / phase["measured_ms"] for name in REST}
     return {
-        "batch_size": workload.batch_size,
-        "prompt_len": workload.prompt_len,
-        "output_len": workload.output_len,
+        **asdict(workload.case),
         **{name: phase[name] for name in kept},
         "mfu_percent": _percent(phase["mfu"]),
         "mbu_percent": _percent(phase["mbu"]),

@@ -8,8 +8,6 @@ from moejax.core.errors import ConfigError
 from moejax.core.parallel import PRESETS
 from moejax.routing.source import check_trace
 
-Measure = Literal["auto", "on", "off"]
-
 
 @dataclass(frozen=True)
 class ScalingSection(Checked, section="scaling"):
@@ -33,7 +31,7 @@ class ScalingSection(Checked, section="scaling"):
     context_len: PositiveInt = 1024
     prompt_len: PositiveInt = 1024
     num_prompts: PositiveInt = 32
-    measure: Measure = "auto"
+    measure: Literal["auto", "on", "off"] = "auto"
     devices: PositiveInt = 8
     steps: PositiveInt = 24
     routing: str | None = None

@@ -74,7 +74,11 @@ def run_scaling(
             except ConfigError as error:
                 row |= {"devices": parallel.num_devices, "error": str(error)}
             else:
-                row |= _measured(source, model, parallel, section, load_format, seed) if measure else {}
+                try:
+                    if measure:
+                        row |= measure_layout(source, model, parallel, section, load_format, seed)
+                except ConfigError as error:
+                    row["not_measured"] = str(error)
                 row |= _routed(capture, model, parallel) if capture is not None else {}
             rows.append(row)
             task.advance()
@@ -85,14 +89,6 @@ def run_scaling(
         routing_trace=None if capture is None else _about(capture, section.routing),
     )
     return run.finish(result, tables={"layouts": result["cases"]})
-
-
-def _measured(*layout: Any) -> dict[str, Any]:
-    """Returns what `measure_layout` does of its arguments, or why it cannot."""
-    try:
-        return measure_layout(*layout)
-    except ConfigError as error:
-        return {"not_measured": str(error)}
 
 
 def _routed(capture: RoutingCapture, model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
