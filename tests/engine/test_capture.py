@@ -12,7 +12,6 @@ import pytest
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams
 from moejax.core.errors import ConfigError, StepError
 from moejax.engine.requests.api import RequestOutput
-from moejax.engine.routing import recorder as capturing
 from moejax.routing.capture import RoutingCapture, hash_tokens
 from tests.engine.mesh_models import BASE
 from tests.engine.mesh_models import ENGINE as MESH_ENGINE
@@ -151,19 +150,6 @@ def test_what_capacity_drops_is_marked() -> None:
     assert 0 < int(none.sum()) == llm.routing.overflow["dropped"]
     assert (trace.weights[none] == 0).all()
     np.testing.assert_array_equal(trace.counts(), sum(llm.routing.counts.values()))
-
-
-def test_a_trace_grows_over_its_blocks_as_in_one(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = variant("chunked", True)
-    found = []
-    for rows in (capturing.BLOCK_ROWS, 5):  # a step of eight fills one and more
-        monkeypatch.setattr(capturing, "BLOCK_ROWS", rows)
-        llm.reset_capture()
-        llm.generate(ASKED, PARAMS)
-        found.append(llm.routing_capture())
-    one, many = found
-    for name in ("ids", "weights", "step", "request", "sample", "position", "prefill"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(many, name))
 
 
 def test_a_trace_goes_on_until_it_is_reset(variant: Any) -> None:

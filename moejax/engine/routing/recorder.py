@@ -1,7 +1,7 @@
 """Keeps which experts every computed token visited, until somebody asks for the trace. No JAX here.
 
-Rows lie in blocks of fixed size: nothing is copied as the trace grows. Steps are read `LAG` steps after they
-were run, when their arrays have come from the device beside the work that followed.
+Rows are kept step by step: nothing is copied as the trace grows. Steps are read `LAG` steps after they were
+run, when their arrays have come from the device beside the work that followed.
 """
 
 from collections import deque
@@ -16,7 +16,6 @@ from moejax.engine.scheduling.sequence import Sequence
 from moejax.routing.capture import CapturedRequest, RoutingCapture, hash_tokens, id_dtype
 
 LAG = 4
-BLOCK_ROWS = 4096
 _INDEX = ("step", "request", "sample", "position", "prefill")
 _STEP, _POSITION, _PREFILL = 0, 3, 4
 
@@ -39,18 +38,11 @@ class _Decoding(NamedTuple):
     prompt_len: np.ndarray
 
 
-class _Block(NamedTuple):
-    """Columns of `BLOCK_ROWS` rows: ids and weights `[rows, L, k]`, and int32 `[rows, 5]`, `_INDEX`."""
-
-    ids: np.ndarray
-    weights: np.ndarray
-    columns: np.ndarray
-
-
 class RoutingRecorder:
     """Takes the routing of steps in the order in which they ran.
 
-    It grows by L · k · (1 or 2 + 4) + 20 bytes a token until `reset`, and keeps each request's prompt.
+    It grows by L · k · (1 or 2 + 4) + 20 bytes a token, and some hundred bytes a step, until `reset`, and
+    keeps each request's prompt.
 
     Args:
         model: whose layers are recorded.
@@ -61,6 +53,7 @@ class RoutingRecorder:
     def __init__(self, model: ModelConfig) -> None:
         self._layers = tuple(i for i, sparse in enumerate(model.moe_layers) if sparse)
         self._experts, self._top_k = model.num_experts, model.num_experts_per_tok
+        self._id_dtype = id_dtype(model.num_experts)
         self.meta: dict[str, Any] = {}
         self.reset()
 
@@ -71,8 +64,10 @@ class RoutingRecorder:
         self._place: dict[str, int] = {}
         self._requests: list[tuple[str, list[int]]] = []
         self._decoding = _Decoding([], np.zeros((0, len(_INDEX)), np.int32), np.zeros(0, np.int32))
-        self._blocks: list[_Block] = []
-        self._filled = BLOCK_ROWS  # of the last block
+        # Of each step: ids and weights `[rows, L, k]`, and int32 `[rows, 5]`, `_INDEX`.
+        self._rows: list[tuple[np.ndarray, ...]] = []
+        shape = (0, len(self._layers), self._top_k)
+        self._write(np.empty(shape), np.empty(shape), np.empty((0, len(_INDEX)), np.int32))
 
     def next_step(self) -> None:
         """Begins a step: rows added from now on were computed in it."""
@@ -95,8 +90,7 @@ class RoutingRecorder:
         """Returns all that was recorded, as copies."""
         while self._pending:
             self._read(self._pending.popleft())
-        used = [_Block(*(column[: self._filled] for column in block)) for block in self._blocks[-1:]]
-        ids, weights, index = map(np.concatenate, zip(self._block(0), *self._blocks[:-1], *used, strict=True))
+        ids, weights, index = map(np.concatenate, zip(*self._rows, strict=True))
         columns = dict(zip(_INDEX, np.ascontiguousarray(index.T), strict=True))
         columns["prefill"] = columns["prefill"].astype(np.bool_)
         requests = (
@@ -154,26 +148,8 @@ class RoutingRecorder:
         return index, sample
 
     def _write(self, ids: np.ndarray, weights: np.ndarray, index: np.ndarray) -> None:
-        """Writes the rows of one step."""
-        while len(ids):
-            if self._filled == BLOCK_ROWS:
-                self._blocks.append(self._block(BLOCK_ROWS))
-                self._filled = 0
-            block, start = self._blocks[-1], self._filled
-            take = min(len(ids), BLOCK_ROWS - start)
-            self._filled = end = start + take
-            block.ids[start:end], block.weights[start:end] = ids[:take], weights[:take]
-            block.columns[start:end] = index[:take]
-            ids, weights, index = ids[take:], weights[take:], index[take:]
-
-    def _block(self, rows: int) -> _Block:
-        """Makes columns to be filled."""
-        shape = (rows, len(self._layers), self._top_k)
-        return _Block(
-            np.empty(shape, id_dtype(self._experts)),
-            np.empty(shape, np.float32),
-            np.empty((rows, len(_INDEX)), np.int32),
-        )
+        """Keeps copies of rows of one step."""
+        self._rows.append((ids.astype(self._id_dtype), weights.astype(np.float32), index.copy()))
 
 
 def check_capture(capture: bool, model: ModelConfig) -> None:
