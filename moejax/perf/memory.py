@@ -109,7 +109,10 @@ def held_weights(model: ModelConfig, specs: Mapping[str, Declared]) -> HeldWeigh
         if "expert" in spec.axes and "experts" in pieces:
             size /= spec.shape[0]
         layer = int(pieces[1]) if pieces[0] == "layers" else None
-        key = layer, _operation(pieces)
+        operation = next((_OPERATIONS[piece] for piece in pieces if piece in _OPERATIONS), "other")
+        if "experts" in pieces:
+            operation = "experts_down" if "down_proj" in pieces else "experts_gate_up"
+        key = layer, operation
         parts[key] = parts.get(key, 0.0) + size
     return parts
 
@@ -126,13 +129,7 @@ _OPERATIONS = {
     "lm_head": "lm_head",
     "embedding": "lm_head",
 }
-
-
-def _operation(pieces: Sequence[str]) -> str:
-    """Returns which of `moejax.perf.operation_costs.OPERATIONS` a tensor's dotted path belongs to."""
-    if "experts" in pieces:
-        return "experts_down" if "down_proj" in pieces else "experts_gate_up"
-    return next((_OPERATIONS[piece] for piece in pieces if piece in _OPERATIONS), "other")
+"""Part of a tensor's path → which of `moejax.perf.operation_costs.OPERATIONS` reads it."""
 
 
 def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: ParallelConfig) -> int:
@@ -185,4 +182,4 @@ def _places(name: str, model: ModelConfig, parts: Sequence[Sequence[int]]) -> li
 
 def largest(stages: Sequence[StageMemory]) -> StageMemory:
     """Returns the stage whose devices hold the most."""
-    return max(stages, key=lambda stage: (stage.total, -math.inf if not stage.layers else -stage.layers[0]))
+    return max(stages, key=lambda stage: stage.total)

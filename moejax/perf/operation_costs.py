@@ -305,7 +305,14 @@ def bounds(ops: Sequence[OpCost], hardware: Hardware, dtype: str) -> Bounds:
     Raises:
         ConfigError: the device's bandwidth, or its peak for that dtype, is not known.
     """
-    peak, bandwidth = _peaks(hardware, dtype)
+    peak, bandwidth = hardware.flops.get(dtype), hardware.bandwidth
+    if not peak:
+        known = ", ".join(sorted(hardware.flops)) or "none"
+        raise ConfigError(
+            f"hardware {hardware.kind!r} has no known peak for {dtype} (known: {known}; model.dtype chooses)"
+        )
+    if not bandwidth:
+        raise ConfigError(f"hardware {hardware.kind!r} has no known bandwidth on this machine")
     each = tuple(bound(op.flops, op.bytes, peak, bandwidth) for op in ops)
     whole = bound(sum(op.flops for op in ops), sum(op.bytes for op in ops), peak, bandwidth)
     return Bounds(each, whole, sum(one.seconds for one in each))
@@ -345,16 +352,3 @@ def utilisation(ops: Iterable[OpCost], seconds: float, hardware: Hardware | None
     mfu, slow = hardware.believed("compute", dtype, flops / peak if peak else None)
     mbu, doubt = hardware.believed("memory", dtype, moved / bandwidth if bandwidth else None)
     return Utilisation(mfu, mbu, doubt or slow)
-
-
-def _peaks(hardware: Hardware, dtype: str) -> tuple[float, float]:
-    """Returns FLOP/s and bytes/s."""
-    peak, bandwidth = hardware.flops.get(dtype), hardware.bandwidth
-    if not peak:
-        known = ", ".join(sorted(hardware.flops)) or "none"
-        raise ConfigError(
-            f"hardware {hardware.kind!r} has no known peak for {dtype} (known: {known}; model.dtype chooses)"
-        )
-    if not bandwidth:
-        raise ConfigError(f"hardware {hardware.kind!r} has no known bandwidth on this machine")
-    return peak, bandwidth

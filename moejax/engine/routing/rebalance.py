@@ -112,8 +112,7 @@ def rebalance(
     old = current_placement(stages, parallel.ep)
     if isinstance(loads, RoutingCapture):
         loads.check_fits(config, "rebalance")
-        if not loads.num_rows:
-            raise ConfigError("rebalance: the trace has no rows; capture some steps first")
+        loads.require_rows("rebalance")
         loads = loads_of(loads, config.num_layers)
     sparse = np.asarray(loads)[np.asarray(config.moe_layers)]
     if not (balancedness(sparse, old) > factor).any():

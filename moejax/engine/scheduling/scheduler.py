@@ -226,7 +226,7 @@ class Scheduler:
                 raise AssertionError(f"{s!r} should be running")
             if len(s.blocks) * self.allocator.block_size < s.computed:
                 raise AssertionError(f"{s!r} has computed past its {len(s.blocks)} blocks")
-        queued = [s for _, _, s in self._waiting if s.state is State.WAITING]
+        queued = self.waiting()
         if any(s.blocks or s.slot != -1 or s.computed for s in queued):
             raise AssertionError("a waiting sequence owns blocks or a slot")
         if len(set(map(id, queued))) != len(queued) or self.num_waiting != sum(s.samples for s in queued):
@@ -289,7 +289,9 @@ class Scheduler:
     def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """Adds as much of a prompt as the budget allows, and returns its tokens; its blocks are there."""
         todo = sequence.length - sequence.computed
-        if todo <= 0 or is_complete(sequence):
+        # Its last token is sampled, though perhaps not read yet.
+        complete = not sequence.score and sequence.length >= sequence.max_length
+        if todo <= 0 or complete:
             return 0
         count = min(todo, budget)
         chunk = Chunk(sequence, sequence.computed, count, count == todo)
@@ -374,11 +376,6 @@ def end_reason(sequence: Sequence) -> FinishReason | None:
     if sequence.tokens[-1] in sequence.stop_ids:
         return "stop"
     return sequence.limit_reason if len(sequence.tokens) >= sequence.max_length else None
-
-
-def is_complete(sequence: Sequence) -> bool:
-    """Tells whether its last token is sampled, though perhaps not read yet."""
-    return not sequence.score and len(sequence.tokens) + sequence.pending >= sequence.max_length
 
 
 def decodes_next(sequence: Sequence) -> bool:
