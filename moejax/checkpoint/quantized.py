@@ -23,7 +23,7 @@ from moejax.checkpoint.tensors import STORED_DTYPES, TensorFiles
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params
-from moejax.nn.quantized import QuantizedWeight, quantized_weights
+from moejax.nn.quantized import quantized_weights
 from moejax.quantization.arithmetic import dequantize_stored
 from moejax.quantization.checkpoints.convention import Convention, Role
 from moejax.quantization.checkpoints.parse import MARKS, parse_quantization
@@ -299,7 +299,10 @@ def fill_quantized(
         weight, fmt = weights.get(path), plan.formats[path]
         declared = weight.stands_for if weight is not None else params[path].get_metadata("spec")
         slots = expert_slots(path, declared, expert_of, model.config.num_experts)
-        targets = _targets(path, weight, params)
+        # Path and parameter of each part; "" is of floating-point values.
+        parts = {} if weight is None else weight.parts()
+        targets = {name: (f"{path}.{name}", param) for name, param in parts.items()}
+        targets = targets or {"": (path, params[path])}
         blocks = {
             name: empty_blocks(param.get_metadata("spec"), where(key))
             for name, (key, param) in targets.items()
@@ -316,13 +319,6 @@ def fill_quantized(
             value = to_array(spec, where(key), blocks.pop(name))
             take = assign if weight is not None else store
             take(key, param, jax.block_until_ready(value))
-
-
-def _targets(path: str, weight: QuantizedWeight | None, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns path and parameter of each part ("" for floating-point values)."""
-    if weight is None:
-        return {"": (path, params[path])}
-    return {name: (f"{path}.{name}", param) for name, param in weight.parts().items()}
 
 
 def _destinations(

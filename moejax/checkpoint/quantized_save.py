@@ -93,22 +93,18 @@ def plan_save(model: Decoder, rules: Sequence[Rule], layout: str, gather: Gather
     if native:
         config = own_config({module.replace(EXPERT, "*"): fmt for module, fmt in formats.items()})
     else:
-        config = compressed_config(formats, _left(model, rules))
+        left = [  # linear layers in full precision
+            _module(path, rules)
+            for path, spec in specs(model).items()
+            if path.endswith((".kernel", ".gate_proj", ".up_proj", ".down_proj")) and len(spec.shape) > 1
+        ]
+        config = compressed_config(formats, left)
     paths = frozenset(f"{path}.{name}" for path, weight in weights.items() for name in weight.parts())
     return QuantizedSave(config, modules, schemes, weights, paths)
 
 
 def _module(path: str, rules: Sequence[Rule]) -> str:
     return canonical_key(path, rules)[0].removesuffix(".weight")
-
-
-def _left(model: Decoder, rules: Sequence[Rule]) -> list[str]:
-    """Returns the modules of the linear layers in full precision."""
-    modules = []
-    for path, spec in specs(model).items():
-        if path.endswith((".kernel", ".gate_proj", ".up_proj", ".down_proj")) and len(spec.shape) > 1:
-            modules.append(_module(path, rules))
-    return modules
 
 
 def _reasons(weights: dict[str, QuantizedWeight], gather: Gather) -> dict[str, str]:
