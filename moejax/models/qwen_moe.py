@@ -33,37 +33,36 @@ def _qwen2_windows(fields: HfFields, layers: int) -> tuple[int | None, ...]:
     return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
 
 
-def _read_qwen2(fields: HfFields) -> ModelConfig:
+def _read_common(fields: HfFields) -> dict[str, Any]:
     common = common_fields(fields, default_theta=1e4, default_eps=1e-6)
-    layers = common["num_layers"]
+    return common | {
+        "num_experts": int(fields.require("num_experts", "num_local_experts")),
+        "moe_intermediate_size": int(fields.require("moe_intermediate_size")),
+        "intermediate_size": int(fields.require("intermediate_size")),
+        "moe_layers": sparse_layers(fields, common["num_layers"]),
+        "norm_topk_prob": bool(fields.take("norm_topk_prob", default=False)),
+    }
+
+
+def _read_qwen2(fields: HfFields) -> ModelConfig:
+    common = _read_common(fields)
     return ModelConfig(
         family="qwen2_moe",
-        num_experts=int(fields.require("num_experts", "num_local_experts")),
-        moe_intermediate_size=int(fields.require("moe_intermediate_size")),
-        intermediate_size=int(fields.require("intermediate_size")),
         shared_expert_intermediate_size=int(fields.require("shared_expert_intermediate_size")),
-        moe_layers=sparse_layers(fields, layers),
-        sliding_windows=_qwen2_windows(fields, layers),
-        norm_topk_prob=bool(fields.take("norm_topk_prob", default=False)),
+        sliding_windows=_qwen2_windows(fields, common["num_layers"]),
         qkv_bias=bool(fields.take("qkv_bias", default=True)),
         **common,
     )
 
 
 def _read_qwen3(fields: HfFields) -> ModelConfig:
-    common = common_fields(fields, default_theta=1e4, default_eps=1e-6)
-    layers = common["num_layers"]
+    common = _read_common(fields)
     use, window = bool(fields.take("use_sliding_window", default=False)), fields.take("sliding_window")
     fields.take("max_window_layers")  # transformers does not read it for this family either
     bias = bool(fields.take("attention_bias", default=False))
     return ModelConfig(
         family="qwen3_moe",
-        num_experts=int(fields.require("num_experts", "num_local_experts")),
-        moe_intermediate_size=int(fields.require("moe_intermediate_size")),
-        intermediate_size=int(fields.require("intermediate_size")),
-        moe_layers=sparse_layers(fields, layers),
-        sliding_windows=(int(window) if use and window else None,) * layers,
-        norm_topk_prob=bool(fields.take("norm_topk_prob", default=False)),
+        sliding_windows=(int(window) if use and window else None,) * common["num_layers"],
         qk_norm="head",
         qkv_bias=bias,
         attention_out_bias=bias,
