@@ -203,7 +203,10 @@ def plan_run(
     unresolved: Any = OmegaConf.to_container(section, resolve=False)
     plan = Plan(sweep, str(section.dir), "${now:" in unresolved["dir"], config.get("overwrite") is True)
     if not sweep:
-        _check_sweeper(config, overrides)
+        # A sweeper that was asked for would do nothing in a single run, unless that was asked for too.
+        override = f"hydra/sweeper={config.hydra.runtime.choices.get('hydra/sweeper')}"
+        if override in overrides and not any(text.startswith("hydra.mode=") for text in overrides):
+            raise ConfigError(f"{override} chooses the jobs of a sweep: add -m")
         return replace(plan, config=_build(compose.schema, config))
     sweeper, numbered = config.hydra.sweeper, unresolved["subdir"] == "${hydra.job.num}"
     if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
@@ -239,13 +242,6 @@ def _combinations(overrides: Iterable[Override]) -> tuple[Iterator[list[str]], i
         elif not item.is_sweep_override():
             choices[key] = [str(item.input_line)]
     return map(list, itertools.product(*choices.values())), math.prod(map(len, choices.values()))
-
-
-def _check_sweeper(config: DictConfig, overrides: Sequence[str]) -> None:
-    """A sweeper that was asked for would do nothing in a single run, unless that was asked for too."""
-    override = f"hydra/sweeper={config.hydra.runtime.choices.get('hydra/sweeper')}"
-    if override in overrides and not any(text.startswith("hydra.mode=") for text in overrides):
-        raise ConfigError(f"{override} chooses the jobs of a sweep: add -m")
 
 
 def _build(schema: type, config: DictConfig, number: int | None = None) -> Any:

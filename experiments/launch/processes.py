@@ -12,7 +12,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -85,7 +84,10 @@ def taking_part(config: Any) -> Iterator[Any]:
     if has_section(type(config), "tracker"):
         config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, kind="none"))
     with tempfile.TemporaryDirectory(prefix=f"moejax-process-{info.index}-") as folder:
-        _divert_results(Path(folder))
+        # Under submitit all processes share the output folder that Hydra made.
+        job: Any = HydraConfig.get()
+        with read_write(job), open_dict(job):
+            job.runtime.output_dir = folder
         _mark_log(f"[{info.index}] ")
         with (
             open(os.devnull, "w") as nowhere,
@@ -133,13 +135,6 @@ def _check_all_needed(parallel: ParallelConfig, info: LaunchEnvironment) -> None
             f"parallel: {needed} devices do not reach over {info.count} processes of {local} devices each: "
             f"start {-(-needed // local)}, or choose a larger layout"
         )
-
-
-def _divert_results(folder: Path) -> None:
-    """Makes `folder` the job's output folder. Under submitit all processes share the one that Hydra made."""
-    config: Any = HydraConfig.get()
-    with read_write(config), open_dict(config):
-        config.runtime.output_dir = str(folder)
 
 
 def _mark_log(mark: str) -> None:

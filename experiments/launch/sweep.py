@@ -26,6 +26,7 @@ from experiments.launch.command_line import has_section, override_key
 from experiments.launch.compose import Plan, assignment
 from moejax.bench.run_folder import drop_replaced
 from moejax.core.errors import ConfigError, MoejaxError, ReportError
+from moejax.core.files import shown_path
 from moejax.core.words import one_line
 from moejax.results.result import RESULT_FILE, print_ending
 from moejax.results.sweep import (
@@ -208,7 +209,6 @@ class Sweep:
         state = "complete" if complete and tried >= expected else "incomplete"
         self.record = dataclasses.replace(self.record, state=state, jobs=rows)
         write_sweep(self.folder, self.record)
-        from moejax.core.files import shown_path
         from moejax.report.parts import Parts
         from moejax.report.sweep import PLOT_FILE, report_sweep
 
@@ -227,10 +227,8 @@ class Sweep:
             parts.check(self.folder / SWEEP_FILE)
 
     def _command(self, folder: Path | None = None) -> str:
-        path = (folder or self.folder).absolute()
-        here = Path.cwd()
-        shown = path.relative_to(here) if path.is_relative_to(here) else path
-        return f"python -m experiments.{self.experiment} --resume {shlex.quote(str(shown))}"
+        shown = shown_path((folder or self.folder).absolute())
+        return f"python -m experiments.{self.experiment} --resume {shlex.quote(shown)}"
 
 
 def _say(*lines: str) -> None:

@@ -100,14 +100,11 @@ def _open(
         theirs = configs[other.name]
         if not isinstance(other.backend, MoejaxBackend) or other.shares is not None:
             continue
-        if dataclasses.replace(config, engine=theirs.engine) == theirs and _same_weights(config, theirs):
+        laid_out = all(getattr(config.engine, n) == getattr(theirs.engine, n) for n in _WITH_WEIGHTS)
+        if laid_out and dataclasses.replace(config, engine=theirs.engine) == theirs:
             return MoejaxBackend(other.backend.llm.variant(config.engine)), other.name
     return enter(open_backends(config, out))[0], None
 
 
 # Of the engine's settings, what is settled as the weights are laid out.
 _WITH_WEIGHTS = ("moe", "kernels", "platform", "compile_cache", "capture_routing", "replay_routing")
-
-
-def _same_weights(one: Config, other: Config) -> bool:
-    return all(getattr(one.engine, name, None) == getattr(other.engine, name, None) for name in _WITH_WEIGHTS)
