@@ -5,6 +5,7 @@ import math
 import platform
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -33,13 +34,17 @@ def model_card(
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {
-        "paragraph": _paragraph,
+    filters: dict[str, Any] = {
+        # Filled to 100 columns, however it is broken in the template.
+        "paragraph": lambda text: textwrap.fill(
+            one_line(text), 100, break_long_words=False, break_on_hyphens=False
+        ),
         "millions": lambda count: f"{float(count) / 1e6:.2f} M",
         "share": lambda share, digits=2: f"{share:.{digits}%}",
         "characters": characters,
-        "fenced": _fenced,
+        "fenced": lambda text: text.replace("```", "'''").rstrip("\n"),  # cannot end a code block
     }
+    environment.filters |= filters
     text, tokens = result.text, config.tokens_per_step * config.steps
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         config=config,
@@ -60,16 +65,6 @@ def model_card(
         end_of_text=END_OF_TEXT,
         shares=load_shares(held_out.counts),
     )
-
-
-def _paragraph(text: str) -> str:
-    """Fills text to 100 columns, however it is broken in the template."""
-    return textwrap.fill(one_line(text), 100, break_long_words=False, break_on_hyphens=False)
-
-
-def _fenced(text: str) -> str:
-    """Returns text that cannot end a Markdown code block."""
-    return text.replace("```", "'''").rstrip("\n")
 
 
 def _cost(result: TrainResult, tokens: int) -> str:
