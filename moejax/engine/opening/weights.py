@@ -151,14 +151,14 @@ def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> lis
     weights = [item for stage in stages for item in quantized_weights(stage)]
     formats = [(path, weight.stands_for, weight.format) for path, weight in weights]
     implementation = choose_implementation(quant, formats, axes, resolved.platform, resolved.experts)
-    if not weights:
-        return []
     kernels = implementation.value == "pallas_triton"
     layout = Resolution("quant.layout", "plain", "tiles are of four-bit codes, for the GPU kernels alone")
     if quant.layout == "plain":
         layout = layout._replace(reason="asked for")
     elif kernels and any(fmt.numbers == "int4" for _, _, fmt in formats):
         layout = layout._replace(value="tiled", reason="the GPU kernels read four-bit codes in whole lines")
+    if not weights:
+        return []
     bits = numbers = 0
     for _, weight in weights:
         weight.implementation = implementation.value
