@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which stage has which layers, how long stages wait, and how activations move on.
+"""Pipeline parallelism: which stage has which layers, and how activations move on.
 
 Each stage is a program of its own on a mesh of its own (`moejax.engine.pipeline.runner`). What runs between
 two stages is one program with one collective, a collective-permute along axis "pp" of a joint mesh of both:
@@ -109,62 +109,6 @@ def stage_config(model: ModelConfig, layers: range) -> ModelConfig:
         moe_layers=model.moe_layers[part],
         sliding_windows=model.sliding_windows[part],
     )
-
-
-# -- time ------------------------------------------------------------------------------------------------
-
-
-class StageTime(NamedTuple):
-    """Start and end of a stage's work on a microbatch of a step, in seconds of one clock."""
-
-    step: int
-    microbatch: int
-    stage: int
-    start: float
-    end: float
-
-
-def schedule(costs: np.ndarray) -> np.ndarray:
-    """Returns when each stage ends each microbatch, `[S, M]`, from how long each takes, `[S, M]`.
-
-    A stage takes the microbatches in order, each as soon as it has ended the one before and the stage before
-    it has ended this one.
-    """
-    ends = np.zeros(costs.shape)
-    stages, microbatches = costs.shape
-    for s in range(stages):
-        for m in range(microbatches):
-            ready = max(ends[s - 1, m] if s else 0.0, ends[s, m - 1] if m else 0.0)
-            ends[s, m] = ready + costs[s, m]
-    return ends
-
-
-def measured_bubble(times: Sequence[StageTime]) -> float:
-    """Returns the part of the devices' time spent waiting, of measured stage times over all their steps.
-
-    A step's time is that from the first stage's start to the last one's end. Steps that follow each other
-    without a pause overlap at their ends (`PipelineRunner`), so this is what steps alone have.
-
-    They were taken one after another (each program is waited for), so what counts is how long each took; when
-    it would have run beside the others is `schedule`'s.
-
-    Raises:
-        ConfigError: there are none, or a step's are not complete.
-    """
-    steps: dict[int, dict[tuple[int, int], float]] = {}
-    for time in times:
-        steps.setdefault(time.step, {})[time.stage, time.microbatch] = time.end - time.start
-    if not steps:
-        raise ConfigError("no stage times were measured; set measure_bubble and run steps")
-    work = whole = 0.0
-    for number, durations in steps.items():
-        stages, microbatches = (1 + max(key[i] for key in durations) for i in (0, 1))
-        if len(durations) != stages * microbatches:
-            raise ConfigError(f"step {number}: {len(durations)} of {stages}·{microbatches} stage times")
-        costs = np.array([[durations[s, m] for m in range(microbatches)] for s in range(stages)])
-        work += float(costs.sum())
-        whole += stages * float(schedule(costs)[-1, -1])
-    return 1.0 - work / whole
 
 
 # -- moving ----------------------------------------------------------------------------------------------

@@ -319,21 +319,6 @@ def test_nothing_is_compiled_after_warm_up(build: Any, single: Any) -> None:
         )
 
 
-def test_the_bubble_is_measured(build: Any) -> None:
-    llm = build(engine=dataclasses.replace(ENGINE, overlap=False), pp=2)
-    llm.runner.measure_bubble = True
-    llm.generate([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 5, 7]], params(max_tokens=4))
-    times = llm.runner.stage_times
-    steps = {time.step for time in times}
-    for step in steps:
-        mine = [time for time in times if time.step == step]
-        assert {(time.stage, time.microbatch) for time in mine} == {(s, m) for s in (0, 1) for m in (0, 1)}
-        assert all(time.end >= time.start for time in mine)
-    assert len(steps) == 4
-    # Whatever the times are: two stages with two microbatches wait for at least a part, and never only wait.
-    assert 0 < llm.runner.bubble() < 1
-
-
 def test_a_failed_step_leaves_a_working_engine(
     build: Any, single: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Stages of layers, their bubble, what moves between them, and decoders of a few layers."""
+"""Stages of layers, what moves between them, and decoders of a few layers."""
 
 import itertools
 from pathlib import Path
@@ -16,12 +16,9 @@ from moejax.nn.param import initialize, iter_params, specs
 from moejax.sharding.hlo import collectives
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.pipeline import (
-    StageTime,
     Transfer,
     TransferKey,
     layer_costs,
-    measured_bubble,
-    schedule,
     split_layers,
     stage_config,
 )
@@ -84,39 +81,6 @@ def test_stages_as_asked(tiny_config: ModelConfig) -> None:
             split_layers(model, 3, wrong)
     with pytest.raises(ConfigError, match=r"pp=6 stages .* has 5"):
         split_layers(model, 6)
-
-
-# -- time ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (2, 2), (4, 4), (4, 16), (3, 5)])
-def test_equal_stages_wait_as_gpipe_says(stages: int, microbatches: int) -> None:
-    """(S - 1) / (S - 1 + M), Huang et al., arXiv 1811.06965."""
-    times = [StageTime(7, m, s, 9.0, 9.5) for s in range(stages) for m in range(microbatches)]
-    wanted = (stages - 1) / (stages - 1 + microbatches)
-    assert measured_bubble(times) == pytest.approx(wanted, abs=1e-12)
-
-
-def test_unequal_stages() -> None:
-    # Stages of 1 and 3: the second starts at 1 and works for 3·4 without a pause.
-    assert schedule(np.array([[1.0] * 4, [3.0] * 4]))[-1, -1] == 13
-    # Microbatches of 1 and 2 in the first stage, 3 and 1 in the second: ends 1, 3 and 4, 5.
-    ends = schedule(np.array([[1.0, 2.0], [3.0, 1.0]]))
-    assert ends.tolist() == [[1.0, 3.0], [4.0, 5.0]]
-
-
-def test_measured_times_are_put_beside_each_other() -> None:
-    # As measured: one after another, with pauses.
-    times = [StageTime(0, 0, 0, 0, 1), StageTime(0, 0, 1, 2, 5), StageTime(0, 1, 0, 6, 8)]
-    times.append(StageTime(0, 1, 1, 9, 10))
-    assert measured_bubble(times) == pytest.approx(1 - 7 / 10)
-    # A second step counts by its time.
-    more = [StageTime(1, 0, 0, 20, 30), StageTime(1, 0, 1, 30, 40)]
-    assert measured_bubble(times + more) == pytest.approx(1 - 27 / (10 + 40))
-    with pytest.raises(ConfigError, match="step 0: 3 of 2·2"):
-        measured_bubble(times[:3])
-    with pytest.raises(ConfigError, match="measure_bubble"):
-        measured_bubble([])
 
 
 # -- moving --------------------------------------------------------------------------------------------

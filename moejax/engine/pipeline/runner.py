@@ -23,7 +23,6 @@ first, which embeds them, is given the last stage's array whenever it is about t
 got.
 """
 
-import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -46,7 +45,7 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.program import PagedFunctions, PagedOutput
 from moejax.engine.step.runner import StepResult
-from moejax.sharding.pipeline import StageTime, Transfer, measured_bubble
+from moejax.sharding.pipeline import Transfer
 from moejax.sharding.spmd import MeshDevices
 
 
@@ -56,7 +55,6 @@ class Microbatch:
 
     Attributes:
         number: counted over all steps.
-        step, place: of which step, and which of its microbatches.
         needs: the last microbatch whose sampled tokens it decodes, -1 for none.
         copies: each group's blocks to copy in each stage before it; empty for most.
         stage: the one that it runs in next.
@@ -65,8 +63,6 @@ class Microbatch:
     """
 
     number: int
-    step: int
-    place: int
     key: StepKey
     buffer: np.ndarray
     needs: int = -1
@@ -91,9 +87,6 @@ class PipelineRunner(BucketRunner):
         stages: each stage's functions and devices, in order; at least two.
         config, cache, ledger, kernels, replay: as for `DeviceRunner`; each stage has as many blocks.
         microbatches: the most that a step is cut into.
-
-    With `measure_bubble` each stage's program is waited for, and `stage_times` grows; `bubble()` is what they
-    come to. Run the workload once before: a program's first run takes longer.
     """
 
     def __init__(
@@ -127,9 +120,7 @@ class PipelineRunner(BucketRunner):
         self._owners = [min(d.process_index for d in place.mesh.devices.flat) for place in places]
         holders = [{d.process_index for d in place.mesh.devices.flat} for place in places]
         self._apart = any(mine != holders[0] for mine in holders)
-        self.measure_bubble = False
-        self.stage_times: list[StageTime] = []
-        self._numbers = self._steps = 0
+        self._numbers = 0
         self.reset()
 
     @property
@@ -156,14 +147,13 @@ class PipelineRunner(BucketRunner):
         # One program for those with chunks, one for those without.
         common = {key.tokens > 0: [k for k in keys if (k.tokens > 0) == (key.tokens > 0)] for key in keys}
         launched = []
-        for place, (part, key) in enumerate(zip(parts, keys, strict=True)):
+        for part, key in zip(parts, keys, strict=True):
             key, buffer = self.builder.build(part.plan, self.builder.common(common[key.tokens > 0]))
-            microbatch = self._microbatch(key, buffer, place)
+            microbatch = self._microbatch(key, buffer)
             microbatch.needs = self._needs(part.plan)
             copies = [group.copies for group in part.plan.groups]
             microbatch.copies = copies if any(copies) else []
             launched.append((microbatch, part, Rows.of(part.plan, key)))
-        self._steps += 1
         for microbatch, part, _ in launched:
             for group, group_plan in enumerate(part.plan.groups):
                 for _, sequence in group_plan.sampling_rows():
@@ -204,14 +194,6 @@ class PipelineRunner(BucketRunner):
             self._add_counts(phase, rows, output)
         return StepResult(tokens, logprobs, prompt, padded)
 
-    def bubble(self) -> float:
-        """Returns the share of time that devices would have waited, of the measured steps each by itself.
-
-        Raises:
-            ConfigError: nothing was measured.
-        """
-        return measured_bubble(self.stage_times)
-
     # -- ticks -------------------------------------------------------------------------------------------
 
     def _start(self, microbatch: Microbatch) -> None:
@@ -245,17 +227,8 @@ class PipelineRunner(BucketRunner):
         stage = self.stages[microbatch.stage]
         if microbatch.copies:
             stage.copy(microbatch.copies, self.buckets)
-        if self.measure_bubble:
-            stage.prepare(microbatch.key)
-            jax.block_until_ready(microbatch.given)
-        start = time.perf_counter()
-        output = stage.run(microbatch.key, microbatch.buffer, microbatch.given)
-        if self.measure_bubble:
-            jax.block_until_ready(output)
-            name = (microbatch.step, microbatch.place, microbatch.stage)
-            self.stage_times.append(StageTime(*name, start, time.perf_counter()))
+        microbatch.outputs.append(stage.run(microbatch.key, microbatch.buffer, microbatch.given))
         microbatch.given = None
-        microbatch.outputs.append(output)
 
     def _bring_back(self) -> None:
         """Brings the newest tokens of all slots from the last stage to the first."""
@@ -264,8 +237,8 @@ class PipelineRunner(BucketRunner):
 
     # -- parts -------------------------------------------------------------------------------------------
 
-    def _microbatch(self, key: StepKey, buffer: np.ndarray, place: int) -> Microbatch:
-        microbatch = Microbatch(self._numbers, self._steps, place, key, buffer)
+    def _microbatch(self, key: StepKey, buffer: np.ndarray) -> Microbatch:
+        microbatch = Microbatch(self._numbers, key, buffer)
         self._numbers += 1
         return microbatch
 
@@ -284,8 +257,7 @@ class PipelineRunner(BucketRunner):
 
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         """Rehearses a step, with everything that can happen to a microbatch."""
-        microbatch = self._microbatch(key, buffer, 0)
-        self._steps += 1
+        microbatch = self._microbatch(key, buffer)
         self._start(microbatch)
         self._finish(microbatch)
         self._bring_back()

@@ -74,12 +74,6 @@ class Stage(DeviceRunner):
             self.buckets = buckets
             self._copy(copies)
 
-    def prepare(self, key: StepKey) -> None:
-        """Compiles the step if it is new, and makes the segments that it needs."""
-        if self.here:
-            self.program(key)
-            self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
-
     def _program(self, key: StepKey) -> Program:
         """Returns the step of a bucket, to be compiled."""
 
