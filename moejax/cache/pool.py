@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from moejax.cache.segments import SegmentLayout
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import HeadNorms
+from moejax.ops.attention import QkNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
@@ -149,7 +149,7 @@ class PagedLayer:
         *,
         window: int | None,
         scale: float,
-        norms: HeadNorms | None = None,
+        norms: QkNorms | None = None,
     ) -> tuple[jax.Array, "PagedLayer"]:
         """Stores and attends at the plan's positions; kernels normalise, rotate and store in one pass."""
         if isinstance(self.plan, KernelPlan):

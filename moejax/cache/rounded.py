@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import HeadNorms, attention
+from moejax.ops.attention import QkNorms, attention
 from moejax.quantization.kv import round_trip
 
 
@@ -31,7 +31,7 @@ class RoundedLayer(NamedTuple):
         *,
         window: int | None,
         scale: float,
-        norms: HeadNorms | None = None,
+        norms: QkNorms | None = None,
     ) -> tuple[jax.Array, "RoundedLayer"]:
         """Attends each sequence to its own rounded keys and values."""
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)

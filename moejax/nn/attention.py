@@ -10,7 +10,7 @@ from moejax.core.config import ModelConfig
 from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import HeadNorms, LayerCache, attention
+from moejax.ops.attention import LayerCache, QkNorms, attention
 from moejax.ops.row_sums import RowSums, split_product
 from moejax.sharding.axes import SINGLE, Axes
 
@@ -49,18 +49,21 @@ class Attention(nnx.Module):
         has_norm, eps = config.qk_norm != "none", config.rms_norm_eps
         self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps, kernels, q_split) if has_norm else None
         self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split) if has_norm else None
+        # What is clipped or split over devices is not a kernel's to normalise on the way to the cache.
+        whole = config.qk_norm == "head" or (config.clip_qkv is None and not q_split and not k_split)
+        self.hands_on_norms = has_norm and whole
         self.config = config
         self.window = window
         self.splits_output = kernels != "xla" and not out_bias and not reduce
 
     @jax.named_scope("qkv_projection")
     def project(self, x: jax.Array, normalize: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Projects x `[B, T, D]` to q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]`, not rotated yet; heads' norms
-        are left out unless `normalize`."""
+        """Projects x `[B, T, D]` to q `[B, T, H, Dh]`, k and v `[B, T, K, Dh]`, not rotated yet; norms are
+        left out unless `normalize`."""
         config = self.config
         B, T, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if config.qk_norm == "projection":
+        if config.qk_norm == "projection" and normalize:
             assert self.q_norm is not None and self.k_norm is not None
             q, k = self.q_norm(q), self.k_norm(k)
         if config.clip_qkv is not None:
@@ -86,9 +89,11 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         scale = self.config.attention_scale
         norms = None
-        if self.config.qk_norm == "head" and cache is not None and cache.normalizes:
+        if self.hands_on_norms and cache is not None and cache.normalizes:
             assert self.q_norm is not None and self.k_norm is not None
-            norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
+            shape = (-1, self.config.head_dim) if self.config.qk_norm == "projection" else (-1,)
+            q_scale, k_scale = (norm.scale[...].reshape(shape) for norm in (self.q_norm, self.k_norm))
+            norms = QkNorms(q_scale, k_scale, self.q_norm.eps)
         q, k, v = self.project(x, normalize=norms is None)
         with jax.named_scope("attention"):
             if cache is None:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 MAX_SCORE_ELEMENTS = 1 << 26
 
 
-class HeadNorms(NamedTuple):
-    """Weights `[Dh]` of the norms of each head of q and k, and their epsilon."""
+class QkNorms(NamedTuple):
+    """Weights `[Dh]` of the norms of each head of q and k, or `[H, Dh]` and `[K, Dh]` of those of all heads
+    together, and their epsilon."""
 
     q: jax.Array
     k: jax.Array
@@ -23,7 +24,7 @@ class HeadNorms(NamedTuple):
 class LayerCache(Protocol):
     """Interface of an attention layer to one layer's key/value cache.
 
-    `normalizes`: it takes q and k before their heads' norms, with these, because a kernel has both in one.
+    `normalizes`: it takes q and k before their norms, with these, because a kernel has both in one.
     """
 
     @property
@@ -39,7 +40,7 @@ class LayerCache(Protocol):
         *,
         window: int | None,
         scale: float,
-        norms: HeadNorms | None = None,
+        norms: QkNorms | None = None,
     ) -> tuple[jax.Array, "LayerCache"]:
         """Stores k and v `[B, T, K, Dh]`; returns q's output `[B, T, H, Dh]` and the updated cache.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from moejax.ops.attention import HeadNorms
+from moejax.ops.attention import QkNorms
 from moejax.ops.kv_segments import Segment
 
 
@@ -40,7 +40,7 @@ def kernel_attention(
     pages: Segment,
     plan: KernelPlan,
     *,
-    norms: HeadNorms | None = None,
+    norms: QkNorms | None = None,
     window: int | None,
     scale: float,
     implementation: str,

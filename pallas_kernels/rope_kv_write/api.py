@@ -54,13 +54,15 @@ def rope_kv_write(
         slot_mapping: int32 `[T]`.
         k_scale, v_scale: float32 `[N, K, bs]`, both where pages are int8 or fp8, neither where not; returned
             as None then.
-        q_norm, k_norm: `[Dh]`, bfloat16, float16 or float32, or neither; eps: of both, positive.
+        q_norm, k_norm: `[Dh]` both, or `[H, Dh]` and `[K, Dh]`, bfloat16, float16 or float32, or neither;
+            eps: of both, positive.
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or pool size.
     """
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    scales, wide = {"k_scale": k_scale, "v_scale": v_scale}, q_norm is not None and q_norm.ndim == 2
+    norm = "projection" if wide else "none" if q_norm is None else "head"
     arguments = {
         "q": (q, "T H Dh", FLOATS),
         "k": (k, "T K Dh", (q.dtype,)),
@@ -71,8 +73,8 @@ def rope_kv_write(
         "v_pages": (v_pages, "N K bs Dh", (k_pages.dtype,)),
         "slot_mapping": (slot_mapping, "T", (jnp.int32,)),
         **{name: (scale, "N K bs", (jnp.float32,)) for name, scale in scales.items()},
-        "q_norm": (q_norm, "Dh", FLOATS),
-        "k_norm": (k_norm, "Dh", FLOATS),
+        "q_norm": (q_norm, "H Dh" if wide else "Dh", FLOATS),
+        "k_norm": (k_norm, "K Dh" if wide else "Dh", FLOATS),
     }
     quantized = is_quantized(k_pages.dtype)
     for name, array in scales.items():
@@ -91,7 +93,7 @@ def rope_kv_write(
     check_pool_size(OP.name, k_pages)
     return run(
         OP,
-        problem(T, H, K, Dh, 2 * half, bs, q.dtype, k_pages.dtype, norm=q_norm is not None),
+        problem(T, H, K, Dh, 2 * half, bs, q.dtype, k_pages.dtype, norm=norm),
         {**arrays_of(arguments), "eps": eps},
         **options,
     )

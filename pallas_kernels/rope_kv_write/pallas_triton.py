@@ -1,7 +1,8 @@
 """`rope_kv_write` as a Pallas kernel: a program takes a few tokens' share of one KV head.
 
 That is its key, its value and its G = H / K query heads, so that every program has the same work and small
-batches still make T * K programs. The two halves that are rotated against each other are two tiles.
+batches still make T * K programs. Where a norm runs over all heads of a token, a program takes them all. The
+two halves that are rotated against each other are two tiles.
 
 q, k and v come as one array `[T, H + 2K, Dh]`: a packed projection is one, of which XLA would have to write
 out three slices otherwise.
@@ -34,23 +35,29 @@ class Config:
 def heuristic(problem: Problem) -> Config:
     """Takes about 16 elements of q a thread in each half, one token a program until the card is full.
 
-    Each of 2 * T * K programs at least keeps 1 KB in flight; the card needs a few MB: 4 warps from there.
+    Each of 2 * T * K programs at least keeps 1 KB in flight; the card needs a few MB: 4 warps from there. A
+    program of all heads has half as many elements a thread, as its keys are as many more rows.
     """
-    T, K, G = int(problem["T"]), int(problem["K"]), next_power_of_2(int(problem["H"]) // int(problem["K"]))
-    half = next_power_of_2(max(1, int(problem["R"]) // 2))
+    T, K, row = int(problem["T"]), int(problem["K"]), _row(problem)
+    if problem["norm"] == "projection":
+        return Config(1, num_warps=max(1, min(8, row // (32 * 8))))
     if T * K <= 2048:
-        return Config(1, num_warps=max(1, min(4, G * half // (32 * 16))))
-    tokens = max(1, min(16, 32 * 16 * 2 // (G * half)))
-    return Config(min(tokens, next_power_of_2(T)), num_warps=max(1, min(4, tokens * G * half // (32 * 16))))
+        return Config(1, num_warps=max(1, min(4, row // (32 * 16))))
+    tokens = max(1, min(16, 32 * 16 * 2 // row))
+    return Config(min(tokens, next_power_of_2(T)), num_warps=max(1, min(4, tokens * row // (32 * 16))))
 
 
 def space(problem: Problem) -> Iterable[Config]:
     """Tokens and warps, up to 64 elements a thread."""
-    group, half = int(problem["H"]) // int(problem["K"]), max(1, int(problem["R"]) // 2)
-    row = next_power_of_2(group) * next_power_of_2(half)
     tiles = (Config(t, w) for t in (1, 2, 4, 8, 16, 32) for w in (1, 2, 4, 8))
-    seen = {heuristic(problem)} | {c for c in tiles if c.tokens * row <= 64 * 32 * c.num_warps}
+    seen = {heuristic(problem)} | {c for c in tiles if c.tokens * _row(problem) <= 64 * 32 * c.num_warps}
     return sorted(seen, key=lambda c: (c.tokens, c.num_warps))
+
+
+def _row(problem: Problem) -> int:
+    """Returns the elements of a token's q in a program, in one half."""
+    heads = int(problem["H"]) // (1 if problem["norm"] == "projection" else int(problem["K"]))
+    return next_power_of_2(heads) * next_power_of_2(max(1, int(problem["R"]) // 2))
 
 
 def _encode(x: jax.Array, dtype: Any) -> jax.Array:
@@ -66,7 +73,8 @@ def _encode(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _put(pages: Any, scales: Any, where: tuple[Any, Any, Any], valid: jax.Array, parts: list[Any]) -> None:
-    """Stores a head's rows, in parts `(values [tokens, n], columns [n], their mask [1, n] or None)`."""
+    """Stores rows, each of a token and head, in parts `(values [rows, n], columns [n], their mask [1, n] or
+    None)`."""
     page, head, place = where
     dtype = jnp.dtype(pages.dtype)
     if is_quantized(dtype):
@@ -78,13 +86,14 @@ def _put(pages: Any, scales: Any, where: tuple[Any, Any, Any], valid: jax.Array,
     for x, column, inside in parts:
         if is_quantized(dtype):
             x = _encode(jnp.clip(x / scale[:, None], -largest, largest), dtype)
-        at = pages.at[page[:, None], head, place[:, None], column[None, :]]
+        at = pages.at[page[:, None], head[:, None], place[:, None], column[None, :]]
         store(at, x.astype(dtype), mask=both(valid[:, None], inside))
 
 
 def _kernel(
     *refs: Any,
     tokens: int,
+    heads: int,
     T: int,
     K: int,
     G: int,
@@ -101,49 +110,58 @@ def _kernel(
     k_pages, v_pages = outputs[:2]
     k_scales, v_scales = outputs[2:] or (None, None)
     half, rest = R // 2, Dh - R
-    head = program_id(1)
-    token = program_id(0) * tokens + jnp.arange(tokens, dtype=jnp.int32)
-    real = token < T
     column, inside = _columns(0, half)
 
+    def rows(count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns each row's token, its head among `count` for each token, and whether there is such a row.
+        The heads of a token follow one another, as they do in memory."""
+        row, width = jnp.arange(tokens * next_power_of_2(count), dtype=jnp.int32), next_power_of_2(count)
+        token, head = program_id(0) * tokens + row // width, row % width
+        return token, program_id(1) * count + head, (token < T) & (head < count)
+
     def tile(ref: Any, row: Any, at: Any, cols: jax.Array, mask: jax.Array | None, ok: jax.Array) -> Any:
-        index = (row[:, None], cols[None, :]) if at is None else (row[:, None], at, cols[None, :])
+        index = (row[:, None], cols[None, :]) if at is None else (row[:, None], at[:, None], cols[None, :])
         return load(ref.at[index], mask=both(ok[:, None], mask), other=0.0).astype(jnp.float32)
 
-    def rotated(row: Any, at: Any, ok: jax.Array, norm: Any) -> list[Any]:
+    def rotated(row: Any, head: Any, first_head: int, ok: jax.Array, norm: Any) -> list[Any]:
         cos = tile(cos_ref, row, None, column, inside, ok)
         sin = tile(sin_ref, row, None, column, inside, ok)
         places = [(column, inside), (column + half, inside), *([_columns(R, rest)] if rest else [])]
-        parts = [tile(x_ref, row, at, cols, mask, ok) for cols, mask in places]
+        parts = [tile(x_ref, row, first_head + head, cols, mask, ok) for cols, mask in places]
         if norm is not None:
-            square = sum(jnp.sum(x * x, axis=1) for x in parts)
-            scale = jax.lax.rsqrt(square / Dh + eps)[:, None]
+            square: Any = sum(jnp.sum(x * x, axis=1) for x in parts)
+            width = Dh
+            if len(norm.shape) == 2:
+                of_token, width = square.reshape(tokens, -1), norm.shape[0] * Dh
+                total = jnp.broadcast_to(jnp.sum(of_token, axis=1)[:, None], of_token.shape)
+                square = total.reshape(square.shape)
+            scale = jax.lax.rsqrt(square / width + eps)[:, None]
             parts = [
-                weighted(x * scale, norm, cols, mask) for x, (cols, mask) in zip(parts, places, strict=True)
+                weighted(x * scale, norm, head, ok, *place) for x, place in zip(parts, places, strict=True)
             ]
         first, second, *tail = parts
         parts = [first * cos - second * sin, second * cos + first * sin, *tail]
         return [(x, *place) for x, place in zip(parts, places, strict=True)]
 
-    def weighted(x: jax.Array, norm: Any, cols: jax.Array, mask: jax.Array | None) -> jax.Array:
-        weight = load(norm.at[cols[None, :]], mask=mask, other=0.0).astype(x_ref.dtype)
+    def weighted(x: jax.Array, norm: Any, head: Any, ok: Any, cols: jax.Array, mask: Any) -> jax.Array:
+        index: Any = cols[None, :]
+        if len(norm.shape) == 2:
+            index, mask = (head[:, None], index), both(ok[:, None], mask)
+        weight = load(norm.at[index], mask=mask, other=0.0).astype(x_ref.dtype)
         return (x.astype(x_ref.dtype) * weight).astype(jnp.float32)
 
-    # Rows of the query tile: the G heads of a token follow one another, as they do in memory.
-    heads = next_power_of_2(G)
-    row = jnp.arange(tokens * heads, dtype=jnp.int32)
-    q_token, q_head = program_id(0) * tokens + row // heads, head * G + row % heads
-    q_real = (q_token < T) & (row % heads < G)
-    for x, cols, mask in rotated(q_token, q_head[:, None], q_real, q_norm):
+    q_token, q_head, q_real = rows(heads * G)
+    for x, cols, mask in rotated(q_token, q_head, 0, q_real, q_norm):
         at = out_ref.at[q_token[:, None], q_head[:, None], cols[None, :]]
         store(at, x.astype(out_ref.dtype), mask=both(q_real[:, None], mask))
 
+    token, head, real = rows(heads)
     slot = load(slot_ref.at[token], mask=real, other=-1)
     valid = (slot >= 0) & (slot < N * bs)
     # Page N of the masked rows is never touched on a GPU; interpreted, their index must not be a valid row's.
     slot = jnp.where(valid, slot, N * bs)
     where = (slot // bs, head, slot % bs)
-    _put(k_pages, k_scales, where, valid, rotated(token, G * K + head, real, k_norm))
+    _put(k_pages, k_scales, where, valid, rotated(token, head, G * K, real, k_norm))
     whole, whole_inside = _columns(0, Dh)
     values = tile(x_ref, token, (G + 1) * K + head, whole, whole_inside, real)
     _put(v_pages, v_scales, where, valid, [(values, whole, whole_inside)])
@@ -179,7 +197,8 @@ def rope_kv_write_pallas(
     N, K, bs, _ = k_pages.shape
     pools = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
     sizes = {"T": T, "K": K, "G": H // K, "N": N, "bs": bs, "R": 2 * cos.shape[1], "Dh": Dh}
-    kernel = functools.partial(_kernel, tokens=config.tokens, pools=len(pools), eps=eps, **sizes)
+    heads = K if q_norm is not None and q_norm.ndim == 2 else 1
+    kernel = functools.partial(_kernel, tokens=config.tokens, heads=heads, pools=len(pools), eps=eps, **sizes)
     # Side by side as the projection has them: of a packed one this is no copy. Of one token XLA sees that
     # only without the first axis, which it has dropped from its slices.
     shape = (-1,) if T == 1 else (T, -1)
@@ -190,7 +209,7 @@ def rope_kv_write_pallas(
     q_rotated, *written = pallas_call(
         kernel,
         name="rope_kv_write",
-        grid=(cdiv(T, config.tokens), K),
+        grid=(cdiv(T, config.tokens), K // heads),
         out_shape=out,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -26,7 +26,7 @@ def rope_kv_write_reference(
     k_norm: jax.Array | None = None,
     eps: float = 1e-6,
 ) -> Written:
-    """Normalises q and k by head, rotates them by each token's angles, stores k and v in each token's slot.
+    """Normalises q and k, rotates them by each token's angles, stores k and v in each token's slot.
 
     Args:
         q: `[T, H, Dh]`; k, v: `[T, K, Dh]`.
@@ -39,7 +39,8 @@ def rope_kv_write_reference(
             a mixture.
         k_scale, v_scale: float32 `[N, K, bs]` where pages are quantized, see `kv.quantize_kv`.
         q_norm, k_norm: `[Dh]`, weights of a root-mean-square norm of each head before its rotation, as
-            `rms_norm_reference` has it; None: no norm.
+            `rms_norm_reference` has it; or `[H, Dh]` and `[K, Dh]`, of all heads of a token together (OLMoE);
+            None: no norm.
 
     Returns:
         The rotated q in its dtype, for all tokens, padding too; and pages and scales with only the given
@@ -59,7 +60,7 @@ def rope_kv_write_reference(
 
 
 def _normalise(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    return rms_norm_reference(x.reshape(-1, x.shape[-1]), weight, eps=eps)[0].reshape(x.shape)
+    return rms_norm_reference(x.reshape(-1, weight.size), weight.reshape(-1), eps=eps)[0].reshape(x.shape)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

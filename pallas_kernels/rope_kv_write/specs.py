@@ -6,22 +6,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv import is_quantized
-from pallas_kernels.models import MIXTRAL, MODELS, QWEN3, ModelShape
+from pallas_kernels.models import MIXTRAL, MODELS, OLMOE, QWEN3, ModelShape
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
 
 BLOCK = 32
+_NORMS = {QWEN3.name: "head", OLMOE.name: "projection"}
 
 
 def problem(
-    T: int, H: int, K: int, Dh: int, R: int, bs: int, dtype: Any, pages: Any, *, norm: bool
+    T: int, H: int, K: int, Dh: int, R: int, bs: int, dtype: Any, pages: Any, *, norm: str
 ) -> Problem:
-    """Returns the problem; `norm`: heads are normalised first."""
+    """Returns the problem; `norm`: what is normalised first, "none", each "head" or a whole "projection"."""
     return make_problem(T=T, H=H, K=K, Dh=Dh, R=R, bs=bs, dtype=dtype, pages=pages, norm=norm)
 
 
 def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
     H, K, Dh, dtype = model.heads, model.kv_heads, model.head_dim, jnp.bfloat16
-    N, norm = max(512, 2 * T // BLOCK), model is QWEN3
+    N, norm = max(512, 2 * T // BLOCK), _NORMS.get(model.name, "none")
 
     def make(key: jax.Array) -> dict[str, jax.Array]:
         keys = jax.random.split(key, 5)
@@ -41,12 +42,14 @@ def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
             "v_pages": jnp.zeros((N, K, BLOCK, Dh), pages),
             "slot_mapping": slots,
         }
-        if norm:
-            arrays |= {name: jnp.full((Dh,), 1.5, dtype) for name in ("q_norm", "k_norm")}
+        if norm != "none":
+            shapes = {"q_norm": (H, Dh), "k_norm": (K, Dh)}
+            arrays |= {n: jnp.full((Dh,) if norm == "head" else s, 1.5, dtype) for n, s in shapes.items()}
         scale = jnp.ones((N, K, BLOCK), jnp.float32)
         return arrays | ({"k_scale": scale, "v_scale": scale} if is_quantized(pages) else {})
 
     stored = 2 * K * (Dh * jnp.dtype(pages).itemsize + (4 if is_quantized(pages) else 0))
+    flops = (3.0 if norm == "none" else 7.0) * T * (H + K) * Dh
     moved = T * (2 * (2 * H * Dh + 2 * K * Dh) + 4 * Dh + stored + 4)
     kind = "" if pages == jnp.bfloat16 else f"/{jnp.dtype(pages)}"
     return Spec(
@@ -54,7 +57,7 @@ def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
         make=make,
         static={},
         problem=problem(T, H, K, Dh, Dh, BLOCK, dtype, pages, norm=norm),
-        cost=Cost(flops=(7.0 if norm else 3.0) * T * (H + K) * Dh, bytes=float(moved), unit="float32"),
+        cost=Cost(flops=flops, bytes=float(moved), unit="float32"),
         tags=frozenset({model.name, phase, str(jnp.dtype(pages))}),
     )
 

@@ -66,8 +66,18 @@ def test_same_samples_and_scores(both):
         {"num_kv_heads": 1, "head_dim": 16},
         {"norm_topk_prob": False},
         {"hidden_size": 512, "head_dim": 128},
+        {"qk_norm": "projection"},
+        {"qk_norm": "projection", "clip_qkv": 0.5},
     ],
-    ids=["window", "one query head a key head", "one key head", "weights as they are", "products in parts"],
+    ids=[
+        "window",
+        "one query head a key head",
+        "one key head",
+        "weights as they are",
+        "products in parts",
+        "norms of all heads",
+        "norms of all heads, clipped",
+    ],
 )
 def test_other_models(change):
     plain, kernels = (llm.generate([prompt(17), prompt(4)], greedy(6)) for llm in engines(**change))

@@ -204,14 +204,16 @@ def test_a_step_that_counts_loads_does_not_compile_after_warmup(model: Any) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2, "attention": "data"}])
-def test_kernels_on_a_mesh(parallel: dict[str, Any], model: Any, single: Any) -> None:
-    """Interpreted; each device runs them on its own heads and experts."""
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+def test_kernels_on_a_mesh(family: str, parallel: dict[str, Any], model: Any, single: Any) -> None:
+    """Interpreted; each device runs them on its own heads and experts. OLMoE's norm over all heads is within
+    the write to the cache only where a device has them all."""
     config = dataclasses.replace(
         ENGINE, max_num_seqs=2, seq_buckets=[2], token_buckets=[16], max_num_batched_tokens=16,
         kernels="pallas_triton", moe=MoeConfig(),
     )  # fmt: skip
     asked, greedy = prompts(2), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    directory = str(model("qwen3_moe"))
+    directory = str(model(family))
     plain = LLM(directory, engine=ENGINE)
     kernels = LLM(directory, engine=config, parallel=ParallelConfig(**parallel))
     found = [[o.outputs[0].token_ids for o in llm.generate(asked, greedy)] for llm in (plain, kernels)]

@@ -141,30 +141,39 @@ class RopeKvWriteContract(Contract):
             np.testing.assert_array_equal(changed, used)
 
     @pytest.mark.parametrize(
-        "dtype,pages,H,K,Dh,R",
+        "dtype,pages,H,K,Dh,R,wide",
         [
-            pytest.param("float32", "float32", 4, 2, 16, 16, marks=pytest.mark.slow),
-            ("bfloat16", "bfloat16", 6, 2, 80, 32),
-            pytest.param("bfloat16", "bfloat16", 8, 1, 128, 128, marks=pytest.mark.slow),
-            ("float32", "int8", 2, 2, 24, 24),
+            pytest.param("float32", "float32", 4, 2, 16, 16, False, marks=pytest.mark.slow),
+            ("bfloat16", "bfloat16", 6, 2, 80, 32, False),
+            pytest.param("bfloat16", "bfloat16", 8, 1, 128, 128, False, marks=pytest.mark.slow),
+            ("float32", "int8", 2, 2, 24, 24, False),
+            ("float32", "float32", 3, 3, 16, 16, True),
+            pytest.param("bfloat16", "bfloat16", 6, 2, 80, 32, True, marks=pytest.mark.slow),
+            pytest.param("bfloat16", "float8_e5m2", 1, 1, 64, 64, True, marks=pytest.mark.slow),
+            pytest.param("float16", "int8", 10, 5, 24, 24, True, marks=pytest.mark.slow),
         ],
     )
-    def test_head_norms(self, rng, dtype, pages, H, K, Dh, R):
-        """Each head is normalised before its rotation, as `rms_norm` does it: what one kernel after the other
-        gives, but for a rounding or two."""
+    def test_norms(self, rng, dtype, pages, H, K, Dh, R, wide):
+        """Each head, or with `wide` all heads of a token together, are normalised before their rotation, as
+        `rms_norm` does it: what one kernel after the other gives, but for a rounding or two."""
         arrays = _arrays(rng, 9, H, K, Dh, R=R, dtype=dtype, pages=pages)
-        norms = {name: normal(rng, (Dh,), dtype) for name in ("q_norm", "k_norm")}
+        # Heads of other sizes: what divides each by its own is not what divides all by theirs.
+        arrays |= {
+            n: arrays[n] * jnp.arange(1, arrays[n].shape[1] + 1, dtype=dtype)[None, :, None] for n in "qk"
+        }
+        heads = {"q_norm": (H,), "k_norm": (K,)}
+        norms = {name: normal(rng, (*(n if wide else ()), Dh), dtype) for name, n in heads.items()}
         ours = self.run(arrays | norms, {"eps": 1e-5})
         plain = self.expect(
             arrays | {n: jnp.zeros((5, K, 4, Dh), jnp.float32) for n in ("k_pages", "v_pages")} | norms
             | {n: None for n in ("k_scale", "v_scale")}, {"eps": 1e-5}
         )  # fmt: skip
         # Rounded before and after the weight; then the rotation.
-        limit = limit_for(dtype, 2, Dh) + 2 * ULP[dtype]
+        limit = limit_for(dtype, 2, Dh * H if wide else Dh) + 2 * ULP[dtype]
         assert np.abs(np.asarray(ours[0], np.float64) - plain[0]).max() <= limit * np.abs(plain[0]).max()
         slots = np.asarray(arrays["slot_mapping"])
         slots = slots[slots >= 0]
-        limit += 0.0 if pages == dtype else 1 / 127
+        limit += 0.0 if pages == dtype else 2.0**-3 if pages == "float8_e5m2" else 1 / 127
         for pool, scale, want in zip(ours[1:3], ours[3:], plain[1:3], strict=True):
             stored = np.asarray(dequantize_kv(pool, scale), np.float64)[slots // 4, :, slots % 4]
             want = want[slots // 4, :, slots % 4]
@@ -256,6 +265,12 @@ class TestPallas(RopeKvWriteContract):
     def test_configurations(self, rng, tokens, warps):
         self.check_written(_arrays(rng, 11, 6, 2, 24, R=16, pages="int8"), config=Config(tokens, warps))
 
+    def test_configurations_with_norms_of_all_heads(self, rng):
+        """Tokens that share a program do not share their sums."""
+        arrays = _arrays(rng, 11, 6, 3, 24, R=16)
+        norms = {"q_norm": normal(rng, (6, 24), "float32"), "k_norm": normal(rng, (3, 24), "float32")}
+        self.check(arrays | norms, {"eps": 1e-5}, limit=limit_for("float32", 2, 6 * 24), config=Config(4, 4))
+
     def test_donated_pages_are_written_in_place(self, rng):
         arrays = _arrays(rng, 3, 2, 2, 16)
         lowered = jax.jit(rope_kv_write, donate_argnames=("k_pages", "v_pages")).lower(**arrays)
@@ -283,8 +298,9 @@ def test_encodes_e5m2():
 @pytest.mark.parametrize("pages", ["bfloat16", "float32", *QUANTIZED])
 @pytest.mark.parametrize("H,K,Dh,R", [(21, 7, 80, 32), (8, 2, 24, 2), (4, 4, 128, 128)])
 def test_lowers(rng, H, K, Dh, R, pages):
-    """To Triton IR, which is stricter than interpretation."""
+    """To Triton IR, which is stricter than interpretation. Of four heads all are normalised together."""
     arrays = _arrays(rng, 3, H, K, Dh, R=R, dtype="bfloat16", pages=pages)
+    arrays |= {"q_norm": jnp.ones((H, Dh)), "k_norm": jnp.ones((K, Dh))} if H == K else {}
     abstract = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}
     [lowered] = lower_for_cuda(lambda **kw: rope_kv_write(**kw, interpret=False), abstract, 80)
     assert lowered.name == "rope_kv_write"
@@ -365,6 +381,8 @@ def test_pools_between_two_and_four_gigabytes(rng):
     "changes,message",
     [
         ({"k_norm": None}, "k_norm: got None, expected both norms, or neither"),
+        ({"k_norm": jnp.ones((2, 16))}, r"k_norm: got shape \[2, 16\], expected .*\[Dh\]"),
+        ({"q_norm": jnp.ones((4, 16))}, r"k_norm: got shape \[16\], expected .*\[K, Dh\]"),
         ({"q_norm": None}, "k_norm: got an array, expected both norms, or neither"),
         ({"eps": 0.0}, "eps: got 0.0, expected a positive number"),
     ],

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import HeadNorms, attention
+from moejax.ops.attention import QkNorms, attention
 from moejax.quantization.kv import round_trip
 
 Phase = Literal["prefill", "decode"]
@@ -84,7 +84,7 @@ class ContiguousLayer:
         *,
         window: int | None,
         scale: float,
-        norms: HeadNorms | None = None,
+        norms: QkNorms | None = None,
     ) -> tuple[jax.Array, "ContiguousLayer"]:
         """`prefill`: whole sequences from position 0, attended among themselves and stored.
         `decode`: one token a sequence, stored at its position, attending to its row."""
