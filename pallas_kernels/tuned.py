@@ -1,8 +1,7 @@
 """Configuration that a problem runs with: explicit, tuned, nearest tuned, heuristic, in this order.
 
-Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune`. A table of a
-device that could not be timed is made from the static report; its entries say `"timed": false`. The A100's
-here are such: chosen by figures of the Triton wheel 3.9, without those that XLA's compiler spills.
+Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune` from times on that
+device; none is made without one.
 """
 
 import json
@@ -18,19 +17,17 @@ from pallas_kernels.op import Op, Problem
 
 DATA = Path(__file__).parent / "data"
 
-# How far the nearest problem may be, in doublings of its sizes taken together: if it was timed, and if the
-# static model chose for it, which weighs waves of blocks and so says nothing of other sizes.
-FARTHEST = {True: 2.0, False: 0.5}
+# How far the nearest problem may be, in doublings of its sizes taken together.
+FARTHEST = 2.0
 
 
 class Entry(NamedTuple):
-    """One row of a table. `microseconds` is the median device time, None where it was not timed."""
+    """One row of a table. `microseconds` is the median device time."""
 
     implementation: str
     problem: dict[str, int | str]
     config: dict[str, Any]
-    timed: bool
-    microseconds: float | None
+    microseconds: float
 
 
 class Configured(NamedTuple):
@@ -80,11 +77,10 @@ def configure(
             f"heuristic: no table of {device} has a similar problem",
         )
     entry, distance = match
-    origin = "tuned" if entry.timed else "chosen by the static model, untimed,"
     where = (
         "for this problem" if distance == 0 else f"for the nearest problem {_sizes(entry.problem, op.sizes)}"
     )
-    return Configured(kind.config_type(**entry.config), f"{origin} {where} on {device}")
+    return Configured(kind.config_type(**entry.config), f"tuned {where} on {device}")
 
 
 @lru_cache(maxsize=256)
@@ -120,7 +116,7 @@ def _nearest(rows: Iterable[Entry], problem: Problem, sizes: tuple[str, ...]) ->
             continue
         ratios = [max(int(row.problem[k]), 1) / max(int(problem[k]), 1) for k in sizes]
         distance = sum(abs(math.log2(ratio)) for ratio in ratios)
-        if distance > FARTHEST[row.timed]:
+        if distance > FARTHEST:
             continue
         if best is None or distance < best[1]:
             best = row, distance

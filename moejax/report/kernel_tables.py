@@ -176,7 +176,6 @@ def bench_faults(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 def print_tuned(result: Mapping[str, Any], console: Console) -> None:
     """A line per spec: the winner, and what it saves over the heuristic's configuration."""
-    timed = "timed" if result["metrics"]["timed"] else "by the static model, untimed"
 
     def winner(row: Mapping[str, Any]) -> str:
         return ("= " if row["is_heuristic"] else "") + _tile(json.dumps(row["config"]))
@@ -194,4 +193,4 @@ def print_tuned(result: Mapping[str, Any], console: Console) -> None:
         Column("x", saved, 1, "{:.2f}".format),
     )
     caption = "x: the heuristic's time over the winner's; =: the winner is the heuristic's configuration"
-    console.print(column_table(f"tuned, {timed}", columns, result["cases"], caption))
+    console.print(column_table("tuned", columns, result["cases"], caption))

@@ -78,10 +78,9 @@ def require_gpu(mode: str) -> None:
     """Raises DeviceError where there is nothing to time on."""
     platform = jax.default_backend()
     if platform != "gpu":
-        untimed = "; tune.device=a100 or h100 chooses by the static model, untimed" if mode == "tune" else ""
         raise DeviceError(
             f"mode={mode} times kernels on a CUDA device, and JAX has only {platform!r} here; "
-            f"mode=static reports on them without one{untimed}"
+            f"mode=static reports on them without one"
         )
 
 

@@ -40,13 +40,10 @@ class TuneSection(Checked, section="tune"):
     """mode=tune.
 
     Attributes:
-        device: "auto" times on the device at hand; "a100" or "h100" chooses by the static model, without
-            timing, and marks the entries so.
         max_configs: most configurations tried for a spec, spread evenly over its space.
         data_dir: where tables are written; none takes `pallas_kernels/data`.
     """
 
-    device: Literal["auto", "a100", "h100"] = "auto"
     max_configs: PositiveInt = 24
     data_dir: str | None = None
 
@@ -59,7 +56,7 @@ class KernelSelection(Checked):
         ops: operations by name; none takes all.
         implementations: by name; none takes all.
         specs: parts of specs' names, of which one must occur; none takes all.
-        targets: sm_80, sm_90 (static and untimed tuning).
+        targets: sm_80, sm_90 (mode=static).
         workers: compiling processes; for each target at least one, which may wait for its turn.
         baseline_dir: the committed reports that a static run is compared with.
         update_baseline: write this run's reports there.

@@ -1,8 +1,7 @@
 """mode=tune: searches each spec's space of configurations and keeps the winners in the kernels' tables.
 
 space (spread over `tune.max_configs`) → static report, which drops what does not compile or spills
-→ timed on the device if the result is right, or ranked by the static model where there is no such device
-→ table. Untimed, the heuristic's configuration stays unless the model's best gains `model.MARGIN`.
+→ timed on the device if the result is right → table.
 """
 
 import importlib.metadata
@@ -19,7 +18,6 @@ from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.kernels.baselines import configured
 from moejax.bench.kernels.bench import require_gpu, try_variants
 from moejax.bench.kernels.config import KernelSelection
-from moejax.bench.kernels.model import MARGIN, choose, predict_us, repeated_products
 from moejax.bench.kernels.row import Row, failures
 from moejax.bench.kernels.select import Selected, select
 from moejax.bench.kernels.static import check_compilers, compile_all, questions
@@ -36,21 +34,17 @@ _TARGET = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90"}
 Report = list[tuple[Any, list[Row]]]
 """Configurations of a spec, each with its rows."""
 
-_RULE = f"a configuration replaces the heuristic's if the static model has it faster by {MARGIN}"
-
 
 def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
     """Runs mode=tune and finishes `run`; `cases` has a row per spec with its winner.
 
     Raises:
-        DeviceError: timing was asked for and JAX has no CUDA device.
+        DeviceError: JAX has no CUDA device.
         ConfigError: an unknown name, an untunable device, or no compiler is installed.
     """
     selected = select(config.ops, config.implementations, config.specs)
-    timed = config.tune.device == "auto"
-    if timed:
-        require_gpu("tune")
-    device = device_key() if timed else config.tune.device
+    require_gpu("tune")
+    device = device_key()
     if device not in _TARGET:
         raise ConfigError(f"mode=tune knows {', '.join(_TARGET)}, and this is {device!r}")
     data = Path(config.tune.data_dir) if config.tune.data_dir else DATA
@@ -66,7 +60,7 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
                 if op != item.op.name:
                     continue
                 task.describe(f"tuning {op} {name} {spec}")
-                winner = tune_spec(item.op, name, specs[spec], report, config, device, timed=timed)
+                winner = tune_spec(item.op, name, specs[spec], report, config, device)
                 task.advance()
                 if winner is not None:
                     entry, row = winner
@@ -81,9 +75,8 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
                 jaxlib=importlib.metadata.version("jaxlib"),
                 date=run.provenance["time_utc"][:10],
                 commit=(run.provenance.get("git") or {}).get("commit"),
-                **({} if timed else {"rule": _RULE}),
             )
-    metrics = {"specs": len(rows), "timed": timed, "compiled": sum(map(len, reports.values()))}
+    metrics = {"specs": len(rows), "compiled": sum(map(len, reports.values()))}
     result = run.result(metrics=metrics, cases=rows)
     return run.finish(result, tables={"kernel_table": result["cases"]})
 
@@ -101,8 +94,6 @@ def tune_spec(
     reports: Report,
     config: KernelSelection,
     device: str,
-    *,
-    timed: bool,
 ) -> tuple[Entry, dict[str, Any]] | None:
     """The winner for one spec and a row about it, by the static reports on its configurations; None if none
     is right."""
@@ -115,38 +106,23 @@ def tune_spec(
     if not sound:
         logger.warning("%s %s %s: none of %d configurations is sound", op.name, name, spec.name, len(reports))
         return None
-    repeats = repeated_products([rows for _, rows in sound])
-    predicted = [predict_us(rows, repeat) for (_, rows), repeat in zip(sound, repeats, strict=True)]
     heuristic = next((i for i, (c, _) in enumerate(sound) if c == kind.heuristic(spec.problem)), None)
-    if timed:
-        micros = _time(op, name, spec, [c for c, _ in sound], config.bench.repeats)
-        best, reason = min(range(len(sound)), key=lambda i: micros[i]), "the fastest right one"
-        if math.isinf(micros[best]):
-            logger.warning("%s %s %s: no configuration runs and is right", op.name, name, spec.name)
-            return None
-    else:
-        micros = predicted
-        best, reason = choose(predicted, heuristic)
-    entry = Entry(
-        name,
-        dict(spec.problem),
-        asdict(sound[best][0]),
-        timed,
-        micros[best] if timed else None,
-    )
+    micros = _time(op, name, spec, [c for c, _ in sound], config.bench.repeats)
+    best = min(range(len(sound)), key=lambda i: micros[i])
+    if math.isinf(micros[best]):
+        logger.warning("%s %s %s: no configuration runs and is right", op.name, name, spec.name)
+        return None
+    entry = Entry(name, dict(spec.problem), asdict(sound[best][0]), micros[best])
     row = {
         "op": op.name,
         "implementation": name,
         "spec": spec.name,
         "device": device,
-        "timed": timed,
         "tried": len(reports),
         "sound": len(sound),
         "config": entry.config,
-        "reason": reason,
         "is_heuristic": best == heuristic,
         "us": micros[best],
-        "predicted_us": predicted[best],
         "heuristic_us": None if heuristic is None else micros[heuristic],
     }
     return entry, row

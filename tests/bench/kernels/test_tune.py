@@ -9,16 +9,13 @@ import pytest
 from moejax.bench.kernels import bench, tune
 from moejax.bench.kernels.config import KernelSelection, TuneSection
 from moejax.bench.kernels.device_timing import Timed
-from moejax.bench.kernels.model import predict_us
 from moejax.bench.kernels.row import Row
-from moejax.bench.kernels.static import compile_all
 from moejax.bench.kernels.tune import candidates, merge, run_tune, tune_spec
 from moejax.bench.kernels.worker import Asked
 from pallas_kernels.op import Implementation
 from pallas_kernels.tuned import Entry, configure, read_table, write_table
 from tests.bench.kernels.toy import Config, heuristic, selected, space, toy
 from tests.bench.runs import run_into
-from tests.gpu_compiler import needs_gpu_compiler
 
 
 def test_candidates_start_with_the_heuristic():
@@ -27,15 +24,6 @@ def test_candidates_start_with_the_heuristic():
     found = candidates(kind, spec, 5)
     assert found[0] == heuristic(spec.problem) and len(found) == len(set(found)) == 5
     assert len(candidates(kind, spec, 1000)) == 15
-
-
-@needs_gpu_compiler
-def test_more_bytes_in_flight_are_predicted_faster():
-    """Four warps ask for more at a time than one, and 16 programs for more than one."""
-    tried = [Config(4, 4), Config(4, 1), Config(1, 1), Config(16, 1)]
-    rows = compile_all([Asked(toy, "pallas_triton", "toy_16", "sm_80", config) for config in tried], 1)
-    four, one, many, few = map(predict_us, rows)
-    assert four < one and many < few
 
 
 ALL = [Config(4), Config(1, 1), Config(2, 2), Config(8, 2)]
@@ -73,13 +61,13 @@ def untouched(monkeypatch):
     return setup
 
 
-def tuned(op, timed=True):
-    config = KernelSelection(mode="tune", tune=TuneSection(device="a100", max_configs=4))
+def tuned(op):
+    config = KernelSelection(mode="tune", tune=TuneSection(max_configs=4))
     spec, kind = op.specs[0], op.implementations["pallas_triton"]
     tried = candidates(kind, spec, 4)
     rows = sound([Asked(toy, "pallas_triton", spec.name, "sm_80", choice) for choice in tried])
     report = list(zip(tried, rows, strict=True))
-    return tune_spec(op, "pallas_triton", spec, report, config, "a100", timed=timed)
+    return tune_spec(op, "pallas_triton", spec, report, config, "a100")
 
 
 def test_the_winner_is_the_fastest(untouched):
@@ -87,7 +75,7 @@ def test_the_winner_is_the_fastest(untouched):
     op = toy()
     assert candidates(op.implementations["pallas_triton"], op.specs[0], 4) == ALL
     entry, row = tuned(op)
-    assert entry == Entry("pallas_triton", {"T": 16, "dtype": "float32"}, asdict(ALL[2]), True, 2.0)
+    assert entry == Entry("pallas_triton", {"T": 16, "dtype": "float32"}, asdict(ALL[2]), 2.0)
     assert (row["us"], row["heuristic_us"], row["tried"], row["sound"]) == (2.0, 5.0, 4, 4)
     assert not row["is_heuristic"]
 
@@ -112,44 +100,29 @@ def test_nothing_that_runs_gives_no_entry(untouched, caplog):
     assert "no configuration runs and is right" in caplog.text
 
 
-def test_untimed_the_heuristic_stays_unless_the_model_gains(untouched, monkeypatch):
-    untouched([])
-    for best, kept in ((9.0, True), (5.0, False)):
-        times = iter([10.0, 12.0, best, 11.0])
-        monkeypatch.setattr(tune, "predict_us", lambda rows, repeats, times=times: next(times))
-        entry, row = tuned(toy(), timed=False)
-        assert entry.config == asdict(ALL[0 if kept else 2]) and row["is_heuristic"] == kept
-        assert not entry.timed and entry.microseconds is None
-        assert row["reason"].startswith("the heuristic's: " if kept else "the model's best: gains 2.00")
-
-
-def test_an_untimed_run_writes_what_kernels_then_take(untouched, monkeypatch, tmp_path, capsys):
-    """tune.device=a100: entries marked untimed; for this problem, then the nearest, else the heuristic's."""
-    untouched([])
+def test_a_run_writes_what_kernels_then_take(untouched, monkeypatch, tmp_path, capsys):
+    """For this problem, then the nearest, else the heuristic's."""
+    untouched([5.0, 4.0, 2.0, 3.0])
     op = toy()
     monkeypatch.setattr(tune, "select", lambda *names: [selected(op)])
+    monkeypatch.setattr(tune, "require_gpu", lambda mode: None)
+    monkeypatch.setattr(tune, "device_key", lambda: "a100")
     data = tmp_path / "data"
-    config = KernelSelection(
-        mode="tune",
-        tune=TuneSection(device="a100", max_configs=4, data_dir=str(data)),
-    )
+    config = KernelSelection(mode="tune", tune=TuneSection(max_configs=4, data_dir=str(data)))
     with run_into(tmp_path / "out", "kernels", {"mode": "tune"}) as run:
-        result = run_tune(config, run)
+        run_tune(config, run)
     table = json.loads((data / "a100" / "toy.json").read_text())
-    assert [entry["timed"] for entry in table["entries"]] == [False, False]
-    assert [entry["microseconds"] for entry in table["entries"]] == [None, None]
-    assert "if the static model has it faster by 1.15" in table["rule"]
-    assert result["metrics"]["timed"] is False
-    assert "by the static model, untimed" in capsys.readouterr().err
+    assert [entry["microseconds"] for entry in table["entries"]] == [2.0, 2.0]
+    assert {"jax", "jaxlib", "date", "commit"} <= table.keys()
+    assert "tuned" in capsys.readouterr().err
 
     def found(T, **more):
         problem = {"T": T, "dtype": "float32"}
         return configure(op, "pallas_triton", problem, device="a100", data=data, **more)
 
     entries = {entry["problem"]["T"]: Config(**entry["config"]) for entry in table["entries"]}
-    why = "chosen by the static model, untimed, for "
-    assert found(16) == (entries[16], f"{why}this problem on a100")
-    assert found(50) == (entries[64], f"{why}the nearest problem T=64 on a100")
+    assert found(16) == (entries[16], "tuned for this problem on a100")
+    assert found(50) == (entries[64], "tuned for the nearest problem T=64 on a100")
     assert found(16, config=Config(1)) == (Config(1), "explicit")
     other = configure(op, "pallas_triton", {"T": 16, "dtype": "int8"}, device="a100", data=data)
     assert other == (Config(4), "heuristic: no table of a100 has a similar problem")
@@ -159,22 +132,20 @@ def test_configurations_come_in_order(tmp_path):
     """Explicit, tuned for this, nearest tuned, heuristic; another dtype is never near."""
     op = toy()
 
-    def entry(T, rows, timed=True, dtype="float32"):
+    def entry(T, rows):
         config = {"rows": rows, "num_warps": 1, "num_stages": 1}
-        return Entry("pallas_triton", {"T": T, "dtype": dtype}, config, timed, 1.0 if timed else None)
+        return Entry("pallas_triton", {"T": T, "dtype": "float32"}, config, 1.0)
 
     def found(T, dtype="float32", **more):
         problem = {"T": T, "dtype": dtype}
         return configure(op, "pallas_triton", problem, device="a100", data=tmp_path, **more)
 
     assert found(16) == (Config(4), "heuristic: no table of a100 has a similar problem")
-    write_table(tmp_path, "a100", "toy", [entry(16, 2), entry(256, 8, timed=False)], jax="0")
+    write_table(tmp_path, "a100", "toy", [entry(16, 2)], jax="0")
     assert found(16) == (Config(2), "tuned for this problem on a100")
     assert found(20) == (Config(2), "tuned for the nearest problem T=16 on a100")
-    why = "chosen by the static model, untimed, for the nearest problem T=256 on a100"
-    assert found(200) == (Config(8), why)
-    # Too far: more than two doublings from what was timed, more than half a one from what was not.
-    assert found(70)[1] == found(150)[1] == "heuristic: no table of a100 has a similar problem"
+    # Too far: more than two doublings.
+    assert found(70)[1] == "heuristic: no table of a100 has a similar problem"
     assert found(16, dtype="bfloat16")[0] == Config(4)
     assert found(16, config=Config(1)) == (Config(1), "explicit")
     with pytest.raises(TypeError, match="config is a dict; pallas_triton takes Config"):
@@ -182,8 +153,8 @@ def test_configurations_come_in_order(tmp_path):
 
 
 def test_a_new_entry_replaces_the_old_one(tmp_path):
-    old = Entry("a", {"T": 1}, {"rows": 1}, False, None)
-    new, other = old._replace(timed=True, microseconds=2.0), old._replace(implementation="b")
+    old = Entry("a", {"T": 1}, {"rows": 1}, 3.0)
+    new, other = old._replace(microseconds=2.0), old._replace(implementation="b")
     assert merge([old, other], [new]) == [new, other]
     write_table(tmp_path, "h100", "toy", [new, other], date="2026-11-21")
     assert sorted(read_table(tmp_path, "h100", "toy")) == [new, other]
