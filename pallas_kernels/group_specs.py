@@ -179,7 +179,7 @@ def swiglu_spec(
 
 def _weights(key: jax.Array, shape: tuple[int, int, int], fmt: Format | None) -> jax.Array | QuantizedTensor:
     if fmt is not None:
-        return random_quantized(key, shape, fmt)
+        return random_quantized(key, shape, fmt, tiled=True)
     return jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(shape[1] ** -0.5, jnp.bfloat16)
 
 

@@ -220,9 +220,18 @@ def dequantize(w: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def random_quantized(
-    key: jax.Array, shape: tuple[int, ...], fmt: Format, scale_dtype: Any = jnp.bfloat16
+    key: jax.Array,
+    shape: tuple[int, ...],
+    fmt: Format,
+    scale_dtype: Any = jnp.bfloat16,
+    *,
+    tiled: bool = False,
 ) -> QuantizedTensor:
-    """Returns any codes at all (fp8: but NaN), scaled as weights of variance about 1/D. Cheap at any size."""
+    """Returns any codes at all (fp8: but NaN), scaled as weights of variance about 1/D. Cheap at any size.
+
+    Args:
+        tiled: four-bit codes in tiles, as models have them at load where these kernels run.
+    """
     *lead, D, F = shape
     a, b, c = jax.random.split(key, 3)
     value_shape, scale_shape = fmt.shapes(D, F)
@@ -233,6 +242,7 @@ def random_quantized(
     scales = jax.random.uniform(b, (*lead, *scale_shape), jnp.float32, 0.5, 1.5) / (deviation * D**0.5)
     zeros = jax.random.randint(c, (*lead, *scale_shape), 5, 11).astype(jnp.uint8) if fmt.zeros else None
     values = jax.lax.bitcast_convert_type(values, fmt.value_dtype)
+    values = tile_codes(values) if tiled and fmt.kind == "w4a16" else values
     return QuantizedTensor(values, scales.astype(scale_dtype), zeros, fmt)
 
 

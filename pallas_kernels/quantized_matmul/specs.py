@@ -29,7 +29,8 @@ def _spec(model: ModelShape, which: str, phase: str, T: int, fmt: Format) -> Spe
 
     def make(key: jax.Array) -> dict[str, Any]:
         a, b = jax.random.split(key)
-        return {"x": jax.random.normal(a, (T, D), jnp.bfloat16), "w": random_quantized(b, (D, F), fmt)}
+        x = jax.random.normal(a, (T, D), jnp.bfloat16)
+        return {"x": x, "w": random_quantized(b, (D, F), fmt, tiled=True)}
 
     return Spec(
         name=f"{model.name}/{phase}_{T}/{which}/{fmt.name}",
