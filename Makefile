@@ -76,7 +76,7 @@ gpu-bench: $(VENV)/.dev ## Time every kernel beside other implementations on a C
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m experiments.kernels mode=bench
 
 gpu-tune: $(VENV)/.dev gpu-compiler ## Search the kernels' configurations on a CUDA device: pallas_kernels/data/<device>/
-	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m experiments.kernels mode=tune
+	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m experiments.kernels mode=tune tune.data_dir=pallas_kernels/data
 
 # Beside the environment, never in it: JAX would take the plugin for a GPU's. ptxas is what these wheels' users have.
 GPU_COMPILER = .gpu-compiler/$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')

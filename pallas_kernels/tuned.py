@@ -1,11 +1,13 @@
-"""Configuration that a problem runs with: explicit, tuned, nearest tuned, heuristic, in this order.
+"""Stored choices by time, of kernels' configurations and of others: one format, one place to look.
 
-Tables are `data/<device>/<op>.json`, written by `python -m experiments.kernels mode=tune` from times on that
-device; none is made without one.
+What a problem runs with is explicit, measured by this user, shipped, or by a heuristic, in this order; of
+what is measured or shipped the nearest problem counts. Tables are `<device>/<op>.json`, in
+`measured_tables()` and in `data/`; `python -m experiments.kernels mode=tune` writes them on that device.
 """
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +24,7 @@ FARTHEST = 2.0
 
 
 class Entry(NamedTuple):
-    """One row of a table. `microseconds` is the median device time."""
+    """One row of a table. `microseconds` is the median time."""
 
     implementation: str
     problem: dict[str, int | str]
@@ -46,6 +48,13 @@ def device_key() -> str:
     return kind.replace(" ", "_")
 
 
+def measured_tables() -> Path:
+    """Returns the user's own tables' folder: `tuned` in `$MOEJAX_CACHE_DIR`, or in the user's caches."""
+    base = os.environ.get("MOEJAX_CACHE_DIR")
+    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return (Path(base) if base else caches / "moejax") / "tuned"
+
+
 def configure(
     op: Op,
     implementation: str,
@@ -53,9 +62,12 @@ def configure(
     *,
     config: Any = None,
     device: str | None = None,
-    data: Path = DATA,
+    data: Path | None = None,
 ) -> Configured:
     """Returns the configuration to run `problem` with, and why.
+
+    Args:
+        data: the only tables to look in.
 
     Raises:
         TypeError: an explicit `config` of another implementation.
@@ -69,8 +81,10 @@ def configure(
             )
         return Configured(config, "explicit")
     device = device or device_key()
-    rows = [row for row in read_table(data, device, op.name) if row.implementation == implementation]
-    match = _nearest(rows, problem, op.sizes)
+    match = None
+    for folder in (measured_tables(), DATA) if data is None else (data,):
+        rows = [row for row in read_table(folder, device, op.name) if row.implementation == implementation]
+        match = match or _nearest(rows, problem, op.sizes)
     if match is None:
         return Configured(
             kind.heuristic({**problem, "device": device}),
@@ -103,6 +117,14 @@ def write_table(data: Path, device: str, op: str, entries: Iterable[Entry], **ab
     partial.replace(path)
     read_table.cache_clear()
     return path
+
+
+def add_entries(data: Path, device: str, op: str, entries: Iterable[Entry], **about: Any) -> Path:
+    """Writes a table with its old entries and new ones, which take the places of those for the same
+    implementation and problem; arguments as of `write_table`."""
+    both = (*read_table(data, device, op), *entries)
+    kept = {(e.implementation, tuple(sorted(e.problem.items()))): e for e in both}
+    return write_table(data, device, op, kept.values(), **about)
 
 
 def _nearest(rows: Iterable[Entry], problem: Problem, sizes: tuple[str, ...]) -> tuple[Entry, float] | None:

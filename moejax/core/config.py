@@ -7,8 +7,9 @@ They are plain values: they know nothing of Hydra, Hugging Face or JAX devices. 
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from moejax.core.checked import (
     Among,
@@ -34,6 +35,8 @@ Kernels = Literal["auto", "xla", "pallas_triton"]
 
 DTYPES: tuple[str, ...] = get_args(DType)
 KERNELS = ("xla", "pallas_triton")
+LAYOUTS: tuple[ExpertLayout, ...] = ("edf", "efd")
+PRODUCTS = ("auto", "blocks_mixed", "blocks_uniform", "batched", "ragged_dot", "pallas_triton")
 
 TracePath = Annotated[str, Must(bool, "the path of a routing trace (.npz) or of a run's folder")]
 
@@ -158,7 +161,8 @@ class MoeConfig(Checked, section="engine.moe"):
 
     `capacity_factor` c gives each expert capacity for ceil(c · T · k / E) of a batch's T·k assignments.
     `grouped_matmul` names the implementation of `grouped`'s products (`moejax.ops.dispatch`); `block_rows`
-    fixes the height of "blocks_uniform"'s blocks (None: by the mean rows an expert gets).
+    fixes the height of "blocks_uniform"'s blocks, and the rows that each expert has in "batched" (None: by
+    the mean rows an expert gets).
     `expert_layout` is how the experts' matrices lie in memory: "edf" (gate and up `[E, D, F]`, down
     `[E, F, D]`) or "efd" (each transposed). "auto" is "edf" for a module of its own; `LLM` takes what is
     faster on its platform.
@@ -168,9 +172,7 @@ class MoeConfig(Checked, section="engine.moe"):
     capacity_factor: PositiveNumber = 1.25
     overflow: OverflowPolicy = "drop"
     block_rows: PositiveInt | None = None
-    grouped_matmul: Annotated[
-        str, Among(("auto", "blocks_mixed", "blocks_uniform", "ragged_dot", "pallas_triton"))
-    ] = "auto"
+    grouped_matmul: Annotated[str, Among(PRODUCTS)] = "auto"
     expert_layout: ExpertLayout = "auto"
 
     def __post_init__(self) -> None:
@@ -180,6 +182,64 @@ class MoeConfig(Checked, section="engine.moe"):
                 "engine.moe.block_rows fixes the height of all blocks, but grouped_matmul 'blocks_mixed' "
                 "takes it from each expert's rows: give one or the other"
             )
+
+    def product(self, tokens: int) -> "Product":
+        """Returns what runs the products of a step of `tokens` tokens."""
+        return Product(tokens, self.grouped_matmul, self.block_rows)
+
+
+class Product(NamedTuple):
+    """What runs the products of steps of so many tokens: `MoeConfig.grouped_matmul` and `block_rows`."""
+
+    tokens: int
+    implementation: str
+    rows: int | None
+
+    def __str__(self) -> str:
+        return f"{self.tokens}:{self.implementation}" + (f":{self.rows}" if self.rows else "")
+
+
+@dataclass(frozen=True)
+class TunedMoe(MoeConfig, section="engine.moe"):
+    """`MoeConfig` with products chosen by the size of the step, by rising tokens: each serves the sizes that
+    it is nearest to, as a ratio."""
+
+    products: tuple[Product, ...] = field(kw_only=True)
+
+    @classmethod
+    def of(cls, moe: MoeConfig, layout: ExpertLayout, products: Iterable[Product]) -> "TunedMoe":
+        """Returns `moe` with another layout and these products."""
+        values = {item.name: getattr(moe, item.name) for item in dataclasses.fields(MoeConfig)}
+        return cls(**values | {"expert_layout": layout}, products=tuple(sorted(products)))
+
+    @classmethod
+    def parse(cls, moe: MoeConfig, choices: str, key: str) -> "TunedMoe":
+        """Returns `moe` with what `choices` of another says.
+
+        Raises:
+            ConfigError: under `key`, these are not choices.
+        """
+        try:
+            layout, *words = choices.split()
+            products = []
+            for word in words:
+                tokens, name, *rows = word.split(":")
+                products.append(Product(int(tokens), name, int(rows[0]) if rows else None))
+            known = all(each.implementation in PRODUCTS and each.tokens > 0 for each in products)
+            if not products or not known or layout not in LAYOUTS:
+                raise ValueError
+            return cls.of(moe, layout, products)
+        except ValueError:
+            example = "'edf 1:auto 128:batched:24'"
+            raise ConfigError(f"{key}: {choices!r} is no choice such as {example}") from None
+
+    @property
+    def choices(self) -> str:
+        """The layout and each product as one text, "edf 1:auto 128:batched:24"."""
+        return " ".join([self.expert_layout, *map(str, self.products)])
+
+    def product(self, tokens: int) -> Product:
+        return min(self.products, key=lambda each: abs(math.log(each.tokens / tokens)))
 
 
 @dataclass(frozen=True)
@@ -205,6 +265,10 @@ class EngineConfig(Checked, section="engine"):
             "xla", or "pallas_triton", the GPU kernels of `pallas_kernels` (interpreted, and slow, on CPU).
             "auto" takes the kernels on a GPU and XLA elsewhere.
         moe: execution of the expert layers.
+        autotune: where `moe` leaves the experts' products and layout open on CPU: "rules", "cached" for what
+            was measured on this machine before, else the rules, "measure" to time what was not.
+        autotune_budget_s: seconds that measuring may take, compilation included.
+        autotune_choices: the folder of a run, whose choices are taken; None: see `autotune`.
         platform: "auto", "cpu" or "gpu".
         compile_cache: keep compiled programs on disk.
         capture_routing: keep every computed token's experts and their weights, see `LLM.routing_capture`.
@@ -227,6 +291,9 @@ class EngineConfig(Checked, section="engine"):
     block_buckets: Buckets | None = None
     kernels: Kernels = "auto"
     moe: MoeConfig = field(default_factory=MoeConfig)
+    autotune: Literal["rules", "cached", "measure"] = "cached"
+    autotune_budget_s: PositiveNumber = 60.0
+    autotune_choices: str | None = None
     platform: Platform = "auto"
     compile_cache: bool = True
     capture_routing: bool = False

@@ -7,9 +7,11 @@ sheet that would fit a shared machine, so its read bandwidth and its FLOP/s are 
 (`with_reading`): others' use of the machine moves a reading, so the best of several is the peak.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +133,16 @@ def together(hardware: Hardware, devices: int) -> Hardware:
 
     flops = {dtype: devices * peak for dtype, peak in hardware.flops.items()}
     return replace(hardware, bandwidth=times(hardware.bandwidth), flops=flops, memory=times(hardware.memory))
+
+
+def first_processor(root: str | os.PathLike[str] = "/") -> dict[str, str]:
+    """Returns the first processor's fields in /proc/cpuinfo; none where there is no such file."""
+    try:
+        text = (Path(root) / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.strip().partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def measure_read_bandwidth(size_bytes: int = 1 << 28) -> float:

@@ -135,23 +135,62 @@ class Experts(nnx.Module):
         E, act, stacks = self.num_experts, activation(self.act), self.stacks()
         transposed = all(stack.by_rows for stack in stacks)
         options: dict[str, Any] = {"act": act, "split": self.split}
-        chosen = dispatch.choose_grouped_matmul(config.grouped_matmul, block_rows=config.block_rows).value
+        _, asked, height = config.product(N)
+        chosen = dispatch.choose_grouped_matmul(asked, block_rows=height).value
         if chosen == "pallas_triton":
             return self._kernels(x, routing, chosen)
         if chosen == "ragged_dot":
             plan = plan_blocks(routing.ids, E, 0, ())
             out = grouped_swiglu_ragged(x[plan.order // k], *stacks, plan.counts, **options)
             return combine(out, plan, routing.weights)
+        if chosen == "batched":
+            return self._batched(x, routing, height)
         if chosen == "blocks_mixed":
             singles, heights = dispatch.mixed_block_heights(N, transposed)
         else:  # of one height
-            rows = config.block_rows or dispatch.block_rows_for(N * k, E, transposed)
+            rows = height or dispatch.block_rows_for(N * k, E, transposed)
             singles, heights = 0, (rows,)
         plan = plan_blocks(routing.ids, E, singles, heights)
         out = grouped_swiglu_blocks(
             x[plan.order // k], *stacks, plan.single, plan.blocks, heights=heights, **options
         )
         return combine(out, plan, routing.weights)
+
+    def _batched(self, x: jax.Array, routing: Routing, rows: int | None) -> jax.Array:
+        """Runs each expert's first C rows in products over all experts, `[E, C, D]`, the others in blocks.
+
+        No expert is copied out of its stack, but all are read and each has C rows: for steps that visit
+        nearly all of them about alike.
+
+        Args:
+            rows: C; None: by the mean rows an expert gets.
+        """
+        N, k = routing.ids.shape
+        E, act, (gate, up, down) = self.num_experts, activation(self.act), self.stacks()
+        C = min(N, rows or dispatch.batched_rows_for(N * k, E))
+        block = min(N, dispatch.block_rows_for(N * k, E))
+        plan = plan_blocks(routing.ids, E, 0, (block,), skip=C)
+        place = jnp.minimum(plan.first[:, None] + jnp.arange(C, dtype=jnp.int32)[None], N * k - 1)
+        buffer = x[plan.order[place] // k]
+        with jax.named_scope("experts_gate_up"):
+            hidden = act(gate.each(buffer)) * up.each(buffer)
+        with jax.named_scope("experts_down"):
+            out = down.each(hidden, self.split).reshape(E * C, -1)
+        ids = routing.ids.reshape(-1)
+        slot = plan.row_of - plan.first[jnp.minimum(ids, E - 1)]
+        at = jnp.minimum(ids * C + slot, E * C - 1)
+        if C < N:
+            rest = jax.lax.cond(
+                jnp.any(plan.counts > C),
+                lambda: grouped_swiglu_blocks(
+                    x[plan.order // k], gate, up, down, plan.single, plan.blocks, heights=(block,), act=act,
+                    split=self.split,
+                )[: N * k],
+                lambda: jnp.zeros((N * k, out.shape[1]), out.dtype),
+            )  # fmt: skip
+            out = jnp.concatenate([out, rest])
+            at = jnp.where(slot < C, at, E * C + plan.row_of)
+        return combine(out, plan._replace(row_of=at), routing.weights)
 
     def _kernels(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array | RowSums:
         """Runs the GPU kernels; ids equal to E are no expert's, and get no rows."""

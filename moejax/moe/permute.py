@@ -23,7 +23,7 @@ class BlockPlan(NamedTuple):
     Attributes:
         order: int32 `[A]`, A = N·k: assignment at each sorted position.
         row_of: int32 `[A]`: sorted position of each assignment (the inverse of `order`).
-        counts: int32 `[E]`: rows per expert.
+        counts, first: int32 `[E]`: rows per expert, and the first of them.
         single: the blocks of one row.
         blocks: those of each of the plan's heights.
     """
@@ -31,11 +31,14 @@ class BlockPlan(NamedTuple):
     order: jax.Array
     row_of: jax.Array
     counts: jax.Array
+    first: jax.Array
     single: Blocks
     blocks: tuple[Blocks, ...]
 
 
-def plan_blocks(ids: jax.Array, num_experts: int, singles: int, heights: tuple[int, ...]) -> BlockPlan:
+def plan_blocks(
+    ids: jax.Array, num_experts: int, singles: int, heights: tuple[int, ...], skip: int = 0
+) -> BlockPlan:
     """Sorts assignments by expert and covers each expert's rows with blocks of one or more heights.
 
     An expert's rows fill blocks of the greatest height; what is left goes one row at a time if it is at most
@@ -45,11 +48,15 @@ def plan_blocks(ids: jax.Array, num_experts: int, singles: int, heights: tuple[i
         ids: int32 `[N, k]`; those equal to E come last and get no block.
         singles: 0 with one height: blocks of equal height.
         heights: rising, above `singles`; with none, every row goes alone.
+        skip: rows of each expert that lie in no block, its first ones.
     """
-    order, row_of, counts = _sort(ids, num_experts)
-    A, first = order.shape[0], jnp.cumsum(counts) - counts
+    order, row_of, totals = _sort(ids, num_experts)
+    A, firsts = order.shape[0], jnp.cumsum(totals) - totals
+    counts, first = totals, firsts
+    if skip:
+        counts, first = jnp.maximum(totals - skip, 0), firsts + jnp.minimum(totals, skip)
     if not heights:
-        return BlockPlan(order, row_of, counts, _lay(counts, first, counts, 1, A), ())
+        return BlockPlan(order, row_of, totals, firsts, _lay(counts, first, counts, 1, A), ())
     top = heights[-1]
     whole = counts // top
     rest = counts - whole * top
@@ -65,7 +72,7 @@ def plan_blocks(ids: jax.Array, num_experts: int, singles: int, heights: tuple[i
             blocks.append(_lay(whole + mine, first, counts, height, min(A, A // height + most)))
         else:
             blocks.append(_lay(mine, tail, rest, height, most))
-    return BlockPlan(order, row_of, counts, single, tuple(blocks))
+    return BlockPlan(order, row_of, totals, firsts, single, tuple(blocks))
 
 
 def _sort(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:

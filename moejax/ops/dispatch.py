@@ -9,7 +9,7 @@ from moejax.core.config import KERNELS
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.resolve import Resolution
 
-GROUPED_MATMUL = ("blocks_mixed", "blocks_uniform", "ragged_dot", "pallas_triton")
+GROUPED_MATMUL = ("blocks_mixed", "blocks_uniform", "batched", "ragged_dot", "pallas_triton")
 
 
 def choose(requested: str, known: tuple[str, ...], auto: Resolution) -> Resolution:
@@ -34,7 +34,8 @@ def choose_grouped_matmul(
     """Chooses what runs the grouped expert products on a platform ("cpu", "gpu").
 
     "blocks_uniform" has blocks of one height, `block_rows` if given; "blocks_mixed" has several, each
-    expert's its own.
+    expert's its own. "batched" is one product over all experts of `block_rows` rows each, with blocks for
+    what is left.
 
     Args:
         kernels: what the rest of the model runs on, see `choose_kernels`.
@@ -152,6 +153,14 @@ def block_rows_for(assignments: int, num_experts: int, transposed: bool = False)
         if mean <= up_to:
             return rows
     return 64
+
+
+def batched_rows_for(assignments: int, num_experts: int) -> int:
+    """Returns the rows that each expert has in "batched": half as many again as the mean.
+
+    Each costs its place in all experts, used or not; fewer leave too much to the blocks (docs/log.md).
+    """
+    return -(-3 * assignments // (2 * num_experts))
 
 
 def choose_expert_layout(requested: str, platform: str, product: str = "auto") -> Resolution:

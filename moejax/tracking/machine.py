@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from moejax.core.hardware import first_processor
+
 # Instruction sets that XLA's and Eigen's code paths depend on, in /proc/cpuinfo's words.
 _ISA = (
     "avx2", "fma", "avx512f", "avx512vl", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16",
@@ -76,13 +78,6 @@ def _quota(cgroup: Path) -> float | None:
     except (ValueError, IndexError):
         return None  # "max", or no such file
     return quota / period if quota > 0 and period > 0 else None
-
-
-def first_processor(root: str | os.PathLike[str] = "/") -> dict[str, str]:
-    """Returns the first processor's fields in /proc/cpuinfo; none where there is no such file."""
-    first = (read_text(Path(root) / "proc/cpuinfo") or "").partition("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _machine(path: Path) -> str | None:

@@ -20,7 +20,8 @@ import psutil
 
 from moejax.core.errors import CheckpointError
 from moejax.core.files import content_hash, to_jsonable
-from moejax.tracking.machine import cpu_settings, first_processor, gpu_settings, jax_settings, machine_state
+from moejax.core.hardware import first_processor
+from moejax.tracking.machine import cpu_settings, gpu_settings, jax_settings, machine_state
 
 DISTRIBUTIONS: tuple[str, ...] = (
     "moejax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "tokenizers",

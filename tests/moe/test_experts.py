@@ -124,6 +124,8 @@ def test_every_execution_equals_the_loops(shape, data):
         MoeConfig("grouped", block_rows=shape.rows, expert_layout="efd"),
         MoeConfig("grouped", grouped_matmul="blocks_mixed"),
         MoeConfig("grouped", grouped_matmul="blocks_mixed", expert_layout="efd"),
+        MoeConfig("grouped", grouped_matmul="batched", block_rows=2),
+        MoeConfig("grouped", grouped_matmul="batched", expert_layout="efd"),
         MoeConfig("grouped", grouped_matmul="ragged_dot"),
         MoeConfig("capacity", capacity_factor=roomy),
         MoeConfig("capacity", capacity_factor=roomy, overflow="reroute"),
@@ -161,6 +163,7 @@ def test_padding_may_hold_anything():
     for config in (
         MoeConfig("grouped", block_rows=4),
         MoeConfig("grouped", grouped_matmul="blocks_mixed"),
+        MoeConfig("grouped", grouped_matmul="batched", block_rows=2),
         MoeConfig("grouped", grouped_matmul="ragged_dot"),
         MoeConfig("capacity", capacity_factor=8.0),
         MoeConfig("capacity", capacity_factor=8.0, overflow="reroute"),

@@ -41,7 +41,7 @@ class TuneSection(Checked, section="tune"):
 
     Attributes:
         max_configs: most configurations tried for a spec, spread evenly over its space.
-        data_dir: where tables are written; none takes `pallas_kernels/data`.
+        data_dir: where tables are written; none takes the user's own (`pallas_kernels.tuned`).
     """
 
     max_configs: PositiveInt = 24

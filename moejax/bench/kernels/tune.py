@@ -1,4 +1,4 @@
-"""mode=tune: searches each spec's space of configurations and keeps the winners in the kernels' tables.
+"""mode=tune: searches each spec's space of configurations and keeps the winners in the user's tables.
 
 space (spread over `tune.max_configs`) → static report, which drops what does not compile or spills
 → timed on the device if the result is right → table.
@@ -7,7 +7,7 @@ space (spread over `tune.max_configs`) → static report, which drops what does 
 import importlib.metadata
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from moejax.core.errors import ConfigError
 from moejax.report.progress import progress
 from moejax.results.result import Result
 from pallas_kernels.op import Implementation, Op, Spec
-from pallas_kernels.tuned import DATA, Entry, device_key, read_table, write_table
+from pallas_kernels.tuned import Entry, add_entries, device_key, measured_tables
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
     device = device_key()
     if device not in _TARGET:
         raise ConfigError(f"mode=tune knows {', '.join(_TARGET)}, and this is {device!r}")
-    data = Path(config.tune.data_dir) if config.tune.data_dir else DATA
+    data = Path(config.tune.data_dir) if config.tune.data_dir else measured_tables()
     rows: list[dict[str, Any]] = []
     check_compilers(selected)
     run.start(variant="tune")
@@ -66,11 +66,11 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
                     entry, row = winner
                     entries.append(entry)
                     rows.append(row)
-            write_table(
+            add_entries(
                 data,
                 device,
                 item.op.name,
-                merge(read_table(data, device, item.op.name), entries),
+                entries,
                 jax=jax.__version__,
                 jaxlib=importlib.metadata.version("jaxlib"),
                 date=run.provenance["time_utc"][:10],
@@ -79,12 +79,6 @@ def run_tune(config: KernelSelection, run: ExperimentRun) -> Result:
     metrics = {"specs": len(rows), "compiled": sum(map(len, reports.values()))}
     result = run.result(metrics=metrics, cases=rows)
     return run.finish(result, tables={"kernel_table": result["cases"]})
-
-
-def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
-    """Both; a new entry takes the place of the old one for its implementation and problem."""
-    kept = {(e.implementation, tuple(sorted(e.problem.items()))): e for e in (*old, *new)}
-    return list(kept.values())
 
 
 def tune_spec(

@@ -17,6 +17,7 @@ from moejax.core.files import cache_root
 from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
+from moejax.engine.opening.autotune import choose_products
 from moejax.engine.opening.quantize import QuantizationPlan, plan_quantization
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.recorder import check_capture
@@ -140,6 +141,10 @@ def resolve(
     product = choose_grouped_matmul(moe.grouped_matmul, platform.value, moe.block_rows, fused)
     layout = choose_expert_layout(moe.expert_layout, platform.value, product.value)
     moe = dataclasses.replace(moe, expert_layout=cast(ExpertLayout, layout.value))
+    refusal = _not_tuned(engine.moe, parallel, quant, config, platform.value, product.value, directory)
+    moe, tuned = choose_products(config, moe, engine, refusal)
+    if moe.expert_layout != layout.value:
+        layout = layout._replace(value=moe.expert_layout, reason="see engine.autotune")
     if product.value == "pallas_triton":
         moe = dataclasses.replace(moe, grouped_matmul=product.value)
     limits = _engine_limits(engine, parallel, config)
@@ -156,6 +161,7 @@ def resolve(
         kernels,
         product,
         layout,
+        tuned,
         *_exchanges(config, parallel, engine, places[0], platform.value),
     ]
     if kernels.value != "xla" and config.qk_norm == "projection" and parallel.tensor_size > 1:
@@ -214,6 +220,29 @@ def _engine_limits(engine: EngineConfig, parallel: ParallelConfig, config: Model
         "microbatches": min(parallel.pp, rows) if microbatches is None else microbatches,
         "replay": replay,
     }
+
+
+def _not_tuned(
+    asked: MoeConfig,
+    parallel: ParallelConfig,
+    quant: QuantConfig,
+    config: ModelConfig,
+    platform: str,
+    product: str,
+    directory: Path | None,
+) -> str | None:
+    """Returns why experts' products are not chosen by time, None where they can be."""
+    if not any(config.moe_layers):
+        return "the model has no experts"
+    if platform != "cpu" or product == "pallas_triton":
+        return "GPU kernels have tables of their own"
+    if asked.execution != "grouped" or asked != dataclasses.replace(MoeConfig(), overflow=asked.overflow):
+        return "engine.moe says what runs"
+    if not parallel.is_single:
+        return "products are timed for one device"
+    if quant.methods or (directory and stored_quantization(directory)):
+        return "only products of float weights are timed"
+    return None
 
 
 def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) -> list[SingleDevice]:

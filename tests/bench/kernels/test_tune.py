@@ -10,10 +10,10 @@ from moejax.bench.kernels import bench, tune
 from moejax.bench.kernels.config import KernelSelection, TuneSection
 from moejax.bench.kernels.device_timing import Timed
 from moejax.bench.kernels.row import Row
-from moejax.bench.kernels.tune import candidates, merge, run_tune, tune_spec
+from moejax.bench.kernels.tune import candidates, run_tune, tune_spec
 from moejax.bench.kernels.worker import Asked
 from pallas_kernels.op import Implementation
-from pallas_kernels.tuned import Entry, configure, read_table, write_table
+from pallas_kernels.tuned import Entry, add_entries, configure, read_table, write_table
 from tests.bench.kernels.toy import Config, heuristic, selected, space, toy
 from tests.bench.runs import run_into
 
@@ -155,7 +155,7 @@ def test_configurations_come_in_order(tmp_path):
 def test_a_new_entry_replaces_the_old_one(tmp_path):
     old = Entry("a", {"T": 1}, {"rows": 1}, 3.0)
     new, other = old._replace(microseconds=2.0), old._replace(implementation="b")
-    assert merge([old, other], [new]) == [new, other]
-    write_table(tmp_path, "h100", "toy", [new, other], date="2026-11-21")
+    write_table(tmp_path, "h100", "toy", [old, other])
+    add_entries(tmp_path, "h100", "toy", [new], date="2026-11-21")
     assert sorted(read_table(tmp_path, "h100", "toy")) == [new, other]
     assert not list(tmp_path.glob("**/*.part"))
