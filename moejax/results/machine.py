@@ -39,12 +39,21 @@ def roof_line(result: Mapping[str, Any]) -> str | None:
 
 def machine_lines(result: Mapping[str, Any]) -> list[str]:
     """Returns what stands under a result's table: the roof where the table has shares of it, why some of them
-    are words, and how busy others kept the machine."""
+    are words, what was chosen by time, and how busy others kept the machine."""
     cases = result.get("cases") or ()
     told = any(name in row for row in cases for name in ("roofline_percent", "decode_percent_of_bound"))
     doubts = {row.get("roofline_doubt") for row in cases}
     lines = [f"{word}: {meaning}" for doubt, (word, meaning) in DOUBTS.items() if doubt in doubts]
-    return [line for line in (roof_line(result) if told else None, *lines, busy_line(result)) if line]
+    roof = roof_line(result) if told else None
+    return [line for line in (roof, *lines, tuned_line(result), busy_line(result)) if line]
+
+
+def tuned_line(result: Mapping[str, Any]) -> str | None:
+    """Returns which products of experts were chosen by time, and their gain; None where rules chose."""
+    chosen = (result.get("resolved") or {}).get("engine.autotune") or {"value": "rules"}
+    if chosen["value"] == "rules":
+        return None
+    return f"experts' products by time: {chosen['value']} ({chosen['reason'].partition(';')[0]})"
 
 
 def busy_line(result: Mapping[str, Any]) -> str | None:

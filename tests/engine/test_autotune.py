@@ -56,7 +56,7 @@ def test_what_was_measured_is_stored_and_taken(monkeypatch: pytest.MonkeyPatch) 
         return [each for each in timed(edf=50.0, efd=100.0) if each.product.tokens in steps]
 
     monkeypatch.setattr(autotune, "measure", fake)
-    assert step_sizes(ENGINE) == [4, 1, 8]
+    assert step_sizes(ENGINE) == [1, 8, 4]
     moe, why = choose_products(MODEL, RULES, ENGINE, None)
     assert moe == RULES and why.value == "rules" and "engine.autotune=measure takes them" in why.reason
 
@@ -67,7 +67,7 @@ def test_what_was_measured_is_stored_and_taken(monkeypatch: pytest.MonkeyPatch) 
     # Of other runs: the same without measuring; measuring again only what the budget left out.
     assert choose_products(MODEL, RULES, ENGINE, None) == (moe, why)
     assert choose_products(MODEL, RULES, MEASURE, None)[0] == moe
-    assert asked == [[4, 1, 8], [8]]
+    assert asked == [[1, 8, 4], [8]]
     rules = dataclasses.replace(ENGINE, autotune="rules")
     assert choose_products(MODEL, RULES, rules, None)[1].reason == "asked for"
     # Another shape has no times.

@@ -33,6 +33,14 @@ def test_what_stands_under_a_table() -> None:
     assert busy == "machine busy: 157 % of other CPU while it was measured"
     quiet = {"cases": [{}], "hardware": ROOF, "metrics": {"mean_other_cpu_percent": 29.0}}
     assert machine_lines(quiet | {"provenance": provenance}) == []
+    choice = {
+        "value": "edf 1:batched:2",
+        "reason": "measured on CPU: 1.20 of the rules' speed; us a layer: 1",
+    }
+    tuned = quiet | {"resolved": {"engine.autotune": choice}}
+    says = "experts' products by time: edf 1:batched:2 (measured on CPU: 1.20 of the rules' speed)"
+    assert machine_lines(tuned) == [says]
+    assert machine_lines(quiet | {"resolved": {"engine.autotune": {"value": "rules"}}}) == []
 
 
 def test_names_of_shares() -> None:

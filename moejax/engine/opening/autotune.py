@@ -83,9 +83,9 @@ def choose_products(
 
 
 def step_sizes(engine: EngineConfig) -> list[int]:
-    """Returns the numbers of tokens that are timed, by worth: all rows, a single one, then others."""
+    """Returns the numbers of tokens that are timed, in order of worth."""
     rows, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
-    return list(dict.fromkeys([rows, 1, *(n for n in (128, 8, 512, 32, 2048) if n <= tokens)]))
+    return list(dict.fromkeys(n for n in (1, 8, 128, rows, 512, 32, 2048) if n <= tokens))
 
 
 def candidates(tokens: int, model: ModelConfig, layout: str) -> Iterator[Product]:
