@@ -35,7 +35,7 @@ def test_what_stands_under_a_table() -> None:
     assert machine_lines(quiet | {"provenance": provenance}) == []
     choice = {
         "value": "edf 1:batched:2",
-        "reason": "measured on CPU: 1.20 of the rules' speed; us a layer: 1",
+        "reason": "measured on CPU: 1.20 of the rules' speed; us: 1",
     }
     tuned = quiet | {"resolved": {"engine.autotune": choice}}
     says = "experts' products by time: edf 1:batched:2 (measured on CPU: 1.20 of the rules' speed)"
