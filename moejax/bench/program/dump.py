@@ -1,6 +1,6 @@
 """Reads what XLA:GPU says of a program that it has compiled: launches, kernels, memory.
 
-Texts in, dataclasses out. The formats are those of XLA's dumps in jaxlib 0.10.2 (`xla_dump_to`).
+Texts in, dataclasses out. The formats are those of XLA's dumps in jaxlib 0.10.2 to 0.12.0 (`xla_dump_to`).
 """
 
 import re
@@ -16,6 +16,7 @@ from moejax.perf.comm import COLLECTIVES
 from moejax.sharding.hlo import Shape, arrays
 from moejax.sharding.hlo_syntax import Line, closing, read_lines
 
+TRIED = "the dumps of jaxlib 0.10.2 to 0.12.0 are read"
 LARGE = 1 << 16
 """Elements from which on an array is a weight's or a pool's, and no table of a few numbers."""
 
@@ -154,7 +155,7 @@ def read_folder(folder: Path, assembler_log: str) -> Dump:
     for name, ending in _FILES.items():
         files = sorted(folder.glob(f"*{ending}"))
         if len(files) != 1:
-            raise CompileError(f"XLA dumped {len(files)} files *{ending} in place of one; jaxlib 0.10.2 does")
+            raise CompileError(f"XLA dumped {len(files)} files *{ending} in place of one; {TRIED}")
         texts[name] = files[0].read_text()
     return read_dump(texts, "".join(path.read_text() for path in folder.glob("*.ptx")), assembler_log)
 
@@ -325,7 +326,7 @@ def _launches(texts: Mapping[str, str], module: _Module, ptx: str, log: str) -> 
     thunks = [thunk for thunk in _thunks(texts["thunks"]) if thunk[0] not in _GROUPS]
     named = [block for block in _METADATA.finditer(texts["metadata"]) if block[1] not in _GROUPS]
     if [block[1] for block in named] != [kind for kind, *_ in thunks]:
-        raise CompileError("XLA's thunks and their metadata do not agree; jaxlib 0.10.2's do")
+        raise CompileError(f"XLA's thunks and their metadata do not agree; {TRIED}")
     figures = assembled(log)
     bodies = kernel_bodies(ptx)
     names = ["".join(re.findall('profile_annotation: "([^"]*)"', block[0])) for block in named]
