@@ -299,6 +299,7 @@ def test_limits_and_resolutions(small_dir: Path) -> None:
         "engine.kernels": "xla",
         "engine.moe.grouped_matmul": "blocks_mixed",
         "engine.moe.expert_layout": "efd",
+        "engine.autotune": "rules",
         "quant.kv_cache": "float32",
         "engine.num_blocks": "64",
     }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams, save_pretrained
+from moejax.checkpoint.hf import load_pretrained
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig, QuantRule
 from moejax.engine.opening.quantize import check_split
@@ -260,6 +261,38 @@ def test_each_device_has_tiles_of_its_own(axes: tuple[str, str]) -> None:
     assert weight.tensor().shape == spec.shape and specs(empty) == specs(weight)
     np.testing.assert_array_equal(values, tile_codes(q.values))
     np.testing.assert_array_equal(dequantize(weight.tensor()), dequantize(q))
+
+
+@pytest.mark.slow
+@pytest.mark.multidevice
+def test_tiles_through_split_experts_a_move_and_a_checkpoint(model: Any, tmp_path: Path) -> None:
+    """Tiles of experts on 2 x 2 devices, moved and saved: tokens as with codes in rows, the same codes."""
+    engine = dataclasses.replace(ENGINE_DEFAULT_MOE, max_num_seqs=2, max_num_batched_tokens=16)
+    parallel = ParallelConfig(ep=2, tp=2, attention="data", redundant_experts=2)
+    quant = rtn("int4_g64", ("*attention*", "int8"), implementation="pallas_triton")
+    asked, short = prompts(2), dataclasses.replace(GREEDY, max_tokens=3)
+
+    def opened(**options: Any) -> LLM:
+        return LLM(model("qwen2_moe"), engine=engine, **options)
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        return [out.outputs[0].token_ids for out in llm.generate(asked, short)]
+
+    tiled = opened(quant=quant, parallel=parallel)
+    rows = opened(quant=dataclasses.replace(quant, layout="plain"), parallel=parallel)
+    assert {r.key: r.value for r in tiled.resolutions}["quant.layout"] == "tiled"
+    want = tokens(rows)
+    assert tokens(tiled) == want
+    loads = np.ones((2, 16), np.int64)
+    loads[:, :3] = 40
+    assert tiled.rebalance(loads).applied
+    assert tokens(tiled) == want
+    save_pretrained(tiled.model, tmp_path)
+    saved = dict(quantized_weights(load_pretrained(tmp_path).model))
+    alone = dict(quantized_weights(opened(quant=dataclasses.replace(quant, implementation="xla")).model))
+    assert saved.keys() == alone.keys()
+    for path, weight in saved.items():
+        np.testing.assert_array_equal(weight.values[...], alone[path].values[...])
 
 
 @pytest.mark.multidevice
