@@ -46,11 +46,14 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "xla")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# No test depends on how busy the machine is.
-hypothesis.settings.register_profile(
-    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("suite")
+# No test depends on how busy the machine is. `fast` is the lane without slow tests (tests/examples.py).
+for profile, examples in {"all": 100, "fast": 25}.items():
+    hypothesis.settings.register_profile(
+        profile,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        max_examples=examples,
+    )
 
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 # XLA optimises a test's program for longer than it runs: without that, in one part and without its own fusion
@@ -100,6 +103,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("fast" if "not slow" in config.option.markexpr else "all")
     flags = os.environ.get("XLA_FLAGS", "").split()
     quick = [] if config.getoption("as_shipped") or "cuda" in os.environ["JAX_PLATFORMS"] else QUICK
     wanted = [*quick, *([] if any("device_count" in flag for flag in flags) else [EIGHT_DEVICES])]

@@ -1,5 +1,7 @@
 """Expert-parallel execution on eight virtual devices equals one device, whatever the routing."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from moejax.ops.dispatch import mixed_block_heights
 from moejax.ops.expert_stack import Stack
 from moejax.ops.grouped_matmul import grouped_swiglu_blocks
 from moejax.sharding.axes import SINGLE
+from tests.examples import examples, slow_but
 from tests.moe.expert_parallel import (
     CASES,
     FLAT,
@@ -40,7 +43,15 @@ MANY = [
     *((layout, "hierarchical") for layout in ("nodes2", "nodes2_tp2")),
 ]
 # Every method on the layout that it is for.
-METHODS = [*(("ep8", method) for method in FLAT), ("nodes2", "hierarchical")]
+ALLGATHER, ALL_TO_ALL, RAGGED, HIERARCHICAL = METHODS = [
+    *(("ep8", method) for method in FLAT),
+    ("nodes2", "hierarchical"),
+]
+
+
+def over(cases, *more):
+    """Every (layout, method) with every one of `more`, as flat tuples."""
+    return [(*case, *values) for case, *values in itertools.product(cases, *more)]
 
 
 def check(layout, method, ids, **options):
@@ -55,7 +66,16 @@ def check(layout, method, ids, **options):
 
 
 @pytest.mark.parametrize(
-    ("layout", "method", "tokens"), [*((*case, 5) for case in CASES), *((*case, 72) for case in MANY)]
+    ("layout", "method", "tokens"),
+    slow_but(
+        # Every method, every layout, both sizes.
+        [
+            *over([*METHODS, ("nodes4", "hierarchical"), ("nodes2", "allgather")], [5]),
+            *over([("ep4_tp2", "ragged_emulated"), ("dp2_ep4", "all_to_all"), ("ep2", "allgather")], [5]),
+            *over([ALL_TO_ALL, HIERARCHICAL, ("nodes2_tp2", "hierarchical")], [72]),
+        ],
+        [*over(CASES, [5]), *over(MANY, [72])],
+    ),
 )
 def test_equals_one_device(layout, method, tokens):
     """Lossless under every routing, the worst skews included."""
@@ -63,8 +83,19 @@ def test_equals_one_device(layout, method, tokens):
         check(layout, method, routing(kind, layout, tokens, 2))
 
 
-@pytest.mark.parametrize(("layout", "method"), METHODS)
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 2), (6, 1), (3, PER_RANK * 8)])
+@pytest.mark.parametrize(
+    ("layout", "method", "tokens", "top_k"),
+    slow_but(
+        [
+            (*HIERARCHICAL, 1, 1),
+            (*RAGGED, 1, 2),
+            (*ALL_TO_ALL, 6, 1),
+            (*ALLGATHER, 3, 16),
+            (*ALL_TO_ALL, 1, 1),
+        ],
+        [(*case, *shape) for shape in [(1, 1), (1, 2), (6, 1), (3, PER_RANK * 8)] for case in METHODS],
+    ),
+)
 def test_extremes_of_shape(layout, method, tokens, top_k):
     """One token a device, one expert a token, all experts a token."""
     for kind in ("random", "one_token", "empty"):
@@ -90,8 +121,10 @@ def test_replicas_choose_their_own_bucket():
         check("dp2_ep4", method, ids)
 
 
-@pytest.mark.parametrize(("layout", "method"), METHODS)
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("layout", "method", "tokens"),
+    slow_but([(*ALLGATHER, 1), *over([ALL_TO_ALL, RAGGED, HIERARCHICAL], [5])], over(METHODS, [1, 5])),
+)
 def test_microbatches(layout, method, tokens):
     """Two parts whose exchanges may overlap give what one does."""
     for kind in ("random", "one_rank", "some_empty", "empty"):
@@ -100,7 +133,7 @@ def test_microbatches(layout, method, tokens):
         assert_close(check(layout, method, ids, microbatches=2), whole, limit(2))
 
 
-@pytest.mark.parametrize(("layout", "method"), [("ep8", "all_to_all"), ("nodes2", "hierarchical")])
+@pytest.mark.parametrize(("layout", "method"), slow_but([ALL_TO_ALL], [ALL_TO_ALL, HIERARCHICAL]))
 def test_microbatches_share_a_bucket(layout, method):
     """Room is made for the fuller of two unequal parts; the shared expert stands in the same branch."""
     tokens = 144
@@ -141,7 +174,7 @@ def test_same_bits_every_time(layout, method):
         np.testing.assert_array_equal(runs[0], other)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.data())
 def test_any_routing_of_few_tokens(data):
     """Also one that names an expert twice, and any pattern of padding."""
@@ -163,7 +196,7 @@ def test_any_skew_of_many_tokens(seed, rank, hot, padding):
         check("nodes2", method, ids)
 
 
-@pytest.mark.parametrize(("layout", "method"), METHODS)
+@pytest.mark.parametrize(("layout", "method"), slow_but([ALL_TO_ALL, HIERARCHICAL], METHODS))
 def test_shared_expert_beside(layout, method):
     """What stands beside the exchange is added once to each token."""
     data = inputs(layout, routing("random", layout, 5, 2))
@@ -174,8 +207,13 @@ def test_shared_expert_beside(layout, method):
         assert_close(program(*data, *weights)[0], expected, limit(2))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("layout", "method"), METHODS)
+@pytest.mark.parametrize(
+    ("layout", "method", "transposed"),
+    slow_but(
+        [*over([ALLGATHER, RAGGED], [False]), *over([ALL_TO_ALL, HIERARCHICAL], [True])],
+        over(METHODS, [False, True]),
+    ),
+)
 def test_with_the_engines_loop(layout, method, transposed):
     """The mixed-block loop on received rows: those without a local expert get none of its time, and 0."""
 
@@ -206,8 +244,13 @@ def test_with_the_engines_loop(layout, method, transposed):
         assert_close(out, expected, tolerance(HIDDEN, HIDDEN, 8, 2))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("layout", "method"), METHODS)
+@pytest.mark.parametrize(
+    ("layout", "method", "dtype"),
+    slow_but(
+        [*over([RAGGED, HIERARCHICAL], [jnp.bfloat16]), *over([ALLGATHER, ALL_TO_ALL], [jnp.float16])],
+        over(METHODS, [jnp.bfloat16, jnp.float16]),
+    ),
+)
 def test_narrow_elements(layout, method, dtype):
     """Each expert's row goes through unchanged: with one expert a token the result is that of one device."""
     data = inputs(layout, routing("random", layout, 5, 1))

@@ -17,6 +17,7 @@ from moejax.moe.experts import Experts, ExpertsOutput, capacity, slot_in_expert
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize
 from pallas_kernels import moe_mlp
+from tests.examples import examples, slow_but
 from tests.model_shapes import experts_only
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
@@ -42,7 +43,7 @@ SHAPES = [
     Shape(24, 1, 6, 5),
     Shape(33, 2, 8, 16),
 ]
-IDS = [f"N{s.N}-k{s.k}-E{s.E}-rows{s.rows}" for s in SHAPES]
+FEW, MANY, ALL = SHAPES[2:5]
 
 
 @functools.cache
@@ -110,10 +111,11 @@ def check_output(out: ExpertsOutput, x, expected, k: int) -> None:
     np.testing.assert_allclose(np.asarray(out.out), expected, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-@settings(max_examples=25)
+@pytest.mark.parametrize(Shape._fields, slow_but([SHAPES[1], FEW, ALL, SHAPES[5]], SHAPES))
+@settings(max_examples=examples(25))
 @given(data=st.data())
-def test_every_execution_equals_the_loops(shape, data):
+def test_every_execution_equals_the_loops(N, k, E, rows, data):
+    shape = Shape(N, k, E, rows)
     routing = data.draw(routings(shape))
     x = tokens(shape)
     expected = reference.moe(x, routing.ids, routing.weights, *weights_of(experts_of(shape.E)))
@@ -173,16 +175,15 @@ def test_padding_may_hold_anything():
         assert not np.asarray(run(clean, routing).out)[~valid].any()
 
 
-FACTORS = [0.3, 1.0]
-
-
 def made_assignments(out: ExpertsOutput, E: int) -> np.ndarray:
     return np.bincount(np.asarray(out.routing.ids).reshape(-1), minlength=E + 1)[:E]
 
 
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("shape", SHAPES[2:4], ids=IDS[2:4])
-@settings(max_examples=30)
+@pytest.mark.parametrize(
+    "shape, factor",
+    slow_but([(FEW, 0.3), (MANY, 1.0)], [(shape, factor) for shape in (FEW, MANY) for factor in (0.3, 1.0)]),
+)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_overflow_is_dropped_last_choices_first_and_counted(shape, factor, data):
     routing = data.draw(routings(shape))
@@ -202,9 +203,14 @@ def test_overflow_is_dropped_last_choices_first_and_counted(shape, factor, data)
     )
 
 
-@pytest.mark.parametrize("factor, normalize", [(0.3, True), (0.7, False), (1.0, True)])
-@pytest.mark.parametrize("shape", SHAPES[2:5], ids=IDS[2:5])
-@settings(max_examples=30)
+@pytest.mark.parametrize(
+    "shape, factor, normalize",
+    slow_but(
+        [(FEW, 0.3, True), (FEW, 0.7, False), (MANY, 1.0, True), (ALL, 0.3, True)],
+        [(s, *how) for s in SHAPES[2:5] for how in ((0.3, True), (0.7, False), (1.0, True))],
+    ),
+)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_overflow_is_rerouted_to_the_next_best_and_counted(shape, factor, normalize, data):
     routing = data.draw(routings(shape, normalize))

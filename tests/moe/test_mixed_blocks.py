@@ -19,6 +19,7 @@ from moejax.nn.param import initialize
 from moejax.ops.dispatch import mixed_block_heights
 from moejax.ops.expert_stack import Stack
 from moejax.ops.grouped_matmul import grouped_swiglu_blocks, rows_together
+from tests.examples import examples, slow_but
 from tests.model_shapes import experts_only
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
@@ -37,7 +38,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("N, k, experts, singles, heights", PLANS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_plan_covers_each_row_once_in_the_lowest_block(N, k, experts, singles, heights, data):
     # Any assignments at all, several of a token to one expert included; `experts` marks one not made.
@@ -127,7 +128,12 @@ def padded(N: int, k: int, rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize("routing", [balanced, skewed, same, nobody, padded], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("N, k", [(1, 2), (5, 8), (7, 2), (16, 2), (17, 3), (129, 2), (600, 2)])
+@pytest.mark.parametrize(
+    "N, k",
+    slow_but(
+        [(1, 2), (5, 8), (17, 3), (600, 2)], [(1, 2), (5, 8), (7, 2), (16, 2), (17, 3), (129, 2), (600, 2)]
+    ),
+)
 def test_any_routing(N, k, routing):
     rng = np.random.default_rng(N)
     ids = routing(N, k, rng).astype(np.int32)
@@ -148,7 +154,7 @@ def test_every_count_of_rows(first):
     check(rng.normal(size=(960, D)).astype(np.float32), ids, weights_for(ids, rng))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_any_ids_at_all(data):
     """Several assignments of a token may go to one expert: then it gets more rows than there are tokens."""
@@ -187,8 +193,17 @@ def single_rows(x: jax.Array, ids: jax.Array, stored: list[jax.Array], transpose
     )
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("N, k", [(1, 1), (1, 4), (2, 4), (5, 3), (8, 4), (13, 5)])
+@pytest.mark.parametrize(
+    "N, k, transposed",
+    slow_but(
+        [(1, 1, False), (2, 4, True), (8, 4, False), (13, 5, True)],
+        [
+            (*shape, way)
+            for shape in [(1, 1), (1, 4), (2, 4), (5, 3), (8, 4), (13, 5)]
+            for way in (False, True)
+        ],
+    ),
+)
 def test_rows_of_a_turn_are_those_of_the_plain_loop(N, k, transposed):
     """Full turns, what is left, one expert for all, none for some; rows that nobody runs are 0."""
     rng = np.random.default_rng(N)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from moejax.moe.permute import combine, plan_blocks
+from tests.examples import examples
 
 compiled = functools.partial(jax.jit, static_argnums=(1, 2, 3))(plan_blocks)
 
@@ -25,7 +26,7 @@ SHAPES = [(1, 1, 1, 1), (5, 2, 4, 1), (7, 3, 8, 2), (11, 2, 3, 5), (6, 4, 4, 64)
 
 
 @pytest.mark.parametrize("N, k, E, rows", SHAPES)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_plan_covers_each_assignment_once(N, k, E, rows, data):
     # E marks an assignment that is not made.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moejax.core.errors import ConfigError
 from moejax.moe.eplb import lpt, refine, replicate
 from moejax.moe.placement import Placement, balancedness, compare, plan_placement
+from tests.examples import examples
 from tests.moe.placement_cases import (
     LARGE,
     SLACK,
@@ -48,7 +49,7 @@ def test_every_layer_is_at_least_as_balanced_as_eplb(E, devices, nodes, groups, 
         assert (balancedness(loads, placement) <= theirs + SLACK).all(), name
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_any_shape_is_at_least_as_balanced_as_eplb(data):
     nodes = data.draw(st.sampled_from([1, 1, 2, 3]), "nodes")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from moejax.core.config import MoeConfig
 from moejax.moe.layer import MoELayer
@@ -74,7 +75,8 @@ def test_shared_expert_runs_on_every_token_with_its_gate(tiny_config):
     layer = MoELayer(config, MoeConfig(), jnp.float32)
     initialize(layer, 0)
     x = np.random.default_rng(1).normal(size=(1, 5, 32)).astype(np.float32)
-    out, trace = layer(jnp.asarray(x))
+    graph, state = nnx.split(layer)
+    out, trace = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x)
     experts = layer.experts
     routed = reference.moe(
         x[0],

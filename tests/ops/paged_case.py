@@ -123,14 +123,21 @@ def fill(spec: Spec, rows: list[Row | None], rng: np.random.Generator) -> None:
 _quantize = jax.jit(quantize_kv, static_argnums=1)
 
 
+_dequantize = jax.jit(dequantize_kv)
+
+
 def quantized(x: np.ndarray, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of x `[…, Dh]`."""
-    return _quantize(jnp.asarray(x, jnp.dtype(spec.dtype)), jnp.dtype(spec.codes))
+    """Codes and scales of x `[length, K, Dh]`, followed by those of zeros: one shape, compiled once."""
+    padded = np.zeros((spec.num_blocks * spec.block_size, *x.shape[1:]))
+    padded[: len(x)] = x
+    return _quantize(jnp.asarray(padded, jnp.dtype(spec.dtype)), jnp.dtype(spec.codes))
 
 
 def given_back(x: np.ndarray, spec: Spec) -> np.ndarray:
-    """What the cache gives back of x `[…, Dh]`, in float64."""
-    return x if spec.codes is None else np.asarray(dequantize_kv(*quantized(x, spec)), np.float64)
+    """What the cache gives back of x `[length, K, Dh]`, in float64."""
+    if spec.codes is None:
+        return x
+    return np.asarray(_dequantize(*quantized(x, spec)), np.float64)[: len(x)]
 
 
 def quantized_segments(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> Segments:
@@ -141,10 +148,14 @@ def quantized_segments(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarra
     keys, values = np.full((n, K, Dh, bs), 99, bits), np.full((n, K, bs, Dh), 99, bits)
     # Places that compute nothing may attend to it; their output must be finite in float16 too.
     scales = np.full((2, n, K, bs), 10 if spec.dtype == "float16" else GARBAGE, np.float32)
-    for (block, offset), held in tokens.items():
-        (k, k_scale), (v, v_scale) = (quantized(x, spec) for x in held)
-        keys[block, :, :, offset], values[block, :, offset, :] = to_bits(k), to_bits(v)
-        scales[:, block, :, offset] = k_scale, v_scale
+    held = np.zeros((2, len(tokens), K, Dh))
+    for index, pair in enumerate(tokens.values()):
+        held[:, index] = pair
+    codes = [quantized(x, spec) for x in held]
+    (k, v), made = (np.asarray(to_bits(c)) for c, _ in codes), np.stack([scale for _, scale in codes])
+    for index, (block, offset) in enumerate(tokens):
+        keys[block, :, :, offset], values[block, :, offset, :] = k[index], v[index]
+        scales[:, block, :, offset] = made[:, index]
     ends = np.cumsum(spec.segments)[:-1]
     parts = zip(*(np.split(x, ends) for x in (keys, values, *scales)), strict=True)
     return tuple(Segment(*map(jnp.asarray, part), codes=spec.codes) for part in parts)

@@ -15,8 +15,9 @@ from moejax.ops.attention import attention
 from moejax.ops.kv_segments import Segment, Segments, copy_blocks, write_rows, write_runs
 from moejax.ops.paged_attention import KEYS_PER_TURN, AttentionPlan, paged_attention, tile_rows
 from tests.engine.tiny import PROPERTY
+from tests.examples import examples
 from tests.numerics import assert_close, tolerance
-from tests.ops.paged_case import GARBAGE, Case, Row, Spec, expected, make, segments_with
+from tests.ops.paged_case import GARBAGE, Case, Row, Spec, draw_rows, expected, make, segments_with
 
 SCALE = 0.4
 SPECS = {
@@ -41,6 +42,9 @@ SPECS = {
         codes="float8_e5m2", dtype="float16", heads=3, kv_heads=1, segments=(11,)
     ),
 }
+
+# In the slow lane: other specifications have what these vary, in other company.
+SLOW = ("window_of_1", "windowed_tiles_and_turns", "shared_blocks", "int8_bfloat16")
 
 
 @functools.cache
@@ -76,8 +80,10 @@ def assert_right(case: Case) -> None:
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(want))
 
 
-@pytest.mark.parametrize("name", SPECS)
-@settings(PROPERTY, max_examples=20)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SPECS]
+)
+@settings(PROPERTY, max_examples=examples(20))
 @given(seed=st.integers(0, 2**20))
 def test_equals_plain_attention(name: str, seed: int) -> None:
     """Outputs of every real place, and the whole pool bit for bit: each key and value where it belongs and
@@ -147,7 +153,9 @@ def other_blocks(spec: Spec, row: Row) -> Segments:
 def test_an_empty_batch_writes_nothing() -> None:
     """All padding: the pool keeps its bits and every place is finite."""
     spec = SPECS["grouped"]
-    case = next(c for c in (make(spec, seed) for seed in range(2000)) if not c.rows)
+    empty = (seed for seed in range(2000) if not any(draw_rows(spec, np.random.default_rng(seed))))
+    case = make(spec, next(empty))
+    assert not case.rows
     out, segments = run(case)
     assert np.isfinite(out).all()
     assert all((np.asarray(leaf) == np.float32(GARBAGE)).all() for leaf in jax.tree.leaves(segments))
