@@ -12,6 +12,7 @@ from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention import OP, flash_attention
 from pallas_kernels.flash_attention.pallas_triton import Config
+from tests.examples import slow_but
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.numerics import tolerance
 
@@ -35,6 +36,16 @@ def _limit(arrays, soft_cap=0.0):
     return limit_for(dtype, Dh, Tk) + rounded + soft_cap * 2.0**-22
 
 
+SHAPES = [
+    (1, 1, 1, 1, 1, 8, "float32"),
+    (2, 5, 5, 4, 2, 16, "bfloat16"),
+    (1, 17, 33, 6, 2, 24, "float32"),
+    (2, 3, 70, 8, 1, 64, "bfloat16"),
+    (1, 37, 9, 2, 2, 40, "float32"),
+    (1, 20, 40, 5, 1, 200, "float16"),
+    (1, 130, 130, 4, 1, 128, "bfloat16"),
+    (1, 9, 65, 2, 1, 256, "bfloat16"),
+]
 # All combinations; an even number of options beside the mask in the fast half.
 COMBINATIONS = [
     pytest.param(mask, soft_cap, sinks, lengths, marks=[pytest.mark.slow] if odd else [])
@@ -49,19 +60,12 @@ class FlashAttentionContract(Contract):
     op, api = OP, staticmethod(flash_attention)
     small = None
 
-    @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize(
-        "B,Tq,Tk,H,K,Dh,dtype",
-        [
-            (1, 1, 1, 1, 1, 8, "float32"),
-            (2, 5, 5, 4, 2, 16, "bfloat16"),
-            (1, 17, 33, 6, 2, 24, "float32"),
-            (2, 3, 70, 8, 1, 64, "bfloat16"),
-            (1, 37, 9, 2, 2, 40, "float32"),
-            (1, 130, 130, 4, 1, 128, "bfloat16"),
-            (1, 20, 40, 5, 1, 200, "float16"),
-            (1, 9, 65, 2, 1, 256, "bfloat16"),
-        ],
+        "B,Tq,Tk,H,K,Dh,dtype,causal",
+        slow_but(
+            [(*shape, i % 2 == 0) for i, shape in enumerate(SHAPES)],
+            [(*shape, causal) for shape in SHAPES for causal in (True, False)],
+        ),
     )
     def test_shapes(self, rng, B, Tq, Tk, H, K, Dh, dtype, causal):
         """Lengths and head dimensions that no tile divides, groups that are no powers of two, Tq > Tk."""
@@ -78,7 +82,7 @@ class FlashAttentionContract(Contract):
         arrays |= {"lengths": jnp.asarray([75, rng.integers(1, 75)], jnp.int32)} if lengths else {}
         self.check(arrays, static, limit=3 * _limit(arrays, soft_cap or 0.0), config=self.small)
 
-    @pytest.mark.parametrize("window", [1, 15, 16, 17, 33, 1000])
+    @pytest.mark.parametrize("window", slow_but([1, 16, 17, 1000], [1, 15, 16, 17, 33, 1000]))
     def test_windows(self, rng, window):
         """Windows beside the tiles' borders, of one key, and wider than the sequence."""
         arrays = _arrays(rng, 1, 50, 50, 2, 1, 16)
@@ -96,7 +100,7 @@ class FlashAttentionContract(Contract):
         out = self.check(arrays, static, limit=_limit(arrays), config=self.small)
         np.testing.assert_array_equal((np.asarray(out) != 0).any((2, 3)), ~np.asarray(past)[:, :, 0, 0])
 
-    @pytest.mark.parametrize("offset", [-20, -1, 7, 100])
+    @pytest.mark.parametrize("offset", slow_but([-20, 7, 100], [-20, -1, 7, 100]))
     def test_query_offset(self, rng, offset):
         """Queries before all keys, which see none and give 0, among them and past them."""
         arrays = _arrays(rng, 1, 19, 40, 4, 2, 16)
@@ -105,8 +109,13 @@ class FlashAttentionContract(Contract):
         out = self.check(arrays, static, limit=_limit(arrays), config=self.small)
         assert not np.asarray(out)[0, : max(0, -offset)].any()
 
-    @pytest.mark.parametrize("scale", [1e-30, 1e-3, 30.0, 1e3])
-    @pytest.mark.parametrize("soft_cap", [None, 30.0])
+    @pytest.mark.parametrize(
+        "scale,soft_cap",
+        slow_but(
+            [(1e-30, 30.0), (1e-3, None), (30.0, 30.0), (1e3, None)],
+            itertools.product([1e-30, 1e-3, 30.0, 1e3], [None, 30.0]),
+        ),
+    )
     def test_extreme_logits(self, rng, scale, soft_cap):
         """Scores up to thousands: the exponential multiplies their rounding."""
         arrays = _arrays(rng, 1, 40, 40, 2, 2, 16, scale=scale)
@@ -153,7 +162,9 @@ class TestPallas(FlashAttentionContract):
     implementation = "pallas_triton"
     small = SMALL
 
-    @pytest.mark.parametrize("rows,keys", [(16, 64), (64, 16), (128, 32), (32, 128)])
+    @pytest.mark.parametrize(
+        "rows,keys", slow_but([(16, 64), (128, 32)], [(16, 64), (64, 16), (128, 32), (32, 128)])
+    )
     def test_configurations(self, rng, rows, keys):
         arrays = _arrays(rng, 1, 45, 90, 6, 2, 24)
         for window in (None, 40):

@@ -11,6 +11,7 @@ from pallas_kernels import grouped_triton
 from pallas_kernels.errors import KernelError
 from pallas_kernels.grouped_matmul import OP, grouped_matmul
 from pallas_kernels.grouped_matmul.pallas_triton import Config, heuristic, space
+from tests.examples import in_turns
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.groups import lay_out, one_hot, only_defined, patterns, table
 from tests.kernels.triton_interpreter import run_twins
@@ -30,10 +31,12 @@ class GroupedMatmulContract(Contract):
             arrays["row_scale"] = normal(rng, (len(groups.row_assignment),), "float32")
         return arrays
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     @pytest.mark.parametrize(
-        "T,k,E,D,F,block_m",
-        [(1, 1, 1, 16, 16, 16), (1, 8, 16, 48, 40, 16), (20, 2, 4, 70, 100, 32), (90, 2, 3, 33, 17, 64)],
+        "T,k,E,D,F,block_m,dtype",
+        in_turns(
+            [(1, 1, 1, 16, 16, 16), (1, 8, 16, 48, 40, 16), (20, 2, 4, 70, 100, 32), (90, 2, 3, 33, 17, 64)],
+            ["bfloat16", "float16", "float32"],
+        ),
     )
     def test_shapes(self, rng, T, k, E, D, F, block_m, dtype):
         ids = rng.integers(-1, E + 1, (T, k)).astype(np.int32)

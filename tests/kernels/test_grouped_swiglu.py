@@ -15,6 +15,7 @@ from pallas_kernels.errors import KernelError
 from pallas_kernels.grouped_swiglu import OP, grouped_swiglu
 from pallas_kernels.grouped_swiglu.pallas_triton import Config, heuristic, space
 from pallas_kernels.groups import ACTIVATIONS
+from tests.examples import in_turns, slow_but
 from tests.kernels.contract import Contract, limit_for
 from tests.kernels.groups import lay_out, one_hot, only_defined, patterns, table
 from tests.kernels.triton_interpreter import run_twins
@@ -48,10 +49,12 @@ def expected(arrays, block_m, activation="silu"):
 class GroupedSwigluContract(Contract):
     op, api = OP, staticmethod(only_defined(grouped_swiglu))
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     @pytest.mark.parametrize(
-        "T,k,E,D,F,block_m",
-        [(1, 1, 1, 16, 16, 16), (1, 8, 16, 48, 40, 16), (20, 2, 4, 70, 100, 32), (90, 2, 3, 33, 17, 64)],
+        "T,k,E,D,F,block_m,dtype",
+        in_turns(
+            [(1, 1, 1, 16, 16, 16), (1, 8, 16, 48, 40, 16), (20, 2, 4, 70, 100, 32), (90, 2, 3, 33, 17, 64)],
+            ["bfloat16", "float16", "float32"],
+        ),
     )
     def test_shapes(self, rng, T, k, E, D, F, block_m, dtype):
         ids = rng.integers(-1, E + 1, (T, k)).astype(np.int32)
@@ -156,7 +159,7 @@ class TestTritonJitInterpreted:
         cases += [(arrays, 16, activation, CONFIGS[1]) for activation in ACTIVATIONS]
         self.check(cases)
 
-    @pytest.mark.parametrize("group", [1, 3])
+    @pytest.mark.parametrize("group", slow_but([3], [1, 3]))
     def test_patterns(self, rng, group):
         """Every subset of 8 experts non-empty."""
         config = Config(16, 32, group, 4, 2)

@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.errors import KernelError
 from pallas_kernels.moe_combine import OP, moe_combine
 from pallas_kernels.moe_combine.pallas_triton import Config
+from tests.examples import in_turns
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.groups import lay_out
 
@@ -18,8 +19,13 @@ class MoeCombineContract(Contract):
         slots = rng.integers(0, P + 1, (T, k)).astype(np.int32)
         return {"y": normal(rng, (P, D), dtype), "slot_of": jnp.asarray(slots)}
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-    @pytest.mark.parametrize("T,k,P,D", [(1, 1, 1, 1), (3, 2, 16, 64), (5, 8, 40, 100), (33, 2, 80, 300)])
+    @pytest.mark.parametrize(
+        "T,k,P,D,dtype",
+        in_turns(
+            [(1, 1, 1, 1), (3, 2, 16, 64), (5, 8, 40, 100), (33, 2, 80, 300)],
+            ["bfloat16", "float16", "float32"],
+        ),
+    )
     def test_shapes(self, rng, T, k, P, D, dtype):
         self.check(self.inputs(rng, T, k, P, D, dtype), {}, limit=limit_for(dtype, k))
 

@@ -9,6 +9,7 @@ from pallas_kernels.errors import KernelError
 from pallas_kernels.groups import block_m_for, check_groups, padded_rows
 from pallas_kernels.moe_permute import OP, moe_permute
 from pallas_kernels.moe_permute.pallas_triton import Config
+from tests.examples import in_turns
 from tests.kernels.contract import Contract
 from tests.kernels.groups import lay_out, one_hot, patterns
 
@@ -53,8 +54,7 @@ class MoePermuteContract(Contract):
         """Above 1024 assignments the counts come from a launch of their own."""
         self.check_ids(rng.integers(0, E, (T, k)).astype(np.int32), E, block_m)
 
-    @pytest.mark.parametrize("T", [24, 700])
-    @pytest.mark.parametrize("id", [-5, 3, 7, 1 << 20])
+    @pytest.mark.parametrize("id,T", in_turns([(-5,), (3,), (7,), (1 << 20,)], [24, 700]))
     def test_one_group(self, T, id):
         """All to one expert, or to none of these."""
         self.check_ids(one_hot(T, 2, id), 8, 16)
@@ -80,8 +80,7 @@ class MoePermuteContract(Contract):
 class TestPallas(MoePermuteContract):
     implementation = "pallas_triton"
 
-    @pytest.mark.parametrize("tile,sub", [(8, 8), (64, 16), (512, 64)])
-    @pytest.mark.parametrize("T", [30, 400])
+    @pytest.mark.parametrize("tile,sub,T", in_turns([(8, 8), (64, 16), (512, 64)], [30, 400]))
     def test_configurations(self, rng, T, tile, sub):
         ids = rng.integers(0, 9, (T, 3)).astype(np.int32)
         self.check_ids(ids, 9, 16, config=Config(tile, sub, num_warps=4))

@@ -11,6 +11,7 @@ from pallas_kernels.errors import KernelError
 from pallas_kernels.qformats import Format, QuantizedTensor, random_quantized
 from pallas_kernels.quantized_matmul import OP, quantized_matmul
 from pallas_kernels.quantized_matmul.pallas_triton import Config
+from tests.examples import in_turns
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.test_qformats import FORMATS, draw, other_way
 
@@ -34,9 +35,11 @@ class QuantizedMatmulContract(Contract):
         limit = limit_for("bfloat16", D) + (other_way(D) if fmt.kind == "w8a8" else 0)
         self.check(arrays, {}, limit=limit, config=self.config)
 
-    @pytest.mark.parametrize("T,D,F", [(1, 64, 1), (16, 128, 32), (33, 100, 97)])
     @pytest.mark.parametrize(
-        "fmt", [Format("w4a16", 32), Format("fp8"), Format("w8a8")], ids=lambda f: f.name
+        "T,D,F,fmt",
+        in_turns(
+            [(33, 100, 97), (1, 64, 1), (16, 128, 32)], [Format("w4a16", 32), Format("fp8"), Format("w8a8")]
+        ),
     )
     def test_shapes(self, rng, fmt, T, D, F):
         arrays = self.inputs(rng, fmt, T, D, F, "float32")

@@ -17,6 +17,7 @@ from pallas_kernels.ragged_paged_attention import (
 from pallas_kernels.ragged_paged_attention.chunk import query_tiles
 from pallas_kernels.ragged_paged_attention.pallas_triton import Config, attention
 from pallas_kernels.work_list import make_work_list
+from tests.examples import examples, slow_but
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.triton_interpreter import Launch, interpret
 from tests.numerics import assert_close, tolerance
@@ -187,8 +188,10 @@ class AttentionContract(Contract):
             )
         self.check_batch(arrays)
 
-    @pytest.mark.parametrize("kv", QUANTIZED)
-    @pytest.mark.parametrize("queries", [1, 2])
+    @pytest.mark.parametrize(
+        "queries,kv",
+        slow_but([*((1, kv) for kv in QUANTIZED), (2, "int8")], itertools.product((1, 2), QUANTIZED)),
+    )
     def test_every_stored_number(self, kv, queries):
         """One key is seen: the output is its value, bit for bit; NaN stays NaN."""
         if self.decode_only and (queries > 1 or kv == "float8_e4m3fn"):
@@ -209,7 +212,7 @@ class AttentionContract(Contract):
         ours = self.run(arrays, {"scale": 1.0, "window": 1, "max_q_len": queries})
         np.testing.assert_array_equal(np.asarray(ours)[0, 0], np.asarray(pages[0, 0, 0], np.float32) * 0.125)
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float32"]))
     def test_extreme_logits(self, rng, dtype):
         """Logits in the tens of thousands: the softmax picks one key, or sinks take all.
 
@@ -324,21 +327,24 @@ class TestTritonJitInterpreted:
             want = Contract.expect(TestTritonJit(), arrays, {"scale": SCALE, **static})
             assert_close(done[-1].astype(np.float64), want, limit(arrays))
 
-    def test_batches(self, rng):
+    @pytest.mark.parametrize("every", slow_but([False], [False, True]))
+    def test_batches(self, rng, every):
+        """In the fast lane the last of each kind."""
+        first = None if every else -1
         one, two = _decodes(16), _decodes(32)
         lengths = [1, 8, 9, 16, 17, 33]
         cases = [
             (batch(rng, [1] * len(lengths), lengths, dtype=dtype), {}, one)
-            for dtype in ("float32", "float16")
+            for dtype in ("float32", "float16")[first:]
         ]
-        for H, K, Dh in [(3, 3, 80), (6, 2, 8), (20, 1, 24)]:
+        for H, K, Dh in [(3, 3, 80), (20, 1, 24), (6, 2, 8)][first:]:
             cases.append((batch(rng, [1, 0, 1], [21, 9, 30], H=H, K=K, Dh=Dh, padding=3), {}, two))
-        for window, soft_cap, sinks in [(1, None, False), (5, 0.7, True), (24, None, True)]:
+        for window, soft_cap, sinks in [(1, None, False), (24, None, True), (5, 0.7, True)][first:]:
             arrays = batch(rng, [1, 1, 1], [45, 4, 24], window=window, sinks=sinks)
             cases.append((arrays, {"window": window, "soft_cap": soft_cap}, one))
-        for kv in ("int8", "float8_e5m2"):
+        for kv in ("float8_e5m2", "int8")[first:]:
             cases.append((batch(rng, [1, 1], [40, 33], kv=kv, Dh=32), {}, two))
-        for splits, window in [(2, 300), (3, None), (8, None)]:
+        for splits, window in [(3, None), (8, None), (2, 300)][first:]:
             arrays = batch(rng, [1, 0, 1], [700, 40, 257], window=window, bs=32, K=1)
             arrays["work_list"] = planned(arrays, splits, window)
             cases.append((arrays, {"window": window}, _decodes(64)))
@@ -358,7 +364,7 @@ def test_triton_jit_without_cuda(rng):
 def test_query_tiles(rng):
     """Every query of every sequence with several is in one tile, the last tile first."""
     run = jax.jit(query_tiles, static_argnums=(1, 2))
-    for tile, _ in itertools.product((1, 4, 8), range(20)):
+    for tile, _ in itertools.product((1, 4, 8), range(examples(20))):
         q_lens = rng.choice([0, 1, 2, 5, 8, 9, 33], size=6)
         cu = jnp.asarray([0, *np.cumsum(q_lens)], jnp.int32)
         # The bound on tiles is tight enough to matter only where T is: as many rows as are used.

@@ -8,15 +8,27 @@ from pallas_kernels.errors import KernelError
 from pallas_kernels.moe_combine import moe_combine
 from pallas_kernels.rms_norm import OP, rms_norm
 from pallas_kernels.rms_norm.pallas_triton import Config
+from tests.examples import in_turns
 from tests.kernels.contract import Contract, limit_for, normal
 
 
 class RmsNormContract(Contract):
     op, api = OP, staticmethod(rms_norm)
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-    @pytest.mark.parametrize("T,D", [(1, 1), (3, 64), (17, 100), (5, 2048), (33, 129)])
-    @pytest.mark.parametrize("add", [False, True])
+    @pytest.mark.parametrize(
+        "T,D,dtype,add",
+        in_turns(
+            [(1, 1), (3, 64), (17, 100), (5, 2048), (33, 129)],
+            [
+                ("float32", False),
+                ("bfloat16", True),
+                ("float16", False),
+                ("float32", True),
+                ("bfloat16", False),
+                ("float16", True),
+            ],
+        ),
+    )
     def test_shapes(self, rng, T, D, dtype, add):
         arrays = {"x": normal(rng, (T, D), dtype), "weight": normal(rng, (D,), dtype)}
         if add:
@@ -36,9 +48,18 @@ class RmsNormContract(Contract):
         out, _ = self.run({"x": x, "weight": normal(rng, (96,), "float32")}, {"eps": 1e-6})
         assert jnp.isnan(out).any(axis=1).tolist() == [i == 3 for i in range(8)]
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-    @pytest.mark.parametrize("parts", ["bfloat16", "float32"])
-    @pytest.mark.parametrize("T,k,D", [(1, 8, 64), (5, 3, 100)])
+    @pytest.mark.parametrize(
+        "T,k,D,parts,dtype",
+        in_turns(
+            [(1, 8, 64), (5, 3, 100)],
+            [
+                ("bfloat16", "bfloat16"),
+                ("float32", "float32"),
+                ("bfloat16", "float32"),
+                ("float32", "bfloat16"),
+            ],
+        ),
+    )
     def test_sums(self, rng, T, k, D, parts, dtype):
         """Rows that all want, rows past either end, and NaN in those that nobody wants."""
         P = 4 * k

@@ -11,7 +11,29 @@ from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.errors import KernelError
 from pallas_kernels.topk_router import OP, topk_router
 from pallas_kernels.topk_router.pallas_triton import Config
+from tests.examples import in_turns, slow_but
 from tests.kernels.contract import Contract, limit_for, normal
+
+SHAPES = [
+    (1, 1, 1, "float32", True),
+    (3, 8, 2, "bfloat16", True),
+    (17, 64, 8, "float32", False),
+    (5, 128, 8, "float16", True),
+    (9, 60, 4, "bfloat16", False),
+    (2, 512, 16, "float32", True),
+    (4, 5, 5, "float32", False),
+]
+BIASED = [(3, 8, 2, "float32"), (5, 100, 6, "bfloat16"), (4, 256, 8, "float32")]
+GROUPED = [
+    (256, 8, 4, 8),
+    (64, 4, 1, 8),
+    (30, 5, 2, 6),
+    (24, 3, 3, 8),
+    (12, 6, 4, 8),
+    (16, 1, 1, 4),
+    (96, 8, 3, 16),
+]
+
 
 DEEPSEEK = {"scoring": "sigmoid", "renormalize": True, "scale": 2.5}
 
@@ -37,19 +59,7 @@ def _with_bias(rng, T, E, scoring, groups=1, dtype="float32"):
 class TopkRouterContract(Contract):
     op, api = OP, staticmethod(topk_router)
 
-    @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-    @pytest.mark.parametrize(
-        "T,E,k,dtype,renormalize",
-        [
-            (1, 1, 1, "float32", True),
-            (3, 8, 2, "bfloat16", True),
-            (17, 64, 8, "float32", False),
-            (5, 128, 8, "float16", True),
-            (9, 60, 4, "bfloat16", False),
-            (2, 512, 16, "float32", True),
-            (4, 5, 5, "float32", False),
-        ],
-    )
+    @pytest.mark.parametrize("T,E,k,dtype,renormalize,scoring", in_turns(SHAPES, ["softmax", "sigmoid"]))
     def test_shapes(self, rng, T, E, k, dtype, renormalize, scoring):
         """16-bit logits of 512 experts are full of ties: the lower id comes first."""
         arrays = {"logits": normal(rng, (T, E), dtype, 2.0)}
@@ -67,10 +77,7 @@ class TopkRouterContract(Contract):
         for a, b in zip(ours, whole, strict=True):
             np.testing.assert_array_equal(a, b)
 
-    @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-    @pytest.mark.parametrize(
-        "T,E,k,dtype", [(3, 8, 2, "float32"), (5, 100, 6, "bfloat16"), (4, 256, 8, "float32")]
-    )
+    @pytest.mark.parametrize("T,E,k,dtype,scoring", in_turns(BIASED, ["softmax", "sigmoid"]))
     def test_bias(self, rng, T, E, k, dtype, scoring):
         """The choice is by score plus bias; the weights are the scores."""
         arrays = _with_bias(rng, T, E, scoring, dtype=dtype)
@@ -81,19 +88,7 @@ class TopkRouterContract(Contract):
             weights, np.take_along_axis(np.asarray(scores), np.asarray(ids), 1), rtol=2e-5
         )
 
-    @pytest.mark.parametrize("bias", [False, True])
-    @pytest.mark.parametrize(
-        "E,groups,top,k",
-        [
-            (256, 8, 4, 8),
-            (64, 4, 1, 8),
-            (30, 5, 2, 6),
-            (24, 3, 3, 8),
-            (12, 6, 4, 8),
-            (16, 1, 1, 4),
-            (96, 8, 3, 16),
-        ],
-    )
+    @pytest.mark.parametrize("E,groups,top,k,bias", in_turns(GROUPED, [True, False]))
     def test_groups(self, rng, E, groups, top, k, bias):
         """Numbers of groups and sizes that are no powers of two; k as large as the chosen groups."""
         arrays = _with_bias(rng, 6, E, "sigmoid", groups)
@@ -147,8 +142,9 @@ class TopkRouterContract(Contract):
         bias = jnp.zeros(32, jnp.float32)
         self.check({"logits": logits, "bias": bias}, static, limit=limit_for("float32", 32))
 
-    @pytest.mark.parametrize("scale", [1e-30, 1e-3, 30.0, 1e4, 1e30])
-    @pytest.mark.parametrize("renormalize", [False, True])
+    @pytest.mark.parametrize(
+        "scale,renormalize", in_turns([(1e-30,), (1e-3,), (30.0,), (1e4,), (1e30,)], [True, False])
+    )
     def test_magnitudes(self, rng, scale, renormalize):
         """Scores that underflow or round to one number still choose the larger logit."""
         arrays = {"logits": normal(rng, (8, 40), "float32", scale)}
@@ -160,9 +156,18 @@ class TopkRouterContract(Contract):
         ids, weights = self.run(arrays, {"k": 2, "scoring": "sigmoid", "renormalize": True})
         assert ids.tolist() == [[0, 1]] * 2 and (weights == 0).all()
 
-    @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-    @pytest.mark.parametrize("bias", [False, True])
-    @pytest.mark.parametrize("groups", [None, 4])
+    @pytest.mark.parametrize(
+        "scoring,bias,groups",
+        slow_but(
+            [("softmax", False, None), ("softmax", True, 4), ("sigmoid", False, 4), ("sigmoid", True, None)],
+            [
+                (s, bias, groups)
+                for s in ("softmax", "sigmoid")
+                for bias in (False, True)
+                for groups in (None, 4)
+            ],
+        ),
+    )
     def test_nan(self, rng, scoring, bias, groups):
         """Ids stay in range and distinct, the weights show the NaN, other rows do not."""
         arrays = _with_bias(rng, 4, 16, scoring, groups or 1)
