@@ -26,6 +26,7 @@ from moejax.engine.step.limits import Limits, StepKey
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 from moejax.ops.paged_attention import tile_rows
 from tests.engine.tiny import PROPERTY, VOCAB
+from tests.examples import examples
 
 BLOCK = 4
 ENDS = (3, 8, 16, 40)
@@ -307,7 +308,7 @@ def test_warm_modes_are_preferred() -> None:
     assert build.build(plain_plan(PENALTY))[0].mode == SamplerMode(penalty=True)
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(PROPERTY, max_examples=examples(60))
 @given(seed=st.integers(0, 2**20))
 def test_any_plan(seed: int) -> None:
     """Random rows over randomly placed blocks; few shapes, so that reading back compiles little."""

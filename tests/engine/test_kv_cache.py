@@ -24,6 +24,7 @@ from moejax.engine.step.ledger import CompileLedger
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 from tests.engine.paged import REDUCTIONS, SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import main_config, small_config
+from tests.examples import slow_but
 from tests.numerics import assert_close, tolerance
 from tests.plain.contiguous import ContiguousEngine
 
@@ -76,7 +77,7 @@ def assert_same_but_for_codes(got: np.ndarray, want: np.ndarray, plain: np.ndarr
     assert off.max() <= moved
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(["int8"], ["int8", "float8_e4m3fn", "float8_e5m2"]))
 def test_chunks_preemption_and_forks_give_the_twins_tokens(dtype: str) -> None:
     """Codes written by chunks and by decodes, written again after preemption, copied for forks."""
     llm, twin = pair(dtype)

@@ -10,10 +10,12 @@ import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
+from tests.examples import slow_but
 
 pytestmark = pytest.mark.multidevice
 
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp_attention_ep2": {"ep": 2, "attention": "data"},
     "tp8": {"tp": 8},
     "ep8": {"ep": 8},
     "ep4_tp2": {"ep": 4, "tp": 2},
@@ -91,7 +93,7 @@ def check(layout: str, family: str, model: Any, single: Any, *, skewed: bool = F
     ("layout", "family", "skewed"),
     [
         pytest.param("tp8", "olmoe", False, marks=pytest.mark.slow),
-        ("ep8", "qwen3_moe", False),
+        pytest.param("ep8", "qwen3_moe", False, marks=pytest.mark.slow),
         ("ep4_tp2", "qwen2_moe", False),
         pytest.param("dp_attention_ep8", "mixtral", False, marks=pytest.mark.slow),
         pytest.param("nodes2_ep8", "qwen3_moe", True, marks=pytest.mark.slow),
@@ -118,7 +120,9 @@ def test_every_layout_with_every_family(
     check(layout, family, model, single, skewed=skewed)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("ep4_tp2", marks=pytest.mark.slow), "dp_attention_ep4_tp2"])
+@pytest.mark.parametrize(
+    "layout", slow_but(["dp_attention_ep2"], ["dp_attention_ep2", "ep4_tp2", "dp_attention_ep4_tp2"])
+)
 def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: Any) -> None:
     params = [
         SamplingParams(max_tokens=10, temperature=0.9, seed=5, n=3, ignore_eos=True, prompt_logprobs=1),
@@ -133,7 +137,7 @@ def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: A
     scarce = dataclasses.replace(
         ENGINE, max_num_batched_tokens=8, block_size=4, num_blocks=13, token_buckets=[8], block_buckets=[13]
     )
-    directory = str(model("qwen3_moe"))
+    directory = str(model("qwen2_moe" if layout == "dp_attention_ep2" else "qwen3_moe"))
     found, prompt_logprobs = [], []
     for config in (None, ParallelConfig(**LAYOUTS[layout])):
         llm = LLM(directory, engine=scarce, parallel=config)

@@ -28,6 +28,7 @@ from tests.engine.paged import (
     tokens,
 )
 from tests.engine.tiny import PROPERTY, FullForward
+from tests.examples import examples
 from tests.numerics import assert_close, tolerance
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 24)
@@ -122,7 +123,7 @@ def test_every_configuration_gives_the_same_tokens(name: str, bare_llm: LLM, who
     assert_clean(llm)
 
 
-@settings(PROPERTY, max_examples=25)
+@settings(PROPERTY, max_examples=examples(25))
 @given(
     st.lists(st.tuples(st.sampled_from(LENGTHS), st.integers(1, 8)), min_size=1, max_size=9),
     st.integers(0, 3),

@@ -104,11 +104,15 @@ def test_tokens_are_those_of_the_dequantized_weights(name: str, model: Any, tmp_
 @pytest.mark.parametrize(
     "implementation", [pytest.param("dequantize", marks=pytest.mark.slow), "pallas_triton"]
 )
-def test_each_implementation_gives_the_same_tokens(implementation: str, model: Any) -> None:
-    asked, engine = prompts(3), dataclasses.replace(ENGINE, moe=MoeConfig())
+def test_each_implementation_gives_the_same_tokens(implementation: str) -> None:
+    asked = prompts(2)
+    engine = dataclasses.replace(ENGINE, max_num_seqs=2, seq_buckets=[2], num_blocks=12, block_buckets=[12],
+                                 moe=MoeConfig())  # fmt: skip
+    config = family("qwen2_moe").replace(num_layers=1, moe_layers=(True,), sliding_windows=(None,))
     found = []
     for chosen in ("xla", implementation):
-        llm = LLM(model("qwen2_moe"), engine=engine, quant=rtn("int4_g32", implementation=chosen))
+        quant = rtn("int4_g32", implementation=chosen)
+        llm = LLM(config, load_format="dummy", engine=engine, quant=quant)
         found.append([out.outputs[0].token_ids for out in llm.generate(asked, GREEDY)])
         values = {r.key: r.value for r in llm.resolutions}
         assert values["quant.implementation"] == chosen
@@ -173,7 +177,7 @@ MESHES = {
     ("dp_attention_ep8", "mixtral"): (LAYOUTS["dp_attention_ep8"], rtn("fp8")),
     ("pp2_ep4", "qwen3_moe"): (LAYOUTS["pp2_ep4"], rtn("int8")),
 }
-QUICK = ("ep4_tp2",)
+QUICK = ("tp2",)
 
 
 def agree_but_for_ties(got: Any, want: Any) -> None:

@@ -19,6 +19,7 @@ from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.limits import Limits
 from moejax.engine.step.sampler import SamplerMode
 from tests.engine.tiny import PROPERTY
+from tests.examples import examples
 from tests.plain.fake_runner import FakeRunner
 
 
@@ -135,7 +136,7 @@ def draw(seed: int, batching: str) -> Workload:
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])
-@settings(PROPERTY, max_examples=150)
+@settings(PROPERTY, max_examples=examples(150))
 @given(seed=st.integers(0, 2**30))
 def test_every_step_is_listed(batching: str, seed: int) -> None:
     workload = draw(seed, batching)

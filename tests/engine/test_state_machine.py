@@ -24,6 +24,7 @@ from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
 from tests.engine.host_engine import Ask, HostEngine, Limits, ShortestFirst
+from tests.examples import slow_but
 
 EVENTS = (
     "abort in flight",
@@ -189,8 +190,10 @@ def explore(machine: type[Machine], examples: int, **options: Any) -> Counter[st
     return machine.events
 
 
-def test_random_workloads():
-    events = explore(Machine, 250)
+@pytest.mark.parametrize("examples", slow_but([100], [100, 250]))
+def test_random_workloads(examples: int):
+    """As few examples as still come by every event."""
+    events = explore(Machine, examples)
     assert events["steps"] >= 5_000
     assert not [event for event in EVENTS if not events[event]], events
 

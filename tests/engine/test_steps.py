@@ -30,6 +30,7 @@ from tests.engine.tiny import (
     windowed_config,
     write_model,
 )
+from tests.examples import examples
 from tests.numerics import relative_error, tolerance
 from tests.plain.contiguous import (
     ContiguousEngine,
@@ -103,7 +104,7 @@ def test_the_window_matters(windowed: LLM, windowed_oracle: FullForward) -> None
     assert (changed[11][19] != ours[19]).any()
 
 
-@settings(PROPERTY, max_examples=25)
+@settings(PROPERTY, max_examples=examples(25))
 @given(
     st.sampled_from([1, 3, 8]).flatmap(
         lambda n: st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), min_size=n, max_size=n)
@@ -129,7 +130,7 @@ def test_executions_agree(moe: MoeConfig, llm: LLM) -> None:
         assert relative_error(ours, theirs) < logits_tolerance(llm.config)
 
 
-@settings(PROPERTY, max_examples=300)
+@settings(PROPERTY, max_examples=examples(300))
 @given(st.integers(1, 5000))
 def test_buckets_hold_what_they_are_for(n: int) -> None:
     for bucket in (token_bucket, slot_bucket, batch_bucket):

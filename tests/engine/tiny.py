@@ -14,11 +14,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder
+from tests.examples import examples
 from tests.model_shapes import ONE_LAYER, TWO_LAYERS
 
 # The same examples each run: a test that fails by chance tells nobody anything.
 PROPERTY = settings(
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     derandomize=True,
     database=None,

@@ -16,6 +16,7 @@ from experiments.launch.processes import runs_here
 from experiments.launch.schema import CompareConfig, LatencyConfig
 from moejax.core.parallel import PRESETS, ParallelConfig
 from moejax.sharding.distributed import LaunchEnvironment
+from tests.examples import slow_but
 from tests.experiments import fake_slurm
 from tests.sharding.processes import ROOT, started, wait_all
 
@@ -115,7 +116,8 @@ def test_submitit_local(tmp_path: Path) -> None:
     assert json.loads(result.read_text())["seed"] == 1
 
 
-def test_submitit_slurm_with_two_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeds", slow_but(["1"], ["1", "1,2"]))
+def test_submitit_slurm_with_two_nodes(tmp_path: Path, seeds: str) -> None:
     """The whole way through a stand-in for SLURM: an array of jobs, each a JAX program of two processes."""
     pytest.importorskip("submitit", reason="hydra-submitit-launcher is not installed (make test installs it)")
     fake_slurm.install(tmp_path / "bin")
@@ -124,7 +126,7 @@ def test_submitit_slurm_with_two_nodes(tmp_path: Path) -> None:
         "hydra/launcher=submitit_slurm",
         "hydra.launcher.nodes=2",
         "parallel=ep8",
-        "seed=1,2",
+        f"seed={seeds}",
         PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
         XLA_FLAGS="--xla_force_host_platform_device_count=4",
         FAKE_SLURM_JOB=str(_job_with_free_ports()),
@@ -133,12 +135,13 @@ def test_submitit_slurm_with_two_nodes(tmp_path: Path) -> None:
     results = [
         json.loads(path.read_text()) for path in sorted(tmp_path.glob("multirun/latency/*/*/result.json"))
     ]
-    assert [(r["seed"], r["sum"], r["processes"]) for r in results] == [(1, 8.0, 2), (2, 8.0, 2)]
+    wanted = [(int(seed), 8.0, 2) for seed in seeds.split(",")]
+    assert [(r["seed"], r["sum"], r["processes"]) for r in results] == wanted
     (script,) = tmp_path.glob("multirun/latency/*/.submitit/*/*_submission.sh")
     for line in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=240"):
         assert f"#SBATCH {line}\n" in script.read_text()
     others = [path.read_text() for path in tmp_path.glob("multirun/latency/*/.submitit/*/*_1_log.err")]
-    assert len(others) == 2 and all("[1] INFO experiments: at work" in text for text in others)
+    assert len(others) == len(wanted) and all("[1] INFO experiments: at work" in text for text in others)
     assert "[1]" not in "".join(path.read_text() for path in tmp_path.glob("multirun/latency/*/*/run.log"))
 
 

@@ -9,6 +9,8 @@ from flax import nnx
 from moejax.core.config import MoeConfig, RopeConfig
 from moejax.models.decoder import Decoder
 from tests.decoding import cached_logits, forward, random_model
+from tests.examples import slow_but
+from tests.model_shapes import ONE_LAYER
 from tests.numerics import UNIT_ROUNDOFF, assert_close, relative_error, tolerance
 from tests.plain.contiguous_cache import ContiguousView, empty_cache
 
@@ -21,6 +23,9 @@ VARIANTS = {
         "norm_topk_prob": False,
     },
 }  # fmt: skip
+
+
+DYNAMIC = RopeConfig(kind="dynamic", factor=4.0)
 
 
 def random_tokens(config, batch, length, seed=0):
@@ -55,7 +60,7 @@ def test_prefill_and_decode_equal_one_forward_pass(tiny_config, changes):
     assert_close(cached_logits(model, tokens, 5), whole, model_tolerance(config, 12))
 
 
-@pytest.mark.parametrize("rope", [RopeConfig(), RopeConfig(kind="dynamic", factor=4.0)], ids=lambda r: r.kind)
+@pytest.mark.parametrize("rope", slow_but([DYNAMIC], [RopeConfig(), DYNAMIC]), ids=lambda r: r.kind)
 def test_right_padding_changes_nothing(tiny_config, rope):
     """A padded batch gives each sequence the logits and experts that it has alone."""
     config = tiny_config.replace(rope=rope, max_position_embeddings=8, sliding_windows=(None, 4))
@@ -156,12 +161,12 @@ def test_the_same_call_twice_is_equal_bit_for_bit(tiny_config):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_half_precision_model(tiny_config, dtype):
+def test_half_precision_model(dtype):
     """It runs in its dtype, answers in float32, and lies as near to the float32 model as its roundings allow.
 
     All experts are chosen, because a rounding that swaps two experts is no rounding error any more.
     """
-    config = tiny_config.replace(dtype=dtype, num_experts=4, num_experts_per_tok=4)
+    config = ONE_LAYER.replace(dtype=dtype, num_experts=4, num_experts_per_tok=4)
     model = random_model(config, seed=0)
     exact = Decoder(config.replace(dtype="float32"))
     for (_, param), (_, half) in zip(

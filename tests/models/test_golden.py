@@ -11,6 +11,7 @@ import pytest
 
 from moejax.checkpoint.hf import load_pretrained
 from tests.decoding import prefill_and_greedy
+from tests.examples import slow_but
 from tests.numerics import assert_close, relative_l2
 from tests.oracle.cases import GOLDEN, by_name
 
@@ -25,7 +26,16 @@ def test_there_is_a_golden_file_for_every_family_and_they_stay_small():
     assert any((ROOT / name / "model.safetensors.index.json").exists() for name in GOLDEN)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+# One of each family; the others are in the slow lane, and all in `make test-oracle`.
+FAST = [
+    "mixtral-window-k1-wide-head",
+    "qwen2_moe-tied-k1-mqa-dynamic",
+    "qwen3_moe-all-experts-yarn-no-norm",
+    "olmoe-clip-bias-gqa",
+]
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, GOLDEN))
 def test_golden(name):
     directory = ROOT / name
     assert json.loads((directory / "config.json").read_text())["model_type"] == by_name(name).family

@@ -14,6 +14,7 @@ from moejax.ptq.sites import stages_of
 from moejax.quantization.calibration import SAMPLE_TOKENS, Statistics, cover
 from moejax.quantization.formats import parse_format
 from moejax.quantization.rules import Chosen
+from tests.examples import in_turns, slow_but
 from tests.numerics import assert_close, tolerance
 from tests.ptq.models import FAMILIES, build, tokens
 
@@ -104,13 +105,16 @@ def check(found: Statistics, rows: np.ndarray, lengths=(32, 32, 32)):
 
 @pytest.mark.parametrize(
     ("family", "layout", "execution"),
-    [
-        ("mixtral", "edf", "grouped"),
-        ("qwen2_moe", "efd", "grouped"),
-        ("qwen2_moe", "edf", "dense"),
-        ("olmoe", "edf", "capacity"),
-        ("qwen3_moe", "efd", "grouped"),
-    ],
+    slow_but(
+        [("qwen2_moe", "efd", "grouped"), ("qwen2_moe", "edf", "dense"), ("olmoe", "edf", "capacity")],
+        [
+            ("mixtral", "edf", "grouped"),
+            ("qwen2_moe", "efd", "grouped"),
+            ("qwen2_moe", "edf", "dense"),
+            ("olmoe", "edf", "capacity"),
+            ("qwen3_moe", "efd", "grouped"),
+        ],
+    ),
 )
 def test_every_weight_of_a_layer(family, layout, execution):
     """6 samples in batches of 4: the second batch is half padding, which must not count."""
@@ -166,8 +170,7 @@ def test_the_bound_gives_a_divisor_and_at_least_one(monkeypatch):
         assert chunk_of(12, 10) == chunk
 
 
-@pytest.mark.parametrize("fallback", ["shared", "all"])
-@pytest.mark.parametrize("layout", ["edf", "efd"])
+@pytest.mark.parametrize("layout, fallback", in_turns([("edf",), ("efd",)], ["shared", "all"]))
 def test_cold_experts_fall_back(fallback, layout):
     model, ids = build(FAMILIES["qwen2_moe"], layout=layout), tokens()
     plain, _ = collected(model, ids)

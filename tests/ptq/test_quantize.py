@@ -21,6 +21,7 @@ from moejax.quantization.formats import parse_format
 from moejax.quantization.gptq import gptq
 from moejax.quantization.rtn import round_to_nearest
 from moejax.quantization.rules import Chosen
+from tests.examples import slow_but
 from tests.numerics import assert_close, relative_l2, tolerance
 from tests.ptq.models import BASE, FAMILIES, build, fold, in_float, logits, quant, tokens
 from tests.ptq.test_observers import collected
@@ -37,14 +38,16 @@ def values(model):
     return {name: np.asarray(dequantize(weight.tensor())) for name, weight in quantized_weights(model)}
 
 
-EVERY = [
-    pytest.param(family, method, marks=[] if family == "qwen2_moe" else pytest.mark.slow)
-    for family in FAMILIES
-    for method in ("gptq", "awq", "smoothquant", "rtn")
-]
+METHODS = ("gptq", "awq", "smoothquant", "rtn")
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    slow_but(
+        [("qwen2_moe", method) for method in METHODS if method != "awq"],
+        [(family, method) for family in FAMILIES for method in METHODS],
+    ),
+)
 def test_eight_bits_change_little_and_the_report_counts_every_weight(family, method):
     # Experts of a handful of tokens fall back: AWQ would clip what these few do not use.
     model, report = quantized(family, method, "w8a8" if method == "smoothquant" else "int8", min_tokens=20)

@@ -21,6 +21,7 @@ from moejax.quantization.arithmetic import dequantize, quantize_activations
 from moejax.quantization.formats import QTensor, WeightFormat, parse_format
 from moejax.quantization.kernel_formats import why_no_kernel
 from moejax.quantization.rtn import round_to_nearest
+from tests.examples import slow_but
 from tests.model_shapes import experts_only
 from tests.numerics import UNIT_ROUNDOFF, assert_close, tolerance
 
@@ -234,8 +235,7 @@ MIXED = (
 class TestExperts:
     @pytest.mark.parametrize(
         ("name", "tokens"),
-        [("int8", 40), ("int4_g32", 3), ("w8a8", 40)]
-        + [pytest.param(n, t, marks=pytest.mark.slow) for n in (*FORMATS, "indexed") for t in (3, 40)],
+        slow_but([("int4_g32", 3), ("w8a8", 40)], [(n, t) for n in (*FORMATS, "indexed") for t in (3, 40)]),
     )
     def test_every_execution_is_the_twin(self, name: str, tokens: int) -> None:
         formats, x, chosen = (name, name, name), draw(tokens, D, seed=2), routing(tokens)
@@ -246,7 +246,11 @@ class TestExperts:
                 assert_twin(out, expected, formats)
 
     @pytest.mark.parametrize(
-        "name", ["int8", "int4_g32", "int4_g64_asym", "w8a8", "w8a8_static", "fp8_block128"]
+        "name",
+        slow_but(
+            ["int8", "int4_g64_asym", "w8a8_static", "fp8_block128"],
+            ["int8", "int4_g32", "int4_g64_asym", "w8a8", "w8a8_static", "fp8_block128"],
+        ),
     )
     def test_gpu_kernels(self, name: str) -> None:
         formats, x, chosen = (name, name, name), draw(20, D, seed=3), routing(20)
@@ -256,7 +260,7 @@ class TestExperts:
     @pytest.mark.parametrize("layout", ["edf", pytest.param("efd", marks=pytest.mark.slow)])
     @pytest.mark.parametrize(
         "formats",
-        [pytest.param(f, marks=[pytest.mark.slow] if f in MIXED[3:] else [], id="-".join(f)) for f in MIXED],
+        [pytest.param(f, marks=[pytest.mark.slow] if f in MIXED[2:] else [], id="-".join(f)) for f in MIXED],
     )
     def test_a_format_of_its_own_for_each(self, formats: tuple[str, str, str], layout: str) -> None:
         x, chosen = draw(9, D, seed=4), routing(9)

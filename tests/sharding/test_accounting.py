@@ -30,6 +30,7 @@ from moejax.perf.memory import device_memory
 from moejax.sharding.hlo import Collective, bytes_on_wire, collectives, compare, taken
 from moejax.sharding.pipeline import Transfer, TransferKey, split_layers
 from moejax.sharding.spmd import MeshDevices
+from tests.examples import slow_but
 from tests.perf.models import LAYOUTS, small_model
 from tests.plain.step_extras import extra_terms
 
@@ -50,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = small_model(vocab_size=99, num_layers=2, moe_layers=(True, False), sliding_windows=(None, None))
 
 HERE = [name for name, layout in PRESETS.items() if 1 < layout.num_devices <= 8]
-QUICK = ("tp8", "ep8", "pp2_ep4")
+QUICK = ("tp8", "pp2_ep4")
 OTHERS = [
     name for name, layout in LAYOUTS.items() if layout.num_devices > 1 and layout not in PRESETS.values()
 ]
@@ -181,7 +182,7 @@ def test_bytes_between_stages() -> None:
     assert not any(term.role == "pipeline" for term in terms)
 
 
-@pytest.mark.parametrize("layout", ["tp8", "dp_attention_ep4_tp2"])
+@pytest.mark.parametrize("layout", slow_but(["dp_attention_ep4_tp2"], ["tp8", "dp_attention_ep4_tp2"]))
 def test_bytes_of_a_step_with_everything(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt chunks, log-probabilities, recorded routing, sampling that is not greedy, and scores, of whose
     logits there is room for six rows at a time."""
@@ -230,7 +231,10 @@ def test_bytes_of_other_models(name: str, layout: str) -> None:
     check(MODELS[name], LAYOUTS[layout], decode())
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
+@pytest.mark.parametrize(
+    "layout",
+    slow_but(["ep4_tp2", "dp_attention_ep8", "pp2_ep4"], [name for name in LAYOUTS if name != "single"]),
+)
 def test_memory_is_what_lies_on_each_device(layout: str) -> None:
     """Weights and cache of an engine; the tables of replicas are not tensors of the model."""
     parallel = LAYOUTS[layout]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import slow_but
+
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
@@ -44,7 +46,7 @@ time.sleep(30)
 CASES = [(how, victim) for how in ("killed", "fails", "in order") for victim in (0, 1)] + [("all fail", 0)]
 
 
-@pytest.mark.parametrize(("how", "victim"), CASES)
+@pytest.mark.parametrize(("how", "victim"), slow_but([case for case in CASES if case != ("fails", 0)], CASES))
 def test_the_end_of_one_ends_the_others(tmp_path: Path, how: str, victim: int) -> None:
     argv = [str(tmp_path / "store"), str(victim), how]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
