@@ -2,6 +2,7 @@
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,13 @@ def open_quantized(config: QuantizationConfig, quant: QuantConfig | None) -> LLM
 
 
 def _open(config: ModelSections, quant: QuantConfig | None, **more: Any) -> LLM:
-    model, planned = config.model, DRY_RUN.get()
+    model, engine, planned = config.model, config.engine, DRY_RUN.get()
+    if planned is not None and engine.autotune == "measure":
+        engine = replace(engine, autotune="cached")
     llm = LLM(
         model.source,
         dtype=model.dtype,
-        engine=config.engine,
+        engine=engine,
         quant=quant,
         seed=config.seed,
         load_format=model.load_format,
