@@ -8,7 +8,8 @@ from moejax.core.config import EngineConfig
 from moejax.engine.llm import LLM
 from tests.engine.tiny import FullForward, main_config, small_config, write_model
 
-ENGINE = EngineConfig(compile_cache=False)
+# Few buckets, each of which is a program to compile: `test_ledger` has those that an engine chooses itself.
+ENGINE = EngineConfig(compile_cache=False, seq_buckets=[8], token_buckets=[16, 64], block_buckets=[16])
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moejax.core.config import EngineConfig
 from moejax.core.errors import CompileError
 from moejax.engine.llm import LLM
 from moejax.engine.opening.resolve import default_cache_dir
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step.ledger import CompileLedger, Program, enable_compile_cache
-from tests.engine.conftest import ENGINE
 from tests.engine.tiny import small_config
 
 
@@ -127,7 +127,7 @@ def test_the_engine_compiles_once_per_bucket(llm: LLM) -> None:
 
 def test_the_engine_names_the_bucket_that_is_new() -> None:
     """A longer prompt needs a step of more tokens, and nothing else."""
-    llm = LLM(small_config(), load_format="dummy", engine=ENGINE)
+    llm = LLM(small_config(), load_format="dummy", engine=EngineConfig(compile_cache=False))
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     llm.generate([[1, 2, 3]], params)
     before = len(llm.ledger.entries)
@@ -168,7 +168,7 @@ def test_programs_are_compiled_side_by_side_once_each() -> None:
 
 def test_known_batches_are_compiled_ahead(llm: LLM) -> None:
     """Nothing is left to compile when they run, counted or not; an equal engine uses the same programs."""
-    engine = llm.variant(dataclasses.replace(llm.engine_config, max_num_seqs=3, strict_compile=True))
+    engine = llm.variant(EngineConfig(compile_cache=False, max_num_seqs=3, strict_compile=True))
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 4)]
     batches = [([[1, 2, 3]], params[:1]), ([[4] * 40, [5] * 7], params)]
     engine.compile_for(batches, record_routing=True)

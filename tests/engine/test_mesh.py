@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams
+from moejax.engine.step.sampler import SamplerMode
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 from tests.examples import slow_but
 
@@ -141,6 +142,8 @@ def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: A
     found, prompt_logprobs = [], []
     for config in (None, ParallelConfig(**LAYOUTS[layout])):
         llm = LLM(directory, engine=scarce, parallel=config)
+        # Else each mix of these in a step is a program.
+        llm.runner.builder.warm_modes = [SamplerMode(greedy=False, filters=True, penalty=True, biases=128)]
         llm.runner.builder.warm_prompt_logprobs = [-1, 5]
         done = llm.generate(asked, wanted)
         entries = [[entry for entry in out.prompt_logprobs or [] if entry is not None] for out in done]
