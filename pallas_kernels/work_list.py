@@ -13,6 +13,9 @@ import numpy as np
 LEAST_KEYS = 64
 """Fewest keys of a part: fewer cost more to start and to put together than they save."""
 
+MOST_QUERIES = 8
+"""Most queries of a sequence whose context is cut: each part has room for the results of so many."""
+
 # Programs that an A100 runs at a time, two on each multiprocessor. An H100 could hold 396, and its memory is
 # busy with these: 64 KB are under way in each.
 _SLOTS = 216
@@ -36,6 +39,15 @@ def most_splits(sequences: int, kv_heads: int, context: int) -> int:
     return max(1, min(128, splits, context // max(LEAST_KEYS, min(4 * LEAST_KEYS, 8 * pairs))))
 
 
+def decoded_keys(q_lens: Any, kv_lens: Any, kv_heads: int, context: int, xp: Any = np) -> Any:
+    """Returns int `[S]`, what `make_work_list` takes: keys, at most `context`, of sequences with one query;
+    also of those with up to `MOST_QUERIES` if chunk attention, which does not cut contexts, would leave
+    multiprocessors idle with them; and 0 for others."""
+    few = (q_lens > 1) & (q_lens <= MOST_QUERIES)
+    few = few & (few.sum() * kv_heads < _SLOTS // 2)
+    return xp.where((q_lens == 1) | few, xp.minimum(kv_lens, context), 0)
+
+
 def make_work_list(keys: Any, splits: int, xp: Any = np) -> Any:
     """Returns int32 `[2·S + splits]`: `[S + 1]` numbers of the sequences' first parts, one past the last at
     the end, then the sequence of each of `S - 1 + splits` parts; places past the last part have none.
@@ -43,7 +55,7 @@ def make_work_list(keys: Any, splits: int, xp: Any = np) -> Any:
     A sequence's parts share evenly the keys that a layer's window leaves.
 
     Args:
-        keys: int `[S]`, keys that each sequence's one query reads; 0 for a sequence that does not decode.
+        keys: int `[S]`, keys that each sequence's last query reads, see `decoded_keys`.
         splits: see `most_splits`. A part has a `splits`th of all keys, so that no context has more parts.
         xp: numpy, or jax.numpy inside a trace.
     """

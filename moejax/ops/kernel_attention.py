@@ -19,7 +19,7 @@ class KernelPlan:
         block_table: int32 `[R, M]`.
         kv_lens: int32 `[R]`, keys of each sequence, this step's own among them.
         cu_q_lens: int32 `[R + 1]`, a sequence's queries are the tokens between two neighbours.
-        work_list: int32, which parts of decodes' contexts programs read, see `pallas_kernels.work_list`.
+        work_list: int32, which parts of contexts decode's programs read, see `pallas_kernels.work_list`.
         decode_only: no sequence has more than one query. Otherwise a sequence may have a query and no keys:
             its row is 0.
     """

@@ -25,14 +25,17 @@ from pallas_kernels.ragged_paged_attention.tiles import (
 )
 
 
-def query_tiles(cu_q_lens: jax.Array, T: int, tile_q: int) -> tuple[jax.Array, jax.Array]:
+def query_tiles(
+    cu_q_lens: jax.Array, work_list: jax.Array, T: int, tile_q: int
+) -> tuple[jax.Array, jax.Array]:
     """Returns each program's queries: int32 `[tiles]` twice, sequence and its first query; -1 for no work.
 
-    Sequences with one query are not among them. A sequence's last tile comes first: it has the most keys.
+    Sequences with one query, or with parts in the work list, are not among them. A sequence's last tile comes
+    first: it has the most keys.
     """
     S = cu_q_lens.shape[0] - 1
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    tiles = jnp.where(q_lens > 1, (q_lens + tile_q - 1) // tile_q, 0)
+    q_lens, parts = jnp.diff(cu_q_lens), jnp.diff(work_list[: S + 1])
+    tiles = jnp.where((q_lens > 1) & (parts == 0), (q_lens + tile_q - 1) // tile_q, 0)
     past = jnp.cumsum(tiles)
     program = jnp.arange(max(1, T // tile_q + min(S, T // 2)), dtype=jnp.int32)
     seq = jnp.sum((past[None, :] <= program[:, None]).astype(jnp.int32), axis=1)
@@ -96,13 +99,14 @@ def chunks(
     block_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
+    work_list: jax.Array,
     scales: tuple[jax.Array, ...],
     sinks: tuple[jax.Array, ...],
     out: jax.Array,
     interpret: bool | None,
 ) -> jax.Array:
-    """Returns `out` with the rows of sequences with several queries written."""
-    seq, first = query_tiles(cu_q_lens, a.T, config.rows // a.G)
+    """Returns `out` with the rows of the sequences that `decode` leaves written."""
+    seq, first = query_tiles(cu_q_lens, work_list, a.T, config.rows // a.G)
     return pallas_call(
         functools.partial(_chunk_kernel, a=a, rows=config.rows, tile=config.tile),
         name="paged_chunk",

@@ -1,9 +1,10 @@
-"""Decode: one query a sequence. Contexts are split among programs, a second kernel puts the parts together;
-where none may be split, the first writes the result.
+"""Decode: one query a sequence, or a few. Contexts are split among programs, a second kernel puts the parts
+together; where none may be split, the first writes the result.
 
-Flash-Decoding (Dao et al., 2023). The query heads of a KV head fill a tensor-core tile of 16 rows, so keys
-and values are read once. What a program reads is told by a work list of the real lengths
-(`pallas_kernels.work_list`), not by the table's width.
+Flash-Decoding (Dao et al., 2023). The query heads of a KV head fill a tensor-core tile of 16 rows, or with a
+few queries of 32, so keys and values are read once for them. Queries beyond these are other programs', which
+come last. What a program reads is told by a work list of the real lengths (`pallas_kernels.work_list`), not
+by the table's width.
 """
 
 import functools
@@ -33,10 +34,10 @@ PADDING_ROWS = 64
 
 
 def _share(
-    a: Attention, tile: int, keys: jax.Array, splits: jax.Array | int
+    a: Attention, tile: int, queries: jax.Array, keys: jax.Array, splits: jax.Array | int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the first key and tile, the tile past the last, and the tiles of each of a context's splits."""
-    first_key = jnp.int32(0) if a.window is None else jnp.maximum(keys - a.window, 0)
+    first_key = jnp.int32(0) if a.window is None else jnp.maximum(keys - queries - (a.window - 1), 0)
     first, past = jax.lax.div(first_key, jnp.int32(tile)), _ceil_div(keys, tile)
     return first_key, first, past, jnp.maximum(_ceil_div(past - first, splits), 1)
 
@@ -46,15 +47,18 @@ def _ceil_div(x: jax.Array, n: jax.Array | int) -> jax.Array:
 
 
 def _keys(
-    a: Attention, program: jax.Array, lens_ref: Any, cu_ref: Any, padding: bool = True
+    a: Attention, program: jax.Array, lens_ref: Any, cu_ref: Any, work_ref: Any, padding: bool = True
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns a program's sequence, its row of q, whether it has just that query, and over how many keys it
-    decodes: 0 if it does not. Programs from S on, of which there are none without `padding`, have none."""
+    """Returns a program's sequence, its first row of q, how many queries it decodes from there on, and over
+    how many keys: 0 if it does not. Programs from S on, of which there are none without `padding`, do not."""
     seq = jnp.minimum(program, a.S - 1) if padding else program
     row = cu_ref[seq]
-    single = cu_ref[seq + 1] - row == 1
-    single = single & (program < a.S) if padding else single
-    return seq, row, single, jnp.where(single, lens_ref[seq], 0)
+    queries = cu_ref[seq + 1] - row
+    decoded = queries == 1
+    if a.queries > 1:
+        decoded |= work_ref[seq + 1] > work_ref[seq]
+    decoded = decoded & (program < a.S) if padding else decoded
+    return seq, row, jnp.where(decoded, queries, 0), jnp.where(decoded, lens_ref[seq], 0)
 
 
 def _parts(work_ref: Any, seq: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,45 +72,58 @@ def _split_kernel(*refs: Any, a: Attention, tile: int) -> None:
     scales, rest = (rest[:2], rest[2:]) if a.quantized else ((None, None), rest)
     pool = Pool(k_ref, v_ref, table_ref, *scales)
     part, head = program_id(0), program_id(1)
-    if a.splits > 1:
+    work_ref: Any = None
+    if a.needs_work_list:
         work_ref, *rest = rest
+    if a.splits > 1:
         program = work_ref[a.S + 1 + part]
         first_part, splits = _parts(work_ref, program)
         split = part - first_part
     else:
         program, split, splits = part, jnp.int32(0), jnp.int32(1)
-    seq, token, single, keys = _keys(a, program, lens_ref, cu_ref, padding=a.splits == 1)
-    first_key, first, past, per_split = _share(a, tile, keys, splits)
+    seq, token, queries, keys = _keys(a, program, lens_ref, cu_ref, work_ref, padding=a.splits == 1)
+    first_key, first, past, per_split = _share(a, tile, queries, keys, splits)
     # Parts beyond a sequence's own begin behind its last tile.
     begin = first + split * per_split
     end = jnp.minimum(begin + per_split, past)
+    turn = program_id(2) if a.turns > 1 else 0
+    if a.turns > 1:
+        end = jnp.where(turn * a.per_turn < queries, end, begin)
 
-    rows = max(16, next_power_of_2(a.G))
+    rows = max(16, next_power_of_2(a.per_turn * a.G))
     row = jnp.arange(rows)
-    used = (row < a.G) & (begin < end)
-    at = head * a.G + row
-    q, factor = load_queries(a, q_ref, jnp.full((rows,), token), at, used)
+    at = head * a.G + jax.lax.rem(row, jnp.int32(a.G))
+    query = jax.lax.div(row, jnp.int32(a.G)) + turn * a.per_turn
+    mine = (query < queries) & (row < a.per_turn * a.G)
+    used = mine & (begin < end)
+    q, factor = load_queries(a, q_ref, token + query, at, used)
+    position = keys - queries + query
 
     def take(key: jax.Array, state: Any) -> Any:
         present = key < keys
         if a.window is not None:
             present &= key >= first_key
-        return step(a, pool, q, factor, seq, head, key, present, present[None, :], state)
+        visible = present[None, :]
+        if a.queries > 1:
+            visible = key[None, :] <= position[:, None]
+            if a.window is not None:
+                visible &= key[None, :] > position[:, None] - a.window
+        return step(a, pool, q, factor, seq, head, key, present, visible, state)
 
     state = over_tiles(begin, end, tile, take, start(a, rows))
     dim, mask = dims(a, used)
     if a.splits > 1:
         part_ref, lse_ref = rest
         value = values(a, state) * (1.0 / state.total)[:, None]
-        store(part_ref.at[part, at[:, None], dim[None, :]], value, mask=mask)
-        store(lse_ref.at[part, at], state.largest + jnp.log(state.total) * LOG2E, mask=used)
+        store(part_ref.at[part, query[:, None], at[:, None], dim[None, :]], value, mask=mask)
+        store(lse_ref.at[part, query, at], state.largest + jnp.log(state.total) * LOG2E, mask=used)
         return
     *sinks, out_ref = rest
     out = values(a, state) * (1.0 / with_sinks(state, sinks, at, used))[:, None]
-    _, mask = dims(a, (row < a.G) & single)
+    _, mask = dims(a, mine)
     out = jnp.where(keys > 0, out, 0.0).astype(out_ref.dtype)
-    store(out_ref.at[token, at[:, None], dim[None, :]], out, mask=mask)
-    _zero_padding(a, out_ref, cu_ref, program, head * a.G, a.G)
+    store(out_ref.at[(token + query)[:, None], at[:, None], dim[None, :]], out, mask=mask)
+    _zero_padding(a, out_ref, cu_ref, jnp.where(turn == 0, program, 0), head * a.G, a.G)
 
 
 def _zero_padding(a: Attention, out_ref: Any, cu_ref: Any, program: jax.Array, head: Any, count: int) -> None:
@@ -128,24 +145,29 @@ def _zero_padding(a: Attention, out_ref: Any, cu_ref: Any, program: jax.Array, h
 def _reduce_kernel(*refs: Any, a: Attention, tile: int) -> None:
     part_ref, lse_ref, lens_ref, cu_ref, work_ref, *sinks, out_ref = refs
     program, head = program_id(0), program_id(1)
-    seq, token, single, keys = _keys(a, program, lens_ref, cu_ref)
+    seq, token, queries, keys = _keys(a, program, lens_ref, cu_ref, work_ref)
     first_part, splits = _parts(work_ref, seq)
-    _, first, past, per_split = _share(a, tile, keys, splits)
+    _, first, past, per_split = _share(a, tile, queries, keys, splits)
     split = jnp.arange(next_power_of_2(a.splits))
     used = split * per_split < past - first
-    lse = load(lse_ref.at[first_part + split, head], mask=used, other=MASKED)
     dim, mask = dims(a, used)
-    part = load(part_ref.at[(first_part + split)[:, None], head, dim[None, :]], mask=mask, other=0.0)
-    largest = jnp.max(lse, axis=0)
-    if sinks:
-        sink = sinks[0][head].astype(jnp.float32) * LOG2E
-        largest = jnp.maximum(largest, sink)
-    weight = jnp.exp2(lse - largest)
-    total = jnp.sum(weight, axis=0)
-    if sinks:
-        total = total + jnp.exp2(sink - largest)
-    out = jnp.where(keys > 0, jnp.sum(part * weight[:, None], axis=0) / total, 0.0)
-    store(out_ref.at[token, head, dim], out.astype(out_ref.dtype), mask=(dim < a.Dh) & single)
+
+    def one(query: jax.Array, _: None) -> None:
+        lse = load(lse_ref.at[first_part + split, query, head], mask=used, other=MASKED)
+        at = part_ref.at[(first_part + split)[:, None], query, head, dim[None, :]]
+        part = load(at, mask=mask, other=0.0)
+        largest = jnp.max(lse, axis=0)
+        if sinks:
+            sink = sinks[0][head].astype(jnp.float32) * LOG2E
+            largest = jnp.maximum(largest, sink)
+        weight = jnp.exp2(lse - largest)
+        total = jnp.sum(weight, axis=0)
+        if sinks:
+            total = total + jnp.exp2(sink - largest)
+        out = jnp.where(keys > 0, jnp.sum(part * weight[:, None], axis=0) / total, 0.0)
+        store(out_ref.at[token + query, head, dim], out.astype(out_ref.dtype), mask=dim < a.Dh)
+
+    jax.lax.fori_loop(0, queries, one, None)
     _zero_padding(a, out_ref, cu_ref, program, head, 1)
 
 
@@ -167,23 +189,28 @@ def decode(
     sinks: tuple[jax.Array, ...],
     interpret: bool | None,
 ) -> jax.Array:
-    """Writes `[T, H, Dh]`: rows of sequences with one query (0 without keys), 0 past the last; no others."""
+    """Writes `[T, H, Dh]`: rows of sequences with one query (0 without keys) and of those with parts in the
+    work list, 0 past the last; no others."""
     static: dict[str, Any] = {"a": a, "tile": config.decode_tile}
     output, padding = jax.ShapeDtypeStruct(q.shape, q.dtype), cdiv(a.T, PADDING_ROWS)
     W, split = a.S - 1 + a.splits, a.splits > 1
     parts = [
-        jax.ShapeDtypeStruct((W, a.H, a.Dh), jnp.float32),
-        jax.ShapeDtypeStruct((W, a.H), jnp.float32),
+        jax.ShapeDtypeStruct((W, a.queries, a.H, a.Dh), jnp.float32),
+        jax.ShapeDtypeStruct((W, a.queries, a.H), jnp.float32),
     ]
     attended = pallas_call(
         functools.partial(_split_kernel, **static),
         name="paged_decode",
-        grid=(W if split else W + padding, a.K),
+        grid=(W if split else W + padding, a.K, a.turns),
         out_shape=parts if split else output,
         num_warps=config.decode_warps,
         num_stages=config.decode_stages,
         interpret=interpret,
-    )(q, *pages, block_table, kv_lens, cu_q_lens, *scales, *((work_list,) if split else sinks))
+    )(
+        *(q, *pages, block_table, kv_lens, cu_q_lens, *scales),
+        *((work_list,) if a.needs_work_list else ()),
+        *(() if split else sinks),
+    )
     if not split:
         return attended
     return pallas_call(

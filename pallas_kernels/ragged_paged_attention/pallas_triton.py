@@ -1,4 +1,4 @@
-"""`ragged_paged_attention` in Pallas: `decode.py` for sequences with one query, `chunk.py` for the others."""
+"""`ragged_paged_attention` in Pallas: `decode.py` for sequences of few queries, `chunk.py` for others."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -14,6 +14,7 @@ from pallas_kernels.op import Problem
 from pallas_kernels.ragged_paged_attention.chunk import chunks
 from pallas_kernels.ragged_paged_attention.decode import decode
 from pallas_kernels.ragged_paged_attention.tiles import Attention, Config
+from pallas_kernels.work_list import MOST_QUERIES
 
 _MOST_ROWS = 128
 
@@ -108,7 +109,7 @@ def ragged_paged_attention_pallas(
     decode: Callable[..., jax.Array] = decode,
 ) -> jax.Array:
     """See `ragged_paged_attention_reference`. `decode`: also the twin's."""
-    a = attention(q, k_pages, block_table, work_list, scale, window, soft_cap, sinks)
+    a = attention(q, k_pages, block_table, work_list, scale, window, soft_cap, sinks, max_q_len)
     check_that(
         "ragged_paged_attention", "config.rows", config.rows >= a.G, config.rows, f"at least H/K={a.G}"
     )
@@ -117,7 +118,7 @@ def ragged_paged_attention_pallas(
     scales = () if k_scale is None or v_scale is None else (k_scale, v_scale)
     extra = () if sinks is None else (sinks,)
     out = decode(a, config, *arrays, work_list, scales, extra, interpret)
-    return out if max_q_len == 1 else chunks(a, config, *arrays, scales, extra, out, interpret)
+    return out if max_q_len == 1 else chunks(a, config, *arrays, work_list, scales, extra, out, interpret)
 
 
 def attention(
@@ -129,6 +130,7 @@ def attention(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    max_q_len: int | None,
 ) -> Attention:
     """Returns the static facts of a call."""
     (T, H, Dh), (_, K, bs, _), (S, M) = q.shape, k_pages.shape, block_table.shape
@@ -142,4 +144,5 @@ def attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
         sinks=sinks is not None,
         splits=work_list.shape[0] - 2 * S,
+        queries=1 if max_q_len == 1 else MOST_QUERIES,
     )

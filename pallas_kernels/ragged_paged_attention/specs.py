@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels.kv import is_quantized
 from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
-from pallas_kernels.work_list import make_work_list, most_splits
+from pallas_kernels.work_list import decoded_keys, make_work_list, most_splits
 
 PAGE = 32
 
@@ -56,7 +56,7 @@ def make_spec(
     decode = bool((q_lens == 1).all())
     quantized = is_quantized(kv)
     reach = min(M * page, window or M * page)
-    decoded = np.where(q_lens == 1, np.minimum(kv_lens, reach), 0)
+    decoded = decoded_keys(q_lens, kv_lens, K, reach)
     work_list = make_work_list(decoded, most_splits(S, model.kv_heads, reach))
 
     def pool(key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -152,6 +152,8 @@ SPECS = (
     make_spec(QWEN3, "64x2048", _decodes(64, 2048)),
     make_spec(QWEN3, "64_ragged_32768_e4m3", _ragged(64, 32768), kv=_FP8),
     make_spec(QWEN3, "2048", [(2048, 2048)]),
+    make_spec(QWEN3, "8_of_16384", [(8, 16384)]),
+    make_spec(QWEN3, "8x4_of_4096", [(4, 4096)] * 8),
     make_spec(QWEN3, "16_and_512", _MIXED),
     make_spec(OLMOE, "8x4096", _decodes(8, 4096)),
     make_spec(OLMOE, "64x2048", _decodes(64, 2048)),

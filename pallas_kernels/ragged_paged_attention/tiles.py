@@ -31,8 +31,8 @@ _TINY = 2.0**-100
 
 @dataclass(frozen=True)
 class Attention:
-    """Static facts of a call; dimensions as in `ragged_paged_attention_reference`, and the most parts of a
-    context (`pallas_kernels.work_list`)."""
+    """Static facts of a call; dimensions as in `ragged_paged_attention_reference`, the most parts of a
+    context, and the most queries of a sequence that decode takes (`pallas_kernels.work_list`)."""
 
     T: int
     S: int
@@ -48,6 +48,23 @@ class Attention:
     soft_cap: float | None
     sinks: bool
     splits: int
+    queries: int
+
+    @property
+    def per_turn(self) -> int:
+        """Queries of a sequence that one program decodes: one, or as many as with their heads fill 32 rows,
+        16 where heads are wide: more would spill."""
+        return min(self.queries, max(1, (32 if self.Dp <= 128 else 16) // self.G))
+
+    @property
+    def turns(self) -> int:
+        """Programs for the queries of a sequence."""
+        return -(-self.queries // self.per_turn)
+
+    @property
+    def needs_work_list(self) -> bool:
+        """Whether decode is told what to do by the work list, not by the lengths alone."""
+        return self.splits > 1 or self.queries > 1
 
     @property
     def G(self) -> int:

@@ -121,4 +121,4 @@ def sources(spec: Spec, config: Config) -> list[TritonSource]:
     arrays: dict[str, Any] = dict(spec.abstract)
     static, sinks = spec.static, arrays.get("sinks")
     pages = (arrays["q"], arrays["k_pages"], arrays["block_table"], arrays["work_list"])
-    return passes(pallas_triton.attention(*pages, static["scale"], static["window"], None, sinks), config)
+    return passes(pallas_triton.attention(*pages, static["scale"], static["window"], None, sinks, 1), config)

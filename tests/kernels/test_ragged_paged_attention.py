@@ -16,7 +16,7 @@ from pallas_kernels.ragged_paged_attention import (
 )
 from pallas_kernels.ragged_paged_attention.chunk import query_tiles
 from pallas_kernels.ragged_paged_attention.pallas_triton import Config, attention
-from pallas_kernels.work_list import make_work_list
+from pallas_kernels.work_list import MOST_QUERIES, make_work_list
 from tests.examples import examples, slow_but
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.triton_interpreter import Launch, interpret
@@ -87,10 +87,11 @@ def batch(
     return arrays
 
 
-def planned(arrays, splits, window=None):
+def planned(arrays, splits, window=None, queries=1):
     """The batch's work list, as the host makes it."""
-    keys, q_lens = np.asarray(arrays["kv_lens"]), np.diff(np.asarray(arrays["cu_q_lens"]))
-    return jnp.asarray(make_work_list(np.where(q_lens == 1, np.minimum(keys, window or 2**30), 0), splits))
+    kv_lens, q_lens = np.asarray(arrays["kv_lens"]), np.diff(np.asarray(arrays["cu_q_lens"]))
+    keys = np.where((q_lens >= 1) & (q_lens <= queries), np.minimum(kv_lens, window or 2**30), 0)
+    return jnp.asarray(make_work_list(keys, splits))
 
 
 def limit(arrays):
@@ -113,6 +114,9 @@ class AttentionContract(Contract):
             with pytest.raises(KernelError, match="max_q_len=1"):
                 self.run(arrays, static, config)
             return None
+        if static.get("max_q_len") != 1:
+            # However few its queries, a sequence is a chunk unless a test says otherwise.
+            arrays = {"work_list": planned(arrays, 1, static.get("window")), **arrays}
         return self.check(arrays, static, limit=limit(arrays), config=config)
 
     @pytest.mark.parametrize(
@@ -134,6 +138,33 @@ class AttentionContract(Contract):
     def test_masks(self, rng, window, soft_cap, sinks):
         arrays = batch(rng, [1, 11, 3], [45, 44, 3], window=window, sinks=sinks, padding=1)
         self.check_batch(arrays, window=window, soft_cap=soft_cap)
+
+    @pytest.mark.parametrize(
+        "group,dtype,kv,splits,window",
+        [
+            (2, "float32", None, 8, None),
+            slow(2, "float32", None, 1, 300),
+            slow(7, "bfloat16", None, 3, 300),
+            slow(64, "float32", None, 5, None),
+            slow(1, "bfloat16", "int8", 5, 20),
+            slow(4, "bfloat16", "float8_e4m3fn", 8, None),
+            slow(4, "float16", "float8_e5m2", 1, 33),
+        ],
+    )
+    def test_few_queries(self, rng, group, dtype, kv, splits, window):
+        """Beside decodes and chunks: contexts of sequences with a few queries are split as decodes' are, or
+        are one program's; every row sees the keys up to its own position."""
+        q_lens, kv_lens = [1, 2, MOST_QUERIES, 0, 40, 5, 9], [300, 500, 1000, 9, 290, 100, 200]
+        options = {"H": 2 * group, "K": 2, "dtype": dtype, "kv": kv, "bs": 32}
+        arrays = batch(rng, q_lens, kv_lens, window=window, sinks=True, padding=3, **options)
+        arrays["work_list"] = planned(arrays, splits, window, MOST_QUERIES)
+        self.check_batch(arrays, Config(64, 4, 3, 64, 32, 4, 3), window=window, soft_cap=2.0)
+
+    @pytest.mark.slow
+    def test_few_queries_of_long_contexts(self, rng):
+        """Without a work list it is made with all sequences of few queries in it."""
+        arrays = batch(rng, [1, 4, 8, 100], [2000, 8192, 5000, 6000], bs=64)
+        self.check(arrays, {"scale": SCALE}, limit=limit(arrays))
 
     @pytest.mark.parametrize("bs", [slow(8), slow(32), 64])
     def test_page_sizes(self, rng, bs):
@@ -301,7 +332,7 @@ class TestTritonJitInterpreted:
         facts, splits, reductions = [], [], []
         for arrays, static, config in cases:
             names = ("window", "soft_cap")
-            options = [SCALE, *(static.get(name) for name in names), arrays.get("sinks")]
+            options = [SCALE, *(static.get(name) for name in names), arrays.get("sinks"), 1]
             arrays.setdefault("work_list", planned(arrays, 2, static.get("window")))
             a = attention(*(arrays[n] for n in ("q", "k_pages", "block_table", "work_list")), *options)
             facts.append(a)
@@ -362,17 +393,21 @@ def test_triton_jit_without_cuda(rng):
 
 
 def test_query_tiles(rng):
-    """Every query of every sequence with several is in one tile, the last tile first."""
-    run = jax.jit(query_tiles, static_argnums=(1, 2))
+    """Every query of every sequence with several, and no part to decode, is in one tile, the last first."""
+    run = jax.jit(query_tiles, static_argnums=(2, 3))
     for tile, _ in itertools.product((1, 4, 8), range(examples(20))):
         q_lens = rng.choice([0, 1, 2, 5, 8, 9, 33], size=6)
         cu = jnp.asarray([0, *np.cumsum(q_lens)], jnp.int32)
         # The bound on tiles is tight enough to matter only where T is: as many rows as are used.
         T = next(n for n in range(0, 240, 20) if n >= q_lens.sum()) + 1
-        seq, first = (np.asarray(x) for x in run(cu, T, tile))
+        keys = np.where(rng.random(6) < 0.3, q_lens, 0)
+        seq, first = (np.asarray(x) for x in run(cu, jnp.asarray(make_work_list(keys, 2)), T, tile))
         found = [(s, f) for s, f in zip(seq.tolist(), first.tolist(), strict=True) if f >= 0]
         assert found == [
-            (s, f) for s, n in enumerate(q_lens.tolist()) if n > 1 for f in reversed(range(0, n, tile))
+            (s, f)
+            for s, n in enumerate(q_lens.tolist())
+            if n > 1 and not keys[s]
+            for f in reversed(range(0, n, tile))
         ]
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.work_list import LEAST_KEYS, make_work_list, most_splits
+from pallas_kernels.work_list import LEAST_KEYS, decoded_keys, make_work_list, most_splits
 
 
 @pytest.mark.parametrize("splits", [1, 2, 27, 128])
@@ -25,6 +25,13 @@ def test_parts(rng, splits):
         assert (np.arange(S - 1 + splits) - first[sequence] >= parts[sequence])[first[-1] :].all()
         largest = -(-keys[keys > 0] // parts[keys > 0])
         assert (largest <= max(LEAST_KEYS, keys.sum() / splits + LEAST_KEYS)).all()
+
+
+def test_few_queries():
+    """Sequences with more queries than fit are not decoded, nor many with a few, which fill the device."""
+    q_lens, kv_lens = np.array([0, 1, 4, 9, 1, 8]), np.array([9, 0, 30, 40, 7, 16])
+    assert decoded_keys(q_lens, kv_lens, 4, 20).tolist() == [0, 0, 20, 0, 7, 16]
+    assert decoded_keys(q_lens, kv_lens, 64, 20).tolist() == [0, 0, 0, 0, 7, 0]
 
 
 def test_nothing_to_decode():
