@@ -105,17 +105,25 @@ def pallas_call(
 
 
 def triton_call(
-    op: str, kernel: TritonSource, arguments: Sequence[jax.Array], *, out_shape: Any, interpret: bool | None
+    op: str,
+    kernel: TritonSource,
+    arguments: Sequence[jax.Array],
+    *,
+    out_shape: Any,
+    interpret: bool | None,
+    in_place: Sequence[jax.Array] = (),
 ) -> Any:
-    """Calls a `@triton.jit` kernel through jax-triton, whose output follows its `arguments`.
+    """Calls a `@triton.jit` kernel through jax-triton, whose output follows its `arguments` and `in_place`.
 
     Tried with jax-triton 0.3.1 and, on Python 3.12 and JAX from 0.11 on, 0.4.1.
 
     Args:
         interpret: None: on a GPU only. False: lowers for one that need not be here.
+        in_place: arrays that the kernel writes, copied first if the caller's jit does not donate them; a
+            list of the output and of them is returned then. It takes jax-triton 0.4.
 
     Raises:
-        KernelError: there is no GPU, jax-triton is not installed, or interpretation is asked for.
+        KernelError: there is no GPU, jax-triton is missing or too old, or interpretation is asked for.
     """
     name, remedy = "implementation triton_jit", "pip install 'moejax[cuda12]' (or [cuda13])"
     if interpret:
@@ -128,12 +136,17 @@ def triton_call(
         why = " ".join(str(error).split())[:100]
         raise KernelError(op, name, f"{type(error).__name__}: {why}", f"jax-triton: {remedy}") from error
     options: dict[str, Any] = {"out_shape": out_shape}
+    refs: list[Any] = []
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:
         _adapt_dead_code_rule(jax_triton.triton_lib.triton_kernel_call_p)
         # As JAX's own Triton does; from 3.10 on the wheel's default would be not to fuse.
         options = {"out_type": out_shape, "backend_options": {"enable_fp_fusion": True}}
-    return jax_triton.triton_call(
+        refs = [jax.new_ref(array) for array in in_place]
+    elif in_place:
+        raise KernelError(op, name, "jax-triton older than 0.4", "0.4, which writes in place: Python 3.12")
+    out = jax_triton.triton_call(
         *arguments,
+        *refs,
         kernel=kernel.function(),
         grid=tuple(int(n) for n in kernel.grid),
         num_warps=kernel.num_warps,
@@ -141,6 +154,7 @@ def triton_call(
         **options,
         **kernel.constants,
     )
+    return [out, *map(jax.freeze, refs)] if refs else out
 
 
 def _adapt_dead_code_rule(primitive: Any) -> None:

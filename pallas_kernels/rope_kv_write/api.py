@@ -1,5 +1,6 @@
 """`rope_kv_write`: checks its arguments and runs an implementation by name."""
 
+import functools
 from typing import Unpack
 
 import jax
@@ -9,7 +10,7 @@ from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import arrays_of, check_arrays, check_heads, check_that
 from pallas_kernels.kv import KV_DTYPES, check_pool_size, is_quantized
 from pallas_kernels.op import Implementation, Op
-from pallas_kernels.rope_kv_write import pallas_triton
+from pallas_kernels.rope_kv_write import pallas_triton, triton_jit
 from pallas_kernels.rope_kv_write.reference import Written, rope_kv_write_reference
 from pallas_kernels.rope_kv_write.specs import SPECS, problem
 from pallas_kernels.run import Options, run
@@ -17,7 +18,14 @@ from pallas_kernels.run import Options, run
 OP = Op(
     name="rope_kv_write",
     reference=rope_kv_write_reference,
-    implementations={"pallas_triton": Implementation.of(pallas_triton.rope_kv_write_pallas, pallas_triton)},
+    implementations={
+        "pallas_triton": Implementation.of(pallas_triton.rope_kv_write_pallas, pallas_triton),
+        "triton_jit": Implementation.of(
+            functools.partial(pallas_triton.rope_kv_write_pallas, call=triton_jit.call),
+            pallas_triton,
+            sources=triton_jit.sources,
+        ),
+    },
     specs=SPECS,
     sizes=("T",),
     # Pools are updated in place where they are donated: in a chain of timed calls each call takes the last
@@ -56,7 +64,8 @@ def rope_kv_write(
             as None then.
         q_norm, k_norm: `[Dh]` both, or `[H, Dh]` and `[K, Dh]`, bfloat16, float16 or float32, or neither;
             eps: of both, positive.
-        options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
+        options: an implementation, "pallas_triton", "triton_jit" (through jax-triton, on a GPU only, with
+            the same configurations) or "reference", and how it runs; see `Options`.
 
     Raises:
         KernelError: shapes that disagree, no tokens, an unsupported dtype, head dimension or pool size.

@@ -9,7 +9,7 @@ out three slices otherwise.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,8 +191,12 @@ def rope_kv_write_pallas(
     eps: float = 1e-6,
     config: Config,
     interpret: bool | None = None,
+    call: Callable[..., Any] = pallas_call,
 ) -> Written:
-    """See `rope_kv_write_reference`. Pages and scales are written in place where the caller donates them."""
+    """See `rope_kv_write_reference`. Pages and scales are written in place where the caller donates them.
+
+    `call`: also the twin's.
+    """
     T, H, Dh = q.shape
     N, K, bs, _ = k_pages.shape
     pools = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
@@ -206,7 +210,7 @@ def rope_kv_write_pallas(
     inputs = [flat.reshape(T, -1, Dh), cos, sin, slot_mapping]
     inputs += [norm for norm in (q_norm, k_norm) if norm is not None]
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *pools)]
-    q_rotated, *written = pallas_call(
+    q_rotated, *written = call(
         kernel,
         name="rope_kv_write",
         grid=(cdiv(T, config.tokens), K // heads),

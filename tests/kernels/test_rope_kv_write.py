@@ -1,6 +1,9 @@
 """`rope_kv_write` against its contract."""
 
+import functools
 import itertools
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +13,16 @@ import pytest
 
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope, rope_tables
+from pallas_kernels import _compat
 from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.errors import KernelError
 from pallas_kernels.fp8 import encode_e5m2
 from pallas_kernels.kv import KV_LARGEST, dequantize_kv, is_quantized, quantize_kv
-from pallas_kernels.rope_kv_write import OP, rope_kv_write
+from pallas_kernels.rope_kv_write import OP, rope_kv_write, triton_jit
 from pallas_kernels.rope_kv_write.pallas_triton import Config
 from tests.examples import slow_but
 from tests.kernels.contract import ULP, Contract, limit_for, normal
+from tests.kernels.triton_interpreter import run_twins
 
 QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
 # Half a step of rounding to nearest: relative to the number, and absolute for the smallest ones.
@@ -158,6 +163,9 @@ class RopeKvWriteContract(Contract):
         ],
     )
     def test_norms(self, rng, dtype, pages, H, K, Dh, R, wide):
+        self.check_norms(rng, dtype, pages, H, K, Dh, R, wide, lambda a: self.run(a, {"eps": 1e-5}))
+
+    def check_norms(self, rng, dtype, pages, H, K, Dh, R, wide, run):
         """Each head, or with `wide` all heads of a token together, are normalised before their rotation, as
         `rms_norm` does it: what one kernel after the other gives, but for a rounding or two."""
         arrays = _arrays(rng, 9, H, K, Dh, R=R, dtype=dtype, pages=pages)
@@ -167,7 +175,7 @@ class RopeKvWriteContract(Contract):
         }
         heads = {"q_norm": (H,), "k_norm": (K,)}
         norms = {name: normal(rng, (*(n if wide else ()), Dh), dtype) for name, n in heads.items()}
-        ours = self.run(arrays | norms, {"eps": 1e-5})
+        ours = run(arrays | norms)
         plain = self.expect(
             arrays | {n: jnp.zeros((5, K, 4, Dh), jnp.float32) for n in ("k_pages", "v_pages")} | norms
             | {n: None for n in ("k_scale", "v_scale")}, {"eps": 1e-5}
@@ -284,6 +292,86 @@ class TestPallas(RopeKvWriteContract):
         arrays = _arrays(rng, 3, 2, 2, 16)
         lowered = jax.jit(rope_kv_write, donate_argnames=("k_pages", "v_pages")).lower(**arrays)
         assert lowered.as_text().count("tf.aliasing_output") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="jax-triton needs a CUDA device")
+class TestTritonJit(RopeKvWriteContract):
+    implementation = "triton_jit"
+
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+def _twins(arrays, **static):
+    """The twin's results, interpreted; they are the same with one token a program and with four."""
+    call = functools.partial(rope_kv_write, **arrays, **static, implementation="triton_jit")
+    one, four = run_twins(triton_jit, [functools.partial(call, config=Config(n, 1)) for n in (1, 4)])
+    for ours, same in zip(one, four, strict=True):
+        np.testing.assert_array_equal(ours, same)
+    return one
+
+
+@pytest.mark.parametrize(
+    "T,H,K,Dh,R,dtype,pages",
+    [
+        slow(7, 6, 2, 24, 16, "float32", "float8_e4m3fn"),
+        slow(1, 1, 1, 8, 8, "float32", "float32"),
+        slow(7, 6, 2, 64, 64, "float16", "float16"),
+        slow(5, 7, 1, 40, 40, "float16", "int8"),
+        slow(6, 5, 5, 80, 32, "float16", "float8_e5m2"),
+        slow(9, 8, 2, 24, 2, "float32", "int8"),
+        slow(4, 2, 2, 128, 96, "float16", "float32"),
+    ],
+)
+def test_triton_jit_interpreted(rng, T, H, K, Dh, R, dtype, pages):
+    """The twin's arithmetic without a GPU: padding, partial rotation, every format of pages."""
+    arrays = _arrays(rng, T, H, K, Dh, R=R, dtype=dtype, pages=pages)
+    pytest.importorskip("triton")
+    TestTritonJit().check_written(arrays, _twins(arrays))
+
+
+@pytest.mark.parametrize(
+    "dtype,pages,H,K,Dh,R,wide",
+    [
+        ("float32", "float8_e5m2", 6, 3, 24, 16, True),
+        slow("float32", "float32", 6, 2, 80, 32, False),
+        slow("float16", "int8", 10, 5, 24, 24, True),
+        slow("float16", "float16", 1, 1, 64, 64, False),
+    ],
+)
+def test_triton_jit_norms_interpreted(rng, dtype, pages, H, K, Dh, R, wide):
+    pytest.importorskip("triton")
+    check = TestTritonJit().check_norms
+    check(rng, dtype, pages, H, K, Dh, R, wide, lambda arrays: _twins(arrays, eps=1e-5))
+
+
+@pytest.mark.parametrize("since", [False, True])
+def test_triton_jit_writes_in_place(rng, monkeypatch, since):
+    """Pools go to jax-triton 0.4 as references, which alias them; 0.3 has none, and is refused."""
+    pytest.importorskip("triton")
+
+    def before(*arrays, kernel, out_shape, grid, **options):
+        raise AssertionError
+
+    def call(*arrays, kernel, out_type, grid, **options):
+        for ref in arrays[6:10]:
+            ref[...] = ref[...] + jnp.ones((), ref.dtype)
+        return jnp.zeros(out_type.shape, out_type.dtype)
+
+    monkeypatch.setattr(_compat, "_adapt_dead_code_rule", lambda primitive: None)
+    library = SimpleNamespace(triton_kernel_call_p=None)
+    module = SimpleNamespace(triton_call=call if since else before, triton_lib=library)
+    monkeypatch.setitem(sys.modules, "jax_triton", module)
+    arrays = _arrays(rng, 3, 2, 2, 16, pages="int8")
+    run = functools.partial(rope_kv_write, **arrays, implementation="triton_jit", interpret=False)
+    if since:
+        names = ("k_pages", "v_pages", "k_scale", "v_scale")
+        for name, new in zip(names, run()[1:], strict=True):
+            np.testing.assert_array_equal(new, arrays[name] + jnp.ones((), arrays[name].dtype))
+    else:
+        with pytest.raises(KernelError, match=r"jax-triton older than 0\.4"):
+            run()
 
 
 def _bytes(array):

@@ -56,15 +56,19 @@ def run_twins(module: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """
     launches: dict[str, list[Launch]] = {}
 
-    def record(op: str, kernel: TritonSource, arguments: Any, *, out_shape: Any, **_: Any):
-        arrays = [np.array(array) for array in arguments]
+    def record(
+        op: str, kernel: TritonSource, arguments: Any, *, out_shape: Any, in_place: Any = (), **_: Any
+    ):
+        arrays = [np.array(array) for array in (*arguments, *in_place)]
         arrays.append(np.full(out_shape.shape, np.nan, out_shape.dtype))
         place = f"{kernel.module}:{kernel.name}"
         launches.setdefault(place, []).append(Launch(arrays, kernel.constants, kernel.grid))
-        return jnp.zeros(out_shape.shape, out_shape.dtype)
+        out = jnp.zeros(out_shape.shape, out_shape.dtype)
+        return [out, *in_place] if in_place else out
 
-    def replay(*_: Any, **__: Any):
-        return next(results)[-1]
+    def replay(op: str, kernel: TritonSource, arguments: Any, *, in_place: Any = (), **_: Any):
+        *written, out = next(results)[len(arguments) :]
+        return [out, *map(jnp.asarray, written)] if in_place else out
 
     with mock.patch.object(module, "triton_call", record):
         for call in calls:
