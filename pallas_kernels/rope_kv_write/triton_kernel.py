@@ -52,9 +52,9 @@ def _rotated(x_ptr, weight_ptr, cos_ptr, sin_ptr, at, token, head, ok, COUNT, TO
             of_token = tl.reshape(mean, (TOKENS, mean.shape[0] // TOKENS))
             total = tl.broadcast_to(tl.sum(of_token, 1)[:, None], of_token.shape)
             mean = tl.reshape(total, mean.shape) / COUNT
-            weights = _load(weight_ptr, head, ok, R, DH)
         else:
-            weights = _load(weight_ptr, tl.arange(0, 1), tl.arange(0, 1) == 0, R, DH)
+            head = head * 0  # one weight: to load it for every row takes no exchange between threads
+        weights = _load(weight_ptr, head, ok, R, DH)
         scale = tl.rsqrt(mean + EPS)[:, None]
         first = ((first * scale).to(kind) * weights[0].to(kind)).to(tl.float32)
         second = ((second * scale).to(kind) * weights[1].to(kind)).to(tl.float32)
