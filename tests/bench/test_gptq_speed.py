@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moejax.bench.micro import gptq_speed
+from tests.bench import gptq_speed
 
 SMALL = ["--experts", "2", "--inputs", "32", "--outputs", "8", "--tokens", "64", "--repeats", "1"]
 

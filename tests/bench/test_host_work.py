@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from moejax.bench.micro import host_work
-from moejax.bench.micro.host_work import measure_queue, measure_steps
+from tests.bench import host_work
+from tests.bench.host_work import measure_queue, measure_steps
 
 
 @pytest.mark.parametrize("sequences", [1, 5])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moejax.bench.micro import sampling_filters
+from tests.bench import sampling_filters
 
 
 def test_reports_both_ways(capsys: pytest.CaptureFixture[str]) -> None:

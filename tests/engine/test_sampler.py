@@ -10,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from moejax.bench.micro.sampling_filters import filter_by_sorting
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step.sampler import (
     Sampled,
@@ -21,6 +20,7 @@ from moejax.engine.step.sampler import (
     sample,
     sampler_mode,
 )
+from tests.bench.sampling_filters import filter_by_sorting
 from tests.engine.tiny import PROPERTY, log_softmax
 from tests.plain.contiguous import sampling_arrays
 

@@ -174,7 +174,7 @@ def filter_scores(scores: jax.Array, arrays: SamplingArrays) -> jax.Array:
 
     At least the likeliest token always stays. Ties with the last token kept by top-k or top-p are kept too.
     The last score that stays is searched for, which is several times faster than to sort a row
-    (`moejax.bench.micro.sampling_filters`, which has the sort as the plain twin).
+    (`tests/bench/sampling_filters.py`, which has the sort as the plain twin).
     """
     V = scores.shape[-1]
     best = jnp.max(scores, axis=-1, keepdims=True)

@@ -1,6 +1,6 @@
 """GPTQ's core beside qwix's: seconds for a stack of experts, and the output error of what comes out.
 
-    python -m moejax.bench.micro.gptq_speed      # a table on stderr, one line of JSON on stdout
+    python -m tests.bench.gptq_speed      # a table on stderr, one line of JSON on stdout
 
 Both get the same weights, Hessians, damping, block and groups. qwix's `contrib.gptq_core` takes a matrix, so
 it is called for one expert after the other, as its own `contrib.gptq` calls it (not compiled as a whole).
@@ -111,7 +111,7 @@ def compare(
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's header."""
     parser = argparse.ArgumentParser(
-        prog="python -m moejax.bench.micro.gptq_speed", description="Times GPTQ's core beside qwix's."
+        prog="python -m tests.bench.gptq_speed", description="Times GPTQ's core beside qwix's."
     )
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--inputs", type=int, default=256)

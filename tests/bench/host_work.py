@@ -1,6 +1,6 @@
 """Times the host's work in a step without a model: schedule, build the batch, postprocess.
 
-    python -m moejax.bench.micro.host_work      # a table on stderr, one line of JSON on stdout
+    python -m tests.bench.host_work      # a table on stderr, one line of JSON on stdout
 
 In the plain loop the device waits for the host; in the overlapped loop host work is hidden only as long as it
 takes less than a step. So it has limits of its own, apart from any model's speed. No step is computed: every
@@ -118,7 +118,7 @@ def _tokens(plan: StepPlan) -> list[int]:
 def main(argv: Row[str] | None = None) -> None:
     """Command line; see the module's header."""
     parser = argparse.ArgumentParser(
-        prog="python -m moejax.bench.micro.host_work", description="Times the host's work per engine step."
+        prog="python -m tests.bench.host_work", description="Times the host's work per engine step."
     )
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256], help="running sequences")
     parser.add_argument(

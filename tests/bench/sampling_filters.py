@@ -1,6 +1,6 @@
 """The sampler's filters by a search for the last score that stays, beside a sort of all scores.
 
-    python -m moejax.bench.micro.sampling_filters      # a table on stderr, one line of JSON on stdout
+    python -m tests.bench.sampling_filters      # a table on stderr, one line of JSON on stdout
 
 Both take turns on the same scores; compiling is in `first_call_s` and nowhere else.
 """
@@ -63,7 +63,7 @@ def compare(batch: int, vocabulary: int, params: SamplingParams, repeats: int) -
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's header."""
     parser = argparse.ArgumentParser(
-        prog="python -m moejax.bench.micro.sampling_filters", description="Times the sampler's filters."
+        prog="python -m tests.bench.sampling_filters", description="Times the sampler's filters."
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--vocabulary", type=int, default=151_936)
