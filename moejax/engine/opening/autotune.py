@@ -67,7 +67,7 @@ def choose_products(
     rules = Resolution(KEY, "rules", refusal or "asked for")
     if engine.autotune_choices is not None:
         return _pinned(engine.autotune_choices, moe, refusal)
-    if refusal is not None or engine.autotune == "rules":
+    if engine.autotune == "rules" or refusal is not None:
         return moe, rules
     steps = step_sizes(engine)
     timed = _stored(model, steps)
