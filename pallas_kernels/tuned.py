@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.errors import KernelError
 from pallas_kernels.op import Op, Problem
 
 DATA = Path(__file__).parent / "data"
@@ -99,11 +100,18 @@ def configure(
 
 @lru_cache(maxsize=256)
 def read_table(data: Path, device: str, op: str) -> tuple[Entry, ...]:
-    """Returns a device's table for an operation; empty if there is none."""
+    """Returns a device's table for an operation; empty if there is none.
+
+    Raises:
+        KernelError: the file is no such table.
+    """
     path = data / device / f"{op}.json"
     if not path.exists():
         return ()
-    return tuple(Entry(**row) for row in json.loads(path.read_text())["entries"])
+    try:
+        return tuple(Entry(**row) for row in json.loads(path.read_text())["entries"])
+    except (ValueError, KeyError, TypeError):
+        raise KernelError(op, "table", path, "a table of choices; remove the file") from None
 
 
 def write_table(data: Path, device: str, op: str, entries: Iterable[Entry], **about: Any) -> Path:

@@ -17,6 +17,7 @@ from moejax.engine.opening import autotune
 from moejax.engine.opening.autotune import Timed, best, candidates, choose_products, measure, step_sizes
 from moejax.engine.opening.resolve import resolve
 from moejax.engine.requests.api import SamplingParams
+from pallas_kernels.tuned import read_table
 from tests.engine.tiny import small_config
 
 MODEL = small_config()
@@ -72,6 +73,19 @@ def test_what_was_measured_is_stored_and_taken(monkeypatch: pytest.MonkeyPatch) 
     assert choose_products(MODEL, RULES, rules, None)[1].reason == "asked for"
     # Another shape has no times.
     assert choose_products(MODEL.replace(num_experts=16), RULES, ENGINE, None)[0] == RULES
+
+
+def test_a_damaged_table_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "measure", lambda *args: timed(edf=50.0, efd=100.0))
+    choose_products(MODEL, RULES, MEASURE, None)
+    (table,) = autotune.measured_tables().glob("*/*.json")
+    for text in ("{", "[]", '{"entries": [{"problem": {}}]}'):
+        table.write_text(text)
+        read_table.cache_clear()
+        with pytest.raises(ConfigError, match=r"engine\.autotune: .*remove the file") as caught:
+            choose_products(MODEL, RULES, ENGINE, None)
+        assert str(table) in str(caught.value)
+    read_table.cache_clear()
 
 
 def test_the_layout_stays_unless_the_other_gains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def require_gpu(mode: str) -> None:
     if platform != "gpu":
         raise DeviceError(
             f"mode={mode} times kernels on a CUDA device, and JAX has only {platform!r} here; "
-            f"mode=static reports on them without one"
+            "mode=static reports on them without one"
         )
 
 

@@ -22,6 +22,10 @@ class Bucket(NamedTuple):
     def name(self) -> str:
         return f"{self.rows}+{self.tokens}" if self.tokens else str(self.rows)
 
+    def program_names(self, stages: int) -> list[str]:
+        """Returns the names of its programs, one for each pipeline stage."""
+        return [self.name] if stages == 1 else [f"{self.name} stage {stage}" for stage in range(stages)]
+
 
 @dataclass(frozen=True)
 class Job:

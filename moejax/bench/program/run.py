@@ -82,7 +82,8 @@ def run_program(config: Any, run: ExperimentRun) -> Result:
         ensure_writable(file.parent)
         find_baseline(file)  # a corrupt one is said before anything is compiled
     elif file:
-        baseline = read_baseline(file, [bucket.name for bucket in buckets])
+        names = [name for bucket in buckets for name in bucket.program_names(config.parallel.pp)]
+        baseline = read_baseline(file, names)
     blocks, cache = engine.num_blocks, {}
     if blocks is None:
         blocks = engine.max_num_seqs * -(-section.context_len // engine.block_size)

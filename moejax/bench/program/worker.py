@@ -65,7 +65,7 @@ def _compile(
     shapes = jax.tree.map(
         lambda x: x if x.sharding else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), program.args()
     )
-    name = bucket.name if len(runners) == 1 else f"{bucket.name} stage {number}"
+    name = bucket.program_names(len(runners))[number]
     with contextlib.ExitStack() as stack:
         if job.dumps is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax.core.config import LAYOUTS, EngineConfig, ModelConfig, MoeConfig, Product, TunedMoe
+from moejax.core.config import LAYOUTS, EngineConfig, ExpertLayout, ModelConfig, MoeConfig, Product, TunedMoe
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import first_processor
 from moejax.core.resolve import Resolution
@@ -28,6 +28,7 @@ from moejax.moe.experts import Experts
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize
 from moejax.ops.dispatch import batched_rows_for
+from pallas_kernels.errors import KernelError
 from pallas_kernels.tuned import Entry, add_entries, measured_tables, read_table
 
 KEY, OP = "engine.autotune", "moe_experts"
@@ -62,7 +63,7 @@ def choose_products(
         refusal: why nothing can be tuned for this engine; None if something can.
 
     Raises:
-        ConfigError: `engine.autotune_choices` is no run, or one without choices.
+        ConfigError: `engine.autotune_choices` is no run, or one without choices; the stored table is damaged.
     """
     rules = Resolution(KEY, "rules", refusal or "asked for")
     if engine.autotune_choices is not None:
@@ -88,7 +89,7 @@ def step_sizes(engine: EngineConfig) -> list[int]:
     return list(dict.fromkeys(n for n in (1, 8, 128, rows, 512, 32, 2048) if n <= tokens))
 
 
-def candidates(tokens: int, model: ModelConfig, layout: str) -> Iterator[Product]:
+def candidates(tokens: int, model: ModelConfig, layout: ExpertLayout) -> Iterator[Product]:
     """Yields the products that are timed for steps of `tokens` tokens, the rules' first."""
     yield Product(tokens, "auto", None)
     yield Product(tokens, "blocks_uniform", None)
@@ -148,9 +149,9 @@ def best(seconds: dict[Product, np.ndarray]) -> tuple[Product, float, float]:
     return fastest, 1e6 * median[fastest], 1e6 * median[rules]
 
 
-def _experts(model: ModelConfig, layout: str, seed: int) -> tuple[Any, Any]:
+def _experts(model: ModelConfig, layout: ExpertLayout, seed: int) -> tuple[Any, Any]:
     """Returns a layer of random experts, as graph and state."""
-    experts = Experts(model, layout, jnp.dtype(model.dtype))  # type: ignore[arg-type]
+    experts = Experts(model, layout, jnp.dtype(model.dtype))
     initialize(experts, seed=seed)
     return nnx.split(experts)
 
@@ -233,8 +234,12 @@ def _problem(model: ModelConfig, tokens: int) -> dict[str, int | str]:
 
 def _stored(model: ModelConfig, steps: Sequence[int]) -> list[Timed]:
     """Returns what was measured before, of this shape with this jaxlib on this machine."""
+    try:
+        entries = read_table(*_table(), OP)
+    except KernelError as error:
+        raise ConfigError(f"{KEY}: {error}") from None
     timed = []
-    for entry in read_table(*_table(), OP):
+    for entry in entries:
         tokens = int(entry.problem["tokens"])
         if tokens in steps and entry.problem == _problem(model, tokens):
             product = Product(tokens, entry.config["product"], entry.config["rows"])

@@ -236,7 +236,8 @@ def _not_tuned(
         return "the model has no experts"
     if platform != "cpu" or product == "pallas_triton":
         return "GPU kernels have tables of their own"
-    if asked.execution != "grouped" or asked != dataclasses.replace(MoeConfig(), overflow=asked.overflow):
+    open_to_choice = (asked.execution, asked.grouped_matmul, asked.block_rows, asked.expert_layout)
+    if open_to_choice != ("grouped", "auto", None, "auto"):
         return "engine.moe says what runs"
     if not parallel.is_single:
         return "products are timed for one device"
