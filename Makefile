@@ -90,7 +90,7 @@ GATE = $(BIN)/python -m experiments.program experiment=program_gate
 static: $(VENV)/.dev gpu-compiler ## Compile every kernel and whole steps of models for A100 and H100, without a GPU: the gates
 	$(BIN)/python -m experiments.kernels mode=static
 	$(GATE) -m model=qwen3_30b_a3b,mixtral_8x7b,olmoe_1b_7b target=a100,h100
-	$(GATE) -m parallel=ep8,tp8
+	$(GATE) -m parallel=ep8,tp8,pp2_ep4
 	$(GATE) -m quant=int4_rtn_g64,fp8_e4m3
 
 gate: $(VENV)/.dev gpu-compiler ## The part of it that CI runs: two steps of Qwen3-30B-A3B for an A100, kernels beside them
