@@ -210,7 +210,8 @@ class TunedMoe(MoeConfig, section="engine.moe"):
     def of(cls, moe: MoeConfig, layout: ExpertLayout, products: Iterable[Product]) -> "TunedMoe":
         """Returns `moe` with another layout and these products."""
         values = {item.name: getattr(moe, item.name) for item in dataclasses.fields(MoeConfig)}
-        return cls(**values | {"expert_layout": layout}, products=tuple(sorted(products)))
+        values["expert_layout"] = layout
+        return cls(**values, products=tuple(sorted(products, key=lambda each: each.tokens)))
 
     @classmethod
     def parse(cls, moe: MoeConfig, choices: str, key: str) -> "TunedMoe":
@@ -225,8 +226,9 @@ class TunedMoe(MoeConfig, section="engine.moe"):
             for word in words:
                 tokens, name, *rows = word.split(":")
                 products.append(Product(int(tokens), name, int(rows[0]) if rows else None))
-            known = all(each.implementation in PRODUCTS and each.tokens > 0 for each in products)
-            if not products or not known or layout not in LAYOUTS:
+            known = all(each.implementation in PRODUCTS for each in products)
+            sizes = [size for each in products for size in (each.tokens, each.rows) if size is not None]
+            if not known or layout not in LAYOUTS or min(sizes) < 1:
                 raise ValueError
             return cls.of(moe, layout, products)
         except ValueError:

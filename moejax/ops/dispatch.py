@@ -5,11 +5,11 @@ A name that was asked for runs or raises; only "auto" chooses.
 
 import jax
 
-from moejax.core.config import KERNELS
+from moejax.core.config import KERNELS, LAYOUTS, PRODUCTS
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.resolve import Resolution
 
-GROUPED_MATMUL = ("blocks_mixed", "blocks_uniform", "batched", "ragged_dot", "pallas_triton")
+GROUPED_MATMUL = PRODUCTS[1:]
 
 
 def choose(requested: str, known: tuple[str, ...], auto: Resolution) -> Resolution:
@@ -176,4 +176,4 @@ def choose_expert_layout(requested: str, platform: str, product: str = "auto") -
         auto = Resolution(key, "efd", "on CPU a single row's product reads transposed experts without a copy")
     else:
         auto = Resolution(key, "edf", f"the products' own order on {platform}")
-    return choose(requested, ("edf", "efd"), auto)
+    return choose(requested, LAYOUTS, auto)

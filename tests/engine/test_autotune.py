@@ -101,7 +101,16 @@ def test_a_step_takes_the_nearest_product() -> None:
         products[at] for at in (0, 0, 1, 1, 1, 2, 2)
     ]
     assert TunedMoe.parse(RULES, moe.choices, "key") == moe
-    for wrong in ("", "edf", "edf 1", "edf 0:auto", "edf x:auto", "edf 1:nothing", "middle 1:auto"):
+    for wrong in (
+        "",
+        "edf",
+        "edf 1",
+        "edf 0:auto",
+        "edf 8:batched:0",
+        "edf x:auto",
+        "edf 1:nothing",
+        "middle 1:auto",
+    ):
         with pytest.raises(ConfigError, match="key"):
             TunedMoe.parse(RULES, wrong, "key")
 
