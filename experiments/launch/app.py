@@ -57,6 +57,7 @@ from experiments.launch.variants import compose_variants
 from moejax.bench.ignored import ignored_settings
 from moejax.bench.run_folder import claimed
 from moejax.core.errors import ConfigError, MoejaxError
+from moejax.core.host import HostConfig
 from moejax.core.words import one_line
 from moejax.sharding.distributed import process_count, read_environment, report_failure
 
@@ -248,6 +249,7 @@ class _Jobs:
                         logging.getLogger("moejax").setLevel(logging.DEBUG)
                     for key, item in ignored_settings(built).items():
                         logging.getLogger("moejax").warning("%s=%s is %s", key, item["value"], item["reason"])
+                    getattr(built, "host", HostConfig()).pin()
                     with taking_part(built) as config:
                         if self.ahead and process_count() == 1:
                             from experiments.launch.dry_run import look_ahead

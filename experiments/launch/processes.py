@@ -113,9 +113,11 @@ def _stdout_for_results() -> Iterator[None]:
 
 
 def _check_same(config: Any, index: int) -> None:
-    """Refuses a configuration that is not process 0's, but for where it is tracked."""
+    """Refuses a configuration that is not process 0's, but for where it runs and is tracked."""
     computed = {
-        key: value for key, value in dataclasses.asdict(config).items() if key not in ("tracker", "verbose")
+        key: value
+        for key, value in dataclasses.asdict(config).items()
+        if key not in ("tracker", "verbose", "host")
     }
     ours = json.loads(dump_json(computed))
     theirs = json.loads(broadcast(dump_json(ours)))

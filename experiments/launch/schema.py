@@ -24,6 +24,7 @@ from moejax.bench.workload import WorkloadConfig, latency_cases
 from moejax.core.checked import Among, Checked, Must, Seed
 from moejax.core.config import DTYPES, EngineConfig
 from moejax.core.errors import ConfigError
+from moejax.core.host import HostConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.price import Price
 from moejax.core.quant import QuantConfig
@@ -113,6 +114,7 @@ class ModelSections(Checked):
     model: ModelSection
     engine: EngineConfig = field(default_factory=EngineConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
+    host: HostConfig = field(default_factory=HostConfig)
     seed: Seed = 0
     overwrite: bool = False
     verbose: bool = False
@@ -301,6 +303,7 @@ class TrainExperimentConfig(TrainConfig):
 
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
+    host: HostConfig = field(default_factory=HostConfig)
     overwrite: bool = False
     verbose: bool = False
 

@@ -59,6 +59,7 @@ class QuantizedSave:
             }
             if arrays["values"].ndim > len(declared.shape):
                 arrays["values"] = untile_codes(arrays["values"])
+            arrays["values"] = arrays["values"].view(weight.format.code_dtype)
             D, F = declared.canonical_shape[-2:]
             for expert in range(num_experts) if EXPERT in module else (None,):
                 one = arrays if expert is None else {k: v[slots.index(expert)] for k, v in arrays.items()}

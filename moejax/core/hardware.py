@@ -145,6 +145,13 @@ def first_processor(root: str | os.PathLike[str] = "/") -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
+def processor_family() -> str | None:
+    """Returns family and model of the processor, such as "26.2": virtual machines give the same name to
+    processors that have little in common. None where they are not told."""
+    told = first_processor()
+    return f"{told['cpu family']}.{told.get('model')}" if "cpu family" in told else None
+
+
 def measure_read_bandwidth(size_bytes: int = 1 << 28) -> float:
     """Returns the bytes per second that this machine's cores together read from memory.
 

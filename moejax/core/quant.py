@@ -76,8 +76,9 @@ class QuantConfig(Checked, section="quant"):
         smoothing: alpha of SmoothQuant.
         implementation: of the products: "dequantize" first and multiply then; "xla"; "pallas_triton", the
             GPU kernels; "auto".
-        layout: of four-bit codes in memory: "plain", as in checkpoints; "auto" puts them into tiles that the
-            GPU kernels read in whole lines, where these run.
+        layout: of codes in memory: "plain", as in checkpoints; "auto" puts four-bit codes into tiles that the
+            GPU kernels read in whole lines, where these run, and keeps float8 on a CPU as its bits, which
+            XLA converts by vectors.
     """
 
     method: Method = "none"

@@ -6,7 +6,7 @@ loading, sharding, memory accounting and the engine's leaves go on working by de
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -67,21 +67,43 @@ class QuantizedWeight(nnx.Module):
         """Puts packed codes into the GPU kernels' tiles (`pallas_kernels.qformats.tile_codes`), those of each
         device on their own: it has whole pieces of 64 inputs."""
         assert self.values is not None
-        spec, value = self.values.get_metadata("spec"), self.values.get_value()
+        spec = self.values.get_metadata("spec")
         *lead, F, width = spec.shape
         *axes, out, into = spec.axes
         shape, axes = (*lead, 2 * width // PACK, F, PACK // 2), (*axes, into, out, None)
-        self.values = declare(replace(spec, shape=shape, axes=axes))
+        self._rewrite(
+            tile_codes, replace(spec, shape=shape, axes=axes), lambda *p: (*p[:-2], p[-1], p[-2], None)
+        )
+
+    def keep_bits(self) -> None:
+        """Keeps float8 codes as their bits, uint8: XLA's CPU code converts float8 number by number."""
+        assert self.values is not None
+        spec = replace(self.values.get_metadata("spec"), dtype="uint8")
+        self._rewrite(lambda codes: jax.lax.bitcast_convert_type(codes, jnp.uint8), spec, lambda *p: p)
+
+    def _rewrite(
+        self, rewrite: Callable[[jax.Array], jax.Array], spec: ParamSpec, split: Callable[..., tuple]
+    ) -> None:
+        """Declares the codes anew and puts them, where there are any, into that form.
+
+        Args:
+            split: of the mesh axes by which the codes are split now, those of the new form.
+        """
+        assert self.values is not None
+        value = self.values.get_value()
+        self.values = declare(spec)
         if isinstance(value, jax.ShapeDtypeStruct):
             return
         where = value.sharding
         if isinstance(where, NamedSharding):
             parts = [*where.spec, *[None] * (value.ndim - len(where.spec))]
-            where = NamedSharding(where.mesh, PartitionSpec(*parts[:-2], parts[-1], parts[-2], None))
+            where = NamedSharding(where.mesh, PartitionSpec(*split(*parts)))
         if where.addressable_devices:
-            self.values.set_value(jax.jit(tile_codes, out_shardings=where)(value))
+            self.values.set_value(jax.jit(rewrite, out_shardings=where)(value))
         else:  # another process's pipeline stage
-            empty = jax.make_array_from_single_device_arrays(shape, where, [], dtype=value.dtype)
+            empty = jax.make_array_from_single_device_arrays(
+                spec.shape, where, [], dtype=jnp.dtype(spec.dtype)
+            )
             self.values.set_value(empty)
 
     def set(self, tensor: QTensor) -> None:

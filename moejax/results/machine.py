@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _BUSY = 15.0  # per cent of the cores, by others, from which a timing is suspect
+_MOVED = 1.25  # of the spread of reads between iterations, likewise
 DOUBTS = {
     "exceeded": ("above", "faster than the roof allows, as weights are that stay in the processor's caches"),
     "unstable": ("moved", "the roof's readings lie over 20 % apart; measure again on a quieter machine"),
@@ -45,7 +46,7 @@ def machine_lines(result: Mapping[str, Any]) -> list[str]:
     doubts = {row.get("roofline_doubt") for row in cases}
     lines = [f"{word}: {meaning}" for doubt, (word, meaning) in DOUBTS.items() if doubt in doubts]
     roof = roof_line(result) if told else None
-    return [line for line in (roof, *lines, tuned_line(result), busy_line(result)) if line]
+    return [line for line in (roof, *lines, tuned_line(result), busy_line(result), pace_line(result)) if line]
 
 
 def tuned_line(result: Mapping[str, Any]) -> str | None:
@@ -66,3 +67,15 @@ def busy_line(result: Mapping[str, Any]) -> str | None:
         others = cores * ((provenance.get("state") or {}).get("busy_percent") or 0.0)
         when = "when the run began"
     return f"machine busy: {others:.0f} % of other CPU {when}" if others > _BUSY * cores else None
+
+
+def pace_line(result: Mapping[str, Any]) -> str | None:
+    """Returns how far the machine's own pace moved while it was measured; None where it was too little."""
+    metrics = result["metrics"]
+    spread = metrics.get("cache_read_spread") or 1.0
+    if spread <= _MOVED:
+        return None
+    return (
+        f"machine's pace moved {spread:.2f} times while it was measured (reads of 4 MiB between iterations, "
+        f"median {metrics['cache_read_gb_s']:.1f} GB/s): times moved with it"
+    )

@@ -20,7 +20,8 @@ import psutil
 
 from moejax.core.errors import CheckpointError
 from moejax.core.files import content_hash, to_jsonable
-from moejax.core.hardware import first_processor
+from moejax.core.hardware import first_processor, processor_family
+from moejax.core.host import format_cpus, usable_cores, usable_cpus
 from moejax.tracking.machine import cpu_settings, gpu_settings, jax_settings, machine_state
 
 DISTRIBUTIONS: tuple[str, ...] = (
@@ -140,13 +141,14 @@ def environment() -> dict[str, str]:
 
 
 def cpu_info() -> dict[str, Any]:
-    """`model`, `cores` (logical), `usable_cores` (this process's share), `memory_bytes`, `machine`, `os`,
-    `nice` (this process's priority), and `machine.cpu_settings`."""
-    affinity = getattr(os, "sched_getaffinity", None)
+    """`model`, `family`, `cores` (logical), `usable_cores` and `cpus` (this process's share), `memory_bytes`,
+    `machine`, `os`, `nice` (this process's priority), and `machine.cpu_settings`."""
     return {
         "model": first_processor().get("model name") or platform.processor() or None,
+        "family": processor_family(),
         "cores": os.cpu_count(),
-        "usable_cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "cpus": format_cpus(usable_cpus()),
         "memory_bytes": psutil.virtual_memory().total,
         "machine": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",

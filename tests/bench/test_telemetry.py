@@ -91,3 +91,14 @@ def test_on_a_cpu_unknown_energy_is_none_and_virtual_devices_are_one_machine() -
     assert found["metrics"]["energy_per_output_token_j"] is None
     assert "energy_per_output_token_j" not in found["cases"][0]
     assert found["metrics"]["cost_per_million_output_tokens"] == pytest.approx(1e6 / 3600 / 5)
+
+
+def test_pace_of_the_machine_is_read_around_each_part() -> None:
+    meter, found = Meter(TelemetryConfig()), result(5)
+    for _ in range(3):
+        with meter.part(0):
+            pass
+    meter._pace[0][:] = [10.0, 20.0, 20.0, 20.0, 20.0, 30.0]
+    meter.add_to(found)
+    assert found["cases"][0]["cache_read_gb_s"] == found["metrics"]["cache_read_gb_s"] == 20.0
+    assert found["metrics"]["cache_read_spread"] == pytest.approx(25.0 / 15.0)

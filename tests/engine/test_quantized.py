@@ -121,6 +121,30 @@ def test_each_implementation_gives_the_same_tokens(implementation: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", pytest.param("fp8_block128", marks=pytest.mark.slow)])
+def test_float8_as_bits_is_float8(fmt: str, model: Any, tmp_path: Path) -> None:
+    """Codes kept as bits give the same tokens and logprobs, and the same checkpoint."""
+    found = []
+    for layout in ("auto", "plain"):
+        llm = LLM(model("mixtral"), engine=ENGINE, quant=dataclasses.replace(rtn(fmt), layout=layout))
+        values = {r.key: r.value for r in llm.resolutions}
+        assert values["quant.layout"] == ("bits" if layout == "auto" else "plain")
+        kept = {str(weight.tensor().values.dtype) for _, weight in quantized_weights(llm.model)}
+        assert kept == ({"uint8"} if layout == "auto" else {"float8_e4m3fn"})
+        asked = dataclasses.replace(GREEDY, logprobs=1)
+        outputs = [out.outputs[0] for out in llm.generate(prompts(2), asked)]
+        llm.save_pretrained(tmp_path / layout)
+        held = load_pretrained(tmp_path / layout).model
+        weights = {path: weight.tensor() for path, weight in quantized_weights(held)}
+        found.append(([out.token_ids for out in outputs], [out.logprobs for out in outputs], weights))
+    assert found[0][0] == found[1][0]
+    for ours, plain in zip(found[0][1], found[1][1], strict=True):
+        for one, other in zip(ours, plain, strict=True):
+            assert abs(one.logprob - other.logprob) < 1e-5
+    jax.tree.map(np.testing.assert_array_equal, found[0][2], found[1][2])
+    assert {weight.values.dtype for weight in found[0][2].values()} == {np.dtype("float8_e4m3fn")}
+
+
 def test_what_is_resolved_and_reported(model: Any) -> None:
     llm = LLM(model("qwen3_moe"), engine=ENGINE, quant=rtn("int4_g32", ("lm_head", "int8")))
     found = {r.key: r for r in llm.resolutions}

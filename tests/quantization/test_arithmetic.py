@@ -102,6 +102,15 @@ def test_what_is_too_large_saturates(numbers):
     np.testing.assert_array_equal(values, np.array([1, -1, 1, -1]) * ar.MOST[numbers])
 
 
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("numbers", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_as_bits_has_all_values(numbers, compile):
+    bits = np.arange(256, dtype=np.uint8)
+    decode = functools.partial(ar.decode_float8, numbers=numbers)
+    got = np.asarray((jax.jit(decode) if compile else decode)(bits))
+    np.testing.assert_array_equal(got, bits.view(numbers).astype(np.float32))
+
+
 def test_float4_values():
     values = np.asarray(ar.decode_e2m1(jnp.arange(16, dtype=jnp.uint8)))
     want = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)

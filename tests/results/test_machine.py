@@ -34,6 +34,10 @@ def test_what_stands_under_a_table() -> None:
     quiet = {"cases": [{}], "hardware": ROOF, "metrics": {"mean_other_cpu_percent": 29.0}}
     quiet["provenance"] = provenance
     assert machine_lines(quiet) == []
+    moved = quiet | {"metrics": {"cache_read_spread": 1.9, "cache_read_gb_s": 14.0}}
+    (pace,) = machine_lines(moved)
+    assert pace.startswith("machine's pace moved 1.90 times") and "median 14.0 GB/s" in pace
+    assert machine_lines(quiet | {"metrics": {"cache_read_spread": 1.2, "cache_read_gb_s": 14.0}}) == []
     choice = {
         "value": "edf 1:batched:2",
         "reason": "measured on CPU: 1.20 of the rules' speed; us: 1",

@@ -1,10 +1,13 @@
 """Telemetry of the devices that a measurement uses, the cost of what they made, and both in the result."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
 from moejax.core.files import to_jsonable
 from moejax.core.price import Price
@@ -40,11 +43,24 @@ class Meter:
     ) -> None:
         self.telemetry = open_telemetry(config, num_devices)
         self._price = price
+        self._probe = np.zeros(2**20, np.float32)
+        self._pace: dict[int, list[float]] = defaultdict(list)
         self._devices = 1 if jax.devices()[0].platform == "cpu" else num_devices
 
-    def part(self, case: int) -> AbstractContextManager[None]:
-        """Around what is measured of a case, and nothing else."""
-        return self.telemetry.part(case)
+    @contextmanager
+    def part(self, case: int) -> Iterator[None]:
+        """Around what is measured of a case, and nothing else. On a CPU the machine's pace is read before and
+        after: neighbours on shared cores and caches move it, and with it every time, by half."""
+        self._read_pace(case)
+        with self.telemetry.part(case):
+            yield
+        self._read_pace(case)
+
+    def _read_pace(self, case: int) -> None:
+        if self.telemetry.config.enabled and jax.devices()[0].platform == "cpu":
+            start = time.perf_counter()
+            self._probe.max()
+            self._pace[case].append(self._probe.nbytes / (time.perf_counter() - start) / 1e9)
 
     def add_to(self, result: dict[str, Any], cases: Sequence[int] | None = None) -> None:
         """Telemetry and cost into the flat metrics, the cases' rows and `result["telemetry"]`.
@@ -62,7 +78,8 @@ class Meter:
             self.telemetry.summary(*chosen, output_tokens=tokens),
             any(rows[index].get("backend") in elsewhere for index in chosen),
         )
-        metrics |= flat | self._cost(metrics)
+        readings = [pace for index in chosen for pace in self._pace[index]]
+        metrics |= flat | self._cost(metrics) | _pace(readings)
         # The system's own record of a process's peak lags behind what is sampled.
         largest = flat.get("max_process_rss_bytes") or 0
         for row in (metrics, *(b for b in result.get("backends") or () if b.get("kind") == "moejax")):
@@ -76,7 +93,7 @@ class Meter:
             )
             table.append({"case": index, **figures})
             row |= {name: figures[name] for name in _IN_ROWS if figures.get(name) is not None}
-            row |= self._cost(row)
+            row |= self._cost(row) | _pace(self._pace[index])
         result["telemetry"] = to_jsonable({**self.telemetry.report(), "cases": table})
 
     def _cost(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
@@ -84,6 +101,14 @@ class Meter:
             return {}
         rates = (metrics.get("output_throughput"), metrics.get("total_token_throughput"))
         return self._price.metrics(self._devices, *rates)
+
+
+def _pace(readings: Sequence[float]) -> dict[str, float]:
+    """Returns the median of reads of a cache, and how far the middle eight tenths of them lie apart."""
+    if not readings:
+        return {}
+    low, median, high = np.percentile(readings, (10, 50, 90))
+    return {"cache_read_gb_s": float(median), "cache_read_spread": float(high / low)}
 
 
 def _elsewhere(backends: Sequence[Mapping[str, Any]]) -> set[Any]:

@@ -8,7 +8,6 @@ model's widths; the choice is an input of a run and is reported with both times.
 import importlib.metadata
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,8 @@ from flax import nnx
 
 from moejax.core.config import LAYOUTS, EngineConfig, ExpertLayout, ModelConfig, MoeConfig, Product, TunedMoe
 from moejax.core.errors import ConfigError
-from moejax.core.hardware import first_processor
+from moejax.core.hardware import first_processor, processor_family
+from moejax.core.host import usable_cores
 from moejax.core.resolve import Resolution
 from moejax.moe.experts import Experts
 from moejax.moe.router import Routing
@@ -215,9 +215,8 @@ def _pinned(run: str, moe: MoeConfig, refusal: str | None) -> tuple[MoeConfig, R
 
 
 def _machine() -> str:
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count()
-    return f"{first_processor().get('model name') or 'CPU'}, {cores} cores"
+    name = (first_processor().get("model name"), processor_family())
+    return f"{' '.join(filter(None, name)) or 'CPU'}, {usable_cores()} cores"
 
 
 def _table() -> tuple[Path, str]:

@@ -153,10 +153,13 @@ def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> lis
     implementation = choose_implementation(quant, formats, axes, resolved.platform, resolved.experts)
     kernels = implementation.value == "pallas_triton"
     layout = Resolution("quant.layout", "plain", "tiles are of four-bit codes, for the GPU kernels alone")
+    numbers_held = {fmt.numbers for _, _, fmt in formats}
     if quant.layout == "plain":
         layout = layout._replace(reason="asked for")
-    elif kernels and any(fmt.numbers == "int4" for _, _, fmt in formats):
+    elif kernels and "int4" in numbers_held:
         layout = layout._replace(value="tiled", reason="the GPU kernels read four-bit codes in whole lines")
+    elif resolved.platform == "cpu" and not kernels and numbers_held & {"float8_e4m3fn", "float8_e5m2"}:
+        layout = layout._replace(value="bits", reason="XLA on a CPU converts float8 number by number")
     if not weights:
         return []
     bits = numbers = 0
@@ -164,6 +167,8 @@ def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> lis
         weight.implementation = implementation.value
         if layout.value == "tiled" and weight.format.numbers == "int4":
             weight.tile()
+        if layout.value == "bits" and weight.format.numbers.startswith("float8"):
+            weight.keep_bits()
         shape = weight.stands_for.canonical_shape
         bits, numbers = bits + weight.format.bits_held(shape), numbers + math.prod(shape)
     counts = sorted(Counter(fmt.name for _, _, fmt in formats).items())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moejax.results.compare.runs import Run
-from moejax.results.machine import busy_line
+from moejax.results.machine import busy_line, pace_line
 
 MISSING = "(none)"
 """The value of a key that a run does not have: a variable not set, a package not installed."""
@@ -173,9 +173,7 @@ def conditions(run: Run) -> list[str]:
     """Says, a line each, what else the machine was doing where that bears on a run's numbers."""
     provenance = run.result["provenance"]
     state, cpu = provenance.get("state") or {}, provenance.get("cpu") or {}
-    lines = []
-    if busy := busy_line(run.result):
-        lines.append(f"{run.label}: {busy}")
+    lines = [f"{run.label}: {line}" for line in (busy_line(run.result), pace_line(run.result)) if line]
     if (state.get("steal_percent") or 0) > _STOLEN:
         lines.append(f"{run.label}: other virtual machines took {state['steal_percent']:.0f} % of the time")
     governor = cpu.get("governor")
@@ -240,6 +238,7 @@ def _other_device(runs: Sequence[Run], apart: Sequence[Difference], one: int, ot
     keys = ["device.platform", "device.kind", "device.count", "device.process_count"]
     devices = [runs[i].result["provenance"].get("device") or {} for i in (one, other)]
     if all(device.get("platform") == "cpu" for device in devices):
-        keys += ["cpu.model", "cpu.usable_cores", "cpu.quota_cores"]
+        keys += ["cpu.model", "cpu.family", "cpu.usable_cores", "cpu.quota_cores"]
     differences = [difference for key in keys for difference in apart if difference.key == key]
+    differences = [d for d in differences if d.key != "cpu.family" or {None, UNKNOWN}.isdisjoint(d.values)]
     return f"other devices ({_told(differences[0], one, other)})" if differences else None
