@@ -8,11 +8,13 @@ Where a format quantizes activations too, every implementation multiplies the sa
 them as floats, codes times scale.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.core.errors import ConfigError
 from moejax.quantization.arithmetic import (
@@ -30,6 +32,10 @@ from moejax.sharding.axes import Names, pmax
 
 _EXACT = 2**24
 """Integers up to here, sums of products among them, are exact in float32."""
+
+_PIECE = 2**21
+"""Bytes of a weight that are decoded at a time on a CPU, where XLA writes them down for two rows and more: in
+fresh memory, whose pages cost more than the product where they are many (docs/log.md)."""
 
 
 def matmul(
@@ -106,28 +112,46 @@ def _twin(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
 
 
 def _xla(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
-    """Multiplies x `[N, D]`. Its codes and the weight's are small numbers, exact in any dtype: products are
-    rounded by their sum in float32 alone, and scales come last. Scales of groups differ along the sum: there
-    the weight is dequantized on the way into the product."""
+    """Multiplies x `[N, D]`, on a CPU by a cache's worth of decoded outputs at a time."""
     fmt, scale = weight.format, None
     left = x
     if fmt.activations != "none":
         left, scale = activation_codes(x, weight, split)
-    if fmt.packed and _splits_in_halves(weight):
-        y = _packed_dot(left.astype(x.dtype), weight)
-    elif fmt.granularity in ("group", "block"):
-        y = _dot(left.astype(x.dtype), dequantize_stored(weight, x.dtype))
+
+    def product(part: QTensor) -> jax.Array:
+        return _decoding_product(left, part, x.dtype)
+
+    D, F = weight.shape
+    unit = math.lcm(8, fmt.group if fmt.granularity == "block" else 1)
+    step = max(unit, _PIECE // (D * x.dtype.itemsize) // unit * unit)
+    if jax.default_backend() != "cpu" or F <= step:
+        y = product(weight)
     else:
-        step, zero = step_and_zero(weight.scales, weight.zeros, weight.tensor_scale, fmt)
-        codes = unpack(weight.values, weight.pack) if fmt.packed else weight.values
-        if scale is not None and is_integer(fmt):
-            y = _integer_dot(left, codes, None if fmt.symmetric else zero)
-        else:
-            one = jnp.ones((), jnp.float32)
-            values = codes_to_values(codes, one[None, None], zero.reshape(-1, 1), fmt)
-            y = _dot(left.astype(x.dtype), values.astype(x.dtype))
-        y = y * step.reshape(*(1,) * (y.ndim - 1), -1)
+        y = jax.lax.map(lambda i: product(weight.outputs(i * step, step)), jnp.arange(F // step))
+        y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], -1)
+        if F % step:
+            y = jnp.concatenate([y, product(weight.outputs(F - F % step, F % step))], axis=1)
     return (y if scale is None else y * scale).astype(out)
+
+
+def _decoding_product(x: jax.Array, weight: QTensor, dtype: Any) -> jax.Array:
+    """Multiplies x `[N, D]`, or its codes, to float32. The weight's codes are small numbers, exact in any
+    dtype: products are rounded by their sum in float32 alone, and scales come last. Scales of groups differ
+    along the sum: there the weight is dequantized on the way into the product."""
+    fmt = weight.format
+    if fmt.packed and _splits_in_halves(weight):
+        return _packed_dot(x.astype(dtype), weight)
+    if fmt.granularity in ("group", "block"):
+        return _dot(x.astype(dtype), dequantize_stored(weight, dtype))
+    step, zero = step_and_zero(weight.scales, weight.zeros, weight.tensor_scale, fmt)
+    codes = unpack(weight.values, weight.pack) if fmt.packed else weight.values
+    if fmt.activations != "none" and is_integer(fmt):
+        y = _integer_dot(x, codes, None if fmt.symmetric else zero)
+    else:
+        one = jnp.ones((), jnp.float32)
+        values = codes_to_values(codes, one[None, None], zero.reshape(-1, 1), fmt)
+        y = _dot(x.astype(dtype), values.astype(dtype))
+    return y * step.reshape(1, -1)
 
 
 def _splits_in_halves(weight: QTensor) -> bool:
@@ -148,9 +172,16 @@ def _packed_dot(x: jax.Array, weight: QTensor) -> jax.Array:
     step, zero = (a.T for a in step_and_zero(weight.scales, weight.zeros, weight.tensor_scale, fmt))
     # A vector's product on CPU is a loop into which XLA would fuse the reordering and the other product,
     # number by number; kept apart, each half is as fast as a product of bytes (docs/log.md).
-    apart = jax.lax.optimization_barrier if jax.default_backend() == "cpu" else lambda arrays: arrays
-    halves = x.reshape(*lead, D // piece, 2, piece // 2)
-    inputs = apart(tuple(halves[..., i, :].reshape(*lead, D // 2) for i in range(2)))
+    on_cpu = jax.default_backend() == "cpu"
+    apart = jax.lax.optimization_barrier if on_cpu else lambda arrays: arrays
+    order = np.arange(D).reshape(D // piece, 2, piece // 2)
+    # A gather by known places: in a vector's product reshapes and slices would keep LLVM from AVX-512.
+    halves = (
+        [x[..., order[:, i].reshape(-1)] for i in range(2)]
+        if on_cpu and math.prod(lead) == 1
+        else [x.reshape(*lead, *order.shape)[..., i, :].reshape(*lead, D // 2) for i in range(2)]
+    )
+    inputs = apart(tuple(halves))
     products = []
     for i in range(2):
         nibbles = weight.values >> jnp.uint8(4) if i else weight.values & jnp.uint8(15)

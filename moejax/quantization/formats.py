@@ -24,7 +24,7 @@ float32 scale for the tensor.
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -228,6 +228,18 @@ class QTensor:
         if self.values.ndim > self.scales.ndim:  # in the GPU kernels' tiles, `[..., D/64, F, 32]`
             width *= lead.pop()
         return (*lead, 2 * width if self.format.packed else width, F)
+
+    def outputs(self, start: int | jax.Array, count: int) -> "QTensor":
+        """Returns the weight of `count` of its outputs from `start` on: whole blocks, but for the last."""
+
+        def part(array: Any, axis: int, per: int) -> Any:
+            if array is None or array.shape[axis] == 1:  # one scale for all
+                return array
+            return jax.lax.dynamic_slice_in_dim(array, start // per, -(-count // per), axis)
+
+        per = self.format.group if self.format.granularity == "block" else 1
+        scales, zeros = (part(grid, -1, per) for grid in (self.scales, self.zeros))
+        return replace(self, values=part(self.values, -2, 1), scales=scales, zeros=zeros)
 
     @property
     def nbytes(self) -> int:

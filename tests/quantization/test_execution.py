@@ -79,6 +79,23 @@ class TestMatmul:
             assert y.shape == (2, 3, F) and y.dtype == x.dtype
             assert_close(y, expected, tolerance(D))
 
+    @pytest.mark.parametrize("rows", [1, 3])
+    @pytest.mark.parametrize(
+        "name", ["int8_asym", "int8_tensor", "int4_g32", "fp8_block128", "w8a8_static", "nvfp4", "indexed"]
+    )
+    def test_pieces_of_the_outputs_are_the_whole(
+        self, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two pieces that have whole blocks of scales and a shorter one at the end; one expert, and two."""
+        D, F = 128, 300
+        q, x = quantized(draw(2, D, F), format_of(name)), draw(2, rows, D, seed=1)
+        monkeypatch.setattr("moejax.ops.quantized_matmul._PIECE", 4 * D * 128)
+        y = jax.jit(matmul)(x, q)
+        first = jax.tree.map(lambda a: a[0], q)
+        assert_close(y[0], twin(x[0], first), tolerance(D))
+        assert y.shape == (2, rows, F)
+        assert_close(jax.jit(matmul)(x[0], first), twin(x[0], first), tolerance(D))
+
     @pytest.mark.parametrize("name", ["int8", "int4_g32", "w8a8", "fp8"])
     def test_bfloat16(self, name: str) -> None:
         """Weights and fake-quantized activations are rounded to x's dtype by the twin, not by the others."""
