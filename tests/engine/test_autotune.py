@@ -94,6 +94,14 @@ def test_the_layout_stays_unless_the_other_gains(monkeypatch: pytest.MonkeyPatch
     assert moe.expert_layout == "efd" and why.value == "efd 1:auto 4:auto"
 
 
+def test_prompts_do_not_pay_for_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that is faster on the whole and slower at one size stays out."""
+    rows = [row._replace(us=125.0) if row[:2] == ("edf", Product(1, "batched", 2)) else row
+            for row in timed(edf=25.0, efd=100.0)]  # fmt: skip
+    monkeypatch.setattr(autotune, "measure", lambda *args: rows)
+    assert choose_products(MODEL, RULES, MEASURE, None)[0].expert_layout == "efd"
+
+
 def test_a_step_takes_the_nearest_product() -> None:
     products = [Product(1, "auto", None), Product(8, "batched", 2), Product(512, "blocks_uniform", 64)]
     moe = TunedMoe.of(RULES, "edf", products)

@@ -181,13 +181,15 @@ def _timed_run(
 
 
 def _chosen(moe: MoeConfig, timed: Sequence[Timed]) -> tuple[MoeConfig, Resolution]:
-    """Returns the faster layout by the geometric mean over steps, the rules' unless the other gains, with its
-    products."""
-    logs = {layout: np.mean([math.log(t.us) for t in timed if t.layout == layout]) for layout in LAYOUTS}
-    usual = moe.expert_layout
-    layout = min(LAYOUTS, key=lambda name: logs[name])
-    if logs[usual] - logs[layout] < math.log(GAIN):
-        layout = usual
+    """Returns the rules' layout with its products, or the other one's where that gains by the geometric mean
+    over steps and loses at no size: a run's tokens are nearly all of small steps, however much it gains at
+    prompts."""
+    usual = layout = moe.expert_layout
+    times = {name: {t.product.tokens: t.us for t in timed if t.layout == name} for name in LAYOUTS}
+    for name in LAYOUTS:
+        logs = [math.log(times[usual][tokens] / us) for tokens, us in times[name].items()]
+        if np.mean(logs) >= math.log(GAIN) and min(logs) >= -math.log(GAIN):
+            layout = name
     before = {t.product.tokens: t.rules_us for t in timed if t.layout == usual}
     mine = sorted((t for t in timed if t.layout == layout), key=lambda t: t.product.tokens)
     tuned = TunedMoe.of(moe, layout, [t.product for t in mine])
