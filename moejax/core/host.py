@@ -10,7 +10,6 @@ from moejax.core.checked import Checked, NonNegativeInt
 from moejax.core.errors import ConfigError
 
 _NODES = Path("/sys/devices/system/node")
-_FORM = "processors as 0-3 or 0,2 or [0,2]"
 _chosen: frozenset[int] | None = None  # what the first run of this process took
 
 
@@ -18,11 +17,6 @@ def usable_cpus() -> list[int]:
     """Returns the numbers of the processors that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
-
-
-def usable_cores() -> int:
-    """Returns how many processors this process may run on."""
-    return len(usable_cpus())
 
 
 def parse_cpus(key: str, text: str) -> frozenset[int]:
@@ -36,7 +30,7 @@ def parse_cpus(key: str, text: str) -> frozenset[int]:
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip())
         span = match and range(int(match[1]), int(match[2] or match[1]) + 1)
         if not span:
-            raise ConfigError(f"{key}={text}: expected {_FORM}")
+            raise ConfigError(f"{key}={text}: expected processors as 0-3 or 0,2 or [0,2]")
         chosen |= set(span)
     return frozenset(chosen)
 
@@ -95,8 +89,7 @@ class HostConfig(Checked, section="host"):
     def _chosen(self, usable: frozenset[int]) -> frozenset[int]:
         if self.cpus is None and self.numa is None:
             return usable
-        key = "host.numa" if self.cpus is None else "host.cpus"
-        value = self.numa if self.cpus is None else self.cpus
+        key, value = ("host.numa", self.numa) if self.cpus is None else ("host.cpus", self.cpus)
         if not hasattr(os, "sched_setaffinity"):
             raise ConfigError(f"{key}={value}: this system cannot pin a process to processors")
         chosen = parse_cpus(key, str(self.cpus)) if self.numa is None else self._of_node(self.numa)
@@ -113,6 +106,5 @@ class HostConfig(Checked, section="host"):
         try:
             return parse_cpus("host.numa", path.read_text())
         except (OSError, ConfigError):
-            nodes = sorted(entry.name.removeprefix("node") for entry in _NODES.glob("node[0-9]*"))
-            known = f"the memory nodes with processors: {', '.join(nodes)}" if nodes else "none is told of"
+            known = ", ".join(sorted(entry.name for entry in _NODES.glob("node[0-9]*"))) or "none is told of"
             raise ConfigError(f"host.numa={node}: no such memory node here ({known})") from None

@@ -21,7 +21,7 @@ import psutil
 from moejax.core.errors import CheckpointError
 from moejax.core.files import content_hash, to_jsonable
 from moejax.core.hardware import first_processor, processor_family
-from moejax.core.host import format_cpus, usable_cores, usable_cpus
+from moejax.core.host import format_cpus, usable_cpus
 from moejax.tracking.machine import cpu_settings, gpu_settings, jax_settings, machine_state
 
 DISTRIBUTIONS: tuple[str, ...] = (
@@ -147,7 +147,7 @@ def cpu_info() -> dict[str, Any]:
         "model": first_processor().get("model name") or platform.processor() or None,
         "family": processor_family(),
         "cores": os.cpu_count(),
-        "usable_cores": usable_cores(),
+        "usable_cores": len(usable_cpus()),
         "cpus": format_cpus(usable_cpus()),
         "memory_bytes": psutil.virtual_memory().total,
         "machine": platform.machine(),

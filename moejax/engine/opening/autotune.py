@@ -22,7 +22,7 @@ from flax import nnx
 from moejax.core.config import LAYOUTS, EngineConfig, ExpertLayout, ModelConfig, MoeConfig, Product, TunedMoe
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import first_processor, processor_family
-from moejax.core.host import usable_cores
+from moejax.core.host import usable_cpus
 from moejax.core.resolve import Resolution
 from moejax.moe.experts import Experts
 from moejax.moe.router import Routing
@@ -218,7 +218,7 @@ def _pinned(run: str, moe: MoeConfig, refusal: str | None) -> tuple[MoeConfig, R
 
 def _machine() -> str:
     name = (first_processor().get("model name"), processor_family())
-    return f"{' '.join(filter(None, name)) or 'CPU'}, {usable_cores()} cores"
+    return f"{' '.join(filter(None, name)) or 'CPU'}, {len(usable_cpus())} cores"
 
 
 def _table() -> tuple[Path, str]:
