@@ -26,6 +26,7 @@ from moejax.bench.workload import WorkloadConfig, latency_cases
 from moejax.core.errors import ConfigError
 from moejax.core.files import shown_path
 from moejax.core.hardware import KNOWN, detect
+from moejax.core.host import HostConfig
 from moejax.engine.llm import LLM
 from moejax.nn.param import specs
 from moejax.perf.memory import device_memory, largest
@@ -74,6 +75,7 @@ def look_ahead(main: Callable[[Any], Any], config: Any) -> list[LLM]:
     token = DRY_RUN.set(engines)
     logging.disable(logging.INFO)  # the run itself says it
     try:
+        getattr(config, "host", HostConfig()).chosen()
         if isinstance(config, GenerateConfig):
             open_llm(config).builder.to_generate(config.prompts, config.sampling)
         elif hasattr(config, "tracker"):

@@ -75,18 +75,19 @@ class HostConfig(Checked, section="host"):
                 run of this process took others.
         """
         global _chosen
-        usable = frozenset(usable_cpus())
-        chosen = self._chosen(usable)
+        chosen = self.chosen()
         if _chosen not in (None, chosen):
             raise ConfigError(
                 f"host: JAX's threads are on processors {format_cpus(_chosen or ())} already, "
                 f"not on {format_cpus(chosen)}; sweep over processors with hydra/launcher=joblib"
             )
         _chosen = chosen
-        if chosen != usable:
+        if chosen != set(usable_cpus()):
             os.sched_setaffinity(0, chosen)
 
-    def _chosen(self, usable: frozenset[int]) -> frozenset[int]:
+    def chosen(self) -> frozenset[int]:
+        """Returns the processors that a run would have; raises as `pin`, but for what earlier runs took."""
+        usable = frozenset(usable_cpus())
         if self.cpus is None and self.numa is None:
             return usable
         key, value = ("host.numa", self.numa) if self.cpus is None else ("host.cpus", self.cpus)

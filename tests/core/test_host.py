@@ -35,8 +35,9 @@ def test_lists_of_processors(given: object, text: str | None) -> None:
     ],
 )
 def test_mistakes_are_one_line(fields: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
-        HostConfig(**fields).pin()
+    for take in (HostConfig.chosen, HostConfig.pin):  # a dry run's look, and a run
+        with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+            take(HostConfig(**fields))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot pin a process")
