@@ -10,7 +10,8 @@ from moejax.core.checked import Checked, NonNegativeInt
 from moejax.core.errors import ConfigError
 
 _NODES = Path("/sys/devices/system/node")
-_chosen: frozenset[int] | None = None  # what the first run of this process took
+_given: frozenset[int] | None = None  # this process's, before its first run
+_chosen: frozenset[int] | None = None  # what that run took
 
 
 def usable_cpus() -> list[int]:
@@ -74,7 +75,8 @@ class HostConfig(Checked, section="host"):
             ConfigError: the machine or this process has not got them, or the system cannot pin, or an earlier
                 run of this process took others.
         """
-        global _chosen
+        global _given, _chosen
+        _given = _given or frozenset(usable_cpus())
         chosen = self.chosen()
         if _chosen not in (None, chosen):
             raise ConfigError(
@@ -87,7 +89,7 @@ class HostConfig(Checked, section="host"):
 
     def chosen(self) -> frozenset[int]:
         """Returns the processors that a run would have; raises as `pin`, but for what earlier runs took."""
-        usable = frozenset(usable_cpus())
+        usable = _given or frozenset(usable_cpus())
         if self.cpus is None and self.numa is None:
             return usable
         key, value = ("host.numa", self.numa) if self.cpus is None else ("host.cpus", self.cpus)

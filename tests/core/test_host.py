@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -41,18 +40,19 @@ def test_mistakes_are_one_line(fields: dict, message: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot pin a process")
-def test_a_run_is_pinned_before_jax_starts(tmp_path: Path) -> None:
-    """In a process of its own: what it computes on, its provenance, and a second choice, which is refused."""
+def test_a_run_is_pinned_before_jax_starts() -> None:
+    """In a process of its own: what it computes on, its provenance, and a run without a choice after it."""
     code = (
         "from moejax.core.errors import ConfigError\n"
         "from moejax.core.host import HostConfig, usable_cpus\n"
         "from moejax.tracking.provenance import cpu_info\n"
         f"HostConfig(cpus={USABLE[-1]}).pin(); HostConfig(cpus='{USABLE[-1]}').pin()\n"
         "info = cpu_info(); print(usable_cpus(), info['usable_cores'], info['cpus'])\n"
-        f"try: HostConfig(cpus='{USABLE[-1]},{USABLE[-1] + 1}').pin()\n"
+        "try: HostConfig().pin()\n"
         "except ConfigError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    first, second = done.stdout.splitlines()
+    first, second = [*done.stdout.splitlines(), ""][:2]
     assert first == f"[{USABLE[-1]}] 1 {USABLE[-1]}"
-    assert "is not among this process's" in second
+    if len(USABLE) > 1:
+        assert f"JAX's threads are on processors {USABLE[-1]} already" in second
