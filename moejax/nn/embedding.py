@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.nn.param import ParamSpec, declare
+from moejax.ops.quantized_matmul import dot_by_rows
 from moejax.sharding.axes import Names, all_gather, index, psum
 
 
@@ -36,4 +37,4 @@ class Embedding(nnx.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Maps `[..., D]` to logits `[..., V]`, those of padding included."""
-        return all_gather(x @ self.table[...].T, self.split, axis=-1)
+        return all_gather(dot_by_rows(x, self.table[...]), self.split, axis=-1)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.ops.quantized_matmul import activation_codes, matmul
+from moejax.ops.quantized_matmul import activation_codes, dot_by_rows, matmul
 from moejax.quantization.arithmetic import dequantize, quantize_activations
 from moejax.quantization.formats import QTensor
 from moejax.sharding.axes import Names
@@ -52,7 +52,12 @@ class Stack:
         """Computes one expert's `x @ matrix`, x `[M, D]`. Slices first: no stack is transposed or decoded."""
 
         def slice_of(array: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(array, expert, 0, keepdims=False)
+            which = expert
+            if array.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+                # XLA:CPU slices bfloat16 as float32. Tied to the expert, the conversion stays in a loop over
+                # experts, where it is of the slice; otherwise the whole stack is converted before the loop.
+                array, which = jax.lax.optimization_barrier((array, expert))
+            return jax.lax.dynamic_index_in_dim(array, which, 0, keepdims=False)
 
         return self.one(x, jax.tree.map(slice_of, self.weight))
 
@@ -66,7 +71,7 @@ class Stack:
         """Multiplies x `[M, D]` by a slice of `weight`, as a scan over it gives them."""
         if isinstance(weight, QTensor):
             return matmul(x, weight, self.implementation, split=split)
-        return x @ (weight.T if self.transposed else weight)
+        return dot_by_rows(x, weight) if self.transposed else x @ weight
 
     def matrix(self, dtype: Any = jnp.float32) -> jax.Array:
         """Returns `[E, D, F]`; a quantized stack whole, in `dtype`."""

@@ -37,6 +37,9 @@ _PIECE = 2**21
 """Bytes of a weight that are decoded at a time on a CPU, where XLA writes them down for two rows and more: in
 fresh memory, whose pages cost more than the product where they are many (docs/log.md)."""
 
+_LONGEST_ROW = 4096
+"""Numbers from which XLA:CPU multiplies one row by rows number by number, ten times slower (docs/log.md)."""
+
 
 def matmul(
     x: jax.Array,
@@ -124,7 +127,7 @@ def _xla(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
     D, F = weight.shape
     unit = math.lcm(8, fmt.group if fmt.granularity == "block" else 1)
     step = max(unit, _PIECE // (D * x.dtype.itemsize) // unit * unit)
-    if jax.default_backend() != "cpu" or F <= step:
+    if jax.default_backend() != "cpu" or F <= step or x.shape[0] == 1:
         y = product(weight)
     else:
         y = jax.lax.map(lambda i: product(weight.outputs(i * step, step)), jnp.arange(F // step))
@@ -142,7 +145,7 @@ def _decoding_product(x: jax.Array, weight: QTensor, dtype: Any) -> jax.Array:
     if fmt.packed and _splits_in_halves(weight):
         return _packed_dot(x.astype(dtype), weight)
     if fmt.granularity in ("group", "block"):
-        return _dot(x.astype(dtype), dequantize_stored(weight, dtype))
+        return dot_by_rows(x.astype(dtype), dequantize_stored(weight, dtype), jnp.float32)
     step, zero = step_and_zero(weight.scales, weight.zeros, weight.tensor_scale, fmt)
     codes = unpack(weight.values, weight.pack) if fmt.packed else weight.values
     if fmt.activations != "none" and is_integer(fmt):
@@ -150,7 +153,7 @@ def _decoding_product(x: jax.Array, weight: QTensor, dtype: Any) -> jax.Array:
     else:
         one = jnp.ones((), jnp.float32)
         values = codes_to_values(codes, one[None, None], zero.reshape(-1, 1), fmt)
-        y = _dot(x.astype(dtype), values.astype(dtype))
+        y = dot_by_rows(x.astype(dtype), values.astype(dtype), jnp.float32)
     return y * step.reshape(1, -1)
 
 
@@ -189,7 +192,7 @@ def _packed_dot(x: jax.Array, weight: QTensor) -> jax.Array:
         codes = nibbles.reshape(F, grids[0].shape[1], -1)
         scale = grids[0] if fmt.group else jnp.ones((1, 1, 1), jnp.float32)
         values = codes_to_values(codes, scale, grids[1], fmt).reshape(F, D // 2).astype(x.dtype)
-        products.append(_dot(inputs[i], values))
+        products.append(dot_by_rows(inputs[i], values, jnp.float32))
     low, high = apart(tuple(products))
     total = low + high
     return total if fmt.group else total * step.reshape(*(1,) * (total.ndim - 1), -1)
@@ -219,10 +222,20 @@ def _kernel(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
     return quantized_matmul(rows, kernel_weight, x_scale=scale, out_dtype=out)
 
 
-def _dot(x: jax.Array, stored: jax.Array) -> jax.Array:
-    """Multiplies x `[..., D]` by stored `[F, D]` of the same dtype to float32 `[..., F]`."""
-    # On CPU a vector's product in this form takes half the time of the contraction of the last axes.
-    return jnp.matmul(x, stored.T, preferred_element_type=jnp.float32)
+def dot_by_rows(x: jax.Array, stored: jax.Array, dtype: Any = None) -> jax.Array:
+    """Multiplies x `[..., D]` by stored `[F, D]` of the same dtype to `[..., F]` of `dtype` (None: x's)."""
+    D = x.shape[-1]
+    if D < _LONGEST_ROW or math.prod(x.shape[:-1]) > 1 or jax.default_backend() != "cpu":
+        # On CPU a vector's product in this form takes half the time of the contraction of the last axes.
+        return jnp.matmul(x, stored.T, preferred_element_type=dtype)
+    pieces = -(-D // (_LONGEST_ROW - 1))
+    length = -(-D // pieces // 64) * 64
+    parts = [
+        jnp.matmul(x[..., i : i + length], stored[:, i : i + length].T, preferred_element_type=jnp.float32)
+        for i in range(0, D, length)
+    ]
+    first, *others = (jax.lax.optimization_barrier(part) for part in parts)
+    return sum(others, first).astype(dtype or x.dtype)
 
 
 def _integer_dot(x: jax.Array, stored: jax.Array, zero: jax.Array | None) -> jax.Array:
@@ -245,9 +258,9 @@ def _integer_dot(x: jax.Array, stored: jax.Array, zero: jax.Array | None) -> jax
         right = right - zero.reshape(-1, 1)
     longest = exact_terms(symmetric=zero is None)
     if D <= longest:
-        return _dot(left, right)
+        return dot_by_rows(left, right)
     parts = [
-        _dot(left[..., start : start + longest], right[:, start : start + longest]).astype(jnp.int32)
+        dot_by_rows(left[..., start : start + longest], right[:, start : start + longest]).astype(jnp.int32)
         for start in range(0, D, longest)
     ]
     return sum(parts[1:], parts[0]).astype(jnp.float32)
