@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.nn.param import ParamSpec, declare
-from moejax.ops.quantized_matmul import dot_by_rows
+from moejax.ops.dot import dot_by_rows
 from moejax.sharding.axes import Names, all_gather, index, psum
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.ops.quantized_matmul import activation_codes, dot_by_rows, matmul
+from moejax.ops.dot import dot, dot_by_rows
+from moejax.ops.quantized_matmul import activation_codes, matmul
 from moejax.quantization.arithmetic import dequantize, quantize_activations
 from moejax.quantization.formats import QTensor
 from moejax.sharding.axes import Names
@@ -71,7 +72,7 @@ class Stack:
         """Multiplies x `[M, D]` by a slice of `weight`, as a scan over it gives them."""
         if isinstance(weight, QTensor):
             return matmul(x, weight, self.implementation, split=split)
-        return dot_by_rows(x, weight) if self.transposed else x @ weight
+        return dot_by_rows(x, weight) if self.transposed else dot(x, weight)
 
     def matrix(self, dtype: Any = jnp.float32) -> jax.Array:
         """Returns `[E, D, F]`; a quantized stack whole, in `dtype`."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.core.errors import ConfigError
+from moejax.ops.dot import dot, dot_by_rows
 from moejax.quantization.arithmetic import (
     codes_to_values,
     dequantize,
@@ -36,9 +37,6 @@ _EXACT = 2**24
 _PIECE = 2**21
 """Bytes of a weight that are decoded at a time on a CPU, where XLA writes them down for two rows and more: in
 fresh memory, whose pages cost more than the product where they are many (docs/log.md)."""
-
-_LONGEST_ROW = 4096
-"""Numbers from which XLA:CPU multiplies one row by rows number by number, ten times slower (docs/log.md)."""
 
 
 def matmul(
@@ -65,7 +63,7 @@ def matmul(
     """
     out = jnp.dtype(out_dtype or x.dtype)
     if not isinstance(weight, QTensor):
-        return jnp.matmul(x, weight, preferred_element_type=None if out == x.dtype else out)
+        return dot(x, weight, out)
     if weight.scales.ndim > 2:
 
         def one(rows: jax.Array, expert: QTensor) -> jax.Array:
@@ -220,22 +218,6 @@ def _kernel(x: jax.Array, weight: QTensor, split: Names, out: Any) -> jax.Array:
         rows, scales = activation_codes(rows, weight, split)
         scale = scales[:, 0]
     return quantized_matmul(rows, kernel_weight, x_scale=scale, out_dtype=out)
-
-
-def dot_by_rows(x: jax.Array, stored: jax.Array, dtype: Any = None) -> jax.Array:
-    """Multiplies x `[..., D]` by stored `[F, D]` of the same dtype to `[..., F]` of `dtype` (None: x's)."""
-    D = x.shape[-1]
-    if D < _LONGEST_ROW or math.prod(x.shape[:-1]) > 1 or jax.default_backend() != "cpu":
-        # On CPU a vector's product in this form takes half the time of the contraction of the last axes.
-        return jnp.matmul(x, stored.T, preferred_element_type=dtype)
-    pieces = -(-D // (_LONGEST_ROW - 1))
-    length = -(-D // pieces // 64) * 64
-    parts = [
-        jnp.matmul(x[..., i : i + length], stored[:, i : i + length].T, preferred_element_type=jnp.float32)
-        for i in range(0, D, length)
-    ]
-    first, *others = (jax.lax.optimization_barrier(part) for part in parts)
-    return sum(others, first).astype(dtype or x.dtype)
 
 
 def _integer_dot(x: jax.Array, stored: jax.Array, zero: jax.Array | None) -> jax.Array:
