@@ -53,7 +53,7 @@ def resolve_dtype(requested: str, stored: str, platform: str) -> Resolution:
         check(key, requested, Annotated[str, Among((*DTYPES, "auto"))])
         return Resolution(key, requested, "asked for")
     if platform == "cpu":
-        return Resolution(key, "float32", f"prompts are faster than in bfloat16 on CPU; checkpoint is {stored}")
+        return Resolution(key, "float32", f"prompts are faster in it on CPU; checkpoint is {stored}")
     return Resolution(key, stored, "as the checkpoint's configuration says")
 
 
