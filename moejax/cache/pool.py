@@ -14,7 +14,7 @@ from moejax.ops.attention import QkNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
-from moejax.perf.sizes import kv_head_bytes
+from moejax.perf.sizes import kv_token_bytes
 from moejax.quantization.kv import bits_dtype, is_quantized
 from moejax.sharding.spmd import SingleDevice
 
@@ -26,9 +26,7 @@ transposed."""
 def block_bytes(config: ModelConfig, block_size: int, dtype: Any, kv_split: int = 1) -> int:
     """Returns a block's bytes over all layers on one device, scales included; `kv_split` devices share the
     key/value heads."""
-    heads = config.num_kv_heads // kv_split
-    per_token = 2 * heads * kv_head_bytes(config.head_dim, str(jnp.dtype(dtype)))
-    return config.num_layers * block_size * per_token
+    return config.num_layers * block_size * kv_token_bytes(config, str(jnp.dtype(dtype)), kv_split)
 
 
 class BlockPool:
@@ -92,18 +90,21 @@ class BlockPool:
         `SingleDevice.struct`."""
         heads = self._place.axes.kv  # mesh axes that the heads are split over
         K = self._config.num_kv_heads // self._place.axes.size(heads)
-        Dh, bs = self._config.head_dim, self._block_size
+        Dh, bs = self._config.key_dim, self._block_size
+        latent = self._config.latent
         keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
         dtype, codes = self._dtype, None
         if is_quantized(self._dtype):
             dtype, codes = bits_dtype(self._dtype) if self._transposed_keys else self._dtype, str(self._dtype)
 
         def layer() -> Segment:
-            pages = make(keys, dtype, heads), make((size, K, bs, Dh), dtype, heads)
-            if codes is None:
-                return Segment(*pages)
-            scales = [make((size, K, bs), jnp.dtype(jnp.float32), heads) for _ in range(2)]
-            return Segment(*pages, scales[0], scales[1], codes)
+            def scales() -> Any:
+                return None if codes is None else make((size, K, bs), jnp.dtype(jnp.float32), heads)
+
+            if latent is not None:
+                return Segment(make(keys, dtype, heads), None, scales(), None, codes, latent.kv_rank)
+            values = make((size, K, bs, Dh), dtype, heads)
+            return Segment(make(keys, dtype, heads), values, scales(), scales(), codes)
 
         return tuple(layer() for _ in range(self._config.num_layers))
 
@@ -143,7 +144,7 @@ class PagedLayer:
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         *,
@@ -153,6 +154,7 @@ class PagedLayer:
     ) -> tuple[jax.Array, "PagedLayer"]:
         """Stores and attends at the plan's positions; kernels normalise, rotate and store in one pass."""
         if isinstance(self.plan, KernelPlan):
+            assert v is not None, "the kernels have no latent attention"
             (pages,), (cos, sin) = self.segments, rope
             out, pages = kernel_attention(
                 q[:, 0], k[:, 0], v[:, 0], (cos[:, 0], sin[:, 0]), pages, self.plan,
@@ -160,7 +162,8 @@ class PagedLayer:
             )  # fmt: skip
             return out[:, None], dataclasses.replace(self, segments=(pages,))
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        values = None if v is None else v[:, 0]
         out, segments = paged_attention(
-            q[:, 0], k[:, 0], v[:, 0], self.segments, self.plan, window=window, scale=scale
+            q[:, 0], k[:, 0], values, self.segments, self.plan, window=window, scale=scale
         )
         return out[:, None], dataclasses.replace(self, segments=segments)

@@ -25,7 +25,7 @@ class RoundedLayer(NamedTuple):
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         *,
@@ -35,5 +35,7 @@ class RoundedLayer(NamedTuple):
     ) -> tuple[jax.Array, "RoundedLayer"]:
         """Attends each sequence to its own rounded keys and values."""
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        keys, values = (round_trip(x, self.kv_cache).transpose(0, 2, 1, 3) for x in (k, v))
+        k = round_trip(k, self.kv_cache)
+        v = k[..., 2 * rope[0].shape[-1] :] if v is None else round_trip(v, self.kv_cache)
+        keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         return attention(q, keys, values, positions, window=window, scale=scale), self

@@ -160,6 +160,9 @@ def _plan(
 ) -> tuple[QuantizedPlan, LoadPlan]:
     """Plans where quantized weights come from, and where the others do."""
     rules = TABLES[config.family]
+    further = range(config.num_layers, config.num_layers + config.mtp_layers)
+    for key in [key for key in files.shapes if key.startswith(tuple(f"model.layers.{n}." for n in further))]:
+        del files.shapes[key]
     known: Any = {
         "num_experts": config.num_experts,
         "tied": config.tie_word_embeddings,

@@ -24,6 +24,8 @@ from moejax.core.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection"]
+RouterScores = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
 MoeExecution = Literal["dense", "capacity", "grouped"]
 ExpertLayout = Literal["auto", "edf", "efd"]
 OverflowPolicy = Literal["drop", "reroute"]
@@ -55,7 +57,7 @@ class RopeConfig:
 
     Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595); dynamic NTK;
     YaRN (arXiv 2309.00071); the Llama 3.1 model card's piecewise scaling. Field names follow
-    Hugging Face's `rope_parameters`.
+    Hugging Face's `rope_parameters`. `interleaved` pairs dimension 2i with 2i + 1, not i with i + Dh/2.
     """
 
     kind: RopeKind = "default"
@@ -70,6 +72,7 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         check("rope_type", self.kind, RopeKind)
@@ -78,6 +81,52 @@ class RopeConfig:
             check("rope factor", self.factor, PositiveNumber)
         if self.kind in ("yarn", "llama3") and not self.original_max_position_embeddings:
             raise ConfigError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Returns the factor that YaRN gives to queries and keys of a context `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True)
+class LatentConfig(Checked):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): what a token's keys and values are made of.
+
+    Attributes:
+        kv_rank: numbers of the latent that all heads' keys and values are projected from.
+        rope_dim: numbers of the one key with rotary embedding that all heads share.
+        nope_dim: numbers of each head's key, and query, without it.
+        value_dim: numbers of each head's value.
+        q_rank: numbers that queries are projected from; None: from the hidden state itself.
+    """
+
+    kv_rank: PositiveInt
+    rope_dim: PositiveInt
+    nope_dim: PositiveInt
+    value_dim: PositiveInt
+    q_rank: PositiveInt | None = None
+
+
+@dataclass(frozen=True)
+class RouterConfig(Checked):
+    """How a router's scores become experts and weights.
+
+    Attributes:
+        scores: of the logits, over all experts.
+        correction_bias: a vector is added to the scores where experts are chosen, not where they are weighted
+            (arXiv 2408.15664).
+        groups, top_groups: the experts lie in so many groups of equal size, and only those of a token's best
+            `top_groups` can be chosen (DeepSeek-V2).
+        group_score: a group's score: that of its best expert, or the sum of its two best.
+        scaling: factor on the weights.
+    """
+
+    scores: RouterScores = "softmax"
+    correction_bias: bool = False
+    groups: PositiveInt = 1
+    top_groups: PositiveInt = 1
+    group_score: GroupScore = "max"
+    scaling: PositiveNumber = 1.0
 
 
 def check_shape(
@@ -104,6 +153,11 @@ class ModelConfig(Checked):
     `moe_layers[l]` says whether layer l holds experts or a dense MLP; `sliding_windows[l]` is layer l's
     attention window in tokens (a query at position p sees keys in (p - window, p]) or None for full
     causal attention. `norm_topk_prob` renormalises the chosen experts' probabilities to sum to one.
+    `shared_expert_gate` scales the shared expert by a sigmoid. `mtp_layers` counts layers of a checkpoint after
+    the last one, which predict further tokens (DeepSeek-V3, arXiv 2412.19437, §2.2) and are not loaded.
+
+    With `latent` attention `num_kv_heads` is 1, the latent's, and `head_dim` is that of a head's query and
+    key, with and without rotary embedding.
     """
 
     family: str
@@ -121,7 +175,11 @@ class ModelConfig(Checked):
     sliding_windows: tuple[PositiveInt | None, ...]
     max_position_embeddings: PositiveInt
     norm_topk_prob: bool = True
+    router: RouterConfig = field(default_factory=RouterConfig)
     shared_expert_intermediate_size: NonNegativeInt = 0
+    shared_expert_gate: bool = True
+    mtp_layers: NonNegativeInt = 0
+    latent: LatentConfig | None = None
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     attention_out_bias: bool = False
@@ -145,6 +203,22 @@ class ModelConfig(Checked):
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries for num_hidden_layers {self.num_layers}"
                 )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Raises `ConfigError` where experts, groups and the choice among them do not go together."""
+        experts, groups, top = self.num_experts, self.router.groups, self.router.top_groups
+        if experts % groups:
+            raise ConfigError(f"num_experts {experts} is not a multiple of n_group {groups}")
+        if top > groups:
+            raise ConfigError(f"topk_group {top} exceeds n_group {groups}")
+        if self.num_experts_per_tok > top * (experts // groups):
+            raise ConfigError(
+                f"num_experts_per_tok {self.num_experts_per_tok} exceeds the {top * (experts // groups)} "
+                f"experts of topk_group {top} groups"
+            )
+        if self.router.group_score == "top2" and groups > 1 and experts // groups < 2:
+            raise ConfigError(f"n_group {groups} leaves fewer than 2 of num_experts {experts} to a group")
 
     def replace(self, **changes: object) -> "ModelConfig":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
@@ -152,7 +226,25 @@ class ModelConfig(Checked):
     @property
     def attention_scale(self) -> float:
         """Factor on q·k before the softmax."""
-        return 1.0 / math.sqrt(self.head_dim)
+        scale = 1.0 / math.sqrt(self.head_dim)
+        if self.latent is not None and self.rope.kind != "default" and self.rope.mscale_all_dim:
+            scale *= yarn_mscale(self.rope.factor, self.rope.mscale_all_dim) ** 2
+        return scale
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head's query and key that are rotated, the first ones."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers of a token's key, of one key/value head, in the cache."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim + self.latent.kv_rank
+
+    @property
+    def kv_vectors(self) -> int:
+        """Vectors of a token and key/value head in the cache: a key and a value, or a latent that is both."""
+        return 2 if self.latent is None else 1
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from moejax.moe.layer import MoELayer, RoutingTrace
 from moejax.moe.router import Replay, check_replay
 from moejax.nn.attention import Attention
 from moejax.nn.embedding import Embedding
+from moejax.nn.latent_attention import LatentAttention
 from moejax.nn.linear import Linear
 from moejax.nn.mlp import GatedMLP
 from moejax.nn.norm import RMSNorm
@@ -57,7 +58,11 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(D, "embed", dtype, eps, kernels)
-        self.attention = Attention(config, config.sliding_windows[index], dtype, kernels, axes)
+        self.attention = (
+            Attention(config, config.sliding_windows[index], dtype, kernels, axes)
+            if config.latent is None
+            else LatentAttention(config, dtype, kernels, axes)
+        )
         self.post_attention_norm = RMSNorm(D, "embed", dtype, eps, kernels)
         sparse, hidden, scale = config.moe_layers[index], config.intermediate_size, config.initializer_range
         self.moe = MoELayer(config, moe, dtype, kernels, parallel, axes) if sparse else None

@@ -79,14 +79,18 @@ class Family:
 def _same(name: str, config: ModelConfig, back: ModelConfig) -> bool:
     """Returns whether a field survived writing, as far as it has any effect."""
     if name == "rope":
-        return rope_to_hf(config.rope) == rope_to_hf(back.rope)
+        turned = config.rope.interleaved, back.rope.interleaved
+        return turned[0] == turned[1] and rope_to_hf(config.rope) == rope_to_hf(back.rope)
     if name == "intermediate_size" and all(config.moe_layers):
         return True
     return bool(getattr(config, name) == getattr(back, name))
 
 
-def common_fields(fields: HfFields, *, default_theta: float, default_eps: float) -> dict[str, Any]:
-    """Returns the fields that all families share, as keyword arguments of `ModelConfig`."""
+def common_fields(
+    fields: HfFields, *, default_theta: float, default_eps: float, interleaved: bool = False
+) -> dict[str, Any]:
+    """Returns the fields that all families share, as keyword arguments of `ModelConfig`; `interleaved` as in
+    `RopeConfig`."""
     hidden, heads = int(fields.require("hidden_size")), int(fields.require("num_attention_heads"))
     layers = int(fields.require("num_hidden_layers"))
     longest = int(fields.require("max_position_embeddings"))
@@ -101,7 +105,9 @@ def common_fields(fields: HfFields, *, default_theta: float, default_eps: float)
         "head_dim": int(fields.take("head_dim", default=hidden // heads)),
         "num_experts_per_tok": int(fields.require("num_experts_per_tok")),
         "max_position_embeddings": longest,
-        "rope": fields.rope(default_theta=default_theta, max_position_embeddings=longest),
+        "rope": fields.rope(
+            default_theta=default_theta, max_position_embeddings=longest, interleaved=interleaved
+        ),
         "rms_norm_eps": float(fields.take("rms_norm_eps", default=default_eps)),
         "hidden_act": act,
         "tie_word_embeddings": bool(fields.take("tie_word_embeddings", default=False)),

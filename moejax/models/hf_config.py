@@ -72,7 +72,9 @@ class HfFields:
                 f"(only {value!r} is)"
             )
 
-    def rope(self, *, default_theta: float, max_position_embeddings: int) -> RopeConfig:
+    def rope(
+        self, *, default_theta: float, max_position_embeddings: int, interleaved: bool = False
+    ) -> RopeConfig:
         """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
         theta = self.take("rope_theta", default=default_theta)
         new, old = self.raw.get("rope_parameters"), self.raw.get("rope_scaling")
@@ -97,7 +99,7 @@ class HfFields:
                 fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
         elif kind in ("linear", "dynamic") and "factor" not in fields:
             raise ConfigError(f"{self.source}: rope_type {kind!r} needs a factor")
-        return RopeConfig(kind=kind, theta=float(theta), **fields)
+        return RopeConfig(kind=kind, theta=float(theta), interleaved=interleaved, **fields)
 
     def special_tokens(self) -> dict[str, Any]:
         """Returns bos, eos (one or several) and pad ids as `ModelConfig` keeps them."""

@@ -4,12 +4,15 @@ from typing import Any
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, unknown
+from moejax.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from moejax.models.family import Family
 from moejax.models.mixtral import MIXTRAL
 from moejax.models.olmoe import OLMOE
 from moejax.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3)
+}
 
 
 def get_family(name: str, source: str = "config.json") -> Family:

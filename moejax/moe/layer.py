@@ -41,7 +41,7 @@ class RoutingTrace(NamedTuple):
 
 
 class MoELayer(nnx.Module):
-    """Routed experts, plus Qwen2-MoE's shared expert scaled by a sigmoid gate where the config has one.
+    """Routed experts, plus a shared expert where the config has one, Qwen2-MoE's scaled by a sigmoid gate.
 
     On a mesh (`parallel` and its `axes`) a device runs the experts that it holds: on the tokens that all see,
     or on those that an exchange brings (`moejax.moe.expert_parallel`).
@@ -57,10 +57,9 @@ class MoELayer(nnx.Module):
         axes: Axes = SINGLE,
     ) -> None:
         D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
-        top_k, normalize = config.num_experts_per_tok, config.norm_topk_prob
         self.parallel, self.axes = parallel or ParallelConfig(), axes
         extra = self.parallel.redundant_experts
-        self.router = Router(D, E, top_k, normalize, dtype, scale, kernels)
+        self.router = Router(config, dtype, kernels)
         hidden = config.shared_expert_intermediate_size
         # To the next norm's kernel, unless a shared expert or other devices add something first.
         leaves_sums = kernels != "xla" and not (hidden or extra or axes.expert or axes.tensor)
@@ -68,7 +67,8 @@ class MoELayer(nnx.Module):
         self.replicas = ReplicaTable(E, extra) if extra or axes.expert else None
         split, act = axes.tensor, config.hidden_act
         self.shared_expert = GatedMLP(D, hidden, act, dtype, scale, split=split) if hidden else None
-        self.shared_gate = Linear((D, 1), ("embed", None), dtype, scale=scale) if hidden else None
+        gated = hidden and config.shared_expert_gate
+        self.shared_gate = Linear((D, 1), ("embed", None), dtype, scale=scale) if gated else None
         self.moe = moe
         self.num_experts = E
 
@@ -113,8 +113,9 @@ class MoELayer(nnx.Module):
     @jax.named_scope("shared_expert")
     def _shared(self, x: jax.Array) -> jax.Array:
         """Maps x `[n, D]` to `[n, D]`; where its hidden dimension is split, this device's part of the sum."""
-        assert self.shared_expert is not None and self.shared_gate is not None
-        return jax.nn.sigmoid(self.shared_gate(x)) * self.shared_expert(x)
+        assert self.shared_expert is not None
+        shared = self.shared_expert(x)
+        return shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
 
     @jax.named_scope("experts_dispatch")
     def _spread(self, x: jax.Array, routing: Routing) -> ExpertsOutput:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moejax.core.config import ModelConfig, RouterConfig
 from moejax.core.errors import ConfigError
 from moejax.nn.param import ParamSpec, declare
 from moejax.nn.quantized import QuantizedWeight, Weight, matmul_of
@@ -41,27 +42,23 @@ class Replay(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Softmax over all experts, then the k likeliest, renormalised where the model says so.
+    """Scores over all experts, then the k best, their weights renormalised and scaled where the model says so.
 
-    The order Mixtral, Qwen-MoE and OLMoE share; Mixtral's "softmax over the top k" equals renormalising.
-    `kernels` names the implementation of a GPU kernel for all but the product, "xla" for none.
+    Softmax and no groups is what Mixtral, Qwen-MoE and OLMoE share; Mixtral's "softmax over the top k" equals
+    renormalising. `RouterConfig` has the others. `kernels` names the implementation of a GPU kernel for all
+    but the product, "xla" for none; it has softmax without groups, bias and factor.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        top_k: int,
-        normalize: bool,
-        dtype: Any,
-        scale: float,
-        kernels: str = "xla",
-    ) -> None:
-        self.kernel: Weight = declare(ParamSpec((dim, num_experts), ("embed", None), dtype, "normal", scale))
-        self.num_experts = num_experts
-        self.top_k = top_k
-        self.normalize = normalize
-        self.kernels = kernels
+    def __init__(self, config: ModelConfig, dtype: Any, kernels: str = "xla") -> None:
+        D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
+        self.kernel: Weight = declare(ParamSpec((D, E), ("embed", None), dtype, "normal", scale))
+        bias = ParamSpec((E,), (None,), jnp.float32, "zeros")
+        self.correction_bias = declare(bias) if config.router.correction_bias else None
+        self.num_experts = E
+        self.top_k = config.num_experts_per_tok
+        self.normalize = config.norm_topk_prob
+        self.config = config.router
+        self.kernels = kernels if config.router == RouterConfig() else "xla"
 
     @jax.named_scope("router")
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
@@ -83,10 +80,37 @@ class Router(nnx.Module):
 
     def _choose(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps logits `[N, E]` to ids and weights `[N, k]`."""
-        weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
+        scores = self._scores(logits)
+        if self.correction_bias is None and self.config.groups == 1:
+            weights, ids = jax.lax.top_k(scores, self.top_k)
+        else:
+            _, ids = jax.lax.top_k(self._eligible(scores), self.top_k)
+            weights = jnp.take_along_axis(scores, ids, axis=-1)
+        return ids, self._weights(weights)
+
+    def _scores(self, logits: jax.Array) -> jax.Array:
+        """Maps logits `[N, E]` to scores between 0 and 1."""
+        return jax.nn.sigmoid(logits) if self.config.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+
+    def _eligible(self, scores: jax.Array) -> jax.Array:
+        """Maps scores `[N, E]` to those that experts are chosen by: -inf outside of the best groups."""
+        config = self.config
+        if self.correction_bias is not None:
+            scores = scores + self.correction_bias[...][None]
+        if config.groups == 1:
+            return scores
+        grouped = scores.reshape(scores.shape[0], config.groups, -1)
+        best, _ = jax.lax.top_k(grouped, 1 if config.group_score == "max" else 2)
+        _, chosen = jax.lax.top_k(best.sum(axis=-1), config.top_groups)
+        inside = jax.nn.one_hot(chosen, config.groups, dtype=jnp.bool).any(axis=1)
+        return jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+
+    def _weights(self, scores: jax.Array) -> jax.Array:
+        """Maps the chosen experts' scores `[N, k]` to their weights."""
         if self.normalize:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return ids, weights
+            total = jnp.sum(scores, axis=-1, keepdims=True)
+            scores = scores / jnp.where(total > 0, total, 1.0)
+        return scores if self.config.scaling == 1.0 else scores * self.config.scaling
 
     def _kernel(self, parts: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Maps parts of logits `[S, N, E]` to ids and weights `[N, k]`, none where a row is not valid."""
@@ -101,12 +125,8 @@ class Router(nnx.Module):
         if replay.weights is not None:
             return ids, replay.weights
         E = self.num_experts
-        weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), jnp.minimum(ids, E - 1), axis=-1)
-        weights = jnp.where(ids < E, weights, 0.0)
-        if self.normalize:
-            total = jnp.sum(weights, axis=-1, keepdims=True)
-            weights = weights / jnp.where(total > 0, total, 1.0)
-        return ids, weights
+        scores = jnp.take_along_axis(self._scores(logits), jnp.minimum(ids, E - 1), axis=-1)
+        return ids, self._weights(jnp.where(ids < E, scores, 0.0))
 
 
 def check_replay(name: str, replay: Replay, tokens: tuple[int, ...], top_k: int, num_experts: int) -> Replay:

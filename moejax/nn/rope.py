@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.core.config import ModelConfig, RopeConfig
+from moejax.core.config import ModelConfig, RopeConfig, yarn_mscale
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
@@ -38,15 +38,12 @@ def _yarn(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     plain = inverse_frequencies(head_dim, rope.theta)
     freqs = (plain / np.float32(rope.factor)) * (1 - keep) + plain * keep
 
-    def mscale(scale: float, m: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * m * math.log(scale) + 1.0
-
     if rope.attention_factor is not None:
         attention = rope.attention_factor
     elif rope.mscale and rope.mscale_all_dim:
-        attention = mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
+        attention = yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
     else:
-        attention = mscale(rope.factor)
+        attention = yarn_mscale(rope.factor)
     return freqs.astype(np.float32), attention
 
 
@@ -64,8 +61,9 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Frequencies float32 `[Dh/2]` and the factor on cos and sin, for every kind but `dynamic`'s growth."""
-    rope, head_dim = config.rope, config.head_dim
+    """Frequencies float32 `[R/2]`, R the numbers that are rotated, and the factor on cos and sin, for every kind
+    but `dynamic`'s growth."""
+    rope, head_dim = config.rope, config.rotary_dim
     if rope.kind == "linear":
         return inverse_frequencies(head_dim, rope.theta) / np.float32(rope.factor), 1.0
     if rope.kind == "yarn":
@@ -79,7 +77,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 def rope_tables(
     config: ModelConfig, positions: jax.Array, seq_lens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin, float32 `[B, T, Dh/2]`.
+    """Returns cos and sin, float32 `[B, T, R/2]`, R the numbers of a head that are rotated.
 
     Args:
         positions: int32 `[B, T]`.
@@ -98,8 +96,8 @@ def rope_tables(
 
 
 def _dynamic(config: ModelConfig, seq_lens: jax.Array) -> jax.Array:
-    """Returns float32 `[B, Dh/2]`: NTK-aware base that grows with the sequence."""
-    dim, longest, factor = config.head_dim, config.max_position_embeddings, config.rope.factor
+    """Returns float32 `[B, R/2]`: NTK-aware base that grows with the sequence."""
+    dim, longest, factor = config.rotary_dim, config.max_position_embeddings, config.rope.factor
     length = jnp.maximum(seq_lens, longest).astype(jnp.float32)
     base = config.rope.theta * ((factor * length / longest) - (factor - 1)) ** (dim / (dim - 2))
     exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
@@ -108,8 +106,14 @@ def _dynamic(config: ModelConfig, seq_lens: jax.Array) -> jax.Array:
 
 @jax.named_scope("rope")
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates `[B, T, heads, Dh]` by `[B, T, Dh/2]` tables, pairing dimension i with i + Dh/2."""
-    half = x.shape[-1] // 2
+    """Rotates the first R numbers of `[B, T, heads, Dh]` by `[B, T, R/2]` tables, pairing i with i + R/2."""
+    half = cos.shape[-1]
     cos, sin = cos[:, :, None, :].astype(x.dtype), sin[:, :, None, :].astype(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def in_halves(x: jax.Array) -> jax.Array:
+    """Puts numbers 0, 2, 4, … of the last axis before 1, 3, 5, …: `apply_rope` then turns interleaved pairs.
+    Queries and keys in the same order have the same product."""
+    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)

@@ -34,7 +34,7 @@ class LayerCache(Protocol):
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         *,
@@ -44,7 +44,8 @@ class LayerCache(Protocol):
     ) -> tuple[jax.Array, "LayerCache"]:
         """Stores k and v `[B, T, K, Dh]`; returns q's output `[B, T, H, Dh]` and the updated cache.
 
-        q and k come unrotated, with the tables `[B, T, Dh/2]`, because a kernel rotates as it stores.
+        q and k come unrotated, with the tables `[B, T, R/2]` of their first R numbers, because a kernel
+        rotates as it stores. Without v the values are the keys' last Dh - R numbers.
         """
         ...
 
@@ -62,14 +63,14 @@ def attention(
 
     Args:
         q: `[B, T, H, Dh]`; query heads h·G to h·G + G - 1 share key head h.
-        k, v: `[B, K, S, Dh]`; slot s holds the key of position s. Slots past a query's position are never
-            seen, so they may hold anything finite.
+        k, v: `[B, K, S, Dh]`, v `[B, K, S, Dv]`; slot s holds the key of position s. Slots past a query's
+            position are never seen, so they may hold anything finite.
         q_positions: int32 `[B, T]`.
         window: a query at p sees slots in (p - window, p]; None sees all up to p.
         scale: factor on q·k.
 
     Returns:
-        `[B, T, H, Dh]` in q's dtype.
+        `[B, T, H, Dv]` in q's dtype.
     """
     B, T, H, _ = q.shape
     S = k.shape[2]
@@ -99,7 +100,7 @@ def _attention(q, k, v, q_positions, *, window, scale):
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(B, K, G * T, S)
     out = jnp.einsum("bkms,bksd->bkmd", weights, v)
-    return out.reshape(B, K, G, T, Dh).transpose(0, 3, 1, 2, 4).reshape(B, T, H, Dh)
+    return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)
 
 
 def _chunked(q, k, v, q_positions, *, window, scale, chunk):
@@ -114,4 +115,4 @@ def _chunked(q, k, v, q_positions, *, window, scale, chunk):
     out = jax.lax.map(
         lambda part: _attention(part[0], k, v, part[1], window=window, scale=scale), (q, q_positions)
     )
-    return out.swapaxes(0, 1).reshape(B, parts * chunk, H, Dh)[:, :T]
+    return out.swapaxes(0, 1).reshape(B, parts * chunk, H, -1)[:, :T]

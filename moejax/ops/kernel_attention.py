@@ -60,6 +60,7 @@ def kernel_attention(
     from pallas_kernels.ragged_paged_attention import ragged_paged_attention
     from pallas_kernels.rope_kv_write import rope_kv_write
 
+    assert pages.values is not None, "the kernels have no latent attention"
     with jax.named_scope("kv_write"):
         normalized: dict[str, Any] = (
             {} if norms is None else {"q_norm": norms.q, "k_norm": norms.k, "eps": norms.eps}
@@ -80,8 +81,8 @@ def kernel_attention(
     pages = Segment(keys, values, key_scale, value_scale, pages.codes)
     out = ragged_paged_attention(
         q,
-        pages.keys,
-        pages.values,
+        keys,
+        values,
         plan.block_table,
         plan.kv_lens,
         plan.cu_q_lens,

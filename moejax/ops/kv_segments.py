@@ -68,27 +68,47 @@ class Segment:
 
     Attributes:
         keys: `[n, K, Dh, bs]`; for kernels `[n, K, bs, Dh]`.
-        values: `[n, K, bs, Dh]`.
+        values: `[n, K, bs, Dh]`; None where they are the last numbers of the keys (`latent`).
         key_scale, value_scale: float32 `[n, K, bs]`, what the codes of a token and head are multiplied by
             (`moejax.quantization.kv`); None where keys and values are stored as they are.
         codes: name of the codes' dtype. 8-bit floats lie here as uint8 (`moejax.quantization.kv.to_bits`),
             for kernels as what they are.
+        latent: how many of a key's numbers are its value.
     """
 
     keys: jax.Array
-    values: jax.Array
+    values: jax.Array | None
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
     codes: str | None = dataclasses.field(default=None, metadata={"static": True})
+    latent: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def num_blocks(self) -> int:
-        return self.values.shape[0]
+        return self.keys.shape[0]
 
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
-        return self.values.shape[2]
+        return self.keys.shape[3] if self.values is None else self.values.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value."""
+        return self.latent or self.keys.shape[-2]
+
+    @property
+    def rows(self) -> jax.Array:
+        """Values `[..., K, bs, Dv]`."""
+        if self.values is not None:
+            return self.values
+        assert self.latent is not None
+        return jnp.swapaxes(self.keys[..., -self.latent :, :], -1, -2)
+
+    @property
+    def row_scale(self) -> jax.Array | None:
+        """Scales of values, `[..., K, bs]`."""
+        return self.key_scale if self.values is None else self.value_scale
 
     @property
     def quantized(self) -> bool:
@@ -108,16 +128,22 @@ def _each(function: Callable[..., jax.Array], *segments: Segment) -> Segment:
     return jax.tree.unflatten(jax.tree.structure(segments[0]), results)
 
 
-def _as_stored(segment: Segment, k: jax.Array, v: jax.Array) -> Segment:
+def _as_stored(segment: Segment, k: jax.Array, v: jax.Array | None) -> Segment:
     """Converts k and v `[N, K, Dh]` to a segment's dtype, or as codes with scales `[N, K]`."""
-    if segment.codes is None:
-        return Segment(k.astype(segment.keys.dtype), v.astype(segment.values.dtype))
-    (keys, key_scale), (values, value_scale) = (quantize_kv(x, jnp.dtype(segment.codes)) for x in (k, v))
-    return Segment(to_bits(keys), to_bits(values), key_scale, value_scale, segment.codes)
+
+    def stored(x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        if segment.codes is None:
+            return x.astype(segment.keys.dtype), None
+        codes, scale = quantize_kv(x, jnp.dtype(segment.codes))
+        return to_bits(codes), scale
+
+    keys, key_scale = stored(k)
+    values, value_scale = (None, None) if v is None else stored(v)
+    return Segment(keys, values, key_scale, value_scale, segment.codes, segment.latent)
 
 
 @jax.named_scope("kv_write")
-def write_rows(segments: Segments, k: jax.Array, v: jax.Array, plan: DecodePlan) -> Segments:
+def write_rows(segments: Segments, k: jax.Array, v: jax.Array | None, plan: DecodePlan) -> Segments:
     """Stores single tokens, k and v `[S, K, Dh]`."""
     tokens = _as_stored(segments[0], k, v)
 
@@ -135,7 +161,7 @@ def write_rows(segments: Segments, k: jax.Array, v: jax.Array, plan: DecodePlan)
 
 
 @jax.named_scope("kv_write")
-def write_runs(segments: Segments, k: jax.Array, v: jax.Array, plan: ChunkPlan) -> Segments:
+def write_runs(segments: Segments, k: jax.Array, v: jax.Array | None, plan: ChunkPlan) -> Segments:
     """Stores the chunks' tokens, k and v `[T, K, Dh]`, a block at a time."""
     size = segments[0].block_size
     # A slice of a block's length that starts at `start - offset` puts every token at its own offset.

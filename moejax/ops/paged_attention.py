@@ -50,7 +50,7 @@ def tile_rows(tokens: int) -> int:
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     segments: Segments,
     plan: AttentionPlan,
     *,
@@ -61,31 +61,33 @@ def paged_attention(
 
     Args:
         q: `[S + T, H, Dh]`; query heads h·G to h·G + G - 1 share key head h.
-        k, v: `[S + T, K, Dh]`.
+        k, v: `[S + T, K, Dh]`; without v a value is the last numbers of its key (`Segment.latent`).
         window: a query at p sees positions in (p - window, p]; None sees all up to p.
 
     Returns:
-        `[S + T, H, Dh]` (places that compute nothing hold anything finite) and the updated segments.
+        `[S + T, H, Dv]` (places that compute nothing hold anything finite) and the updated segments.
     """
     S, K = plan.decode.position.shape[0], k.shape[1]
     H, Dh = q.shape[1:]
+    Dv = segments[0].value_dim
     q = (q * jnp.asarray(scale, q.dtype)).reshape(-1, K, H // K, Dh)
-    segments = write_rows(segments, k[:S], v[:S], plan.decode)
+    segments = write_rows(segments, k[:S], None if v is None else v[:S], plan.decode)
     if plan.chunk is None:
-        return decode_attention(q, segments, plan.decode, window).reshape(-1, H, Dh), segments
-    segments = write_runs(segments, k[S:], v[S:], plan.chunk)
+        return decode_attention(q, segments, plan.decode, window).reshape(-1, H, Dv), segments
+    segments = write_runs(segments, k[S:], None if v is None else v[S:], plan.chunk)
     decoded = jax.lax.cond(
         jnp.any(plan.decode.position >= 0),
         lambda: decode_attention(q[:S], segments, plan.decode, window),
-        lambda: jnp.zeros_like(q[:S]),
+        lambda: jnp.zeros_like(q[:S, ..., :Dv]),
     )
     chunked = chunk_attention(q[S:], segments, plan.chunk, window)
-    return jnp.concatenate([decoded, chunked]).reshape(-1, H, Dh), segments
+    return jnp.concatenate([decoded, chunked]).reshape(-1, H, Dv), segments
 
 
 def decode_attention(q: jax.Array, segments: Segments, plan: DecodePlan, window: int | None) -> jax.Array:
-    """Attends scaled q `[S, K, G, Dh]`; returns `[S, K, G, Dh]`. Rows that own no block give 0."""
+    """Attends scaled q `[S, K, G, Dh]`; returns `[S, K, G, Dv]`. Rows that own no block give 0."""
     S, K, G, Dh = q.shape
+    Dv = segments[0].value_dim
     N, R = plan.owner.shape
     size = segments[0].block_size
     lowest = jnp.finfo(jnp.float32).min
@@ -123,17 +125,17 @@ def decode_attention(q: jax.Array, segments: Segments, plan: DecodePlan, window:
     total = (select @ _finite(total)).reshape(S, K, G, 1)
 
     if segments[0].quantized:
-        scale = _joined([segment.value_scale for segment in segments])[:, :, None, None, :]
+        scale = _joined([segment.row_scale for segment in segments])[:, :, None, None, :]
         parts = jnp.where(seen, weights * scale, 0.0).reshape(N, K, R * G, size)
     else:
         parts = weights.reshape(N, K, R * G, size).astype(q.dtype)
     out = [
-        _block_products("nkmb,nkbd->nkmd", parts[a : a + segment.num_blocks], segment.values, segment.codes)
+        _block_products("nkmb,nkbd->nkmd", parts[a : a + segment.num_blocks], segment.rows, segment.codes)
         for a, segment in zip(starts, segments, strict=True)
     ]
     summed = _joined(out)
-    summed = summed.reshape(N, K, R, G, Dh).transpose(0, 2, 1, 3, 4).reshape(N * R, K * G * Dh)
-    summed = (select @ _finite(summed.astype(jnp.float32))).reshape(S, K, G, Dh)
+    summed = summed.reshape(N, K, R, G, Dv).transpose(0, 2, 1, 3, 4).reshape(N * R, K * G * Dv)
+    summed = (select @ _finite(summed.astype(jnp.float32))).reshape(S, K, G, Dv)
     return (summed / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
 
 
@@ -175,8 +177,9 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def chunk_attention(q: jax.Array, segments: Segments, plan: ChunkPlan, window: int | None) -> jax.Array:
-    """Attends scaled q `[T, K, G, Dh]`; returns `[T, K, G, Dh]`."""
+    """Attends scaled q `[T, K, G, Dh]`; returns `[T, K, G, Dv]`."""
     T, K, G, Dh = q.shape
+    Dv = segments[0].value_dim
     tile = tile_rows(T)
     size = segments[0].block_size
     per_turn = min(max(1, KEYS_PER_TURN // size), plan.table.shape[1])
@@ -208,11 +211,11 @@ def chunk_attention(q: jax.Array, segments: Segments, plan: ChunkPlan, window: i
             weights = jnp.where(seen, jnp.exp(scores - new), 0.0)
             shrink = jnp.exp(highest - new)
             total = total * shrink + weights.sum(axis=-1, keepdims=True)
-            if loaded.value_scale is None:
+            if loaded.row_scale is None:
                 weights = weights.astype(q.dtype)
             else:
-                weights = jnp.where(seen, weights * loaded.value_scale[:, None, :], 0.0)
-            product = _product("kmb,kbd->kmd", weights, loaded.values, loaded.codes)
+                weights = jnp.where(seen, weights * loaded.row_scale[:, None, :], 0.0)
+            product = _product("kmb,kbd->kmd", weights, loaded.rows, loaded.codes)
             return new, total, summed * shrink + product.astype(jnp.float32)
 
         begin = jnp.zeros((), jnp.int32)
@@ -222,12 +225,12 @@ def chunk_attention(q: jax.Array, segments: Segments, plan: ChunkPlan, window: i
         empty = (
             jnp.full((K, G * tile, 1), lowest),
             jnp.zeros((K, G * tile, 1)),
-            jnp.zeros((K, G * tile, Dh)),
+            jnp.zeros((K, G * tile, Dv)),
         )
         _, total, summed = jax.lax.fori_loop(begin, end, turn, empty)
         result = (summed / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
-        result = result.reshape(K, G, tile, Dh).transpose(2, 0, 1, 3)
+        result = result.reshape(K, G, tile, Dv).transpose(2, 0, 1, 3)
         # Rows past the tile's count are overwritten by the next tile.
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
 
-    return jax.lax.fori_loop(0, plan.num_tiles[0], one_tile, jnp.zeros_like(padded))[:T]
+    return jax.lax.fori_loop(0, plan.num_tiles[0], one_tile, jnp.zeros_like(padded[..., :Dv]))[:T]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
-from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, kv_head_bytes
+from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, kv_token_bytes
 
 
 class Declared(Protocol):
@@ -77,8 +77,7 @@ def device_memory(
         raise ConfigError(
             f"parallel.pp={parallel.pp}: stages {parts} do not hold the {model.num_layers} layers in order"
         )
-    kv_heads = model.num_kv_heads // parallel.kv_split(model.num_kv_heads)
-    token_bytes = 2 * kv_heads * kv_head_bytes(model.head_dim, dtype or model.dtype)
+    token_bytes = kv_token_bytes(model, dtype or model.dtype, parallel.kv_split(model.num_kv_heads))
     layer_cache = num_blocks * block_size * token_bytes
     weight_bytes = [[0, 0] for _ in parts]
     for name, spec in specs.items():
@@ -119,6 +118,10 @@ def held_weights(model: ModelConfig, specs: Mapping[str, Declared]) -> HeldWeigh
 
 _OPERATIONS = {
     "q_proj": "qkv_projection",
+    "q_a_proj": "qkv_projection",
+    "q_b_proj": "qkv_projection",
+    "kv_a_proj": "qkv_projection",
+    "kv_b_proj": "qkv_projection",
     "k_proj": "qkv_projection",
     "v_proj": "qkv_projection",
     "o_proj": "output_projection",

@@ -27,7 +27,7 @@ from moejax.core.checked import check
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import Hardware
-from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, kv_head_bytes
+from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, attention_sizes, kv_token_bytes
 
 Phase = Literal["prefill", "decode", "mixed"]
 
@@ -134,7 +134,7 @@ class _Counter:
     def __init__(self, config: ModelConfig, kv_dtype: str, weights: HeldWeights | None, phase: str) -> None:
         self.config, self.held_weights, self.phase = config, weights, phase
         self.size = DTYPE_BYTES[config.dtype]
-        self.kv_bytes = 2 * config.num_kv_heads * kv_head_bytes(config.head_dim, kv_dtype)
+        self.kv_bytes = kv_token_bytes(config, kv_dtype)
 
     def weights(self, layer: int | None, operation: str, params: float) -> float:
         """Returns the bytes of an operation's matrices; of one expert where it is the experts'."""
@@ -161,25 +161,32 @@ class _Counter:
         return self.op(None, "embedding", elements=2 * tokens * self.config.hidden_size)
 
     def rope(self, tokens: float) -> OpCost:
-        turned = (self.config.num_heads + self.config.num_kv_heads) * self.config.head_dim
+        turned = (self.config.num_heads + self.config.num_kv_heads) * self.config.rotary_dim
         return self.op(None, "rope", elements=2 * tokens * turned * self.config.num_layers)
 
     def attention(self, layer: int, new: np.ndarray, seen: np.ndarray) -> list[OpCost]:
         config, tokens = self.config, float(new.sum())
-        D, Dh = config.hidden_size, config.head_dim
-        queries, keys = config.num_heads * Dh, config.num_kv_heads * Dh
+        D, sizes = config.hidden_size, attention_sizes(config)
+        normed = sizes.queries + sizes.stored // 2
+        if config.latent is not None:
+            normed = (config.latent.q_rank or 0) + config.latent.kv_rank
+        elif config.qk_norm == "none":
+            normed = 0
         window = config.sliding_windows[layer]
         pairs = float(query_key_pairs(new, seen, window).sum())
         earlier = seen - new if window is None else np.minimum(seen - new, window - 1)
         return [
-            self.norm(layer, tokens, D + (queries + keys if config.qk_norm != "none" else 0)),
-            self.product(layer, "qkv_projection", tokens, D * (queries + 2 * keys), D + queries + 2 * keys),
-            self.op(layer, "kv_write", cache=tokens * self.kv_bytes, elements=2 * tokens * keys),
-            self.op(
-                layer, "attention", flops=4 * pairs * queries,
-                cache=float(earlier.sum()) * self.kv_bytes, elements=2 * tokens * queries,
+            self.norm(layer, tokens, D + normed),
+            self.product(
+                layer, "qkv_projection", tokens, sizes.qkv_params, D + sizes.queries + sizes.stored
             ),
-            self.product(layer, "output_projection", tokens, queries * D, queries + D),
+            self.op(layer, "kv_write", cache=tokens * self.kv_bytes, elements=tokens * sizes.stored),
+            self.op(
+                layer, "attention", flops=pairs * sizes.pair_flops,
+                cache=float(earlier.sum()) * self.kv_bytes,
+                elements=tokens * (sizes.queries + sizes.outputs),
+            ),
+            self.product(layer, "output_projection", tokens, sizes.outputs * D, sizes.outputs + D),
         ]  # fmt: skip
 
     def norm(self, layer: int | None, tokens: float, width: int) -> OpCost:

@@ -18,7 +18,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.perf.comm import Exchange, step_comm
 from moejax.perf.links import link_seconds
 from moejax.perf.memory import StageMemory
-from moejax.perf.sizes import DTYPE_BYTES, expert_params
+from moejax.perf.sizes import DTYPE_BYTES, attention_sizes, expert_params
 
 
 @dataclass(frozen=True)
@@ -124,18 +124,18 @@ def _roofline(
     E, k = model.num_experts, model.num_experts_per_tok
     hit = 1.0 - (1.0 - k / E) ** meeting
     dense_params = stage.other_weights / itemsize - _table(model, parallel, stage)
-    kv_heads = model.num_kv_heads / parallel.kv_split(model.num_kv_heads)
+    sizes, split = attention_sizes(model), parallel.kv_split(model.num_kv_heads)
     seen = [
         phase.context if model.sliding_windows[layer] is None
         else min(phase.context, float(model.sliding_windows[layer] or 0))
         for layer in stage.layers
     ]  # fmt: skip
-    cached = phase.sequences * sum(seen) * 2 * kv_heads * model.head_dim
+    cached = phase.sequences * sum(seen) * sizes.stored / split
     read = (dense_params + cached) * itemsize + hit * stage.expert_weights
     assignments = meeting * k / parallel.ep
     flops = 2.0 * phase.tokens * dense_params
     flops += 2.0 * sparse * assignments * expert_params(model) / parallel.tp
-    flops += 4.0 * phase.tokens * sum(seen) * model.num_heads / parallel.tensor_size * model.head_dim
+    flops += phase.tokens * sum(seen) * sizes.pair_flops / parallel.tensor_size
     peak = hardware.flops.get(model.dtype)
     assert hardware.bandwidth is not None
     return read / hardware.bandwidth, flops / peak if peak else 0.0

@@ -1,6 +1,7 @@
 """Numbers of a layer's matrices, and bytes as they are held: dtypes, cache entries, a model's weights."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from moejax.core.config import ModelConfig
 
@@ -14,10 +15,48 @@ operation): None is outside of the layers, operations are those of `moejax.perf.
 "experts_gate_up" and "experts_down" they are one expert's; the embedding counts only as output."""
 
 
+class AttentionSizes(NamedTuple):
+    """Numbers of one layer's attention.
+
+    Attributes:
+        qkv_params: of the projections before it; of latent attention also those to and from the latent.
+        queries, stored: of a token's queries, and of its keys and values as a cache holds them.
+        outputs: of a token, before the output projection.
+        pair_flops: of a query and a key, over all heads.
+    """
+
+    qkv_params: int
+    queries: int
+    stored: int
+    outputs: int
+    pair_flops: int
+
+
+def attention_sizes(config: ModelConfig) -> AttentionSizes:
+    """Counts one layer's attention, of latent attention the absorbed form."""
+    D, H, Dh = config.hidden_size, config.num_heads, config.head_dim
+    stored = config.kv_vectors * config.num_kv_heads * config.key_dim
+    if (latent := config.latent) is None:
+        return AttentionSizes(D * (H * Dh + stored), H * Dh, stored, H * Dh, 4 * H * Dh)
+    rank = latent.q_rank
+    queries = D * H * Dh if rank is None else rank * (D + H * Dh)
+    per_head = latent.kv_rank * (latent.nope_dim + latent.value_dim)
+    pair = 2 * H * (config.key_dim + latent.kv_rank)
+    return AttentionSizes(
+        queries + D * stored + H * per_head, H * config.key_dim, stored, H * latent.value_dim, pair
+    )
+
+
+def kv_token_bytes(config: ModelConfig, dtype: str, split: int = 1) -> int:
+    """Returns the bytes of a token in one layer's cache, scales included; `split` devices share the heads."""
+    heads = config.num_kv_heads // split
+    return config.kv_vectors * heads * kv_vector_bytes(config.key_dim, dtype)
+
+
 def attention_params(config: ModelConfig) -> int:
     """Counts the projection weights of one layer."""
-    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return config.hidden_size * (2 * heads + 2 * kv)
+    sizes = attention_sizes(config)
+    return sizes.qkv_params + sizes.outputs * config.hidden_size
 
 
 def expert_params(config: ModelConfig) -> int:
@@ -25,8 +64,8 @@ def expert_params(config: ModelConfig) -> int:
     return 3 * config.hidden_size * config.moe_intermediate_size
 
 
-def kv_head_bytes(head_dim: int, dtype: str) -> int:
+def kv_vector_bytes(numbers: int, dtype: str) -> int:
     """Returns the bytes of a token's key, or value, of one head in a cache of that dtype, scale included."""
     if dtype in KV_CODE_BYTES:
-        return head_dim * KV_CODE_BYTES[dtype] + KV_SCALE_BYTES
-    return head_dim * DTYPE_BYTES[dtype]
+        return numbers * KV_CODE_BYTES[dtype] + KV_SCALE_BYTES
+    return numbers * DTYPE_BYTES[dtype]

@@ -25,7 +25,9 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
+from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder, DecoderLayer
+from moejax.nn.latent_attention import LatentAttention
 from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
 from moejax.nn.param import iter_params
@@ -105,11 +107,48 @@ def stages_of(model: Decoder) -> list[Stage]:
 def layer_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
     """Returns the quantization sites of one decoder layer."""
     config = layer.attention.config
+    attention = (
+        _latent_sites(layer.attention)
+        if isinstance(layer.attention, LatentAttention)
+        else _attention_sites(config)
+    )
+    norm = "post_attention_norm.scale"
+    if layer.moe is None:
+        gated = ("mlp.gate_proj.kernel", "mlp.up_proj.kernel")
+        return (*attention, QuantizationSite("mlp", "mlp.gate_proj", gated, norm), _down("mlp"))
+    sites = list(attention)
+    readers = ["moe.router.kernel", "moe.experts.gate_proj", "moe.experts.up_proj"]
+    if layer.moe.shared_expert is not None:
+        readers += [f"moe.shared_expert.{name}_proj.kernel" for name in ("gate", "up")]
+        readers += [] if layer.moe.shared_gate is None else ["moe.shared_gate.kernel"]
+        sites.append(_down("moe.shared_expert"))
+    read = ("moe.experts.down_proj",)
+    experts = QuantizationSite(EXPERTS_HIDDEN, "moe.experts", read, "moe.experts.up_proj")
+    return (*sites, QuantizationSite("moe", "moe.router", tuple(readers), norm), experts)
+
+
+def _latent_sites(attention: LatentAttention) -> tuple[QuantizationSite, ...]:
+    """Returns those of latent attention, whose output nothing is folded into: a column of `kv_b_proj` makes
+    a part of a value by way of the latents that keys are made of, too."""
+    first = "q_proj" if attention.q_a_proj is None else "q_a_proj"
+    readers = tuple(f"attention.{name}.kernel" for name in (first, "kv_a_proj"))
+    sites = [QuantizationSite("attention", f"attention.{first}", readers, "input_norm.scale")]
+    for name, norm in (("q_b_proj", "q_a_norm"), ("kv_b_proj", "kv_a_norm"), ("o_proj", "")):
+        if getattr(attention, name) is not None:
+            path = f"attention.{name}"
+            source = f"attention.{norm}.scale" if norm else "attention.kv_b_proj.kernel"
+            blocked = None if norm else "keys and values are of one projection, kv_b_proj"
+            sites.append(QuantizationSite(path, path, (f"{path}.kernel",), source, blocked=blocked))
+    return tuple(sites)
+
+
+def _attention_sites(config: ModelConfig) -> tuple[QuantizationSite, ...]:
+    """Returns those of grouped-query attention."""
     qkv = tuple(f"attention.{name}_proj.kernel" for name in "qkv")
     clip = None
     if config.clip_qkv is not None:
         clip = f"clip_qkv={config.clip_qkv:g} stands between v_proj and it"
-    sites = [
+    return (
         QuantizationSite("attention", "attention.q_proj", qkv, "input_norm.scale"),
         QuantizationSite(
             "attention.o_proj",
@@ -120,19 +159,7 @@ def layer_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
             config.head_dim,
             clip,
         ),
-    ]
-    norm = "post_attention_norm.scale"
-    if layer.moe is None:
-        gated = ("mlp.gate_proj.kernel", "mlp.up_proj.kernel")
-        return (*sites, QuantizationSite("mlp", "mlp.gate_proj", gated, norm), _down("mlp"))
-    readers = ["moe.router.kernel", "moe.experts.gate_proj", "moe.experts.up_proj"]
-    if layer.moe.shared_expert is not None:
-        readers += [f"moe.shared_expert.{name}_proj.kernel" for name in ("gate", "up")]
-        readers += ["moe.shared_gate.kernel"]
-        sites.append(_down("moe.shared_expert"))
-    read = ("moe.experts.down_proj",)
-    experts = QuantizationSite(EXPERTS_HIDDEN, "moe.experts", read, "moe.experts.up_proj")
-    return (*sites, QuantizationSite("moe", "moe.router", tuple(readers), norm), experts)
+    )
 
 
 def _down(mlp: str) -> QuantizationSite:

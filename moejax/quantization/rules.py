@@ -21,7 +21,7 @@ from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig, QuantRule
 from moejax.quantization.formats import WeightFormat, parse_format
 
-PROTECTED = ("router", "shared_gate", "lm_head", "embedding")
+PROTECTED = ("router", "shared_gate", "kv_b_proj", "lm_head", "embedding")
 """Parts of a path that a pattern must spell out to reach the weight."""
 
 CALIBRATED = ("gptq", "awq", "smoothquant")

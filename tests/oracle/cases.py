@@ -100,6 +100,26 @@ CASES = (
         "rope_parameters": rope("llama3", factor=8.0, original_max_position_embeddings=16,
                                 low_freq_factor=1.0, high_freq_factor=4.0),
     }),
+    Case("deepseek_v2-plain-no-q-rank", "deepseek_v2", {"q_lora_rank": None, "n_group": 2, "topk_group": 1}),
+    Case("deepseek_v2-groups-yarn-scaling-dense-layer", "deepseek_v2", {
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.707,
+                                mscale_all_dim=0.9),
+    }, "bfloat16"),
+    Case("deepseek_v3-groups", "deepseek_v3", {}),
+    Case("deepseek_v3-k1-bias-no-q-rank-half-pairs-yarn", "deepseek_v3", {
+        "q_lora_rank": None, "attention_bias": True, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+        "rope_interleave": False, "norm_topk_prob": False, "tie_word_embeddings": True, "v_head_dim": 20,
+        "n_shared_experts": 2, "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0,
+                                mscale_all_dim=1.0),
+    }, "float16"),
+    Case("deepseek_v3-all-experts-one-head", "deepseek_v3", {
+        "n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 2, "v_head_dim": 8,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+    }),
     Case("olmoe-dynamic-gelu", "olmoe", {
         "hidden_act": "gelu", "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=2.0),
         "clip_qkv": 1.0,
@@ -118,11 +138,18 @@ GOLDEN = (
     "olmoe-all-experts-llama3",
 )
 
+_LATENT = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 0, "num_key_value_heads": 4,
+    "kv_lora_rank": 12, "q_lora_rank": 14, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 14,
+}  # fmt: skip
+
 FAMILY_BASE: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 0, "shared_expert_intermediate_size": 0},
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 0},
     "olmoe": {"num_experts": 8},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
 }
 
 

@@ -19,6 +19,8 @@ CONFIGS = {
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "olmoe": transformers.OlmoeConfig,
+    "deepseek_v2": transformers.DeepseekV2Config,
+    "deepseek_v3": transformers.DeepseekV3Config,
 }
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,6 +47,10 @@ def build(case: Case, size: str = "oracle", seed: int = 0) -> Any:
             else:
                 parameter.copy_(config.initializer_range * noise)
             parameter.copy_(parameter.to(TORCH_DTYPES[case.dtype]).float())
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # float32 and no parameter; as large as scores differ
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+                buffer.copy_(buffer.to(TORCH_DTYPES[case.dtype]).float())
     return model.eval()
 
 

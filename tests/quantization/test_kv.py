@@ -13,7 +13,7 @@ from moejax.core.quant import QuantConfig
 from moejax.engine.opening.resolve import cache_dtype, unsupported_by_kernels
 from moejax.engine.opening.start import cache_blocks
 from moejax.perf.memory import device_memory
-from moejax.perf.sizes import kv_head_bytes
+from moejax.perf.sizes import kv_vector_bytes
 from moejax.quantization.kv import (
     KV_FORMATS,
     bits_dtype,
@@ -91,7 +91,7 @@ def test_bytes_count_codes_and_scales(dtype: str) -> None:
     """The same in the pool's blocks, in the memory of a device, and in what a step reads."""
     model = main_config()
     Dh, K, L = model.head_dim, model.num_kv_heads, model.num_layers
-    assert kv_head_bytes(Dh, dtype) == Dh + 4 and kv_head_bytes(Dh, "bfloat16") == 2 * Dh
+    assert kv_vector_bytes(Dh, dtype) == Dh + 4 and kv_vector_bytes(Dh, "bfloat16") == 2 * Dh
     assert block_bytes(model, 16, dtype) == L * 16 * 2 * K * (Dh + 4)
     assert block_bytes(model, 16, dtype, 2) == block_bytes(model, 16, dtype) // 2
     (stage,) = device_memory(model, ParallelConfig(), {}, num_blocks=5, block_size=16, dtype=dtype)

@@ -19,7 +19,7 @@ from moejax.bench.quantization.speed import SpeedMeter
 from moejax.bench.quantization.text import Windows
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
-from moejax.perf.sizes import kv_head_bytes
+from moejax.perf.sizes import kv_vector_bytes
 
 _COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
@@ -136,11 +136,11 @@ def engine_losses(llm: LLM, windows: Windows) -> np.ndarray:
 
 
 def _size_fields(llm: LLM) -> dict[str, Any]:
-    head_dim = llm.config.head_dim
+    numbers = llm.config.key_dim
     # Bits of a key's or value's number, scales included.
     return {
         **model_sizes(llm.model),
-        "cache_bits": 8 * kv_head_bytes(head_dim, llm.kv_cache_dtype) / head_dim,
+        "cache_bits": 8 * kv_vector_bytes(numbers, llm.kv_cache_dtype) / numbers,
     }
 
 

@@ -1,6 +1,6 @@
 """Key tables by family."""
 
-from moejax.checkpoint.maps import mixtral, olmoe, qwen_moe
+from moejax.checkpoint.maps import deepseek, mixtral, olmoe, qwen_moe
 from moejax.checkpoint.maps.rules import Rule
 
 TABLES: dict[str, tuple[Rule, ...]] = {
@@ -8,4 +8,6 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "qwen2_moe": qwen_moe.QWEN2_RULES,
     "qwen3_moe": qwen_moe.QWEN3_RULES,
     "olmoe": olmoe.RULES,
+    "deepseek_v2": deepseek.RULES,
+    "deepseek_v3": deepseek.RULES,
 }

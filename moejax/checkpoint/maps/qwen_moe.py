@@ -1,11 +1,9 @@
 """Keys of Qwen2-MoE (with shared expert) and Qwen3-MoE."""
 
-from moejax.checkpoint.maps.rules import COMMON, DENSE_MLP, QK_NORM, fused_experts, linear, routed
+from moejax.checkpoint.maps.rules import COMMON, DENSE_MLP, QK_NORM, fused_experts, gated_mlp, linear, routed
 
 _SHARED = (
-    *linear("model.layers.{l}.mlp.shared_expert.gate_proj", "layers.{l}.moe.shared_expert.gate_proj"),
-    *linear("model.layers.{l}.mlp.shared_expert.up_proj", "layers.{l}.moe.shared_expert.up_proj"),
-    *linear("model.layers.{l}.mlp.shared_expert.down_proj", "layers.{l}.moe.shared_expert.down_proj"),
+    *gated_mlp("model.layers.{l}.mlp.shared_expert", "layers.{l}.moe.shared_expert"),
     *linear("model.layers.{l}.mlp.shared_expert_gate", "layers.{l}.moe.shared_gate"),
 )
 

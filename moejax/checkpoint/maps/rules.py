@@ -85,18 +85,22 @@ def linear(key: str, param: str, *, bias: bool = False) -> tuple[Rule, ...]:
 
 _LAYER = "model.layers.{l}"
 
-COMMON: tuple[Rule, ...] = (
+BACKBONE: tuple[Rule, ...] = (
     Rule("model.embed_tokens.weight", (Target("embedding.table"),)),
     Rule("model.norm.weight", (Target("norm.scale"),)),
     *linear("lm_head", "lm_head"),
     Rule(f"{_LAYER}.input_layernorm.weight", (Target("layers.{l}.input_norm.scale"),)),
     Rule(f"{_LAYER}.post_attention_layernorm.weight", (Target("layers.{l}.post_attention_norm.scale"),)),
+    # Old checkpoints store the rotary frequencies, which follow from the configuration.
+    Rule(f"{_LAYER}.self_attn.rotary_emb.inv_freq", (), canonical=False),
+)
+
+COMMON: tuple[Rule, ...] = (
+    *BACKBONE,
     *linear(f"{_LAYER}.self_attn.q_proj", "layers.{l}.attention.q_proj", bias=True),
     *linear(f"{_LAYER}.self_attn.k_proj", "layers.{l}.attention.k_proj", bias=True),
     *linear(f"{_LAYER}.self_attn.v_proj", "layers.{l}.attention.v_proj", bias=True),
     *linear(f"{_LAYER}.self_attn.o_proj", "layers.{l}.attention.o_proj", bias=True),
-    # Old checkpoints store the rotary frequencies, which follow from the configuration.
-    Rule(f"{_LAYER}.self_attn.rotary_emb.inv_freq", (), canonical=False),
 )
 
 QK_NORM: tuple[Rule, ...] = (
@@ -104,11 +108,14 @@ QK_NORM: tuple[Rule, ...] = (
     Rule(f"{_LAYER}.self_attn.k_norm.weight", (Target("layers.{l}.attention.k_norm.scale"),)),
 )
 
-DENSE_MLP: tuple[Rule, ...] = (
-    *linear(f"{_LAYER}.mlp.gate_proj", "layers.{l}.mlp.gate_proj"),
-    *linear(f"{_LAYER}.mlp.up_proj", "layers.{l}.mlp.up_proj"),
-    *linear(f"{_LAYER}.mlp.down_proj", "layers.{l}.mlp.down_proj"),
-)
+
+def gated_mlp(key: str, param: str) -> tuple[Rule, ...]:
+    """Returns the three projections of a gated MLP."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    return tuple(rule for name in names for rule in linear(f"{key}.{name}", f"{param}.{name}"))
+
+
+DENSE_MLP = gated_mlp(f"{_LAYER}.mlp", "layers.{l}.mlp")
 
 
 def routed(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from moejax.checkpoint.directory import load_config, read_json, resolve_model_dir, stored_quantization
-from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig
+from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig, RouterConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.files import cache_root
 from moejax.core.parallel import ParallelConfig, check_parallel
@@ -34,7 +34,7 @@ from moejax.ops.dispatch import (
     choose_kernels,
     compute_capability,
 )
-from moejax.perf.sizes import kv_head_bytes
+from moejax.perf.sizes import kv_vector_bytes
 from moejax.sharding.distributed import reserve_cpu_threads
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.spmd import MeshDevices, SingleDevice
@@ -282,6 +282,10 @@ def unsupported_by_kernels(
     size = engine.block_size
     if size < 8 or size & (size - 1):
         return f"engine.block_size={size} (a power of two, at least 8)"
+    if config.latent is not None:
+        return "latent attention (grouped-query attention only)"
+    if config.router != RouterConfig():
+        return "a router of other scores, groups, bias or factor (softmax over all experts only)"
     if config.head_dim % 8 or config.head_dim > 256:
         return f"head_dim={config.head_dim} (a multiple of 8, at most 256)"
     if config.num_experts > 512 or config.num_experts_per_tok > 16:
@@ -292,10 +296,10 @@ def unsupported_by_kernels(
 
 def cache_dtype(requested: str, config: ModelConfig) -> Resolution:
     """Decides the dtype of the key/value cache, with the reason. The choice is checked by `QuantConfig`."""
-    key, plain = "quant.kv_cache", kv_head_bytes(config.head_dim, config.dtype)
+    key, plain = "quant.kv_cache", kv_vector_bytes(config.key_dim, config.dtype)
     if requested == "auto":
         return Resolution(key, config.dtype, "the model's dtype")
-    coded = kv_head_bytes(config.head_dim, requested)
+    coded = kv_vector_bytes(config.key_dim, requested)
     why = f"asked for; {coded} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
     return Resolution(key, requested, why)
 

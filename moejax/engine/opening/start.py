@@ -130,7 +130,7 @@ def cache_blocks(
     # Codes of a block of one layer, where there are kernels that must index them.
     codes = 0
     if kernels != "xla" and kv_dtype in KV_CODE_BYTES:
-        codes = config.num_kv_heads // split * engine.block_size * config.head_dim
+        codes = config.num_kv_heads // split * engine.block_size * config.key_dim
     if engine.num_blocks is not None:
         if not _kernels_take(engine.num_blocks * codes):
             raise ConfigError(

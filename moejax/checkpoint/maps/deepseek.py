@@ -1,0 +1,39 @@
+"""Keys of DeepSeek-V2 and V3."""
+
+from moejax.checkpoint.maps.rules import (
+    BACKBONE,
+    DENSE_MLP,
+    Rule,
+    Target,
+    fused_experts,
+    gated_mlp,
+    linear,
+    routed,
+)
+
+_ATTENTION, _OURS = "model.layers.{l}.self_attn", "layers.{l}.attention"
+
+_LATENT: tuple[Rule, ...] = (
+    *linear(f"{_ATTENTION}.q_proj", f"{_OURS}.q_proj"),
+    *linear(f"{_ATTENTION}.q_a_proj", f"{_OURS}.q_a_proj", bias=True),
+    *linear(f"{_ATTENTION}.q_b_proj", f"{_OURS}.q_b_proj"),
+    *linear(f"{_ATTENTION}.kv_a_proj_with_mqa", f"{_OURS}.kv_a_proj", bias=True),
+    *linear(f"{_ATTENTION}.kv_b_proj", f"{_OURS}.kv_b_proj"),
+    *linear(f"{_ATTENTION}.o_proj", f"{_OURS}.o_proj", bias=True),
+    Rule(f"{_ATTENTION}.q_a_layernorm.weight", (Target(f"{_OURS}.q_a_norm.scale"),)),
+    Rule(f"{_ATTENTION}.kv_a_layernorm.weight", (Target(f"{_OURS}.kv_a_norm.scale"),)),
+)
+
+CORRECTION_BIAS = Rule(
+    "model.layers.{l}.mlp.gate.e_score_correction_bias", (Target("layers.{l}.moe.router.correction_bias"),)
+)
+
+RULES = (
+    *BACKBONE,
+    *_LATENT,
+    *DENSE_MLP,
+    *routed("mlp"),
+    *fused_experts("mlp"),
+    *gated_mlp("model.layers.{l}.mlp.shared_experts", "layers.{l}.moe.shared_expert"),
+    CORRECTION_BIAS,
+)

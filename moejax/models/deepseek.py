@@ -1,0 +1,128 @@
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), and Kimi-K2, which has V3's configuration: latent attention,
+experts in groups, ungated shared experts, first layers dense."""
+
+from typing import Any
+
+from moejax.core.config import LatentConfig, ModelConfig, RouterConfig
+from moejax.core.errors import ConfigError
+from moejax.models.family import Family, common_fields
+from moejax.models.hf_config import HfFields
+
+# What training used: the loss that balances experts, and how they were spread.
+_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_lambda")
+
+
+def _read_common(fields: HfFields, interleaved: bool) -> dict[str, Any]:
+    common = common_fields(fields, default_theta=1e4, default_eps=1e-6, interleaved=interleaved)
+    fields.take(*_TRAINING)
+    fields.only("moe_layer_freq", 1)
+    fields.take("qk_head_dim")  # the sum of two others
+    latent = LatentConfig(
+        kv_rank=int(fields.require("kv_lora_rank")),
+        rope_dim=int(fields.require("qk_rope_head_dim")),
+        nope_dim=int(fields.require("qk_nope_head_dim")),
+        value_dim=int(fields.require("v_head_dim")),
+        q_rank=fields.take("q_lora_rank"),
+    )
+    if common["num_kv_heads"] != common["num_heads"]:
+        raise ConfigError(
+            f"{fields.source}: num_key_value_heads {common['num_kv_heads']} is not num_attention_heads "
+            f"{common['num_heads']}; with latent attention every head has keys and values of its own"
+        )
+    layers, hidden = common["num_layers"], int(fields.require("moe_intermediate_size"))
+    dense = int(fields.take("first_k_dense_replace", default=0))
+    bias = bool(fields.take("attention_bias", default=False))
+    return common | {
+        "num_kv_heads": 1,
+        "head_dim": latent.nope_dim + latent.rope_dim,
+        "latent": latent,
+        "num_experts": int(fields.require("n_routed_experts")),
+        "moe_intermediate_size": hidden,
+        "intermediate_size": int(fields.require("intermediate_size")),
+        "moe_layers": tuple(layer >= dense for layer in range(layers)),
+        "sliding_windows": (None,) * layers,
+        "shared_expert_intermediate_size": hidden * int(fields.take("n_shared_experts", default=0)),
+        "shared_expert_gate": False,
+        "qkv_bias": bias,
+        "attention_out_bias": bias,
+    }
+
+
+def _read_v2(fields: HfFields) -> ModelConfig:
+    method = str(fields.take("topk_method", default="greedy"))
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(
+            f"{fields.source}: topk_method {method!r} is not implemented (greedy and group_limited_greedy are)"
+        )
+    fields.only("scoring_func", "softmax")
+    fields.only("norm_topk_prob", False)
+    fields.only("mlp_bias", False)
+    groups, top = int(fields.take("n_group", default=1)), int(fields.take("topk_group", default=1))
+    limited = method == "group_limited_greedy"
+    router = RouterConfig(
+        groups=groups if limited else 1,
+        top_groups=top if limited else 1,
+        scaling=float(fields.take("routed_scaling_factor", default=1.0)),
+    )
+    common = _read_common(fields, interleaved=True)
+    return ModelConfig(family="deepseek_v2", router=router, norm_topk_prob=False, **common)
+
+
+def _read_v3(fields: HfFields) -> ModelConfig:
+    fields.only("topk_method", "noaux_tc")
+    fields.only("scoring_func", "sigmoid")
+    router = RouterConfig(
+        scores="sigmoid",
+        correction_bias=True,
+        groups=int(fields.take("n_group", default=1)),
+        top_groups=int(fields.take("topk_group", default=1)),
+        group_score="top2",
+        scaling=float(fields.take("routed_scaling_factor", default=1.0)),
+    )
+    return ModelConfig(
+        family="deepseek_v3",
+        router=router,
+        norm_topk_prob=bool(fields.take("norm_topk_prob", default=True)),
+        mtp_layers=int(fields.take("num_nextn_predict_layers", "num_mtp_layers", default=0)),
+        **_read_common(fields, interleaved=bool(fields.take("rope_interleave", default=True))),
+    )
+
+
+def _write_common(config: ModelConfig) -> dict[str, Any]:
+    assert config.latent is not None
+    return {
+        "num_key_value_heads": config.num_heads,
+        "intermediate_size": config.intermediate_size,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": config.shared_expert_intermediate_size // config.moe_intermediate_size,
+        "first_k_dense_replace": config.moe_layers.index(True)
+        if any(config.moe_layers)
+        else config.num_layers,
+        "routed_scaling_factor": config.router.scaling,
+        "n_group": config.router.groups,
+        "topk_group": config.router.top_groups,
+        "norm_topk_prob": config.norm_topk_prob,
+        "kv_lora_rank": config.latent.kv_rank,
+        "q_lora_rank": config.latent.q_rank,
+        "qk_rope_head_dim": config.latent.rope_dim,
+        "qk_nope_head_dim": config.latent.nope_dim,
+        "v_head_dim": config.latent.value_dim,
+        "attention_bias": config.qkv_bias,
+    }
+
+
+def _write_v2(config: ModelConfig) -> dict[str, Any]:
+    method = "greedy" if config.router.groups == 1 else "group_limited_greedy"
+    return _write_common(config) | {"topk_method": method}
+
+
+def _write_v3(config: ModelConfig) -> dict[str, Any]:
+    return _write_common(config) | {
+        "rope_interleave": config.rope.interleaved,
+        "num_nextn_predict_layers": config.mtp_layers,
+    }
+
+
+DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _read_v3, _write_v3)
