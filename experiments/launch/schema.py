@@ -47,12 +47,14 @@ class ModelSection(Checked, section="model"):
         dtype: computation and weight type; `auto` lets the engine choose for the device.
         load_format: `dummy` fills the weights at random from the model's config.json alone.
         hf_config: the content of a config.json, for a shape without a checkpoint; excludes `path`.
+        num_hidden_layers: only the first so many layers of a `dummy` model, whose name says so; None: all.
     """
 
     path: str | None
     dtype: Annotated[str, Among(("auto", *DTYPES))] = "auto"
     load_format: LoadFormat = "auto"
     hf_config: dict[str, Any] | None = None
+    num_hidden_layers: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,11 +68,19 @@ class ModelSection(Checked, section="model"):
             raise ConfigError(
                 "model.hf_config describes a shape without weights: it needs model.load_format=dummy"
             )
+        if self.num_hidden_layers is not None and self.load_format != "dummy":
+            raise ConfigError(
+                "model.num_hidden_layers makes another shape, which a checkpoint has no weights for: it needs "
+                "model.load_format=dummy"
+            )
 
     @property
     def source(self) -> str | dict[str, Any]:
         """Returns what `LLM` opens: the path, or the shape."""
-        return self.path if self.path is not None else self.hf_config or {}
+        if self.num_hidden_layers is None:
+            return self.path if self.path is not None else self.hf_config or {}
+        shape = self.hf_config or {"_name_or_path": self.path, **read_raw_config(str(self.path))}
+        return reduced_shape(shape, self.num_hidden_layers)
 
     @property
     def name(self) -> str:

@@ -56,17 +56,47 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
 
 
+def read_raw_config(model: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the content of `config.json` of a model directory or shipped name.
+
+    Raises:
+        ConfigError, CheckpointError: it is not there, or no JSON object.
+    """
+    path = resolve_model_dir(model) / "config.json"
+    raw = read_json(path)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: no 'model_type'; is this a Hugging Face model configuration?")
+    return raw
+
+
+def reduced_shape(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Returns a `config.json` of the first `layers` layers, with a name that says so.
+
+    Raises:
+        ConfigError: the model has fewer.
+    """
+    every = raw.get("num_hidden_layers")
+    if not isinstance(every, int) or layers > every:
+        raise ConfigError(f"model.num_hidden_layers={layers}: the model has {every}")
+    kept = {
+        name: value[:layers] if isinstance(value, list) and len(value) == every else value
+        for name, value in raw.items()
+    }
+    if isinstance(dense := raw.get("mlp_only_layers"), list):
+        kept["mlp_only_layers"] = [layer for layer in dense if layer < layers]
+    name = f"{raw.get('_name_or_path', 'custom')}-{layers}of{every}layers"
+    return {**kept, "num_hidden_layers": layers, "_name_or_path": name}
+
+
 def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     """Returns `ModelConfig` of a model directory or shipped name.
 
     Raises:
         ConfigError, CheckpointError: see `moejax.models.registry.config_from_hf`.
     """
-    path = resolve_model_dir(directory) / "config.json"
-    raw = read_json(path)
-    if isinstance(raw, dict):  # how weights are stored is not of the model; `load_pretrained` reads it
-        raw = {name: value for name, value in raw.items() if name not in QUANTIZATION_KEYS}
-    return config_from_hf(raw, str(path))
+    # How weights are stored is not of the model; `load_pretrained` reads it.
+    raw = {k: v for k, v in read_raw_config(directory).items() if k not in QUANTIZATION_KEYS}
+    return config_from_hf(raw, str(resolve_model_dir(directory) / "config.json"))
 
 
 def stored_quantization(directory: Path) -> tuple[Any, Path] | None:

@@ -10,8 +10,11 @@ from moejax.models.mixtral import MIXTRAL
 from moejax.models.olmoe import OLMOE
 from moejax.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
+_ALL = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3)
+
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3)
+    **{family.name: family for family in _ALL},
+    "kimi_k2": DEEPSEEK_V3,  # Moonshot's name for V3's model in other sizes
 }
 
 

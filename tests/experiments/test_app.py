@@ -36,6 +36,9 @@ from moejax.bench.workload import LatencyCase, latency_cases
 from moejax.core.checked import Checked
 from moejax.core.config import EngineConfig
 from moejax.core.errors import CheckpointError, ConfigError
+from moejax.models.decoder import Decoder
+from moejax.models.registry import config_from_hf
+from moejax.nn.param import num_params
 from moejax.train.config import TrainConfig
 
 SCHEMAS: dict[str, type] = {
@@ -146,20 +149,24 @@ def test_peers_preset_has_the_three_cases() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("mixtral_8x7b", 46.7), ("qwen3_30b_a3b", 30.5), ("olmoe_1b_7b", 6.9), ("qwen15_moe_a2_7b", 14.3)],
-)
+    [("mixtral_8x7b", 46.7), ("qwen3_30b_a3b", 30.5), ("qwen3_235b_a22b", 235.1), ("olmoe_1b_7b", 6.9),
+     ("qwen15_moe_a2_7b", 14.3), ("deepseek_v2_lite", 15.7), ("deepseek_v3", 671.0), ("kimi_k2", 1026.4)],
+)  # fmt: skip
 def test_dummy_shape_has_the_published_number_of_parameters(name: str, billions: float) -> None:
-    hf = compose("latency", f"model={name}").model.hf_config
-    hidden, heads, kv = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
-    head_dim = hf.get("head_dim", hidden // heads)
-    experts = hf.get("num_experts", hf.get("num_local_experts"))
-    width = hf.get("moe_intermediate_size", hf["intermediate_size"])
-    attention = hidden * head_dim * (2 * heads + 2 * kv)
-    expert_layer = (
-        3 * hidden * (experts * width + hf.get("shared_expert_intermediate_size", 0)) + hidden * experts
-    )
-    total = hf["num_hidden_layers"] * (attention + expert_layer) + 2 * hidden * hf["vocab_size"]
-    assert round(total / 1e9, 1) == billions
+    model = Decoder(config_from_hf(compose("latency", f"model={name}").model.hf_config))
+    assert round(num_params(model) / 1e9, 1) == billions
+
+
+def test_first_layers_of_a_dummy_model() -> None:
+    model = compose("latency", "model=deepseek_v2_lite", "model.num_hidden_layers=2").model
+    config = config_from_hf(model.source)
+    assert config.num_layers == 2 and config.moe_layers == (False, True)
+    assert model.name == "DeepSeek-V2-Lite-2of27layers"
+    for layers, what in (("28", "the model has 27"), ("0", "must be a positive integer")):
+        with pytest.raises(ConfigError, match=rf"model\.num_hidden_layers.*{what}"):
+            _ = compose("latency", "model=deepseek_v2_lite", f"model.num_hidden_layers={layers}").model.source
+    with pytest.raises(ConfigError, match=r"model\.num_hidden_layers.*needs model\.load_format=dummy"):
+        compose("latency", "model.num_hidden_layers=2")
 
 
 def test_a_length_is_a_number_or_a_distribution() -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.oracle
 NAMES = [
     "mixtral-window-k1-wide-head", "qwen2_moe-dense-layer", "qwen2_moe-window-sparse-step",
     "qwen3_moe-dense-layers-bias-tied", "olmoe-clip-bias-gqa",
+    "deepseek_v2-groups-yarn-scaling-dense-layer", "deepseek_v3-groups",
 ]  # fmt: skip
 STEPS = 32
 
