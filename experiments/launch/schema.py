@@ -21,7 +21,8 @@ from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.stress.config import StressSection
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig, latency_cases
-from moejax.core.checked import Among, Checked, Must, Seed
+from moejax.checkpoint.directory import read_raw_config, reduced_shape
+from moejax.core.checked import Among, Checked, Must, PositiveInt, Seed
 from moejax.core.config import DTYPES, EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.host import HostConfig

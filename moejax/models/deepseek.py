@@ -113,8 +113,9 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_v2(config: ModelConfig) -> dict[str, Any]:
-    method = "greedy" if config.router.groups == 1 else "group_limited_greedy"
-    return _write_common(config) | {"topk_method": method}
+    if config.router.groups > 1:
+        return _write_common(config) | {"topk_method": "group_limited_greedy"}
+    return _write_common(config) | {"topk_method": "greedy", "n_group": None, "topk_group": None}
 
 
 def _write_v3(config: ModelConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from flax import nnx
 from moejax.core.config import ExpertLayout, ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.moe.permute import combine, plan_blocks
-from moejax.moe.router import Routing
+from moejax.moe.router import Router, Routing
 from moejax.nn.activation import KERNEL_NAMES, activation
 from moejax.nn.param import ParamSpec, declare
 from moejax.nn.quantized import QuantizedWeight, Weight, arrays_of
@@ -72,7 +72,6 @@ class Experts(nnx.Module):
         self.up_proj = stack(D, F, ("embed", "expert_mlp"))
         self.down_proj = stack(F, D, ("expert_mlp", "embed"))
         self.act = config.hidden_act
-        self.normalize = config.norm_topk_prob
         self.split = split
         self.leaves_sums = leaves_sums
 
@@ -100,10 +99,12 @@ class Experts(nnx.Module):
         return Stack(weight[...], transposed=self.transposed)
 
     @jax.named_scope("experts_dispatch")
-    def __call__(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
-        """Runs the experts on x `[N, D]` by the execution that `config` names."""
+    def __call__(
+        self, x: jax.Array, routing: Routing, config: MoeConfig, router: Router | None = None
+    ) -> ExpertsOutput:
+        """Runs the experts on x `[N, D]` by the execution that `config` names; `router` reroutes overflow."""
         if config.execution == "capacity":
-            return self._capacity(x, routing, config)
+            return self._capacity(x, routing, config, router)
         zero = jnp.zeros((), jnp.int32)
         run = self._dense if config.execution == "dense" else self._grouped
         return ExpertsOutput(run(x, routing, config), routing, zero, zero)
@@ -209,14 +210,17 @@ class Experts(nnx.Module):
         out = moe_mlp(x, routing.ids, routing.weights, *operands, **options)
         return RowSums(*out) if self.leaves_sums else out
 
-    def _capacity(self, x: jax.Array, routing: Routing, config: MoeConfig) -> ExpertsOutput:
+    def _capacity(
+        self, x: jax.Array, routing: Routing, config: MoeConfig, router: Router | None
+    ) -> ExpertsOutput:
         """Gives each expert at most C rows; buffers `[E, C, D]`, so gradients are batched products."""
         N, k = routing.ids.shape
         E = self.num_experts
         C = capacity(N, k, E, config.capacity_factor)
         chosen = routing.ids
         if config.overflow == "reroute":
-            placed, slots, rerouted = reroute(routing, E, C, self.normalize)
+            assert router is not None, "a router says who is next"
+            placed, slots, rerouted = reroute(routing, router, C)
         else:
             slots = slot_in_expert(chosen, E)
             kept = (slots < C) & (chosen < E)
@@ -285,9 +289,7 @@ def slot_in_expert(ids: jax.Array, num_experts: int) -> jax.Array:
     return jnp.sum(place * by_choice, axis=1).reshape(k, N).T
 
 
-def reroute(
-    routing: Routing, num_experts: int, limit: int, normalize: bool
-) -> tuple[Routing, jax.Array, jax.Array]:
+def reroute(routing: Routing, router: Router, limit: int) -> tuple[Routing, jax.Array, jax.Array]:
     """Sends assignments that overflow to the token's next best expert that still has room.
 
     In rounds: pending assignments ask for an expert; an expert accepts, first choices first and then in
@@ -299,9 +301,7 @@ def reroute(
         so); each one's slot in its expert, int32 `[N, k]`; and the number that were rerouted.
     """
     N, k = routing.ids.shape
-    E = num_experts
-    probabilities = jax.nn.softmax(routing.logits, axis=-1)
-    ranking = jax.lax.top_k(probabilities, E)[1].astype(jnp.int32)
+    E, ranking = router.num_experts, router.ranking(routing.logits)
     real = routing.ids < E
 
     def some_pending(state: Any) -> jax.Array:
@@ -330,9 +330,5 @@ def reroute(
         jnp.zeros(N, jnp.int32),
     )
     _, ids, slots, _, _ = jax.lax.while_loop(some_pending, one_round, start)
-    ran = ids < E
-    weights = jnp.where(ran, jnp.take_along_axis(probabilities, jnp.minimum(ids, E - 1), axis=1), 0.0)
-    if normalize:
-        total = jnp.sum(weights, axis=1, keepdims=True)
-        weights = weights / jnp.where(total > 0, total, 1.0)
-    return Routing(ids, weights, routing.logits), slots, jnp.sum(ran & (ids != routing.ids), dtype=jnp.int32)
+    rerouted = jnp.sum((ids < E) & (ids != routing.ids), dtype=jnp.int32)
+    return Routing(ids, router.weights_of(routing.logits, ids), routing.logits), slots, rerouted

@@ -94,7 +94,7 @@ class MoELayer(nnx.Module):
         if self.replicas is not None:
             output = self._spread(flat, routing)
         else:
-            output = self.experts(flat, routing, moe)
+            output = self.experts(flat, routing, moe, self.router)
             if self.shared_expert is not None:
                 output = output._replace(out=output.out + self._shared(flat))
         with jax.named_scope("experts_dispatch"):

@@ -72,7 +72,11 @@ class Router(nnx.Module):
         logits = sum(parts[1:], parts[0])
         if replay is None and self.kernels != "xla":
             return Routing(*self._kernel(parts, valid), logits)
-        ids, weights = self._choose(logits) if replay is None else self._again(logits, replay)
+        if replay is None:
+            ids, weights = self._choose(logits)
+        else:
+            ids, given = replay
+            weights = self.weights_of(logits, ids) if given is None else given
         if valid is not None:
             ids = jnp.where(valid[:, None], ids, self.num_experts)
             weights = jnp.where(valid[:, None], weights, 0.0)
@@ -119,14 +123,15 @@ class Router(nnx.Module):
         options: dict[str, Any] = {"renormalize": self.normalize, "implementation": self.kernels}
         return topk_router(parts, k=self.top_k, valid=valid, **options)
 
-    def _again(self, logits: jax.Array, replay: Replay) -> tuple[jax.Array, jax.Array]:
-        """Maps logits `[N, E]` to the ids of `replay`, and their weights."""
-        ids = replay.ids
-        if replay.weights is not None:
-            return ids, replay.weights
+    def ranking(self, logits: jax.Array) -> jax.Array:
+        """Maps logits `[N, E]` to int32 `[N, E]`: every expert, in the order that they are chosen in."""
+        return jax.lax.top_k(self._eligible(self._scores(logits)), self.num_experts)[1].astype(jnp.int32)
+
+    def weights_of(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
+        """Returns the weights `[N, k]` of experts `ids`, 0 for E, which is none."""
         E = self.num_experts
         scores = jnp.take_along_axis(self._scores(logits), jnp.minimum(ids, E - 1), axis=-1)
-        return ids, self._weights(jnp.where(ids < E, scores, 0.0))
+        return self._weights(jnp.where(ids < E, scores, 0.0))
 
 
 def check_replay(name: str, replay: Replay, tokens: tuple[int, ...], top_k: int, num_experts: int) -> Replay:

@@ -61,7 +61,7 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Frequencies float32 `[R/2]`, R the numbers that are rotated, and the factor on cos and sin, for every kind
+    """Returns frequencies float32 `[R/2]`, R numbers being rotated, and the factor on cos and sin, for every kind
     but `dynamic`'s growth."""
     rope, head_dim = config.rope, config.rotary_dim
     if rope.kind == "linear":

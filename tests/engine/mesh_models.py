@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax import EngineConfig, ModelConfig, MoeConfig, save_pretrained
+from moejax.core.config import LatentConfig, RopeConfig, RouterConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from tests.model_shapes import EIGHT_WAY
@@ -30,6 +31,18 @@ FAMILIES = {
     "qwen2_moe": BASE.replace(
         family="qwen2_moe", vocab_size=101, qk_norm="none", qkv_bias=True,
         shared_expert_intermediate_size=24, tie_word_embeddings=True,
+    ),
+    "deepseek_v2": BASE.replace(
+        family="deepseek_v2", qk_norm="none", num_kv_heads=1, head_dim=14, norm_topk_prob=False,
+        latent=LatentConfig(kv_rank=16, rope_dim=6, nope_dim=8, value_dim=12),
+        rope=RopeConfig(interleaved=True), router=RouterConfig(groups=4, top_groups=2, scaling=1.5),
+        shared_expert_intermediate_size=32, shared_expert_gate=False, moe_layers=(False, True),
+    ),
+    "deepseek_v3": BASE.replace(
+        family="deepseek_v3", vocab_size=103, qk_norm="none", num_kv_heads=1, head_dim=14,
+        latent=LatentConfig(kv_rank=16, rope_dim=6, nope_dim=8, value_dim=12, q_rank=20),
+        rope=RopeConfig(interleaved=True), shared_expert_intermediate_size=16, shared_expert_gate=False,
+        router=RouterConfig("sigmoid", True, groups=8, top_groups=4, group_score="top2"),
     ),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from moejax.core.config import MoeConfig
 from moejax.moe.experts import Experts, ExpertsOutput, capacity, slot_in_expert
-from moejax.moe.router import Routing
+from moejax.moe.router import Router, Routing
 from moejax.nn.param import initialize
 from pallas_kernels import moe_mlp
 from tests.examples import examples, slow_but
@@ -64,7 +64,8 @@ def compiled(num_experts: int, configs: MoeConfig | tuple[MoeConfig, ...], norma
         (experts_of(num_experts, normalize, "efd" if config.expert_layout == "efd" else "edf"), config)
         for config in ((configs,) if single else configs)
     ]
-    run = jax.jit(lambda x, routing: [experts(x, routing, config) for experts, config in pairs])
+    router = Router(experts_only(D, F, num_experts).replace(norm_topk_prob=normalize), jnp.float32)
+    run = jax.jit(lambda x, routing: [experts(x, routing, config, router) for experts, config in pairs])
     return (lambda x, routing: run(x, routing)[0]) if single else run
 
 
@@ -285,7 +286,8 @@ def loss(state, graph, x, logits, config, k):
     experts = nnx.merge(graph, state)
     chosen, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), k)
     routing = Routing(ids, chosen / jnp.sum(chosen, axis=-1, keepdims=True), logits)
-    return jnp.sum(jnp.sin(experts(x, routing, config).out))
+    router = Router(experts_only(D, F, logits.shape[1]), jnp.float32)
+    return jnp.sum(jnp.sin(experts(x, routing, config, router).out))
 
 
 @pytest.mark.parametrize("overflow", ["drop", "reroute"])

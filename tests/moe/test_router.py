@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.core.config import MoeConfig
+from moejax.core.config import MoeConfig, RouterConfig
+from moejax.core.errors import ConfigError
 from moejax.moe.layer import MoELayer
-from moejax.moe.router import Router, expert_counts
+from moejax.moe.router import Replay, Router, expert_counts
 from moejax.nn.param import initialize
+from tests.model_shapes import experts_only
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
 
 
 def router_and_input(normalize: bool, top_k: int = 3):
-    router = Router(16, 8, top_k, normalize, jnp.float32, 0.5)
+    config = experts_only(16, 8, 8, top_k).replace(norm_topk_prob=normalize, initializer_range=0.5)
+    router = Router(config, jnp.float32)
     initialize(router, 0)
     return router, np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
 
@@ -36,6 +39,62 @@ def test_router_against_float64(normalize, top_k):
     assert_close(got.logits, logits, tolerance(16))
     assert_close(got.weights, weights, tolerance(16, 8))
     assert (np.diff(got.weights, axis=-1) <= 0).all()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("config", "top_k"),
+    [
+        (RouterConfig(scores="sigmoid"), 3),
+        (RouterConfig(correction_bias=True, scaling=2.5), 4),
+        (RouterConfig(groups=4, top_groups=2, scaling=16.0), 6),
+        (RouterConfig("sigmoid", True, groups=4, top_groups=2, group_score="top2"), 6),
+        (RouterConfig("sigmoid", True, groups=3, top_groups=3, group_score="top2"), 12),
+        (RouterConfig("sigmoid", True, groups=6, top_groups=1, group_score="top2"), 1),
+    ],
+)
+def test_other_routers_against_float64(config: RouterConfig, top_k: int, normalize: bool) -> None:
+    E = 12
+    rng = np.random.default_rng(0)
+    shape = experts_only(16, 8, E, top_k)
+    router = Router(
+        shape.replace(norm_topk_prob=normalize, initializer_range=0.5, router=config), jnp.float32
+    )
+    initialize(router, 0)
+    bias = np.zeros(E)
+    if config.correction_bias:
+        bias = rng.normal(size=E).astype(np.float32) / 4
+        router.correction_bias.set_value(jnp.asarray(bias))
+    x = rng.normal(size=(40, 16)).astype(np.float32)
+    logits = x.astype(np.float64) @ np.asarray(router.kernel[...], np.float64)
+    scores = reference.softmax(logits) if config.scores == "softmax" else 1 / (1 + np.exp(-logits))
+    got = router(jnp.asarray(x))
+    for row, ids, weights in zip(scores, np.asarray(got.ids), got.weights, strict=True):
+        groups = np.split(np.arange(E), config.groups)
+        best = 1 if config.group_score == "max" else 2
+        strength = [np.sort(row[group] + bias[group])[-best:].sum() for group in groups]
+        allowed = np.concatenate([groups[g] for g in np.argsort(strength)[-config.top_groups :]])
+        chosen = sorted(allowed, key=lambda expert: -(row[expert] + bias[expert]))[:top_k]
+        np.testing.assert_array_equal(ids, chosen)
+        expected = row[chosen] / (row[chosen].sum() if normalize else 1.0) * config.scaling
+        assert_close(weights, expected, tolerance(16, 8))
+    again = router(jnp.asarray(x), replay=Replay(got.ids))
+    np.testing.assert_array_equal(again.weights, got.weights)
+    np.testing.assert_array_equal(router.ranking(got.logits)[:, :top_k], got.ids)
+
+
+@pytest.mark.parametrize(
+    ("config", "top_k", "what"),
+    [
+        (RouterConfig(groups=5), 1, "num_experts 12 is not a multiple of n_group 5"),
+        (RouterConfig(groups=4, top_groups=5), 1, "topk_group 5 exceeds n_group 4"),
+        (RouterConfig(groups=4, top_groups=2), 7, "exceeds the 6 experts of topk_group 2"),
+        (RouterConfig(groups=12, top_groups=2, group_score="top2"), 2, "fewer than 2"),
+    ],
+)
+def test_groups_that_do_not_fit(config: RouterConfig, top_k: int, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        experts_only(16, 8, 12, top_k).replace(router=config)
 
 
 def test_padding_is_assigned_to_no_expert():

@@ -100,7 +100,7 @@ CASES = (
         "rope_parameters": rope("llama3", factor=8.0, original_max_position_embeddings=16,
                                 low_freq_factor=1.0, high_freq_factor=4.0),
     }),
-    Case("deepseek_v2-plain-no-q-rank", "deepseek_v2", {"q_lora_rank": None, "n_group": 2, "topk_group": 1}),
+    Case("deepseek_v2-plain-no-q-rank", "deepseek_v2", {"q_lora_rank": None}),
     Case("deepseek_v2-groups-yarn-scaling-dense-layer", "deepseek_v2", {
         "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
         "num_hidden_layers": 3, "first_k_dense_replace": 1, "max_position_embeddings": 64,

@@ -34,10 +34,11 @@ class ContiguousCache(NamedTuple):
 
 def empty_cache(config: ModelConfig, batch: int, num_slots: int, dtype: Any) -> ContiguousCache:
     """Returns a zeroed cache for `batch` sequences of up to `num_slots` tokens."""
-    shape = (batch, config.num_kv_heads, num_slots, config.head_dim)
+    value_dim = config.head_dim if config.latent is None else config.latent.kv_rank
+    keys, values = ((batch, config.num_kv_heads, num_slots, dim) for dim in (config.key_dim, value_dim))
     layers = range(config.num_layers)
     return ContiguousCache(
-        tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers)
+        tuple(jnp.zeros(keys, dtype) for _ in layers), tuple(jnp.zeros(values, dtype) for _ in layers)
     )
 
 
@@ -78,7 +79,7 @@ class ContiguousLayer:
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         *,
@@ -90,7 +91,9 @@ class ContiguousLayer:
         `decode`: one token a sequence, stored at its position, attending to its row."""
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if self.kv_cache != "auto":
-            k, v = round_trip(k, self.kv_cache), round_trip(v, self.kv_cache)
+            k, v = round_trip(k, self.kv_cache), None if v is None else round_trip(v, self.kv_cache)
+        if v is None:
+            v = k[..., 2 * rope[0].shape[-1] :]
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         if self.phase == "prefill":
             start = (0, 0, 0, 0)
