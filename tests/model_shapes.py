@@ -3,7 +3,9 @@
 Equal shapes are compiled once in a run: its cache of programs is shared by all files (`tests/conftest.py`).
 """
 
-from moejax.core.config import ModelConfig
+from typing import Any
+
+from moejax.core.config import LatentConfig, ModelConfig, RopeConfig, RouterConfig
 
 TWO_LAYERS = ModelConfig(
     family="qwen3_moe",
@@ -27,6 +29,14 @@ TWO_LAYERS = ModelConfig(
 
 ONE_LAYER = TWO_LAYERS.replace(num_layers=1, moe_layers=(True,), sliding_windows=(None,))
 """The fastest to compile."""
+
+LATENT: dict[str, Any] = {
+    "family": "deepseek_v3", "qk_norm": "none", "num_kv_heads": 1, "head_dim": 14,
+    "latent": LatentConfig(kv_rank=16, rope_dim=6, nope_dim=8, value_dim=12, q_rank=20),
+    "rope": RopeConfig(interleaved=True), "shared_expert_intermediate_size": 16, "shared_expert_gate": False,
+    "router": RouterConfig("sigmoid", True, groups=4, top_groups=2, group_score="top2"),
+}  # fmt: skip
+"""Latent attention, with the router and the shared expert that come with it in DeepSeek-V3."""
 
 EIGHT_WAY = TWO_LAYERS.replace(hidden_size=64, num_heads=8, num_experts=16, num_experts_per_tok=4)
 """Every dimension that layouts split divides by eight devices, but for the two key/value heads."""

@@ -52,7 +52,7 @@ class Router(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any, kernels: str = "xla") -> None:
         D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
         self.kernel: Weight = declare(ParamSpec((D, E), ("embed", None), dtype, "normal", scale))
-        bias = ParamSpec((E,), (None,), jnp.float32, "zeros")
+        bias = ParamSpec((E,), (None,), jnp.dtype("float32"), "zeros")
         self.correction_bias = declare(bias) if config.router.correction_bias else None
         self.num_experts = E
         self.top_k = config.num_experts_per_tok

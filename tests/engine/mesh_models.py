@@ -11,7 +11,7 @@ from moejax import EngineConfig, ModelConfig, MoeConfig, save_pretrained
 from moejax.core.config import LatentConfig, RopeConfig, RouterConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
-from tests.model_shapes import EIGHT_WAY
+from tests.model_shapes import EIGHT_WAY, LATENT
 
 BASE = EIGHT_WAY
 
@@ -38,12 +38,7 @@ FAMILIES = {
         rope=RopeConfig(interleaved=True), router=RouterConfig(groups=4, top_groups=2, scaling=1.5),
         shared_expert_intermediate_size=32, shared_expert_gate=False, moe_layers=(False, True),
     ),
-    "deepseek_v3": BASE.replace(
-        family="deepseek_v3", vocab_size=103, qk_norm="none", num_kv_heads=1, head_dim=14,
-        latent=LatentConfig(kv_rank=16, rope_dim=6, nope_dim=8, value_dim=12, q_rank=20),
-        rope=RopeConfig(interleaved=True), shared_expert_intermediate_size=16, shared_expert_gate=False,
-        router=RouterConfig("sigmoid", True, groups=8, top_groups=4, group_score="top2"),
-    ),
+    "deepseek_v3": BASE.replace(**LATENT, vocab_size=103),
 }  # fmt: skip
 
 # One bucket an axis: each further one is a program of eight devices to compile.

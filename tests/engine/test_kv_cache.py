@@ -25,6 +25,7 @@ from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 from tests.engine.paged import REDUCTIONS, SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import main_config, small_config
 from tests.examples import slow_but
+from tests.model_shapes import LATENT
 from tests.numerics import assert_close, tolerance
 from tests.plain.contiguous import ContiguousEngine
 
@@ -106,8 +107,9 @@ def test_scores_are_the_twins(dtype: str) -> None:
         pytest.param({"sliding_windows": (5,)}, marks=pytest.mark.slow),
         {"num_kv_heads": 1, "head_dim": 16, "sliding_windows": (7,)},
         pytest.param({"num_kv_heads": 4, "dtype": "bfloat16"}, marks=pytest.mark.slow),
+        LATENT,
     ],
-    ids=["window", "one key head, window", "bfloat16"],
+    ids=["window", "one key head, window", "bfloat16", "latent"],
 )
 def test_other_models(change: dict[str, Any]) -> None:
     """In static batches, too."""

@@ -9,7 +9,8 @@ import pytest
 from moejax.core.config import ModelConfig, RopeConfig
 from moejax.engine.llm import LLM
 from tests.engine.paged import SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt
-from tests.engine.tiny import FullForward, small_config, windowed_config
+from tests.engine.tiny import FullForward, main_config, small_config, windowed_config
+from tests.model_shapes import LATENT
 from tests.numerics import relative_error
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -17,6 +18,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "windowed": windowed_config(),
     # A window within a block, and a layer without one.
     "half_windowed": windowed_config().replace(sliding_windows=(3, None), num_kv_heads=4),
+    # Keys and values come of latents; the whole sequence at once makes each head's own.
+    "latent": main_config(**LATENT, moe_layers=(False, True)),
 }
 DYNAMIC = small_config(
     max_position_embeddings=12, rope=RopeConfig("dynamic", theta=100.0, factor=4.0), initializer_range=0.4
@@ -25,8 +28,10 @@ WHOLE = dataclasses.replace(SCARCE, max_num_batched_tokens=64, token_buckets=[64
 LENGTHS = (3, 11, 16, 1, 22, 8)
 
 
-@pytest.mark.parametrize("name", ["windowed", pytest.param("half_windowed", marks=pytest.mark.slow)])
-def test_windows_and_dense_layers(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["windowed", pytest.param("half_windowed", marks=pytest.mark.slow), "latent"]
+)
+def test_windows_latents_and_dense_layers(name: str) -> None:
     llm = LLM(CONFIGS[name], load_format="dummy", engine=SCARCE)
     whole = FullForward(llm.model)
     prompts = [prompt(n) for n in LENGTHS]

@@ -12,6 +12,7 @@ import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams, save_pretrained
 from moejax.checkpoint.hf import load_pretrained
+from moejax.core.config import LatentConfig
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig, QuantRule
 from moejax.engine.opening.quantize import check_split
@@ -39,6 +40,10 @@ def family(name: str) -> Any:
     config = FAMILIES[name].replace(hidden_size=128, moe_intermediate_size=128, intermediate_size=128)
     if config.shared_expert_intermediate_size:
         config = config.replace(shared_expert_intermediate_size=128)
+    if config.latent is not None:
+        return config.replace(
+            latent=LatentConfig(64, rope_dim=16, nope_dim=16, value_dim=16, q_rank=64), head_dim=32
+        )
     return config.replace(head_dim=32 if name == "qwen3_moe" else 16)
 
 
@@ -78,12 +83,16 @@ RUNS = {
     "qwen3_moe": rtn("int8", ("lm_head", "int8"), ("layers.0.moe.router", "int8")),
     "mixtral": rtn("nvfp4", ("*.attention.*", "fp8_block128")),
     "olmoe": rtn("int4_g64_asym", ("*.down_proj", "int8_asym")),
+    "deepseek_v3": rtn("int4_g32", ("*.kv_b_proj", "int8"), ("*.kv_a_proj", "fp8_e4m3")),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_moe", *(pytest.param(n, marks=pytest.mark.slow) for n in ("olmoe", "qwen2_moe", "mixtral"))],
+    [
+        "qwen3_moe",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("olmoe", "qwen2_moe", "mixtral", "deepseek_v3")),
+    ],
 )
 def test_tokens_are_those_of_the_dequantized_weights(name: str, model: Any, tmp_path: Path) -> None:
     """Every family, with prompts in chunks and a cache so small that sequences are preempted."""

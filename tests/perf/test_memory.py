@@ -14,6 +14,7 @@ from moejax.nn.param import specs
 from moejax.perf.memory import device_memory, largest, tensor_bytes
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.rules import shardings
+from tests.model_shapes import LATENT
 from tests.perf.models import LAYOUTS, small_model
 
 pytestmark = pytest.mark.multidevice
@@ -24,6 +25,7 @@ MODELS = {
     "norm of heads, tied": small_model(family="qwen3_moe", qk_norm="head", tie_word_embeddings=True),
     "a padded vocabulary": small_model(vocab_size=99),
     "a padded vocabulary, tied": small_model(vocab_size=99, tie_word_embeddings=True),
+    "latent": small_model(**LATENT),
     "one key head": small_model(num_kv_heads=1, shared_expert_intermediate_size=0),
 }
 

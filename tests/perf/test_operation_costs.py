@@ -23,6 +23,7 @@ from moejax.perf.operation_costs import (
     utilisation,
 )  # fmt: skip
 from moejax.perf.sizes import expert_params
+from tests.model_shapes import LATENT
 from tests.perf.models import small_model
 from tests.perf.steps import decode_step_cost
 
@@ -87,6 +88,22 @@ def test_decode_agrees_with_the_formula_of_the_whole(changes: dict[str, object])
     assert cost.flops == pytest.approx(
         2 * batch * (always + routed) + 4 * batch * seen * config.num_heads * Dh
     )
+
+
+def test_latent_attention_by_hand() -> None:
+    """The cache has 6 + 16 numbers a token; queries and values go by way of the latents, of 16."""
+    config = small_model(**LATENT)
+    ops = decode(config)
+    projected = 40 * 20 + 20 * 8 * 14 + 40 * 22 + 16 * 8 * (8 + 12)
+    assert find(ops, 0, "qkv_projection").weight_bytes == 4 * projected
+    assert find(ops, 0, "qkv_projection").flops == 2 * 3 * projected
+    attention, written = find(ops, 1, "attention"), find(ops, 1, "kv_write")
+    assert attention.flops == 3 * 10 * 8 * 2 * (22 + 16)
+    assert attention.cache_bytes == 3 * 9 * 22 * 4 and written.cache_bytes == 3 * 22 * 4
+    assert find(ops, 2, "output_projection").weight_bytes == 4 * 8 * 12 * 40
+    held = held_weights(config, specs(Decoder(config)))
+    for name in ("qkv_projection", "output_projection", "router", "shared_expert"):
+        assert find(decode(config, weights=held), 0, name).weight_bytes == find(ops, 0, name).weight_bytes
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])

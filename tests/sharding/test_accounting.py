@@ -31,6 +31,7 @@ from moejax.sharding.hlo import Collective, bytes_on_wire, collectives, compare,
 from moejax.sharding.pipeline import Transfer, TransferKey, split_layers
 from moejax.sharding.spmd import MeshDevices
 from tests.examples import slow_but
+from tests.model_shapes import LATENT
 from tests.perf.models import LAYOUTS, small_model
 from tests.plain.step_extras import extra_terms
 
@@ -136,6 +137,11 @@ def check(
 )
 def test_bytes_of_every_preset(layout: str) -> None:
     check(MODEL, PRESETS[layout], decode())
+
+
+@pytest.mark.parametrize("layout", slow_but(["tp8"], HERE))
+def test_bytes_with_latent_attention(layout: str) -> None:
+    check(MODEL.replace(**LATENT), PRESETS[layout], decode())
 
 
 @pytest.mark.slow
