@@ -84,7 +84,7 @@ def reduced_shape(raw: dict[str, Any], layers: int) -> dict[str, Any]:
     }
     if isinstance(dense := raw.get("mlp_only_layers"), list):
         kept["mlp_only_layers"] = [layer for layer in dense if layer < layers]
-    name = f"{raw.get('_name_or_path', 'custom')}-{layers}of{every}layers"
+    name = f"{raw.get('_name_or_path', 'custom')}-{layers}layers"
     return {**kept, "num_hidden_layers": layers, "_name_or_path": name}
 
 

@@ -17,7 +17,9 @@ def model_name(result: Mapping[str, Any]) -> str | None:
     model = result.get("config", {}).get("model")
     if isinstance(model, Mapping):
         described = model.get("hf_config") or {}
+        layers = model.get("num_hidden_layers")
         model = model.get("name") or model.get("path") or described.get("_name_or_path")
+        model = f"{model}-{layers}layers" if model and layers else model
     return str(model) if model else None
 
 

@@ -161,7 +161,7 @@ def test_first_layers_of_a_dummy_model() -> None:
     model = compose("latency", "model=deepseek_v2_lite", "model.num_hidden_layers=2").model
     config = config_from_hf(model.source)
     assert config.num_layers == 2 and config.moe_layers == (False, True)
-    assert model.name == "DeepSeek-V2-Lite-2of27layers"
+    assert model.name == "DeepSeek-V2-Lite-2layers"
     for layers, what in (("28", "the model has 27"), ("0", "must be an integer of at least 1")):
         with pytest.raises(ConfigError, match=rf"model\.num_hidden_layers.*{what}"):
             _ = compose("latency", "model=deepseek_v2_lite", f"model.num_hidden_layers={layers}").model.source
