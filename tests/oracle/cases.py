@@ -136,6 +136,8 @@ GOLDEN = (
     "qwen3_moe-all-experts-yarn-no-norm",
     "olmoe-clip-bias-gqa",
     "olmoe-all-experts-llama3",
+    "deepseek_v2-groups-yarn-scaling-dense-layer",
+    "deepseek_v3-groups",
 )
 
 _LATENT = {
