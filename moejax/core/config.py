@@ -57,7 +57,8 @@ class RopeConfig:
 
     Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595); dynamic NTK;
     YaRN (arXiv 2309.00071); the Llama 3.1 model card's piecewise scaling. Field names follow
-    Hugging Face's `rope_parameters`. `interleaved` pairs dimension 2i with 2i + 1, not i with i + Dh/2.
+    Hugging Face's `rope_parameters`. `partial_rotary_factor` is the share of a head's dimensions that are
+    rotated, the first R of Dh. `interleaved` pairs dimension 2i with 2i + 1, not i with i + R/2.
     """
 
     kind: RopeKind = "default"
@@ -72,6 +73,7 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    partial_rotary_factor: float = 1.0
     interleaved: bool = False
 
     def __post_init__(self) -> None:
@@ -203,6 +205,12 @@ class ModelConfig(Checked):
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries for num_hidden_layers {self.num_layers}"
                 )
+        share, rotated = self.rope.partial_rotary_factor, self.rotary_dim
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor {share:g} of head_dim {self.head_dim} rotates {rotated} dimensions "
+                "(an even number of them from 2 to head_dim can be)"
+            )
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -234,7 +242,9 @@ class ModelConfig(Checked):
     @property
     def rotary_dim(self) -> int:
         """Numbers of a head's query and key that are rotated, the first ones."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return int(self.head_dim * self.rope.partial_rotary_factor)
 
     @property
     def key_dim(self) -> int:

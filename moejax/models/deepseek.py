@@ -12,10 +12,41 @@ from moejax.models.hf_config import HfFields
 _TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_lambda")
 
 
+def read_experts(
+    fields: HfFields, common: dict[str, Any], *, dense: int = 0, shared: int = 0
+) -> dict[str, Any]:
+    """Returns `common` with the fields on experts, ungated shared ones and dense layers before; `dense` and
+    `shared` are the family's default numbers of them."""
+    hidden = int(fields.require("moe_intermediate_size"))
+    dense = int(fields.take("first_k_dense_replace", default=dense))
+    fields.only("moe_layer_freq", 1)
+    return common | {
+        "num_experts": int(fields.require("n_routed_experts", "num_local_experts")),
+        "moe_intermediate_size": hidden,
+        "intermediate_size": int(fields.require("intermediate_size")),
+        "moe_layers": tuple(layer >= dense for layer in range(common["num_layers"])),
+        "shared_expert_intermediate_size": hidden * int(fields.take("n_shared_experts", default=shared)),
+        "shared_expert_gate": False,
+    }
+
+
+def read_v3_router(fields: HfFields) -> RouterConfig:
+    """Returns DeepSeek-V3's router: sigmoid with a correction bias, groups by their two best experts."""
+    fields.only("topk_method", "noaux_tc")
+    fields.only("scoring_func", "sigmoid")
+    return RouterConfig(
+        scores="sigmoid",
+        correction_bias=True,
+        groups=int(fields.take("n_group", default=1)),
+        top_groups=int(fields.take("topk_group", default=1)),
+        group_score="top2",
+        scaling=float(fields.take("routed_scaling_factor", default=1.0)),
+    )
+
+
 def _read_common(fields: HfFields, interleaved: bool) -> dict[str, Any]:
     common = common_fields(fields, default_theta=1e4, default_eps=1e-6, interleaved=interleaved)
     fields.take(*_TRAINING)
-    fields.only("moe_layer_freq", 1)
     fields.take("qk_head_dim")  # the sum of two others
     latent = LatentConfig(
         kv_rank=int(fields.require("kv_lora_rank")),
@@ -29,20 +60,12 @@ def _read_common(fields: HfFields, interleaved: bool) -> dict[str, Any]:
             f"{fields.source}: num_key_value_heads {common['num_kv_heads']} is not num_attention_heads "
             f"{common['num_heads']}; with latent attention every head has keys and values of its own"
         )
-    layers, hidden = common["num_layers"], int(fields.require("moe_intermediate_size"))
-    dense = int(fields.take("first_k_dense_replace", default=0))
     bias = bool(fields.take("attention_bias", default=False))
-    return common | {
+    return read_experts(fields, common) | {
         "num_kv_heads": 1,
         "head_dim": latent.nope_dim + latent.rope_dim,
         "latent": latent,
-        "num_experts": int(fields.require("n_routed_experts")),
-        "moe_intermediate_size": hidden,
-        "intermediate_size": int(fields.require("intermediate_size")),
-        "moe_layers": tuple(layer >= dense for layer in range(layers)),
-        "sliding_windows": (None,) * layers,
-        "shared_expert_intermediate_size": hidden * int(fields.take("n_shared_experts", default=0)),
-        "shared_expert_gate": False,
+        "sliding_windows": (None,) * common["num_layers"],
         "qkv_bias": bias,
         "attention_out_bias": bias,
     }
@@ -69,46 +92,41 @@ def _read_v2(fields: HfFields) -> ModelConfig:
 
 
 def _read_v3(fields: HfFields) -> ModelConfig:
-    fields.only("topk_method", "noaux_tc")
-    fields.only("scoring_func", "sigmoid")
-    router = RouterConfig(
-        scores="sigmoid",
-        correction_bias=True,
-        groups=int(fields.take("n_group", default=1)),
-        top_groups=int(fields.take("topk_group", default=1)),
-        group_score="top2",
-        scaling=float(fields.take("routed_scaling_factor", default=1.0)),
-    )
     return ModelConfig(
         family="deepseek_v3",
-        router=router,
+        router=read_v3_router(fields),
         norm_topk_prob=bool(fields.take("norm_topk_prob", default=True)),
         mtp_layers=int(fields.take("num_nextn_predict_layers", "num_mtp_layers", default=0)),
         **_read_common(fields, interleaved=bool(fields.take("rope_interleave", default=True))),
     )
 
 
-def _write_common(config: ModelConfig) -> dict[str, Any]:
-    assert config.latent is not None
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+    """Inverts `read_experts`, and `read_v3_router`."""
+    dense = config.moe_layers.index(True) if any(config.moe_layers) else config.num_layers
     return {
-        "num_key_value_heads": config.num_heads,
         "intermediate_size": config.intermediate_size,
         "moe_intermediate_size": config.moe_intermediate_size,
         "n_routed_experts": config.num_experts,
         "n_shared_experts": config.shared_expert_intermediate_size // config.moe_intermediate_size,
-        "first_k_dense_replace": config.moe_layers.index(True)
-        if any(config.moe_layers)
-        else config.num_layers,
+        "first_k_dense_replace": dense,
         "routed_scaling_factor": config.router.scaling,
         "n_group": config.router.groups,
         "topk_group": config.router.top_groups,
         "norm_topk_prob": config.norm_topk_prob,
+        "attention_bias": config.qkv_bias,
+    }
+
+
+def _write_common(config: ModelConfig) -> dict[str, Any]:
+    assert config.latent is not None
+    return write_experts(config) | {
+        "num_key_value_heads": config.num_heads,
         "kv_lora_rank": config.latent.kv_rank,
         "q_lora_rank": config.latent.q_rank,
         "qk_rope_head_dim": config.latent.rope_dim,
         "qk_nope_head_dim": config.latent.nope_dim,
         "v_head_dim": config.latent.value_dim,
-        "attention_bias": config.qkv_bias,
     }
 
 

@@ -87,10 +87,10 @@ def _same(name: str, config: ModelConfig, back: ModelConfig) -> bool:
 
 
 def common_fields(
-    fields: HfFields, *, default_theta: float, default_eps: float, interleaved: bool = False
+    fields: HfFields, *, default_theta: float, default_eps: float, **rope: Any
 ) -> dict[str, Any]:
-    """Returns the fields that all families share, as keyword arguments of `ModelConfig`; `interleaved` as in
-    `RopeConfig`."""
+    """Returns the fields that all families share, as keyword arguments of `ModelConfig`; `rope` as in
+    `HfFields.rope`."""
     hidden, heads = int(fields.require("hidden_size")), int(fields.require("num_attention_heads"))
     layers = int(fields.require("num_hidden_layers"))
     longest = int(fields.require("max_position_embeddings"))
@@ -105,9 +105,7 @@ def common_fields(
         "head_dim": int(fields.take("head_dim", default=hidden // heads)),
         "num_experts_per_tok": int(fields.require("num_experts_per_tok")),
         "max_position_embeddings": longest,
-        "rope": fields.rope(
-            default_theta=default_theta, max_position_embeddings=longest, interleaved=interleaved
-        ),
+        "rope": fields.rope(default_theta=default_theta, max_position_embeddings=longest, **rope),
         "rms_norm_eps": float(fields.take("rms_norm_eps", default=default_eps)),
         "hidden_act": act,
         "tie_word_embeddings": bool(fields.take("tie_word_embeddings", default=False)),

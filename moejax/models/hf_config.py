@@ -4,6 +4,7 @@ A family takes the fields it understands; `finish` then raises for any field lef
 the computation.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,9 +74,19 @@ class HfFields:
             )
 
     def rope(
-        self, *, default_theta: float, max_position_embeddings: int, interleaved: bool = False
+        self,
+        *,
+        default_theta: float,
+        max_position_embeddings: int,
+        interleaved: bool = False,
+        partial_rotary_factor: float | None = None,
     ) -> RopeConfig:
-        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+
+        Args:
+            interleaved: as in `RopeConfig`; the family's.
+            partial_rotary_factor: the family's default; None: it always rotates whole heads.
+        """
         theta = self.take("rope_theta", default=default_theta)
         new, old = self.raw.get("rope_parameters"), self.raw.get("rope_scaling")
         if new is not None and old is not None and new != old:
@@ -84,8 +95,10 @@ class HfFields:
         kind: Any = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
         fields.pop("type", None)
         theta = fields.pop("rope_theta", theta)
-        if fields.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
+        share, whole = fields.pop("partial_rotary_factor", None), partial_rotary_factor is None
+        if whole and share not in (None, 1.0):
             raise ConfigError(f"{self.source}: partial_rotary_factor other than 1.0 is not implemented")
+        default = 1.0 if whole else self.take("partial_rotary_factor", default=partial_rotary_factor)
         strange = sorted(set(fields) - ROPE_KEYS)
         if strange:
             raise ConfigError(
@@ -99,7 +112,8 @@ class HfFields:
                 fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
         elif kind in ("linear", "dynamic") and "factor" not in fields:
             raise ConfigError(f"{self.source}: rope_type {kind!r} needs a factor")
-        return RopeConfig(kind=kind, theta=float(theta), interleaved=interleaved, **fields)
+        share = float(default if share is None else share)
+        return RopeConfig(kind, float(theta), **fields, partial_rotary_factor=share, interleaved=interleaved)
 
     def special_tokens(self) -> dict[str, Any]:
         """Returns bos, eos (one or several) and pad ids as `ModelConfig` keeps them."""
@@ -147,6 +161,30 @@ def sparse_layers(fields: HfFields, num_layers: int) -> tuple[bool, ...]:
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
 
 
+def layer_windows(
+    fields: HfFields, layers: int, window: int | None, sliding: Iterable[bool]
+) -> tuple[int | None, ...]:
+    """Returns each layer's attention window: by `layer_types`, and without it, in the layers of `sliding`."""
+    names = {True: "sliding_attention", False: "full_attention"}
+    types = fields.take("layer_types") or [names[each] for each in sliding]
+    if set(types) - set(names.values()) or len(types) != layers:
+        raise ConfigError(
+            f"{fields.source}: layer_types must name 'full_attention' or 'sliding_attention' for each of "
+            f"{layers} layers, got {types!r}"
+        )
+    if names[True] in types and not window:
+        raise ConfigError(
+            f"{fields.source}: layer_types has sliding_attention, but sliding_window (or use_sliding_window) "
+            "is off"
+        )
+    return tuple(window if kind == names[True] else None for kind in types)
+
+
+def layer_types(windows: Iterable[int | None]) -> list[str]:
+    """Inverts `layer_windows`."""
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
+
+
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     """Returns `rope_parameters` as of transformers 5; earlier versions read `rope_theta`/`rope_scaling`."""
     out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
@@ -163,4 +201,6 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     for name in used[rope.kind]:
         if getattr(rope, name) is not None:
             out[name] = getattr(rope, name)
+    if rope.partial_rotary_factor != 1.0:
+        out["partial_rotary_factor"] = rope.partial_rotary_factor
     return out

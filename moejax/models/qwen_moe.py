@@ -4,33 +4,16 @@ no shared expert; Yang et al., arXiv 2505.09388)."""
 from typing import Any
 
 from moejax.core.config import ModelConfig
-from moejax.core.errors import ConfigError
 from moejax.models.family import Family, common_fields
-from moejax.models.hf_config import HfFields, sparse_layers
+from moejax.models.hf_config import HfFields, layer_types, layer_windows, sparse_layers
 
 
 def _qwen2_windows(fields: HfFields, layers: int) -> tuple[int | None, ...]:
     """Returns each layer's window; without `layer_types`, those of even layers below max_window_layers."""
-    types = fields.take("layer_types")
     use, window = bool(fields.take("use_sliding_window", default=False)), fields.take("sliding_window")
     below = int(fields.take("max_window_layers", default=28))
-    if types is None:
-        types = [
-            "sliding_attention" if use and i % 2 == 0 and i < below else "full_attention"
-            for i in range(layers)
-        ]
-    strange = sorted(set(types) - {"sliding_attention", "full_attention"})
-    if strange or len(types) != layers:
-        raise ConfigError(
-            f"{fields.source}: layer_types must name 'full_attention' or 'sliding_attention' for each of "
-            f"{layers} layers, got {types!r}"
-        )
-    if "sliding_attention" in types and not (use and window):
-        raise ConfigError(
-            f"{fields.source}: layer_types has sliding_attention, but use_sliding_window or sliding_window "
-            "is off"
-        )
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+    even = [use and i % 2 == 0 and i < below for i in range(layers)]
+    return layer_windows(fields, layers, int(window) if use and window else None, even)
 
 
 def _read_common(fields: HfFields) -> dict[str, Any]:
@@ -86,11 +69,10 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    kinds = ["full_attention" if w is None else "sliding_attention" for w in config.sliding_windows]
     return _write_common(config) | {
         "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
         "qkv_bias": config.qkv_bias,
-        "layer_types": kinds,
+        "layer_types": layer_types(config.sliding_windows),
     }
 
 

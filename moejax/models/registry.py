@@ -6,11 +6,13 @@ from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, unknown
 from moejax.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from moejax.models.family import Family
+from moejax.models.glm_dots import DOTS1, GLM4_MOE
+from moejax.models.minimax import MINIMAX_M2
 from moejax.models.mixtral import MIXTRAL
 from moejax.models.olmoe import OLMOE
 from moejax.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
-_ALL = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3)
+_ALL = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, DOTS1, MINIMAX_M2)
 
 FAMILIES: dict[str, Family] = {
     **{family.name: family for family in _ALL},

@@ -120,6 +120,50 @@ CASES = (
         "num_attention_heads": 1, "num_key_value_heads": 1, "first_k_dense_replace": 1,
         "num_hidden_layers": 3,
     }),
+    Case("glm4_moe-plain", "glm4_moe", {}),
+    Case("glm4_moe-groups-qk-norm-bias-dense-layer-yarn", "glm4_moe", {
+        "use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2, "head_dim": 16,
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    }, "bfloat16"),
+    Case("glm4_moe-k1-mqa-tied-quarter-rotated-llama3", "glm4_moe", {
+        "num_experts_per_tok": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 24,
+        "n_shared_experts": 2, "norm_topk_prob": False, "max_position_embeddings": 64,
+        "rope_parameters": rope("llama3", factor=4.0, original_max_position_embeddings=16,
+                                low_freq_factor=1.0, high_freq_factor=4.0, partial_rotary_factor=0.25),
+    }, "float16"),
+    Case("glm4_moe-all-experts-whole-heads-rotated-dynamic", "glm4_moe", {
+        "n_routed_experts": 4, "num_experts_per_tok": 4, "use_qk_norm": True, "max_position_embeddings": 16,
+        "rope_parameters": rope("dynamic", factor=2.0, partial_rotary_factor=1.0), "n_group": 2,
+        "topk_group": 2,
+    }),
+    Case("dots1-plain", "dots1", {"sliding_window": None, "norm_topk_prob": True}),
+    Case("dots1-window-layer-types-groups-bias-dense-layer", "dots1", {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6,
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "attention_bias": True, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2, "head_dim": 16,
+    }, "bfloat16"),
+    Case("dots1-window-k1-mqa-tied-dynamic", "dots1", {
+        "sliding_window": 5, "max_window_layers": 1, "num_experts_per_tok": 1, "num_key_value_heads": 1,
+        "tie_word_embeddings": True, "norm_topk_prob": True, "max_position_embeddings": 16,
+        "rope_parameters": rope("dynamic", factor=2.0),
+    }, "float16"),
+    Case("dots1-all-experts-yarn-gelu", "dots1", {
+        "n_routed_experts": 4, "num_experts_per_tok": 4, "sliding_window": None, "hidden_act": "gelu",
+        "head_dim": 16, "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    }),
+    Case("minimax_m2-plain", "minimax_m2", {"rope_parameters": rope("default", partial_rotary_factor=0.5)}),
+    Case("minimax_m2-k1-mqa-tied-whole-heads-rotated-yarn", "minimax_m2", {
+        "num_experts_per_tok": 1, "num_key_value_heads": 1, "tie_word_embeddings": True,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-3,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    }, "bfloat16"),
+    Case("minimax_m2-all-experts-mha-quarter-rotated-linear", "minimax_m2", {
+        "num_local_experts": 4, "num_experts_per_tok": 4, "num_key_value_heads": 4, "head_dim": 24,
+        "rope_parameters": rope("linear", factor=2.0, partial_rotary_factor=0.25), "hidden_act": "gelu",
+    }, "float16"),
     Case("olmoe-dynamic-gelu", "olmoe", {
         "hidden_act": "gelu", "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=2.0),
         "clip_qkv": 1.0,
@@ -145,6 +189,10 @@ _LATENT = {
     "kv_lora_rank": 12, "q_lora_rank": 14, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 14,
 }  # fmt: skip
 
+_V3_EXPERTS = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 0, "first_k_dense_replace": 0,
+}  # fmt: skip
+
 FAMILY_BASE: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 0, "shared_expert_intermediate_size": 0},
@@ -152,6 +200,9 @@ FAMILY_BASE: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 8},
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
+    "glm4_moe": _V3_EXPERTS,
+    "dots1": _V3_EXPERTS,
+    "minimax_m2": {"num_local_experts": 8, "head_dim": 16},
 }
 
 

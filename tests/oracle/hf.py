@@ -21,6 +21,9 @@ CONFIGS = {
     "olmoe": transformers.OlmoeConfig,
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
+    "glm4_moe": transformers.Glm4MoeConfig,
+    "dots1": transformers.Dots1Config,
+    "minimax_m2": transformers.MiniMaxM2Config,
 }
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -1,6 +1,6 @@
 """Key tables by family."""
 
-from moejax.checkpoint.maps import deepseek, mixtral, olmoe, qwen_moe
+from moejax.checkpoint.maps import deepseek, minimax, mixtral, olmoe, qwen_moe
 from moejax.checkpoint.maps.rules import Rule
 
 TABLES: dict[str, tuple[Rule, ...]] = {
@@ -10,4 +10,7 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "olmoe": olmoe.RULES,
     "deepseek_v2": deepseek.RULES,
     "deepseek_v3": deepseek.RULES,
+    "glm4_moe": deepseek.GROUPED_QUERY_RULES,
+    "dots1": deepseek.GROUPED_QUERY_RULES,
+    "minimax_m2": minimax.RULES,
 }

@@ -1,8 +1,10 @@
-"""Keys of DeepSeek-V2 and V3."""
+"""Keys of DeepSeek-V2 and V3, and of families with their experts and grouped-query attention."""
 
 from moejax.checkpoint.maps.rules import (
     BACKBONE,
+    COMMON,
     DENSE_MLP,
+    QK_NORM,
     Rule,
     Target,
     fused_experts,
@@ -28,12 +30,13 @@ CORRECTION_BIAS = Rule(
     "model.layers.{l}.mlp.gate.e_score_correction_bias", (Target("layers.{l}.moe.router.correction_bias"),)
 )
 
-RULES = (
-    *BACKBONE,
-    *_LATENT,
+_EXPERTS = (
     *DENSE_MLP,
     *routed("mlp"),
     *fused_experts("mlp"),
     *gated_mlp("model.layers.{l}.mlp.shared_experts", "layers.{l}.moe.shared_expert"),
     CORRECTION_BIAS,
 )
+
+RULES = (*BACKBONE, *_LATENT, *_EXPERTS)
+GROUPED_QUERY_RULES = (*COMMON, *QK_NORM, *_EXPERTS)
