@@ -161,7 +161,8 @@ def _plan(
     """Plans where quantized weights come from, and where the others do."""
     rules = TABLES[config.family]
     further = range(config.num_layers, config.num_layers + config.mtp_layers)
-    for key in [key for key in files.shapes if key.startswith(tuple(f"model.layers.{n}." for n in further))]:
+    prefixes = (*(f"model.layers.{n}." for n in further), *(["model.mtp_"] if further else []))
+    for key in [key for key in files.shapes if key.startswith(prefixes)]:
         del files.shapes[key]
     known: Any = {
         "num_experts": config.num_experts,

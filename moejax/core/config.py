@@ -16,14 +16,15 @@ from moejax.core.checked import (
     Checked,
     Must,
     NonNegativeInt,
+    NonNegativeNumber,
     PositiveInt,
     PositiveNumber,
     check,
 )
 from moejax.core.errors import ConfigError
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
-QkNorm = Literal["none", "head", "projection"]
+RopeKind = Literal["default", "linear", "dynamic", "ntk", "yarn", "llama3"]
+QkNorm = Literal["none", "head", "projection", "rotated"]
 RouterScores = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 MoeExecution = Literal["dense", "capacity", "grouped"]
@@ -55,7 +56,8 @@ Buckets = Annotated[
 class RopeConfig:
     """Rotary position embedding and its context extension.
 
-    Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595); dynamic NTK;
+    Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595); dynamic NTK, and
+    "ntk", where the base is stretched by `factor` whatever the length;
     YaRN (arXiv 2309.00071); the Llama 3.1 model card's piecewise scaling. Field names follow
     Hugging Face's `rope_parameters`. `partial_rotary_factor` is the share of a head's dimensions that are
     rotated, the first R of Dh. `interleaved` pairs dimension 2i with 2i + 1, not i with i + R/2.
@@ -120,6 +122,7 @@ class RouterConfig(Checked):
         groups, top_groups: the experts lie in so many groups of equal size, and only those of a token's best
             `top_groups` can be chosen (DeepSeek-V2).
         group_score: a group's score: that of its best expert, or the sum of its two best.
+        norm_min: the least that weights are divided by where they are renormalised.
         scaling: factor on the weights.
     """
 
@@ -128,6 +131,7 @@ class RouterConfig(Checked):
     groups: PositiveInt = 1
     top_groups: PositiveInt = 1
     group_score: GroupScore = "max"
+    norm_min: NonNegativeNumber = 0.0
     scaling: PositiveNumber = 1.0
 
 

@@ -87,10 +87,10 @@ def _same(name: str, config: ModelConfig, back: ModelConfig) -> bool:
 
 
 def common_fields(
-    fields: HfFields, *, default_theta: float, default_eps: float, **rope: Any
+    fields: HfFields, *, default_theta: float, default_eps: float, top_k: int | None = None, **rope: Any
 ) -> dict[str, Any]:
-    """Returns the fields that all families share, as keyword arguments of `ModelConfig`; `rope` as in
-    `HfFields.rope`."""
+    """Returns the fields that all families share, as keyword arguments of `ModelConfig`; `top_k` where the
+    family has another name for it, `rope` as in `HfFields.rope`."""
     hidden, heads = int(fields.require("hidden_size")), int(fields.require("num_attention_heads"))
     layers = int(fields.require("num_hidden_layers"))
     longest = int(fields.require("max_position_embeddings"))
@@ -103,7 +103,7 @@ def common_fields(
         "num_heads": heads,
         "num_kv_heads": int(fields.take("num_key_value_heads", default=heads)),
         "head_dim": int(fields.take("head_dim", default=hidden // heads)),
-        "num_experts_per_tok": int(fields.require("num_experts_per_tok")),
+        "num_experts_per_tok": int(fields.require("num_experts_per_tok")) if top_k is None else top_k,
         "max_position_embeddings": longest,
         "rope": fields.rope(default_theta=default_theta, max_position_embeddings=longest, **rope),
         "rms_norm_eps": float(fields.take("rms_norm_eps", default=default_eps)),

@@ -80,12 +80,14 @@ class HfFields:
         max_position_embeddings: int,
         interleaved: bool = False,
         partial_rotary_factor: float | None = None,
+        ntk_alpha: bool = False,
     ) -> RopeConfig:
         """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
         Args:
             interleaved: as in `RopeConfig`; the family's.
             partial_rotary_factor: the family's default; None: it always rotates whole heads.
+            ntk_alpha: in this family "dynamic" with an `alpha` is "ntk".
         """
         theta = self.take("rope_theta", default=default_theta)
         new, old = self.raw.get("rope_parameters"), self.raw.get("rope_scaling")
@@ -99,6 +101,7 @@ class HfFields:
         if whole and share not in (None, 1.0):
             raise ConfigError(f"{self.source}: partial_rotary_factor other than 1.0 is not implemented")
         default = 1.0 if whole else self.take("partial_rotary_factor", default=partial_rotary_factor)
+        alpha = fields.pop("alpha", None) if ntk_alpha else None
         strange = sorted(set(fields) - ROPE_KEYS)
         if strange:
             raise ConfigError(
@@ -110,6 +113,8 @@ class HfFields:
             fields.setdefault("original_max_position_embeddings", max_position_embeddings)
             if "factor" not in fields:
                 fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
+        elif kind == "dynamic" and alpha:
+            kind, fields = "ntk", {"factor": float(alpha)}
         elif kind in ("linear", "dynamic") and "factor" not in fields:
             raise ConfigError(f"{self.source}: rope_type {kind!r} needs a factor")
         share = float(default if share is None else share)
@@ -192,6 +197,7 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
         "default": (),
         "linear": ("factor",),
         "dynamic": ("factor",),
+        "ntk": (),
         "yarn": (
             "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
             "mscale", "mscale_all_dim", "truncate",
@@ -201,6 +207,8 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     for name in used[rope.kind]:
         if getattr(rope, name) is not None:
             out[name] = getattr(rope, name)
+    if rope.kind == "ntk":
+        out |= {"rope_type": "dynamic", "alpha": rope.factor, "factor": 1.0}
     if rope.partial_rotary_factor != 1.0:
         out["partial_rotary_factor"] = rope.partial_rotary_factor
     return out

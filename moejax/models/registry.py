@@ -5,14 +5,19 @@ from typing import Any
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, unknown
 from moejax.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from moejax.models.ernie import ERNIE4_5_MOE
 from moejax.models.family import Family
 from moejax.models.glm_dots import DOTS1, GLM4_MOE
+from moejax.models.hunyuan import HUNYUAN_V1_MOE
 from moejax.models.minimax import MINIMAX_M2
 from moejax.models.mixtral import MIXTRAL
 from moejax.models.olmoe import OLMOE
 from moejax.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
-_ALL = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, DOTS1, MINIMAX_M2)
+_ALL = (
+    MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, DOTS1, MINIMAX_M2, ERNIE4_5_MOE,
+    HUNYUAN_V1_MOE,
+)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     **{family.name: family for family in _ALL},

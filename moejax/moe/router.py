@@ -112,7 +112,7 @@ class Router(nnx.Module):
     def _weights(self, scores: jax.Array) -> jax.Array:
         """Maps the chosen experts' scores `[N, k]` to their weights."""
         if self.normalize:
-            total = jnp.sum(scores, axis=-1, keepdims=True)
+            total = jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), self.config.norm_min)
             scores = scores / jnp.where(total > 0, total, 1.0)
         return scores if self.config.scaling == 1.0 else scores * self.config.scaling
 

@@ -9,7 +9,7 @@ from flax import nnx
 from moejax.core.config import ModelConfig
 from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
-from moejax.nn.rope import apply_rope
+from moejax.nn.rope import apply_rope, in_halves
 from moejax.ops.attention import LayerCache, QkNorms, attention
 from moejax.ops.row_sums import RowSums, split_product
 from moejax.sharding.axes import SINGLE, Axes
@@ -19,7 +19,7 @@ class Attention(nnx.Module):
     """Projections, optional query/key norm, rotary embedding, attention, output projection.
 
     `qk_norm="head"` normalises each head's Dh (Qwen3), `"projection"` the whole projection before it is
-    split into heads (OLMoE). `clip_qkv` bounds the projections' absolute values (OLMoE). On a mesh each
+    split into heads (OLMoE), `"rotated"` each head's Dh after rotary embedding (Hunyuan). `clip_qkv` bounds the projections' absolute values (OLMoE). On a mesh each
     device has H and K heads of its own, fewer than the configuration's.
     """
 
@@ -43,15 +43,18 @@ class Attention(nnx.Module):
         # NNX fixes at the first assignment whether an attribute holds data, so each is assigned once.
         q_dim, k_dim, q_axis, k_axis = H * Dh, K * Dh, "heads", "kv_heads"
         q_split, k_split = axes.tensor, axes.kv
-        if config.qk_norm == "head":
+        if config.qk_norm in ("head", "rotated"):
             q_dim, k_dim, q_axis, k_axis = Dh, Dh, "head_dim", "head_dim"
             q_split = k_split = ()
         has_norm, eps = config.qk_norm != "none", config.rms_norm_eps
         self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps, kernels, q_split) if has_norm else None
         self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split) if has_norm else None
-        # What is clipped or split over devices is not a kernel's to normalise on the way to the cache.
+        # What is clipped or split over devices is not a kernel's to normalise on the way to the cache, nor what
+        # is put into another order or rotated before.
         whole = config.qk_norm == "head" or (config.clip_qkv is None and not q_split and not k_split)
-        self.hands_on_norms = has_norm and whole
+        self.hands_on_norms = (
+            has_norm and whole and config.qk_norm != "rotated" and not config.rope.interleaved
+        )
         self.config = config
         self.window = window
         self.splits_output = kernels != "xla" and not out_bias and not reduce
@@ -72,6 +75,8 @@ class Attention(nnx.Module):
         if config.qk_norm == "head" and normalize:
             assert self.q_norm is not None and self.k_norm is not None
             q, k = self.q_norm(q), self.k_norm(k)
+        if config.rope.interleaved:
+            q, k = (in_halves(t, config.rotary_dim) for t in (q, k))
         return q, k, v
 
     def __call__(
@@ -95,6 +100,10 @@ class Attention(nnx.Module):
             q_scale, k_scale = (norm.scale[...].reshape(shape) for norm in (self.q_norm, self.k_norm))
             norms = QkNorms(q_scale, k_scale, self.q_norm.eps)
         q, k, v = self.project(x, normalize=norms is None)
+        if self.config.qk_norm == "rotated":
+            assert self.q_norm is not None and self.k_norm is not None
+            q, k = self.q_norm(apply_rope(q, *rope)), self.k_norm(apply_rope(k, *rope))
+            rope = (rope[0][..., :0], rope[1][..., :0])  # nothing is left to be rotated
         with jax.named_scope("attention"):
             if cache is None:
                 q, k = apply_rope(q, *rope), apply_rope(k, *rope)

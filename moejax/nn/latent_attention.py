@@ -65,7 +65,7 @@ class LatentAttention(nnx.Module):
         shared = self.kv_a_proj(x)
         latent, k_rope = shared[..., : self.latent.kv_rank], shared[..., self.latent.kv_rank :]
         if self.config.rope.interleaved:
-            q_rope, k_rope = in_halves(q_rope), in_halves(k_rope)
+            q_rope, k_rope = (in_halves(x, self.latent.rope_dim) for x in (q_rope, k_rope))
         return q_rope, nope, k_rope[:, :, None], self.kv_a_norm(latent)
 
     def __call__(

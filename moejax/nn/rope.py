@@ -70,6 +70,9 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
         return _yarn(rope, head_dim)
     if rope.kind == "llama3":
         return _llama3(rope, head_dim), 1.0
+    if rope.kind == "ntk":
+        stretched = rope.theta * rope.factor ** (head_dim / (head_dim - 2))
+        return inverse_frequencies(head_dim, stretched), 1.0
     return inverse_frequencies(head_dim, rope.theta), 1.0
 
 
@@ -113,7 +116,7 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def in_halves(x: jax.Array) -> jax.Array:
-    """Puts numbers 0, 2, 4, … of the last axis before 1, 3, 5, …: `apply_rope` then turns interleaved pairs.
-    Queries and keys in the same order have the same product."""
-    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+def in_halves(x: jax.Array, rotated: int) -> jax.Array:
+    """Puts numbers 0, 2, 4, … of the last axis's first `rotated` before 1, 3, 5, …: `apply_rope` then turns
+    interleaved pairs. Queries and keys in the same order have the same product."""
+    return jnp.concatenate([x[..., :rotated:2], x[..., 1:rotated:2], x[..., rotated:]], axis=-1)

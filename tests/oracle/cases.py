@@ -164,6 +164,35 @@ CASES = (
         "num_local_experts": 4, "num_experts_per_tok": 4, "num_key_value_heads": 4, "head_dim": 24,
         "rope_parameters": rope("linear", factor=2.0, partial_rotary_factor=0.25), "hidden_act": "gelu",
     }, "float16"),
+    Case("ernie4_5_moe-plain", "ernie4_5_moe", {}),
+    Case("ernie4_5_moe-every-second-layer-no-shared-norm-min-yarn", "ernie4_5_moe", {
+        "num_hidden_layers": 5, "moe_layer_start_index": 1, "moe_layer_end_index": 3, "head_dim": 16,
+        "moe_layer_interval": 2, "moe_num_shared_experts": 0, "moe_norm_min": 0.4,
+        "tie_word_embeddings": False, "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    }, "bfloat16"),
+    Case("ernie4_5_moe-k1-mqa-one-shared-linear", "ernie4_5_moe", {
+        "moe_k": 1, "num_key_value_heads": 1, "moe_num_shared_experts": 1, "head_dim": 10,
+        "rope_parameters": rope("linear", factor=2.0),
+    }, "float16"),
+    Case("ernie4_5_moe-all-experts-mha-dynamic", "ernie4_5_moe", {
+        "moe_num_experts": 4, "moe_k": 4, "num_key_value_heads": 4, "max_position_embeddings": 16,
+        "rope_parameters": rope("dynamic", factor=2.0), "moe_layer_start_index": 0,
+    }),
+    Case("hunyuan_v1_moe-plain", "hunyuan_v1_moe", {}),
+    Case("hunyuan_v1_moe-lists-alpha-bias", "hunyuan_v1_moe", {
+        "moe_topk": [2, 2], "attention_bias": True, "head_dim": 16,
+        "rope_parameters": rope("dynamic", factor=1.0, alpha=50.0),
+    }, "bfloat16"),
+    Case("hunyuan_v1_moe-k1-mqa-tied-dynamic", "hunyuan_v1_moe", {
+        "moe_topk": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "max_position_embeddings": 16,
+        "rope_parameters": rope("dynamic", factor=2.0),
+    }, "float16"),
+    Case("hunyuan_v1_moe-all-experts-mha-yarn", "hunyuan_v1_moe", {
+        "num_experts": 4, "moe_topk": 4, "num_key_value_heads": 4, "head_dim": 6,
+        "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    }),
     Case("olmoe-dynamic-gelu", "olmoe", {
         "hidden_act": "gelu", "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=2.0),
         "clip_qkv": 1.0,
@@ -203,6 +232,8 @@ FAMILY_BASE: dict[str, dict[str, Any]] = {
     "glm4_moe": _V3_EXPERTS,
     "dots1": _V3_EXPERTS,
     "minimax_m2": {"num_local_experts": 8, "head_dim": 16},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 0, "moe_k": 2},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
 }
 
 

@@ -24,6 +24,8 @@ CONFIGS = {
     "glm4_moe": transformers.Glm4MoeConfig,
     "dots1": transformers.Dots1Config,
     "minimax_m2": transformers.MiniMaxM2Config,
+    "ernie4_5_moe": transformers.Ernie4_5_MoeConfig,
+    "hunyuan_v1_moe": transformers.HunYuanMoEV1Config,
 }
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -30,11 +30,13 @@ CORRECTION_BIAS = Rule(
     "model.layers.{l}.mlp.gate.e_score_correction_bias", (Target("layers.{l}.moe.router.correction_bias"),)
 )
 
+SHARED_EXPERTS = gated_mlp("model.layers.{l}.mlp.shared_experts", "layers.{l}.moe.shared_expert")
+
 _EXPERTS = (
     *DENSE_MLP,
     *routed("mlp"),
     *fused_experts("mlp"),
-    *gated_mlp("model.layers.{l}.mlp.shared_experts", "layers.{l}.moe.shared_expert"),
+    *SHARED_EXPERTS,
     CORRECTION_BIAS,
 )
 

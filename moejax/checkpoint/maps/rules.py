@@ -9,13 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-Transform = Literal["same", "transpose", "fused_gate", "fused_up", "fused_down"]
+Transform = Literal["same", "row", "transpose", "fused_gate", "fused_up", "fused_down"]
 
 
 @dataclass(frozen=True)
 class Target:
     """A parameter path (`layers.{l}.…`) and how a checkpoint tensor becomes (a part of) it.
 
+    `row` fills a vector of C from `[1, C]`.
     `same` and `transpose` (PyTorch's `[out, in]` → `[in, out]`) fill one whole matrix or, where the key has
     `{e}`, one expert of a stack. `fused_gate`/`fused_up` take the halves of a stacked `[E, 2F, D]`,
     `fused_down` a stacked `[E, D, F]`, each transposed per expert.
@@ -52,6 +53,8 @@ def source_shape(transform: Transform, shape: tuple[int, ...], num_experts: int)
         return (num_experts, 2 * shape[1], shape[0])
     if transform == "fused_down":
         return (num_experts, shape[1], shape[0])
+    if transform == "row":
+        return (1, *shape)
     return shape[::-1] if transform == "transpose" else shape
 
 
@@ -67,13 +70,18 @@ def source_index(transform: Transform, index: Index, shape: tuple[int, ...], exp
         rows, columns = index
         shift = shape[1] if transform == "fused_up" else 0
         return (slice(expert, expert + 1), slice(columns.start + shift, columns.stop + shift), rows)
+    if transform == "row":
+        return (slice(0, 1), *index)
     return index[::-1] if transform == "transpose" else index
 
 
 def apply_transform(transform: Transform, value: np.ndarray) -> np.ndarray:
-    """Returns a view in the parameter's (or one expert's) layout of the part that `source_index` selects."""
+    """Returns a view in the parameter's (or one expert's) layout of the part that `source_index` selects, or
+    for all but stacked tensors the other way round."""
     if transform.startswith("fused"):
         return value[0].T
+    if transform == "row":
+        return value[0] if value.ndim == 2 else value[None]
     return value.T if transform == "transpose" else value
 
 

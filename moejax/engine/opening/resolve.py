@@ -286,6 +286,8 @@ def unsupported_by_kernels(
         return "latent attention (grouped-query attention only)"
     if config.router != RouterConfig():
         return "a router of other scores, groups, bias or factor (softmax over all experts only)"
+    if config.qk_norm == "rotated":
+        return "norms of queries and keys after rotary embedding (before it only)"
     if config.head_dim % 8 or config.head_dim > 256:
         return f"head_dim={config.head_dim} (a multiple of 8, at most 256)"
     if config.num_experts > 512 or config.num_experts_per_tok > 16:
