@@ -23,7 +23,7 @@ from moejax.core.checked import (
 )
 from moejax.core.errors import ConfigError
 
-RopeKind = Literal["default", "linear", "dynamic", "ntk", "yarn", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection", "rotated"]
 RouterScores = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
@@ -56,8 +56,7 @@ Buckets = Annotated[
 class RopeConfig:
     """Rotary position embedding and its context extension.
 
-    Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595); dynamic NTK, and
-    "ntk", where the base is stretched by `factor` whatever the length;
+    Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595); dynamic NTK;
     YaRN (arXiv 2309.00071); the Llama 3.1 model card's piecewise scaling. Field names follow
     Hugging Face's `rope_parameters`. `partial_rotary_factor` is the share of a head's dimensions that are
     rotated, the first R of Dh. `interleaved` pairs dimension 2i with 2i + 1, not i with i + R/2.

@@ -1,27 +1,22 @@
-"""ERNIE 4.5 (its technical report by Baidu, 2025): softmax with a correction bias, interleaved rotary pairs, ungated
-shared experts."""
+"""ERNIE 4.5 (its technical report by Baidu, 2025): softmax with a correction bias, interleaved pairs."""
 
 from typing import Any
 
+from moejax.core.checked import PositiveInt, check
 from moejax.core.config import ModelConfig, RouterConfig
 from moejax.models.family import Family, common_fields
 from moejax.models.hf_config import HfFields
-
-# Published fields that choose between variants, of which transformers implements this one.
-_ONLY: dict[str, Any] = {
-    "use_bias": False, "use_rmsnorm": True, "moe_gate": "topk", "moe_gate_act": "softmax",
-    "moe_use_aux_free": True, "moe_norm_gate_logits": True,
-}  # fmt: skip
 
 
 def _read(fields: HfFields) -> ModelConfig:
     top_k = int(fields.take("moe_k", "num_experts_per_tok", default=6))
     common = common_fields(fields, default_theta=5e5, default_eps=1e-5, top_k=top_k, interleaved=True)
-    for name, value in _ONLY.items():
-        fields.only(name, value)
-    fields.take("moe_capacity")  # nothing is dropped
+    fields.only_at(use_bias=False, use_rmsnorm=True, moe_gate_act="softmax", moe_use_aux_free=True)
+    fields.only("moe_norm_gate_logits", True)
+    fields.take("moe_capacity", "moe_gate")  # of training
     layers, hidden = common["num_layers"], int(fields.require("moe_intermediate_size"))
     step, first = (int(fields.take(f"moe_layer_{name}", default=1)) for name in ("interval", "start_index"))
+    check("moe_layer_interval", step, PositiveInt)
     last = int(fields.take("moe_layer_end_index", default=-1))
     last = layers - 1 if last == -1 else last
     tied = bool(fields.take("tie_word_embeddings", default=True))

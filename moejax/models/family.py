@@ -113,3 +113,15 @@ def common_fields(
         "dtype": fields.dtype(),
         **fields.special_tokens(),
     }
+
+
+def all_routed(fields: HfFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Returns `common` for a family without dense layers and windows: `intermediate_size` is the experts'."""
+    layers, hidden = common["num_layers"], int(fields.require("intermediate_size"))
+    return common | {
+        "num_experts": int(fields.require("num_experts", "num_local_experts")),
+        "moe_intermediate_size": hidden,
+        "intermediate_size": hidden,
+        "moe_layers": (True,) * layers,
+        "sliding_windows": (None,) * layers,
+    }

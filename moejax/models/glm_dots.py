@@ -1,5 +1,5 @@
-"""DeepSeek-V3's experts with grouped-query attention: GLM-4.5 to 4.7 (arXiv 2508.06471), which rotate a half of
-each head, and dots.llm1 (arXiv 2506.05767)."""
+"""DeepSeek-V3's experts with grouped-query attention: GLM-4.5 to 4.7 (arXiv 2508.06471) and dots.llm1 (arXiv
+2506.05767)."""
 
 from typing import Any
 

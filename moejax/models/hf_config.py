@@ -73,6 +73,11 @@ class HfFields:
                 f"(only {value!r} is)"
             )
 
+    def only_at(self, **values: Any) -> None:
+        """Accepts several fields as `only` does, each at one value."""
+        for name, value in values.items():
+            self.only(name, value)
+
     def rope(
         self,
         *,
@@ -80,14 +85,14 @@ class HfFields:
         max_position_embeddings: int,
         interleaved: bool = False,
         partial_rotary_factor: float | None = None,
-        ntk_alpha: bool = False,
+        alpha_head_dim: int | None = None,
     ) -> RopeConfig:
         """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
         Args:
             interleaved: as in `RopeConfig`; the family's.
             partial_rotary_factor: the family's default; None: it always rotates whole heads.
-            ntk_alpha: in this family "dynamic" with an `alpha` is "ntk".
+            alpha_head_dim: width of the family's heads, if its "dynamic" has an `alpha` for the base.
         """
         theta = self.take("rope_theta", default=default_theta)
         new, old = self.raw.get("rope_parameters"), self.raw.get("rope_scaling")
@@ -101,7 +106,10 @@ class HfFields:
         if whole and share not in (None, 1.0):
             raise ConfigError(f"{self.source}: partial_rotary_factor other than 1.0 is not implemented")
         default = 1.0 if whole else self.take("partial_rotary_factor", default=partial_rotary_factor)
-        alpha = fields.pop("alpha", None) if ntk_alpha else None
+        alpha = fields.pop("alpha", None) if alpha_head_dim else None
+        if kind == "dynamic" and alpha and alpha_head_dim:
+            theta *= alpha ** (alpha_head_dim / (alpha_head_dim - 2))
+            kind, fields = "default", {}
         strange = sorted(set(fields) - ROPE_KEYS)
         if strange:
             raise ConfigError(
@@ -113,8 +121,6 @@ class HfFields:
             fields.setdefault("original_max_position_embeddings", max_position_embeddings)
             if "factor" not in fields:
                 fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
-        elif kind == "dynamic" and alpha:
-            kind, fields = "ntk", {"factor": float(alpha)}
         elif kind in ("linear", "dynamic") and "factor" not in fields:
             raise ConfigError(f"{self.source}: rope_type {kind!r} needs a factor")
         share = float(default if share is None else share)
@@ -197,7 +203,6 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
         "default": (),
         "linear": ("factor",),
         "dynamic": ("factor",),
-        "ntk": (),
         "yarn": (
             "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
             "mscale", "mscale_all_dim", "truncate",
@@ -207,8 +212,6 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     for name in used[rope.kind]:
         if getattr(rope, name) is not None:
             out[name] = getattr(rope, name)
-    if rope.kind == "ntk":
-        out |= {"rope_type": "dynamic", "alpha": rope.factor, "factor": 1.0}
     if rope.partial_rotary_factor != 1.0:
         out["partial_rotary_factor"] = rope.partial_rotary_factor
     return out

@@ -1,69 +1,46 @@
-"""Hunyuan-A13B (its technical report by Tencent, 2025): query/key norm after rotary embedding, a shared expert as
-wide as the others."""
+"""Hunyuan-A13B (its technical report by Tencent, 2025): query/key norm after rotary embedding."""
 
 from typing import Any
 
 from moejax.core.config import ModelConfig
-from moejax.core.errors import ConfigError
-from moejax.models.family import Family, common_fields
+from moejax.models.family import Family, all_routed, common_fields
 from moejax.models.hf_config import HfFields
 
-# Published fields that choose between variants, of which transformers implements this one.
-_ONLY: dict[str, Any] = {
-    "use_qk_norm": True, "use_mixed_mlp_moe": True, "use_rotary_pos_emb": True, "norm_topk_prob": True,
-    "use_cla": False, "use_mla": False, "mlp_bias": False, "position_embedding_xdrope": False,
-    "group_limited_greedy": False, "moe_layer_num_skipped": 0, "routed_scaling_factor": 1.0,
-    "add_classification_head": False, "moe_drop_tokens": False,
-}  # fmt: skip
-# Of what these are off, of further inputs, tokens and heads, and of training.
+# Beginnings of the names of fields for what these turn off, for images, further tokens and training.
 _UNUSED = (
-    "norm_type", "cla_share_factor", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
-    "v_head_dim", "n_group", "topk_group", "moe_random_routing_dropped_token", "capacity_factor", "dense_list",
-    "class_num", "pool_type", "pad_id", "eod_token_id", "sep_token_id", "im_start_id", "im_end_id",
-    "im_newline_id", "image_token_id", "video_start_id", "video_end_id", "text_start_id", "text_end_id",
-    "mask_init_id", "num_media_embeds", "skip_cls_token", "xdrope_section", "anyres_pooling_size",
-    "anyres_vit_max_image_size", "anyres_vit_two_views",
+    "anyres_", "capacity_", "cla_", "class_", "dense_list", "eod_", "im_", "image_", "kv_lora_", "mask_init_",
+    "moe_random_", "n_group", "norm_type", "num_media_", "pad_id", "pool_", "q_lora_", "qk_nope_", "qk_rope_",
+    "sep_", "skip_cls_", "text_", "topk_group", "v_head_", "video_", "vit_", "xdrope_",
 )  # fmt: skip
 
 
-def _same_in_all_layers(fields: HfFields, *names: str, default: int) -> int:
-    """Returns a field that is a number, or a list with one for each layer."""
-    value = fields.take(*names, default=default)
-    values = set(value) if isinstance(value, list) else {value}
-    if len(values) != 1:
-        raise ConfigError(f"{fields.source}: {names[0]} differs between layers: {value} (one number for all)")
-    return int(values.pop())
-
-
 def _read(fields: HfFields) -> ModelConfig:
-    top_k = _same_in_all_layers(fields, "moe_topk", "num_experts_per_tok", default=1)
-    common = common_fields(fields, default_theta=1e4, default_eps=1e-5, top_k=top_k, ntk_alpha=True)
-    for name, value in _ONLY.items():
-        fields.only(name, value)
-    fields.only("attention_head_dim", common["head_dim"])
-    fields.take(*_UNUSED, *(name for name in fields.raw if name.startswith("vit_")))
-    layers, hidden = common["num_layers"], int(fields.require("intermediate_size"))
-    shared = _same_in_all_layers(fields, "num_shared_expert", default=1)
-    width = _same_in_all_layers(fields, "moe_intermediate_size", default=hidden)
-    if (shared, width) != (1, hidden):
-        raise ConfigError(
-            f"{fields.source}: num_shared_expert {shared} and moe_intermediate_size {width} are not "
-            f"implemented (only 1 and intermediate_size {hidden} are)"
-        )
+    for name in ("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"):
+        if isinstance(given := fields.raw.get(name), list):  # one for each layer
+            fields.only(name, given[:1] * len(given))
+            fields.raw = {**fields.raw, name: given[0]}
+    top_k = int(fields.take("moe_topk", "num_experts_per_tok", default=1))
+    head = int(fields.require("head_dim", "attention_head_dim"))
+    common = common_fields(fields, default_theta=1e4, default_eps=1e-5, top_k=top_k, alpha_head_dim=head)
+    # Which of the published variants it is; transformers has this one.
+    fields.only_at(
+        use_qk_norm=True, use_mixed_mlp_moe=True, use_rotary_pos_emb=True, norm_topk_prob=True, use_cla=False,
+        use_mla=False, mlp_bias=False, position_embedding_xdrope=False, group_limited_greedy=False,
+        moe_layer_num_skipped=0, routed_scaling_factor=1.0, add_classification_head=False,
+        moe_drop_tokens=False, num_shared_expert=1, attention_head_dim=head,
+        moe_intermediate_size=fields.raw.get("intermediate_size"),
+    )  # fmt: skip
+    fields.take(*(name for name in fields.raw if name.startswith(_UNUSED)))
+    experts = all_routed(fields, common | {"head_dim": head})
     bias = bool(fields.take("attention_bias", default=False))
     return ModelConfig(
         family="hunyuan_v1_moe",
-        num_experts=_same_in_all_layers(fields, "num_experts", "num_local_experts", default=1),
-        moe_intermediate_size=hidden,
-        intermediate_size=hidden,
-        moe_layers=(True,) * layers,
-        sliding_windows=(None,) * layers,
-        shared_expert_intermediate_size=hidden,
+        shared_expert_intermediate_size=experts["intermediate_size"],
         shared_expert_gate=False,
         qk_norm="rotated",
         qkv_bias=bias,
         attention_out_bias=bias,
-        **common,
+        **experts,
     )
 
 

@@ -4,38 +4,29 @@ embedding, and a sigmoid router with a correction bias in every layer."""
 from typing import Any
 
 from moejax.core.config import ModelConfig, RouterConfig
-from moejax.models.family import Family, common_fields
+from moejax.models.family import Family, all_routed, common_fields
 from moejax.models.hf_config import HfFields
-
-# Published fields that choose between variants, of which transformers implements this one.
-_ONLY: dict[str, Any] = {
-    "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid",
-    "shared_intermediate_size": 0, "sliding_window": None, "layernorm_full_attention_beta": 1.0,
-    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
-}  # fmt: skip
 
 
 def _read(fields: HfFields) -> ModelConfig:
     head = int(fields.take("head_dim", default=128))
     share = fields.take("rotary_dim", default=head) / head
     common = common_fields(fields, default_theta=5e6, default_eps=1e-6, partial_rotary_factor=share)
-    layers, hidden = common["num_layers"], int(fields.require("intermediate_size"))
-    for name, value in _ONLY.items():
-        fields.only(name, value)
-    fields.only("attn_type_list", [1] * layers)  # full attention
+    # Which of the published variants it is; transformers has this one.
+    fields.only_at(
+        use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True, scoring_func="sigmoid",
+        shared_intermediate_size=0, sliding_window=None, layernorm_full_attention_beta=1.0,
+        layernorm_linear_attention_beta=1.0, layernorm_mlp_beta=1.0,
+        attn_type_list=[1] * common["num_layers"],
+    )  # fmt: skip
     # Of an MLP that no layer has, and of layers for further tokens.
     fields.take("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "mtp_transformer_layers")
     return ModelConfig(
         family="minimax_m2",
-        num_experts=int(fields.require("num_local_experts", "num_experts")),
-        moe_intermediate_size=hidden,
-        intermediate_size=hidden,
-        moe_layers=(True,) * layers,
-        sliding_windows=(None,) * layers,
         router=RouterConfig(scores="sigmoid", correction_bias=True),
         mtp_layers=int(fields.take("num_mtp_modules", default=0)),
         qk_norm="projection",
-        **common | {"head_dim": head},
+        **all_routed(fields, common) | {"head_dim": head},
     )
 
 

@@ -3,23 +3,17 @@
 from typing import Any
 
 from moejax.core.config import ModelConfig
-from moejax.models.family import Family, common_fields
+from moejax.models.family import Family, all_routed, common_fields
 from moejax.models.hf_config import HfFields
 
 
 def _read(fields: HfFields) -> ModelConfig:
     common = common_fields(fields, default_theta=1e6, default_eps=1e-5)
-    layers, hidden = common["num_layers"], int(fields.require("intermediate_size"))
-    window = fields.take("sliding_window")
+    windows = (fields.take("sliding_window"),) * common["num_layers"]
     return ModelConfig(
         family="mixtral",
-        num_experts=int(fields.require("num_local_experts", "num_experts")),
-        moe_intermediate_size=hidden,
-        intermediate_size=hidden,
-        moe_layers=(True,) * layers,
-        sliding_windows=(window,) * layers,
         norm_topk_prob=True,
-        **common,
+        **all_routed(fields, common) | {"sliding_windows": windows},
     )
 
 

@@ -4,13 +4,12 @@ from typing import Any
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.models.family import Family, common_fields
+from moejax.models.family import Family, all_routed, common_fields
 from moejax.models.hf_config import HfFields
 
 
 def _read(fields: HfFields) -> ModelConfig:
     common = common_fields(fields, default_theta=1e4, default_eps=1e-5)
-    layers, hidden = common["num_layers"], int(fields.require("intermediate_size"))
     if common["head_dim"] * common["num_heads"] != common["hidden_size"]:
         raise ConfigError(
             f"{fields.source}: head_dim {common['head_dim']} x {common['num_heads']} heads is not "
@@ -19,17 +18,12 @@ def _read(fields: HfFields) -> ModelConfig:
     bias, clip = bool(fields.take("attention_bias", default=False)), fields.take("clip_qkv")
     return ModelConfig(
         family="olmoe",
-        num_experts=int(fields.require("num_experts", "num_local_experts")),
-        moe_intermediate_size=hidden,
-        intermediate_size=hidden,
-        moe_layers=(True,) * layers,
-        sliding_windows=(None,) * layers,
         norm_topk_prob=bool(fields.take("norm_topk_prob", default=False)),
         qk_norm="projection",
         qkv_bias=bias,
         attention_out_bias=bias,
         clip_qkv=None if clip is None else float(clip),
-        **common,
+        **all_routed(fields, common),
     )
 
 

@@ -19,8 +19,9 @@ class Attention(nnx.Module):
     """Projections, optional query/key norm, rotary embedding, attention, output projection.
 
     `qk_norm="head"` normalises each head's Dh (Qwen3), `"projection"` the whole projection before it is
-    split into heads (OLMoE), `"rotated"` each head's Dh after rotary embedding (Hunyuan). `clip_qkv` bounds the projections' absolute values (OLMoE). On a mesh each
-    device has H and K heads of its own, fewer than the configuration's.
+    split into heads (OLMoE), `"rotated"` each head's Dh after rotary embedding (Hunyuan). `clip_qkv`
+    bounds the projections' absolute values (OLMoE). On a mesh each device has H and K heads of its own, fewer
+    than the configuration's.
     """
 
     def __init__(
@@ -49,8 +50,7 @@ class Attention(nnx.Module):
         has_norm, eps = config.qk_norm != "none", config.rms_norm_eps
         self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps, kernels, q_split) if has_norm else None
         self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split) if has_norm else None
-        # What is clipped or split over devices is not a kernel's to normalise on the way to the cache, nor what
-        # is put into another order or rotated before.
+        # What is clipped, split over devices, reordered or rotated is not a kernel's to normalise on the way.
         whole = config.qk_norm == "head" or (config.clip_qkv is None and not q_split and not k_split)
         self.hands_on_norms = (
             has_norm and whole and config.qk_norm != "rotated" and not config.rope.interleaved

@@ -70,9 +70,6 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
         return _yarn(rope, head_dim)
     if rope.kind == "llama3":
         return _llama3(rope, head_dim), 1.0
-    if rope.kind == "ntk":
-        stretched = rope.theta * rope.factor ** (head_dim / (head_dim - 2))
-        return inverse_frequencies(head_dim, stretched), 1.0
     return inverse_frequencies(head_dim, rope.theta), 1.0
 
 

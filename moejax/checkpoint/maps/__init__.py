@@ -1,6 +1,6 @@
 """Key tables by family."""
 
-from moejax.checkpoint.maps import deepseek, ernie, hunyuan, minimax, mixtral, olmoe, qwen_moe
+from moejax.checkpoint.maps import deepseek, ernie, hunyuan, mixtral, olmoe, qwen_moe
 from moejax.checkpoint.maps.rules import Rule
 
 TABLES: dict[str, tuple[Rule, ...]] = {
@@ -12,7 +12,7 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "deepseek_v3": deepseek.RULES,
     "glm4_moe": deepseek.GROUPED_QUERY_RULES,
     "dots1": deepseek.GROUPED_QUERY_RULES,
-    "minimax_m2": minimax.RULES,
+    "minimax_m2": mixtral.MINIMAX_RULES,
     "ernie4_5_moe": ernie.RULES,
     "hunyuan_v1_moe": hunyuan.RULES,
 }

@@ -1,6 +1,6 @@
-"""Mixtral's keys: w1 is the gate, w3 up, w2 down. Newer checkpoints may say `mlp` for `block_sparse_moe`."""
+"""Keys of Mixtral and MiniMax-M2: w1 is the gate, w3 up, w2 down. Some say `mlp` for `block_sparse_moe`."""
 
-from moejax.checkpoint.maps.rules import COMMON, fused_experts, routed
+from moejax.checkpoint.maps.rules import COMMON, QK_NORM, Rule, Target, fused_experts, routed
 
 RULES = (
     *COMMON,
@@ -9,4 +9,13 @@ RULES = (
     *routed("mlp", canonical=False),
     *fused_experts("mlp"),
     *fused_experts("block_sparse_moe"),
+)
+
+_BIAS, _OURS = "e_score_correction_bias", (Target("layers.{l}.moe.router.correction_bias"),)
+
+MINIMAX_RULES = (
+    *RULES,
+    *QK_NORM,
+    Rule(f"model.layers.{{l}}.block_sparse_moe.{_BIAS}", _OURS),
+    Rule(f"model.layers.{{l}}.mlp.{_BIAS}", _OURS, canonical=False),
 )

@@ -76,8 +76,7 @@ def source_index(transform: Transform, index: Index, shape: tuple[int, ...], exp
 
 
 def apply_transform(transform: Transform, value: np.ndarray) -> np.ndarray:
-    """Returns a view in the parameter's (or one expert's) layout of the part that `source_index` selects, or
-    for all but stacked tensors the other way round."""
+    """Returns a view in the parameter's (or one expert's) layout of the part that `source_index` selects."""
     if transform.startswith("fused"):
         return value[0].T
     if transform == "row":
