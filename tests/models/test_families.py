@@ -7,7 +7,7 @@ import json
 import jax
 import pytest
 
-from moejax.core.config import ModelConfig, RopeConfig
+from moejax.core.config import ModelConfig, RopeConfig, RouterConfig
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
 from moejax.models.registry import FAMILIES, config_from_hf, config_to_hf
@@ -38,7 +38,8 @@ def test_published_model(name):
 
 
 def test_published_fields_arrive():
-    mixtral, qwen2, qwen3, olmoe = (config_from_hf(p.fields) for p in PUBLISHED.values())
+    read = {name: config_from_hf(published.fields) for name, published in PUBLISHED.items()}
+    mixtral, qwen2, qwen3, olmoe, glm, dots, minimax, ernie, hunyuan = read.values()
     assert (mixtral.head_dim, mixtral.norm_topk_prob, mixtral.qk_norm) == (128, True, "none")
     assert mixtral.sliding_windows == (None,) * 32 and mixtral.rope == RopeConfig(theta=1e6)
     assert mixtral.bos_token_id == 1 and mixtral.eos_token_ids == (2,)
@@ -53,6 +54,17 @@ def test_published_fields_arrive():
         1e-5,
     )
     assert olmoe.moe_intermediate_size == 1024 and olmoe.pad_token_id == 1
+    assert (glm.rotary_dim, glm.qk_norm, glm.qkv_bias, glm.attention_out_bias) == (64, "none", True, False)
+    assert glm.mtp_layers == 1 and glm.moe_layers == (False, *(True,) * 45)
+    assert glm.shared_expert_intermediate_size == 1408 and not glm.shared_expert_gate
+    assert dots.router == RouterConfig("sigmoid", True, group_score="top2", scaling=2.5)
+    assert dots.sliding_windows == (None,) * 62 and dots.shared_expert_intermediate_size == 2816
+    assert (minimax.rotary_dim, minimax.head_dim, minimax.qk_norm) == (64, 128, "projection")
+    assert minimax.router == RouterConfig("sigmoid", True) and minimax.mtp_layers == 3
+    assert ernie.moe_layers == (False, *(True,) * 27) and ernie.rope.interleaved and ernie.mtp_layers == 1
+    assert ernie.router == RouterConfig(correction_bias=True, norm_min=1e-12)
+    assert (hunyuan.num_experts_per_tok, hunyuan.qk_norm) == (8, "rotated")
+    assert hunyuan.rope == RopeConfig(theta=1e4 * 1000.0 ** (128 / 126))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -210,6 +222,17 @@ REFUSED = [
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
     ("qwen3_moe", {"vocab_size": None}, "vocab_size"),
     ("qwen3_moe", {"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ("glm4_moe", {"partial_rotary_factor": 0.26}, "partial_rotary_factor 0.26 of head_dim 128 rotates 33"),
+    ("glm4_moe", {"topk_method": "greedy"}, "topk_method='greedy'"),
+    ("dots1", {"layer_types": ["sliding_attention"] * 62}, "sliding_window"),
+    ("minimax_m2", {"rotary_dim": 256}, "partial_rotary_factor 2"),
+    ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False"),
+    ("minimax_m2", {"attn_type_list": [1, 0] * 31}, "attn_type_list"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
+    ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval must be"),
+    ("hunyuan_v1_moe", {"moe_topk": [8, 4] * 16}, "moe_topk=[8, 4,"),
+    ("hunyuan_v1_moe", {"use_cla": True}, "use_cla=True"),
+    ("hunyuan_v1_moe", {"moe_intermediate_size": 1024}, "moe_intermediate_size=1024"),
     ("mixtral", {"sliding_window": 0}, "sliding_window"),
     ("olmoe", {"head_dim": 64}, "head_dim"),
     ("qwen2_moe", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
