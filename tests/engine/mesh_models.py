@@ -39,6 +39,14 @@ FAMILIES = {
         shared_expert_intermediate_size=32, shared_expert_gate=False, moe_layers=(False, True),
     ),
     "deepseek_v3": BASE.replace(**LATENT, vocab_size=103),
+    "minimax_m2": BASE.replace(
+        family="minimax_m2", vocab_size=99, qk_norm="projection", num_kv_heads=4, intermediate_size=16,
+        router=RouterConfig("sigmoid", True), rope=RopeConfig(partial_rotary_factor=0.5),
+    ),
+    "hunyuan_v1_moe": BASE.replace(
+        family="hunyuan_v1_moe", vocab_size=101, qk_norm="rotated", qkv_bias=True, attention_out_bias=True,
+        shared_expert_intermediate_size=16, shared_expert_gate=False, intermediate_size=16,
+    ),
 }  # fmt: skip
 
 # One bucket an axis: each further one is a program of eight devices to compile.

@@ -97,6 +97,8 @@ def check(layout: str, family: str, model: Any, single: Any, *, skewed: bool = F
         pytest.param("ep8", "qwen3_moe", False, marks=pytest.mark.slow),
         ("ep4_tp2", "qwen2_moe", False),
         ("dp_attention_ep4_tp2", "deepseek_v3", False),
+        pytest.param("tp8", "minimax_m2", False, marks=pytest.mark.slow),
+        pytest.param("ep4_tp2", "hunyuan_v1_moe", False, marks=pytest.mark.slow),
         pytest.param("dp_attention_ep8", "mixtral", False, marks=pytest.mark.slow),
         pytest.param("nodes2_ep8", "qwen3_moe", True, marks=pytest.mark.slow),
     ],
