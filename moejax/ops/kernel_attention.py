@@ -49,7 +49,7 @@ def kernel_attention(
 
     Args:
         q: `[N, H, Dh]`, k and v: `[N, K, Dh]`, not rotated.
-        rope: cos and sin, float32 `[N, Dh/2]`.
+        rope: cos and sin, float32 `[N, R/2]`.
         pages: keys not transposed; scales where they are quantized.
         implementation: of the kernels, see `pallas_kernels`.
 

@@ -16,7 +16,7 @@ from moejax.checkpoint import hf
 from moejax.checkpoint.directory import load_config
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.core.config import MoeConfig
-from moejax.core.errors import ConfigError, OutputError
+from moejax.core.errors import CheckpointError, ConfigError, OutputError
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
 from moejax.nn.param import iter_params
@@ -33,6 +33,8 @@ NUMPY = {
 ONE_PER_FAMILY = {
     case.family: case for case in CASES if case.name in (
         "mixtral-plain", "qwen2_moe-dense-layer", "qwen3_moe-dense-layers-bias-tied", "olmoe-clip-bias-gqa",
+        "glm4_moe-groups-qk-norm-bias-dense-layer-yarn", "minimax_m2-plain", "ernie4_5_moe-plain",
+        "hunyuan_v1_moe-plain",
     )
 }  # fmt: skip
 
@@ -69,6 +71,24 @@ def test_what_is_saved_loads_the_same(tmp_path, family, limit):
         assert index["metadata"]["total_size"] == sum(sizes)
         # A tensor over the limit has a shard to itself.
         assert all(s <= limit or len(t) == 1 for s, t in zip(sizes, stored.values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "family, key",
+    [("glm4_moe", "model.layers.3.eh_proj"), ("ernie4_5_moe", "model.mtp_block.0.self_attn.q_proj")],
+)
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path, family, key):
+    """As many as config.json says; without it they are unknown keys."""
+    model = family_model(family)
+    model.config = model.config.replace(mtp_layers=1)
+    save_pretrained(model, tmp_path)
+    extra = {f"{key}.weight": np.zeros((4, 4), np.float32)}
+    save_file(load_file(tmp_path / SINGLE) | extra, tmp_path / SINGLE)
+    assert_same_weights(load_pretrained(tmp_path).model, model)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=key):
+        load_pretrained(tmp_path)
 
 
 def test_layers_and_experts_past_nine_keep_their_numbers(tmp_path, tiny_model):
@@ -126,7 +146,7 @@ def test_stacked_experts_load_as_single_ones(tmp_path, family):
     model = family_model(family)
     save_pretrained(model, tmp_path)
     tensors = load_file(tmp_path / SINGLE)
-    mixtral = family == "mixtral"
+    mixtral = family in ("mixtral", "minimax_m2")
     block, names = (
         ("block_sparse_moe", ("w1", "w3", "w2"))
         if mixtral

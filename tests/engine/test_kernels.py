@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from moejax.core.config import EngineConfig, MoeConfig
+from moejax.core.config import EngineConfig, MoeConfig, RopeConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
@@ -68,6 +68,7 @@ def test_same_samples_and_scores(both):
         {"hidden_size": 512, "head_dim": 128},
         {"qk_norm": "projection"},
         {"qk_norm": "projection", "clip_qkv": 0.5},
+        {"rope": RopeConfig(partial_rotary_factor=0.5, interleaved=True)},
     ],
     ids=[
         "window",
@@ -77,6 +78,7 @@ def test_same_samples_and_scores(both):
         "products in parts",
         "norms of all heads",
         "norms of all heads, clipped",
+        "half of a head rotated, in pairs of neighbours",
     ],
 )
 def test_other_models(change):
@@ -123,6 +125,7 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
         ),
         ({"block_size": 4}, {}, "engine.block_size=4"),
         ({}, {"head_dim": 12}, "head_dim=12"),
+        ({}, {"qk_norm": "rotated"}, "norms of queries and keys after rotary embedding"),
     ],
 )
 def test_what_kernels_do_not_take(engine, model, text):
