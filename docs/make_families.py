@@ -47,7 +47,7 @@ def _attention() -> Sequence[Say]:
         lambda c: "latent" if c.latent else "grouped-query",
         lambda c: norms.get(c.qk_norm, "norm after rotation"),
         lambda c: "windows" if any(c.sliding_windows) else None,
-        lambda c: "sinks" if c.attention_sinks else None,
+        lambda c: "sinks" if getattr(c, "attention_sinks", None) else None,
         lambda c: "partial rotary" if not c.latent and c.rotary_dim < c.head_dim else None,
         lambda c: "interleaved rotary" if c.rope.interleaved else None,
         lambda c: "own rotary base of windows" if c.local_rope else None,
@@ -71,7 +71,9 @@ def _experts() -> Sequence[Say]:
     return (
         lambda c: None if any(c.moe_layers) else "none (dense)",
         lambda c: "dense layers among them" if any(c.moe_layers) and not all(c.moe_layers) else None,
-        lambda c: "gated shared expert" if c.shared_expert_intermediate_size and c.shared_expert_gate else None,
+        lambda c: (
+            "gated shared expert" if c.shared_expert_intermediate_size and c.shared_expert_gate else None
+        ),
         lambda c: "shared expert" if c.shared_expert_intermediate_size and not c.shared_expert_gate else None,
         lambda c: "biases" if c.expert_bias else None,
         lambda c: "clamped SwiGLU" if c.expert_swiglu else None,
@@ -89,7 +91,9 @@ def page() -> str:
     heads = ("model_type", "attention", "router", "experts", "GPU kernels", "meshes")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, family in FAMILIES.items():
-        cases = [hf_fields(case) | {"model_type": family.name} for case in CASES if case.family == family.name]
+        cases = [
+            hf_fields(case) | {"model_type": family.name} for case in CASES if case.family == family.name
+        ]
         configs = [config_from_hf(fields | {"model_type": name}) for fields in cases]
         if not configs:
             lines.append(f"| `{name}` | as `{family.name}` | | | | |")

@@ -61,8 +61,8 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Returns frequencies float32 `[R/2]`, R numbers being rotated, and the factor on cos and sin, for every kind
-    but `dynamic`'s growth."""
+    """Returns frequencies float32 `[R/2]`, R numbers being rotated, and the factor on cos and sin, for every
+    kind but `dynamic`'s growth."""
     rope, head_dim = config.rope, config.rotary_dim
     if rope.kind == "linear":
         return inverse_frequencies(head_dim, rope.theta) / np.float32(rope.factor), 1.0
