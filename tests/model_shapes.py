@@ -38,6 +38,25 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 """Latent attention, with the router and the shared expert that come with it in DeepSeek-V3."""
 
+DENSE: dict[str, Any] = {
+    "moe_layers": (False, False), "num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 48,
+}  # fmt: skip
+LLAMA: dict[str, Any] = DENSE | {
+    "family": "llama", "qk_norm": "none", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+}  # fmt: skip
+GEMMA: dict[str, Any] = DENSE | {
+    "family": "gemma3_text", "norm": "rms_unit_offset", "post_norms": True, "sliding_windows": (5, None),
+    "local_rope": RopeConfig(theta=100.0), "attention_multiplier": 0.25, "embedding_multiplier": 32**0.5,
+    "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+"""Two layers without experts: with every bias; with norms after, a window and a rotary base of its own."""
+
+GRANITE: dict[str, Any] = {
+    "family": "granitemoe", "qk_norm": "none", "attention_multiplier": 0.4, "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.6, "logits_scaling": 0.9,
+}  # fmt: skip
+"""Factors on embeddings, residuals, attention and logits."""
+
 EIGHT_WAY = TWO_LAYERS.replace(hidden_size=64, num_heads=8, num_experts=16, num_experts_per_tok=4)
 """Every dimension that layouts split divides by eight devices, but for the two key/value heads."""
 

@@ -254,19 +254,28 @@ def _tensors(
     model: Decoder, dtype: Any, expert_of: ExpertOf | None, quantized: QuantizedSave | None
 ) -> Tensors:
     """Yields (key, array) in the layout of the family's table, one at a time."""
-    rules = TABLES[model.config.family]
+    rules, E = TABLES[model.config.family], model.config.num_experts
+    gates: dict[str, np.ndarray] = {}
     if quantized is not None:
-        yield from quantized.tensors(_gathered, model.config.num_experts, expert_of)
+        yield from quantized.tensors(_gathered, E, expert_of)
     for name, param in iter_params(model):
         if quantized is not None and name in quantized.paths:
             continue
         key, per_expert, transform = canonical_key(name, rules)
         spec = param.get_metadata("spec")
-        slots = expert_slots(name, spec, expert_of, model.config.num_experts)
+        slots = expert_slots(name, spec, expert_of, E)
         value = spec.without_padding(_gathered(param[...])).astype(dtype, copy=False)
         if spec.transposed:
             value = value.swapaxes(-1, -2)
-        for expert in range(model.config.num_experts) if per_expert else (None,):
+        if transform.startswith("fused"):
+            stacked = np.stack([value[slots.index(expert)].T for expert in range(E)])
+            if transform == "fused_gate":  # comes before its other half
+                gates[key] = stacked
+                continue
+            halves = (gates.pop(key), stacked) if transform == "fused_up" else (stacked,)
+            yield key, np.ascontiguousarray(np.concatenate(halves, axis=1))
+            continue
+        for expert in range(E) if per_expert else (None,):
             part = value if expert is None else value[slots.index(expert)]
             yield key.replace("{e}", str(expert)), np.ascontiguousarray(apply_transform(transform, part))
 

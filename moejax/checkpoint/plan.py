@@ -142,15 +142,16 @@ def _missing(
 ) -> Iterable[str]:
     """Returns canonical checkpoint keys of the parameters, or parts of them, that nothing fills."""
     for param in specs:
-        key, per_expert, _ = canonical_key(param, rules)
+        key, per_expert, transform = canonical_key(param, rules)
         sources = plan.get(param, {})
-        for expert in range(num_experts) if per_expert else (None,):
+        for expert in range(num_experts) if per_expert or transform.startswith("fused") else (None,):
             if expert not in sources:
                 yield key.replace("{e}", str(expert))
 
 
-def canonical_key(param: str, rules: Iterable[Rule]) -> tuple[str, bool, Transform]:
-    """Returns the checkpoint key, with `{e}` left open, that a parameter is written under.
+def canonical_key(param: str, rules: Iterable[Rule], *, stacked: bool = True) -> tuple[str, bool, Transform]:
+    """Returns the checkpoint key, with `{e}` left open, that a parameter is written under; without `stacked`
+    the first that is not of all experts' matrices together, which is where quantized ones are.
 
     Beside it whether there is one for each expert, and the transform that reads it.
     """
@@ -159,6 +160,7 @@ def canonical_key(param: str, rules: Iterable[Rule]) -> tuple[str, bool, Transfo
         if not rule.canonical:
             continue
         for target in rule.targets:
-            if target.param.replace("{l}", layer) == param:
+            fits = stacked or not target.transform.startswith("fused")
+            if fits and target.param.replace("{l}", layer) == param:
                 return rule.key.replace("{l}", layer), rule.per_expert, target.transform
     raise AssertionError(f"no rule writes {param}")

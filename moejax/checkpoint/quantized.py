@@ -242,7 +242,7 @@ def _settle(
 ) -> None:
     """Settles each parameter's format; its experts must all be there, in the same."""
     for param, matrices in plan.matrices.items():
-        key, per_expert, _ = canonical_key(param, rules)
+        key, per_expert, _ = canonical_key(param, rules, stacked=False)
         experts: Iterable[int | None] = range(num_experts) if per_expert else (None,)
         formats: dict[WeightFormat, str] = {}
         for expert in experts:

@@ -81,7 +81,7 @@ def plan_save(model: Decoder, rules: Sequence[Rule], layout: str, gather: Gather
     if not weights:
         return None
     modules = {path: _module(path, rules) for path in weights}
-    reasons = {} if layout == "moejax" else _reasons(weights, gather)
+    reasons = {} if layout == "moejax" else _reasons(weights, rules, gather)
     if reasons and layout == "compressed-tensors":
         path, why = next(iter(reasons.items()))
         raise ConfigError(
@@ -105,14 +105,16 @@ def plan_save(model: Decoder, rules: Sequence[Rule], layout: str, gather: Gather
 
 
 def _module(path: str, rules: Sequence[Rule]) -> str:
-    return canonical_key(path, rules)[0].removesuffix(".weight")
+    return canonical_key(path, rules, stacked=False)[0].removesuffix(".weight")
 
 
-def _reasons(weights: dict[str, QuantizedWeight], gather: Gather) -> dict[str, str]:
+def _reasons(weights: dict[str, QuantizedWeight], rules: Sequence[Rule], gather: Gather) -> dict[str, str]:
     """Returns the paths of weights that compressed-tensors cannot say, and why."""
     reasons = {}
     for path, weight in weights.items():
         why = why_not(weight.format)
+        if canonical_key(path, rules)[2].startswith("fused"):
+            why = "transformers has all experts of this model in one tensor"
         if why is None and weight.tensor_scale is not None:
             scales = gather(weight.tensor_scale[...]).reshape(-1)
             # Zeros are of processes that have no part in it; process 0 has them all.

@@ -25,6 +25,7 @@ from moejax.core.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection", "rotated"]
+NormKind = Literal["rms", "rms_unit_offset"]
 RouterScores = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 MoeExecution = Literal["dense", "capacity", "grouped"]
@@ -160,6 +161,14 @@ class ModelConfig(Checked):
     causal attention. `norm_topk_prob` renormalises the chosen experts' probabilities to sum to one.
     `shared_expert_gate` scales the shared expert by a sigmoid. `mtp_layers` counts layers of a checkpoint after
     the last one, which predict further tokens (DeepSeek-V3, arXiv 2412.19437, §2.2) and are not loaded.
+    A model without experts has a single one, in none of its layers.
+
+    `norm` is the kind of all norms; "rms_unit_offset" scales by one plus its weight (Gemma). With
+    `post_norms` the outputs of attention and feed-forward are normalised, too, before they are added.
+    `residual_multiplier` scales these outputs, `embedding_multiplier` the embeddings, and
+    `attention_multiplier` is the factor on q·k (None: one over the root of `head_dim`). Logits are divided by
+    `logits_scaling` and bounded as c·tanh(logits / c) by `logits_softcap`. `local_rope` is for layers with a
+    window; None: `rope` is for all.
 
     With `latent` attention `num_kv_heads` is 1, the latent's, and `head_dim` is that of a head's query and
     key, with and without rotary embedding.
@@ -188,8 +197,17 @@ class ModelConfig(Checked):
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     attention_out_bias: bool = False
+    mlp_bias: bool = False
     clip_qkv: PositiveNumber | None = None
+    attention_multiplier: PositiveNumber | None = None
+    embedding_multiplier: PositiveNumber = 1.0
+    residual_multiplier: PositiveNumber = 1.0
+    logits_scaling: PositiveNumber = 1.0
+    logits_softcap: PositiveNumber | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None
+    norm: NormKind = "rms"
+    post_norms: bool = False
     rms_norm_eps: PositiveNumber = 1e-6
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
@@ -237,10 +255,17 @@ class ModelConfig(Checked):
     @property
     def attention_scale(self) -> float:
         """Factor on q·k before the softmax."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
         scale = 1.0 / math.sqrt(self.head_dim)
         if self.latent is not None and self.rope.kind != "default" and self.rope.mscale_all_dim:
             scale *= yarn_mscale(self.rope.factor, self.rope.mscale_all_dim) ** 2
         return scale
+
+    @property
+    def plain_residual(self) -> bool:
+        """Whether outputs of attention and feed-forward are added as they are, so that a kernel may do it."""
+        return self.residual_multiplier == 1.0 and not self.post_norms
 
     @property
     def rotary_dim(self) -> int:

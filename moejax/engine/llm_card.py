@@ -17,9 +17,10 @@ def engine_card(llm: "LLM") -> str:
     config, stats = llm.config, llm.stats()
     num_bytes, numbers = _sizes(llm)
     device, count = jax.devices()[0], llm.parallel_config.num_devices
+    experts = f"{config.num_experts} experts (top-{config.num_experts_per_tok})"
+    sparse = f"{sum(config.moe_layers)} of them with {experts}" if any(config.moe_layers) else "no experts"
     about = {
-        "model": f"{config.family}, {config.num_layers} layers, {sum(config.moe_layers)} of them with"
-        f" {config.num_experts} experts (top-{config.num_experts_per_tok})",
+        "model": f"{config.family}, {config.num_layers} layers, {sparse}",
         "weights": f"{numbers:,} parameters, {byte_words(num_bytes)},"
         f" {8 * num_bytes / numbers:.3g} bits each",
         "devices": f"{count} × {device.device_kind}",

@@ -23,7 +23,7 @@ from moejax.nn.embedding import Embedding
 from moejax.nn.latent_attention import LatentAttention
 from moejax.nn.linear import Linear
 from moejax.nn.mlp import GatedMLP
-from moejax.nn.norm import RMSNorm
+from moejax.nn.norm import RMSNorm, norm_of
 from moejax.nn.param import initialize, num_params
 from moejax.nn.rope import rope_tables
 from moejax.ops.attention import LayerCache
@@ -44,7 +44,8 @@ Recorded = Sequence[Replay | RoutingTrace | None]
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward, each with its residual."""
+    """Pre-norm attention and feed-forward, each with its residual; with `post_norms` also a norm of each
+    one's output."""
 
     def __init__(
         self,
@@ -56,17 +57,25 @@ class DecoderLayer(nnx.Module):
         parallel: ParallelConfig | None,
         axes: Axes,
     ) -> None:
-        D, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(D, "embed", dtype, eps, kernels)
+        D, post = config.hidden_size, config.post_norms
+        self.input_norm = norm_of(config, dtype, kernels)
         self.attention = (
             Attention(config, config.sliding_windows[index], dtype, kernels, axes)
             if config.latent is None
             else LatentAttention(config, dtype, kernels, axes)
         )
-        self.post_attention_norm = RMSNorm(D, "embed", dtype, eps, kernels)
+        self.attention_output_norm = norm_of(config, dtype, kernels) if post else None
+        self.post_attention_norm = norm_of(config, dtype, kernels)
         sparse, hidden, scale = config.moe_layers[index], config.intermediate_size, config.initializer_range
         self.moe = MoELayer(config, moe, dtype, kernels, parallel, axes) if sparse else None
-        self.mlp = None if sparse else GatedMLP(D, hidden, config.hidden_act, dtype, scale, axes.tensor)
+        self.mlp = (
+            None
+            if sparse
+            else GatedMLP(D, hidden, config.hidden_act, dtype, scale, axes.tensor, bias=config.mlp_bias)
+        )
+        self.feed_forward_output_norm = norm_of(config, dtype, kernels) if post else None
+        self.is_local = config.sliding_windows[index] is not None
+        self.multiplier = config.residual_multiplier
 
     def __call__(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, Any, Any, RoutingTrace | None]:
         """Runs the layer as `run`, and makes the residual's own sums."""
@@ -77,7 +86,7 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         residual: Residual,
-        rope: tuple[jax.Array, jax.Array],
+        rope: tuple[jax.Array, ...],
         positions: jax.Array,
         valid: jax.Array | None,
         cache: Any,
@@ -93,25 +102,37 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         residual: Residual,
-        rope: tuple[jax.Array, jax.Array],
+        rope: tuple[jax.Array, ...],
         positions: jax.Array,
         cache: Any,
     ) -> tuple[jax.Array, Any, Any]:
-        """Runs the first half; returns (x and residual whose sum goes on, updated cache layer)."""
+        """Runs the first half with the model's `rope_tables`; returns (x and residual whose sum goes on,
+        updated cache layer)."""
         normed, x = self.input_norm.add(x, residual)
-        attended, cache = self.attention(normed, rope, positions, cache)
-        return x, attended, cache
+        cos, sin = rope[-2:] if self.is_local else rope[:2]
+        attended, cache = self.attention(normed, (cos, sin), positions, cache)
+        return x, self._branch(attended, self.attention_output_norm), cache
 
     def feed_forward(
         self, x: jax.Array, residual: Residual, valid: jax.Array | None, replay: Replay | None = None
     ) -> tuple[jax.Array, Residual, RoutingTrace | None]:
         """Runs the second half; returns (x and residual whose sum goes out, trace of an expert layer)."""
         normed, x = self.post_attention_norm.add(x, residual)
+        trace = None
         if self.moe is not None:
-            return x, *self.moe(normed, valid, replay)
-        assert self.mlp is not None
-        with jax.named_scope("mlp"):
-            return x, self.mlp(normed), None
+            out, trace = self.moe(normed, valid, replay)
+        else:
+            assert self.mlp is not None
+            with jax.named_scope("mlp"):
+                out = self.mlp(normed)
+        return x, self._branch(out, self.feed_forward_output_norm), trace
+
+    def _branch(self, out: Any, norm: RMSNorm | None) -> Any:
+        """Returns what is added of an output of attention or feed-forward."""
+        out = out if norm is None else norm(out)
+        if self.multiplier == 1.0:
+            return out
+        return (self.multiplier * out.astype(jnp.float32)).astype(out.dtype)
 
 
 def _traced_once() -> Callable[..., Any]:
@@ -171,7 +192,7 @@ class Decoder(nnx.Module):
         modules = {str(i): DecoderLayer(config, i, moe, dtype, kernels, parallel, axes) for i in self.stage}
         # A list's paths count from 0, a stage's from its first layer on.
         self.layers = nnx.List(modules.values()) if self.stage == every else nnx.Dict(modules)
-        self.norm = RMSNorm(D, "embed", dtype, config.rms_norm_eps, kernels) if self.is_last else None
+        self.norm = norm_of(config, dtype, kernels) if self.is_last else None
         self.lm_head = (
             Linear((D, V), ("embed", "vocab"), dtype, scale=scale, padding=padding)
             if self.is_last and not tied
@@ -186,7 +207,9 @@ class Decoder(nnx.Module):
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Maps int32 `[...]` to `[..., D]`, what the first layer takes."""
         assert self.embedding is not None, "only the first stage embeds tokens"
-        return self.embedding(tokens)
+        x, multiplier = self.embedding(tokens), self.config.embedding_multiplier
+        # Rounded to the weights' dtype first, as Gemma was trained.
+        return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
 
     def run(
         self,
@@ -266,6 +289,7 @@ class Decoder(nnx.Module):
     def __repr__(self) -> str:
         config, count = self.config, len(self.stage)
         experts = f"{config.num_experts} experts (top-{config.num_experts_per_tok})"
+        experts = experts if any(config.moe_layers) else "no experts"
         return f"<Decoder {config.family}: {count} layers, {experts}, {num_params(self):,} parameters>"
 
     def in_order(self) -> list[DecoderLayer]:
@@ -282,7 +306,11 @@ class Decoder(nnx.Module):
             logits = self.embedding.attend(x)
         else:
             logits = all_gather(self.lm_head(x), self.axes.tensor, axis=-1)
-        return logits[..., : self.config.vocab_size].astype(jnp.float32)
+        logits = logits[..., : self.config.vocab_size].astype(jnp.float32)
+        if self.config.logits_scaling != 1.0:
+            logits = logits / self.config.logits_scaling
+        cap = self.config.logits_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(
         self,

@@ -20,12 +20,14 @@ class Family:
         architecture: the class that transformers loads a checkpoint with.
         read: family fields of a `config.json` → `ModelConfig`.
         write: the fields that only this family has, for a `config.json` that `read` and transformers take.
+        lacks: fields that other families share and this one does not have.
     """
 
     name: str
     architecture: str
     read: Callable[[HfFields], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
+    lacks: tuple[str, ...] = ()
 
     def from_hf(self, raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
         """Raises `ConfigError` for a missing or bad field and for any field it does not implement."""
@@ -64,6 +66,7 @@ class Family:
             "dtype": config.dtype,
             "use_cache": True,
         }
+        common = {name: value for name, value in common.items() if name not in self.lacks}
         written = common | self.write(config)
         back = self.from_hf(written)
         lost = [
@@ -78,9 +81,9 @@ class Family:
 
 def _same(name: str, config: ModelConfig, back: ModelConfig) -> bool:
     """Returns whether a field survived writing, as far as it has any effect."""
-    if name == "rope":
-        turned = config.rope.interleaved, back.rope.interleaved
-        return turned[0] == turned[1] and rope_to_hf(config.rope) == rope_to_hf(back.rope)
+    if name == "rope" or (name == "local_rope" and config.local_rope and back.local_rope):
+        mine, other = getattr(config, name), getattr(back, name)
+        return bool(mine.interleaved == other.interleaved) and rope_to_hf(mine) == rope_to_hf(other)
     if name == "intermediate_size" and all(config.moe_layers):
         return True
     return bool(getattr(config, name) == getattr(back, name))

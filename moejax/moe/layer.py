@@ -63,6 +63,7 @@ class MoELayer(nnx.Module):
         hidden = config.shared_expert_intermediate_size
         # To the next norm's kernel, unless a shared expert or other devices add something first.
         leaves_sums = kernels != "xla" and not (hidden or extra or axes.expert or axes.tensor)
+        leaves_sums = leaves_sums and config.plain_residual
         self.experts = Experts(config, moe.expert_layout, dtype, E + extra, axes.tp, leaves_sums)
         self.replicas = ReplicaTable(E, extra) if extra or axes.expert else None
         split, act = axes.tensor, config.hidden_act

@@ -48,8 +48,9 @@ class Attention(nnx.Module):
             q_dim, k_dim, q_axis, k_axis = Dh, Dh, "head_dim", "head_dim"
             q_split = k_split = ()
         has_norm, eps = config.qk_norm != "none", config.rms_norm_eps
-        self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps, kernels, q_split) if has_norm else None
-        self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split) if has_norm else None
+        offset = config.norm == "rms_unit_offset"
+        self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps, kernels, q_split, offset) if has_norm else None
+        self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split, offset) if has_norm else None
         # What is clipped, split over devices, reordered or rotated is not a kernel's to normalise on the way.
         whole = config.qk_norm == "head" or (config.clip_qkv is None and not q_split and not k_split)
         self.hands_on_norms = (
@@ -57,7 +58,7 @@ class Attention(nnx.Module):
         )
         self.config = config
         self.window = window
-        self.splits_output = kernels != "xla" and not out_bias and not reduce
+        self.splits_output = kernels != "xla" and not out_bias and not reduce and config.plain_residual
 
     @jax.named_scope("qkv_projection")
     def project(self, x: jax.Array, normalize: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

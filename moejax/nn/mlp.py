@@ -26,10 +26,11 @@ class GatedMLP(nnx.Module):
         scale: float,
         reduce: Names = (),
         split: Names = (),
+        bias: bool = False,
     ) -> None:
-        self.gate_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, scale=scale)
-        self.up_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, scale=scale)
-        down: dict[str, Any] = {"scale": scale, "reduce": reduce, "split": split}
+        self.gate_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, bias=bias, scale=scale)
+        self.up_proj = Linear((dim, hidden), ("embed", "mlp"), dtype, bias=bias, scale=scale)
+        down: dict[str, Any] = {"bias": bias, "scale": scale, "reduce": reduce, "split": split}
         self.down_proj = Linear((hidden, dim), ("mlp", "embed"), dtype, **down)
         self.act = act
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax.core.config import ModelConfig
 from moejax.nn.param import ParamSpec, declare
 from moejax.ops.row_sums import Residual, RowSums
 from moejax.sharding.axes import Names, psum
@@ -16,6 +17,7 @@ class RMSNorm(nnx.Module):
 
     `kernels` names the implementation of a GPU kernel to do it with, "xla" for none; `split` mesh axes that
     the normalised axis is split over, in which case the kernel, which sees a part only, is not used.
+    `unit_offset` scales by 1 + scale, and rounds after it.
     """
 
     def __init__(
@@ -26,8 +28,10 @@ class RMSNorm(nnx.Module):
         eps: float,
         kernels: str = "xla",
         split: Names = (),
+        unit_offset: bool = False,
     ) -> None:
-        self.scale = declare(ParamSpec((dim,), (axis,), dtype, "ones"))
+        self.scale = declare(ParamSpec((dim,), (axis,), dtype, "zeros" if unit_offset else "ones"))
+        self.unit_offset = unit_offset
         self.dim = dim
         self.eps = eps
         self.kernels = kernels if not split else "xla"
@@ -51,9 +55,11 @@ class RMSNorm(nnx.Module):
             variance = total_square / self.dim
         else:
             variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        normed, scale = x32 * jax.lax.rsqrt(variance + self.eps), jnp.broadcast_to(self.scale[...], x.shape)
+        if self.unit_offset:
+            return (normed * (1.0 + scale.astype(jnp.float32))).astype(x.dtype), total
         # Rounded to x's dtype before the scale, as Hugging Face does it.
-        normed = (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return jnp.broadcast_to(self.scale[...], x.shape) * normed, total
+        return scale * normed.astype(x.dtype), total
 
     def _kernel(self, x: jax.Array, residual: Residual) -> tuple[jax.Array, jax.Array]:
         from pallas_kernels.rms_norm import rms_norm
@@ -65,3 +71,9 @@ class RMSNorm(nnx.Module):
         how: dict[str, Any] = {"eps": self.eps, "implementation": self.kernels}
         normed, total = rms_norm(flat, self.scale[...], rows, slot_of, **how)
         return normed.reshape(x.shape), total.reshape(x.shape)
+
+
+def norm_of(config: ModelConfig, dtype: Any, kernels: str = "xla") -> RMSNorm:
+    """Returns a model's norm of its hidden states `[..., D]`."""
+    offset = config.norm == "rms_unit_offset"
+    return RMSNorm(config.hidden_size, "embed", dtype, config.rms_norm_eps, kernels, unit_offset=offset)

@@ -60,10 +60,10 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return np.where((wavelength >= shortest) & (wavelength <= longest), blended, freqs).astype(np.float32)
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Returns frequencies float32 `[R/2]`, R numbers being rotated, and the factor on cos and sin, for every
-    kind but `dynamic`'s growth."""
-    rope, head_dim = config.rope, config.rotary_dim
+def rope_frequencies(config: ModelConfig, rope: RopeConfig | None = None) -> tuple[np.ndarray, float]:
+    """Returns frequencies float32 `[R/2]`, R the numbers that are rotated, and the factor on cos and sin, for
+    every kind but `dynamic`'s growth; `rope` is the model's unless given."""
+    rope, head_dim = rope or config.rope, config.rotary_dim
     if rope.kind == "linear":
         return inverse_frequencies(head_dim, rope.theta) / np.float32(rope.factor), 1.0
     if rope.kind == "yarn":
@@ -74,10 +74,9 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 @jax.named_scope("rope")
-def rope_tables(
-    config: ModelConfig, positions: jax.Array, seq_lens: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin, float32 `[B, T, R/2]`, R the numbers of a head that are rotated.
+def rope_tables(config: ModelConfig, positions: jax.Array, seq_lens: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns cos and sin, float32 `[B, T, R/2]`, R the numbers of a head that are rotated; where there is a
+    `local_rope` then those of layers with a window.
 
     Args:
         positions: int32 `[B, T]`.
@@ -85,21 +84,24 @@ def rope_tables(
             base from it once it passes `max_position_embeddings`; keys already cached keep the angles that
             they were written with, as in Hugging Face.
     """
-    freqs, attention_factor = rope_frequencies(config)
-    angles = positions.astype(jnp.float32)[..., None] * freqs[None, None, :]
-    if config.rope.kind == "dynamic":
-        angles = positions.astype(jnp.float32)[..., None] * _dynamic(config, seq_lens)[:, None, :]
+    tables: list[jax.Array] = []
+    for rope in (config.rope, config.local_rope):
+        if rope is None:
+            continue
+        freqs, attention_factor = rope_frequencies(config, rope)
+        angles = positions.astype(jnp.float32)[..., None] * freqs[None, None, :]
+        if rope.kind == "dynamic":
+            angles = positions.astype(jnp.float32)[..., None] * _dynamic(config, rope, seq_lens)[:, None, :]
+        tables += [jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor]
     # Without the barrier XLA:CPU computes the sines anew in every layer and head: 15 ms of a 100 ms prefill.
-    return jax.lax.optimization_barrier(
-        (jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor)
-    )
+    return jax.lax.optimization_barrier(tuple(tables))
 
 
-def _dynamic(config: ModelConfig, seq_lens: jax.Array) -> jax.Array:
+def _dynamic(config: ModelConfig, rope: RopeConfig, seq_lens: jax.Array) -> jax.Array:
     """Returns float32 `[B, R/2]`: NTK-aware base that grows with the sequence."""
-    dim, longest, factor = config.rotary_dim, config.max_position_embeddings, config.rope.factor
+    dim, longest, factor = config.rotary_dim, config.max_position_embeddings, rope.factor
     length = jnp.maximum(seq_lens, longest).astype(jnp.float32)
-    base = config.rope.theta * ((factor * length / longest) - (factor - 1)) ** (dim / (dim - 2))
+    base = rope.theta * ((factor * length / longest) - (factor - 1)) ** (dim / (dim - 2))
     exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
     return 1.0 / base[:, None] ** exponent[None, :]
 

@@ -172,11 +172,12 @@ class _Counter:
             normed = (config.latent.q_rank or 0) + config.latent.kv_rank
         elif config.qk_norm == "none":
             normed = 0
+        normed += D * (1 + config.post_norms)
         window = config.sliding_windows[layer]
         pairs = float(query_key_pairs(new, seen, window).sum())
         earlier = seen - new if window is None else np.minimum(seen - new, window - 1)
         return [
-            self.norm(layer, tokens, D + normed),
+            self.norm(layer, tokens, normed),
             self.product(
                 layer, "qkv_projection", tokens, sizes.qkv_params, D + sizes.queries + sizes.stored
             ),
@@ -196,7 +197,7 @@ class _Counter:
     def feed_forward(self, layer: int, tokens: float, hits: float, assignments: float) -> list[OpCost]:
         config = self.config
         D, F, E = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        norm = self.norm(layer, tokens, D)
+        norm = self.norm(layer, tokens, D * (1 + config.post_norms))
         if not config.moe_layers[layer]:
             hidden = config.intermediate_size
             return [norm, self.product(layer, "mlp", tokens, 3 * D * hidden, 2 * D + 4 * hidden)]

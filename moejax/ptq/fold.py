@@ -17,7 +17,7 @@ from flax import nnx
 
 from moejax.ptq.sites import QuantizationSite
 
-BIASED = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+BIASED = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.up_proj")
 """Projections whose bias is scaled with their outputs where they are a source."""
 
 
@@ -56,10 +56,12 @@ class Folds:
     Attributes:
         rows: reader → scales of its inputs, float32 `[C]` or, for experts' own, `[E, C]`.
         outputs: source → divisors of its outputs (of a norm's vector, its elements).
+        offsets: source → what is added to its elements before they scale.
     """
 
     def __init__(self) -> None:
         self.rows: dict[str, jax.Array] = {}
+        self.offsets: dict[str, float] = {}
         self.outputs: dict[str, jax.Array] = {}
 
     def add(self, site: QuantizationSite, scales: jax.Array) -> None:
@@ -71,7 +73,7 @@ class Folds:
             *_, C = scales.shape
             heads = scales.reshape(C // (site.group * site.head_dim), site.group, site.head_dim)
             scales = heads[:, 0].reshape(-1)
-        self.outputs[site.source] = scales
+        self.outputs[site.source], self.offsets[site.source] = scales, site.offset
         projection = site.source.removesuffix(".kernel")
         if projection in BIASED:
             self.outputs[f"{projection}.bias"] = scales
@@ -91,7 +93,8 @@ class Folds:
             outputs = self.outputs[name]
             outputs = outputs[part] if outputs.ndim == 2 else outputs
             outputs = outputs if value.ndim == 1 else outputs[..., None, :]
-            value = value / _broadcast(outputs, value)
+            offset = self.offsets.get(name, 0.0)
+            value = (value + offset) / _broadcast(outputs, value) - offset
         return value
 
     def write(self, params: Mapping[str, nnx.Param], leave: Iterable[str] = ()) -> list[str]:

@@ -20,7 +20,8 @@ mixes tokens and not channels, and in OLMoE `clip_qkv`, through which nothing ca
 Paths here are relative to the STAGE, a decoder layer or the head.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import jax
 from flax import nnx
@@ -48,6 +49,7 @@ class QuantizationSite:
         group: query heads that share an output head of the source, and so a scale.
         head_dim: of those heads.
         blocked: why nothing can be folded; None where it can.
+        offset: added to the source, a norm's vector, before it scales.
     """
 
     name: str
@@ -57,6 +59,7 @@ class QuantizationSite:
     group: int = 1
     head_dim: int = 0
     blocked: str | None = None
+    offset: float = 0.0
 
 
 class Head(nnx.Module):
@@ -95,13 +98,22 @@ def statistics_of(reader: str, site: QuantizationSite) -> str:
 def stages_of(model: Decoder) -> list[Stage]:
     """Returns the decoder layers in order, and the head where the output projection is the model's own."""
     stages = [
-        Stage(f"layer {i}", f"layers.{i}.", layer, layer_sites(layer))
+        Stage(f"layer {i}", f"layers.{i}.", layer, _with_offsets(layer_sites(layer), layer.input_norm))
         for i, layer in zip(model.stage, model.in_order(), strict=True)
     ]
     if model.lm_head is not None and model.norm is not None:
         site = QuantizationSite("lm_head", "lm_head", ("lm_head.kernel",), "norm.scale")
-        stages.append(Stage("lm_head", "", Head(model.norm, model.lm_head), (site,)))
+        sites = _with_offsets((site,), model.norm)
+        stages.append(Stage("lm_head", "", Head(model.norm, model.lm_head), sites))
     return stages
+
+
+def _with_offsets(sites: Iterable[QuantizationSite], norm: RMSNorm) -> tuple[QuantizationSite, ...]:
+    """Returns the sites of a model with such norms."""
+    offset = float(norm.unit_offset)
+    return tuple(
+        replace(site, offset=offset) if site.source.endswith("norm.scale") else site for site in sites
+    )
 
 
 def layer_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:

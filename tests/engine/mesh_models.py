@@ -11,7 +11,7 @@ from moejax import EngineConfig, ModelConfig, MoeConfig, save_pretrained
 from moejax.core.config import LatentConfig, RopeConfig, RouterConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
-from tests.model_shapes import EIGHT_WAY, LATENT
+from tests.model_shapes import EIGHT_WAY, GEMMA, GRANITE, LATENT, LLAMA
 
 BASE = EIGHT_WAY
 
@@ -47,6 +47,9 @@ FAMILIES = {
         family="hunyuan_v1_moe", vocab_size=101, qk_norm="rotated", qkv_bias=True, attention_out_bias=True,
         shared_expert_intermediate_size=16, shared_expert_gate=False, intermediate_size=16,
     ),
+    "llama": BASE.replace(**LLAMA, vocab_size=97, num_kv_heads=1),
+    "gemma3_text": BASE.replace(**GEMMA | {"embedding_multiplier": 8.0}, tie_word_embeddings=True),
+    "granitemoe": BASE.replace(**GRANITE, intermediate_size=16),
 }  # fmt: skip
 
 # One bucket an axis: each further one is a program of eight devices to compile.

@@ -8,10 +8,12 @@ import pytest
 from moejax.core.config import EngineConfig, MoeConfig, RopeConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
+from moejax.engine.opening.resolve import unsupported_by_kernels
 from moejax.engine.requests.api import SamplingParams
 from pallas_kernels import work_list
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
+from tests.model_shapes import GEMMA, GRANITE, LLAMA
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
 CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=None, max_model_len=64)
@@ -69,6 +71,8 @@ def test_same_samples_and_scores(both):
         {"qk_norm": "projection"},
         {"qk_norm": "projection", "clip_qkv": 0.5},
         {"rope": RopeConfig(partial_rotary_factor=0.5, interleaved=True)},
+        {**LLAMA, "moe_layers": (False,)},
+        GRANITE,
     ],
     ids=[
         "window",
@@ -79,11 +83,20 @@ def test_same_samples_and_scores(both):
         "norms of all heads",
         "norms of all heads, clipped",
         "half of a head rotated, in pairs of neighbours",
+        "dense, with biases",
+        "factors",
     ],
 )
 def test_other_models(change):
     plain, kernels = (llm.generate([prompt(17), prompt(4)], greedy(6)) for llm in engines(**change))
     assert tokens(kernels) == tokens(plain)
+
+
+def test_norms_with_an_offset_run_on_xla_and_refuse_kernels():
+    change = {**GEMMA, "moe_layers": (False,), "sliding_windows": (5,)}
+    with pytest.raises(ConfigError, match="rms_unit_offset"):
+        engines(**change)
+    assert "rms_unit_offset" in unsupported_by_kernels(small_config(**change), CONFIG)
 
 
 def test_the_choice_is_recorded(both):

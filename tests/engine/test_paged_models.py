@@ -10,7 +10,7 @@ from moejax.core.config import ModelConfig, RopeConfig
 from moejax.engine.llm import LLM
 from tests.engine.paged import SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt
 from tests.engine.tiny import FullForward, main_config, small_config, windowed_config
-from tests.model_shapes import LATENT
+from tests.model_shapes import GEMMA, LATENT, LLAMA
 from tests.numerics import relative_error
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -19,6 +19,8 @@ CONFIGS: dict[str, ModelConfig] = {
     # A window within a block, and a layer without one.
     "half_windowed": windowed_config().replace(sliding_windows=(3, None), num_kv_heads=4),
     # Keys and values come of latents; the whole sequence at once makes each head's own.
+    "dense": main_config(**LLAMA),
+    "local_rope": main_config(**GEMMA),
     "latent": main_config(**LATENT, moe_layers=(False, True)),
     # Half of each head is rotated, in pairs of neighbours, before it is normalised.
     "rotated": main_config(qk_norm="rotated", rope=RopeConfig(partial_rotary_factor=0.5, interleaved=True)),
@@ -31,7 +33,15 @@ LENGTHS = (3, 11, 16, 1, 22, 8)
 
 
 @pytest.mark.parametrize(
-    "name", ["windowed", pytest.param("half_windowed", marks=pytest.mark.slow), "latent", "rotated"]
+    "name",
+    [
+        "windowed",
+        pytest.param("half_windowed", marks=pytest.mark.slow),
+        "latent",
+        "rotated",
+        "dense",
+        "local_rope",
+    ],
 )
 def test_windows_latents_and_dense_layers(name: str) -> None:
     llm = LLM(CONFIGS[name], load_format="dummy", engine=SCARCE)

@@ -32,6 +32,11 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10_000.0, **fields}
 
 
+def local_and_full(full: dict[str, Any]) -> dict[str, Any]:
+    """Rotary embedding by kind of layer, those with a window with another base."""
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+
+
 CASES = (
     Case("mixtral-plain", "mixtral", {}),
     Case("mixtral-window-k1-wide-head", "mixtral", {
@@ -193,6 +198,54 @@ CASES = (
         "max_position_embeddings": 64,
         "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
     }),
+    Case("llama-plain", "llama", {}),
+    Case("llama-biases-mqa-tied-llama3", "llama", {
+        "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True,
+        "max_position_embeddings": 64,
+        "rope_parameters": rope("llama3", factor=8.0, original_max_position_embeddings=16,
+                                low_freq_factor=1.0, high_freq_factor=4.0),
+    }, "bfloat16"),
+    Case("llama-one-head-wide-linear", "llama", {
+        "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 12, "hidden_act": "gelu",
+        "rope_parameters": rope("linear", factor=2.0), "rms_norm_eps": 1e-3,
+    }, "float16"),
+    Case("llama-mha-dynamic", "llama", {
+        "num_key_value_heads": 4, "max_position_embeddings": 16,
+        "rope_parameters": rope("dynamic", factor=2.0),
+    }),
+    Case("qwen3-plain", "qwen3", {"head_dim": 16}),
+    Case("qwen3-window-biases-tied", "qwen3", {
+        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "attention_bias": True,
+        "tie_word_embeddings": True, "head_dim": 16, "num_hidden_layers": 3,
+    }, "bfloat16"),
+    Case("qwen3-layer-types-mqa-yarn", "qwen3", {
+        "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True,
+        "sliding_window": 7, "num_key_value_heads": 1, "head_dim": 10, "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    }),
+    Case("granitemoe-factors", "granitemoe", {}, "bfloat16"),
+    Case("granitemoe-k1-mqa-biases-tied", "granitemoe", {
+        "num_experts_per_tok": 1, "num_key_value_heads": 1, "attention_bias": True,
+        "tie_word_embeddings": True, "attention_multiplier": 0.5, "logits_scaling": 1.3,
+    }),
+    Case("granitemoe-all-experts-gelu-mha-yarn", "granitemoe", {
+        "num_local_experts": 4, "num_experts_per_tok": 4, "num_key_value_heads": 4, "hidden_act": "gelu",
+        "residual_multiplier": 1.0, "max_position_embeddings": 64, "head_dim": 10,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    }, "float16"),
+    Case("gemma3_text-windows-linear", "gemma3_text", {
+        "num_hidden_layers": 5, "sliding_window_pattern": 3, "sliding_window": 5,
+        "rope_parameters": local_and_full(rope("linear", factor=4.0)),
+    }, "bfloat16"),
+    Case("gemma3_text-layer-types-mqa-biases-untied", "gemma3_text", {
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7, "attention_bias": True,
+        "num_key_value_heads": 1, "tie_word_embeddings": False, "query_pre_attn_scalar": 11,
+        "hidden_activation": "silu", "final_logit_softcapping": 2.0,
+    }, "float16"),
+    Case("gemma3_text-all-full-mha", "gemma3_text", {
+        "layer_types": ["full_attention"] * 3, "num_key_value_heads": 4, "rms_norm_eps": 1e-3,
+        "tie_word_embeddings": False, "num_hidden_layers": 3,
+    }),
     Case("olmoe-dynamic-gelu", "olmoe", {
         "hidden_act": "gelu", "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=2.0),
         "clip_qkv": 1.0,
@@ -211,6 +264,10 @@ GOLDEN = (
     "olmoe-all-experts-llama3",
     "deepseek_v2-groups-yarn-scaling-dense-layer",
     "deepseek_v3-groups",
+    "llama-biases-mqa-tied-llama3",
+    "qwen3-window-biases-tied",
+    "granitemoe-factors",
+    "gemma3_text-windows-linear",
 )
 
 _LATENT = {
@@ -234,7 +291,26 @@ FAMILY_BASE: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 8, "head_dim": 16},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 0, "moe_k": 2},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {
+        "head_dim": 12,
+        "query_pre_attn_scalar": 16,
+        "initializer_range": 0.15,  # else the embeddings, times a root of D, are nearly all of the stream
+        "rope_parameters": local_and_full(rope("default")),
+    },
+    # As large as the published ones, but for logits that are not nearly 0.
+    "granitemoe": {
+        "num_local_experts": 8,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.8,
+    },
 }
+
+DENSE = ("llama", "qwen3", "gemma3_text")
+"""Families without experts."""
 
 
 def by_name(name: str) -> Case:
@@ -262,4 +338,6 @@ def hf_fields(case: Case, size: str = "oracle") -> dict[str, Any]:
         for name, value in sizes.items()
         if name in base or not name.startswith(("moe_", "shared_"))
     }
+    if case.family in DENSE:
+        del common["num_experts_per_tok"]
     return {**common, **base, **sized, **case.fields}

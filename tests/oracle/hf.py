@@ -26,6 +26,10 @@ CONFIGS = {
     "minimax_m2": transformers.MiniMaxM2Config,
     "ernie4_5_moe": transformers.Ernie4_5_MoeConfig,
     "hunyuan_v1_moe": transformers.HunYuanMoEV1Config,
+    "llama": transformers.LlamaConfig,
+    "qwen3": transformers.Qwen3Config,
+    "gemma3_text": transformers.Gemma3TextConfig,
+    "granitemoe": transformers.GraniteMoeConfig,
 }
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,7 +50,7 @@ def build(case: Case, size: str = "oracle", seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(("norm.weight", "layernorm.weight")):
-                parameter.copy_(1.0 + 0.3 * noise)
+                parameter.copy_((case.family != "gemma3_text") + 0.3 * noise)
             elif name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
             else:
@@ -57,6 +61,17 @@ def build(case: Case, size: str = "oracle", seed: int = 0) -> Any:
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
                 buffer.copy_(buffer.to(TORCH_DTYPES[case.dtype]).float())
     return model.eval()
+
+
+def feed_forward(layer: Any) -> Any:
+    """A layer's MLP, or its experts with their router."""
+    return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+
+
+def router(layer: Any) -> Any:
+    """A layer's router; None where it has no experts."""
+    block = feed_forward(layer)
+    return getattr(block, "gate", None) or getattr(block, "router", None)
 
 
 def save(model: Any, directory: Path, dtype: str = "float32", **options: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from moejax.nn.rope import rope_frequencies, rope_tables
 from tests.numerics import UNIT_ROUNDOFF, assert_close, relative_error, tolerance
+from tests.oracle import hf
 from tests.oracle.cases import CASES, by_name
 
 pytestmark = pytest.mark.oracle
@@ -37,11 +38,16 @@ def run_theirs(module, *args, **kwargs):
 def test_norms(pair, name):
     both = pair(name)
     x = activations(both)
-    for theirs, ours in [
+    last, mine = both.theirs.model.layers[1], both.ours.layers[1]
+    pairs = [
         (both.theirs.model.layers[0].input_layernorm, both.ours.layers[0].input_norm),
-        (both.theirs.model.layers[1].post_attention_layernorm, both.ours.layers[1].post_attention_norm),
+        (last.post_attention_layernorm, mine.attention_output_norm or mine.post_attention_norm),
         (both.theirs.model.norm, both.ours.norm),
-    ]:
+    ]
+    if both.ours.config.post_norms:
+        pairs.append((last.pre_feedforward_layernorm, mine.post_attention_norm))
+        pairs.append((last.post_feedforward_layernorm, mine.feed_forward_output_norm))
+    for theirs, ours in pairs:
         expected = run_theirs(theirs, torch.tensor(x))
         assert_close(ours(jnp.asarray(x)), expected, tolerance(x.shape[-1]))
 
@@ -49,10 +55,13 @@ def test_norms(pair, name):
 def their_tables(theirs, positions):
     """Tables of a rotary embedding as new: `dynamic` remembers the longest sequence it has seen."""
     rotary = type(theirs.model.rotary_emb)(theirs.config)
+    kind = ("full_attention",) if theirs.config.model_type == "gemma3_text" else ()
     with torch.no_grad():
-        cos, sin = rotary(torch.zeros(1), torch.tensor(positions, dtype=torch.long))
+        cos, sin = rotary(torch.zeros(1), torch.tensor(positions, dtype=torch.long), *kind)
     half = cos.shape[-1] // 2
-    return rotary, cos[..., :half].numpy(), sin[..., :half].numpy()
+    prefix = "".join(f"{name}_" for name in kind)
+    freqs, factor = getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
+    return freqs.numpy(), factor, cos[..., :half].numpy(), sin[..., :half].numpy()
 
 
 @pytest.mark.parametrize("longest", [12, 40, 8192])
@@ -64,21 +73,20 @@ def test_rope_tables(pair, name, longest):
     both = pair(name)
     between = np.random.default_rng(0).choice(longest, min(longest, 64), replace=False)
     positions = np.unique(np.concatenate([[0, longest - 1], between]))[None].astype(np.int32)
-    rotary, cos, sin = their_tables(both.theirs, positions)
+    freqs, scaling, cos, sin = their_tables(both.theirs, positions)
     ours = jax.jit(rope_tables, static_argnums=0)(
         both.ours.config, jnp.asarray(positions), jnp.asarray([longest], jnp.int32)
     )
     # A frequency off by two roundings turns the last position by that much times its angle; the table itself
     # is a rounded cosine of a rounded angle.
-    freqs = rotary.inv_freq.numpy()
-    attention_factor = max(1.0, float(rotary.attention_scaling))
+    attention_factor = max(1.0, float(scaling))
     limit = (4 * longest * float(freqs.max()) + 16) * UNIT_ROUNDOFF["float32"] * attention_factor
     np.testing.assert_allclose(ours[0], cos, rtol=0, atol=limit)
     np.testing.assert_allclose(ours[1], sin, rtol=0, atol=limit)
     if both.ours.config.rope.kind != "dynamic":
         mine, factor = rope_frequencies(both.ours.config)
         np.testing.assert_allclose(mine, freqs, rtol=4 * UNIT_ROUNDOFF["float32"], atol=0)
-        assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
+        assert factor == pytest.approx(scaling, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,17 +95,18 @@ def test_attention_block(pair, name):
     x = activations(both)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), x.shape[:2])
     tables = rope_tables(both.ours.config, jnp.asarray(positions), jnp.full(x.shape[0], LENGTH, jnp.int32))
-    cos, sin = (torch.tensor(np.concatenate([t, t], -1)) for t in map(np.asarray, tables))
     query, key = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :]
     config = both.ours.config
     for i, (theirs, ours) in enumerate(zip(both.theirs.model.layers, both.ours.layers, strict=True)):
         window = config.sliding_windows[i] or LENGTH
+        mine = tables[-2:] if config.sliding_windows[i] else tables[:2]
+        cos, sin = (torch.tensor(np.concatenate([t, t], -1)) for t in map(np.asarray, mine))
         seen = (key <= query) & (key > query - window)
         mask = torch.tensor(np.where(seen, 0.0, np.finfo(np.float32).min).astype(np.float32))[None, None]
         expected = run_theirs(
             theirs.self_attn, torch.tensor(x), position_embeddings=(cos, sin), attention_mask=mask
         )
-        got, _ = jax.jit(ours.attention)(jnp.asarray(x), tables, jnp.asarray(positions))
+        got, _ = jax.jit(ours.attention)(jnp.asarray(x), mine, jnp.asarray(positions))
         chain = (config.hidden_size, config.head_dim, LENGTH, config.num_heads * config.head_dim)
         assert_close(got, expected, tolerance(*chain))
 
@@ -109,7 +118,7 @@ def test_feed_forward_block(pair, name):
     x = activations(both)
     config = both.ours.config
     for i, (theirs, ours) in enumerate(zip(both.theirs.model.layers, both.ours.layers, strict=True)):
-        expected = run_theirs(theirs.mlp, torch.tensor(x))
+        expected = run_theirs(hf.feed_forward(theirs), torch.tensor(x))
         if config.moe_layers[i]:
             got, _ = jax.jit(ours.moe)(jnp.asarray(x))
             width = max(config.moe_intermediate_size, config.shared_expert_intermediate_size)

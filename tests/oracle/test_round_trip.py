@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from moejax import LLM, EngineConfig, QuantConfig, SamplingParams
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
@@ -22,7 +22,7 @@ from tests.decoding import forward
 from tests.models.published import PUBLISHED
 from tests.numerics import assert_close, relative_l2
 from tests.oracle import hf
-from tests.oracle.cases import CASES, by_name, hf_fields
+from tests.oracle.cases import CASES, DENSE, by_name, hf_fields
 
 pytestmark = pytest.mark.oracle
 
@@ -31,6 +31,8 @@ PER_FAMILY = [
     "mixtral-all-experts-mqa-tied-linear", "qwen2_moe-dense-layer", "qwen3_moe-dense-layers-bias-tied",
     "olmoe-clip-bias-gqa", "glm4_moe-plain", "dots1-plain", "minimax_m2-plain", "ernie4_5_moe-plain",
     "hunyuan_v1_moe-plain",
+    "llama-biases-mqa-tied-llama3", "qwen3-window-biases-tied", "granitemoe-factors",
+    "gemma3_text-windows-linear",
 ]  # fmt: skip
 
 
@@ -53,8 +55,9 @@ def test_what_we_save_loads_in_transformers(tmp_path, pair, name, limit):
     for key, parameter in model.named_parameters():
         assert torch.equal(parameter, theirs[key]), key
     tokens = hf.random_tokens(96, 2, 40)
-    # transformers with transformers: what differs is only whether the configuration survived.
-    np.testing.assert_array_equal(hf.logits(model.eval(), tokens), hf.logits(both.theirs, tokens))
+    # transformers with transformers: what differs is whether the configuration survived, and in a last bit
+    # where a file puts a tensor in memory.
+    assert relative_l2(hf.logits(model.eval(), tokens), hf.logits(both.theirs, tokens)) <= 1e-6
 
 
 @pytest.mark.parametrize("quant", [None, QuantConfig("rtn", "int8")], ids=["full", "int8"])
@@ -125,6 +128,8 @@ def parts_of(path, value, family):
         yield "model.embed_tokens.weight", value
     elif path.endswith("attention.q_proj.kernel"):
         yield f"model.layers.{steps[1]}.self_attn.q_proj.weight", value.T
+    elif path.endswith("moe.experts.up_proj") and family == "granitemoe":
+        pass  # a half of a tensor
     elif path.endswith("moe.experts.up_proj"):
         w3 = family in ("mixtral", "minimax_m2")
         block, up = ("block_sparse_moe", "w3") if w3 else ("mlp", "up_proj")
@@ -144,7 +149,7 @@ def test_the_layout_in_memory_loads_too(tmp_path, pair, name):
         for key, value in both.theirs.state_dict().items()
         if not (tied and key == "lm_head.weight")
     }
-    assert any(key.endswith("experts.gate_up_proj") for key in state)
+    assert any(key.endswith("experts.gate_up_proj") for key in state) or by_name(name).family in DENSE
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((both.directory / "config.json").read_text())
     loaded, _ = load_pretrained(tmp_path, dtype="float32")
@@ -172,7 +177,8 @@ def test_config_means_the_same_in_both(pair, name):
         either["sparse"] = [i not in dense and (i + 1) % step == 0 for i in layers]
         head = either.pop("head_dim", None) or either["hidden_size"] // either["num_attention_heads"]
         either["head_dim"] = head
-        either.pop("max_window_layers", None)  # spoken for by layer_types
+        for name_ in ("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"):
+            either.pop(name_, None)
         if all(either["sparse"]) and "moe_intermediate_size" in either:
             either.pop("intermediate_size")
         either["rope_parameters"] = {k: v for k, v in either["rope_parameters"].items() if v is not None}
@@ -181,10 +187,30 @@ def test_config_means_the_same_in_both(pair, name):
         base = theirs["rope_parameters"]["rope_theta"] * alpha**exponent
         theirs["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
     defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-    if theirs["rope_parameters"]["rope_type"] == "yarn":
+    if theirs["rope_parameters"].get("rope_type") == "yarn":
         theirs["rope_parameters"] = defaults | theirs["rope_parameters"]
     # Dropout, auxiliary loss and the like stay at transformers' defaults, which the cases do not change.
     assert back == theirs
+
+
+@pytest.mark.parametrize("layout", ["hub", "model.language_model."])
+def test_the_text_part_of_a_model_with_images(tmp_path, pair, layout):
+    """Its configuration and its tensors lie a level deeper, as on the hub or as transformers 5 has them; the
+    others are passed over, and the same logits come of it."""
+    both = pair("gemma3_text-windows-linear")
+    stored = load_file(next(both.directory.glob("*.safetensors")))
+    outer = "language_model.model." if layout == "hub" else layout
+    renamed = {key.replace("model.", outer, 1): value for key, value in stored.items()}
+    images = {"vision_tower.x.weight", "multi_modal_projector.mm_soft_emb_norm.weight"}
+    extra = {name if layout == "hub" else f"model.{name}": np.zeros(3, np.float32) for name in images}
+    save_file(renamed | extra, tmp_path / "model.safetensors")
+    text = json.loads((both.directory / "config.json").read_text())
+    config = {"model_type": "gemma3", "eos_token_id": [1, 106], "vision_config": {}, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mm_tokens_per_image": 256}))
+    model, read = load_pretrained(tmp_path, dtype="float32")
+    assert read.family == "gemma3_text" and read.local_rope.theta == 100.0
+    tokens = hf.random_tokens(96, 1, 30)
+    np.testing.assert_array_equal(our_logits(model, tokens), our_logits(both.ours, tokens))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

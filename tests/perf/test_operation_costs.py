@@ -23,7 +23,7 @@ from moejax.perf.operation_costs import (
     utilisation,
 )  # fmt: skip
 from moejax.perf.sizes import expert_params
-from tests.model_shapes import LATENT
+from tests.model_shapes import GEMMA, LATENT, LLAMA
 from tests.perf.models import small_model
 from tests.perf.steps import decode_step_cost
 
@@ -69,6 +69,8 @@ def test_decode_by_hand() -> None:
         {},
         {"sliding_windows": (4, None, 7), "num_kv_heads": 2},
         {"moe_layers": (True, True, True), "shared_expert_intermediate_size": 0, "dtype": "bfloat16"},
+        {**LLAMA, "moe_layers": (False,) * 3},
+        {**GEMMA, "moe_layers": (False,) * 3, "sliding_windows": (4, None, 4)},
     ],
 )
 def test_decode_agrees_with_the_formula_of_the_whole(changes: dict[str, object]) -> None:

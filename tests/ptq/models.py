@@ -16,7 +16,7 @@ from moejax.nn.quantized import quantized_weights
 from moejax.ptq.fold import Folds, store
 from moejax.ptq.sites import Stage
 from moejax.quantization.arithmetic import dequantize
-from tests.model_shapes import LATENT, TWO_LAYERS
+from tests.model_shapes import GEMMA, GRANITE, LATENT, LLAMA, TWO_LAYERS
 
 BASE = TWO_LAYERS.replace(qk_norm="none")
 FAMILIES = {
@@ -29,6 +29,9 @@ FAMILIES = {
         family="olmoe", qk_norm="projection", qkv_bias=True, attention_out_bias=True, norm_topk_prob=False
     ),
     "deepseek_v3": BASE.replace(**LATENT, moe_layers=(False, True)),
+    "llama": BASE.replace(**LLAMA),
+    "gemma3_text": BASE.replace(**GEMMA, qk_norm="head"),
+    "granitemoe": BASE.replace(**GRANITE),
     "olmoe-clip": BASE.replace(family="olmoe", qk_norm="projection", clip_qkv=0.7),
 }
 

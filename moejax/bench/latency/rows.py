@@ -51,7 +51,8 @@ def _bounds(
 ) -> dict[str, Any]:
     """Returns a decode step's experts hit, bytes moved, and the least time that the device allows."""
     hits = item.hits["decode"]
-    row: dict[str, Any] = {"mean_experts_hit": float(hits[list(engine.llm.config.moe_layers)].mean())}
+    sparse = list(engine.llm.config.moe_layers)
+    row: dict[str, Any] = {"mean_experts_hit": float(hits[sparse].mean())} if any(sparse) else {}
     cost, bound = engine.decode_bound(item.case, hits, hardware)
     row["decode_step_mbytes"] = cost.bytes / 1e6
     if bound is not None and median_tpot_ms:

@@ -1,6 +1,16 @@
 """Key tables by family."""
 
-from moejax.checkpoint.maps import deepseek, ernie, hunyuan, mixtral, olmoe, qwen_moe
+from moejax.checkpoint.maps import (
+    deepseek,
+    dense,
+    ernie,
+    gemma3,
+    granite_moe,
+    hunyuan,
+    mixtral,
+    olmoe,
+    qwen_moe,
+)
 from moejax.checkpoint.maps.rules import Rule
 
 TABLES: dict[str, tuple[Rule, ...]] = {
@@ -15,4 +25,8 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "minimax_m2": mixtral.MINIMAX_RULES,
     "ernie4_5_moe": ernie.RULES,
     "hunyuan_v1_moe": hunyuan.RULES,
+    "gemma3_text": gemma3.RULES,
+    "granitemoe": granite_moe.RULES,
+    "llama": dense.LLAMA_RULES,
+    "qwen3": dense.QWEN3_RULES,
 }

@@ -1,6 +1,6 @@
 """Declarative key tables: which checkpoint key fills which parameter, and how.
 
-`{l}` stands for a layer and `{e}` for an expert. A rule reads and, where it is `canonical`, writes.
+`{l}` stands for a layer, `{e}` for an expert, `{rest}` for anything. A rule reads, and writes if `canonical`.
 """
 
 import re
@@ -37,7 +37,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         regex = re.escape(self.key).replace(r"\{l\}", r"(?P<l>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")
-        object.__setattr__(self, "pattern", re.compile(regex))
+        object.__setattr__(self, "pattern", re.compile(regex.replace(r"\{rest\}", ".*")))
 
     @property
     def per_expert(self) -> bool:
@@ -116,10 +116,10 @@ QK_NORM: tuple[Rule, ...] = (
 )
 
 
-def gated_mlp(key: str, param: str) -> tuple[Rule, ...]:
+def gated_mlp(key: str, param: str, *, bias: bool = False) -> tuple[Rule, ...]:
     """Returns the three projections of a gated MLP."""
     names = ("gate_proj", "up_proj", "down_proj")
-    return tuple(rule for name in names for rule in linear(f"{key}.{name}", f"{param}.{name}"))
+    return tuple(rule for name in names for rule in linear(f"{key}.{name}", f"{param}.{name}", bias=bias))
 
 
 DENSE_MLP = gated_mlp(f"{_LAYER}.mlp", "layers.{l}.mlp")

@@ -284,6 +284,8 @@ def unsupported_by_kernels(
         return f"engine.block_size={size} (a power of two, at least 8)"
     if config.latent is not None:
         return "latent attention (grouped-query attention only)"
+    if config.norm != "rms":
+        return f"norms of kind {config.norm!r} (root mean square without an offset only)"
     if config.router != RouterConfig():
         return "a router of other scores, groups, bias or factor (softmax over all experts only)"
     if config.qk_norm == "rotated":
