@@ -268,6 +268,11 @@ GOLDEN = (
     "qwen3-window-biases-tied",
     "granitemoe-factors",
     "gemma3_text-windows-linear",
+    "glm4_moe-k1-mqa-tied-quarter-rotated-llama3",
+    "dots1-window-layer-types-groups-bias-dense-layer",
+    "minimax_m2-plain",
+    "ernie4_5_moe-all-experts-mha-dynamic",
+    "hunyuan_v1_moe-lists-alpha-bias",
 )
 
 _LATENT = {
