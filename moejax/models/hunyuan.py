@@ -16,7 +16,7 @@ _UNUSED = (
 
 def _read(fields: HfFields) -> ModelConfig:
     for name in ("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"):
-        if isinstance(given := fields.raw.get(name), list):  # one for each layer
+        if isinstance(given := fields.raw.get(name), list) and given:  # one for each layer
             fields.only(name, given[:1] * len(given))
             fields.raw = {**fields.raw, name: given[0]}
     top_k = int(fields.take("moe_topk", "num_experts_per_tok", default=1))

@@ -44,6 +44,7 @@ class Attention(nnx.Module):
         # NNX fixes at the first assignment whether an attribute holds data, so each is assigned once.
         q_dim, k_dim, q_axis, k_axis = H * Dh, K * Dh, "heads", "kv_heads"
         q_split, k_split = axes.tensor, axes.kv
+        assert config.qk_norm != "rotated" or not config.rope.interleaved, "weights would need its order"
         if config.qk_norm in ("head", "rotated"):
             q_dim, k_dim, q_axis, k_axis = Dh, Dh, "head_dim", "head_dim"
             q_split = k_split = ()
