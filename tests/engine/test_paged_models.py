@@ -35,8 +35,10 @@ LENGTHS = (3, 11, 16, 1, 22, 8)
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("windowed", "latent", "local_rope") else pytest.param(name, marks=pytest.mark.slow)
-     for name in CONFIGS],
+    [
+        name if name in ("windowed", "latent", "local_rope") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CONFIGS
+    ],
 )
 def test_windows_latents_and_dense_layers(name: str) -> None:
     llm = LLM(CONFIGS[name], load_format="dummy", engine=SCARCE)
