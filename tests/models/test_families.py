@@ -3,9 +3,11 @@
 import copy
 import gc
 import json
+from pathlib import Path
 
 import jax
 import pytest
+import yaml
 
 from moejax.core.config import ModelConfig, RopeConfig, RouterConfig
 from moejax.core.errors import ConfigError
@@ -15,7 +17,10 @@ from moejax.nn.param import iter_params, num_params
 from tests.models.published import PUBLISHED
 from tests.oracle.cases import CASES, hf_fields
 
-BY_FAMILY = {published.fields["model_type"]: published.fields for published in PUBLISHED.values()}
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
+SHAPES = [yaml.safe_load(path.read_text()).get("hf_config") for path in CONFIGS.glob("*.yaml")]
+BY_FAMILY = {fields["model_type"]: fields for fields in SHAPES if fields}
+BY_FAMILY |= {published.fields["model_type"]: published.fields for published in PUBLISHED.values()}
 
 
 def fields_of(family, **changes):
@@ -112,7 +117,8 @@ LLAMA3 = {
     ],
     ids=lambda s: "none" if s is None else s.get("rope_type", s.get("type")),
 )  # fmt: skip
-@pytest.mark.parametrize("family", FAMILIES)
+# Gemma 3 has one for each kind of layer.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "gemma" not in name])
 def test_old_and_new_rope_fields_read_alike(family, scaling):
     """`rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (5) give one configuration."""
     fields = fields_of(family)
