@@ -42,7 +42,7 @@ class Replay(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Scores over all experts, then the k best, their weights renormalised and scaled where the model says so.
+    """Scores over all experts, then the k best, weights renormalised and scaled where the model says so.
 
     Softmax and no groups is what Mixtral, Qwen-MoE and OLMoE share; Mixtral's "softmax over the top k" equals
     renormalising. `RouterConfig` has the others. `kernels` names the implementation of a GPU kernel for all
