@@ -1,8 +1,9 @@
-"""Mixtral (Jiang et al., arXiv 2401.04088): every layer routed, top-k renormalised, one sliding window."""
+"""Mixtral (Jiang et al., arXiv 2401.04088): every layer routed, top-k renormalised, one window. MiniMax-M2
+(its model page): no window, norms over all of q and k, part of a head rotated, sigmoid router."""
 
 from typing import Any
 
-from moejax.core.config import ModelConfig
+from moejax.core.config import ModelConfig, RouterConfig
 from moejax.models.family import Family, all_routed, common_fields
 from moejax.models.hf_config import HfFields
 
@@ -26,4 +27,36 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_minimax(fields: HfFields) -> ModelConfig:
+    head = int(fields.take("head_dim", default=128))
+    share = fields.take("rotary_dim", default=head) / head
+    common = common_fields(fields, default_theta=5e6, default_eps=1e-6, partial_rotary_factor=share)
+    # Which of the published variants it is; transformers has this one.
+    fields.only_at(
+        use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True, scoring_func="sigmoid",
+        shared_intermediate_size=0, sliding_window=None, layernorm_full_attention_beta=1.0,
+        layernorm_linear_attention_beta=1.0, layernorm_mlp_beta=1.0,
+        attn_type_list=[1] * common["num_layers"],
+    )  # fmt: skip
+    # Of an MLP that no layer has, and of layers for further tokens.
+    fields.take("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "mtp_transformer_layers")
+    return ModelConfig(
+        family="minimax_m2",
+        router=RouterConfig(scores="sigmoid", correction_bias=True),
+        mtp_layers=int(fields.take("num_mtp_modules", default=0)),
+        qk_norm="projection",
+        **all_routed(fields, common) | {"head_dim": head},
+    )
+
+
+def _write_minimax(config: ModelConfig) -> dict[str, Any]:
+    fields = {
+        "intermediate_size": config.moe_intermediate_size,
+        "num_local_experts": config.num_experts,
+        "head_dim": config.head_dim,
+    }
+    return fields | ({"num_mtp_modules": config.mtp_layers} if config.mtp_layers else {})
+
+
 MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read, _write)
+MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2ForCausalLM", _read_minimax, _write_minimax)

@@ -12,8 +12,7 @@ from moejax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from moejax.models.glm_dots import DOTS1, GLM4_MOE
 from moejax.models.granite_moe import GRANITE_MOE
 from moejax.models.hunyuan import HUNYUAN_V1_MOE
-from moejax.models.minimax import MINIMAX_M2
-from moejax.models.mixtral import MIXTRAL
+from moejax.models.mixtral import MINIMAX_M2, MIXTRAL
 from moejax.models.olmoe import OLMOE
 from moejax.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 

@@ -1,16 +1,6 @@
 """Key tables by family."""
 
-from moejax.checkpoint.maps import (
-    deepseek,
-    dense,
-    ernie,
-    gemma3,
-    granite_moe,
-    hunyuan,
-    mixtral,
-    olmoe,
-    qwen_moe,
-)
+from moejax.checkpoint.maps import deepseek, dense, gemma3, granite_moe, hunyuan, mixtral, olmoe, qwen_moe
 from moejax.checkpoint.maps.rules import Rule
 
 TABLES: dict[str, tuple[Rule, ...]] = {
@@ -23,7 +13,7 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "glm4_moe": deepseek.GROUPED_QUERY_RULES,
     "dots1": deepseek.GROUPED_QUERY_RULES,
     "minimax_m2": mixtral.MINIMAX_RULES,
-    "ernie4_5_moe": ernie.RULES,
+    "ernie4_5_moe": deepseek.ERNIE_RULES,
     "hunyuan_v1_moe": hunyuan.RULES,
     "gemma3_text": gemma3.RULES,
     "granitemoe": granite_moe.RULES,

@@ -26,19 +26,25 @@ _LATENT: tuple[Rule, ...] = (
     Rule(f"{_ATTENTION}.kv_a_layernorm.weight", (Target(f"{_OURS}.kv_a_norm.scale"),)),
 )
 
-CORRECTION_BIAS = Rule(
-    "model.layers.{l}.mlp.gate.e_score_correction_bias", (Target("layers.{l}.moe.router.correction_bias"),)
-)
-
-SHARED_EXPERTS = gated_mlp("model.layers.{l}.mlp.shared_experts", "layers.{l}.moe.shared_expert")
-
 _EXPERTS = (
     *DENSE_MLP,
     *routed("mlp"),
     *fused_experts("mlp"),
-    *SHARED_EXPERTS,
-    CORRECTION_BIAS,
+    *gated_mlp("model.layers.{l}.mlp.shared_experts", "layers.{l}.moe.shared_expert"),
 )
 
-RULES = (*BACKBONE, *_LATENT, *_EXPERTS)
-GROUPED_QUERY_RULES = (*COMMON, *QK_NORM, *_EXPERTS)
+_MLP, _BIAS, _PARAM = (
+    "model.layers.{l}.mlp",
+    "e_score_correction_bias",
+    "layers.{l}.moe.router.correction_bias",
+)
+CORRECTION_BIAS = Rule(f"{_MLP}.gate.{_BIAS}", (Target(_PARAM),))
+
+RULES = (*BACKBONE, *_LATENT, *_EXPERTS, CORRECTION_BIAS)
+GROUPED_QUERY_RULES = (*COMMON, *QK_NORM, *_EXPERTS, CORRECTION_BIAS)
+ERNIE_RULES = (
+    *COMMON,
+    *_EXPERTS,
+    Rule(f"{_MLP}.moe_statics.{_BIAS}", (Target(_PARAM, "row"),)),
+    Rule(f"{_MLP}.gate.moe_statics.{_BIAS}", (Target(_PARAM, "row"),), canonical=False),
+)
