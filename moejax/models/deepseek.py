@@ -12,9 +12,7 @@ from moejax.models.hf_config import HfFields
 _TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_lambda")
 
 
-def read_experts(
-    fields: HfFields, common: dict[str, Any], *, dense: int = 0, shared: int = 0
-) -> dict[str, Any]:
+def read_experts(fields: HfFields, common: dict[str, Any], dense: int = 0, shared: int = 0) -> dict[str, Any]:
     """Returns `common` with the fields on experts, ungated shared ones and dense layers before; `dense` and
     `shared` are the family's default numbers of them."""
     hidden = int(fields.require("moe_intermediate_size"))
@@ -32,8 +30,7 @@ def read_experts(
 
 def read_v3_router(fields: HfFields) -> RouterConfig:
     """Returns DeepSeek-V3's router: sigmoid with a correction bias, groups by their two best experts."""
-    fields.only("topk_method", "noaux_tc")
-    fields.only("scoring_func", "sigmoid")
+    fields.only_at(topk_method="noaux_tc", scoring_func="sigmoid")
     return RouterConfig(
         scores="sigmoid",
         correction_bias=True,

@@ -19,7 +19,6 @@ def _read(fields: HfFields) -> ModelConfig:
     check("moe_layer_interval", step, PositiveInt)
     last = int(fields.take("moe_layer_end_index", default=-1))
     last = layers - 1 if last == -1 else last
-    tied = bool(fields.take("tie_word_embeddings", default=True))
     return ModelConfig(
         family="ernie4_5_moe",
         num_experts=int(fields.take("moe_num_experts", "num_experts", default=64)),
@@ -31,7 +30,7 @@ def _read(fields: HfFields) -> ModelConfig:
         shared_expert_gate=False,
         router=RouterConfig(correction_bias=True, norm_min=float(fields.take("moe_norm_min", default=1e-12))),
         mtp_layers=int(fields.take("num_nextn_predict_layers", default=0)),
-        **common | {"tie_word_embeddings": tied},
+        **common | {"tie_word_embeddings": bool(fields.take("tie_word_embeddings", default=True))},
     )
 
 

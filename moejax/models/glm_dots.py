@@ -1,5 +1,4 @@
-"""DeepSeek-V3's experts with grouped-query attention: GLM-4.5 to 4.7 (arXiv 2508.06471) and dots.llm1 (arXiv
-2506.05767)."""
+"""GLM-4.5 (arXiv 2508.06471) and dots.llm1 (arXiv 2506.05767): grouped queries, and DeepSeek-V3's experts."""
 
 from typing import Any
 

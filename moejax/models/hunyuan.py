@@ -31,16 +31,15 @@ def _read(fields: HfFields) -> ModelConfig:
         moe_intermediate_size=fields.raw.get("intermediate_size"),
     )  # fmt: skip
     fields.take(*(name for name in fields.raw if name.startswith(_UNUSED)))
-    experts = all_routed(fields, common | {"head_dim": head})
     bias = bool(fields.take("attention_bias", default=False))
     return ModelConfig(
         family="hunyuan_v1_moe",
-        shared_expert_intermediate_size=experts["intermediate_size"],
+        shared_expert_intermediate_size=int(fields.require("intermediate_size")),
         shared_expert_gate=False,
         qk_norm="rotated",
         qkv_bias=bias,
         attention_out_bias=bias,
-        **experts,
+        **all_routed(fields, common | {"head_dim": head}),
     )
 
 

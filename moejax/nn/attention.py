@@ -54,9 +54,8 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split, offset) if has_norm else None
         # What is clipped, split over devices, reordered or rotated is not a kernel's to normalise on the way.
         whole = config.qk_norm == "head" or (config.clip_qkv is None and not q_split and not k_split)
-        self.hands_on_norms = (
-            has_norm and whole and config.qk_norm != "rotated" and not config.rope.interleaved
-        )
+        turned = config.qk_norm == "rotated" or config.rope.interleaved
+        self.hands_on_norms = has_norm and whole and not turned
         self.config = config
         self.window = window
         self.splits_output = kernels != "xla" and not out_bias and not reduce and config.plain_residual
