@@ -57,7 +57,7 @@ class DecoderLayer(nnx.Module):
         parallel: ParallelConfig | None,
         axes: Axes,
     ) -> None:
-        D, post = config.hidden_size, config.post_norms
+        D, act, post = config.hidden_size, config.hidden_act, config.post_norms
         self.input_norm = norm_of(config, dtype, kernels)
         self.attention = (
             Attention(config, config.sliding_windows[index], dtype, kernels, axes)
@@ -69,9 +69,7 @@ class DecoderLayer(nnx.Module):
         sparse, hidden, scale = config.moe_layers[index], config.intermediate_size, config.initializer_range
         self.moe = MoELayer(config, moe, dtype, kernels, parallel, axes) if sparse else None
         self.mlp = (
-            None
-            if sparse
-            else GatedMLP(D, hidden, config.hidden_act, dtype, scale, axes.tensor, bias=config.mlp_bias)
+            None if sparse else GatedMLP(D, hidden, act, dtype, scale, axes.tensor, bias=config.mlp_bias)
         )
         self.feed_forward_output_norm = norm_of(config, dtype, kernels) if post else None
         self.is_local = config.sliding_windows[index] is not None

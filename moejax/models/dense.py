@@ -7,17 +7,12 @@ from moejax.core.config import ModelConfig
 from moejax.models.family import Family, common_fields
 from moejax.models.hf_config import HfFields, layer_types, layer_windows
 
-# Notes on how a checkpoint came about, and how its products were cut in training.
-_NOTES = ("is_llama_config", "max_sequence_length", "pretraining_tp", "transformers.js_config")
-
 
 def read_dense(fields: HfFields, default_theta: float = 1e4) -> dict[str, Any]:
     """Returns the fields that families without experts share."""
     common = common_fields(fields, default_theta=default_theta, default_eps=1e-6, top_k=1)
-    hidden, bias = (
-        int(fields.require("intermediate_size")),
-        bool(fields.take("attention_bias", default=False)),
-    )
+    hidden = int(fields.require("intermediate_size"))
+    bias = bool(fields.take("attention_bias", default=False))
     return common | {
         "num_experts": 1,
         "intermediate_size": hidden,
@@ -29,7 +24,7 @@ def read_dense(fields: HfFields, default_theta: float = 1e4) -> dict[str, Any]:
 
 
 def _read_llama(fields: HfFields) -> ModelConfig:
-    fields.take(*_NOTES)
+    fields.take("max_sequence_length", "pretraining_tp")  # of training
     fields.only("rope_interleaved", False)
     common = read_dense(fields)
     return ModelConfig(
@@ -44,12 +39,11 @@ def _read_qwen3(fields: HfFields) -> ModelConfig:
     common = read_dense(fields)
     use, window = bool(fields.take("use_sliding_window", default=False)), fields.take("sliding_window")
     window, full = int(window) if use and window else None, int(fields.take("max_window_layers", default=28))
-    layers = common["num_layers"]
-    sliding = [window is not None and i >= full for i in range(layers)]
+    sliding = [window is not None and i >= full for i in range(common["num_layers"])]
     return ModelConfig(
         family="qwen3",
         qk_norm="head",
-        sliding_windows=layer_windows(fields, layers, window, sliding),
+        sliding_windows=layer_windows(fields, len(sliding), window, sliding),
         **common | {"head_dim": int(fields.take("head_dim", default=128))},
     )
 
@@ -60,7 +54,8 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": layer_types(config.sliding_windows)}
 
 
-def _write_common(config: ModelConfig) -> dict[str, Any]:
+def write_dense(config: ModelConfig) -> dict[str, Any]:
+    """Inverts `read_dense`."""
     return {
         "intermediate_size": config.intermediate_size,
         "head_dim": config.head_dim,
@@ -69,12 +64,12 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
-    return _write_common(config) | {"mlp_bias": config.mlp_bias}
+    return write_dense(config) | {"mlp_bias": config.mlp_bias}
 
 
 def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
     windows = write_windows(config)
-    return _write_common(config) | windows | {"use_sliding_window": windows["sliding_window"] is not None}
+    return write_dense(config) | windows | {"use_sliding_window": windows["sliding_window"] is not None}
 
 
 LACKS = ("num_experts_per_tok",)

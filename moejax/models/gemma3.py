@@ -5,7 +5,7 @@ from typing import Any
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.models.dense import LACKS, read_dense, write_windows
+from moejax.models.dense import LACKS, read_dense, write_dense, write_windows
 from moejax.models.family import Family
 from moejax.models.hf_config import HfFields, layer_windows, rope_to_hf
 
@@ -36,14 +36,13 @@ def _read(fields: HfFields) -> ModelConfig:
     local = HfFields({"rope_parameters": by_kind.get("sliding_attention")}, fields.source)
     common = read_dense(fields, default_theta=1e6)
     fields.take("cache_implementation")
-    fields.only("attn_logit_softcapping", None)
-    fields.only("use_bidirectional_attention", False)
+    fields.only_at(attn_logit_softcapping=None, use_bidirectional_attention=False)
     every = int(fields.take("sliding_window_pattern", "_sliding_window_pattern", default=6))
-    layers, longest = common["num_layers"], common["max_position_embeddings"]
-    sliding = [(i + 1) % every != 0 for i in range(layers)]
+    sliding = [(i + 1) % every != 0 for i in range(common["num_layers"])]
+    longest = common["max_position_embeddings"]
     return ModelConfig(
         family="gemma3_text",
-        sliding_windows=layer_windows(fields, layers, fields.take("sliding_window"), sliding),
+        sliding_windows=layer_windows(fields, len(sliding), fields.take("sliding_window"), sliding),
         local_rope=local.rope(default_theta=local_theta, max_position_embeddings=longest),
         qk_norm="head",
         attention_multiplier=int(fields.take("query_pre_attn_scalar", default=256)) ** -0.5,
@@ -56,8 +55,8 @@ def _read(fields: HfFields) -> ModelConfig:
 
 
 def _read_with_images(fields: HfFields) -> ModelConfig:
-    shared = {name: fields.raw[name] for name in _OF_BOTH if name in fields.raw}
-    text = HfFields({**shared, **fields.require("text_config")}, f"{fields.source}: text_config")
+    shared = {name: fields.raw[name] for name in _OF_BOTH if fields.raw.get(name) is not None}
+    text = HfFields({**fields.require("text_config"), **shared}, f"{fields.source}: text_config")
     config = _read(text)
     text.finish()
     fields.take(*_OF_BOTH, *_OF_IMAGES)
@@ -69,10 +68,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     ropes = {"full_attention": rope_to_hf(config.rope), "sliding_attention": rope_to_hf(config.local_rope)}
     windows = write_windows(config)
     return {
-        "intermediate_size": config.intermediate_size,
-        "head_dim": config.head_dim,
+        **write_dense(config),
         "hidden_activation": config.hidden_act,
-        "attention_bias": config.qkv_bias,
         "query_pre_attn_scalar": round(config.attention_scale**-2),
         "final_logit_softcapping": config.logits_softcap,
         "rope_parameters": ropes,

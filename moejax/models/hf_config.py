@@ -17,8 +17,8 @@ NEUTRAL = frozenset({
     "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype", "finetuning_task", "hidden_dropout",
     "id2label", "label2id", "model_type", "output_attentions", "output_hidden_states", "output_router_logits",
     "prefix", "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
-    "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers_version",
-    "use_cache",
+    "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "is_llama_config", "unsloth_fixed", "unsloth_version", "use_cache",
 })  # fmt: skip
 
 # Fields that are harmless at one value only.
