@@ -44,7 +44,9 @@ def test_published_model(name):
 
 def test_published_fields_arrive():
     read = {name: config_from_hf(published.fields) for name, published in PUBLISHED.items()}
-    mixtral, qwen2, qwen3, olmoe, glm, dots, minimax, ernie, hunyuan = read.values()
+    mixtral, qwen2, qwen3, olmoe, glm, dots, minimax, ernie, hunyuan, llama, dense_qwen, granite, gemma = (
+        read.values()
+    )
     assert (mixtral.head_dim, mixtral.norm_topk_prob, mixtral.qk_norm) == (128, True, "none")
     assert mixtral.sliding_windows == (None,) * 32 and mixtral.rope == RopeConfig(theta=1e6)
     assert mixtral.bos_token_id == 1 and mixtral.eos_token_ids == (2,)
@@ -70,6 +72,13 @@ def test_published_fields_arrive():
     assert ernie.router == RouterConfig(correction_bias=True, norm_min=1e-12)
     assert (hunyuan.num_experts_per_tok, hunyuan.qk_norm) == (8, "rotated")
     assert hunyuan.rope == RopeConfig(theta=1e4 * 1000.0 ** (128 / 126))
+    assert not any(llama.moe_layers) and (llama.rope.kind, llama.rope.factor) == ("llama3", 8.0)
+    assert (dense_qwen.qk_norm, dense_qwen.sliding_windows) == ("head", (None,) * 36)
+    factors = granite.attention_scale, granite.embedding_multiplier, granite.residual_multiplier
+    assert (*factors, granite.logits_scaling) == (0.015625, 12.0, 0.22, 6.0)
+    assert gemma.sliding_windows == ((512,) * 5 + (None,)) * 4 + (512, 512)
+    assert (gemma.rope.theta, gemma.local_rope, gemma.attention_scale) == (1e6, RopeConfig(), 1 / 16)
+    assert gemma.post_norms and gemma.eos_token_ids == (1, 106)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -128,7 +137,8 @@ def test_old_and_new_rope_fields_read_alike(family, scaling):
     old |= {"rope_theta": 5e5, "rope_scaling": scaling}
     given = {key: value for key, value in (scaling or {}).items() if key != "type"}
     kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
-    new |= {"rope_parameters": {"rope_theta": 5e5, **given, "rope_type": kind}}
+    ropes = {"rope_theta": 5e5, **given, "rope_type": kind}
+    new |= {"rope_parameters": {"full_attention": ropes} if family == "gemma3_text" else ropes}
     config = config_from_hf(new)
     assert config_from_hf(old) == config
     assert (config.rope.kind, config.rope.theta) == (kind, 5e5)
@@ -172,6 +182,8 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 100}
     [
         ("mixtral", {"sliding_window": 64}, (64, 64, 64, 64)),
         ("qwen3_moe", WINDOW, (100, 100, 100, 100)),
+        ("qwen3", WINDOW | {"max_window_layers": 3}, (None, None, None, 100)),
+        ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 2}, (9, None, 9, None)),
         ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 100}, (None,) * 4),
         ("qwen2_moe", WINDOW | {"max_window_layers": 3}, (100, None, 100, None)),
         ("qwen2_moe", WINDOW | {"max_window_layers": 1}, (100, None, None, None)),
@@ -243,6 +255,13 @@ REFUSED = [
     ("olmoe", {"head_dim": 64}, "head_dim"),
     ("qwen2_moe", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
     ("qwen2_moe", {"layer_types": ["sliding_attention"] * 24}, "use_sliding_window"),
+    ("llama", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved=True"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("gemma3_text", {"sliding_window": None}, "sliding_window"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "full_attention and sliding_attention"),
+    ("granitemoe", {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
 ]  # fmt: skip
 
 
