@@ -64,8 +64,8 @@ test: $(VENV)/.dev ## Fast tests and the notebooks (no GPU, no network, no torch
 test-slow: $(VENV)/.dev ## The long tests too
 	$(call both_lanes,not gpu and not oracle)
 
-test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU)
-	$(PYTEST) -m "oracle and not slow" $(call files_with,oracle)
+test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU); SLOW=1: all parts of all cases
+	$(PYTEST) -m "oracle$(if $(SLOW),, and not slow)" $(call files_with,oracle)
 
 gpu-test: $(VENV)/.dev ## Tests that need a CUDA device; every kernel's contract, compiled, on inputs of its own each time
 	@JAX_PLATFORMS=cuda $(BIN)/python -c 'import jax; jax.devices()' 2>/dev/null || \

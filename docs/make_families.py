@@ -15,27 +15,30 @@ _HEAD = """\
 <!-- Made by `python -m docs.make_families`: change that file. -->
 # Model families
 
-`model=checkpoint model.path=DIR` opens a Hugging Face directory of any of these; names are its `model_type`. Each is the
-one decoder with a `ModelConfig`, read from `config.json` field by field: a field that would change what is computed
-and is not implemented is refused by name. Each is held against transformers (logits, routing, greedy tokens by the
-engine, directories written) over the configurations of `tests/oracle/cases.py`: `make test-oracle`.
+`model=checkpoint model.path=DIR` opens a Hugging Face directory of any of these; names are its
+`model_type`. Each is the one decoder with a `ModelConfig`, read from `config.json` field by field: a
+field that would change what is computed and is not implemented is refused by name. Each is held against
+transformers (logits, routing, greedy tokens by the engine, directories written) over the configurations
+of `tests/oracle/cases.py`: `make test-oracle`.
 
 """
 _TAIL = """
-Of attention, router and experts the table has what the tested configurations turn on between them. *Meshes*: `yes`
-where `tests/engine/test_mesh.py` runs the family on every layout (tensor, expert, data and pipeline parallelism; `make
-test-slow`); the others have the same parts. *Kernels*: what of the family keeps it from the GPU kernels, which then run
-none of its layers (`engine.kernels=auto` says so in `resolved`).
+Of attention, router and experts the table has what the tested configurations turn on between them.
+*Meshes*: `yes` where `tests/engine/test_mesh.py` runs the family on every layout (tensor, expert, data
+and pipeline parallelism; `make test-slow`); the others have the same parts. *Kernels*: what of the family
+keeps it from the GPU kernels, which then run none of its layers (`engine.kernels=auto` says so in
+`resolved`).
 
-Weights in floating point are read as they are, in one tensor an expert or stacked; GPTQ, AWQ, compressed-tensors, fp8
-and this project's own quantized directories of every family (docs/quantization.md); `gpt_oss` in MXFP4 as published.
-Multi-token-prediction layers are passed over. A latent cache (`kv_lora_rank + qk_rope_head_dim` numbers a token and
-layer: 576 in DeepSeek-V3, where 128 heads' keys and values would be 40,960) is attended to in the absorbed form, in
-decode and in prompts; a call without a cache makes each head's keys and values. Under tensor parallelism every device
-has the latents whole. `kv_b_proj` stays in full precision unless a rule of `quant.rules` names it.
+Weights in floating point are read as they are, in one tensor an expert or stacked; GPTQ, AWQ,
+compressed-tensors, fp8 and this project's own quantized directories of every family
+(docs/quantization.md); `gpt_oss` in MXFP4 as published. Multi-token-prediction layers are passed over. A
+latent cache (`kv_lora_rank + qk_rope_head_dim` numbers a token and layer: 576 in DeepSeek-V3, where 128
+heads' keys and values would be 40,960) is attended to in the absorbed form, in decode and in prompts; a
+call without a cache makes each head's keys and values. Under tensor parallelism every device has the
+latents whole. `kv_b_proj` stays in full precision unless a rule of `quant.rules` names it.
 
-Shapes without weights, for `load_format=dummy`: `configs/model/`; `model.num_hidden_layers=2` takes the first layers
-alone, and the run's name says so.
+Shapes without weights, for `load_format=dummy`: `configs/model/`; `model.num_hidden_layers=2` takes the
+first layers alone, and the run's name says so.
 """
 
 Say = Callable[[ModelConfig], str | None]
@@ -47,7 +50,7 @@ def _attention() -> Sequence[Say]:
         lambda c: "latent" if c.latent else "grouped-query",
         lambda c: norms.get(c.qk_norm, "norm after rotation"),
         lambda c: "windows" if any(c.sliding_windows) else None,
-        lambda c: "sinks" if getattr(c, "attention_sinks", None) else None,
+        lambda c: "sinks" if c.attention_sinks else None,
         lambda c: "partial rotary" if not c.latent and c.rotary_dim < c.head_dim else None,
         lambda c: "interleaved rotary" if c.rope.interleaved else None,
         lambda c: "own rotary base of windows" if c.local_rope else None,

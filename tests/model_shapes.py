@@ -5,7 +5,7 @@ Equal shapes are compiled once in a run: its cache of programs is shared by all 
 
 from typing import Any
 
-from moejax.core.config import LatentConfig, ModelConfig, RopeConfig, RouterConfig
+from moejax.core.config import ClampedSwiglu, LatentConfig, ModelConfig, RopeConfig, RouterConfig
 
 TWO_LAYERS = ModelConfig(
     family="qwen3_moe",
@@ -56,6 +56,11 @@ GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.6, "logits_scaling": 0.9,
 }  # fmt: skip
 """Factors on embeddings, residuals, attention and logits."""
+SINKS: dict[str, Any] = {
+    "family": "gpt_oss", "qk_norm": "none", "attention_sinks": True, "qkv_bias": True, "expert_bias": True,
+    "attention_out_bias": True, "expert_swiglu": ClampedSwiglu(limit=0.8), "router": RouterConfig(bias=True),
+}  # fmt: skip
+"""Attention with sinks, and biased experts with a clamped SwiGLU, as in gpt-oss."""
 
 EIGHT_WAY = TWO_LAYERS.replace(hidden_size=64, num_heads=8, num_experts=16, num_experts_per_tok=4)
 """Every dimension that layouts split divides by eight devices, but for the two key/value heads."""

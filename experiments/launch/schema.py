@@ -71,8 +71,8 @@ class ModelSection(Checked, section="model"):
             )
         if self.num_hidden_layers is not None and self.load_format != "dummy":
             raise ConfigError(
-                "model.num_hidden_layers makes another shape, which a checkpoint has no weights for: it needs "
-                "model.load_format=dummy"
+                "model.num_hidden_layers makes another shape, which no checkpoint has weights for: it needs"
+                " model.load_format=dummy"
             )
 
     @property

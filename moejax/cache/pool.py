@@ -151,6 +151,7 @@ class PagedLayer:
         window: int | None,
         scale: float,
         norms: QkNorms | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, "PagedLayer"]:
         """Stores and attends at the plan's positions; kernels normalise, rotate and store in one pass."""
         if isinstance(self.plan, KernelPlan):
@@ -158,12 +159,12 @@ class PagedLayer:
             (pages,), (cos, sin) = self.segments, rope
             out, pages = kernel_attention(
                 q[:, 0], k[:, 0], v[:, 0], (cos[:, 0], sin[:, 0]), pages, self.plan,
-                norms=norms, window=window, scale=scale, implementation=self.kernels,
+                norms=norms, sinks=sinks, window=window, scale=scale, implementation=self.kernels,
             )  # fmt: skip
             return out[:, None], dataclasses.replace(self, segments=(pages,))
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         values = None if v is None else v[:, 0]
         out, segments = paged_attention(
-            q[:, 0], k[:, 0], values, self.segments, self.plan, window=window, scale=scale
+            q[:, 0], k[:, 0], values, self.segments, self.plan, window=window, scale=scale, sinks=sinks
         )
         return out[:, None], dataclasses.replace(self, segments=segments)

@@ -32,10 +32,11 @@ class RoundedLayer(NamedTuple):
         window: int | None,
         scale: float,
         norms: QkNorms | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, "RoundedLayer"]:
         """Attends each sequence to its own rounded keys and values."""
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         k = round_trip(k, self.kv_cache)
         v = k[..., 2 * rope[0].shape[-1] :] if v is None else round_trip(v, self.kv_cache)
         keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        return attention(q, keys, values, positions, window=window, scale=scale), self
+        return attention(q, keys, values, positions, window=window, scale=scale, sinks=sinks), self

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from moejax.checkpoint.directory import (
 )
 from moejax.checkpoint.load import expert_slots, fill_model
 from moejax.checkpoint.maps import TABLES
-from moejax.checkpoint.maps.rules import apply_transform
+from moejax.checkpoint.maps.rules import Transform, apply_transform
 from moejax.checkpoint.plan import Faults, LoadPlan, canonical_key, plan_load
 from moejax.checkpoint.quantized import (
     QuantizedPlan,
@@ -104,8 +104,8 @@ def load_pretrained(
 ) -> Loaded:
     """Reads a Hugging Face directory, or a shipped model by name.
 
-    Quantized weights (GPTQ, AWQ, compressed-tensors, fp8, ours; `moejax.quantization.checkpoints`) become
-    `QuantizedWeight`s with the codes and scales that are stored.
+    Quantized weights (GPTQ, AWQ, compressed-tensors, fp8, mxfp4, ours; `moejax.quantization.checkpoints`)
+    become `QuantizedWeight`s with the codes and scales that are stored.
 
     Args:
         directory: holds `config.json` and safetensors (bf16, f16 or f32, or quantized).
@@ -255,29 +255,41 @@ def _tensors(
 ) -> Tensors:
     """Yields (key, array) in the layout of the family's table, one at a time."""
     rules, E = TABLES[model.config.family], model.config.num_experts
-    gates: dict[str, np.ndarray] = {}
+    halves: dict[str, dict[str, np.ndarray]] = {}
     if quantized is not None:
         yield from quantized.tensors(_gathered, E, expert_of)
     for name, param in iter_params(model):
         if quantized is not None and name in quantized.paths:
             continue
-        key, per_expert, transform = canonical_key(name, rules)
+        key, _, transform = canonical_key(name, rules)
         spec = param.get_metadata("spec")
         slots = expert_slots(name, spec, expert_of, E)
         value = spec.without_padding(_gathered(param[...])).astype(dtype, copy=False)
         if spec.transposed:
             value = value.swapaxes(-1, -2)
-        if transform.startswith("fused"):
-            stacked = np.stack([value[slots.index(expert)].T for expert in range(E)])
-            if transform == "fused_gate":  # comes before its other half
-                gates[key] = stacked
-                continue
-            halves = (gates.pop(key), stacked) if transform == "fused_up" else (stacked,)
-            yield key, np.ascontiguousarray(np.concatenate(halves, axis=1))
+        if not transform.startswith(("fused", "stacked")):
+            yield from _by_expert(key, transform, value, slots)
             continue
-        for expert in range(E) if per_expert else (None,):
-            part = value if expert is None else value[slots.index(expert)]
-            yield key.replace("{e}", str(expert)), np.ascontiguousarray(apply_transform(transform, part))
+        pair = halves.setdefault(key, {})
+        pair[name] = value[[slots.index(expert) for expert in range(E)]]
+        if transform in ("fused_down", "stacked") or len(pair) == 2:
+            parts = [pair[half] for half in sorted(halves.pop(key))]  # gate before up
+            if transform.startswith("fused"):
+                whole = np.concatenate([part.swapaxes(1, 2) for part in parts], axis=1)
+            else:
+                whole = np.stack(parts, axis=-1).reshape(*value.shape[:-1], -1)
+            yield key, np.ascontiguousarray(whole)
+    for pair in halves.values():  # the other half is quantized
+        for name, value in pair.items():
+            key, _, transform = canonical_key(name, rules, stacked=False)
+            yield from _by_expert(key, transform, value, range(E))
+
+
+def _by_expert(key: str, transform: Transform, value: np.ndarray, slots: Sequence[int]) -> Tensors:
+    """Yields a parameter as a checkpoint has it, one tensor for each expert where the key says so."""
+    for expert in sorted(set(slots)) if "{e}" in key else (None,):
+        part = value if expert is None else value[slots.index(expert)]
+        yield key.replace("{e}", str(expert)), np.ascontiguousarray(apply_transform(transform, part))
 
 
 def _gathered(x: jax.Array) -> np.ndarray:

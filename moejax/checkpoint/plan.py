@@ -125,7 +125,7 @@ def _sources_of(
         if spec is None or (expert is not None and expert >= num_experts):
             faults.add("unmapped", key)
             return []
-        stacked = target.transform.startswith("fused")
+        stacked = target.transform.startswith(("fused", "stacked"))
         part = spec.canonical_shape[1:] if rule.per_expert or stacked else spec.canonical_shape
         expected = source_shape(target.transform, part, num_experts)
         if tuple(shape) != expected:
@@ -143,8 +143,8 @@ def _missing(
     """Returns canonical checkpoint keys of the parameters, or parts of them, that nothing fills."""
     for param in specs:
         key, per_expert, transform = canonical_key(param, rules)
-        sources = plan.get(param, {})
-        for expert in range(num_experts) if per_expert or transform.startswith("fused") else (None,):
+        stacked, sources = transform.startswith(("fused", "stacked")), plan.get(param, {})
+        for expert in range(num_experts) if per_expert or stacked else (None,):
             if expert not in sources:
                 yield key.replace("{e}", str(expert))
 
@@ -160,7 +160,7 @@ def canonical_key(param: str, rules: Iterable[Rule], *, stacked: bool = True) ->
         if not rule.canonical:
             continue
         for target in rule.targets:
-            fits = stacked or not target.transform.startswith("fused")
+            fits = stacked or not target.transform.startswith(("fused", "stacked"))
             if fits and target.param.replace("{l}", layer) == param:
                 return rule.key.replace("{l}", layer), rule.per_expert, target.transform
     raise AssertionError(f"no rule writes {param}")

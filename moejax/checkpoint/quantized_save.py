@@ -113,7 +113,7 @@ def _reasons(weights: dict[str, QuantizedWeight], rules: Sequence[Rule], gather:
     reasons = {}
     for path, weight in weights.items():
         why = why_not(weight.format)
-        if canonical_key(path, rules)[2].startswith("fused"):
+        if canonical_key(path, rules)[2].startswith(("fused", "stacked")):
             why = "transformers has all experts of this model in one tensor"
         if why is None and weight.tensor_scale is not None:
             scales = gather(weight.tensor_scale[...]).reshape(-1)

@@ -94,7 +94,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class LatentConfig(Checked):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): what a token's keys and values are made of.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): what keys and values are made of.
 
     Attributes:
         kv_rank: numbers of the latent that all heads' keys and values are projected from.
@@ -124,6 +124,7 @@ class RouterConfig(Checked):
         group_score: a group's score: that of its best expert, or the sum of its two best.
         norm_min: the least that weights are divided by where they are renormalised.
         scaling: factor on the weights.
+        bias: a vector is added to the logits.
     """
 
     scores: RouterScores = "softmax"
@@ -133,6 +134,16 @@ class RouterConfig(Checked):
     group_score: GroupScore = "max"
     norm_min: NonNegativeNumber = 0.0
     scaling: PositiveNumber = 1.0
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu(Checked):
+    """What experts make of gate and up: `(up + 1) · gate · sigmoid(alpha · gate)`, gate at most `limit`, up
+    between it and its negative (gpt-oss, arXiv 2508.10925)."""
+
+    limit: PositiveNumber = 7.0
+    alpha: PositiveNumber = 1.702
 
 
 def check_shape(
@@ -159,8 +170,8 @@ class ModelConfig(Checked):
     `moe_layers[l]` says whether layer l holds experts or a dense MLP; `sliding_windows[l]` is layer l's
     attention window in tokens (a query at position p sees keys in (p - window, p]) or None for full
     causal attention. `norm_topk_prob` renormalises the chosen experts' probabilities to sum to one.
-    `shared_expert_gate` scales the shared expert by a sigmoid. `mtp_layers` counts layers of a checkpoint after
-    the last one, which predict further tokens (DeepSeek-V3, arXiv 2412.19437, §2.2) and are not loaded.
+    `shared_expert_gate` scales the shared expert by a sigmoid. `mtp_layers` counts layers of a checkpoint
+    after the last one, which predict further tokens (DeepSeek-V3, arXiv 2412.19437, §2.2) and are not loaded.
     A model without experts has a single one, in none of its layers.
 
     `norm` is the kind of all norms; "rms_unit_offset" scales by one plus its weight (Gemma). With
@@ -169,6 +180,10 @@ class ModelConfig(Checked):
     `attention_multiplier` is the factor on q·k (None: one over the root of `head_dim`). Logits are divided by
     `logits_scaling` and bounded as c·tanh(logits / c) by `logits_softcap`. `local_rope` is for layers with a
     window; None: `rope` is for all.
+
+    With `expert_bias` every expert's three projections have biases; `expert_swiglu` stands in place of
+    `hidden_act(gate) · up` in routed experts. With `attention_sinks` every query head has a learned logit in
+    the softmax, without a value (arXiv 2309.17453).
 
     With `latent` attention `num_kv_heads` is 1, the latent's, and `head_dim` is that of a head's query and
     key, with and without rotary embedding.
@@ -193,6 +208,9 @@ class ModelConfig(Checked):
     shared_expert_intermediate_size: NonNegativeInt = 0
     shared_expert_gate: bool = True
     mtp_layers: NonNegativeInt = 0
+    expert_bias: bool = False
+    expert_swiglu: ClampedSwiglu | None = None
+    attention_sinks: bool = False
     latent: LatentConfig | None = None
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), and Kimi-K2, which has V3's configuration: latent attention,
-experts in groups, ungated shared experts, first layers dense."""
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), and Kimi-K2, which has V3's configuration: latent
+attention, experts in groups, ungated shared experts, first layers dense."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def _read_v2(fields: HfFields) -> ModelConfig:
     method = str(fields.take("topk_method", default="greedy"))
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(
-            f"{fields.source}: topk_method {method!r} is not implemented (greedy and group_limited_greedy are)"
+            f"{fields.source}: topk_method {method!r} is not implemented (greedy, group_limited_greedy)"
         )
     fields.only("scoring_func", "softmax")
     fields.only("norm_topk_prob", False)

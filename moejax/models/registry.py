@@ -10,6 +10,7 @@ from moejax.models.ernie import ERNIE4_5_MOE
 from moejax.models.family import Family
 from moejax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from moejax.models.glm_dots import DOTS1, GLM4_MOE
+from moejax.models.gpt_oss import GPT_OSS
 from moejax.models.granite_moe import GRANITE_MOE
 from moejax.models.hunyuan import HUNYUAN_V1_MOE
 from moejax.models.mixtral import MINIMAX_M2, MIXTRAL
@@ -18,7 +19,7 @@ from moejax.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 _ALL = (
     MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, DOTS1, MINIMAX_M2, ERNIE4_5_MOE,
-    HUNYUAN_V1_MOE, LLAMA, QWEN3, GRANITE_MOE, GEMMA3_TEXT, GEMMA3,
+    HUNYUAN_V1_MOE, LLAMA, QWEN3, GRANITE_MOE, GEMMA3_TEXT, GEMMA3, GPT_OSS,
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {

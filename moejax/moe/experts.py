@@ -17,7 +17,7 @@ from moejax.core.config import ExpertLayout, ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.moe.permute import combine, plan_blocks
 from moejax.moe.router import Router, Routing
-from moejax.nn.activation import KERNEL_NAMES, activation
+from moejax.nn.activation import KERNEL_NAMES, gated
 from moejax.nn.param import ParamSpec, declare
 from moejax.nn.quantized import QuantizedWeight, Weight, arrays_of
 from moejax.ops import dispatch
@@ -26,7 +26,7 @@ from moejax.ops.grouped_matmul import grouped_swiglu_blocks, grouped_swiglu_ragg
 from moejax.ops.row_sums import RowSums
 from moejax.quantization.formats import QTensor
 from moejax.quantization.kernel_formats import to_kernel, why_no_kernel
-from moejax.sharding.axes import Names
+from moejax.sharding.axes import Names, index
 
 if TYPE_CHECKING:
     from pallas_kernels.qformats import QuantizedTensor
@@ -43,6 +43,7 @@ class ExpertsOutput(NamedTuple):
 
 class Experts(nnx.Module):
     """E gated MLPs stacked: gate and up `[E, D, F]`, down `[E, F, D]`; in layout "efd" each transposed.
+    Biases are `[E, F]` and `[E, D]`.
 
     `physical` is E where some experts have replicas. On a mesh a device holds some of the E, and of F, which
     is split over the axes `split`. Each of the three may be quantized (`moejax.nn.quantized`), in a format of
@@ -71,7 +72,14 @@ class Experts(nnx.Module):
         self.gate_proj = stack(D, F, ("embed", "expert_mlp"))
         self.up_proj = stack(D, F, ("embed", "expert_mlp"))
         self.down_proj = stack(F, D, ("expert_mlp", "embed"))
-        self.act = config.hidden_act
+
+        def bias(size: int, axis: str) -> nnx.Param | None:
+            spec = ParamSpec((E, size), ("expert", axis), dtype, "zeros")
+            return declare(spec) if config.expert_bias else None
+
+        hidden = F, "expert_mlp"
+        self.gate_bias, self.up_bias, self.down_bias = bias(*hidden), bias(*hidden), bias(D, "embed")
+        self.act, self.swiglu = config.hidden_act, config.expert_swiglu
         self.split = split
         self.leaves_sums = leaves_sums
 
@@ -86,32 +94,49 @@ class Experts(nnx.Module):
 
     def arrays(self) -> list[nnx.Param]:
         """Returns all parameters, each with E first."""
-        return [array for weight in self.weights() for array in arrays_of(weight)]
+        biases = [bias for bias in (self.gate_bias, self.up_bias, self.down_bias) if bias is not None]
+        return [array for weight in self.weights() for array in arrays_of(weight)] + biases
 
     def stacks(self) -> tuple[Stack, Stack, Stack]:
-        """Returns gate, up and down as they are stored, for products expert by expert."""
-        gate, up, down = (self._stack(weight) for weight in self.weights())
-        return gate, up, down
+        """Returns gate, up and down as they are stored, for products expert by expert; `_biases` has down's
+        bias, because a device that holds a part of F gives a part of the product."""
+        gate, up = self._stack(self.gate_proj, self.gate_bias), self._stack(self.up_proj, self.up_bias)
+        return gate, up, self._stack(self.down_proj)
 
-    def _stack(self, weight: Weight) -> Stack:
+    def _stack(self, weight: Weight, bias: nnx.Param | None = None) -> Stack:
+        added = None if bias is None else bias[...]
         if isinstance(weight, QuantizedWeight):
-            return Stack(weight.tensor(), weight.implementation)
-        return Stack(weight[...], transposed=self.transposed)
+            return Stack(weight.tensor(), weight.implementation, bias=added)
+        return Stack(weight[...], transposed=self.transposed, bias=added)
+
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Maps gate and up `[..., F]` to the hidden numbers `[..., F]`."""
+        return gated(self.act, self.swiglu)(gate, up)
 
     @jax.named_scope("experts_dispatch")
     def __call__(
         self, x: jax.Array, routing: Routing, config: MoeConfig, router: Router | None = None
     ) -> ExpertsOutput:
         """Runs the experts on x `[N, D]` by the execution that `config` names; `router` reroutes overflow."""
-        if config.execution == "capacity":
-            return self._capacity(x, routing, config, router)
         zero = jnp.zeros((), jnp.int32)
-        run = self._dense if config.execution == "dense" else self._grouped
-        return ExpertsOutput(run(x, routing, config), routing, zero, zero)
+        if config.execution == "capacity":
+            output = self._capacity(x, routing, config, router)
+        else:
+            run = self._dense if config.execution == "dense" else self._grouped
+            output = ExpertsOutput(run(x, routing, config), routing, zero, zero)
+        if self.down_bias is None:
+            return output
+        return output._replace(out=output.out + self._biases(self.down_bias[...], output.routing, x.dtype))
+
+    def _biases(self, bias: jax.Array, routing: Routing, dtype: Any) -> jax.Array:
+        """Returns each token's weighted sum of biases `[E, D]`, `[N, D]`; of the devices that F is split over
+        the first has it."""
+        ran = (routing.ids < self.num_experts) & (index(self.split) == 0)
+        weights = jnp.where(ran, routing.weights, 0.0).astype(dtype)
+        return jnp.sum(bias[jnp.minimum(routing.ids, self.num_experts - 1)] * weights[..., None], axis=1)
 
     def _dense(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
         """Runs every expert on every token, weighted by 0 where the router did not choose it."""
-        act = activation(self.act)
         table = jnp.zeros((x.shape[0], self.num_experts + 1), routing.weights.dtype)
         table = table.at[jnp.arange(x.shape[0])[:, None], routing.ids].add(routing.weights)
 
@@ -121,21 +146,21 @@ class Experts(nnx.Module):
         def one(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
             g, u, d, weight = expert
             with jax.named_scope("experts_gate_up"):
-                hidden = act(gate.one(x, g)) * up.one(x, u)
+                hidden = self.hidden(gate.one(x, g), up.one(x, u))
             with jax.named_scope("experts_down"):
                 y = down.one(hidden, d, self.split)
             return total + y * weight[:, None].astype(x.dtype), None
 
-        stacked = (*(stack.weight for stack in stacks), table.T[: self.num_experts])
+        stacked = (*((stack.weight, stack.bias) for stack in stacks), table.T[: self.num_experts])
         total, _ = jax.lax.scan(one, jnp.zeros_like(x), stacked)
         return total
 
     def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array | RowSums:
         """Runs rows sorted by expert, in blocks of one expert each; nothing is dropped."""
         N, k = routing.ids.shape
-        E, act, stacks = self.num_experts, activation(self.act), self.stacks()
+        E, stacks = self.num_experts, self.stacks()
         transposed = all(stack.by_rows for stack in stacks)
-        options: dict[str, Any] = {"act": act, "split": self.split}
+        options: dict[str, Any] = {"act": self.hidden, "split": self.split}
         _, asked, height = config.product(N)
         chosen = dispatch.choose_grouped_matmul(asked, block_rows=height).value
         if chosen == "pallas_triton":
@@ -167,14 +192,14 @@ class Experts(nnx.Module):
             rows: C; None: by the mean rows an expert gets.
         """
         N, k = routing.ids.shape
-        E, act, (gate, up, down) = self.num_experts, activation(self.act), self.stacks()
+        E, (gate, up, down) = self.num_experts, self.stacks()
         C = min(N, rows or dispatch.batched_rows_for(N * k, E))
         block = min(N, dispatch.block_rows_for(N * k, E))
         plan = plan_blocks(routing.ids, E, 0, (block,), skip=C)
         place = jnp.minimum(plan.first[:, None] + jnp.arange(C, dtype=jnp.int32)[None], N * k - 1)
         buffer = x[plan.order[place] // k]
         with jax.named_scope("experts_gate_up"):
-            hidden = act(gate.each(buffer)) * up.each(buffer)
+            hidden = self.hidden(gate.each(buffer), up.each(buffer))
         with jax.named_scope("experts_down"):
             out = down.each(hidden, self.split).reshape(E * C, -1)
         ids = routing.ids.reshape(-1)
@@ -184,8 +209,8 @@ class Experts(nnx.Module):
             rest = jax.lax.cond(
                 jnp.any(plan.counts > C),
                 lambda: grouped_swiglu_blocks(
-                    x[plan.order // k], gate, up, down, plan.single, plan.blocks, heights=(block,), act=act,
-                    split=self.split,
+                    x[plan.order // k], gate, up, down, plan.single, plan.blocks, heights=(block,),
+                    act=self.hidden, split=self.split,
                 )[: N * k],
                 lambda: jnp.zeros((N * k, out.shape[1]), out.dtype),
             )  # fmt: skip
@@ -197,6 +222,7 @@ class Experts(nnx.Module):
         """Runs the GPU kernels; ids equal to E are no expert's, and get no rows."""
         from pallas_kernels.moe_mlp import moe_mlp
 
+        assert self.swiglu is None and self.gate_bias is None, "`choose_grouped_matmul` refuses these"
         options: dict[str, Any] = {"activation": KERNEL_NAMES[self.act], "implementation": implementation}
         stacks = dict(zip(("gate", "up", "down"), self.stacks(), strict=True))
         operands = [kernel_operand(stack, x.dtype) for stack in stacks.values()]
@@ -237,7 +263,7 @@ class Experts(nnx.Module):
         buffer = buffer[: E * C].reshape(E, C, -1)
         gate, up, down = self.stacks()
         with jax.named_scope("experts_gate_up"):
-            hidden = activation(self.act)(gate.each(buffer)) * up.each(buffer)
+            hidden = self.hidden(gate.each(buffer), up.each(buffer))
         with jax.named_scope("experts_down"):
             out = down.each(hidden, self.split).reshape(E * C, -1)
         out = jnp.concatenate([out, jnp.zeros((1, x.shape[1]), out.dtype)])

@@ -66,5 +66,6 @@ def held_experts(model: nnx.Module) -> dict[str, list[int]] | None:
             experts = node.expert_of().tolist()
             if experts != list(range(node.num_experts)):
                 layer = path_name(path[:-1])
-                ids |= {f"{layer}.experts.{name}": experts for name in ("gate_proj", "up_proj", "down_proj")}
+                names = [f"{part}_{kind}" for part in ("gate", "up", "down") for kind in ("proj", "bias")]
+                ids |= {f"{layer}.experts.{name}": experts for name in names}
     return ids or None

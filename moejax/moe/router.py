@@ -46,19 +46,20 @@ class Router(nnx.Module):
 
     Softmax and no groups is what Mixtral, Qwen-MoE and OLMoE share; Mixtral's "softmax over the top k" equals
     renormalising. `RouterConfig` has the others. `kernels` names the implementation of a GPU kernel for all
-    but the product, "xla" for none; it has softmax without groups, bias and factor.
+    but the product, "xla" for none; it has softmax without groups, correction bias and factor.
     """
 
     def __init__(self, config: ModelConfig, dtype: Any, kernels: str = "xla") -> None:
         D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
         self.kernel: Weight = declare(ParamSpec((D, E), ("embed", None), dtype, "normal", scale))
+        self.bias = declare(ParamSpec((E,), (None,), dtype, "zeros")) if config.router.bias else None
         bias = ParamSpec((E,), (None,), jnp.dtype("float32"), "zeros")
         self.correction_bias = declare(bias) if config.router.correction_bias else None
         self.num_experts = E
         self.top_k = config.num_experts_per_tok
         self.normalize = config.norm_topk_prob
         self.config = config.router
-        self.kernels = kernels if config.router == RouterConfig() else "xla"
+        self.kernels = kernels if config.router == RouterConfig(bias=config.router.bias) else "xla"
 
     @jax.named_scope("router")
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
@@ -68,6 +69,8 @@ class Router(nnx.Module):
             parts = matmul_of(x, self.kernel, out_dtype=jnp.float32)[None]
         else:
             parts = split_product(x, self.kernel[...])
+        if self.bias is not None:
+            parts = parts.at[0].add(self.bias[...].astype(parts.dtype)[None])
         # In the kernel's order, so that a trace has the logits that it chose by.
         logits = sum(parts[1:], parts[0])
         if replay is None and self.kernels != "xla":

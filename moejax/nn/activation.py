@@ -3,8 +3,11 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
+from moejax.core.config import ClampedSwiglu
 from moejax.core.errors import ConfigError, unknown
+from moejax.ops.grouped_matmul import Gated
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -31,3 +34,17 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     if name not in ACTIVATIONS:
         raise ConfigError(f"hidden_act: {unknown('activation', name, ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def gated(name: str, clamped: ClampedSwiglu | None = None) -> Gated:
+    """Returns `act(gate) · up` with the activation of that name, or else what `clamped` describes."""
+    if clamped is None:
+        act = activation(name)
+        return lambda gate, up: act(gate) * up
+    limit, alpha = clamped.limit, clamped.alpha
+
+    def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
+
+    return swiglu

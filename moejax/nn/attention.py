@@ -9,6 +9,7 @@ from flax import nnx
 from moejax.core.config import ModelConfig
 from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
+from moejax.nn.param import ParamSpec, declare
 from moejax.nn.rope import apply_rope, in_halves
 from moejax.ops.attention import LayerCache, QkNorms, attention
 from moejax.ops.row_sums import RowSums, split_product
@@ -20,8 +21,8 @@ class Attention(nnx.Module):
 
     `qk_norm="head"` normalises each head's Dh (Qwen3), `"projection"` the whole projection before it is
     split into heads (OLMoE), `"rotated"` each head's Dh after rotary embedding (Hunyuan). `clip_qkv`
-    bounds the projections' absolute values (OLMoE). On a mesh each device has H and K heads of its own, fewer
-    than the configuration's.
+    bounds the projections' absolute values (OLMoE). `sinks` are logits `[H]` without values. On a mesh each
+    device has H and K heads of its own, fewer than the configuration's.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Attention(nnx.Module):
         offset = config.norm == "rms_unit_offset"
         self.q_norm = RMSNorm(q_dim, q_axis, dtype, eps, kernels, q_split, offset) if has_norm else None
         self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split, offset) if has_norm else None
+        sinks = ParamSpec((H,), ("heads",), dtype, "normal", scale)
+        self.sinks = declare(sinks) if config.attention_sinks else None
         # What is clipped, split over devices, reordered or rotated is not a kernel's to normalise on the way.
         whole = config.qk_norm == "head" or (config.clip_qkv is None and not q_split and not k_split)
         turned = config.qk_norm == "rotated" or config.rope.interleaved
@@ -95,6 +98,7 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         scale = self.config.attention_scale
         norms = None
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         if self.hands_on_norms and cache is not None and cache.normalizes:
             assert self.q_norm is not None and self.k_norm is not None
             shape = (-1, self.config.head_dim) if self.config.qk_norm == "projection" else (-1,)
@@ -109,11 +113,10 @@ class Attention(nnx.Module):
             if cache is None:
                 q, k = apply_rope(q, *rope), apply_rope(k, *rope)
                 keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-                out = attention(q, keys, values, positions, window=self.window, scale=scale)
+                out = attention(q, keys, values, positions, window=self.window, scale=scale, sinks=sinks)
             else:
-                window = self.window
-                options: dict[str, Any] = {"window": window, "scale": scale, "norms": norms}
-                out, cache = cache.update_and_attend(q, k, v, rope, positions, **options)
+                options: dict[str, Any] = {"window": self.window, "scale": scale, "norms": norms}
+                out, cache = cache.update_and_attend(q, k, v, rope, positions, **options, sinks=sinks)
         with jax.named_scope("output_projection"):
             out = out.reshape(B, T, -1)
             if self.splits_output and cache is not None and isinstance(self.o_proj.kernel, nnx.Param):

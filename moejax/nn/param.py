@@ -58,6 +58,11 @@ class ParamSpec:
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The canonical shape without the experts' axis: of a matrix, or of a vector."""
+        return self.canonical_shape["expert" in self.axes :]
+
+    @property
     def true_shape(self) -> tuple[int, ...]:
         """The shape as stored, without padding."""
         return tuple(n - self._added(axis) for n, axis in zip(self.shape, self.axes, strict=True))

@@ -41,8 +41,11 @@ class LayerCache(Protocol):
         window: int | None,
         scale: float,
         norms: QkNorms | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, "LayerCache"]:
         """Stores k and v `[B, T, K, Dh]`; returns q's output `[B, T, H, Dh]` and the updated cache.
+
+        `sinks` as in `attention`.
 
         q and k come unrotated, with the tables `[B, T, R/2]` of their first R numbers, because a kernel
         rotates as it stores. Without v the values are the keys' last Dh - R numbers.
@@ -58,6 +61,7 @@ def attention(
     *,
     window: int | None = None,
     scale: float,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Computes grouped-query attention; softmax in float32.
 
@@ -68,6 +72,7 @@ def attention(
         q_positions: int32 `[B, T]`.
         window: a query at p sees slots in (p - window, p]; None sees all up to p.
         scale: factor on q·k.
+        sinks: float32 `[H]`, a query head's further score in the softmax, with no value (arXiv 2309.17453).
 
     Returns:
         `[B, T, H, Dv]` in q's dtype.
@@ -76,8 +81,8 @@ def attention(
     S = k.shape[2]
     if T > 1 and B * H * T * S > MAX_SCORE_ELEMENTS:
         chunk = max(1, MAX_SCORE_ELEMENTS // (B * H * S))
-        return _chunked(q, k, v, q_positions, window=window, scale=scale, chunk=chunk)
-    return _attention(q, k, v, q_positions, window=window, scale=scale)
+        return _chunked(q, k, v, q_positions, chunk, window=window, scale=scale, sinks=sinks)
+    return _attention(q, k, v, q_positions, window=window, scale=scale, sinks=sinks)
 
 
 def visible(q_positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
@@ -88,7 +93,7 @@ def visible(q_positions: jax.Array, slots: jax.Array, window: int | None) -> jax
     return seen if window is None else seen & (slots > p - window)
 
 
-def _attention(q, k, v, q_positions, *, window, scale):
+def _attention(q, k, v, q_positions, *, window, scale, sinks):
     B, T, H, Dh = q.shape
     K, S = k.shape[1], k.shape[2]
     G = H // K
@@ -98,12 +103,17 @@ def _attention(q, k, v, q_positions, *, window, scale):
     mask = visible(q_positions, jnp.arange(S, dtype=jnp.int32), window)
     scores = scores.reshape(B, K, G, T, S)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(B, K, G * T, S)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:
+        # A sum of exponentials s becomes s + exp(sink): what keys have is s / (s + exp(sink)) of it.
+        keys = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        weights *= jax.nn.sigmoid(keys - sinks.reshape(1, K, G, 1, 1))
+    weights = weights.astype(q.dtype).reshape(B, K, G * T, S)
     out = jnp.einsum("bkms,bksd->bkmd", weights, v)
     return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)
 
 
-def _chunked(q, k, v, q_positions, *, window, scale, chunk):
+def _chunked(q, k, v, q_positions, chunk, **options):
     """Computes the same in parts of `chunk` queries, so that the score matrix stays small."""
     B, T, H, Dh = q.shape
     parts = -(-T // chunk)
@@ -112,7 +122,5 @@ def _chunked(q, k, v, q_positions, *, window, scale, chunk):
     q_positions = jnp.pad(q_positions, ((0, 0), (0, pad)))
     q = q.reshape(B, parts, chunk, H, Dh).swapaxes(0, 1)
     q_positions = q_positions.reshape(B, parts, chunk).swapaxes(0, 1)
-    out = jax.lax.map(
-        lambda part: _attention(part[0], k, v, part[1], window=window, scale=scale), (q, q_positions)
-    )
+    out = jax.lax.map(lambda part: _attention(part[0], k, v, part[1], **options), (q, q_positions))
     return out.swapaxes(0, 1).reshape(B, parts * chunk, H, -1)[:, :T]

@@ -21,6 +21,7 @@ class Stack:
 
     Attributes:
         weight: an array, or a `QTensor` of a stack.
+        bias: `[E, F]`, added to products with rows.
         implementation: of products with a quantized weight, see `moejax.ops.quantized_matmul`.
         transposed: an array is stored `[E, F, D]`. Codes always are.
     """
@@ -28,6 +29,7 @@ class Stack:
     weight: jax.Array | QTensor
     implementation: str = "xla"
     transposed: bool = False
+    bias: jax.Array | None = None
 
     @property
     def quantizes_rows(self) -> bool:
@@ -60,19 +62,24 @@ class Stack:
                 array, which = jax.lax.optimization_barrier((array, expert))
             return jax.lax.dynamic_index_in_dim(array, which, 0, keepdims=False)
 
-        return self.one(x, jax.tree.map(slice_of, self.weight))
+        return self.one(x, jax.tree.map(slice_of, (self.weight, self.bias)))
 
     def each(self, x: jax.Array, split: Names = ()) -> jax.Array:
         """Maps x `[E, M, D]` to `[E, M, F]`, expert by expert; `split` as in `matmul`."""
         if isinstance(self.weight, QTensor):
-            return matmul(x, self.weight, self.implementation, split=split)
-        return jnp.einsum("emd,efd->emf" if self.transposed else "emd,edf->emf", x, self.weight)
+            y = matmul(x, self.weight, self.implementation, split=split)
+        else:
+            y = jnp.einsum("emd,efd->emf" if self.transposed else "emd,edf->emf", x, self.weight)
+        return y if self.bias is None else y + self.bias[:, None]
 
-    def one(self, x: jax.Array, weight: jax.Array | QTensor, split: Names = ()) -> jax.Array:
-        """Multiplies x `[M, D]` by a slice of `weight`, as a scan over it gives them."""
+    def one(self, x: jax.Array, part: Any, split: Names = ()) -> jax.Array:
+        """Multiplies x `[M, D]` by a slice of `weight`, with one of `bias`, as a scan gives both."""
+        weight, bias = part
         if isinstance(weight, QTensor):
-            return matmul(x, weight, self.implementation, split=split)
-        return dot_by_rows(x, weight) if self.transposed else dot(x, weight)
+            y = matmul(x, weight, self.implementation, split=split)
+        else:
+            y = dot_by_rows(x, weight) if self.transposed else dot(x, weight)
+        return y if bias is None else y + bias[None]
 
     def matrix(self, dtype: Any = jnp.float32) -> jax.Array:
         """Returns `[E, D, F]`; a quantized stack whole, in `dtype`."""

@@ -18,6 +18,9 @@ from moejax.sharding.axes import Names
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 """Rows `[M, ·]` of one expert, and which → `[M, ·]`."""
 
+Gated = Callable[[jax.Array, jax.Array], jax.Array]
+"""Gate and up `[..., F]` → the hidden numbers `[..., F]`."""
+
 
 def _swiglu(
     run: Callable[[jax.Array, Product, int], jax.Array],
@@ -25,7 +28,7 @@ def _swiglu(
     gate: Stack,
     up: Stack,
     down: Stack,
-    act: Callable[[jax.Array], jax.Array],
+    act: Gated,
     split: Names,
 ) -> jax.Array:
     """Computes the expert layer by `run(rows, product, width)`, which applies a product block by block.
@@ -37,7 +40,7 @@ def _swiglu(
 
     @jax.named_scope("experts_gate_up")
     def hidden(x: jax.Array, expert: jax.Array) -> jax.Array:
-        return act(gate.times(x, expert)) * up.times(x, expert)
+        return act(gate.times(x, expert), up.times(x, expert))
 
     def whole(x: jax.Array, expert: jax.Array) -> jax.Array:
         middle = hidden(x, expert)
@@ -80,10 +83,10 @@ def grouped_swiglu_blocks(
     blocks: Sequence[Blocks],
     *,
     heights: tuple[int, ...],
-    act: Callable[[jax.Array], jax.Array],
+    act: Gated,
     split: Names = (),
 ) -> jax.Array:
-    """Computes `(act(x @ gate[e]) * (x @ up[e])) @ down[e]` for each block of rows and its expert e.
+    """Computes `act(x @ gate[e], x @ up[e]) @ down[e]` for each block of rows and its expert e.
 
     There is one loop for single rows and one a height, which visit the blocks in use only.
 
@@ -151,7 +154,7 @@ def _single_rows(
     single: Blocks,
     together: tuple[int, ...],
     *,
-    act: Callable[[jax.Array], jax.Array],
+    act: Gated,
 ) -> jax.Array:
     """Computes `grouped_swiglu_blocks` with every row alone: row i of `[A, D]` is block i.
 
@@ -184,7 +187,7 @@ def _single_rows(
             return list(barrier([stack.times(x, expert) for x, expert in pairs]))
 
         with jax.named_scope("experts_gate_up"):
-            hidden = act(jnp.concatenate(stage(block, gate))) * jnp.concatenate(stage(block, up))
+            hidden = act(jnp.concatenate(stage(block, gate)), jnp.concatenate(stage(block, up)))
             hidden = barrier(hidden)
         with jax.named_scope("experts_down"):
             y = jnp.concatenate(stage([hidden[j : j + 1] for j in range(width)], down))
@@ -225,7 +228,7 @@ def grouped_swiglu_ragged(
     down: Stack,
     counts: jax.Array,
     *,
-    act: Callable[[jax.Array], jax.Array],
+    act: Gated,
     split: Names = (),
 ) -> jax.Array:
     """Computes the same by `jax.lax.ragged_dot`, from rows `[A, D]` sorted by expert and counts int32 `[E]`.
@@ -234,14 +237,15 @@ def grouped_swiglu_ragged(
     """
     A, E = rows.shape[0], counts.shape[0]
     expert = jnp.zeros((), jnp.int32)
-    if any(stack.quantizes_rows for stack in (gate, up, down)):
+    if any(stack.quantizes_rows or stack.bias is not None for stack in (gate, up, down)):
         # Rows past the last expert's are nobody's.
         expert = jnp.repeat(jnp.arange(E, dtype=jnp.int32), counts, total_repeat_length=A)
 
     def product(x: jax.Array, stack: Stack, split: Names = ()) -> jax.Array:
-        return jax.lax.ragged_dot(stack.rounded(x, expert, split), stack.matrix(x.dtype), counts)
+        y = jax.lax.ragged_dot(stack.rounded(x, expert, split), stack.matrix(x.dtype), counts)
+        return y if stack.bias is None else y + stack.bias[expert]
 
     with jax.named_scope("experts_gate_up"):
-        hidden = act(product(rows, gate)) * product(rows, up)
+        hidden = act(product(rows, gate), product(rows, up))
     with jax.named_scope("experts_down"):
         return product(hidden, down, split)

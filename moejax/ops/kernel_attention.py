@@ -41,6 +41,7 @@ def kernel_attention(
     plan: KernelPlan,
     *,
     norms: QkNorms | None = None,
+    sinks: jax.Array | None = None,
     window: int | None,
     scale: float,
     implementation: str,
@@ -50,6 +51,7 @@ def kernel_attention(
     Args:
         q: `[N, H, Dh]`, k and v: `[N, K, Dh]`, not rotated.
         rope: cos and sin, float32 `[N, R/2]`.
+        sinks: float32 `[H]`, see `moejax.ops.attention.attention`.
         pages: keys not transposed; scales where they are quantized.
         implementation: of the kernels, see `pallas_kernels`.
 
@@ -90,6 +92,7 @@ def kernel_attention(
         window=window,
         k_scale=pages.key_scale,
         v_scale=pages.value_scale,
+        sinks=sinks,
         max_q_len=1 if plan.decode_only else None,
         work_list=plan.work_list,
         implementation=implementation,

@@ -56,6 +56,7 @@ def paged_attention(
     *,
     window: int | None,
     scale: float,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Segments]:
     """Stores the batch's keys and values, then attends. Softmax in float32.
 
@@ -63,6 +64,7 @@ def paged_attention(
         q: `[S + T, H, Dh]`; query heads h·G to h·G + G - 1 share key head h.
         k, v: `[S + T, K, Dh]`; without v a value is the last numbers of its key (`Segment.latent`).
         window: a query at p sees positions in (p - window, p]; None sees all up to p.
+        sinks: float32 `[H]`, see `moejax.ops.attention.attention`.
 
     Returns:
         `[S + T, H, Dv]` (places that compute nothing hold anything finite) and the updated segments.
@@ -71,21 +73,24 @@ def paged_attention(
     H, Dh = q.shape[1:]
     Dv = segments[0].value_dim
     q = (q * jnp.asarray(scale, q.dtype)).reshape(-1, K, H // K, Dh)
+    sinks = None if sinks is None else sinks.reshape(K, H // K)
     segments = write_rows(segments, k[:S], None if v is None else v[:S], plan.decode)
     if plan.chunk is None:
-        return decode_attention(q, segments, plan.decode, window).reshape(-1, H, Dv), segments
+        return decode_attention(q, segments, plan.decode, window, sinks).reshape(-1, H, Dv), segments
     segments = write_runs(segments, k[S:], None if v is None else v[S:], plan.chunk)
     decoded = jax.lax.cond(
         jnp.any(plan.decode.position >= 0),
-        lambda: decode_attention(q[:S], segments, plan.decode, window),
+        lambda: decode_attention(q[:S], segments, plan.decode, window, sinks),
         lambda: jnp.zeros_like(q[:S, ..., :Dv]),
     )
-    chunked = chunk_attention(q[S:], segments, plan.chunk, window)
+    chunked = chunk_attention(q[S:], segments, plan.chunk, window, sinks)
     return jnp.concatenate([decoded, chunked]).reshape(-1, H, Dv), segments
 
 
-def decode_attention(q: jax.Array, segments: Segments, plan: DecodePlan, window: int | None) -> jax.Array:
-    """Attends scaled q `[S, K, G, Dh]`; returns `[S, K, G, Dv]`. Rows that own no block give 0."""
+def decode_attention(
+    q: jax.Array, segments: Segments, plan: DecodePlan, window: int | None, sinks: jax.Array | None = None
+) -> jax.Array:
+    """Attends scaled q `[S, K, G, Dh]`, sinks `[K, G]`; returns `[S, K, G, Dv]`, 0 without a block."""
     S, K, G, Dh = q.shape
     Dv = segments[0].value_dim
     N, R = plan.owner.shape
@@ -123,6 +128,8 @@ def decode_attention(q: jax.Array, segments: Segments, plan: DecodePlan, window:
     weights = jnp.where(seen, jnp.exp(whole - shift), 0.0)
     total = weights.sum(axis=-1).transpose(0, 2, 1, 3).reshape(N * R, K * G)
     total = (select @ _finite(total)).reshape(S, K, G, 1)
+    if sinks is not None:
+        total += jnp.exp(sinks[None] - highest)[..., None]
 
     if segments[0].quantized:
         scale = _joined([segment.row_scale for segment in segments])[:, :, None, None, :]
@@ -176,8 +183,10 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
-def chunk_attention(q: jax.Array, segments: Segments, plan: ChunkPlan, window: int | None) -> jax.Array:
-    """Attends scaled q `[T, K, G, Dh]`; returns `[T, K, G, Dv]`."""
+def chunk_attention(
+    q: jax.Array, segments: Segments, plan: ChunkPlan, window: int | None, sinks: jax.Array | None = None
+) -> jax.Array:
+    """Attends scaled q `[T, K, G, Dh]`, sinks `[K, G]`; returns `[T, K, G, Dv]`."""
     T, K, G, Dh = q.shape
     Dv = segments[0].value_dim
     tile = tile_rows(T)
@@ -227,7 +236,9 @@ def chunk_attention(q: jax.Array, segments: Segments, plan: ChunkPlan, window: i
             jnp.zeros((K, G * tile, 1)),
             jnp.zeros((K, G * tile, Dv)),
         )
-        _, total, summed = jax.lax.fori_loop(begin, end, turn, empty)
+        highest, total, summed = jax.lax.fori_loop(begin, end, turn, empty)
+        if sinks is not None:
+            total += jnp.exp(jnp.repeat(sinks, tile, axis=1)[..., None] - highest)
         result = (summed / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
         result = result.reshape(K, G, tile, Dv).transpose(2, 0, 1, 3)
         # Rows past the tile's count are overwritten by the next tile.

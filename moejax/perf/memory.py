@@ -100,7 +100,8 @@ def held_weights(model: ModelConfig, specs: Mapping[str, Declared]) -> HeldWeigh
     parts: dict[tuple[int | None, str], float] = {}
     for name, spec in specs.items():
         size: float = math.prod(spec.shape) * _itemsize(spec.dtype)
-        if len(spec.shape) < 2 and name.rpartition(".")[2] not in ("input_scale", "group_index"):
+        dimensions = len(spec.shape) - ("expert" in spec.axes)
+        if dimensions < 2 and name.rpartition(".")[2] not in ("input_scale", "group_index"):
             continue
         pieces = name.split(".")
         if pieces[0] == "embedding" and not model.tie_word_embeddings:

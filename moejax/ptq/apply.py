@@ -63,7 +63,7 @@ def quantize_model(
             another run's `work_dir`.
     """
     begin, say = time.perf_counter(), _rising(progress)
-    shapes = {name: spec.canonical_shape for name, spec in specs(model).items()}
+    shapes = {name: spec.matrix_shape for name, spec in specs(model).items()}
     _check_model(model)
     chosen = resolve_rules(quant, shapes)
     stages = stages_of(model) if any(c.calibrated for c in chosen.values()) else []

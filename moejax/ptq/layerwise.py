@@ -81,13 +81,18 @@ class StageWork:
 
     # --- Scales ---------------------------------------------------------------------------------------------
 
+    def _method(self, site: QuantizationSite) -> str | None:
+        """Returns what finds a site's scales; None, perhaps with a note, where nothing does."""
+        method = scaling_method(site, self.chosen, self.stage.prefix)
+        if method is None or site.blocked is None:
+            return method
+        self.notes.append(f"{site.name} is not scaled ({method}), because {site.blocked}")
+        return None
+
     def _scale(self, site: QuantizationSite) -> None:
         """Finds and adds the scales of a site that all tokens pass."""
-        method = scaling_method(site, self.chosen, self.stage.prefix)
+        method = self._method(site)
         if method is None:
-            return
-        if site.blocked is not None:
-            self.notes.append(f"{site.name} is not scaled ({method}), because {site.blocked}")
             return
         readers = [r for r in site.readers if r in self.chosen and self.chosen[r].method == method]
         stats = self.collector.plain[site.name]
@@ -138,7 +143,7 @@ class StageWork:
             return {}
         names = [f"moe.experts.{name}_proj" for name in ("gate", "up", "down")]
         names = [name for name in names if name in self.chosen]
-        method = scaling_method(site, self.chosen, self.stage.prefix)
+        method = self._method(site)
         chunks = self.collector.chunks
         if method is not None:
             self._fold(site, jnp.concatenate([self._down_scales(method, part) for part in chunks]))

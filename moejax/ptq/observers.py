@@ -18,7 +18,6 @@ from moejax.models.decoder import DecoderLayer
 from moejax.moe.experts import Experts
 from moejax.moe.permute import plan_blocks
 from moejax.moe.router import Routing
-from moejax.nn.activation import activation
 from moejax.nn.rope import rope_tables
 from moejax.ptq.sites import EXPERTS_HIDDEN, EXPERTS_IN, Head
 from moejax.quantization.calibration import Statistics, add_at, of_rows
@@ -178,17 +177,10 @@ def _add_expert(
     if EXPERTS_IN in stats:
         added[EXPERTS_IN] = add_at(stats[EXPERTS_IN], entry, read or of_rows(x, mask))
     if EXPERTS_HIDDEN in stats:
-        gate, up = (_matrix(experts, name, expert) for name in ("gate_proj", "up_proj"))
-        hidden = activation(experts.act)(x @ gate) * (x @ up)
+        gate, up, _ = experts.stacks()
+        hidden = experts.hidden(gate.times(x, expert), up.times(x, expert))
         added[EXPERTS_HIDDEN] = add_at(stats[EXPERTS_HIDDEN], entry, of_rows(hidden, mask))
     return added
-
-
-def _matrix(experts: Experts, name: str, expert: jax.Array) -> jax.Array:
-    """Returns `[D, F]` of one expert, whatever the layout."""
-    stored = getattr(experts, name)[...]
-    one = jax.lax.dynamic_index_in_dim(stored, expert, keepdims=False)
-    return one.T if experts.transposed else one
 
 
 def of_experts(by_statistics: Mapping[str, Any]) -> dict[str, Any]:

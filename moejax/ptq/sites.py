@@ -14,8 +14,9 @@ readers by s leaves the model as it is; 1/s goes into what makes the activation,
     moe.experts.down_proj            each expert's down                          the same expert's up
     lm_head                          output projection (untied)                  final norm
 
-Down projections read act(gate(x)) · up(x), which is linear in up. Between v and o stands the attention, which
-mixes tokens and not channels, and in OLMoE `clip_qkv`, through which nothing can be folded.
+Down projections read act(gate(x)) · up(x), which is linear in up. Between v and o stands the attention,
+which mixes tokens and not channels, and in OLMoE `clip_qkv`, through which nothing can be folded, nor through
+experts' biases and clamped SwiGLU.
 
 Paths here are relative to the STAGE, a decoder layer or the head.
 """
@@ -135,7 +136,9 @@ def layer_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
         readers += [] if layer.moe.shared_gate is None else ["moe.shared_gate.kernel"]
         sites.append(_down("moe.shared_expert"))
     read = ("moe.experts.down_proj",)
-    experts = QuantizationSite(EXPERTS_HIDDEN, "moe.experts", read, "moe.experts.up_proj")
+    unfit = config.expert_bias or config.expert_swiglu is not None
+    blocked = "experts' biases and clamped SwiGLU stand between up_proj and it" if unfit else None
+    experts = QuantizationSite(EXPERTS_HIDDEN, "moe.experts", read, "moe.experts.up_proj", blocked=blocked)
     return (*sites, QuantizationSite("moe", "moe.router", tuple(readers), norm), experts)
 
 

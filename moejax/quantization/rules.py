@@ -56,8 +56,8 @@ def resolve_rules(quant: QuantConfig, weights: Mapping[str, tuple[int, ...]]) ->
     """Returns the weights to be quantized, in the order of `weights`.
 
     Args:
-        weights: path of every parameter → its shape `[..., D, F]` in canonical order. Vectors may be among
-            them.
+        weights: path of every parameter → its shape `[D, F]` in canonical order, or one expert's. Vectors may
+            be among them.
 
     Raises:
         ConfigError: an unknown format; a rule that decides for no weight, with the nearest paths; a rule for

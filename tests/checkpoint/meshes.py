@@ -12,7 +12,7 @@ from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, iter_params
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.rules import shardings
-from tests.model_shapes import TWO_LAYERS
+from tests.model_shapes import SINKS, TWO_LAYERS
 
 PRESETS = {
     "tp8": ParallelConfig(tp=8),
@@ -32,6 +32,7 @@ FAMILIES = {
         family="qwen2_moe", num_experts=16, qk_norm="none", qkv_bias=True, shared_expert_intermediate_size=24,
         moe_layers=(False, True),
     ),
+    "gpt_oss": _BASE.replace(**SINKS, num_experts=16),
 }  # fmt: skip
 
 Placement = Callable[[Mapping[str, ParamSpec]], Mapping[str, Sharding]]

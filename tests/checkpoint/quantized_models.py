@@ -18,7 +18,9 @@ def matrices(model: Decoder) -> list[str]:
     """Paths of attention's, experts' and dense layers' weights."""
     kept = ("lm_head", "router", "shared_gate", "embedding")
     params = {name: param.get_metadata("spec") for name, param in iter_params(model)}
-    return [n for n, spec in params.items() if len(spec.shape) > 1 and not any(part in n for part in kept)]
+    return [
+        n for n, spec in params.items() if len(spec.matrix_shape) > 1 and not any(part in n for part in kept)
+    ]
 
 
 def quantized_model(config: ModelConfig, formats: str | Mapping[str, str], seed: int = 0) -> Decoder:

@@ -125,7 +125,7 @@ def test_half_of_the_devices_read_their_half(directories, family, preset, layout
             size = 4 * int(np.prod(spec.shape))
             whole = placed[name].is_fully_replicated
             expected += size if whole else size // 2
-            assert not (whole and ".experts." in name)
+            assert not (whole and ".experts." in name and not name.endswith("down_bias"))
         assert files.bytes_read == expected
 
 

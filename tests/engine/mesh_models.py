@@ -4,6 +4,7 @@ Vocabularies do not, but for one: they are padded."""
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,7 +12,7 @@ from moejax import EngineConfig, ModelConfig, MoeConfig, save_pretrained
 from moejax.core.config import LatentConfig, RopeConfig, RouterConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
-from tests.model_shapes import EIGHT_WAY, GEMMA, GRANITE, LATENT, LLAMA
+from tests.model_shapes import EIGHT_WAY, GEMMA, GRANITE, LATENT, LLAMA, SINKS
 
 BASE = EIGHT_WAY
 
@@ -50,6 +51,7 @@ FAMILIES = {
     "llama": BASE.replace(**LLAMA, vocab_size=97, num_kv_heads=1),
     "gemma3_text": BASE.replace(**GEMMA | {"embedding_multiplier": 8.0}, tie_word_embeddings=True),
     "granitemoe": BASE.replace(**GRANITE, intermediate_size=16),
+    "gpt_oss": BASE.replace(**SINKS, vocab_size=98, sliding_windows=(7, None), intermediate_size=16),
 }  # fmt: skip
 
 # One bucket an axis: each further one is a program of eight devices to compile.
@@ -72,6 +74,8 @@ def checkpoint(config: ModelConfig, directory: Path, *, skewed: bool = False) ->
     for name, param in iter_params(model):
         if skewed and name.endswith("router.kernel"):
             param.set_value(jnp.zeros_like(param[...]))
+        if ".experts." in name and name.endswith("_bias"):  # which begin as zeros
+            param.set_value(jax.random.normal(jax.random.key(len(name)), param.shape))
     save_pretrained(model, directory)
     return directory
 

@@ -13,7 +13,7 @@ from moejax.engine.requests.api import SamplingParams
 from pallas_kernels import work_list
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
-from tests.model_shapes import GEMMA, GRANITE, LLAMA
+from tests.model_shapes import GEMMA, GRANITE, LLAMA, SINKS
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
 CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=None, max_model_len=64)
@@ -73,6 +73,7 @@ def test_same_samples_and_scores(both):
         {"rope": RopeConfig(partial_rotary_factor=0.5, interleaved=True)},
         {**LLAMA, "moe_layers": (False,)},
         GRANITE,
+        {**SINKS, "sliding_windows": (5,)},
     ],
     ids=[
         "window",
@@ -85,6 +86,7 @@ def test_same_samples_and_scores(both):
         "half of a head rotated, in pairs of neighbours",
         "dense, with biases",
         "factors",
+        "sinks, experts without kernels",
     ],
 )
 def test_other_models(change):
@@ -139,6 +141,11 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
         ({"block_size": 4}, {}, "engine.block_size=4"),
         ({}, {"head_dim": 12}, "head_dim=12"),
         ({}, {"qk_norm": "rotated"}, "norms of queries and keys after rotary embedding"),
+        (
+            {"moe": MoeConfig(grouped_matmul="pallas_triton")},
+            SINKS,
+            "experts with biases or a clamped SwiGLU",
+        ),
     ],
 )
 def test_what_kernels_do_not_take(engine, model, text):

@@ -102,6 +102,7 @@ def check(layout: str, family: str, model: Any, single: Any, *, skewed: bool = F
         ("tp8", "gemma3_text", False),
         pytest.param("dp_attention_ep4_tp2", "llama", False, marks=pytest.mark.slow),
         pytest.param("ep4_tp2", "granitemoe", False, marks=pytest.mark.slow),
+        ("dp2_ep2_tp2", "gpt_oss", False),
         pytest.param("dp_attention_ep8", "mixtral", False, marks=pytest.mark.slow),
         pytest.param("nodes2_ep8", "qwen3_moe", True, marks=pytest.mark.slow),
     ],

@@ -10,7 +10,7 @@ from moejax.core.config import ModelConfig, RopeConfig
 from moejax.engine.llm import LLM
 from tests.engine.paged import SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt
 from tests.engine.tiny import FullForward, main_config, small_config, windowed_config
-from tests.model_shapes import GEMMA, LATENT, LLAMA
+from tests.model_shapes import GEMMA, LATENT, LLAMA, SINKS
 from tests.numerics import relative_error
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -25,6 +25,7 @@ CONFIGS: dict[str, ModelConfig] = {
     # Half of each head is rotated before it is normalised, or in pairs of neighbours.
     "rotated": main_config(qk_norm="rotated", rope=RopeConfig(partial_rotary_factor=0.5)),
     "interleaved": main_config(rope=RopeConfig(partial_rotary_factor=0.5, interleaved=True)),
+    "sinks": windowed_config().replace(**SINKS, sliding_windows=(3, None)),
 }
 DYNAMIC = small_config(
     max_position_embeddings=12, rope=RopeConfig("dynamic", theta=100.0, factor=4.0), initializer_range=0.4

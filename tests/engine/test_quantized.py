@@ -83,6 +83,7 @@ RUNS = {
     "qwen3_moe": rtn("int8", ("lm_head", "int8"), ("layers.0.moe.router", "int8")),
     "mixtral": rtn("nvfp4", ("*.attention.*", "fp8_block128")),
     "olmoe": rtn("int4_g64_asym", ("*.down_proj", "int8_asym")),
+    "gpt_oss": rtn("mxfp4", ("*.up_proj", "int8")),
     "deepseek_v3": rtn("int4_g32", ("*.kv_b_proj", "int8"), ("*.kv_a_proj", "fp8_e4m3")),
 }
 
@@ -91,7 +92,7 @@ RUNS = {
     "name",
     [
         "qwen3_moe",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("olmoe", "qwen2_moe", "mixtral", "deepseek_v3")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name != "qwen3_moe"),
     ],
 )
 def test_tokens_are_those_of_the_dequantized_weights(name: str, model: Any, tmp_path: Path) -> None:

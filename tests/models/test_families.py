@@ -9,7 +9,7 @@ import jax
 import pytest
 import yaml
 
-from moejax.core.config import ModelConfig, RopeConfig, RouterConfig
+from moejax.core.config import ClampedSwiglu, ModelConfig, RopeConfig, RouterConfig
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
 from moejax.models.registry import FAMILIES, config_from_hf, config_to_hf
@@ -44,9 +44,8 @@ def test_published_model(name):
 
 def test_published_fields_arrive():
     read = {name: config_from_hf(published.fields) for name, published in PUBLISHED.items()}
-    mixtral, qwen2, qwen3, olmoe, glm, dots, minimax, ernie, hunyuan, llama, dense_qwen, granite, gemma = (
-        read.values()
-    )
+    mixtral, qwen2, qwen3, olmoe, glm, dots, minimax, ernie, hunyuan, *others = read.values()
+    gpt_oss, llama, dense_qwen, granite, gemma = others
     assert (mixtral.head_dim, mixtral.norm_topk_prob, mixtral.qk_norm) == (128, True, "none")
     assert mixtral.sliding_windows == (None,) * 32 and mixtral.rope == RopeConfig(theta=1e6)
     assert mixtral.bos_token_id == 1 and mixtral.eos_token_ids == (2,)
@@ -79,6 +78,8 @@ def test_published_fields_arrive():
     assert gemma.sliding_windows == ((512,) * 5 + (None,)) * 4 + (512, 512)
     assert (gemma.rope.theta, gemma.local_rope, gemma.attention_scale) == (1e6, RopeConfig(), 1 / 16)
     assert gemma.post_norms and gemma.eos_token_ids == (1, 106)
+    assert gpt_oss.expert_swiglu == ClampedSwiglu(7.0, 1.702) and gpt_oss.sliding_windows == (128, None) * 12
+    assert (gpt_oss.rope.kind, gpt_oss.rope.theta, gpt_oss.rope.truncate) == ("yarn", 1.5e5, False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -130,6 +131,8 @@ LLAMA3 = {
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "gemma" not in name])
 def test_old_and_new_rope_fields_read_alike(family, scaling):
     """`rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (5) give one configuration."""
+    if family == "gpt_oss" and scaling is None:
+        pytest.skip("nothing said means YaRN here, see below")
     fields = fields_of(family)
     del fields["rope_theta"]
     old = {key: value for key, value in fields.items() if key != "rope_scaling"}
@@ -146,6 +149,13 @@ def test_old_and_new_rope_fields_read_alike(family, scaling):
         if name != "rope_type":
             assert getattr(config.rope, name) == value
     assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_gpt_oss_has_rope_fields_and_layer_types_of_its_own():
+    fields = fields_of("gpt_oss", rope_scaling=None, layer_types=None, swiglu_limit=None, dtype="float32")
+    del fields["rope_theta"]
+    config = config_from_hf(fields)
+    assert config.replace(dtype="bfloat16") == config_from_hf(fields_of("gpt_oss"))
 
 
 def test_yarn_takes_its_length_and_factor_from_the_model():
@@ -262,6 +272,10 @@ REFUSED = [
     ("gemma3_text", {"sliding_window": None}, "sliding_window"),
     ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "full_attention and sliding_attention"),
     ("granitemoe", {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
+    ("gpt_oss", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
+    ("gpt_oss", {"sliding_window": 0}, "sliding_window"),
+    ("gpt_oss", {"swiglu_limit": -1.0}, "limit"),
+    ("gpt_oss", {"head_dim": None}, "head_dim"),
 ]  # fmt: skip
 
 

@@ -12,6 +12,27 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def clamped_swiglu(gate, up, limit, alpha):
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + 1) * gate / (1 + np.exp(-alpha * gate))
+
+
+def biased_moe(x, ids, weights, matrices, biases, limit, alpha):
+    """`moe` of experts with biases and a clamped SwiGLU."""
+    (gate, up, down), (gate_bias, up_bias, down_bias) = (
+        [np.asarray(array, np.float64) for array in arrays] for arrays in (matrices, biases)
+    )
+    out = np.zeros(x.shape)
+    for n, token in enumerate(np.asarray(ids)):
+        for j, e in enumerate(token):
+            if e < gate.shape[0]:
+                hidden = clamped_swiglu(
+                    x[n] @ gate[e] + gate_bias[e], x[n] @ up[e] + up_bias[e], limit, alpha
+                )
+                out[n] += np.float64(weights[n, j]) * (hidden @ down[e] + down_bias[e])
+    return out
+
+
 def moe(x, ids, weights, gate, up, down):
     """Σ_j weights[n, j] · expert ids[n, j] of x[n]; an id of E stands for no expert."""
     x, weights, gate, up, down = (np.asarray(a, np.float64) for a in (x, weights, gate, up, down))

@@ -221,7 +221,7 @@ def test_with_the_engines_loop(layout, method, transposed):
         singles, heights = mixed_block_heights(rows.shape[0], transposed)
         plan = plan_blocks(ids, up.shape[0], singles, heights)
         sorted_rows = rows[plan.order // ids.shape[1]]
-        how = {"heights": heights, "act": jnp.tanh}
+        how = {"heights": heights, "act": lambda gate, up: jnp.tanh(gate) * up}
         stacks = (up, jnp.ones_like(up), down)
         if transposed:
             stacks = tuple(jnp.swapaxes(stack, 1, 2) for stack in stacks)

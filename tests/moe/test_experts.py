@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moejax.core.config import MoeConfig
+from moejax.core.config import ClampedSwiglu, MoeConfig
 from moejax.moe.experts import Experts, ExpertsOutput, capacity, slot_in_expert
 from moejax.moe.router import Router, Routing
 from moejax.nn.param import initialize
@@ -23,6 +23,7 @@ from tests.moe import reference
 from tests.numerics import assert_close, tolerance
 
 D, F = 8, 6
+CLAMPED = ClampedSwiglu(limit=0.9, alpha=1.3)  # below many gates and ups
 
 
 class Shape(NamedTuple):
@@ -47,21 +48,37 @@ FEW, MANY, ALL = SHAPES[2:5]
 
 
 @functools.cache
-def experts_of(num_experts: int, normalize: bool = True, layout: str = "edf") -> Experts:
-    """The same weights in either layout."""
+def experts_of(
+    num_experts: int, normalize: bool = True, layout: str = "edf", biased: bool = False
+) -> Experts:
+    """The same weights in either layout; `biased` ones have a clamped SwiGLU, too."""
     config = experts_only(D, F, num_experts).replace(norm_topk_prob=normalize, initializer_range=0.5)
+    if biased:
+        config = config.replace(expert_bias=True, expert_swiglu=CLAMPED)
     experts = Experts(config, layout, jnp.float32)
     initialize(experts, seed=num_experts)
+    rng = np.random.default_rng(num_experts)
+    for bias in biases_of(experts) if biased else ():
+        bias.set_value(jnp.asarray(rng.normal(size=bias.shape), jnp.float32))
     return experts
 
 
+def biases_of(experts: Experts) -> list[nnx.Param]:
+    return [bias for bias in (experts.gate_bias, experts.up_bias, experts.down_bias) if bias is not None]
+
+
 @functools.cache
-def compiled(num_experts: int, configs: MoeConfig | tuple[MoeConfig, ...], normalize: bool = True):
+def compiled(
+    num_experts: int, configs: MoeConfig | tuple[MoeConfig, ...], normalize: bool = True, biased: bool = False
+):
     """The experts under one configuration, or a list of outputs under several, in one compilation."""
 
     single = isinstance(configs, MoeConfig)
     pairs = [
-        (experts_of(num_experts, normalize, "efd" if config.expert_layout == "efd" else "edf"), config)
+        (
+            experts_of(num_experts, normalize, "efd" if config.expert_layout == "efd" else "edf", biased),
+            config,
+        )
         for config in ((configs,) if single else configs)
     ]
     router = Router(experts_only(D, F, num_experts).replace(norm_topk_prob=normalize), jnp.float32)
@@ -112,16 +129,9 @@ def check_output(out: ExpertsOutput, x, expected, k: int) -> None:
     np.testing.assert_allclose(np.asarray(out.out), expected, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize(Shape._fields, slow_but([SHAPES[1], FEW, ALL, SHAPES[5]], SHAPES))
-@settings(max_examples=examples(25))
-@given(data=st.data())
-def test_every_execution_equals_the_loops(N, k, E, rows, data):
-    shape = Shape(N, k, E, rows)
-    routing = data.draw(routings(shape))
-    x = tokens(shape)
-    expected = reference.moe(x, routing.ids, routing.weights, *weights_of(experts_of(shape.E)))
+def executions(shape: Shape) -> tuple[MoeConfig, ...]:
     roomy = float(shape.E)  # room for every token in every expert
-    configs = (
+    return (
         MoeConfig("dense"),
         MoeConfig("grouped", block_rows=shape.rows),
         MoeConfig("grouped", block_rows=shape.rows, expert_layout="efd"),
@@ -133,7 +143,23 @@ def test_every_execution_equals_the_loops(N, k, E, rows, data):
         MoeConfig("capacity", capacity_factor=roomy),
         MoeConfig("capacity", capacity_factor=roomy, overflow="reroute"),
     )
-    for out in compiled(shape.E, configs)(x, routing):
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize(Shape._fields, slow_but([SHAPES[1], FEW, ALL, SHAPES[5]], SHAPES))
+@settings(max_examples=examples(25))
+@given(data=st.data())
+def test_every_execution_equals_the_loops(N, k, E, rows, biased, data):
+    shape = Shape(N, k, E, rows)
+    routing = data.draw(routings(shape))
+    x, experts = tokens(shape), experts_of(shape.E, biased=biased)
+    given = x, routing.ids, routing.weights
+    if biased:
+        biases = [bias[...] for bias in biases_of(experts)]
+        expected = reference.biased_moe(*given, weights_of(experts), biases, CLAMPED.limit, CLAMPED.alpha)
+    else:
+        expected = reference.moe(*given, *weights_of(experts))
+    for out in compiled(shape.E, executions(shape), biased=biased)(x, routing):
         check_output(out, x, expected, shape.k)
         np.testing.assert_array_equal(out.routing.ids, routing.ids)
         assert int(out.dropped) == int(out.rerouted) == 0

@@ -15,6 +15,7 @@ from moejax.core.config import MoeConfig
 from moejax.moe.experts import Experts
 from moejax.moe.permute import plan_blocks
 from moejax.moe.router import Routing
+from moejax.nn.activation import gated
 from moejax.nn.param import initialize
 from moejax.ops.dispatch import mixed_block_heights
 from moejax.ops.expert_stack import Stack
@@ -187,9 +188,11 @@ def single_rows(x: jax.Array, ids: jax.Array, stored: list[jax.Array], transpose
     operands = [Stack(w, transposed=transposed) for w in stored]
     mixed, plain = plan_blocks(ids, E, x.shape[0], ()), plan_blocks(ids, E, 0, (1,))
     rows = x[mixed.order // ids.shape[1]]
-    together = grouped_swiglu_blocks(rows, *operands, mixed.single, mixed.blocks, heights=(), act=jax.nn.silu)
+    together = grouped_swiglu_blocks(
+        rows, *operands, mixed.single, mixed.blocks, heights=(), act=gated("silu")
+    )
     return together, grouped_swiglu_blocks(
-        rows, *operands, plain.single, plain.blocks, heights=(1,), act=jax.nn.silu
+        rows, *operands, plain.single, plain.blocks, heights=(1,), act=gated("silu")
     )
 
 

@@ -17,7 +17,7 @@ GARBAGE = 1e30
 @dataclass(frozen=True)
 class Spec:
     """Shapes of one compiled program. `tokens` 0: decodes only; `owners`: rows that may share a block;
-    `codes`: what the cache is quantized to."""
+    `codes`: what the cache is quantized to; `sinks`: each query head has one."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -31,6 +31,7 @@ class Spec:
     window: int | None = None
     dtype: str = "float32"
     codes: str | None = None
+    sinks: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -279,10 +280,15 @@ def chunk_plan(spec: Spec, rows: list[Row | None]) -> ChunkPlan:
     )
 
 
+def sinks_of(spec: Spec) -> np.ndarray | None:
+    """Float32 `[H]`: far below, about as high as and far above the scores."""
+    return np.linspace(-4, 6, spec.heads).astype(np.float32) if spec.sinks else None
+
+
 def expected(case: Case, scale: float) -> list[np.ndarray]:
     """Each row's output `[count, H, Dh]` by plain attention over its own contiguous keys, float64."""
     spec = case.spec
-    group = spec.heads // spec.kv_heads
+    group, sinks = spec.heads // spec.kv_heads, sinks_of(spec)
     outs = []
     for row, places in zip(case.rows, case.places, strict=True):
         held_keys, held_values = given_back(row.keys, spec), given_back(row.values, spec)
@@ -295,6 +301,7 @@ def expected(case: Case, scale: float) -> list[np.ndarray]:
                 values = held_values[least : position + 1, head // group]
                 scores = keys @ case.q[place, head] * scale
                 weights = np.exp(scores - scores.max())
-                out[i, head] = weights @ values / weights.sum()
+                sink = 0.0 if sinks is None else np.exp(sinks[head] - scores.max())
+                out[i, head] = weights @ values / (weights.sum() + sink)
         outs.append(out)
     return outs

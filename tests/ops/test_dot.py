@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.nn.activation import gated
 from moejax.ops.dot import dot, dot_by_rows
 from moejax.ops.expert_stack import Stack
 from moejax.ops.grouped_matmul import Blocks, grouped_swiglu_blocks
@@ -73,7 +74,7 @@ def test_no_stack_of_bfloat16_is_converted_whole(heights: tuple[int, ...], trans
     def run(rows: jax.Array, *stored: jax.Array) -> jax.Array:
         gate, up, down = (Stack(w, transposed=transposed) for w in stored)
         blocks = [pairs] if heights else []
-        return grouped_swiglu_blocks(rows, gate, up, down, single, blocks, heights=heights, act=jax.nn.silu)
+        return grouped_swiglu_blocks(rows, gate, up, down, single, blocks, heights=heights, act=gated("silu"))
 
     program = run.lower(rows, *stored).compile()
     # Inside a fusion it is of the slice; what a fusion hands on is written down.

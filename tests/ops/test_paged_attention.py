@@ -17,7 +17,7 @@ from moejax.ops.paged_attention import KEYS_PER_TURN, AttentionPlan, paged_atten
 from tests.engine.tiny import PROPERTY
 from tests.examples import examples
 from tests.numerics import assert_close, tolerance
-from tests.ops.paged_case import GARBAGE, Case, Row, Spec, draw_rows, expected, make, segments_with
+from tests.ops.paged_case import GARBAGE, Case, Row, Spec, draw_rows, expected, make, segments_with, sinks_of
 
 SCALE = 0.4
 SPECS = {
@@ -33,6 +33,11 @@ SPECS = {
     "shared_blocks_windowed": Spec(owners=4, rows=6, segments=(8, 9), window=5, tokens=0),
     "decodes_only": Spec(tokens=0, segments=(2, 14), heads=6),
     "bfloat16": Spec(dtype="bfloat16", window=9),
+    "sinks": Spec(heads=6, sinks=True),
+    "sinks_shared_windowed": Spec(owners=4, rows=6, segments=(8, 9), window=5, tokens=0, sinks=True),
+    "sinks_tiles_and_turns": Spec(
+        block_size=16, segments=(5, 9), width=11, tokens=150, rows=3, window=70, sinks=True, codes="int8"
+    ),
     "int8": Spec(codes="int8", owners=2),
     "int8_bfloat16": Spec(codes="int8", dtype="bfloat16"),
     "e4m3_windowed_turns": Spec(
@@ -52,7 +57,8 @@ def program(spec: Spec):
     """One compiled program a spec, its inputs kept."""
 
     def run(q, k, v, segments: Segments, plan: AttentionPlan):
-        return paged_attention(q, k, v, segments, plan, window=spec.window, scale=SCALE)
+        sinks = None if (given := sinks_of(spec)) is None else jnp.asarray(given)
+        return paged_attention(q, k, v, segments, plan, window=spec.window, scale=SCALE, sinks=sinks)
 
     return jax.jit(run)
 
@@ -115,14 +121,15 @@ def test_the_cases_are_what_they_claim() -> None:
 
 def test_the_reference_is_the_contiguous_operation() -> None:
     """`moejax.ops.attention.attention` gives what the reference here does."""
-    for name in ("grouped", "window_below_a_block"):
+    for name in ("grouped", "window_below_a_block", "sinks"):
         spec = SPECS[name]
+        sinks = None if (given := sinks_of(spec)) is None else jnp.asarray(given)
         case = next(c for c in (make(spec, seed) for seed in range(99)) if any(r.chunk for r in c.rows))
         for row, place, want in list(zip(case.rows, case.places, expected(case, SCALE), strict=True))[-2:]:
             k, v = (jnp.asarray(x.swapaxes(0, 1)[None], jnp.float32) for x in (row.keys, row.values))
             positions = jnp.arange(row.start, row.length, dtype=jnp.int32)[None]
             q = jnp.asarray(case.q[place][None], jnp.float32)
-            out = attention(q, k, v, positions, window=spec.window, scale=SCALE)
+            out = attention(q, k, v, positions, window=spec.window, scale=SCALE, sinks=sinks)
             assert_close(out[0], want, limit(spec))
 
 

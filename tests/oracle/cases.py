@@ -246,6 +246,22 @@ CASES = (
         "layer_types": ["full_attention"] * 3, "num_key_value_heads": 4, "rms_norm_eps": 1e-3,
         "tie_word_embeddings": False, "num_hidden_layers": 3,
     }),
+    Case("gpt_oss-published", "gpt_oss", {}),
+    Case("gpt_oss-k1-mqa-tied-windows-limit", "gpt_oss", {
+        "num_experts_per_tok": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "swiglu_limit": 1.5,
+        "swiglu_alpha": 1.1, "num_hidden_layers": 3, "sliding_window": 4, "rope_parameters": rope("default"),
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    }, "bfloat16"),
+    Case("gpt_oss-all-experts-mha-no-bias-yarn", "gpt_oss", {
+        "num_local_experts": 4, "num_experts_per_tok": 4, "num_key_value_heads": 4, "attention_bias": False,
+        "layer_types": ["full_attention", "full_attention"], "sliding_window": 128, "head_dim": 10,
+        "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0),
+    }, "float16"),
+    Case("gpt_oss-narrow-window-two", "gpt_oss", {
+        "sliding_window": 2, "intermediate_size": 28, "num_attention_heads": 6, "num_key_value_heads": 3,
+        "swiglu_limit": 0.8, "max_position_embeddings": 16, "rope_parameters": rope("linear", factor=2.0),
+    }),
     Case("olmoe-dynamic-gelu", "olmoe", {
         "hidden_act": "gelu", "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=2.0),
         "clip_qkv": 1.0,
@@ -273,6 +289,7 @@ GOLDEN = (
     "minimax_m2-plain",
     "ernie4_5_moe-all-experts-mha-dynamic",
     "hunyuan_v1_moe-lists-alpha-bias",
+    "gpt_oss-published",
 )
 
 _LATENT = {
@@ -290,6 +307,13 @@ FAMILY_BASE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 0},
     "olmoe": {"num_experts": 8},
     "deepseek_v2": _LATENT,
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "head_dim": 12,
+        "sliding_window": 7,
+        "max_position_embeddings": 128,
+        "rope_parameters": rope("yarn", factor=8.0, original_max_position_embeddings=16, truncate=False),
+    },
     "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
     "glm4_moe": _V3_EXPERTS,
     "dots1": _V3_EXPERTS,
@@ -316,6 +340,14 @@ FAMILY_BASE: dict[str, dict[str, Any]] = {
 
 DENSE = ("llama", "qwen3", "gemma3_text")
 """Families without experts."""
+
+
+def fast_names() -> list[str]:
+    """Returns the cases of the four oldest families, and the first one of each other. Of the rest the parts
+    are compared in `make test-oracle SLOW=1`, whole models always."""
+    oldest = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+    first = {case.family: case.name for case in reversed(CASES)}
+    return [case.name for case in CASES if case.family in oldest or first[case.family] == case.name]
 
 
 def by_name(name: str) -> Case:

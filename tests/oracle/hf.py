@@ -30,6 +30,7 @@ CONFIGS = {
     "qwen3": transformers.Qwen3Config,
     "gemma3_text": transformers.Gemma3TextConfig,
     "granitemoe": transformers.GraniteMoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
 }
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,8 +52,10 @@ def build(case: Case, size: str = "oracle", seed: int = 0) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(("norm.weight", "layernorm.weight")):
                 parameter.copy_((case.family != "gemma3_text") + 0.3 * noise)
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "_bias")):
                 parameter.copy_(0.3 * noise)
+            elif name.endswith(".sinks"):
+                parameter.copy_(noise)
             else:
                 parameter.copy_(config.initializer_range * noise)
             parameter.copy_(parameter.to(TORCH_DTYPES[case.dtype]).float())

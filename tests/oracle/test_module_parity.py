@@ -11,9 +11,10 @@ pytest.importorskip("transformers")
 import torch
 
 from moejax.nn.rope import rope_frequencies, rope_tables
+from tests.examples import slow_but
 from tests.numerics import UNIT_ROUNDOFF, assert_close, relative_error, tolerance
 from tests.oracle import hf
-from tests.oracle.cases import CASES, by_name
+from tests.oracle.cases import CASES, by_name, fast_names
 
 pytestmark = pytest.mark.oracle
 
@@ -34,7 +35,7 @@ def run_theirs(module, *args, **kwargs):
     return (out[0] if isinstance(out, tuple) else out).numpy()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(fast_names(), NAMES))
 def test_norms(pair, name):
     both = pair(name)
     x = activations(both)
@@ -58,7 +59,7 @@ def their_tables(theirs, positions):
     kind = ("full_attention",) if theirs.config.model_type == "gemma3_text" else ()
     with torch.no_grad():
         cos, sin = rotary(torch.zeros(1), torch.tensor(positions, dtype=torch.long), *kind)
-    half = cos.shape[-1] // 2
+    half = cos.shape[-1] // (1 if theirs.config.model_type == "gpt_oss" else 2)
     prefix = "".join(f"{name}_" for name in kind)
     freqs, factor = getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
     return freqs.numpy(), factor, cos[..., :half].numpy(), sin[..., :half].numpy()
@@ -89,7 +90,7 @@ def test_rope_tables(pair, name, longest):
         assert factor == pytest.approx(scaling, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(fast_names(), NAMES))
 def test_attention_block(pair, name):
     both = pair(name)
     x = activations(both)
@@ -100,7 +101,8 @@ def test_attention_block(pair, name):
     for i, (theirs, ours) in enumerate(zip(both.theirs.model.layers, both.ours.layers, strict=True)):
         window = config.sliding_windows[i] or LENGTH
         mine = tables[-2:] if config.sliding_windows[i] else tables[:2]
-        cos, sin = (torch.tensor(np.concatenate([t, t], -1)) for t in map(np.asarray, mine))
+        twice = 1 if both.case.family == "gpt_oss" else 2
+        cos, sin = (torch.tensor(np.concatenate([t] * twice, -1)) for t in map(np.asarray, mine))
         seen = (key <= query) & (key > query - window)
         mask = torch.tensor(np.where(seen, 0.0, np.finfo(np.float32).min).astype(np.float32))[None, None]
         expected = run_theirs(
@@ -111,7 +113,7 @@ def test_attention_block(pair, name):
         assert_close(got, expected, tolerance(*chain))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(fast_names(), NAMES))
 def test_feed_forward_block(pair, name):
     """Experts with router and shared expert, or the dense MLP of a layer without experts."""
     both = pair(name)

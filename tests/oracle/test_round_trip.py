@@ -19,10 +19,11 @@ from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
 from moejax.nn.param import iter_params, num_params
 from tests.decoding import forward
+from tests.examples import slow_but
 from tests.models.published import PUBLISHED
 from tests.numerics import assert_close, relative_l2
 from tests.oracle import hf
-from tests.oracle.cases import CASES, DENSE, by_name, hf_fields
+from tests.oracle.cases import CASES, DENSE, by_name, fast_names, hf_fields
 
 pytestmark = pytest.mark.oracle
 
@@ -41,7 +42,7 @@ def our_logits(model, tokens):
 
 
 @pytest.mark.parametrize("limit", [5_000_000_000, 20_000], ids=["single", "sharded"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(fast_names(), NAMES))
 def test_what_we_save_loads_in_transformers(tmp_path, pair, name, limit):
     """Every tensor arrives bit for bit, every field means the same, and the logits are equal."""
     both = pair(name)

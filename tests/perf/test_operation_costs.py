@@ -23,7 +23,7 @@ from moejax.perf.operation_costs import (
     utilisation,
 )  # fmt: skip
 from moejax.perf.sizes import expert_params
-from tests.model_shapes import GEMMA, LATENT, LLAMA
+from tests.model_shapes import GEMMA, LATENT, LLAMA, SINKS
 from tests.perf.models import small_model
 from tests.perf.steps import decode_step_cost
 
@@ -105,6 +105,13 @@ def test_latent_attention_by_hand() -> None:
     assert find(ops, 2, "output_projection").weight_bytes == 4 * 8 * 12 * 40
     held = held_weights(config, specs(Decoder(config)))
     for name in ("qkv_projection", "output_projection", "router", "shared_expert"):
+        assert find(decode(config, weights=held), 0, name).weight_bytes == find(ops, 0, name).weight_bytes
+
+
+def test_biases_are_no_matrices() -> None:
+    config = small_model(**SINKS, shared_expert_intermediate_size=0)
+    ops, held = decode(config), held_weights(config, specs(Decoder(config)))
+    for name in ("qkv_projection", "output_projection", "router", "experts_gate_up", "experts_down"):
         assert find(decode(config, weights=held), 0, name).weight_bytes == find(ops, 0, name).weight_bytes
 
 

@@ -86,6 +86,7 @@ class ContiguousLayer:
         window: int | None,
         scale: float,
         norms: QkNorms | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, "ContiguousLayer"]:
         """`prefill`: whole sequences from position 0, attended among themselves and stored.
         `decode`: one token a sequence, stored at its position, attending to its row."""
@@ -102,10 +103,10 @@ class ContiguousLayer:
                 k=jax.lax.dynamic_update_slice(self.k, k.astype(self.k.dtype), start),
                 v=jax.lax.dynamic_update_slice(self.v, v.astype(self.v.dtype), start),
             )
-            return attention(q, k, v, positions, window=window, scale=scale), stored
+            return attention(q, k, v, positions, window=window, scale=scale, sinks=sinks), stored
         rows = positions[:, 0]
         stored = dataclasses.replace(self, k=_write_row(self.k, k, rows), v=_write_row(self.v, v, rows))
-        out = attention(q, stored.k, stored.v, positions, window=window, scale=scale)
+        out = attention(q, stored.k, stored.v, positions, window=window, scale=scale, sinks=sinks)
         return out, stored
 
 

@@ -16,7 +16,7 @@ from moejax.nn.quantized import quantized_weights
 from moejax.ptq.fold import Folds, store
 from moejax.ptq.sites import Stage
 from moejax.quantization.arithmetic import dequantize
-from tests.model_shapes import GEMMA, GRANITE, LATENT, LLAMA, TWO_LAYERS
+from tests.model_shapes import GEMMA, GRANITE, LATENT, LLAMA, SINKS, TWO_LAYERS
 
 BASE = TWO_LAYERS.replace(qk_norm="none")
 FAMILIES = {
@@ -32,6 +32,7 @@ FAMILIES = {
     "llama": BASE.replace(**LLAMA),
     "gemma3_text": BASE.replace(**GEMMA, qk_norm="head"),
     "granitemoe": BASE.replace(**GRANITE),
+    "gpt_oss": BASE.replace(**SINKS, sliding_windows=(5, None)),
     "olmoe-clip": BASE.replace(family="olmoe", qk_norm="projection", clip_qkv=0.7),
 }
 
@@ -41,7 +42,7 @@ def build(config: ModelConfig, seed: int = 0, layout: str = "edf", execution: st
     model = Decoder(config, seed=seed, moe=MoeConfig(expert_layout=layout, execution=execution))
     rng = np.random.default_rng(seed)
     for name, param in iter_params(model):
-        if len(param.shape) == 1:
+        if len(param.get_metadata("spec").matrix_shape) == 1:
             noise = rng.normal(0, 0.3, param.shape).astype(np.float32)
             param.set_value(jax.numpy.asarray(noise + name.endswith("scale")).astype(param.dtype))
     return model

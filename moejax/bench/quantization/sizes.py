@@ -28,7 +28,7 @@ def model_sizes(model: Decoder) -> dict[str, float]:
         numbers = 0 if path != name and part != "values" else math.prod(spec.true_shape)
         total += size
         parameters += numbers
-        if len(spec.shape) >= 2 and protected(path) is None:
+        if len(spec.matrix_shape) >= 2 and protected(path) is None:
             weights += numbers
             quantizable_bytes += size
     return {

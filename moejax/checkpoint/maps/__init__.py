@@ -1,6 +1,16 @@
 """Key tables by family."""
 
-from moejax.checkpoint.maps import deepseek, dense, gemma3, granite_moe, hunyuan, mixtral, olmoe, qwen_moe
+from moejax.checkpoint.maps import (
+    deepseek,
+    dense,
+    gemma3,
+    gpt_oss,
+    granite_moe,
+    hunyuan,
+    mixtral,
+    olmoe,
+    qwen_moe,
+)
 from moejax.checkpoint.maps.rules import Rule
 
 TABLES: dict[str, tuple[Rule, ...]] = {
@@ -19,4 +29,5 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "granitemoe": granite_moe.RULES,
     "llama": dense.LLAMA_RULES,
     "qwen3": dense.QWEN3_RULES,
+    "gpt_oss": gpt_oss.RULES,
 }

@@ -9,7 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-Transform = Literal["same", "row", "transpose", "fused_gate", "fused_up", "fused_down"]
+Transform = Literal[
+    "same", "row", "transpose", "fused_gate", "fused_up", "fused_down",
+    "stacked", "stacked_even", "stacked_odd",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Target:
     `row` fills a vector of C from `[1, C]`.
     `same` and `transpose` (PyTorch's `[out, in]` → `[in, out]`) fill one whole matrix or, where the key has
     `{e}`, one expert of a stack. `fused_gate`/`fused_up` take the halves of a stacked `[E, 2F, D]`,
-    `fused_down` a stacked `[E, D, F]`, each transposed per expert.
+    `fused_down` a stacked `[E, D, F]`, each transposed per expert. `stacked` takes a stack in the parameter's
+    order, and `stacked_even`, `stacked_odd` every other number of its last axis, from 0 or 1 on.
     """
 
     param: str
@@ -55,6 +59,8 @@ def source_shape(transform: Transform, shape: tuple[int, ...], num_experts: int)
         return (num_experts, shape[1], shape[0])
     if transform == "row":
         return (1, *shape)
+    if transform.startswith("stacked"):
+        return (num_experts, *shape[:-1], shape[-1] * (1 if transform == "stacked" else 2))
     return shape[::-1] if transform == "transpose" else shape
 
 
@@ -72,6 +78,12 @@ def source_index(transform: Transform, index: Index, shape: tuple[int, ...], exp
         return (slice(expert, expert + 1), slice(columns.start + shift, columns.stop + shift), rows)
     if transform == "row":
         return (slice(0, 1), *index)
+    if transform.startswith("stacked"):
+        assert expert is not None
+        *lead, last = index
+        if transform != "stacked":
+            last = slice(2 * last.start + (transform == "stacked_odd"), 2 * last.stop, 2)
+        return (slice(expert, expert + 1), *lead, last)
     return index[::-1] if transform == "transpose" else index
 
 
@@ -81,6 +93,8 @@ def apply_transform(transform: Transform, value: np.ndarray) -> np.ndarray:
         return value[0].T
     if transform == "row":
         return value[0] if value.ndim == 2 else value[None]
+    if transform.startswith("stacked"):
+        return value[0]
     return value.T if transform == "transpose" else value
 
 

@@ -74,7 +74,7 @@ def plan_quantization(
     declared = specs(Decoder(config, moe=moe))
     plan = QuantizationPlan({})
     if quant.method != "none" or quant.rules:
-        shapes = {name: spec.canonical_shape for name, spec in declared.items()}
+        shapes = {name: spec.matrix_shape for name, spec in declared.items()}
         plan = QuantizationPlan(resolve_rules(quant, shapes))
     planned = [(name, declared[name], chosen.format) for name, chosen in plan.weights.items()]
     choose_implementation(quant, planned, axes, platform, experts)

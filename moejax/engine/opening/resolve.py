@@ -138,7 +138,9 @@ def resolve(
     # Kernels for quantized weights that were asked for by name are kernels for the experts, too.
     fused = "pallas_triton" if quant.implementation == "pallas_triton" else kernels.value
     moe = engine.moe
-    product = choose_grouped_matmul(moe.grouped_matmul, platform.value, moe.block_rows, fused)
+    special = config.expert_bias or config.expert_swiglu
+    unfit = "experts with biases or a clamped SwiGLU" if special else None
+    product = choose_grouped_matmul(moe.grouped_matmul, platform.value, moe.block_rows, fused, unfit)
     layout = choose_expert_layout(moe.expert_layout, platform.value, product.value)
     moe = dataclasses.replace(moe, expert_layout=cast(ExpertLayout, layout.value))
     refusal = _not_tuned(engine.moe, parallel, quant, config, platform.value, product.value, directory)
@@ -286,8 +288,8 @@ def unsupported_by_kernels(
         return "latent attention (grouped-query attention only)"
     if config.norm != "rms":
         return f"norms of kind {config.norm!r} (root mean square without an offset only)"
-    if config.router != RouterConfig():
-        return "a router of other scores, groups, bias or factor (softmax over all experts only)"
+    if config.router != RouterConfig(bias=config.router.bias):
+        return "a router of other scores, groups, correction bias or factor (softmax over all experts only)"
     if config.qk_norm == "rotated":
         return "norms of queries and keys after rotary embedding (before it only)"
     if config.head_dim % 8 or config.head_dim > 256:

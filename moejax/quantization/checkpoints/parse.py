@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moejax.core.errors import CheckpointError, ConfigError
-from moejax.quantization.checkpoints import awq, compressed_tensors, fp8, gptq, own
+from moejax.quantization.checkpoints import awq, compressed_tensors, fp8, gptq, mxfp4, own
 from moejax.quantization.checkpoints.convention import Convention, QuantFields
 
 METHODS: dict[str, Callable[[QuantFields], Convention]] = {
@@ -12,6 +12,7 @@ METHODS: dict[str, Callable[[QuantFields], Convention]] = {
     "awq": awq.parse_awq,
     "fp8": fp8.parse_fp8,
     "compressed-tensors": compressed_tensors.parse_compressed,
+    "mxfp4": mxfp4.parse_mxfp4,
     "moejax": own.parse_own,
 }
 
@@ -21,7 +22,8 @@ UNNAMED = {"config_groups": "compressed-tensors", "zero_point": "awq", "desc_act
 MARKS = frozenset({
     "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv",
     "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_scale",
-    "input_zero_point", "input_global_scale", "values", "zeros", "tensor_scale", "group_index",
+    "input_zero_point", "input_global_scale", "values", "zeros", "tensor_scale", "group_index", "blocks",
+    "gate_up_proj_blocks", "down_proj_blocks",
 })  # fmt: skip
 """Last names of tensors that only quantized modules have, in any convention."""
 
