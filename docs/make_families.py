@@ -99,7 +99,7 @@ def page() -> str:
         ]
         configs = [config_from_hf(fields | {"model_type": name}) for fields in cases]
         if not configs:
-            lines.append(f"| `{name}` | as `{family.name}` | | | | |")
+            lines.append(f"| `{name}` | that of `gemma3_text`, beside images, which are not read | | | | |")
             continue
         reasons = {unsupported_by_kernels(c, EngineConfig()) for c in configs if c.head_dim % 8 == 0}
         kernels = "; ".join(sorted(r.split(" (")[0] for r in reasons if r)) or "yes"
