@@ -141,6 +141,8 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, devices: int) -
         divides(what, physical, ep, f"ep={ep}")
         divides("moe_intermediate_size", model.moe_intermediate_size, tp, f"tp={tp}")
         divides("shared_expert_intermediate_size", model.shared_expert_intermediate_size, tensor, split)
+    elif parallel.redundant_experts:
+        faults.append(f"redundant_experts={parallel.redundant_experts} of a model without experts")
     if not all(model.moe_layers):
         divides("intermediate_size", model.intermediate_size, tensor, split)
     if parallel.pp > model.num_layers:

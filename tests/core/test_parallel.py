@@ -89,3 +89,10 @@ def test_the_presets_are_those_of_the_command_line() -> None:
     folder = Path(__file__).resolve().parents[2] / "configs" / "parallel"
     written = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
     assert {name: ParallelConfig(**fields) for name, fields in written.items()} == PRESETS
+
+
+def test_replicas_need_experts() -> None:
+    dense = FAMILIES["llama"]
+    check_parallel(ParallelConfig(ep=2), dense, 2)
+    with pytest.raises(ConfigError, match="redundant_experts=2 of a model without experts"):
+        check_parallel(ParallelConfig(ep=2, redundant_experts=2), dense, 2)
