@@ -244,7 +244,7 @@ CASES = (
     }, "float16"),
     Case("gemma3_text-all-full-mha", "gemma3_text", {
         "layer_types": ["full_attention"] * 3, "num_key_value_heads": 4, "rms_norm_eps": 1e-3,
-        "tie_word_embeddings": False, "num_hidden_layers": 3,
+        "tie_word_embeddings": False, "num_hidden_layers": 3, "head_dim": 16,
     }),
     Case("gpt_oss-published", "gpt_oss", {}),
     Case("gpt_oss-k1-mqa-tied-windows-limit", "gpt_oss", {
