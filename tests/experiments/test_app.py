@@ -532,7 +532,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         done.stderr.startswith("error: unknown key 'sed'; did you mean 'seed'?")
         and done.stderr.count("\n") == 1
     )
-    done = call("-sc", "query=bash", COMP_LINE="python -m experiments.latency model=mi")
+    done = call("-sc", "query=bash", COMP_LINE="python -m experiments.latency model=mix")
     assert done.stdout.split() == ["model=mixtral_8x7b"]
 
 
