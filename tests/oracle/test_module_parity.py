@@ -58,10 +58,12 @@ def their_tables(theirs, positions):
     rotary = type(theirs.model.rotary_emb)(theirs.config)
     kind = ("full_attention",) if theirs.config.model_type == "gemma3_text" else ()
     with torch.no_grad():
-        cos, sin = rotary(torch.zeros(1), torch.tensor(positions, dtype=torch.long), *kind)
-    half = cos.shape[-1] // (1 if theirs.config.model_type == "gpt_oss" else 2)
+        tables = rotary(torch.zeros(1), torch.tensor(positions, dtype=torch.long), *kind)
+    # DeepSeek V2's are complex numbers, one a pair; most others repeat a half's.
+    cos, sin = tables if isinstance(tables, tuple) else (tables.real, tables.imag)
     prefix = "".join(f"{name}_" for name in kind)
     freqs, factor = getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
+    half = len(freqs)
     return freqs.numpy(), factor, cos[..., :half].numpy(), sin[..., :half].numpy()
 
 
@@ -101,12 +103,15 @@ def test_attention_block(pair, name):
     for i, (theirs, ours) in enumerate(zip(both.theirs.model.layers, both.ours.layers, strict=True)):
         window = config.sliding_windows[i] or LENGTH
         mine = tables[-2:] if config.sliding_windows[i] else tables[:2]
-        twice = 1 if both.case.family == "gpt_oss" else 2
-        cos, sin = (torch.tensor(np.concatenate([t] * twice, -1)) for t in map(np.asarray, mine))
+        twice = 1 if both.case.family in ("gpt_oss", "deepseek_v2") else 2
+        turns = tuple(torch.tensor(np.concatenate([t] * twice, -1)) for t in map(np.asarray, mine))
         seen = (key <= query) & (key > query - window)
         mask = torch.tensor(np.where(seen, 0.0, np.finfo(np.float32).min).astype(np.float32))[None, None]
         expected = run_theirs(
-            theirs.self_attn, torch.tensor(x), position_embeddings=(cos, sin), attention_mask=mask
+            theirs.self_attn,
+            torch.tensor(x),
+            position_embeddings=torch.complex(*turns) if both.case.family == "deepseek_v2" else turns,
+            attention_mask=mask,
         )
         got, _ = jax.jit(ours.attention)(jnp.asarray(x), mine, jnp.asarray(positions))
         chain = (config.hidden_size, config.head_dim, LENGTH, config.num_heads * config.head_dim)
