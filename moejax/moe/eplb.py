@@ -18,6 +18,7 @@ Ints = NDArray[np.integer]
 _EVEN = 1e-3  # a bin within this of the mean is not worked on: load statistics are no better
 _MIN_GAIN = 1e-12  # a swap gains at least this part of its bin's load, or rounding would swap for ever
 _MAX_SWAPS = 256  # a row
+_MOST_ITEMS = 256  # of a bin that swaps are sought among: all pairs of 4,096 would take gigabytes
 
 
 def hierarchical(loads: Floats, slots: int, devices: int, nodes: int, groups: int) -> Ints:
@@ -88,7 +89,8 @@ def lpt(loads: Floats, bins: int) -> Ints:
 
 
 def refine(loads: Floats, packed: Ints, limit: Floats) -> Ints:
-    """Swaps items of the heaviest bin and another, always the best swap, until it is within the limit.
+    """Swaps items of the heaviest bin and another, always the best swap, until it is within the limit. Of large
+    bins the swaps between items of `_MOST_ITEMS` evenly chosen ranks are looked at.
 
     Args:
         loads: item loads `[R, N]`.
@@ -103,23 +105,26 @@ def refine(loads: Floats, packed: Ints, limit: Floats) -> Ints:
     packed = packed.copy()
     weight = np.take_along_axis(loads, packed.reshape(R, -1), 1).reshape(R, D, S)
     active = np.arange(R)
+    ranks = np.linspace(0, S - 1, min(S, _MOST_ITEMS)).round().astype(np.int64)
     for _ in range(_MAX_SWAPS):
         active = active[weight[active].sum(-1).max(-1) > limit[active]]
-        row, bins = np.arange(len(active)), weight[active]
-        total = bins.sum(-1)
+        row, total = np.arange(len(active)), weight[active].sum(-1)
+        slots = np.argsort(weight[active], axis=-1, kind="stable")[..., ranks]
+        bins = np.take_along_axis(weight[active], slots, -1)
         heaviest = total.argmax(-1)
         load = total[row, heaviest]
-        gives = bins[row, heaviest][:, :, None, None] - bins[:, None]  # [rows, S, D, S]
+        gives = bins[row, heaviest][:, :, None, None] - bins[:, None]  # [rows, ranks, D, ranks]
         after = np.maximum(load[:, None, None, None] - gives, total[:, None, :, None] + gives)
         after[row, :, heaviest] = np.inf
-        after = after.reshape(len(active), S * D * S)
+        after = after.reshape(len(active), len(ranks) * D * len(ranks))
         best = after.argmin(-1)
         gains = load - after[row, best] > _MIN_GAIN * load
-        active, heaviest, best = active[gains], heaviest[gains], best[gains]
+        active, heaviest, best, slots = active[gains], heaviest[gains], best[gains], slots[gains]
         if not len(active):
             break
-        slot, other, other_slot = np.unravel_index(best, (S, D, S))
-        here, there = (active, heaviest, slot), (active, other, other_slot)
+        mine, other, theirs = np.unravel_index(best, (len(ranks), D, len(ranks)))
+        row = np.arange(len(active))
+        here, there = (active, heaviest, slots[row, heaviest, mine]), (active, other, slots[row, other, theirs])
         for array in (weight, packed):
             array[here], array[there] = array[there], array[here]
     return packed

@@ -15,7 +15,7 @@ from flax import nnx
 
 from moejax.core.config import ExpertLayout, ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError
-from moejax.moe.permute import combine, plan_blocks
+from moejax.moe.permute import combine, plan_blocks, sort_by_expert
 from moejax.moe.router import Router, Routing
 from moejax.nn.activation import KERNEL_NAMES, gated
 from moejax.nn.param import ParamSpec, declare
@@ -309,10 +309,10 @@ def slot_in_expert(ids: jax.Array, num_experts: int) -> jax.Array:
 
     First choices come before second choices, then token order, so that overflow hits the least wanted.
     """
-    N, k = ids.shape
-    by_choice = jax.nn.one_hot(ids.T.reshape(-1), num_experts, dtype=jnp.int32)  # [k·N, E], choice-major
-    place = jnp.cumsum(by_choice, axis=0) - by_choice
-    return jnp.sum(place * by_choice, axis=1).reshape(k, N).T
+    by_choice = ids.T.reshape(-1)
+    _, row_of, counts = sort_by_expert(by_choice, num_experts)
+    first = jnp.append(jnp.cumsum(counts) - counts, 0)
+    return (row_of - first[by_choice]).reshape(ids.T.shape).T
 
 
 def reroute(routing: Routing, router: Router, limit: int) -> tuple[Routing, jax.Array, jax.Array]:

@@ -50,7 +50,7 @@ def plan_blocks(
         heights: rising, above `singles`; with none, every row goes alone.
         skip: rows of each expert that lie in no block, its first ones.
     """
-    order, row_of, totals = _sort(ids, num_experts)
+    order, row_of, totals = sort_by_expert(ids, num_experts)
     A, firsts = order.shape[0], jnp.cumsum(totals) - totals
     counts, first = totals, firsts
     if skip:
@@ -75,7 +75,7 @@ def plan_blocks(
     return BlockPlan(order, row_of, totals, firsts, single, tuple(blocks))
 
 
-def _sort(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def sort_by_expert(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns `order`, `row_of` and `counts`, see `BlockPlan`."""
     flat = ids.reshape(-1)
     A = flat.shape[0]
@@ -88,9 +88,9 @@ def _lay(blocks: jax.Array, first: jax.Array, rows: jax.Array, height: int, most
     """Lays `Blocks`, M = `most`, from experts' numbers of blocks, first rows and rows, int32 `[E]` each."""
     last_block = jnp.cumsum(blocks)
     index = jnp.arange(most, dtype=jnp.int32)
-    # The expert of block i is the number of experts whose blocks all come before i.
-    expert = jnp.sum(index[:, None] >= last_block[None, :], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, blocks.shape[0] - 1)
+    # The expert of block i is the number of experts whose blocks all come before i: their ends, counted.
+    ends = jnp.zeros(most + 1, jnp.int32).at[jnp.minimum(last_block, most)].add(1)
+    expert = jnp.minimum(jnp.cumsum(ends)[:most], blocks.shape[0] - 1)
     within = index - (last_block - blocks)[expert]
     return Blocks(expert, first[expert] + within * height, (first + rows)[expert], last_block[-1])
 

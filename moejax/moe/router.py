@@ -14,6 +14,9 @@ from moejax.nn.quantized import QuantizedWeight, Weight, matmul_of
 from moejax.ops.row_sums import split_product
 
 
+_MANY, _CHUNK = 4096, 64
+
+
 class Routing(NamedTuple):
     """A layer's choice for N tokens.
 
@@ -89,9 +92,9 @@ class Router(nnx.Module):
         """Maps logits `[N, E]` to ids and weights `[N, k]`."""
         scores = self._scores(logits)
         if self.correction_bias is None and self.config.groups == 1:
-            weights, ids = jax.lax.top_k(scores, self.top_k)
+            weights, ids = top_k(scores, self.top_k)
         else:
-            _, ids = jax.lax.top_k(self._eligible(scores), self.top_k)
+            _, ids = top_k(self._eligible(scores), self.top_k)
             weights = jnp.take_along_axis(scores, ids, axis=-1)
         return ids, self._weights(weights)
 
@@ -135,6 +138,21 @@ class Router(nnx.Module):
         E = self.num_experts
         scores = jnp.take_along_axis(self._scores(logits), jnp.minimum(ids, E - 1), axis=-1)
         return self._weights(jnp.where(ids < E, scores, 0.0))
+
+
+def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the k highest of scores `[N, E]`, falling, and their ids int32, both `[N, k]`; of equal ones the
+    lower id first.
+
+    Of many experts only the k chunks with the highest maxima are searched: they hold the k highest.
+    """
+    N, E = scores.shape
+    if E < _MANY or E % _CHUNK:
+        return jax.lax.top_k(scores, k)
+    chunks = scores.reshape(N, -1, _CHUNK)
+    best = jnp.sort(jax.lax.top_k(chunks.max(axis=-1), k)[1], axis=-1)
+    found, at = jax.lax.top_k(jnp.take_along_axis(chunks, best[:, :, None], axis=1).reshape(N, -1), k)
+    return found, jnp.take_along_axis(best, at // _CHUNK, axis=-1) * _CHUNK + at % _CHUNK
 
 
 def check_replay(name: str, replay: Replay, tokens: tuple[int, ...], top_k: int, num_experts: int) -> Replay:
