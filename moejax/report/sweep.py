@@ -37,7 +37,7 @@ Panels = Callable[..., tuple[Figure, list[Axes]]]
 PLOT_FILE = "sweep.png"
 
 # What a case is of, apart from what was swept; in the order in which they make good axes.
-_CASE_AXES = ("prompt_len", "batch_size", "output_len", "request_rate", "batching", "backend")
+_CASE_AXES = ("prompt_len", "batch_size", "output_len", "request_rate", "batching", "backend", "phase")
 _SHORT = {"prompt_len": "in", "output_len": "out", "batch_size": "batch", "request_rate": "rate"}
 # Each experiment's columns; the first ones that occur are also plotted.
 _METRICS = {
@@ -48,6 +48,7 @@ _METRICS = {
         "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "request_goodput", "request_throughput",
         "output_throughput",
     ),
+    "profile": ("plain_ms", "router_ms", "experts_dispatch_ms", "experts_gate_up_ms", "experts_down_ms", "attention_ms"),
 }  # fmt: skip
 _MOST_METRICS, _PLOTTED, _MOST_PANELS = 6, 3, 4
 

@@ -32,10 +32,8 @@ class EngineSteps:
     def __init__(self, llm: LLM) -> None:
         declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
         self.llm, self.dtype = llm, llm.config.dtype
-        self._model: dict[str, Any] = {
-            "kv_dtype": llm.kv_cache_dtype,
-            "weights": held_weights(llm.config, declared),
-        }
+        self.weights = held_weights(llm.config, declared)
+        self._model: dict[str, Any] = {"kv_dtype": llm.kv_cache_dtype, "weights": self.weights}
 
     def decode(self, case: LatencyCase, hits: np.ndarray) -> list[OpCost]:
         """A mean decode step of a batch; hits `[L]`, of a mean step."""

@@ -6,6 +6,7 @@ report:    profile.json, result.json, plots, tracker, table
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -187,6 +188,7 @@ def _row(phase: Mapping[str, Any], workload: ProfileWorkload) -> dict[str, Any]:
     return {
         **asdict(workload.case),
         **{name: phase[name] for name in kept},
+        **{f"{row['operation']}_ms": row["measured_ms"] for row in phase["operations"]},
         "mfu_percent": _percent(phase["mfu"]),
         "mbu_percent": _percent(phase["mbu"]),
         "roofline_percent": None if phase["roofline_doubt"] else 100 * phase["bound_ms"] / phase["plain_ms"],
@@ -207,6 +209,11 @@ def _metrics(rows: Sequence[Mapping[str, Any]], profiled: ProfiledRun, llm: LLM)
         metrics[f"{prefix}profiled_step_ms"] = row["measured_ms"]
         metrics[f"{prefix}bound_ms"] = row["bound_ms"]
         metrics |= {f"{prefix}{name}": value for name, value in row.items() if name.endswith("_percent")}
+    held: Counter[str] = Counter()
+    for (_, operation), size in EngineSteps(llm).weights.items():
+        of_all = llm.config.num_experts if operation.startswith("experts_") else 1
+        held[f"{operation}_held_bytes"] += round(size * of_all)
+    metrics |= held
     metrics["profiler_slowdown"] = _decode_seconds(profiled.traced) / _decode_seconds(profiled.plain)
     metrics["compile_seconds"] = llm.ledger.seconds
     metrics["recompiles_after_warmup"] = len(llm.ledger.recompiles)
