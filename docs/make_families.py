@@ -19,7 +19,9 @@ _HEAD = """\
 `model_type`. Each is the one decoder with a `ModelConfig`, read from `config.json` field by field: a
 field that would change what is computed and is not implemented is refused by name. Each is held against
 transformers (logits, routing, greedy tokens by the engine, directories written) over the configurations
-of `tests/oracle/cases.py`: `make test-oracle`.
+of `tests/oracle/cases.py`: `make test-oracle`. `two_level_moe` is this project's own, for studies of many
+experts: Qwen3-MoE with a gate of `n_group` groups, of which a token visits `topk_group`
+(`experiment=many_experts`).
 
 """
 _TAIL = """
@@ -61,9 +63,10 @@ def _attention() -> Sequence[Say]:
 
 def _router() -> Sequence[Say]:
     return (
+        lambda c: "gate of groups first" if c.router.group_gate else None,
         lambda c: c.router.scores if any(c.moe_layers) else None,
         lambda c: "renormalised" if c.norm_topk_prob and any(c.moe_layers) else None,
-        lambda c: "groups" if c.router.groups > 1 else None,
+        lambda c: "groups" if c.router.groups > 1 and not c.router.group_gate else None,
         lambda c: "correction bias" if c.router.correction_bias else None,
         lambda c: "bias" if c.router.bias else None,
         lambda c: "factor" if c.router.scaling != 1 else None,
@@ -98,6 +101,8 @@ def page() -> str:
             hf_fields(case) | {"model_type": family.name} for case in CASES if case.family == family.name
         ]
         configs = [config_from_hf(fields | {"model_type": name}) for fields in cases]
+        if not configs and name in ON_MESHES:
+            configs = [ON_MESHES[name]]
         if not configs:
             lines.append(f"| `{name}` | that of `gemma3_text`, beside images, which are not read | | | | |")
             continue

@@ -122,6 +122,8 @@ class RouterConfig(Checked):
         groups, top_groups: the experts lie in so many groups of equal size, and only those of a token's best
             `top_groups` can be chosen (DeepSeek-V2).
         group_score: a group's score: that of its best expert, or the sum of its two best.
+        group_gate: groups are chosen by a gate of their own, and an expert's score is its group's probability
+            times its own within the group (two levels; arXiv 1701.06538, appendix B).
         norm_min: the least that weights are divided by where they are renormalised.
         scaling: factor on the weights.
         bias: a vector is added to the logits.
@@ -132,6 +134,7 @@ class RouterConfig(Checked):
     groups: PositiveInt = 1
     top_groups: PositiveInt = 1
     group_score: GroupScore = "max"
+    group_gate: bool = False
     norm_min: NonNegativeNumber = 0.0
     scaling: PositiveNumber = 1.0
     bias: bool = False

@@ -1,9 +1,9 @@
 """Qwen2-MoE (shared expert with a sigmoid gate, biased q, k and v) and Qwen3-MoE (per-head query/key norm,
-no shared expert; Yang et al., arXiv 2505.09388)."""
+no shared expert; Yang et al., arXiv 2505.09388); a model type of our own, Qwen3-MoE routed by two levels."""
 
 from typing import Any
 
-from moejax.core.config import ModelConfig
+from moejax.core.config import ModelConfig, RouterConfig
 from moejax.models.family import Family, common_fields
 from moejax.models.hf_config import HfFields, layer_types, layer_windows, sparse_layers
 
@@ -53,6 +53,12 @@ def _read_qwen3(fields: HfFields) -> ModelConfig:
     )
 
 
+def _read_two_levels(fields: HfFields) -> ModelConfig:
+    groups, chosen = int(fields.require("n_group")), int(fields.require("topk_group"))
+    router = RouterConfig(groups=groups, top_groups=chosen, group_gate=True)
+    return _read_qwen3(fields).replace(family="two_level_moe", router=router)
+
+
 def _write_common(config: ModelConfig) -> dict[str, Any]:
     window = next((w for w in config.sliding_windows if w is not None), None)
     return {
@@ -80,5 +86,11 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
     return _write_common(config) | {"attention_bias": config.qkv_bias}
 
 
+def _write_two_levels(config: ModelConfig) -> dict[str, Any]:
+    groups = {"n_group": config.router.groups, "topk_group": config.router.top_groups}
+    return _write_qwen3(config) | groups
+
+
 QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2, _write_qwen2)
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3, _write_qwen3)
+TWO_LEVEL_MOE = Family("two_level_moe", "TwoLevelMoeForCausalLM", _read_two_levels, _write_two_levels)

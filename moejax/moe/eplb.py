@@ -89,8 +89,8 @@ def lpt(loads: Floats, bins: int) -> Ints:
 
 
 def refine(loads: Floats, packed: Ints, limit: Floats) -> Ints:
-    """Swaps items of the heaviest bin and another, always the best swap, until it is within the limit. Of large
-    bins the swaps between items of `_MOST_ITEMS` evenly chosen ranks are looked at.
+    """Swaps items of the heaviest bin and another, always the best swap, until it is within the limit; of
+    large bins the best among items of `_MOST_ITEMS` evenly chosen ranks.
 
     Args:
         loads: item loads `[R, N]`.
@@ -124,7 +124,10 @@ def refine(loads: Floats, packed: Ints, limit: Floats) -> Ints:
             break
         mine, other, theirs = np.unravel_index(best, (len(ranks), D, len(ranks)))
         row = np.arange(len(active))
-        here, there = (active, heaviest, slots[row, heaviest, mine]), (active, other, slots[row, other, theirs])
+        here, there = (
+            (active, heaviest, slots[row, heaviest, mine]),
+            (active, other, slots[row, other, theirs]),
+        )
         for array in (weight, packed):
             array[here], array[there] = array[there], array[here]
     return packed

@@ -13,7 +13,6 @@ from moejax.nn.param import ParamSpec, declare
 from moejax.nn.quantized import QuantizedWeight, Weight, matmul_of
 from moejax.ops.row_sums import split_product
 
-
 _MANY, _CHUNK = 4096, 64
 
 
@@ -55,6 +54,8 @@ class Router(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any, kernels: str = "xla") -> None:
         D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
         self.kernel: Weight = declare(ParamSpec((D, E), ("embed", None), dtype, "normal", scale))
+        gate = ParamSpec((D, config.router.groups), ("embed", None), dtype, "normal", scale)
+        self.group_kernel = declare(gate) if config.router.group_gate else None
         self.bias = declare(ParamSpec((E,), (None,), dtype, "zeros")) if config.router.bias else None
         bias = ParamSpec((E,), (None,), jnp.dtype("float32"), "zeros")
         self.correction_bias = declare(bias) if config.router.correction_bias else None
@@ -68,7 +69,9 @@ class Router(nnx.Module):
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
         """Routes x `[N, D]`, valid bool `[N]` (False for padding), with `replay`'s ids `[N, k]` where
         given; its logits are the router's own in any case."""
-        if self.kernels == "xla" or isinstance(self.kernel, QuantizedWeight):
+        if self.group_kernel is not None:
+            parts = self._two_levels(x, self.group_kernel, everywhere=replay is not None)[None]
+        elif self.kernels == "xla" or isinstance(self.kernel, QuantizedWeight):
             parts = matmul_of(x, self.kernel, out_dtype=jnp.float32)[None]
         else:
             parts = split_product(x, self.kernel[...])
@@ -88,10 +91,29 @@ class Router(nnx.Module):
             weights = jnp.where(valid[:, None], weights, 0.0)
         return Routing(ids.astype(jnp.int32), weights, logits)
 
+    def _two_levels(self, x: jax.Array, gate: nnx.Param, *, everywhere: bool) -> jax.Array:
+        """Maps x `[N, D]` to log probabilities `[N, E]`: of a group by its gate, of its experts within it.
+
+        They are -inf outside of the best groups, unless wanted `everywhere`. For few tokens only their
+        groups' part of the kernel is read.
+        """
+        (N, D), G = x.shape, self.config.groups
+        groups = jax.nn.log_softmax(matmul_of(x, gate, out_dtype=jnp.float32))
+        best, chosen = jax.lax.top_k(groups, G if everywhere else self.config.top_groups)
+        if chosen.size < G and not isinstance(self.kernel, QuantizedWeight):
+            kernel = self.kernel[...].reshape(D, G, -1)[:, chosen]
+            within = jnp.einsum("nd,dngs->ngs", x, kernel, preferred_element_type=jnp.float32)
+        else:
+            within = matmul_of(x, self.kernel, out_dtype=jnp.float32).reshape(N, G, -1)
+            within = jnp.take_along_axis(within, chosen[:, :, None], axis=1)
+        joint = best[:, :, None] + jax.nn.log_softmax(within)
+        whole = jnp.full((N, G, joint.shape[-1]), -jnp.inf, joint.dtype)
+        return whole.at[jnp.arange(N)[:, None], chosen].set(joint).reshape(N, -1)
+
     def _choose(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps logits `[N, E]` to ids and weights `[N, k]`."""
         scores = self._scores(logits)
-        if self.correction_bias is None and self.config.groups == 1:
+        if self.correction_bias is None and (self.config.groups == 1 or self.group_kernel is not None):
             weights, ids = top_k(scores, self.top_k)
         else:
             _, ids = top_k(self._eligible(scores), self.top_k)
@@ -100,6 +122,8 @@ class Router(nnx.Module):
 
     def _scores(self, logits: jax.Array) -> jax.Array:
         """Maps logits `[N, E]` to scores between 0 and 1."""
+        if self.group_kernel is not None:
+            return jnp.exp(logits)
         return jax.nn.sigmoid(logits) if self.config.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
     def _eligible(self, scores: jax.Array) -> jax.Array:
@@ -107,7 +131,7 @@ class Router(nnx.Module):
         config = self.config
         if self.correction_bias is not None:
             scores = scores + self.correction_bias[...][None]
-        if config.groups == 1:
+        if config.groups == 1 or config.group_gate:
             return scores
         grouped = scores.reshape(scores.shape[0], config.groups, -1)
         best, _ = jax.lax.top_k(grouped, 1 if config.group_score == "max" else 2)
@@ -141,8 +165,8 @@ class Router(nnx.Module):
 
 
 def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the k highest of scores `[N, E]`, falling, and their ids int32, both `[N, k]`; of equal ones the
-    lower id first.
+    """Returns the k highest of scores `[N, E]`, falling, and their ids int32, both `[N, k]`; of equal ones
+    the lower id first.
 
     Of many experts only the k chunks with the highest maxima are searched: they hold the k highest.
     """

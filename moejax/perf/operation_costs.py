@@ -201,9 +201,12 @@ class _Counter:
         if not config.moe_layers[layer]:
             hidden = config.intermediate_size
             return [norm, self.product(layer, "mlp", tokens, 3 * D * hidden, 2 * D + 4 * hidden)]
+        router, gates = config.router, config.router.groups if config.router.group_gate else 0
+        # A few tokens' groups are read alone.
+        share = min(1.0, tokens * router.top_groups / gates) if gates else 1.0
         ops = [
             norm,
-            self.product(layer, "router", tokens, D * E, D + 2 * E),
+            self.product(layer, "router", tokens, D * (E + gates), D + 2 * E, share),
             # Rows are gathered by expert, and come back weighted.
             self.op(layer, "experts_dispatch", elements=2 * assignments * D + tokens * D + assignments * D),
             self.product(layer, "experts_gate_up", assignments, 2 * D * F, D + 2 * F, hits),

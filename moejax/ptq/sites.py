@@ -131,6 +131,7 @@ def layer_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
         return (*attention, QuantizationSite("mlp", "mlp.gate_proj", gated, norm), _down("mlp"))
     sites = list(attention)
     readers = ["moe.router.kernel", "moe.experts.gate_proj", "moe.experts.up_proj"]
+    readers += ["moe.router.group_kernel"] if config.router.group_gate else []
     if layer.moe.shared_expert is not None:
         readers += [f"moe.shared_expert.{name}_proj.kernel" for name in ("gate", "up")]
         readers += [] if layer.moe.shared_gate is None else ["moe.shared_gate.kernel"]

@@ -48,7 +48,10 @@ _METRICS = {
         "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "request_goodput", "request_throughput",
         "output_throughput",
     ),
-    "profile": ("plain_ms", "router_ms", "experts_dispatch_ms", "experts_gate_up_ms", "experts_down_ms", "attention_ms"),
+    "profile": (
+        "plain_ms", "router_ms", "experts_dispatch_ms", "experts_gate_up_ms", "experts_down_ms",
+        "attention_ms",
+    ),
 }  # fmt: skip
 _MOST_METRICS, _PLOTTED, _MOST_PANELS = 6, 3, 4
 

@@ -3,6 +3,7 @@
 Vocabularies do not, but for one: they are padded."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,14 @@ from moejax import EngineConfig, ModelConfig, MoeConfig, save_pretrained
 from moejax.core.config import LatentConfig, RopeConfig, RouterConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
-from tests.model_shapes import EIGHT_WAY, GEMMA, GRANITE, LATENT, LLAMA, SINKS
+from tests.model_shapes import DENSE, EIGHT_WAY, GEMMA, GRANITE, LATENT, LLAMA, SINKS
 
 BASE = EIGHT_WAY
+ROUTED_BY_BIAS: dict[str, Any] = {
+    "router": RouterConfig("sigmoid", True, groups=4, top_groups=2, group_score="top2", scaling=2.5),
+    "shared_expert_intermediate_size": 16, "shared_expert_gate": False,
+}  # fmt: skip
+"""DeepSeek-V3's router and shared expert, with other attention."""
 
 FAMILIES = {
     # Fewer key/value heads than devices, and a dense layer among the others.
@@ -44,6 +50,23 @@ FAMILIES = {
         family="minimax_m2", vocab_size=99, qk_norm="projection", num_kv_heads=4, intermediate_size=16,
         router=RouterConfig("sigmoid", True), rope=RopeConfig(partial_rotary_factor=0.5),
     ),
+    "glm4_moe": BASE.replace(
+        **ROUTED_BY_BIAS, family="glm4_moe", vocab_size=97, qkv_bias=True, moe_layers=(False, True),
+        rope=RopeConfig(partial_rotary_factor=0.5),
+    ),
+    "dots1": BASE.replace(
+        **ROUTED_BY_BIAS, family="dots1", vocab_size=99, sliding_windows=(None, 9), attention_out_bias=True,
+        qkv_bias=True,
+    ),
+    "ernie4_5_moe": BASE.replace(
+        family="ernie4_5_moe", vocab_size=101, qk_norm="none", num_kv_heads=1, moe_layers=(False, True),
+        rope=RopeConfig(interleaved=True), router=RouterConfig(correction_bias=True, norm_min=1e-12),
+        shared_expert_intermediate_size=32, shared_expert_gate=False, tie_word_embeddings=True,
+    ),
+    "two_level_moe": BASE.replace(
+        family="two_level_moe", router=RouterConfig(groups=4, top_groups=2, group_gate=True)
+    ),
+    "qwen3": BASE.replace(**DENSE, family="qwen3", vocab_size=97),
     "hunyuan_v1_moe": BASE.replace(
         family="hunyuan_v1_moe", vocab_size=101, qk_norm="rotated", qkv_bias=True, attention_out_bias=True,
         shared_expert_intermediate_size=16, shared_expert_gate=False, intermediate_size=16,

@@ -21,6 +21,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
 SHAPES = [yaml.safe_load(path.read_text()).get("hf_config") for path in CONFIGS.glob("*.yaml")]
 BY_FAMILY = {fields["model_type"]: fields for fields in SHAPES if fields}
 BY_FAMILY |= {published.fields["model_type"]: published.fields for published in PUBLISHED.values()}
+TWO_LEVELS = {"model_type": "two_level_moe", "n_group": 16, "topk_group": 4}
+BY_FAMILY["two_level_moe"] = BY_FAMILY["qwen3_moe"] | TWO_LEVELS
 
 
 def fields_of(family, **changes):
@@ -98,6 +100,17 @@ def test_round_trip_of_published_models(name):
     assert config_from_hf(written) == config
     assert written["architectures"] == PUBLISHED[name].fields["architectures"]
     assert written["model_type"] == PUBLISHED[name].fields["model_type"]
+
+
+def test_two_levels_round_trip_and_name_their_groups() -> None:
+    raw = fields_of("two_level_moe")
+    config = config_from_hf(raw)
+    assert config.router == RouterConfig(groups=16, top_groups=4, group_gate=True)
+    assert config_from_hf(config_to_hf(config)) == config
+    with pytest.raises(ConfigError, match="n_group"):
+        config_from_hf({key: value for key, value in raw.items() if key != "n_group"})
+    with pytest.raises(ConfigError, match="n_group 7"):
+        config_from_hf(raw | {"n_group": 7})
 
 
 def test_several_end_tokens_round_trip():

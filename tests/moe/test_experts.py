@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from moejax.core.config import ClampedSwiglu, MoeConfig
 from moejax.moe.experts import Experts, ExpertsOutput, capacity, slot_in_expert
+from moejax.moe.permute import plan_blocks
 from moejax.moe.router import Router, Routing
 from moejax.nn.param import initialize
 from pallas_kernels import moe_mlp
@@ -306,6 +307,24 @@ def test_capacity(tokens_, top_k, num_experts, factor, expected):
 def test_slot_in_expert():
     ids = jnp.array([[0, 1], [0, 2], [1, 0], [3, 3]], jnp.int32)  # 3 = E: none
     np.testing.assert_array_equal(slot_in_expert(ids, 3)[:3], [[0, 1], [1, 0], [0, 2]])
+
+
+@pytest.mark.parametrize(("E", "N"), [(32768, 40), (5, 300)])
+def test_many_experts_and_many_rows_keep_their_order(E: int, N: int) -> None:
+    """Slots count an expert's first choices, then its second; blocks cover each expert's rows."""
+    ids = np.random.default_rng(E).integers(0, E, size=(N, 4)).astype(np.int32)
+    seen: dict[int, int] = {}
+    expected = np.zeros_like(ids)
+    for place in np.ndindex(4, N):
+        expert = int(ids.T[place])
+        expected.T[place] = seen.get(expert, 0)
+        seen[expert] = seen.get(expert, 0) + 1
+    np.testing.assert_array_equal(slot_in_expert(jnp.asarray(ids), E), expected)
+    blocks = plan_blocks(jnp.asarray(ids), E, 0, (8,)).blocks[0]
+    used = int(blocks.num)
+    assert used == sum(-(-rows // 8) for rows in seen.values())
+    owners = [expert for expert in sorted(seen) for _ in range(-(-seen[expert] // 8))]
+    np.testing.assert_array_equal(blocks.expert[:used], owners)
 
 
 def loss(state, graph, x, logits, config, k):

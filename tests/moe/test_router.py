@@ -10,6 +10,7 @@ from moejax.core.config import MoeConfig, RouterConfig
 from moejax.core.errors import ConfigError
 from moejax.moe.layer import MoELayer
 from moejax.moe.router import Replay, Router, expert_counts
+from moejax.moe.router import top_k as best_of
 from moejax.nn.param import initialize
 from tests.model_shapes import experts_only
 from tests.moe import reference
@@ -39,6 +40,43 @@ def test_router_against_float64(normalize, top_k):
     assert_close(got.logits, logits, tolerance(16))
     assert_close(got.weights, weights, tolerance(16, 8))
     assert (np.diff(got.weights, axis=-1) <= 0).all()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("groups", "chosen", "top_k"), [(4, 2, 3), (6, 1, 2), (3, 3, 12), (12, 4, 4)])
+def test_two_levels_against_float64(groups: int, chosen: int, top_k: int, normalize: bool) -> None:
+    """One token, whose groups' part of the kernel is read alone, and many; replay reads all of it."""
+    E = 12
+    shape = experts_only(16, 8, E, top_k).replace(norm_topk_prob=normalize, initializer_range=0.5)
+    router = Router(
+        shape.replace(router=RouterConfig(groups=groups, top_groups=chosen, group_gate=True)), jnp.float32
+    )
+    initialize(router, 0)
+    x = np.random.default_rng(0).normal(size=(40, 16)).astype(np.float32)
+    first = reference.softmax(x.astype(np.float64) @ np.asarray(router.group_kernel[...], np.float64))
+    inner = (x.astype(np.float64) @ np.asarray(router.kernel[...], np.float64)).reshape(40, groups, -1)
+    joint = first[:, :, None] * reference.softmax(inner)
+    joint[np.arange(40)[:, None], np.argsort(-first)[:, chosen:]] *= 1e-12  # in order, behind all others
+    ids = np.argsort(-joint.reshape(40, E), axis=-1)[:, :top_k]
+    weights = np.take_along_axis(joint.reshape(40, E), ids, 1)
+    weights /= weights.sum(-1, keepdims=True) if normalize else 1.0
+    for rows in (slice(0, 1), slice(0, 40)):
+        got = router(jnp.asarray(x[rows]))
+        np.testing.assert_array_equal(got.ids, ids[rows])
+        assert_close(got.weights, weights[rows], tolerance(16, 16, 8))
+        again = router(jnp.asarray(x[rows]), replay=Replay(got.ids))
+        assert_close(again.weights, weights[rows], tolerance(16, 16, 8))
+
+
+@pytest.mark.parametrize(("E", "k"), [(4096, 1), (4160, 8), (8192, 16), (5000, 4)])
+def test_the_best_of_many_are_those_of_a_whole_search(E: int, k: int) -> None:
+    """Few distinct scores, so that most of what is compared is equal; some rows have none but -inf."""
+    scores = np.random.default_rng(E).integers(0, 40, size=(30, E)).astype(np.float32)
+    scores[3], scores[4, :-3] = -np.inf, -np.inf
+    found, ids = jax.jit(best_of, static_argnums=1)(jnp.asarray(scores), k)
+    expected, places = jax.lax.top_k(jnp.asarray(scores), k)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(ids, places)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -17,6 +17,7 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "mixtral": mixtral.RULES,
     "qwen2_moe": qwen_moe.QWEN2_RULES,
     "qwen3_moe": qwen_moe.QWEN3_RULES,
+    "two_level_moe": qwen_moe.TWO_LEVEL_RULES,
     "olmoe": olmoe.RULES,
     "deepseek_v2": deepseek.RULES,
     "deepseek_v3": deepseek.RULES,

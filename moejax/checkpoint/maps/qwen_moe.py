@@ -1,6 +1,16 @@
-"""Keys of Qwen2-MoE (with shared expert) and Qwen3-MoE."""
+"""Keys of Qwen2-MoE (with shared expert), of Qwen3-MoE, and of that with a gate of groups."""
 
-from moejax.checkpoint.maps.rules import COMMON, DENSE_MLP, QK_NORM, fused_experts, gated_mlp, linear, routed
+from moejax.checkpoint.maps.rules import (
+    COMMON,
+    DENSE_MLP,
+    QK_NORM,
+    Rule,
+    Target,
+    fused_experts,
+    gated_mlp,
+    linear,
+    routed,
+)
 
 _SHARED = (
     *gated_mlp("model.layers.{l}.mlp.shared_expert", "layers.{l}.moe.shared_expert"),
@@ -9,3 +19,9 @@ _SHARED = (
 
 QWEN2_RULES = (*COMMON, *DENSE_MLP, *routed("mlp"), *fused_experts("mlp"), *_SHARED)
 QWEN3_RULES = (*COMMON, *QK_NORM, *DENSE_MLP, *routed("mlp"), *fused_experts("mlp"))
+TWO_LEVEL_RULES = (
+    *QWEN3_RULES,
+    Rule(
+        "model.layers.{l}.mlp.group_gate.weight", (Target("layers.{l}.moe.router.group_kernel", "transpose"),)
+    ),
+)
