@@ -25,8 +25,8 @@ from moejax.core.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection", "rotated"]
-NormKind = Literal["rms", "rms_unit_offset"]
-RouterScores = Literal["softmax", "sigmoid"]
+NormKind = Literal["rms", "rms_unit_offset", "layer"]
+RouterScores = Literal["softmax", "sigmoid", "sparsemixer"]
 GroupScore = Literal["max", "top2"]
 MoeExecution = Literal["dense", "capacity", "grouped"]
 ExpertLayout = Literal["auto", "edf", "efd"]
@@ -126,6 +126,8 @@ class RouterConfig(Checked):
             times its own within the group (two levels; arXiv 1701.06538, appendix B).
         norm_min: the least that weights are divided by where they are renormalised.
         scaling: factor on the weights.
+        tolerance: of "sparsemixer" (arXiv 2409.12136), which weighs a choice by its share among the experts
+            close to it: half of the relative distance of logits that still counts as close.
         bias: a vector is added to the logits.
     """
 
@@ -137,6 +139,7 @@ class RouterConfig(Checked):
     group_gate: bool = False
     norm_min: NonNegativeNumber = 0.0
     scaling: PositiveNumber = 1.0
+    tolerance: PositiveNumber = 0.01
     bias: bool = False
 
 
@@ -177,8 +180,9 @@ class ModelConfig(Checked):
     after the last one, which predict further tokens (DeepSeek-V3, arXiv 2412.19437, §2.2) and are not loaded.
     A model without experts has a single one, in none of its layers.
 
-    `norm` is the kind of all norms; "rms_unit_offset" scales by one plus its weight (Gemma). With
-    `post_norms` the outputs of attention and feed-forward are normalised, too, before they are added.
+    `norm` is the kind of all norms; "rms_unit_offset" scales by one plus its weight (Gemma), "layer"
+    subtracts the mean and has a bias (arXiv 1607.06450). With `post_norms` the outputs of attention and
+    feed-forward are normalised, too, before they are added.
     `residual_multiplier` scales these outputs, `embedding_multiplier` the embeddings, and
     `attention_multiplier` is the factor on q·k (None: one over the root of `head_dim`). Logits are divided by
     `logits_scaling` and bounded as c·tanh(logits / c) by `logits_softcap`. `local_rope` is for layers with a
@@ -219,6 +223,7 @@ class ModelConfig(Checked):
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     clip_qkv: PositiveNumber | None = None
     attention_multiplier: PositiveNumber | None = None
     embedding_multiplier: PositiveNumber = 1.0

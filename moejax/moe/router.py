@@ -112,6 +112,9 @@ class Router(nnx.Module):
 
     def _choose(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps logits `[N, E]` to ids and weights `[N, k]`."""
+        if self.config.scores == "sparsemixer":
+            _, ids = jax.lax.top_k(logits, self.top_k)
+            return ids, self._mixed(logits, ids)
         scores = self._scores(logits)
         if self.correction_bias is None and (self.config.groups == 1 or self.group_kernel is not None):
             weights, ids = top_k(scores, self.top_k)
@@ -153,12 +156,27 @@ class Router(nnx.Module):
         options: dict[str, Any] = {"renormalize": self.normalize, "implementation": self.kernels}
         return topk_router(parts, k=self.top_k, valid=valid, **options)
 
+    def _mixed(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
+        """Returns the weights `[N, k]` of choices in turn: each one's share of a softmax over the experts not
+        chosen before it whose logits `[N, E]` come close to the best of them."""
+        left, weights = logits, []
+        for place in range(ids.shape[1]):
+            mine = jax.nn.one_hot(ids[:, place], self.num_experts, dtype=jnp.bool)
+            best = jnp.max(left, axis=-1, keepdims=True)
+            far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * self.config.tolerance
+            shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+            weights.append(jnp.sum(jnp.where(mine, shares, 0.0), axis=-1))
+            left = jnp.where(mine, -jnp.inf, left)
+        return jnp.stack(weights, axis=1)
+
     def ranking(self, logits: jax.Array) -> jax.Array:
         """Maps logits `[N, E]` to int32 `[N, E]`: every expert, in the order that they are chosen in."""
         return jax.lax.top_k(self._eligible(self._scores(logits)), self.num_experts)[1].astype(jnp.int32)
 
     def weights_of(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
         """Returns the weights `[N, k]` of experts `ids`, 0 for E, which is none."""
+        if self.config.scores == "sparsemixer":
+            return self._mixed(logits, ids)
         E = self.num_experts
         scores = jnp.take_along_axis(self._scores(logits), jnp.minimum(ids, E - 1), axis=-1)
         return self._weights(jnp.where(ids < E, scores, 0.0))

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467)."""
+"""Root-mean-square (Zhang and Sennrich, arXiv 1910.07467) and layer normalisation (arXiv 1607.06450)."""
 
 from typing import Any
 
@@ -73,7 +73,38 @@ class RMSNorm(nnx.Module):
         return normed.reshape(x.shape), total.reshape(x.shape)
 
 
-def norm_of(config: ModelConfig, dtype: Any, kernels: str = "xla") -> RMSNorm:
+class LayerNorm(nnx.Module):
+    """Brings the last axis to mean 0 and variance 1, then scales and shifts it; all in float32, result in x's
+    dtype."""
+
+    def __init__(self, dim: int, axis: str | None, dtype: Any, eps: float) -> None:
+        self.scale = declare(ParamSpec((dim,), (axis,), dtype, "ones"))
+        self.bias = declare(ParamSpec((dim,), (axis,), dtype, "zeros"))
+        self.eps = eps
+        self.unit_offset = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises `[..., dim]`."""
+        return self.add(x, None)[0]
+
+    @jax.named_scope("norm")
+    def add(self, x: jax.Array, residual: Residual) -> tuple[jax.Array, jax.Array]:
+        """Adds x and residual `[..., dim]`; returns (the normalised sum, the sum)."""
+        assert not isinstance(residual, RowSums)
+        total = x if residual is None else x + residual
+        x32 = total.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        scale, bias = (jnp.broadcast_to(v[...].astype(jnp.float32), x.shape) for v in (self.scale, self.bias))
+        return (normed * scale + bias).astype(x.dtype), total
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def norm_of(config: ModelConfig, dtype: Any, kernels: str = "xla") -> Norm:
     """Returns a model's norm of its hidden states `[..., D]`."""
+    if config.norm == "layer":
+        return LayerNorm(config.hidden_size, "embed", dtype, config.rms_norm_eps)
     offset = config.norm == "rms_unit_offset"
     return RMSNorm(config.hidden_size, "embed", dtype, config.rms_norm_eps, kernels, unit_offset=offset)

@@ -74,9 +74,9 @@ class Folds:
             heads = scales.reshape(C // (site.group * site.head_dim), site.group, site.head_dim)
             scales = heads[:, 0].reshape(-1)
         self.outputs[site.source], self.offsets[site.source] = scales, site.offset
-        projection = site.source.removesuffix(".kernel")
-        if projection in BIASED:
-            self.outputs[f"{projection}.bias"] = scales
+        module, _, name = site.source.rpartition(".")
+        if name == "scale" or module in BIASED:  # a layer norm has one, too
+            self.outputs[f"{module}.bias"] = scales
 
     def apply(self, name: str, value: jax.Array, part: slice = slice(None)) -> jax.Array:
         """Returns the folded parameter in float32.

@@ -73,6 +73,11 @@ FAMILIES = {
     ),
     "llama": BASE.replace(**LLAMA, vocab_size=97, num_kv_heads=1),
     "gemma3_text": BASE.replace(**GEMMA | {"embedding_multiplier": 8.0}, tie_word_embeddings=True),
+    "phimoe": BASE.replace(
+        family="phimoe", vocab_size=99, qk_norm="none", norm="layer", num_experts_per_tok=2, qkv_bias=True,
+        attention_out_bias=True, lm_head_bias=True, norm_topk_prob=False, intermediate_size=16,
+        router=RouterConfig("sparsemixer", tolerance=0.1),
+    ),
     "granitemoe": BASE.replace(**GRANITE, intermediate_size=16),
     "gpt_oss": BASE.replace(**SINKS, vocab_size=98, sliding_windows=(7, None), intermediate_size=16),
 }  # fmt: skip

@@ -262,6 +262,14 @@ CASES = (
         "sliding_window": 2, "intermediate_size": 28, "num_attention_heads": 6, "num_key_value_heads": 3,
         "swiglu_limit": 0.8, "max_position_embeddings": 16, "rope_parameters": rope("linear", factor=2.0),
     }),
+    Case("phimoe-plain", "phimoe", {}),
+    Case("phimoe-biases-window-mqa", "phimoe", {
+        "attention_bias": True, "lm_head_bias": True, "sliding_window": 6, "num_key_value_heads": 1,
+        "router_jitter_noise": 0.2,
+    }, "bfloat16"),
+    Case("phimoe-all-experts-mha-tied", "phimoe", {
+        "num_local_experts": 2, "num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-3,
+    }, "float16"),
     Case("olmoe-dynamic-gelu", "olmoe", {
         "hidden_act": "gelu", "max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=2.0),
         "clip_qkv": 1.0,
@@ -284,6 +292,7 @@ GOLDEN = (
     "qwen3-window-biases-tied",
     "granitemoe-factors",
     "gemma3_text-windows-linear",
+    "phimoe-biases-window-mqa",
     "glm4_moe-k1-mqa-tied-quarter-rotated-llama3",
     "dots1-window-layer-types-groups-bias-dense-layer",
     "minimax_m2-plain",
@@ -321,6 +330,7 @@ FAMILY_BASE: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 0, "moe_k": 2},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
     "llama": {},
+    "phimoe": {"num_local_experts": 8, "router_jitter_noise": 0.05},
     "qwen3": {},
     "gemma3_text": {
         "head_dim": 12,

@@ -31,6 +31,7 @@ CONFIGS = {
     "gemma3_text": transformers.Gemma3TextConfig,
     "granitemoe": transformers.GraniteMoeConfig,
     "gpt_oss": transformers.GptOssConfig,
+    "phimoe": transformers.PhimoeConfig,
 }
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -22,6 +22,7 @@ NAMES = [
     "mixtral-window-k1-wide-head", "qwen2_moe-dense-layer", "qwen2_moe-window-sparse-step",
     "qwen3_moe-dense-layers-bias-tied", "olmoe-clip-bias-gqa", "llama-biases-mqa-tied-llama3",
     "qwen3-window-biases-tied", "granitemoe-factors", "gemma3_text-windows-linear",
+    "phimoe-biases-window-mqa",
     "deepseek_v2-groups-yarn-scaling-dense-layer", "deepseek_v3-groups",
     "glm4_moe-groups-qk-norm-bias-dense-layer-yarn", "dots1-window-layer-types-groups-bias-dense-layer",
     "minimax_m2-plain", "ernie4_5_moe-every-second-layer-no-shared-norm-min-yarn",

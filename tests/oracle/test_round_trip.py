@@ -33,7 +33,7 @@ PER_FAMILY = [
     "olmoe-clip-bias-gqa", "glm4_moe-plain", "dots1-plain", "minimax_m2-plain", "ernie4_5_moe-plain",
     "hunyuan_v1_moe-plain",
     "llama-biases-mqa-tied-llama3", "qwen3-window-biases-tied", "granitemoe-factors",
-    "gemma3_text-windows-linear",
+    "gemma3_text-windows-linear", "phimoe-biases-window-mqa",
 ]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def parts_of(path, value, family):
     elif path.endswith("moe.experts.up_proj") and family == "granitemoe":
         pass  # a half of a tensor
     elif path.endswith("moe.experts.up_proj"):
-        w3 = family in ("mixtral", "minimax_m2")
+        w3 = family in ("mixtral", "minimax_m2", "phimoe")
         block, up = ("block_sparse_moe", "w3") if w3 else ("mlp", "up_proj")
         for e in range(value.shape[0]):
             yield f"model.layers.{steps[1]}.{block}.experts.{e}.{up}.weight", value[e].T

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig, MoeConfig, RouterConfig
 from moejax.core.quant import CalibrationConfig, QuantConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
@@ -33,6 +33,14 @@ FAMILIES = {
     "gemma3_text": BASE.replace(**GEMMA, qk_norm="head"),
     "granitemoe": BASE.replace(**GRANITE),
     "gpt_oss": BASE.replace(**SINKS, sliding_windows=(5, None)),
+    "phimoe": BASE.replace(
+        family="phimoe",
+        norm="layer",
+        router=RouterConfig("sparsemixer", tolerance=0.1),
+        qkv_bias=True,
+        lm_head_bias=True,
+        norm_topk_prob=False,
+    ),
     "olmoe-clip": BASE.replace(family="olmoe", qk_norm="projection", clip_qkv=0.7),
 }
 

@@ -9,6 +9,7 @@ from moejax.checkpoint.maps import (
     hunyuan,
     mixtral,
     olmoe,
+    phimoe,
     qwen_moe,
 )
 from moejax.checkpoint.maps.rules import Rule
@@ -19,6 +20,7 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "qwen3_moe": qwen_moe.QWEN3_RULES,
     "two_level_moe": qwen_moe.TWO_LEVEL_RULES,
     "olmoe": olmoe.RULES,
+    "phimoe": phimoe.RULES,
     "deepseek_v2": deepseek.RULES,
     "deepseek_v3": deepseek.RULES,
     "glm4_moe": deepseek.GROUPED_QUERY_RULES,

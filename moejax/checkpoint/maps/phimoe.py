@@ -1,0 +1,20 @@
+"""Phi-MoE's keys: Mixtral's experts, layer norms, a bias of the output projection."""
+
+from dataclasses import replace
+
+from moejax.checkpoint.maps.mixtral import RULES as MIXTRAL
+from moejax.checkpoint.maps.rules import BACKBONE, Rule, Target
+
+_NORM_BIASES = tuple(
+    replace(
+        rule, key=rule.key.replace(".weight", ".bias"), targets=(Target(target.replace(".scale", ".bias")),)
+    )
+    for rule in BACKBONE
+    for target in (each.param for each in rule.targets)
+    if target.endswith("norm.scale")
+)
+_MEMORY = Rule(
+    "model.layers.{l}.mlp.router.weight", (Target("layers.{l}.moe.router.kernel", "transpose"),), False
+)
+
+RULES = (*MIXTRAL, *_NORM_BIASES, _MEMORY, Rule("lm_head.bias", (Target("lm_head.bias"),)))
