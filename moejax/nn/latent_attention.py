@@ -29,7 +29,8 @@ class LatentAttention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any, kernels: str = "xla", axes: Axes = SINGLE) -> None:
         assert config.latent is not None
         latent, D, H = config.latent, config.hidden_size, config.num_heads
-        scale, bias, eps = config.initializer_range, config.qkv_bias, config.rms_norm_eps
+        scale, bias = config.initializer_range, config.qkv_bias
+        eps = 1e-6  # of these two norms, whatever `rms_norm_eps` says (DeepSeek's and transformers' code)
         queries = H * config.head_dim
         rank = latent.q_rank
         self.q_proj = Linear((D, queries), ("embed", "heads"), dtype, scale=scale) if rank is None else None

@@ -125,6 +125,7 @@ def step_comm(
     rows: int,
     exchange: Exchange | None = None,
     layers: Sequence[int] | None = None,
+    split_latents: bool = False,
 ) -> list[CommTerm]:
     """Returns the collectives of one pass of the engine's step, of each device of a pipeline stage: rows are
     sampled, without log-probabilities, and no routing is recorded.
@@ -134,6 +135,9 @@ def step_comm(
         rows: S, sampled rows of one data group.
         exchange: how tokens travel; needed where `parallel.attention` is "data" and ep > 1.
         layers: the stage's layers; None: all, in one stage.
+        split_latents: tensor-parallel devices hold the latents of some tokens each, not all of them (context
+            parallelism, which no engine here runs): all heads' queries come to every device, and what each
+            has attended to, with the logarithm of its sum, goes to the heads' own.
 
     Raises:
         ConfigError: an exchange is needed and not given, or given where there is none.
@@ -162,6 +166,12 @@ def step_comm(
         # The mean square of the whole projection, float32 [N, 1].
         add("qk_norm", "all-reduce", "tensor", tokens * _FLOAT, len(stage_layers))
         add("qk_norm", "all-reduce", "kv", tokens * _FLOAT, len(stage_layers))
+    if split_latents and model.latent is not None:
+        heads = tokens * model.num_heads
+        queries = heads // sizes["tensor"] * model.key_dim * itemsize
+        add("latents", "all-gather", "tensor", queries, len(stage_layers))
+        parts = heads * (model.latent.kv_rank * itemsize + _FLOAT)
+        add("latents", "reduce-scatter", "tensor", parts, len(stage_layers))
     add("attention", "all-reduce", "tensor", hidden, len(stage_layers))
     if sparse:
         row = model.hidden_size * itemsize

@@ -71,6 +71,7 @@ def model_step(
     exchange: Exchange,
     *,
     microbatches: int = 1,
+    split_latents: bool = False,
 ) -> StepModel:
     """Returns the step of a phase on a device kind.
 
@@ -78,6 +79,7 @@ def model_step(
         stages: what each stage's devices hold (`moejax.perf.memory.device_memory`).
         exchange: of a microbatch's tokens.
         microbatches: parts that the step goes through the pipeline in.
+        split_latents: see `step_comm`; `stages` have a device's part of them.
     """
     # The largest of equal parts of the step.
     sizes = {name: math.ceil(getattr(phase, name) / microbatches) for name in ("tokens", "rows", "sequences")}
@@ -92,8 +94,10 @@ def model_step(
             rows=part.rows,
             exchange=exchange,
             layers=stage.layers,
+            split_latents=split_latents,
         )
-        memory, compute = _roofline(model, parallel, hardware, stage, part)
+        split = parallel.tensor_size if split_latents else parallel.kv_split(model.num_kv_heads)
+        memory, compute = _roofline(model, parallel, hardware, stage, part, split)
         links = link_seconds(sent, hardware, parallel, model) or ()
         transfer, latency = sum(link.transfer for link in links), sum(link.latency for link in links)
         stage_times.append((memory, compute, transfer, latency))
@@ -115,8 +119,9 @@ def _roofline(
     hardware: Hardware,
     stage: StageMemory,
     phase: Phase,
+    split: int,
 ) -> tuple[float, float]:
-    """Returns seconds of reading and of arithmetic on one device of a stage."""
+    """Returns seconds of reading and of arithmetic on one device of a stage, of `split` that share a cache."""
     itemsize = DTYPE_BYTES[model.dtype]
     sparse = sum(model.moe_layers[layer] for layer in stage.layers)
     # Tokens that come together at the experts: all data groups' that exchange.
@@ -124,7 +129,7 @@ def _roofline(
     E, k = model.num_experts, model.num_experts_per_tok
     hit = 1.0 - (1.0 - k / E) ** meeting
     dense_params = stage.other_weights / itemsize - _table(model, parallel, stage)
-    sizes, split = attention_sizes(model), parallel.kv_split(model.num_kv_heads)
+    sizes = attention_sizes(model)
     seen = [
         phase.context if model.sliding_windows[layer] is None
         else min(phase.context, float(model.sliding_windows[layer] or 0))

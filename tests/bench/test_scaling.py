@@ -18,6 +18,7 @@ from moejax.core.hardware import KNOWN
 from moejax.core.parallel import PRESETS, ParallelConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import num_params
+from moejax.perf import links
 from moejax.perf.comm import Exchange
 from moejax.perf.memory import StageMemory
 from moejax.perf.scaling import Phase, model_step
@@ -25,6 +26,7 @@ from moejax.report.experiments import save_plots
 from moejax.report.scaling import print_scaling
 from tests.bench.runs import run_into
 from tests.engine.mesh_models import BASE
+from tests.model_shapes import LATENT
 
 pytestmark = pytest.mark.multidevice
 
@@ -58,6 +60,22 @@ def test_experts_are_split_over_all_devices_and_something_is_sent(layout: str) -
     roles = [v for k, v in found.items() if k.startswith("decode_comm_bytes_")]
     assert sum(roles) == pytest.approx(found["decode_comm_bytes"], rel=1e-12)
     assert (found["decode_bubble"] > 0) == (parallel.pp > 1)
+
+
+def test_latents_that_are_split_by_tokens() -> None:
+    """Each of eight devices holds and reads an eighth of what it has whole now; queries and results travel."""
+    model = MODEL.replace(**LATENT)
+    now, alone = row("tp8", model), row("single", model)
+    assert now["device_cache_bytes"] == alone["device_cache_bytes"]
+    saved = now["device_memory_bytes"] - now["split_latents_memory_bytes"]
+    assert saved == pytest.approx(now["device_cache_bytes"] * 7 / 8, rel=1e-6)
+    assert "split_latents_decode_ms" not in alone and "split_latents_decode_ms" not in row("tp8")
+    assert "split_latents_decode_ms" not in row("dp_attention_ep8", model)
+    sent = 4 * 7 * 64 * (22 * 2 + 8 * (16 * 2 + 4) / 8)  # layers, peers, rows; a head's query, results of 8
+    latency = 4 * 2 * links.latency("all-gather", 8, 1)
+    numbers = 64 * 512 * 4 * (16 + 6)
+    more = sent / (A100.link_bandwidth / 2) + latency - numbers * 2 * 7 / 8 / A100.bandwidth
+    assert now["split_latents_decode_ms"] - now["decode_ms"] == pytest.approx(more * 1e3, rel=1e-6)
 
 
 def test_between_nodes_the_network_counts() -> None:

@@ -123,7 +123,7 @@ CASES = (
     Case("deepseek_v3-all-experts-one-head", "deepseek_v3", {
         "n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 2, "v_head_dim": 8,
         "num_attention_heads": 1, "num_key_value_heads": 1, "first_k_dense_replace": 1,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 3, "rms_norm_eps": 1e-3,
     }),
     Case("glm4_moe-plain", "glm4_moe", {}),
     Case("glm4_moe-groups-qk-norm-bias-dense-layer-yarn", "glm4_moe", {

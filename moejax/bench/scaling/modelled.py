@@ -1,6 +1,7 @@
 """A layout's memory, communication and modelled step times. Nothing is run, no device is needed."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from moejax.bench.scaling.config import ScalingSection
@@ -56,8 +57,16 @@ def layout_row(
     for phase in phases:
         microbatches = min(parallel.microbatches or parallel.pp, phase.tokens)
         exchange, why = exchange_of(model, parallel, math.ceil(phase.tokens / microbatches))
-        step = model_step(model, parallel, hardware, stages, phase, exchange, microbatches=microbatches)
+        of_step = phase, exchange
+        step = model_step(model, parallel, hardware, stages, *of_step, microbatches=microbatches)
         name = phase.name
+        if name == "decode" and model.latent is not None and parallel.tensor_size > 1:
+            even = [replace(stage, cache=stage.cache // parallel.tensor_size) for stage in stages]
+            split = model_step(
+                model, parallel, hardware, even, *of_step, microbatches=microbatches, split_latents=True
+            )
+            row |= {"split_latents_memory_bytes": largest(even).total}
+            row |= {"split_latents_decode_ms": split.seconds * 1e3}
         row |= {
             f"{name}_ms": step.seconds * 1e3,
             f"{name}_memory_ms": step.memory * 1e3,

@@ -304,7 +304,12 @@ def cache_dtype(requested: str, config: ModelConfig) -> Resolution:
     """Decides the dtype of the key/value cache, with the reason. The choice is checked by `QuantConfig`."""
     key, plain = "quant.kv_cache", kv_vector_bytes(config.key_dim, config.dtype)
     if requested == "auto":
-        return Resolution(key, config.dtype, "the model's dtype")
+        reason = "the model's dtype"
+        if config.latent is not None:
+            each = config.num_heads * (config.head_dim + config.latent.value_dim)
+            reason += f"; {config.key_dim} numbers a token and layer, where keys and values of {config.num_heads}"
+            reason += f" heads would be {each:,}"
+        return Resolution(key, config.dtype, reason)
     coded = kv_vector_bytes(config.key_dim, requested)
     why = f"asked for; {coded} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
     return Resolution(key, requested, why)
