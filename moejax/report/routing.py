@@ -23,6 +23,7 @@ from moejax.routing.capture import RoutingCapture
 Captures = RoutingCapture | Mapping[str, RoutingCapture]
 
 _MOST_TICKS = 16
+_MOST_PAIRED = 2048  # experts whose pairs are counted and drawn
 _RATIOS = (0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50)
 _GREY = "#dddddd"
 
@@ -86,7 +87,8 @@ def co_activation_heatmap(
 ) -> Figure | None:
     """How many times as often two experts serve the same token as their popularity alone would have it.
 
-    Experts stand in an order that brings those together which go together.
+    Experts stand in an order that brings those together which go together. None for more than can be told
+    apart.
 
     Args:
         layers: of the model; None: the first, the middle and the last of each trace.
@@ -94,7 +96,7 @@ def co_activation_heatmap(
     Raises:
         ConfigError: a trace does not have such a layer.
     """
-    named = {name: c for name, c in _named(captures).items() if c.top_k > 1}
+    named = {n: c for n, c in _named(captures).items() if c.top_k > 1 and c.num_experts <= _MOST_PAIRED}
     if not named:
         return None
     columns = max(len(layers or _three(c)) for c in named.values())

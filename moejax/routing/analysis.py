@@ -196,9 +196,9 @@ def co_activation_lift(counts: ArrayLike) -> Floats:
     return np.divide(met, expected, out=np.full_like(met, np.nan), where=expected > 0)
 
 
-def transition(capture: RoutingCapture, layer: int) -> Ints:
+def transition(capture: RoutingCapture, layer: int, *, visited: bool = False) -> Ints:
     """Returns int64 `[E, E]`: tokens whose likeliest expert is one (row) in a layer and the other (column) in
-    the next layer with experts. Each token counts once.
+    the next layer with experts. Each token counts once. With `visited` only such experts have rows and columns.
 
     Raises:
         ConfigError: the trace does not have the layer, or none after it.
@@ -209,7 +209,12 @@ def transition(capture: RoutingCapture, layer: int) -> Ints:
     E = capture.num_experts
     first, second = (capture.ids[:, i, 0].astype(np.int64) for i in (at, at + 1))
     routed = (first < E) & (second < E)
-    return np.bincount(first[routed] * E + second[routed], minlength=E * E).reshape(E, E)
+    first, second = first[routed], second[routed]
+    rows = columns = E
+    if visited:
+        (one, first), (two, second) = (np.unique(ids, return_inverse=True) for ids in (first, second))
+        rows, columns = len(one), len(two)
+    return np.bincount(first * columns + second, minlength=rows * columns).reshape(rows, columns)
 
 
 def mutual_information(table: ArrayLike) -> float:

@@ -86,3 +86,9 @@ def test_traces_with_nothing_for_a_figure(trace: RoutingCapture, tmp_path: Any) 
     assert co_activation_heatmap(one) is None and load_over_time_plot(one) is None
     assert temporal_locality_plot(one) is None
     assert load_heatmap(one) is not None and working_set_plot(one) is not None
+
+
+def test_pairs_of_many_experts_are_not_drawn() -> None:
+    """A table of 32,768 experts by as many would be eight gigabytes."""
+    shape = {"top_k": 4, "layers": (0, 1), "requests": 2, "prompt_len": 4, "output_len": 4}
+    assert co_activation_heatmap(generate("zipf", num_experts=32768, **shape)) is None

@@ -101,6 +101,8 @@ def test_co_activation_and_transitions_by_loops(trace: RoutingCapture) -> None:
     first = analysis.transition(trace, 0)
     np.testing.assert_array_equal(first, expected[:E, :E])
     assert first.sum() == trace.num_rows - 1  # row 9 goes nowhere in the second layer
+    seen = expected[:E, :E][expected[:E, :E].any(1)]
+    np.testing.assert_array_equal(analysis.transition(trace, 0, visited=True), seen[:, seen.any(0)])
     with pytest.raises(ConfigError, match=r"no layer 1 \(its layers with experts: 0, 2\)"):
         analysis.co_activation(trace, 1)
     with pytest.raises(ConfigError, match="layer 2 is its last"):

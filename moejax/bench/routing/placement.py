@@ -1,5 +1,6 @@
 """How evenly a trace loads the devices that its experts are on: as they come, and placed by its own load."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,10 @@ def placement_row(capture: RoutingCapture, section: PlacementSection) -> dict[st
     halves = _halves(capture)
     for name, extra in (("planned", 0), ("replicated", redundant)):
         plan: dict[str, Any] = {"devices": devices, "nodes": section.nodes, "redundant": extra}
-        row |= _balance(name, loads, plan_placement(loads, **plan))
+        before_plan = time.perf_counter()
+        placed = plan_placement(loads, **plan)
+        row[f"{name}_plan_ms"] = (time.perf_counter() - before_plan) * 1e3
+        row |= _balance(name, loads, placed)
         if halves is not None:
             row |= _balance(f"{name}_holdout", halves[1], plan_placement(halves[0], **plan))
     if halves is not None:

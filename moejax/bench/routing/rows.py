@@ -27,7 +27,7 @@ def layer_rows(capture: RoutingCapture) -> list[dict[str, Any]]:
     rows = []
     for at, layer in enumerate(capture.layers):
         last = at + 1 == len(capture.layers)
-        table = None if last else analysis.transition(capture, layer)
+        table = None if last else analysis.transition(capture, layer, visited=True)
         rows.append(
             {
                 "layer": layer,
