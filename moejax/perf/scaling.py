@@ -121,7 +121,7 @@ def _roofline(
     phase: Phase,
     split: int,
 ) -> tuple[float, float]:
-    """Returns seconds of reading and of arithmetic on one device of a stage, of `split` that share a cache."""
+    """Returns seconds of reading and of arithmetic on a device, one of `split` that share a cache."""
     itemsize = DTYPE_BYTES[model.dtype]
     sparse = sum(model.moe_layers[layer] for layer in stage.layers)
     # Tokens that come together at the experts: all data groups' that exchange.

@@ -70,7 +70,9 @@ def print_scaling(result: Mapping[str, Any], console: Console) -> None:
     for row in fitting:
         if "split_latents_decode_ms" in row:
             memory, took = row["split_latents_memory_bytes"] / 1e9, row["split_latents_decode_ms"]
-            text = f"latents split by tokens, {number(memory)} GB and {number(took)} ms a decode step (modelled)"
+            text = (
+                f"latents split by tokens, {number(memory)} GB and {number(took)} ms a decode step (modelled)"
+            )
             print_lines(console, [f"{row['layout']}: {text}"])
     if result.get("routing_trace"):
         _print_routed(result, console)

@@ -198,7 +198,7 @@ def co_activation_lift(counts: ArrayLike) -> Floats:
 
 def transition(capture: RoutingCapture, layer: int, *, visited: bool = False) -> Ints:
     """Returns int64 `[E, E]`: tokens whose likeliest expert is one (row) in a layer and the other (column) in
-    the next layer with experts. Each token counts once. With `visited` only such experts have rows and columns.
+    the next layer with experts. Each token counts once. With `visited` others have no row and no column.
 
     Raises:
         ConfigError: the trace does not have the layer, or none after it.

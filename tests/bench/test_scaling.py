@@ -63,7 +63,7 @@ def test_experts_are_split_over_all_devices_and_something_is_sent(layout: str) -
 
 
 def test_latents_that_are_split_by_tokens() -> None:
-    """Each of eight devices holds and reads an eighth of what it has whole now; queries and results travel."""
+    """A device holds and reads an eighth of what it now has whole; queries and results travel."""
     model = MODEL.replace(**LATENT)
     now, alone = row("tp8", model), row("single", model)
     assert now["device_cache_bytes"] == alone["device_cache_bytes"]

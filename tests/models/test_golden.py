@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent / "golden"
 
 def test_there_is_a_golden_file_for_every_family_and_they_stay_small():
     # Two names are of others' models: Kimi-K2 is a DeepSeek-V3, Gemma 3's text a model of its own.
-    assert {by_name(name).family for name in GOLDEN} == FAMILIES.keys() - {"kimi_k2", "gemma3", "two_level_moe"}
+    assert {by_name(name).family for name in GOLDEN} == FAMILIES.keys() - {
+        "kimi_k2",
+        "gemma3",
+        "two_level_moe",
+    }
     assert sorted(GOLDEN) == sorted(path.parent.name for path in ROOT.glob("*/golden.npz"))
     assert sum(path.stat().st_size for path in ROOT.rglob("*") if path.is_file()) < 2_000_000
     assert {by_name(name).dtype for name in GOLDEN} == {"float32", "bfloat16", "float16"}

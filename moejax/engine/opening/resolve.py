@@ -306,9 +306,11 @@ def cache_dtype(requested: str, config: ModelConfig) -> Resolution:
     if requested == "auto":
         reason = "the model's dtype"
         if config.latent is not None:
-            each = config.num_heads * (config.head_dim + config.latent.value_dim)
-            reason += f"; {config.key_dim} numbers a token and layer, where keys and values of {config.num_heads}"
-            reason += f" heads would be {each:,}"
+            heads, each = config.num_heads, config.head_dim + config.latent.value_dim
+            reason += (
+                f"; {config.key_dim} numbers a token and layer, where the keys and values of {heads} heads"
+            )
+            reason += f" would be {heads * each:,}"
         return Resolution(key, config.dtype, reason)
     coded = kv_vector_bytes(config.key_dim, requested)
     why = f"asked for; {coded} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
