@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64
+from pallas_kernels.models import MIXTRAL, NARROW, OLMOE, QWEN3, WIDE64
 from pallas_kernels.op import Cost, Spec, make_problem
 
 
@@ -52,7 +52,7 @@ SPECS += tuple(
     for T in (1, 64)
 )
 SPECS += tuple(
-    _spec(f"narrow_{E}", phase, T, E, 8, _SIGMOID, True)
-    for E in (1024, 4096)
+    _spec(model.name, phase, T, model.total_experts, model.top_k, _SIGMOID, True)
+    for model in NARROW
     for phase, T in (("decode", 64), ("prefill", 4096))
 )
