@@ -69,6 +69,7 @@ class RMSNorm(nnx.Module):
         if isinstance(residual, jax.Array):
             rows = residual.reshape(flat.shape)
         how: dict[str, Any] = {"eps": self.eps, "implementation": self.kernels}
+        how |= {"kind": "rms_unit_offset"} if self.unit_offset else {}
         normed, total = rms_norm(flat, self.scale[...], rows, slot_of, **how)
         return normed.reshape(x.shape), total.reshape(x.shape)
 

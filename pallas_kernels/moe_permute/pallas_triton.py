@@ -142,7 +142,7 @@ def _place_kernel(
     weighted: bool,
 ) -> None:
     ids_ref, hist_ref = (refs[0], refs[1]) if counted else (refs[0], None)
-    tiles, lookup = _tiles(E), _LOOKUP if _tiles(E) == 1 else _LOOKUP // 4
+    tiles = _tiles(E)
     given = 1 + counted + (tiles > 1)
     outputs = refs[given + weighted :]
     row_ref, block_ref, num_ref, counts_ref, slot_ref, token_ref, own_ref = outputs[:7]
@@ -195,7 +195,7 @@ def _place_kernel(
         put(p, jnp.full(256, A, jnp.int32), p < P)
 
     def look_up(i: Any, _: None) -> None:
-        b = (me + i * n) * lookup + jnp.arange(lookup, dtype=jnp.int32)
+        b = (me + i * n) * _LOOKUP + jnp.arange(_LOOKUP, dtype=jnp.int32)
         first = b * block_m
         # The expert of a block: how many experts end before it starts.
         done = ((first[:, None] >= ends[None, :]) & (expert < E)[None, :]).astype(jnp.int32)
@@ -209,7 +209,7 @@ def _place_kernel(
 
     jax.lax.fori_loop(0, cdiv(block_m, n), pad, None)
     jax.lax.fori_loop(0, cdiv(P, 256 * workers), empty, None)
-    jax.lax.fori_loop(0, cdiv(P // block_m, lookup * n), look_up, None)
+    jax.lax.fori_loop(0, cdiv(P // block_m, _LOOKUP * n), look_up, None)
 
     @when(me == 0)
     def _() -> None:

@@ -286,8 +286,6 @@ def unsupported_by_kernels(
         return f"engine.block_size={size} (a power of two, at least 8)"
     if config.latent is not None:
         return "latent attention (grouped-query attention only)"
-    if config.norm != "rms":
-        return f"norms of kind {config.norm!r} (root mean square without an offset only)"
     if config.qk_norm == "rotated":
         return "norms of queries and keys after rotary embedding (before it only)"
     if config.head_dim % 8 or config.head_dim > 256:
