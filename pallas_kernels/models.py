@@ -30,6 +30,9 @@ QWEN3 = ModelShape("qwen3_30b_a3b", 2048, 768, 128, 128, 8, 32, 4, 128)
 OLMOE = ModelShape("olmoe_1b_7b", 2048, 1024, 64, 64, 8, 16, 16, 128)
 WIDE64 = ModelShape("wide64_ep8", 4096, 4096, 8, 64, 2, 32, 8, 128)
 
+GLM = ModelShape("glm_4_5", 5120, 1536, 160, 160, 8, 96, 8, 128)
+GLM_AIR = ModelShape("glm_4_5_air", 4096, 1408, 128, 128, 8, 96, 8, 128)
+MINIMAX = ModelShape("minimax_m2", 3072, 1536, 256, 256, 8, 48, 8, 128)
 NARROW = tuple(ModelShape(f"narrow_{E}", 2048, 128, E, E, 8, 16, 16, 128) for E in (1024, 4096))
 
 MODELS = (MIXTRAL, QWEN3, OLMOE, WIDE64)

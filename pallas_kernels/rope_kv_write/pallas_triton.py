@@ -33,7 +33,7 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """Takes about 16 elements of q a thread in each half, one token a program until the card is full.
+    """Takes about 16 elements of q a thread in each half of a head, one token a program until the card is full.
 
     Each of 2 * T * K programs at least keeps 1 KB in flight; the card needs a few MB: 4 warps from there. A
     program of all heads has half as many elements a thread, as its keys are as many more rows.
@@ -55,9 +55,9 @@ def space(problem: Problem) -> Iterable[Config]:
 
 
 def _row(problem: Problem) -> int:
-    """Returns the elements of a token's q in a program, in one half."""
+    """Returns half the elements of a token's q in a program."""
     heads = int(problem["H"]) // (1 if problem["norm"] == "projection" else int(problem["K"]))
-    return next_power_of_2(heads) * next_power_of_2(max(1, int(problem["R"]) // 2))
+    return next_power_of_2(heads) * next_power_of_2(int(problem["Dh"]) // 2)
 
 
 def _encode(x: jax.Array, dtype: Any) -> jax.Array:

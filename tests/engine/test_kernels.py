@@ -13,6 +13,7 @@ from moejax.nn import param
 from pallas_kernels import work_list
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
+from tests.engine.traces import by_place, experts
 from tests.model_shapes import GEMMA, GLM, GRANITE, LLAMA, SINKS
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
@@ -128,6 +129,24 @@ def test_other_models(change, nothing_is_zero):
 def test_newer_families(change, nothing_is_zero):
     plain, kernels = (llm.generate([prompt(17), prompt(4)], greedy(6)) for llm in engines(**change))
     assert tokens(kernels) == tokens(plain)
+
+
+@pytest.mark.slow
+def test_routing_is_captured_and_replayed(nothing_is_zero):
+    """The kernels' router has the plain one's experts; a trace runs again on kernels as it was recorded."""
+    plain, kernels = (
+        llm.variant(dataclasses.replace(llm.engine_config, capture_routing=True)) for llm in engines(**GLM)
+    )
+    traces, outs = [], []
+    for llm, replayed in ((plain, False), (kernels, False), (kernels, True)):
+        if replayed:
+            llm.replay_routing(traces[1])
+        outs.append(tokens(llm.generate([prompt(17), prompt(4)], greedy(6))))
+        traces.append(llm.routing_capture())
+        llm.reset_capture()
+    assert outs[0] == outs[1] == outs[2]
+    assert experts(traces[0]) == experts(traces[1])
+    assert by_place(traces[1]) == by_place(traces[2])
 
 
 def test_the_choice_is_recorded(both):
