@@ -68,7 +68,7 @@ def _tiles(num_experts: int) -> int:
 
 
 def _my_tile(num_experts: int) -> Any:
-    """Returns which experts a program is of, None where it is of all; not to be asked for in a loop's body."""
+    """Returns which tile of experts a program is of, None where it is of all; not for a loop's body."""
     return program_id(1) if _tiles(num_experts) > 1 else None
 
 

@@ -1,5 +1,5 @@
-"""The contract of `rms_norm` (Zhang and Sennrich, arXiv 1910.07467), and of layer normalisation beside it (Ba et
-al., arXiv 1607.06450)."""
+"""The contract of `rms_norm` (Zhang and Sennrich, arXiv 1910.07467), layer normalisation (Ba et al., arXiv
+1607.06450) among it."""
 
 import jax
 import jax.numpy as jnp

@@ -33,7 +33,7 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """Takes about 16 elements of q a thread in each half of a head, one token a program until the card is full.
+    """Takes about 16 elements of q a thread in each half, one token a program until the card is full.
 
     Each of 2 * T * K programs at least keeps 1 KB in flight; the card needs a few MB: 4 warps from there. A
     program of all heads has half as many elements a thread, as its keys are as many more rows.

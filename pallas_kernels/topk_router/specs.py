@@ -1,5 +1,5 @@
-"""Named shapes of `topk_router`: each model's router, at decode and at prefill, DeepSeek-V3's groups, and more
-experts than a warp holds."""
+"""Named shapes of `topk_router`: each model's router, at decode and at prefill, DeepSeek-V3's groups,
+and more experts than a warp holds."""
 
 from collections.abc import Mapping
 from typing import Any
