@@ -8,7 +8,7 @@ from pallas_kernels.errors import KernelError
 from pallas_kernels.moe_combine import moe_combine
 from pallas_kernels.rms_norm import OP, rms_norm
 from pallas_kernels.rms_norm.pallas_triton import Config
-from tests.examples import in_turns
+from tests.examples import in_turns, slow_but
 from tests.kernels.contract import Contract, limit_for, normal
 
 
@@ -81,13 +81,7 @@ class RmsNormContract(Contract):
     @pytest.mark.parametrize(
         "T,D,dtype,kind,bias,add",
         in_turns(
-            [
-                (1, 1, "float32"),
-                (3, 64, "bfloat16"),
-                (17, 100, "float16"),
-                (5, 2048, "float32"),
-                (33, 129, "bfloat16"),
-            ],
+            [(1, 2, "float32"), (17, 100, "float16"), (33, 129, "bfloat16")],
             [("rms_unit_offset", False, True), ("layer", True, False), ("layer", False, True)],
         ),
     )
@@ -99,7 +93,7 @@ class RmsNormContract(Contract):
         limit = limit_for(dtype, D) + 32 * limit_for("float32", 1) + add * limit_for(dtype, 1)
         self.check(arrays, {"eps": 1e-5, "kind": kind}, limit=limit)
 
-    @pytest.mark.parametrize("kind", ["rms_unit_offset", "layer"])
+    @pytest.mark.parametrize("kind", slow_but(["layer"], ["rms_unit_offset", "layer"]))
     def test_sums_of_other_kinds(self, rng, kind):
         """The bias comes after the rows of a sum and their slots."""
         slots = rng.permutation(12).astype(np.int32).reshape(4, 3)

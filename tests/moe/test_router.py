@@ -11,7 +11,7 @@ from moejax.core.errors import ConfigError
 from moejax.moe.layer import MoELayer
 from moejax.moe.router import Replay, Router, expert_counts
 from moejax.nn.param import initialize
-from tests.examples import in_turns
+from tests.examples import slow_but
 from tests.model_shapes import experts_only
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
@@ -85,16 +85,18 @@ def test_other_routers_against_float64(config: RouterConfig, top_k: int, normali
     np.testing.assert_array_equal(router.ranking(got.logits)[:, :top_k], got.ids)
 
 
+LESS_USUAL = [
+    (RouterConfig("softmax", True, 4, 2, "max", bias=True), 3),
+    (RouterConfig("sigmoid", False, 3, 2, "top2"), 5),
+    (RouterConfig("softmax", True, norm_min=0.7, scaling=3.0), 2),
+]
+
+
 @pytest.mark.parametrize(
     ("config", "top_k", "normalize"),
-    in_turns(
-        [
-            *OTHERS,
-            (RouterConfig("softmax", True, 4, 2, "max", bias=True), 3),
-            (RouterConfig("sigmoid", False, 3, 2, "top2"), 5),
-            (RouterConfig("softmax", True, norm_min=0.7, scaling=3.0), 2),
-        ],
-        [True, False, True],
+    slow_but(
+        [(*OTHERS[2], False), (*OTHERS[3], True), (*LESS_USUAL[0], False), (*LESS_USUAL[2], True)],
+        [(*case, normalize) for case in OTHERS + LESS_USUAL for normalize in (True, False)],
     ),
 )
 def test_kernels_route_as_the_plain_path(config: RouterConfig, top_k: int, normalize: bool) -> None:
