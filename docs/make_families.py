@@ -108,6 +108,8 @@ def page() -> str:
             continue
         reasons = {unsupported_by_kernels(c, EngineConfig()) for c in configs if c.head_dim % 8 == 0}
         kernels = "; ".join(sorted(r.split(" (")[0] for r in reasons if r)) or "yes"
+        if kernels == "yes" and not all(c.router.has_kernel for c in configs):
+            kernels = "but the router"
         meshes = "yes" if family.name in ON_MESHES else "–"
         cells = [_cell(says, configs) for says in (_attention(), _router(), _experts())]
         lines.append(f"| `{name}` | {' | '.join(cells)} | {kernels} | {meshes} |")

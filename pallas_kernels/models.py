@@ -2,6 +2,7 @@
 
 Sources: the models' published `config.json`. `wide64` is a model of 64 experts, 4096 wide, top-2, on
 eight-way expert parallelism: a device holds 8 of the experts and sees the assignments that go to them.
+`narrow_1024` and `narrow_4096` are models of as many small experts.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ MIXTRAL = ModelShape("mixtral_8x7b", 4096, 14336, 8, 8, 2, 32, 8, 128)
 QWEN3 = ModelShape("qwen3_30b_a3b", 2048, 768, 128, 128, 8, 32, 4, 128)
 OLMOE = ModelShape("olmoe_1b_7b", 2048, 1024, 64, 64, 8, 16, 16, 128)
 WIDE64 = ModelShape("wide64_ep8", 4096, 4096, 8, 64, 2, 32, 8, 128)
+
+GLM = ModelShape("glm_4_5", 5120, 1536, 160, 160, 8, 96, 8, 128)
+GLM_AIR = ModelShape("glm_4_5_air", 4096, 1408, 128, 128, 8, 96, 8, 128)
+MINIMAX = ModelShape("minimax_m2", 3072, 1536, 256, 256, 8, 48, 8, 128)
+NARROW = tuple(ModelShape(f"narrow_{E}", 2048, 128, E, E, 8, 16, 16, 128) for E in (1024, 4096))
 
 MODELS = (MIXTRAL, QWEN3, OLMOE, WIDE64)
 

@@ -38,6 +38,13 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 """Latent attention, with the router and the shared expert that come with it in DeepSeek-V3."""
 
+GLM: dict[str, Any] = {
+    "family": "glm4_moe", "shared_expert_intermediate_size": 16, "shared_expert_gate": False,
+    "rope": RopeConfig(partial_rotary_factor=0.5),
+    "router": RouterConfig("sigmoid", True, groups=4, top_groups=2, group_score="top2", scaling=1.5),
+}  # fmt: skip
+"""Half of each head rotated after its norm, and DeepSeek-V3's router."""
+
 DENSE: dict[str, Any] = {
     "moe_layers": (False, False), "num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 48,
 }  # fmt: skip

@@ -142,6 +142,11 @@ class RouterConfig(Checked):
     tolerance: PositiveNumber = 0.01
     bias: bool = False
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the GPU kernel for routers has this choice."""
+        return not self.group_gate and self.scores != "sparsemixer"
+
 
 @dataclass(frozen=True)
 class ClampedSwiglu(Checked):

@@ -23,7 +23,7 @@ from moejax.nn.embedding import Embedding
 from moejax.nn.latent_attention import LatentAttention
 from moejax.nn.linear import Linear
 from moejax.nn.mlp import GatedMLP
-from moejax.nn.norm import Norm, norm_of
+from moejax.nn.norm import RMSNorm, norm_of
 from moejax.nn.param import initialize, num_params
 from moejax.nn.rope import rope_tables
 from moejax.ops.attention import LayerCache
@@ -125,7 +125,7 @@ class DecoderLayer(nnx.Module):
                 out = self.mlp(normed)
         return x, self._branch(out, self.feed_forward_output_norm), trace
 
-    def _branch(self, out: Any, norm: Norm | None) -> Any:
+    def _branch(self, out: Any, norm: RMSNorm | None) -> Any:
         """Returns what is added of an output of attention or feed-forward."""
         out = out if norm is None else norm(out)
         if self.multiplier == 1.0:

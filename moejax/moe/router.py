@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax.core.config import ModelConfig, RouterConfig
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.nn.param import ParamSpec, declare
 from moejax.nn.quantized import QuantizedWeight, Weight, matmul_of
@@ -48,7 +48,7 @@ class Router(nnx.Module):
 
     Softmax and no groups is what Mixtral, Qwen-MoE and OLMoE share; Mixtral's "softmax over the top k" equals
     renormalising. `RouterConfig` has the others. `kernels` names the implementation of a GPU kernel for all
-    but the product, "xla" for none; it has softmax without groups, correction bias and factor.
+    but the product, "xla" for none; there is none of two levels and of SparseMixer.
     """
 
     def __init__(self, config: ModelConfig, dtype: Any, kernels: str = "xla") -> None:
@@ -63,7 +63,7 @@ class Router(nnx.Module):
         self.top_k = config.num_experts_per_tok
         self.normalize = config.norm_topk_prob
         self.config = config.router
-        self.kernels = kernels if config.router == RouterConfig(bias=config.router.bias) else "xla"
+        self.kernels = kernels if config.router.has_kernel else "xla"
 
     @jax.named_scope("router")
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
@@ -145,15 +145,23 @@ class Router(nnx.Module):
     def _weights(self, scores: jax.Array) -> jax.Array:
         """Maps the chosen experts' scores `[N, k]` to their weights."""
         if self.normalize:
-            total = jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), self.config.norm_min)
-            scores = scores / jnp.where(total > 0, total, 1.0)
+            # As DeepSeek-V3 does it, and the kernel: sigmoids that are all zero give zeros.
+            total = jnp.sum(scores, axis=-1, keepdims=True) + 1e-20
+            scores = scores / jnp.maximum(total, self.config.norm_min)
         return scores if self.config.scaling == 1.0 else scores * self.config.scaling
 
     def _kernel(self, parts: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Maps parts of logits `[S, N, E]` to ids and weights `[N, k]`, none where a row is not valid."""
         from pallas_kernels.topk_router import topk_router
 
-        options: dict[str, Any] = {"renormalize": self.normalize, "implementation": self.kernels}
+        c = self.config
+        options: dict[str, Any] = {"renormalize": self.normalize, "norm_min": c.norm_min, "scale": c.scaling}
+        if c.groups > 1:
+            groups = {"num_groups": c.groups, "top_groups": c.top_groups, "group_score": c.group_score}
+            options |= groups
+        if self.correction_bias is not None:
+            options["bias"] = self.correction_bias[...]
+        options |= {"scoring": c.scores, "implementation": self.kernels}
         return topk_router(parts, k=self.top_k, valid=valid, **options)
 
     def _mixed(self, logits: jax.Array, ids: jax.Array) -> jax.Array:

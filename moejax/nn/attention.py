@@ -55,10 +55,11 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(k_dim, k_axis, dtype, eps, kernels, k_split, offset) if has_norm else None
         sinks = ParamSpec((H,), ("heads",), dtype, "normal", scale)
         self.sinks = declare(sinks) if config.attention_sinks else None
-        # What is clipped, split over devices, reordered or rotated is not a kernel's to normalise on the way.
+        # What is clipped, split over devices, reordered, rotated or scaled by more than the weight is not a
+        # kernel's to normalise on the way.
         whole = config.qk_norm == "head" or (config.clip_qkv is None and not q_split and not k_split)
         turned = config.qk_norm == "rotated" or config.rope.interleaved
-        self.hands_on_norms = has_norm and whole and not turned
+        self.hands_on_norms = has_norm and whole and not turned and not offset
         self.config = config
         self.window = window
         self.splits_output = kernels != "xla" and not out_bias and not reduce and config.plain_residual

@@ -31,7 +31,7 @@ from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder, DecoderLayer
 from moejax.nn.latent_attention import LatentAttention
 from moejax.nn.linear import Linear
-from moejax.nn.norm import Norm
+from moejax.nn.norm import RMSNorm
 from moejax.nn.param import iter_params
 
 EXPERTS_IN, EXPERTS_HIDDEN = "moe.experts", "moe.experts.down_proj"
@@ -66,7 +66,7 @@ class QuantizationSite:
 class Head(nnx.Module):
     """The final norm and the output projection, sharing the model's parameters."""
 
-    def __init__(self, norm: Norm, lm_head: Linear) -> None:
+    def __init__(self, norm: RMSNorm, lm_head: Linear) -> None:
         self.norm, self.lm_head = norm, lm_head
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ def stages_of(model: Decoder) -> list[Stage]:
     return stages
 
 
-def _with_offsets(sites: Iterable[QuantizationSite], norm: Norm) -> tuple[QuantizationSite, ...]:
+def _with_offsets(sites: Iterable[QuantizationSite], norm: RMSNorm) -> tuple[QuantizationSite, ...]:
     """Returns the sites of a model with such norms."""
     offset = float(norm.unit_offset)
     return tuple(

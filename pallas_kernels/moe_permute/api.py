@@ -21,7 +21,7 @@ OP = Op(
     sizes=("A",),
 )
 
-_MOST_EXPERTS = 1024
+_MOST_EXPERTS = 4096
 
 
 def moe_permute(
@@ -36,7 +36,7 @@ def moe_permute(
 
     Args:
         ids: int32 `[T, k]`; an id outside `[0, num_experts)` (another device's expert) gets no slot.
-        num_experts: of this device.
+        num_experts: of this device, at most 4096.
         block_m: a power of two, 16 to 128.
         weights: float32 `[T, k]`.
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.

@@ -1,4 +1,4 @@
-"""RMS normalisation, with rows summed and the residual added first where there are any."""
+"""RMS and layer normalisation, with rows summed and the residual added first where there are any."""
 
 from pallas_kernels.rms_norm.api import OP, rms_norm
 

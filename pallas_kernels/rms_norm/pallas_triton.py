@@ -36,8 +36,11 @@ def space(problem: Problem) -> Iterable[Config]:
     return sorted(seen, key=lambda c: (c.rows, c.num_warps))
 
 
-def _kernel(x_ref: Any, w_ref: Any, *refs: Any, rows: int, T: int, D: int, eps: float, k: int) -> None:
+def _kernel(
+    x_ref: Any, w_ref: Any, *refs: Any, rows: int, T: int, D: int, eps: float, k: int, kind: str, biased: bool
+) -> None:
     *given, out_ref, total_ref = refs if k else (*refs, None)
+    bias_ref = given.pop() if biased else None
     row = program_id(0) * rows + jnp.arange(rows)
     col = jnp.arange(next_power_of_2(D))
     mask = (row < T)[:, None] & (col < D)[None, :]
@@ -48,9 +51,19 @@ def _kernel(x_ref: Any, w_ref: Any, *refs: Any, rows: int, T: int, D: int, eps: 
         x = x + sum_rows(given[0], slot_ref, row, col, T, k).astype(x.dtype)
         store(total_ref.at[at], x, mask=mask)
     wide = x.astype(jnp.float32)
+    if kind == "layer":
+        wide = jnp.where(mask, wide - (jnp.sum(wide, axis=1) / D)[:, None], 0.0)
     scale = jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) / D + eps)
-    w = load(w_ref.at[col], mask=col < D, other=0.0).astype(x.dtype)
-    store(out_ref.at[at], (wide * scale[:, None]).astype(x.dtype) * w[None, :], mask=mask)
+    w = load(w_ref.at[col], mask=col < D, other=0.0).astype(x.dtype if kind == "rms" else jnp.float32)
+    place = out_ref.at[at]
+    if kind == "rms":
+        out = (wide * scale[:, None]).astype(x.dtype) * w[None, :]
+    else:
+        w = w + 1.0 if kind == "rms_unit_offset" else w
+        out = wide * scale[:, None] * w[None, :]
+        if bias_ref is not None:
+            out += load(bias_ref.at[col], mask=col < D, other=0.0).astype(jnp.float32)[None, :]
+    store(place, out.astype(x.dtype), mask=mask)
 
 
 def rms_norm_pallas(
@@ -58,16 +71,20 @@ def rms_norm_pallas(
     weight: jax.Array,
     residual: jax.Array | None = None,
     slot_of: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
     eps: float,
+    kind: str = "rms",
     config: Config,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `rms_norm_reference`."""
     T, D = x.shape
-    slots = [] if slot_of is None else [slot_of.reshape(-1)]
+    rest = [] if slot_of is None else [slot_of.reshape(-1)]
+    rest += [] if bias is None else [bias]
     k = 0 if residual is None else residual.size // x.size if slot_of is None else slot_of.shape[1]
-    kernel = functools.partial(_kernel, rows=config.rows, T=T, D=D, eps=eps, k=k)
+    sizes: dict[str, Any] = {"rows": config.rows, "T": T, "D": D, "eps": eps, "k": k}
+    kernel = functools.partial(_kernel, **sizes, kind=kind, biased=bias is not None)
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = pallas_call(
         kernel,
@@ -79,6 +96,6 @@ def rms_norm_pallas(
         interpret=interpret,
     )
     if residual is not None:
-        out, total = call(x, weight, residual.reshape(-1, D), *slots)
+        out, total = call(x, weight, residual.reshape(-1, D), *rest)
         return out, total
-    return call(x, weight)[0], x
+    return call(x, weight, *rest)[0], x

@@ -55,9 +55,9 @@ def space(problem: Problem) -> Iterable[Config]:
 
 
 def _row(problem: Problem) -> int:
-    """Returns the elements of a token's q in a program, in one half."""
+    """Returns half the elements of a token's q in a program."""
     heads = int(problem["H"]) // (1 if problem["norm"] == "projection" else int(problem["K"]))
-    return next_power_of_2(heads) * next_power_of_2(max(1, int(problem["R"]) // 2))
+    return next_power_of_2(heads) * next_power_of_2(int(problem["Dh"]) // 2)
 
 
 def _encode(x: jax.Array, dtype: Any) -> jax.Array:

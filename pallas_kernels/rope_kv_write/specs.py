@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv import is_quantized
-from pallas_kernels.models import MIXTRAL, MODELS, OLMOE, QWEN3, ModelShape
+from pallas_kernels.models import GLM, GLM_AIR, MINIMAX, MIXTRAL, MODELS, OLMOE, QWEN3, ModelShape
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
 
 BLOCK = 32
-_NORMS = {QWEN3.name: "head", OLMOE.name: "projection"}
+_NORMS = {QWEN3.name: "head", GLM.name: "head", OLMOE.name: "projection", MINIMAX.name: "projection"}
+_HALF = (GLM, GLM_AIR, MINIMAX)
+"""Half of each head is rotated."""
 
 
 def problem(
@@ -23,10 +25,11 @@ def problem(
 def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
     H, K, Dh, dtype = model.heads, model.kv_heads, model.head_dim, jnp.bfloat16
     N, norm = max(512, 2 * T // BLOCK), _NORMS.get(model.name, "none")
+    R = Dh // 2 if model in _HALF else Dh
 
     def make(key: jax.Array) -> dict[str, jax.Array]:
         keys = jax.random.split(key, 5)
-        angle = jax.random.uniform(keys[3], (T, Dh // 2), jnp.float32, 0.0, 1000.0)
+        angle = jax.random.uniform(keys[3], (T, R // 2), jnp.float32, 0.0, 1000.0)
         page = jax.random.permutation(keys[4], N).astype(jnp.int32)
         token = jnp.arange(T, dtype=jnp.int32)
         # A prefill fills pages of its own; tokens at decode are of as many sequences.
@@ -50,13 +53,13 @@ def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
 
     stored = 2 * K * (Dh * jnp.dtype(pages).itemsize + (4 if is_quantized(pages) else 0))
     flops = (3.0 if norm == "none" else 7.0) * T * (H + K) * Dh
-    moved = T * (2 * (2 * H * Dh + 2 * K * Dh) + 4 * Dh + stored + 4)
+    moved = T * (2 * (2 * H * Dh + 2 * K * Dh) + 4 * R + stored + 4)
     kind = "" if pages == jnp.bfloat16 else f"/{jnp.dtype(pages)}"
     return Spec(
         name=f"{model.name}/{phase}_{T}{kind}",
         make=make,
         static={},
-        problem=problem(T, H, K, Dh, Dh, BLOCK, dtype, pages, norm=norm),
+        problem=problem(T, H, K, Dh, R, BLOCK, dtype, pages, norm=norm),
         cost=Cost(flops=flops, bytes=float(moved), unit="float32"),
         tags=frozenset({model.name, phase, str(jnp.dtype(pages))}),
     )
@@ -68,5 +71,10 @@ SPECS = tuple(_spec(model, phase, T, jnp.bfloat16) for model in MODELS for phase
     _spec(model, phase, T, pages)
     for model in (MIXTRAL, QWEN3)
     for pages in (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+    for phase, T in (("decode", 64), ("prefill", 4096))
+)
+SPECS += tuple(
+    _spec(model, phase, T, jnp.bfloat16)
+    for model in _HALF
     for phase, T in (("decode", 64), ("prefill", 4096))
 )

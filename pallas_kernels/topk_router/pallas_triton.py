@@ -26,20 +26,22 @@ class Config:
 
 
 def heuristic(problem: Problem) -> Config:
-    """Takes a warp's width to 16 logits a thread; one warp, so that reductions need no barrier.
+    """Takes a warp's width to 16 logits a thread; one warp, so that reductions need no barrier. Of more than
+    512 experts a program has one row, and as many warps as hold it so.
 
     The picks follow one another, so a program's time is their latency: few rows, one per thread group, and
     as many programs as there are. Several rows in a warp pick side by side.
     """
     T, width = int(problem["T"]), _width(int(problem["E"]), int(problem["num_groups"]))
     rows = max(1, (128 if T <= 1024 else 256) // width)
-    return Config(min(rows, next_power_of_2(T)), num_warps=1)
+    warps = 1 if int(problem["E"]) <= 512 else min(16, width // 512)
+    return Config(min(rows, next_power_of_2(T)), num_warps=warps)
 
 
 def space(problem: Problem) -> Iterable[Config]:
     """Rows and warps, up to 32 logits a thread."""
     width = _width(int(problem["E"]), int(problem["num_groups"]))
-    tiles = (Config(r, w) for r in (1, 2, 4, 8, 16, 32, 64) for w in (1, 2, 4))
+    tiles = (Config(r, w) for r in (1, 2, 4, 8, 16, 32, 64) for w in (1, 2, 4, 8))
     seen = {heuristic(problem)} | {
         c for c in tiles if 32 * c.num_warps <= c.rows * width <= 1024 * c.num_warps
     }
@@ -75,7 +77,9 @@ def _kernel(
     has_bias: bool,
     groups: int,
     top_groups: int,
+    by_two: bool,
     renormalize: bool,
+    norm_min: float,
     scale: float,
 ) -> None:
     *given, ids_ref, weights_ref = refs
@@ -107,7 +111,7 @@ def _kernel(
         biased = scores + load(bias_ref[0].at[expert], mask=real, other=0.0)[None, :]
     keys = jnp.where(real[None, :], _ordered(biased), _TAKEN)
     if top_groups < groups:
-        keys = _keep_groups(keys, biased, groups, top_groups, has_bias)
+        keys = _keep_groups(keys, biased if has_bias else scores, groups, top_groups, by_two)
 
     slots = next_power_of_2(k)
     slot = jnp.arange(slots, dtype=jnp.int32)
@@ -124,7 +128,8 @@ def _kernel(
     start = (keys, jnp.zeros((rows, slots), jnp.int32), jnp.zeros((rows, slots), jnp.float32))
     _, ids, weights = jax.lax.fori_loop(0, k, body, start)
     if renormalize:
-        weights = weights / (jnp.sum(weights, axis=1)[:, None] + SMALLEST_SUM)
+        total = jnp.sum(weights, axis=1)[:, None] + SMALLEST_SUM
+        weights = weights / (jnp.maximum(total, norm_min) if norm_min else total)
     weights = weights * scale
     if valid_ref:
         valid = load(valid_ref[0].at[row], mask=row < T, other=0)[:, None] != 0
@@ -170,7 +175,9 @@ def topk_router_pallas(
     bias: jax.Array | None = None,
     num_groups: int | None = None,
     top_groups: int | None = None,
+    group_score: str = "max",
     renormalize: bool = False,
+    norm_min: float = 0.0,
     scale: float = 1.0,
     valid: jax.Array | None = None,
     config: Config,
@@ -189,7 +196,9 @@ def topk_router_pallas(
         has_bias=bias is not None,
         groups=groups,
         top_groups=top_groups or groups,
+        by_two=group_score == "top2",
         renormalize=renormalize,
+        norm_min=norm_min,
         scale=scale,
     )
     # As integers, which is one small kernel for all layers.

@@ -21,7 +21,9 @@ def topk_router_reference(
     bias: jax.Array | None = None,
     num_groups: int | None = None,
     top_groups: int | None = None,
+    group_score: str = "max",
     renormalize: bool = False,
+    norm_min: float = 0.0,
     scale: float = 1.0,
     valid: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -33,9 +35,9 @@ def topk_router_reference(
         scoring: "softmax" over all E, or "sigmoid" of each.
         bias: `[E]`, added to the scores for the choice only; weights come from the scores without it.
         num_groups, top_groups: the experts are `num_groups` runs of E / num_groups; only the `top_groups` of
-            them are chosen from that have the highest sum of their two highest biased scores, or without
-            bias the highest score.
-        renormalize: divide the k weights by their sum + 1e-20.
+            them are chosen from that score highest.
+        group_score: a group's score is its highest biased score, "max", or the sum of its "top2".
+        renormalize: divide the k weights by their sum + 1e-20, or by `norm_min` where that is more.
         scale: factor on the weights.
         valid: bool `[T]`; a row that is not chooses no expert: ids E, weights 0. None: all are.
 
@@ -55,7 +57,11 @@ def topk_router_reference(
     order = jnp.argsort(-keys, axis=-1, stable=True).astype(jnp.int32)
     if num_groups is not None and top_groups is not None:
         grouped = keys.reshape(T, num_groups, E // num_groups)
-        best = jnp.sort(grouped, axis=-1)[..., -2:].sum(-1) if bias is not None else grouped.max(-1)
+        best = grouped.max(-1)
+        if group_score == "top2":
+            # Logits do not add up to what scores do.
+            sums = keys if bias is not None else jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+            best = jnp.sort(sums.reshape(grouped.shape), axis=-1)[..., -2:].sum(-1)
         best = jnp.where(jnp.isnan(best), -jnp.inf, best)
         groups = jnp.argsort(-best, axis=-1, stable=True)[:, :top_groups]
         group_of = order // (E // num_groups)
@@ -65,7 +71,8 @@ def topk_router_reference(
     ids = order[:, :k]
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if renormalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + SMALLEST_SUM)
+        total = jnp.sum(weights, axis=-1, keepdims=True) + SMALLEST_SUM
+        weights = weights / jnp.maximum(total, jnp.asarray(norm_min, wide.dtype))
     weights = weights * jnp.asarray(scale, wide.dtype)
     if valid is None:
         return ids, weights

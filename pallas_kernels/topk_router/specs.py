@@ -1,4 +1,5 @@
-"""Named shapes of `topk_router`: each model's router, at decode and at prefill, and DeepSeek-V3's groups."""
+"""Named shapes of `topk_router`: each model's router, at decode and at prefill, DeepSeek-V3's groups,
+and more experts than a warp holds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64
+from pallas_kernels.models import MIXTRAL, NARROW, OLMOE, QWEN3, WIDE64
 from pallas_kernels.op import Cost, Spec, make_problem
 
 
@@ -37,7 +38,8 @@ def _spec(
 
 
 _SIZES = (("decode", 1), ("decode", 64), ("prefill", 4096))
-_DEEPSEEK = {"scoring": "sigmoid", "num_groups": 8, "top_groups": 4, "renormalize": True, "scale": 2.5}
+_SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "renormalize": True, "scale": 2.5}
+_DEEPSEEK = {**_SIGMOID, "num_groups": 8, "top_groups": 4, "group_score": "top2"}
 
 SPECS = tuple(
     _spec(model.name, phase, T, model.total_experts, model.top_k, {"renormalize": renormalize}, False)
@@ -48,4 +50,9 @@ SPECS += tuple(
     _spec(model.name, "decode", T, model.total_experts, model.top_k, {"renormalize": True}, False, parts=16)
     for model in (MIXTRAL, QWEN3, OLMOE)
     for T in (1, 64)
+)
+SPECS += tuple(
+    _spec(model.name, phase, T, model.total_experts, model.top_k, _SIGMOID, True)
+    for model in NARROW
+    for phase, T in (("decode", 64), ("prefill", 4096))
 )

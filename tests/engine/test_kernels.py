@@ -5,15 +5,16 @@ import dataclasses
 import jax
 import pytest
 
-from moejax.core.config import EngineConfig, MoeConfig, RopeConfig
+from moejax.core.config import EngineConfig, MoeConfig, RopeConfig, RouterConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
-from moejax.engine.opening.resolve import unsupported_by_kernels
 from moejax.engine.requests.api import SamplingParams
+from moejax.nn import param
 from pallas_kernels import work_list
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
-from tests.model_shapes import GEMMA, GRANITE, LLAMA, SINKS
+from tests.engine.traces import by_place, experts
+from tests.model_shapes import GEMMA, GLM, GRANITE, LLAMA, SINKS
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
 CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=None, max_model_len=64)
@@ -26,6 +27,18 @@ def short_parts():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work_list, "LEAST_KEYS", 8)
         yield
+
+
+@pytest.fixture
+def nothing_is_zero(monkeypatch):
+    """Biases and offsets are drawn as well: what they do is to be seen."""
+    real = param._initial_value
+
+    def drawn(spec, *rest, **options):
+        spec = dataclasses.replace(spec, init="normal", scale=0.3) if spec.init == "zeros" else spec
+        return real(spec, *rest, **options)
+
+    monkeypatch.setattr(param, "_initial_value", drawn)
 
 
 def engines(**model) -> tuple[LLM, LLM]:
@@ -74,6 +87,17 @@ def test_same_samples_and_scores(both):
         {**LLAMA, "moe_layers": (False,)},
         GRANITE,
         {**SINKS, "sliding_windows": (5,)},
+        {**GLM, "family": "dots1", "rope": RopeConfig(), "sliding_windows": (5,)},
+        {
+            "qk_norm": "projection",
+            "rope": RopeConfig(partial_rotary_factor=0.5),
+            "router": RouterConfig("sigmoid", True),
+        },
+        {"router": RouterConfig(correction_bias=True, norm_min=0.6), "rope": RopeConfig(interleaved=True)},
+        {"router": RouterConfig(groups=4, top_groups=2, scaling=1.5), "norm_topk_prob": False},
+        {"num_experts": 600, "num_experts_per_tok": 4, "moe_intermediate_size": 8},
+        {"norm": "layer", "qk_norm": "none", "router": RouterConfig("sparsemixer"), "norm_topk_prob": False},
+        {"router": RouterConfig(groups=4, top_groups=2, group_gate=True)},
     ],
     ids=[
         "window",
@@ -87,18 +111,46 @@ def test_same_samples_and_scores(both):
         "dense, with biases",
         "factors",
         "sinks, experts without kernels",
+        "sigmoid router of groups, window",
+        "sigmoid router, norms of all heads, half of a head rotated",
+        "softmax with a correction bias",
+        "softmax of groups",
+        "many experts",
+        "layer norms, SparseMixer without a kernel",
+        "two levels without a kernel",
     ],
 )
-def test_other_models(change):
+def test_other_models(change, nothing_is_zero):
     plain, kernels = (llm.generate([prompt(17), prompt(4)], greedy(6)) for llm in engines(**change))
     assert tokens(kernels) == tokens(plain)
 
 
-def test_norms_with_an_offset_run_on_xla_and_refuse_kernels():
-    change = {**GEMMA, "moe_layers": (False,), "sliding_windows": (5,)}
-    with pytest.raises(ConfigError, match="rms_unit_offset"):
-        engines(**change)
-    assert "rms_unit_offset" in unsupported_by_kernels(small_config(**change), CONFIG)
+@pytest.mark.parametrize(
+    "change",
+    [GLM, {**GEMMA, "moe_layers": (False,), "sliding_windows": (5,)}],
+    ids=["sigmoid router of groups, half of a head rotated", "norms with an offset, and after"],
+)
+def test_newer_families(change, nothing_is_zero):
+    plain, kernels = (llm.generate([prompt(9)], greedy(5)) for llm in engines(**change))
+    assert tokens(kernels) == tokens(plain)
+
+
+@pytest.mark.slow
+def test_routing_is_captured_and_replayed(nothing_is_zero):
+    """The kernels' router has the plain one's experts; a trace runs again on kernels as it was recorded."""
+    plain, kernels = (
+        llm.variant(dataclasses.replace(llm.engine_config, capture_routing=True)) for llm in engines(**GLM)
+    )
+    traces, outs = [], []
+    for llm, replayed in ((plain, False), (kernels, False), (kernels, True)):
+        if replayed:
+            llm.replay_routing(traces[1])
+        outs.append(tokens(llm.generate([prompt(17), prompt(4)], greedy(6))))
+        traces.append(llm.routing_capture())
+        llm.reset_capture()
+    assert outs[0] == outs[1] == outs[2]
+    assert experts(traces[0]) == experts(traces[1])
+    assert by_place(traces[1]) == by_place(traces[2])
 
 
 def test_the_choice_is_recorded(both):
@@ -140,6 +192,7 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
         ),
         ({"block_size": 4}, {}, "engine.block_size=4"),
         ({}, {"head_dim": 12}, "head_dim=12"),
+        ({}, {"num_experts": 4097}, r"2 of 4097 experts a token \(at most 16 of 4096\)"),
         ({}, {"qk_norm": "rotated"}, "norms of queries and keys after rotary embedding"),
         (
             {"moe": MoeConfig(grouped_matmul="pallas_triton")},

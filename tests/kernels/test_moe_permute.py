@@ -9,7 +9,7 @@ from pallas_kernels.errors import KernelError
 from pallas_kernels.groups import block_m_for, check_groups, padded_rows
 from pallas_kernels.moe_permute import OP, moe_permute
 from pallas_kernels.moe_permute.pallas_triton import Config
-from tests.examples import in_turns
+from tests.examples import in_turns, slow_but
 from tests.kernels.contract import Contract
 from tests.kernels.groups import lay_out, one_hot, patterns
 
@@ -53,6 +53,17 @@ class MoePermuteContract(Contract):
     def test_prefill(self, rng, T, k, E, block_m):
         """Above 1024 assignments the counts come from a launch of their own."""
         self.check_ids(rng.integers(0, E, (T, k)).astype(np.int32), E, block_m)
+
+    @pytest.mark.parametrize(
+        "T,k,E,block_m",
+        slow_but([(130, 9, 1500, 32)], [(3, 5, 513, 16), (130, 9, 1500, 32), (40, 2, 4096, 16)]),
+    )
+    def test_tiles_of_experts(self, rng, T, k, E, block_m):
+        """More experts than a program compares with: tiles with few hits or none, ids of no expert."""
+        ids = rng.integers(-1, E + 1, (T, k))
+        ids[T // 2 :] = rng.integers(0, E, 3)[rng.integers(0, 3, (T - T // 2, k))]
+        self.check_ids(ids.astype(np.int32), E, block_m)
+        self.check_ids(np.full((T, k), E - 1, np.int32), E, block_m)
 
     @pytest.mark.parametrize("id,T", in_turns([(-5,), (3,), (7,), (1 << 20,)], [24, 700]))
     def test_one_group(self, T, id):
@@ -141,7 +152,8 @@ def test_table_check(rng):
         (jnp.zeros((4, 2), jnp.float32), {}, "ids: got float32, expected int32"),
         (jnp.zeros((4, 2), jnp.int32), {"block_m": 8}, "block_m: got 8, expected a power of two, 16 to 128"),
         (jnp.zeros((4, 2), jnp.int32), {"block_m": 24}, "block_m: got 24"),
-        (jnp.zeros((4, 2), jnp.int32), {"num_experts": 0}, "num_experts: got 0, expected 1 to 1024"),
+        (jnp.zeros((4, 2), jnp.int32), {"num_experts": 0}, "num_experts: got 0, expected 1 to 4096"),
+        (jnp.zeros((4, 2), jnp.int32), {"num_experts": 4097}, "num_experts: got 4097"),
         (jnp.zeros((4, 2), jnp.int32), {"implementation": "sort"}, "got 'sort', expected one of reference"),
     ],
 )

@@ -8,7 +8,7 @@ from pallas_kernels.errors import KernelError
 from pallas_kernels.moe_combine import moe_combine
 from pallas_kernels.rms_norm import OP, rms_norm
 from pallas_kernels.rms_norm.pallas_triton import Config
-from tests.examples import in_turns
+from tests.examples import in_turns, slow_but
 from tests.kernels.contract import Contract, limit_for, normal
 
 
@@ -78,6 +78,31 @@ class RmsNormContract(Contract):
         arrays["residual"] = normal(rng, (4, 5, 96), "float32")
         self.check(arrays, {"eps": 1e-6}, limit=limit_for("float32", 96, 4) + 3 * limit_for("bfloat16", 1))
 
+    @pytest.mark.parametrize(
+        "T,D,dtype,kind,bias,add",
+        in_turns(
+            [(1, 2, "float32"), (17, 100, "float16"), (33, 129, "bfloat16")],
+            [("rms_unit_offset", False, True), ("layer", True, False), ("layer", False, True)],
+        ),
+    )
+    def test_kinds(self, rng, T, D, dtype, kind, bias, add):
+        """Rounded once, after the weight; a mean far from zero is taken off before squares are."""
+        arrays = {"x": normal(rng, (T, D), dtype) + 8, "weight": normal(rng, (D,), dtype)}
+        arrays |= {"bias": normal(rng, (D,), dtype)} if bias else {}
+        arrays |= {"residual": normal(rng, (T, D), dtype)} if add else {}
+        limit = limit_for(dtype, D) + 32 * limit_for("float32", 1) + add * limit_for(dtype, 1)
+        self.check(arrays, {"eps": 1e-5, "kind": kind}, limit=limit)
+
+    @pytest.mark.parametrize("kind", slow_but(["layer"], ["rms_unit_offset", "layer"]))
+    def test_sums_of_other_kinds(self, rng, kind):
+        """The bias comes after the rows of a sum and their slots."""
+        slots = rng.permutation(12).astype(np.int32).reshape(4, 3)
+        arrays = {"x": normal(rng, (4, 80), "bfloat16"), "weight": normal(rng, (80,), "bfloat16")}
+        arrays |= {"residual": normal(rng, (12, 80), "bfloat16"), "slot_of": jnp.asarray(slots)}
+        arrays |= {"bias": normal(rng, (80,), "float32")} if kind == "layer" else {}
+        limit = limit_for("bfloat16", 80, 3) + 3 * limit_for("bfloat16", 1)
+        self.check(arrays, {"eps": 1e-5, "kind": kind}, limit=limit)
+
 
 class TestPallas(RmsNormContract):
     implementation = "pallas_triton"
@@ -116,3 +141,7 @@ def test_bad_choices():
         rms_norm(x, w, eps=0.0)
     with pytest.raises(TypeError, match="config is a dict; pallas_triton takes Config"):
         rms_norm(x, w, eps=1e-6, config={})
+    with pytest.raises(KernelError, match="kind: got 'group', expected rms or rms_unit_offset or layer"):
+        rms_norm(x, w, eps=1e-6, kind="group")
+    with pytest.raises(KernelError, match="bias: got an array with kind 'rms', expected None"):
+        rms_norm(x, w, bias=w, eps=1e-6)

@@ -153,7 +153,9 @@ class RopeKvWriteContract(Contract):
         "dtype,pages,H,K,Dh,R,wide",
         [
             pytest.param("float32", "float32", 4, 2, 16, 16, False, marks=pytest.mark.slow),
-            ("bfloat16", "bfloat16", 6, 2, 80, 32, False),
+            pytest.param("bfloat16", "bfloat16", 6, 2, 80, 32, False, marks=pytest.mark.slow),
+            ("bfloat16", "bfloat16", 96, 8, 128, 64, False),  # GLM-4.5
+            pytest.param("bfloat16", "int8", 24, 2, 128, 32, False, marks=pytest.mark.slow),
             pytest.param("bfloat16", "bfloat16", 8, 1, 128, 128, False, marks=pytest.mark.slow),
             ("float32", "int8", 2, 2, 24, 24, False),
             ("float32", "float32", 3, 3, 16, 16, True),

@@ -41,7 +41,21 @@ def _gelu_specs():
             yield replace(spec, static={**spec.static, **gelu}, problem={**spec.problem, **gelu})
 
 
+NEWER = {
+    "topk_router": ("deepseek_v3/decode_64", "narrow_4096/decode_64"),
+    "moe_permute": ("narrow_4096/decode_64/balanced",),
+    "rms_norm": ("gemma3_12b/decode_16", "phi3_5_moe/decode_16"),
+    "rope_kv_write": ("glm_4_5/decode_64", "minimax_m2/decode_64"),
+}
+"""Specs of what the model of `make gate` does not have."""
+
+
+def _newer(name):
+    return (spec for spec in load_op(name).specs if spec.name in NEWER[name])
+
+
 OTHER_SHAPES = {"ragged_paged_attention": _attention_specs, "quantized_grouped_swiglu": _gelu_specs}
+OTHER_SHAPES |= {name: functools.partial(_newer, name) for name in NEWER}
 
 
 def of_other_shapes(name):

@@ -22,6 +22,7 @@ SHAPES = [
     (9, 60, 4, "bfloat16", False),
     (2, 512, 16, "float32", True),
     (4, 5, 5, "float32", False),
+    (2, 4096, 16, "bfloat16", False),
 ]
 BIASED = [(3, 8, 2, "float32"), (5, 100, 6, "bfloat16"), (4, 256, 8, "float32")]
 GROUPED = [
@@ -32,6 +33,7 @@ GROUPED = [
     (12, 6, 4, 8),
     (16, 1, 1, 4),
     (96, 8, 3, 16),
+    (1089, 33, 5, 8),
 ]
 
 
@@ -50,8 +52,8 @@ def _with_bias(rng, T, E, scoring, groups=1, dtype="float32"):
     x = np.asarray(logits, np.float64)
     scores = 1 / (1 + np.exp(-x)) if scoring == "sigmoid" else np.exp(x) / np.exp(x).sum(-1, keepdims=True)
     keys = scores + np.asarray(bias, np.float64)
-    best = np.sort(keys.reshape(len(x), groups, -1), axis=-1)[..., -2:].sum(-1)
-    good = _separated(keys) & _separated(best)
+    pairs = np.sort(keys.reshape(len(x), groups, -1), axis=-1)[..., -2:]
+    good = _separated(keys) & _separated(pairs.sum(-1)) & _separated(pairs[..., -1])
     assert good.sum() >= T
     return {"logits": logits[np.flatnonzero(good)[:T]], "bias": bias}
 
@@ -61,7 +63,7 @@ class TopkRouterContract(Contract):
 
     @pytest.mark.parametrize("T,E,k,dtype,renormalize,scoring", in_turns(SHAPES, ["softmax", "sigmoid"]))
     def test_shapes(self, rng, T, E, k, dtype, renormalize, scoring):
-        """16-bit logits of 512 experts are full of ties: the lower id comes first."""
+        """16-bit logits of many experts are full of ties: the lower id comes first."""
         arrays = {"logits": normal(rng, (T, E), dtype, 2.0)}
         static = {"k": k, "scoring": scoring, "renormalize": renormalize, "scale": 1.5}
         self.check(arrays, static, limit=limit_for("float32", E))
@@ -88,13 +90,16 @@ class TopkRouterContract(Contract):
             weights, np.take_along_axis(np.asarray(scores), np.asarray(ids), 1), rtol=2e-5
         )
 
-    @pytest.mark.parametrize("E,groups,top,k,bias", in_turns(GROUPED, [True, False]))
-    def test_groups(self, rng, E, groups, top, k, bias):
+    @pytest.mark.parametrize(
+        "E,groups,top,k,bias,score",
+        in_turns(GROUPED, [(True, "top2"), (False, "max"), (True, "max"), (False, "top2")]),
+    )
+    def test_groups(self, rng, E, groups, top, k, bias, score):
         """Numbers of groups and sizes that are no powers of two; k as large as the chosen groups."""
         arrays = _with_bias(rng, 6, E, "sigmoid", groups)
         if not bias:
             arrays.pop("bias")
-        static = {"k": k, "num_groups": groups, "top_groups": top, **DEEPSEEK}
+        static = {"k": k, "num_groups": groups, "top_groups": top, "group_score": score, **DEEPSEEK}
         ids, _ = self.check(arrays, static, limit=limit_for("float32", E))
         used = [len(set(row)) for row in (np.asarray(ids) // (E // groups)).tolist()]
         assert max(used) <= top
@@ -139,8 +144,8 @@ class TopkRouterContract(Contract):
         logits = jnp.asarray(rng.integers(0, 2, size=(32, 32)), jnp.float32)
         static = {"k": 4, "num_groups": 8, "top_groups": 3}
         self.check({"logits": logits}, static, limit=limit_for("float32", 32))
-        bias = jnp.zeros(32, jnp.float32)
-        self.check({"logits": logits, "bias": bias}, static, limit=limit_for("float32", 32))
+        for arrays in ({"logits": logits, "bias": jnp.zeros(32, jnp.float32)}, {"logits": logits}):
+            self.check(arrays, static | {"group_score": "top2"}, limit=limit_for("float32", 32))
 
     @pytest.mark.parametrize(
         "scale,renormalize", in_turns([(1e-30,), (1e-3,), (30.0,), (1e4,), (1e30,)], [True, False])
@@ -155,6 +160,14 @@ class TopkRouterContract(Contract):
         arrays = {"logits": jnp.full((2, 8), -200.0)}
         ids, weights = self.run(arrays, {"k": 2, "scoring": "sigmoid", "renormalize": True})
         assert ids.tolist() == [[0, 1]] * 2 and (weights == 0).all()
+
+    def test_least_sum(self, rng):
+        """Weights are divided by no less than `norm_min`, and by a larger sum as it is."""
+        arrays = {"logits": normal(rng, (9, 40), "float32", 2.0)}
+        static = {"k": 4, "renormalize": True}
+        _, weights = self.check(arrays, static | {"norm_min": 0.6}, limit=limit_for("float32", 40))
+        whole = np.isclose(np.asarray(weights).sum(1), 1.0)
+        assert 0 < whole.sum() < 9
 
     @pytest.mark.parametrize(
         "scoring,bias,groups",
@@ -174,6 +187,7 @@ class TopkRouterContract(Contract):
         logits = arrays["logits"].at[1, 3].set(jnp.nan).at[2].set(jnp.nan).at[3, 5].set(jnp.inf)
         arrays = {"logits": logits} | ({"bias": arrays["bias"]} if bias else {})
         static = {"k": 4, "scoring": scoring, "num_groups": groups, "top_groups": groups and 2}
+        static["group_score"] = "top2" if bias else "max"
         ids, weights = self.run(arrays, static)
         theirs = self.expect(arrays, static)
         np.testing.assert_array_equal(ids, theirs[0])
@@ -218,7 +232,7 @@ def test_softmax_of_the_chosen(rng):
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("groups", [(None, None), (5, 2), (4, 4)])
+@pytest.mark.parametrize("groups", [(None, None, "max"), (5, 2, "top2"), (5, 2, "max"), (4, 4, "max")])
 def test_lowers(scoring, bias, groups):
     """To Triton IR, which is stricter than interpretation."""
     arrays = {"logits": jax.ShapeDtypeStruct((100, 60), "bfloat16")}
@@ -228,7 +242,9 @@ def test_lowers(scoring, bias, groups):
         "scoring": scoring,
         "num_groups": groups[0],
         "top_groups": groups[1],
+        "group_score": groups[2],
         "renormalize": bias,
+        "norm_min": 1e-12,
     }
     [lowered] = lower_for_cuda(lambda **kw: topk_router(**kw, **static, interpret=False), arrays, 80)
     assert lowered.name == "topk_router"
@@ -250,18 +266,20 @@ def test_specs(spec):
     [
         ({"logits": (0, 64)}, "topk_router: logits: got shape .*, expected at least one element along T"),
         ({"logits": (64,)}, "topk_router: logits: got shape .*, expected 2 dimensions"),
-        ({"logits": (4, 513)}, "logits: got 513 experts, expected at most 512"),
+        ({"logits": (4, 4097)}, "logits: got 4097 experts, expected at most 4096"),
         ({"bias": (63,)}, r"topk_router: bias: got shape \[63\], expected \[E\] with E=64"),
         ({"k": 0}, "topk_router: k: got 0, expected 1 to 16 of 64 experts"),
         ({"k": 17}, "topk_router: k: got 17"),
         ({"logits": (4, 2), "k": 3}, "k: got 3, expected 1 to 2"),
         ({"scoring": "tanh"}, "scoring: got 'tanh', expected softmax or sigmoid"),
+        ({"group_score": "sum"}, "group_score: got 'sum', expected max or top2"),
+        ({"norm_min": -1.0}, "norm_min: got -1.0, expected a number from 0 on"),
         ({"num_groups": 8}, "top_groups: got None, expected num_groups and top_groups, or neither"),
         ({"num_groups": 7, "top_groups": 2}, "num_groups: got 7, expected a divisor of 64 experts"),
         ({"num_groups": 8, "top_groups": 9}, "top_groups: got 9, expected 1 to 8"),
         ({"num_groups": 32, "top_groups": 1, "k": 3}, "k: got 3, expected at most the 2 experts of 1 groups"),
         (
-            {"num_groups": 64, "top_groups": 8, "bias": (64,)},
+            {"num_groups": 64, "top_groups": 8, "group_score": "top2"},
             "num_groups: got 64, expected two experts a group",
         ),
     ],

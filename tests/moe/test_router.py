@@ -12,6 +12,7 @@ from moejax.moe.layer import MoELayer
 from moejax.moe.router import Replay, Router, expert_counts
 from moejax.moe.router import top_k as best_of
 from moejax.nn.param import initialize
+from tests.examples import slow_but
 from tests.model_shapes import experts_only
 from tests.moe import reference
 from tests.numerics import assert_close, tolerance
@@ -79,31 +80,32 @@ def test_the_best_of_many_are_those_of_a_whole_search(E: int, k: int) -> None:
     np.testing.assert_array_equal(ids, places)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize(
-    ("config", "top_k"),
-    [
-        (RouterConfig(scores="sigmoid"), 3),
-        (RouterConfig(correction_bias=True, scaling=2.5), 4),
-        (RouterConfig(groups=4, top_groups=2, scaling=16.0), 6),
-        (RouterConfig("sigmoid", True, groups=4, top_groups=2, group_score="top2"), 6),
-        (RouterConfig("sigmoid", True, groups=3, top_groups=3, group_score="top2"), 12),
-        (RouterConfig("sigmoid", True, groups=6, top_groups=1, group_score="top2"), 1),
-    ],
-)
-def test_other_routers_against_float64(config: RouterConfig, top_k: int, normalize: bool) -> None:
-    E = 12
-    rng = np.random.default_rng(0)
-    shape = experts_only(16, 8, E, top_k)
-    router = Router(
-        shape.replace(norm_topk_prob=normalize, initializer_range=0.5, router=config), jnp.float32
-    )
+OTHERS = [
+    (RouterConfig(scores="sigmoid"), 3),
+    (RouterConfig(correction_bias=True, scaling=2.5), 4),
+    (RouterConfig(groups=4, top_groups=2, scaling=16.0), 6),
+    (RouterConfig("sigmoid", True, groups=4, top_groups=2, group_score="top2"), 6),
+    (RouterConfig("sigmoid", True, groups=3, top_groups=3, group_score="top2"), 12),
+    (RouterConfig("sigmoid", True, groups=6, top_groups=1, group_score="top2"), 1),
+]
+"""Of 12 experts, and how many are chosen."""
+
+
+def other_router(config: RouterConfig, top_k: int, normalize: bool, kernels: str = "xla") -> Router:
+    shape = experts_only(16, 8, 12, top_k).replace(norm_topk_prob=normalize, initializer_range=0.5)
+    router = Router(shape.replace(router=config), jnp.float32, kernels)
     initialize(router, 0)
-    bias = np.zeros(E)
-    if config.correction_bias:
-        bias = rng.normal(size=E).astype(np.float32) / 4
-        router.correction_bias.set_value(jnp.asarray(bias))
-    x = rng.normal(size=(40, 16)).astype(np.float32)
+    for bias in filter(None, (router.bias, router.correction_bias)):
+        bias.set_value(jnp.asarray(np.random.default_rng(1).normal(size=12) / 4, jnp.float32))
+    return router
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("config", "top_k"), OTHERS)
+def test_other_routers_against_float64(config: RouterConfig, top_k: int, normalize: bool) -> None:
+    E, router = 12, other_router(config, top_k, normalize)
+    bias = np.asarray(router.correction_bias[...]) if config.correction_bias else np.zeros(E)
+    x = np.random.default_rng(0).normal(size=(40, 16)).astype(np.float32)
     logits = x.astype(np.float64) @ np.asarray(router.kernel[...], np.float64)
     scores = reference.softmax(logits) if config.scores == "softmax" else 1 / (1 + np.exp(-logits))
     got = router(jnp.asarray(x))
@@ -119,6 +121,33 @@ def test_other_routers_against_float64(config: RouterConfig, top_k: int, normali
     again = router(jnp.asarray(x), replay=Replay(got.ids))
     np.testing.assert_array_equal(again.weights, got.weights)
     np.testing.assert_array_equal(router.ranking(got.logits)[:, :top_k], got.ids)
+
+
+LESS_USUAL = [
+    (RouterConfig("softmax", True, 4, 2, "max", bias=True), 3),
+    (RouterConfig("sigmoid", False, 3, 2, "top2"), 5),
+    (RouterConfig("softmax", True, norm_min=0.7, scaling=3.0), 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "top_k", "normalize"),
+    slow_but(
+        [(*OTHERS[2], False), (*OTHERS[3], True), (*LESS_USUAL[0], False), (*LESS_USUAL[2], True)],
+        [(*case, normalize) for case in OTHERS + LESS_USUAL for normalize in (True, False)],
+    ),
+)
+def test_kernels_route_as_the_plain_path(config: RouterConfig, top_k: int, normalize: bool) -> None:
+    """Ids, weights, padding rows, and what a replay says of the kernel's own choice."""
+    plain, ours = (other_router(config, top_k, normalize, kernels) for kernels in ("xla", "pallas_triton"))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 16)), jnp.float32)
+    valid = jnp.arange(40) % 5 != 1
+    want, got = (jax.jit(router)(x, valid) for router in (plain, ours))
+    np.testing.assert_array_equal(got.ids, want.ids)
+    assert_close(got.weights, np.asarray(want.weights, np.float64), tolerance(16, 8))
+    assert_close(got.logits, np.asarray(want.logits, np.float64), tolerance(16))
+    again = ours(x, valid, Replay(got.ids))
+    assert_close(again.weights, np.asarray(got.weights, np.float64), tolerance(16, 8))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from moejax.checkpoint.directory import load_config, read_json, resolve_model_dir, stored_quantization
-from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig, RouterConfig
+from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.files import cache_root
 from moejax.core.parallel import ParallelConfig, check_parallel
@@ -170,6 +170,8 @@ def resolve(
         # Not silently: the kernels were perhaps asked for by name.
         why = "it runs over a projection that is split over devices, of which a kernel sees a part"
         resolutions.append(Resolution("engine.kernels (QK norm)", "xla", why))
+    if kernels.value != "xla" and not config.router.has_kernel:
+        resolutions.append(Resolution("engine.kernels (router)", "xla", "of two levels, or a SparseMixer"))
     vocab, padded = config.vocab_size, parallel.padded_vocab(config.vocab_size)
     if padded > vocab:
         why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
@@ -286,17 +288,13 @@ def unsupported_by_kernels(
         return f"engine.block_size={size} (a power of two, at least 8)"
     if config.latent is not None:
         return "latent attention (grouped-query attention only)"
-    if config.norm != "rms":
-        return f"norms of kind {config.norm!r} (root mean square without an offset only)"
-    if config.router != RouterConfig(bias=config.router.bias):
-        return "a router of other scores, groups, correction bias or factor (softmax over all experts only)"
     if config.qk_norm == "rotated":
         return "norms of queries and keys after rotary embedding (before it only)"
     if config.head_dim % 8 or config.head_dim > 256:
         return f"head_dim={config.head_dim} (a multiple of 8, at most 256)"
-    if config.num_experts > 512 or config.num_experts_per_tok > 16:
+    if config.num_experts > 4096 or config.num_experts_per_tok > 16:
         chosen = f"{config.num_experts_per_tok} of {config.num_experts} experts"
-        return f"{chosen} a token (at most 16 of 512)"
+        return f"{chosen} a token (at most 16 of 4096)"
     return None
 
 
