@@ -34,6 +34,7 @@ DEEPSEEK_V2_LITE = ModelShape("deepseek_v2_lite", 2048, 1408, 64, 64, 6, 16, 1, 
 DEEPSEEK_V3 = ModelShape("deepseek_v3", 7168, 2048, 256, 256, 8, 128, 1, 576, 512)
 
 MODELS = (MIXTRAL, QWEN3, OLMOE, WIDE64)
+LATENTS = (DEEPSEEK_V2_LITE, DEEPSEEK_V3)
 
 
 def expert_ids(shape: ModelShape, tokens: int, routing: str) -> np.ndarray:
