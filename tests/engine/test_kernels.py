@@ -5,15 +5,17 @@ import dataclasses
 import jax
 import pytest
 
-from moejax.core.config import EngineConfig, MoeConfig, RopeConfig
+from moejax.core.config import EngineConfig, LatentConfig, MoeConfig, RopeConfig, RouterConfig
 from moejax.core.errors import ConfigError
+from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
 from moejax.engine.opening.resolve import unsupported_by_kernels
 from moejax.engine.requests.api import SamplingParams
+from moejax.ops.kv_segments import Segment
 from pallas_kernels import work_list
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
-from tests.model_shapes import GEMMA, GRANITE, LLAMA, SINKS
+from tests.model_shapes import DENSE, GEMMA, GRANITE, LATENT, LLAMA, SINKS
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
 CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=None, max_model_len=64)
@@ -94,6 +96,35 @@ def test_other_models(change):
     assert tokens(kernels) == tokens(plain)
 
 
+DEEPSEEK = LATENT | {
+    "family": "deepseek_v2", "head_dim": 16, "norm_topk_prob": False, "router": RouterConfig(),
+    "latent": LatentConfig(kv_rank=24, rope_dim=8, nope_dim=8, value_dim=12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change,cache,params",
+    [
+        (DENSE | {"moe_layers": (False,)}, "auto", greedy(7)),
+        pytest.param({}, "auto", SAMPLED, marks=pytest.mark.slow),
+        pytest.param({}, "int8", greedy(12), marks=pytest.mark.slow),
+    ],
+    ids=["dense", "experts, forks", "experts, int8"],
+)
+def test_latents(change, cache, params):
+    """Pages of keys alone: decodes beside chunks, forks that copy blocks."""
+    config, quant = small_config(**DEEPSEEK | change), QuantConfig(kv_cache=cache)
+    plain, kernels = (
+        LLM(config, load_format="dummy", engine=dataclasses.replace(CONFIG, kernels=name), quant=quant)
+        for name in ("xla", "pallas_triton")
+    )
+    prompts = [prompt(n, 3) for n in (11, 3, 16, 1, 9)]
+    assert tokens(kernels.generate(prompts, params)) == tokens(plain.generate(prompts, params))
+    segments = jax.tree.leaves(kernels.runner.pool.take(1), is_leaf=lambda x: isinstance(x, Segment))
+    assert {segment.values for segment in segments} == {None}
+    assert_clean(kernels)
+
+
 def test_norms_with_an_offset_run_on_xla_and_refuse_kernels():
     change = {**GEMMA, "moe_layers": (False,), "sliding_windows": (5,)}
     with pytest.raises(ConfigError, match="rms_unit_offset"):
@@ -140,6 +171,7 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
         ),
         ({"block_size": 4}, {}, "engine.block_size=4"),
         ({}, {"head_dim": 12}, "head_dim=12"),
+        ({}, LATENT, r"latents of kv_lora_rank=16 and qk_rope_head_dim=6 \(multiples of 8"),
         ({}, {"qk_norm": "rotated"}, "norms of queries and keys after rotary embedding"),
         (
             {"moe": MoeConfig(grouped_matmul="pallas_triton")},

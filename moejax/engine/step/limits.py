@@ -57,6 +57,7 @@ class Limits(NamedTuple):
         replay: (MoE layers, experts per token) where steps are told it.
         kv_heads: key/value heads that a device has.
         context: the most keys that a query reads in any layer. Both are for kernels only.
+        latent: whether keys hold the values; then `kv_heads` is what work lists count as such.
     """
 
     slots: int
@@ -68,3 +69,4 @@ class Limits(NamedTuple):
     replay: tuple[int, int] | None = None
     kv_heads: int = 1
     context: int = 1
+    latent: bool = False
