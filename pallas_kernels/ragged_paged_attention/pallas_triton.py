@@ -88,7 +88,7 @@ def space(problem: Problem) -> Iterable[Config]:
     else:
         least = next_power_of_2(int(problem["H"]) // int(problem["K"]))
         rows = [16, 32, 64] if "latent" in problem else [r for r in (64, 128) if r >= least]
-        tiles = (16, 32, 64) if "latent" in problem else (32, 64, 128)
+        tiles = [16, 32, 64] if "latent" in problem else [32, 64, 128]
         choices = itertools.product(rows, tiles, (4, 8), (3, 5))
         configs = {replace(base, rows=r, tile=t, num_warps=w, num_stages=s) for r, t, w, s in choices}
     return sorted(configs | {base}, key=lambda c: tuple(vars(c).values()))

@@ -210,7 +210,7 @@ def rope_kv_write_pallas(
     T, H, Dh = q.shape
     N, K, bs, _ = k_pages.shape
     pools = [pool for pool in (k_pages, v_pages, k_scale, v_scale) if pool is not None]
-    sizes = {"T": T, "K": K, "G": H // K, "N": N, "bs": bs, "R": 2 * cos.shape[1], "Dh": Dh}
+    sizes: dict[str, Any] = {"T": T, "K": K, "G": H // K, "N": N, "bs": bs, "R": 2 * cos.shape[1], "Dh": Dh}
     heads = K if q_norm is not None and q_norm.ndim == 2 else 1
     kernel = functools.partial(_kernel, tokens=config.tokens, heads=heads, pools=len(pools), eps=eps, **sizes)
     turned = q

@@ -35,7 +35,7 @@ def _spec(model: ModelShape, phase: str, T: int, pages: Any) -> Spec:
         # A prefill fills pages of its own; tokens at decode are of as many sequences.
         filled = page[token // BLOCK] * BLOCK + token % BLOCK
         slots = filled if phase == "prefill" else page[token] * BLOCK + (7 * token) % BLOCK
-        arrays = {
+        arrays: dict[str, Any] = {
             "q": jax.random.normal(keys[0], (T, H, Dh), dtype),
             "k": jax.random.normal(keys[1], (T, K, Dh), dtype),
             "v": None if latent else jax.random.normal(keys[2], (T, K, Dh), dtype),
