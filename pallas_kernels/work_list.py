@@ -31,6 +31,12 @@ def latent_heads(heads: int) -> int:
     return -(-heads // LATENT_HEADS) * (1 if heads <= 16 else 2)
 
 
+def latent_queries(heads: int) -> int:
+    """Returns what takes the place of `MOST_QUERIES` where so many query heads share latents: more queries of
+    many heads, each with 512 float32 numbers a part, would be hundreds of megabytes."""
+    return MOST_QUERIES if heads <= 16 else 1
+
+
 def most_splits(sequences: int, kv_heads: int, context: int) -> int:
     """Returns into how many parts one context may be cut, at most, in a step of so many sequences.
 

@@ -14,7 +14,7 @@ from pallas_kernels.ragged_paged_attention import pallas_triton, triton_jit
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention_reference
 from pallas_kernels.ragged_paged_attention.specs import SPECS, problem
 from pallas_kernels.run import Options, run
-from pallas_kernels.work_list import MOST_QUERIES, decoded_keys, make_work_list, most_splits
+from pallas_kernels.work_list import MOST_QUERIES, decoded_keys, latent_queries, make_work_list, most_splits
 
 OP = Op(
     name="ragged_paged_attention",
@@ -69,8 +69,8 @@ def ragged_paged_attention(
         work_list: int32 `[2·S + splits]`, how contexts of decodes are cut into parts, as
             `pallas_kernels.work_list` makes it of `kv_lens`, cut to `window`, of the sequences with one
             query and 0 for others. Unless `max_q_len` is 1, it may have contexts of those with up to
-            `MOST_QUERIES` as well, but of latents. None: it is made here as `decoded_keys` has it, by
-            operations of XLA's.
+            `MOST_QUERIES` as well, of latents `latent_queries`. None: it is made here as `decoded_keys` has
+            it, by operations of XLA's.
         options: an implementation, "pallas_triton", "triton_jit" (decode only) or "reference", and how it
             runs; see `Options`.
 
@@ -110,7 +110,7 @@ def ragged_paged_attention(
     check_that(OP.name, "max_q_len", max_q_len is None or max_q_len >= 1, max_q_len, "None or at least 1")
     if work_list is None:
         reach = M * bs if window is None else min(window, M * bs)
-        queries = MOST_QUERIES if value_dim is None else 1
+        queries = MOST_QUERIES if value_dim is None else latent_queries(H)
         keys = decoded_keys(jnp.diff(cu_q_lens), kv_lens, K, reach, jnp, queries)
         work_list = make_work_list(keys, most_splits(S, K, reach), jnp)
     parts = work_list.shape[0]

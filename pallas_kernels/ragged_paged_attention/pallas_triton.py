@@ -14,7 +14,7 @@ from pallas_kernels.op import Problem
 from pallas_kernels.ragged_paged_attention.chunk import chunks
 from pallas_kernels.ragged_paged_attention.decode import decode
 from pallas_kernels.ragged_paged_attention.tiles import Attention, Config
-from pallas_kernels.work_list import LATENT_HEADS, MOST_QUERIES
+from pallas_kernels.work_list import LATENT_HEADS, MOST_QUERIES, latent_queries
 
 _MOST_ROWS = 128
 
@@ -139,9 +139,10 @@ def ragged_paged_attention_pallas(
     """See `ragged_paged_attention_reference`. `decode`: also the twin's."""
     a = attention(q, k_pages, block_table, work_list, scale, window, soft_cap, sinks, max_q_len)
     if v_pages is None:
-        # As many heads a program as divide all. Room for the parts of more queries would be gigabytes.
+        # As many heads a program as divide all.
         heads = max(n for n in range(1, min(a.H, config.rows) + 1) if a.H % n == 0)
-        a = replace(a, K=a.H // heads, latent=value_dim, queries=1)
+        queries = min(a.queries, latent_queries(a.H))
+        a = replace(a, K=a.H // heads, latent=value_dim, queries=queries)
         v_pages, v_scale = k_pages, k_scale
     check_that(
         "ragged_paged_attention", "config.rows", config.rows >= a.G, config.rows, f"at least H/K={a.G}"

@@ -10,7 +10,14 @@ import numpy as np
 from pallas_kernels.kv import is_quantized
 from pallas_kernels.models import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
-from pallas_kernels.work_list import MOST_QUERIES, decoded_keys, latent_heads, make_work_list, most_splits
+from pallas_kernels.work_list import (
+    MOST_QUERIES,
+    decoded_keys,
+    latent_heads,
+    latent_queries,
+    make_work_list,
+    most_splits,
+)
 
 PAGE = 32
 
@@ -59,10 +66,8 @@ def make_spec(
     decode = bool((q_lens == 1).all())
     quantized = is_quantized(kv)
     reach = min(M * page, window or M * page)
-    groups = K if model.latent is None else latent_heads(H)
-    decoded = decoded_keys(
-        q_lens, kv_lens, groups, reach, queries=MOST_QUERIES if model.latent is None else 1
-    )
+    groups, queries = (K, MOST_QUERIES) if model.latent is None else (latent_heads(H), latent_queries(H))
+    decoded = decoded_keys(q_lens, kv_lens, groups, reach, queries=queries)
     work_list = make_work_list(decoded, most_splits(S, groups, reach))
 
     def pool(key: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -22,7 +22,7 @@ from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.step.limits import Limits, StepKey
 from moejax.ops.kernel_attention import KernelPlan
-from pallas_kernels.work_list import MOST_QUERIES, decoded_keys, make_work_list, most_splits
+from pallas_kernels.work_list import decoded_keys, make_work_list, most_splits
 
 BLANK = {"slot_mapping": -1}
 """Values other than 0 of a plan that attends to nothing."""
@@ -81,6 +81,6 @@ def fill(
         kv_lens[S + row], q_lens[S + row] = chunk.start + chunk.count, chunk.count
         start, row = start + chunk.count, row + 1 + len(forks)
     views["cu_q_lens"][1:] = np.cumsum(q_lens)
-    queries, items = 1 if limits.latent else MOST_QUERIES, views["work_list"]
+    items, queries = views["work_list"], limits.queries
     keys = decoded_keys(q_lens, kv_lens, limits.kv_heads, limits.context, queries=queries)
     items[:] = make_work_list(keys, len(items) - 2 * len(keys))
