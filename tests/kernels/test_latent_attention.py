@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels.errors import KernelError
 from pallas_kernels.ragged_paged_attention import OP, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.pallas_triton import Config
-from pallas_kernels.work_list import LATENT_HEADS, latent_heads, most_splits
+from pallas_kernels.work_list import LATENT_HEADS, MOST_QUERIES, latent_heads, latent_queries, most_splits
 from tests.examples import slow_but
 from tests.kernels.contract import Contract
 from tests.kernels.test_ragged_paged_attention import QUANTIZED, SCALE, batch, limit, planned, slow
@@ -117,6 +117,7 @@ def test_work_lists_fill_the_device():
     assert [latent_heads(n) for n in (8, 16, 32, LATENT_HEADS, 128)] == [1, 1, 2, 2, 4]
     assert 8 - 1 + most_splits(8, latent_heads(64), 32768) == 108
     assert 2 * (8 - 1 + most_splits(8, latent_heads(128), 32768)) == 108
+    assert [latent_queries(n) for n in (16, 17)] == [MOST_QUERIES, 1]
 
 
 @pytest.mark.parametrize(
