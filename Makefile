@@ -89,7 +89,7 @@ gpu-compiler: $(VENV)/.base ## XLA's GPU compiler, for kernels and programs on m
 GATE = $(BIN)/python -m experiments.program experiment=program_gate
 static: $(VENV)/.dev gpu-compiler ## Compile every kernel and whole steps of models for A100 and H100, without a GPU: the gates
 	$(BIN)/python -m experiments.kernels mode=static
-	$(GATE) -m model=qwen3_30b_a3b,mixtral_8x7b,olmoe_1b_7b target=a100,h100
+	$(GATE) -m model=qwen3_30b_a3b,mixtral_8x7b,olmoe_1b_7b,deepseek_v2_lite target=a100,h100
 	$(GATE) -m parallel=ep8,tp8,pp2_ep4
 	$(GATE) -m quant=int4_rtn_g64,fp8_e4m3
 

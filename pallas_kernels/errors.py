@@ -82,6 +82,20 @@ def check_heads(op: str, H: int, K: int, Dh: int) -> None:
     check_that(op, "q", fits, f"head dimension {Dh}", f"a multiple of 8 up to {MAX_HEAD_DIM}")
 
 
+MAX_LATENT = 512
+
+
+def check_latent(op: str, K: int, Dh: int, value_dim: int | None) -> None:
+    """Raises KernelError unless attention kernels take keys of such dimensions that hold their values."""
+    check_that(op, "k_pages", K == 1, f"{K} KV heads", "1 where a key holds its value")
+    width = value_dim or 0
+    fits = width % 8 == 0 and 0 < width <= MAX_LATENT
+    check_that(op, "value_dim", fits, value_dim, f"a multiple of 8 up to {MAX_LATENT} where v_pages is None")
+    fits = Dh % 8 == 0 and 0 < Dh - width <= MAX_HEAD_DIM
+    expected = f"value_dim={width} and a multiple of 8 up to {MAX_HEAD_DIM} before"
+    check_that(op, "q", fits, f"head dimension {Dh}", expected)
+
+
 def check_that(op: str, argument: str, holds: bool, got: Any, expected: Any) -> None:
     """Raises KernelError unless `holds`."""
     if not holds:

@@ -16,9 +16,25 @@ LEAST_KEYS = 64
 MOST_QUERIES = 8
 """Most queries of a sequence whose context is cut: each part has room for the results of so many."""
 
+LATENT_HEADS = 64
+"""Most query heads of a program over latents: 512 sums for each are what the registers of eight warps hold.
+More heads are other programs', which find the pages in the cache."""
+
 # Programs that an A100 runs at a time, two on each multiprocessor. An H100 could hold 396, and its memory is
 # busy with these: 64 KB are under way in each.
 _SLOTS = 216
+
+
+def latent_heads(heads: int) -> int:
+    """Returns what counts as `kv_heads` below where so many query heads share latents: a part's programs,
+    twice where they have many heads, as one then takes a multiprocessor for itself."""
+    return -(-heads // LATENT_HEADS) * (1 if heads <= 16 else 2)
+
+
+def latent_queries(heads: int) -> int:
+    """Returns what takes the place of `MOST_QUERIES` where so many query heads share latents: more queries of
+    many heads, each with 512 float32 numbers a part, would be hundreds of megabytes."""
+    return MOST_QUERIES if heads <= 16 else 1
 
 
 def most_splits(sequences: int, kv_heads: int, context: int) -> int:
@@ -39,11 +55,13 @@ def most_splits(sequences: int, kv_heads: int, context: int) -> int:
     return max(1, min(128, splits, context // max(LEAST_KEYS, min(4 * LEAST_KEYS, 8 * pairs))))
 
 
-def decoded_keys(q_lens: Any, kv_lens: Any, kv_heads: int, context: int, xp: Any = np) -> Any:
+def decoded_keys(
+    q_lens: Any, kv_lens: Any, kv_heads: int, context: int, xp: Any = np, queries: int = MOST_QUERIES
+) -> Any:
     """Returns int `[S]`, what `make_work_list` takes: keys, at most `context`, of sequences with one query;
-    also of those with up to `MOST_QUERIES` if chunk attention, which does not cut contexts, would leave
+    also of those with up to `queries` if chunk attention, which does not cut contexts, would leave
     multiprocessors idle with them; and 0 for others."""
-    few = (q_lens > 1) & (q_lens <= MOST_QUERIES)
+    few = (q_lens > 1) & (q_lens <= queries)
     few = few & (few.sum() * kv_heads < _SLOTS // 2)
     return xp.where((q_lens == 1) | few, xp.minimum(kv_lens, context), 0)
 

@@ -154,16 +154,15 @@ class PagedLayer:
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, "PagedLayer"]:
         """Stores and attends at the plan's positions; kernels normalise, rotate and store in one pass."""
+        values = None if v is None else v[:, 0]
         if isinstance(self.plan, KernelPlan):
-            assert v is not None, "the kernels have no latent attention"
             (pages,), (cos, sin) = self.segments, rope
             out, pages = kernel_attention(
-                q[:, 0], k[:, 0], v[:, 0], (cos[:, 0], sin[:, 0]), pages, self.plan,
+                q[:, 0], k[:, 0], values, (cos[:, 0], sin[:, 0]), pages, self.plan,
                 norms=norms, sinks=sinks, window=window, scale=scale, implementation=self.kernels,
             )  # fmt: skip
             return out[:, None], dataclasses.replace(self, segments=(pages,))
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        values = None if v is None else v[:, 0]
         out, segments = paged_attention(
             q[:, 0], k[:, 0], values, self.segments, self.plan, window=window, scale=scale, sinks=sinks
         )

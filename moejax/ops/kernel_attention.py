@@ -35,7 +35,7 @@ class KernelPlan:
 def kernel_attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     rope: tuple[jax.Array, jax.Array],
     pages: Segment,
     plan: KernelPlan,
@@ -49,20 +49,19 @@ def kernel_attention(
     """Normalises q and k where there are `norms`, rotates them, stores k and v, attends.
 
     Args:
-        q: `[N, H, Dh]`, k and v: `[N, K, Dh]`, not rotated.
+        q: `[N, H, Dh]`, k and v: `[N, K, Dh]`, not rotated; v is None where pages have no values.
         rope: cos and sin, float32 `[N, R/2]`.
         sinks: float32 `[H]`, see `moejax.ops.attention.attention`.
         pages: keys not transposed; scales where they are quantized.
         implementation: of the kernels, see `pallas_kernels`.
 
     Returns:
-        `[N, H, Dh]` and the updated pages.
+        `[N, H, Dv]` and the updated pages.
     """
     # Here, because Pallas takes a while to import and most runs never need it.
     from pallas_kernels.ragged_paged_attention import ragged_paged_attention
     from pallas_kernels.rope_kv_write import rope_kv_write
 
-    assert pages.values is not None, "the kernels have no latent attention"
     with jax.named_scope("kv_write"):
         normalized: dict[str, Any] = (
             {} if norms is None else {"q_norm": norms.q, "k_norm": norms.k, "eps": norms.eps}
@@ -80,7 +79,7 @@ def kernel_attention(
             implementation=implementation,
             **normalized,
         )
-    pages = Segment(keys, values, key_scale, value_scale, pages.codes)
+    pages = Segment(keys, values, key_scale, value_scale, pages.codes, pages.latent)
     out = ragged_paged_attention(
         q,
         keys,
@@ -89,6 +88,7 @@ def kernel_attention(
         plan.kv_lens,
         plan.cu_q_lens,
         scale=scale,
+        value_dim=pages.latent,
         window=window,
         k_scale=pages.key_scale,
         v_scale=pages.value_scale,

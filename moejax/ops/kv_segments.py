@@ -89,7 +89,7 @@ class Segment:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens of a block; not asked of latents for kernels."""
         return self.keys.shape[3] if self.values is None else self.values.shape[2]
 
     @property

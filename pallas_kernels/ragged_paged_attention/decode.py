@@ -20,6 +20,7 @@ from pallas_kernels.ragged_paged_attention.tiles import (
     Attention,
     Config,
     Pool,
+    block_dims,
     dims,
     load_queries,
     over_tiles,
@@ -133,13 +134,15 @@ def _zero_padding(a: Attention, out_ref: Any, cu_ref: Any, program: jax.Array, h
     @when(program >= a.S)
     def _() -> None:
         row = cu_ref[a.S] + (program - a.S) * PADDING_ROWS + jnp.arange(PADDING_ROWS)
-        dim, mask = dims(a, row < a.T)
-        zeros = jnp.zeros((PADDING_ROWS, a.Dp), out_ref.dtype)
+        zeros = jnp.zeros((PADDING_ROWS, a.Dp // a.blocks), out_ref.dtype)
 
-        def one(g: jax.Array, _: None) -> None:
+        def one(i: jax.Array, _: None) -> None:
+            split = jnp.int32(a.blocks)
+            g, block = (i, 0) if a.blocks == 1 else (jax.lax.div(i, split), jax.lax.rem(i, split))
+            dim, mask = block_dims(a, row < a.T, block)
             store(out_ref.at[row[:, None], head + g, dim[None, :]], zeros, mask=mask)
 
-        jax.lax.fori_loop(0, count, one, None)
+        jax.lax.fori_loop(0, count * a.blocks, one, None)
 
 
 def _reduce_kernel(*refs: Any, a: Attention, tile: int) -> None:
@@ -150,7 +153,8 @@ def _reduce_kernel(*refs: Any, a: Attention, tile: int) -> None:
     _, first, past, per_split = _share(a, tile, queries, keys, splits)
     split = jnp.arange(next_power_of_2(a.splits))
     used = split * per_split < past - first
-    dim, mask = dims(a, used)
+    block = program_id(2) if a.blocks > 1 else 0
+    dim, mask = block_dims(a, used, block)
 
     def one(query: jax.Array, _: None) -> None:
         lse = load(lse_ref.at[first_part + split, query, head], mask=used, other=MASKED)
@@ -165,15 +169,17 @@ def _reduce_kernel(*refs: Any, a: Attention, tile: int) -> None:
         if sinks:
             total = total + jnp.exp2(sink - largest)
         out = jnp.where(keys > 0, jnp.sum(part * weight[:, None], axis=0) / total, 0.0)
-        store(out_ref.at[token + query, head, dim], out.astype(out_ref.dtype), mask=dim < a.Dh)
+        store(out_ref.at[token + query, head, dim], out.astype(out_ref.dtype), mask=dim < a.Dv)
 
     jax.lax.fori_loop(0, queries, one, None)
+    if a.blocks > 1:
+        program = jnp.where(block == 0, program, 0)
     _zero_padding(a, out_ref, cu_ref, program, head, 1)
 
 
 def reduce_warps(a: Attention) -> int:
     """Returns the warps of the reduction, which holds a row's parts at once: at least 32 numbers a thread."""
-    return max(1, min(8, next_power_of_2(a.splits) * a.Dp // 1024))
+    return max(1, min(8, next_power_of_2(a.splits) * a.Dp // a.blocks // 1024))
 
 
 def decode(
@@ -189,13 +195,13 @@ def decode(
     sinks: tuple[jax.Array, ...],
     interpret: bool | None,
 ) -> jax.Array:
-    """Writes `[T, H, Dh]`: rows of sequences with one query (0 without keys) and of those with parts in the
+    """Writes `[T, H, Dv]`: rows of sequences with one query (0 without keys) and of those with parts in the
     work list, 0 past the last; no others."""
     static: dict[str, Any] = {"a": a, "tile": config.decode_tile}
-    output, padding = jax.ShapeDtypeStruct(q.shape, q.dtype), cdiv(a.T, PADDING_ROWS)
+    output, padding = jax.ShapeDtypeStruct((a.T, a.H, a.Dv), q.dtype), cdiv(a.T, PADDING_ROWS)
     W, split = a.S - 1 + a.splits, a.splits > 1
     parts = [
-        jax.ShapeDtypeStruct((W, a.queries, a.H, a.Dh), jnp.float32),
+        jax.ShapeDtypeStruct((W, a.queries, a.H, a.Dv), jnp.float32),
         jax.ShapeDtypeStruct((W, a.queries, a.H), jnp.float32),
     ]
     attended = pallas_call(
@@ -216,7 +222,7 @@ def decode(
     return pallas_call(
         functools.partial(_reduce_kernel, **static),
         name="paged_decode_reduce",
-        grid=(a.S + padding, a.H),
+        grid=(a.S + padding, a.H, *((a.blocks,) if a.blocks > 1 else ())),
         out_shape=output,
         num_warps=reduce_warps(a),
         num_stages=1,

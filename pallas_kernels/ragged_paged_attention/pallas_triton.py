@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import next_power_of_2
 from pallas_kernels.errors import check_that
-from pallas_kernels.kv import check_pool_size
+from pallas_kernels.kv import check_pool_size, is_quantized
 from pallas_kernels.op import Problem
 from pallas_kernels.ragged_paged_attention.chunk import chunks
 from pallas_kernels.ragged_paged_attention.decode import decode
 from pallas_kernels.ragged_paged_attention.tiles import Attention, Config
-from pallas_kernels.work_list import MOST_QUERIES
+from pallas_kernels.work_list import LATENT_HEADS, MOST_QUERIES, latent_queries
 
 _MOST_ROWS = 128
 
@@ -25,6 +25,8 @@ def heuristic(problem: Problem) -> Config:
     Five stages are two tiles in flight: Triton keeps half of the others for the page numbers, which must have
     come before their pages can be asked for. In bfloat16 that is 64 KB a program.
     """
+    if "latent" in problem:
+        return _of_latents(problem)
     Dp, kv_bytes = max(16, next_power_of_2(int(problem["Dh"]))), _itemsize(problem["kv_dtype"])
     context = next_power_of_2(_context(problem))
     # Exact float32 products run outside the tensor cores, operands in registers. Where pages have to be
@@ -56,6 +58,26 @@ def heuristic(problem: Problem) -> Config:
     )
 
 
+def _of_latents(problem: Problem) -> Config:
+    """Takes 64 heads a program, or as many as there are, and 16 keys a turn where heads are few.
+
+    A page is read by a program for each 64 heads, from memory once. 64 rows of 576 bfloat16 numbers, their
+    sums and two tiles of keys fill an A100's multiprocessor, and 64 rows are the least of a wgmma. With
+    16 heads reading bounds: two programs fit, with three tiles in flight each. Decoding takes registers.
+    """
+    few, size = int(problem["H"]) <= 16, _itemsize(problem["kv_dtype"])
+    tile, stages = (16, 3) if size == 4 else (32, 5)
+    return Config(
+        decode_tile=16 if few else tile,
+        decode_warps=4 if few else 8,
+        decode_stages=7 if few and size == 2 else stages,
+        rows=LATENT_HEADS if size == 2 else 32,
+        tile=tile,
+        num_warps=8,
+        num_stages=stages,
+    )
+
+
 def space(problem: Problem) -> Iterable[Config]:
     """Varies the decode kernel's fields for a decode-only problem, else the chunk kernel's."""
     base = heuristic(problem)
@@ -65,14 +87,19 @@ def space(problem: Problem) -> Iterable[Config]:
         configs = {replace(base, decode_tile=t, decode_warps=w, decode_stages=s) for t, w, s in decodes}
     else:
         least = next_power_of_2(int(problem["H"]) // int(problem["K"]))
-        rows = [r for r in (64, 128) if r >= least]
-        choices = itertools.product(rows, (32, 64, 128), (4, 8), (3, 5))
+        rows = [16, 32, 64] if "latent" in problem else [r for r in (64, 128) if r >= least]
+        tiles = [16, 32, 64] if "latent" in problem else [32, 64, 128]
+        choices = itertools.product(rows, tiles, (4, 8), (3, 5))
         configs = {replace(base, rows=r, tile=t, num_warps=w, num_stages=s) for r, t, w, s in choices}
     return sorted(configs | {base}, key=lambda c: tuple(vars(c).values()))
 
 
 def supports(problem: Problem) -> str | None:
-    """Requires that the query heads of a KV head fit a tile."""
+    """Requires that the query heads of a KV head fit a tile; those of latents are cut into tiles, and latents
+    are not widened to float32, which would spill."""
+    if "latent" in problem:
+        own = problem["dtype"] == problem["kv_dtype"] or is_quantized(problem["kv_dtype"])
+        return None if own else "latents in the dtype of q, or quantized"
     if int(problem["H"]) // int(problem["K"]) > _MOST_ROWS:
         return f"at most {_MOST_ROWS} query heads for each KV head"
     return None
@@ -91,12 +118,13 @@ def _itemsize(dtype: int | str) -> int:
 def ragged_paged_attention_pallas(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     block_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     *,
     scale: float,
+    value_dim: int | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -110,6 +138,12 @@ def ragged_paged_attention_pallas(
 ) -> jax.Array:
     """See `ragged_paged_attention_reference`. `decode`: also the twin's."""
     a = attention(q, k_pages, block_table, work_list, scale, window, soft_cap, sinks, max_q_len)
+    if v_pages is None:
+        # As many heads a program as divide all.
+        heads = max(n for n in range(1, min(a.H, config.rows) + 1) if a.H % n == 0)
+        queries = min(a.queries, latent_queries(a.H))
+        a = replace(a, K=a.H // heads, latent=value_dim, queries=queries)
+        v_pages, v_scale = k_pages, k_scale
     check_that(
         "ragged_paged_attention", "config.rows", config.rows >= a.G, config.rows, f"at least H/K={a.G}"
     )

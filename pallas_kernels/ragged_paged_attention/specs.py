@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kv import is_quantized
-from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
+from pallas_kernels.models import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
-from pallas_kernels.work_list import decoded_keys, make_work_list, most_splits
+from pallas_kernels.work_list import (
+    MOST_QUERIES,
+    decoded_keys,
+    latent_heads,
+    latent_queries,
+    make_work_list,
+    most_splits,
+)
 
 PAGE = 32
 
@@ -23,8 +30,10 @@ def problem(
     window: int | None,
     sinks: bool,
     max_q_len: int | None,
+    latent: int | None = None,
 ) -> Problem:
-    """Returns the problem: `context` tokens fit the block table; `decode`: 1 where all have one query."""
+    """Returns the problem: `context` tokens fit the block table; `decode`: 1 where all have one query;
+    `latent`: with latents only, numbers of a value."""
     return make_problem(
         **{name: sizes[name] for name in ("T", "S", "H", "K", "Dh")},
         context=sizes["M"] * sizes["bs"],
@@ -34,6 +43,7 @@ def problem(
         window=window or 0,
         sinks=sinks,
         decode=max_q_len == 1,
+        **({} if latent is None else {"latent": latent}),
     )
 
 
@@ -56,8 +66,9 @@ def make_spec(
     decode = bool((q_lens == 1).all())
     quantized = is_quantized(kv)
     reach = min(M * page, window or M * page)
-    decoded = decoded_keys(q_lens, kv_lens, K, reach)
-    work_list = make_work_list(decoded, most_splits(S, model.kv_heads, reach))
+    groups, queries = (K, MOST_QUERIES) if model.latent is None else (latent_heads(H), latent_queries(H))
+    decoded = decoded_keys(q_lens, kv_lens, groups, reach, queries=queries)
+    work_list = make_work_list(decoded, most_splits(S, groups, reach))
 
     def pool(key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         values, scales = jax.random.split(key)
@@ -69,7 +80,7 @@ def make_spec(
 
     def make(key: jax.Array) -> dict[str, jax.Array]:
         a, b, c, d, e = jax.random.split(key, 5)
-        (k_pages, k_scale), (v_pages, v_scale) = pool(b), pool(c)
+        (k_pages, k_scale), (v_pages, v_scale) = pool(b), pool(c) if model.latent is None else (None, None)
         # A pool in use is fragmented: no two pages of a sequence are neighbours.
         order = jax.random.permutation(d, jnp.arange(N, dtype=jnp.int32))
         first = np.concatenate([[0], np.cumsum(pages)[:-1]]).astype(np.int32)
@@ -89,6 +100,7 @@ def make_spec(
         return {name: array for name, array in arrays.items() if array is not None}
 
     static: dict[str, Any] = {"scale": Dh**-0.5, "window": window, "max_q_len": 1 if decode else None}
+    static |= {} if model.latent is None else {"value_dim": model.latent, "v_pages": None}
     sizes = {"T": T, "S": S, "M": M, "bs": page, "H": H, "K": K, "Dh": Dh}
     many = (q_lens > 1).any()
     phase = "decode" if decode else "mixed" if (q_lens == 1).any() else "prefill"
@@ -97,16 +109,29 @@ def make_spec(
         name=f"{model.name}/{phase}_{name}",
         make=make,
         static=static,
-        problem=problem(sizes, jnp.bfloat16, kv, window=window, sinks=sinks, max_q_len=static["max_q_len"]),
-        cost=_cost(sizes, sequences, kv, window),
+        problem=problem(
+            sizes,
+            jnp.bfloat16,
+            kv,
+            window=window,
+            sinks=sinks,
+            max_q_len=static["max_q_len"],
+            latent=model.latent,
+        ),
+        cost=_cost(sizes, sequences, kv, window, model.latent),
         tags=frozenset(tags | ({"window"} if window else set()) | ({"sinks"} if sinks else set())),
     )
 
 
 def _cost(
-    sizes: Mapping[str, int], sequences: Sequence[tuple[int, int]], kv: Any, window: int | None
+    sizes: Mapping[str, int],
+    sequences: Sequence[tuple[int, int]],
+    kv: Any,
+    window: int | None,
+    latent: int | None,
 ) -> Cost:
-    """Costs reading each key and value that a query sees once, reading queries and writing results."""
+    """Costs reading each key and value that a query sees once (of latents they are one), reading queries and
+    writing results."""
     pairs = needed = 0
     for queries, keys in sequences:
         position = np.arange(keys - queries, keys)
@@ -117,8 +142,9 @@ def _cost(
     row = Dh * jnp.dtype(kv).itemsize + (4 if is_quantized(kv) else 0)
     # Two floats that differ are multiplied as float32.
     unit = "bfloat16" if is_quantized(kv) or kv == jnp.bfloat16 else "float32"
-    moved = 2.0 * needed * K * row + 4.0 * sizes["T"] * H * Dh
-    return Cost(flops=4.0 * pairs * H * Dh, bytes=moved, unit=unit)
+    Dv, rows = latent or Dh, 2.0 if latent is None else 1.0
+    moved = rows * needed * K * row + 2.0 * sizes["T"] * H * (Dh + Dv)
+    return Cost(flops=2.0 * pairs * H * (Dh + Dv), bytes=moved, unit=unit)
 
 
 def _decodes(batch: int, context: int) -> list[tuple[int, int]]:
@@ -160,4 +186,15 @@ SPECS = (
     make_spec(OLMOE, "2048", [(2048, 2048)]),
     make_spec(WIDE64, "64x8192", _decodes(64, 8192)),
     make_spec(WIDE64, "16_and_512_e4m3", _MIXED, kv=_FP8),
+    # The heads of DeepSeek-V3 on one of eight devices, too.
+    make_spec(DEEPSEEK_V2_LITE, "1x32768", _decodes(1, 32768)),
+    make_spec(DEEPSEEK_V2_LITE, "8x8192", _decodes(8, 8192)),
+    make_spec(DEEPSEEK_V2_LITE, "8x8192_int8", _decodes(8, 8192), kv=jnp.int8),
+    make_spec(DEEPSEEK_V2_LITE, "64x2048", _decodes(64, 2048)),
+    make_spec(DEEPSEEK_V2_LITE, "2048", [(2048, 2048)]),
+    make_spec(DEEPSEEK_V3, "1x32768", _decodes(1, 32768)),
+    make_spec(DEEPSEEK_V3, "8x8192", _decodes(8, 8192)),
+    make_spec(DEEPSEEK_V3, "64_ragged_32768", _ragged(64, 32768)),
+    make_spec(DEEPSEEK_V3, "512", [(512, 4096)]),
+    make_spec(DEEPSEEK_V3, "16_and_512", _MIXED),
 )

@@ -10,6 +10,7 @@ so far, which is carried along like the softmax's maximum. Values whose scale is
 lose bits, and from 2^-39 on count as zero.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,7 +33,11 @@ _TINY = 2.0**-100
 @dataclass(frozen=True)
 class Attention:
     """Static facts of a call; dimensions as in `ragged_paged_attention_reference`, the most parts of a
-    context, and the most queries of a sequence that decode takes (`pallas_kernels.work_list`)."""
+    context, and the most queries of a sequence that decode takes (`pallas_kernels.work_list`).
+
+    With `latent`, the numbers at a key's end that are its value, K counts the tiles of query heads that share
+    the only key, and G the heads of one.
+    """
 
     T: int
     S: int
@@ -49,6 +54,7 @@ class Attention:
     sinks: bool
     splits: int
     queries: int
+    latent: int | None = None
 
     @property
     def per_turn(self) -> int:
@@ -71,9 +77,30 @@ class Attention:
         return self.H // self.K
 
     @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Begin and length of a key's parts, a tile each: all of it, or what is only key and then the value.
+        As one tile 64 + 512 numbers would be padded to 1024."""
+        return (self.value,) if self.latent is None else ((0, self.Dh - self.Dv), self.value)
+
+    @property
+    def value(self) -> tuple[int, int]:
+        """Begin and length of a value, or of it in its key."""
+        return self.Dh - self.Dv, self.Dv
+
+    @property
+    def Dv(self) -> int:
+        """Numbers of a value."""
+        return self.latent or self.Dh
+
+    @property
     def Dp(self) -> int:
-        """Dh as the tiles have it."""
-        return max(16, next_power_of_2(self.Dh))
+        """Dv as the tiles have it."""
+        return max(16, next_power_of_2(self.Dv))
+
+    @property
+    def blocks(self) -> int:
+        """Pieces that a value is cut into where many of them are held: one, of latents of 128 numbers."""
+        return 1 if self.latent is None else max(1, self.Dp // 128)
 
     @property
     def score_factor(self) -> float:
@@ -138,11 +165,23 @@ class Running(NamedTuple):
     unit: jax.Array | None
 
 
-def dims(a: Attention, rows: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Indices along Dh, and the mask of a tile of these columns and of `rows` (None: all are in)."""
-    dim = jnp.arange(a.Dp)
-    mask = None if rows is None else rows[:, None]
-    return dim, both(mask, (dim < a.Dh)[None, :] if a.Dp != a.Dh else None)
+def dims(
+    a: Attention, rows: jax.Array | None, part: tuple[int, int] | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Indices along a value, or a part of a key, and the mask of a tile of these columns and of `rows` (None:
+    all are in)."""
+    begin, count = part or (0, a.Dv)
+    dim = jnp.arange(width := max(16, next_power_of_2(count)))
+    mask = both(None if rows is None else rows[:, None], (dim < count)[None, :] if width != count else None)
+    return begin + dim if begin else dim, mask
+
+
+def block_dims(a: Attention, rows: jax.Array, block: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Returns `dims` of one of a value's `blocks`."""
+    if a.blocks == 1:
+        return dims(a, rows)
+    dim = block * (a.Dp // a.blocks) + jnp.arange(a.Dp // a.blocks)
+    return dim, rows[:, None] & (dim < a.Dv)[None, :]
 
 
 def start(a: Attention, rows: int) -> Running:
@@ -158,27 +197,34 @@ def start(a: Attention, rows: int) -> Running:
 
 def load_queries(
     a: Attention, q_ref: Any, token: jax.Array, head: jax.Array, rows: jax.Array
-) -> tuple[jax.Array, Any]:
-    """Rows of q `[R, Dp]` as the products take them, and what their scores are to be multiplied by."""
-    dim, mask = dims(a, rows)
-    q = load(q_ref.at[token[:, None], head[:, None], dim[None, :]], mask=mask, other=0.0)
+) -> tuple[list[jax.Array], Any]:
+    """Rows of q, a tile for each part of keys, as the products take them, and what their scores are to be
+    multiplied by."""
+
+    def one(part: tuple[int, int]) -> jax.Array:
+        dim, mask = dims(a, rows, part)
+        return load(q_ref.at[token[:, None], head[:, None], dim[None, :]], mask=mask, other=0.0)
+
+    q = [one(part) for part in a.parts]
     if not a.quantized:
-        return q.astype(a.product), a.score_factor
-    q = q.astype(jnp.float32)
-    largest = jnp.maximum(jnp.max(jnp.abs(q), axis=1), _TINY)
+        return [x.astype(a.product) for x in q], a.score_factor
+    q = [x.astype(jnp.float32) for x in q]
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=1) for x in q])
+    largest = jnp.maximum(largest, _TINY)
     exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
     power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
     factor = power * (a.score_factor / _QUERY_HEADROOM * _decode_factor(a))
-    return (q * (_QUERY_HEADROOM / power)[:, None]).astype(jnp.float16), factor[:, None]
+    up = (_QUERY_HEADROOM / power)[:, None]
+    return [(x * up).astype(jnp.float16) for x in q], factor[:, None]
 
 
 def step(
     a: Attention,
     pool: Pool,
-    q: jax.Array,
+    q: Sequence[jax.Array],
     factor: Any,
     seq: jax.Array,
-    head: jax.Array,
+    head: Any,
     key: jax.Array,
     present: jax.Array | None,
     visible: jax.Array | None,
@@ -193,9 +239,13 @@ def step(
     """
     slot = jax.lax.rem(key, jnp.int32(a.bs))
     page = load(pool.table.at[seq, jax.lax.div(key, jnp.int32(a.bs))], mask=present, other=0)
+    head = head if a.latent is None else 0
+    # One tile for both products, unless it is decoded: then it would not be loaded ahead.
+    both_in_one = a.latent is not None and not a.quantized
     # Absent keys have page 0: some number that the masks discard, cheaper than a masked load.
-    k = _load_rows(a, pool.k, page, head, slot, None)
-    scores = dot(q, k, trans_b=True) * factor
+    masks = [present if both_in_one and part == a.value else None for part in a.parts]
+    k = [_load_rows(a, pool.k, page, head, slot, *one) for one in zip(masks, a.parts, strict=True)]
+    scores = functools.reduce(jnp.add, [dot(x, y, trans_b=True) for x, y in zip(q, k, strict=True)]) * factor
     if a.quantized:
         scores = scores * load(pool.k_scale.at[page, head, slot])[None, :]
     if a.soft_cap is not None:
@@ -212,7 +262,7 @@ def step(
         unit = jnp.maximum(state.unit, jnp.max(v_scale, axis=0))
         p = p * (v_scale * (_WEIGHT_HEADROOM / unit))[None, :]
         fade = fade * (state.unit / unit)
-    v = _load_rows(a, pool.v, page, head, slot, present)
+    v = k[-1] if both_in_one else _load_rows(a, pool.v, page, head, slot, present, a.value)
     acc = state.acc * fade[:, None] + dot(p.astype(a.product), v)
     return Running(largest, total, acc, unit)
 
@@ -253,10 +303,16 @@ def over_tiles(
 
 
 def _load_rows(
-    a: Attention, ref: Any, page: jax.Array, head: jax.Array, slot: jax.Array, present: jax.Array | None
+    a: Attention,
+    ref: Any,
+    page: jax.Array,
+    head: Any,
+    slot: jax.Array,
+    present: jax.Array | None,
+    part: tuple[int, int],
 ) -> jax.Array:
-    """Returns `[C, Dp]` keys or values as the products take them, zero where absent."""
-    dim, mask = dims(a, present)
+    """Returns a part of keys or values, a row each, as the products take them, zero where absent."""
+    dim, mask = dims(a, present, part)
     at = ref.at[page[:, None], head, slot[:, None], dim[None, :]]
     x = load(at, mask=mask, other=jnp.zeros((), a.kv_dtype))
     return _decode(x) if a.quantized else x.astype(a.product)

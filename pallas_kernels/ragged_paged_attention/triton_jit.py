@@ -22,6 +22,8 @@ def supports(problem: Problem) -> str | None:
     """Supports decode alone, no e4m3, and else what the Pallas kernels support."""
     if not problem["decode"]:
         return "max_q_len=1: this implementation has no kernel for prompt chunks"
+    if "latent" in problem:
+        return "implementation pallas_triton for latents"
     if problem["kv_dtype"] == "float8_e4m3fn":
         # An argument of that type cannot even be declared, though it is only taken apart as bits.
         return "pages of another dtype: Triton's language has no float8_e4m3fn on sm_80"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dtypes import FLOATS
-from pallas_kernels.errors import arrays_of, check_arrays, check_heads, check_that
+from pallas_kernels.errors import MAX_HEAD_DIM, MAX_LATENT, arrays_of, check_arrays, check_heads, check_that
 from pallas_kernels.kv import KV_DTYPES, check_pool_size, is_quantized
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.rope_kv_write import pallas_triton, triton_jit
@@ -24,6 +24,7 @@ OP = Op(
             functools.partial(pallas_triton.rope_kv_write_pallas, call=triton_jit.call),
             pallas_triton,
             sources=triton_jit.sources,
+            supports=triton_jit.supports,
         ),
     },
     specs=SPECS,
@@ -37,11 +38,11 @@ OP = Op(
 def rope_kv_write(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     cos: jax.Array,
     sin: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     slot_mapping: jax.Array,
     *,
     k_scale: jax.Array | None = None,
@@ -55,7 +56,8 @@ def rope_kv_write(
 
     Args:
         q: `[T, H, Dh]`, k, v: `[T, K, Dh]`, of one dtype, bfloat16, float16 or float32; Dh a multiple of 8 up
-            to 256, H a multiple of K.
+            to 256, H a multiple of K. v None: latents (implementation "pallas_triton", without norms), of
+            which K is 1 and Dh up to 512 more; then v_pages and v_scale are None, too, and returned as None.
         cos, sin: float32 `[T, R/2]`, R at most Dh.
         k_pages, v_pages: `[N, K, bs, Dh]` of one dtype. They and the scales are updated in place if the
             caller's jit donates them, and copied first if it does not.
@@ -86,13 +88,24 @@ def rope_kv_write(
         "k_norm": (k_norm, "K Dh" if wide else "Dh", FLOATS),
     }
     quantized = is_quantized(k_pages.dtype)
-    for name, array in scales.items():
-        expected = f"float32 [N, K, bs] with {k_pages.dtype} pages" if quantized else "None with such pages"
+    for (name, array), pages in zip(scales.items(), (k_pages, v_pages), strict=True):
+        wanted = quantized and pages is not None
+        expected = f"float32 [N, K, bs] with {k_pages.dtype} pages" if wanted else "None with such pages"
         got = "None" if array is None else f"an array with {k_pages.dtype} pages"
-        check_that(OP.name, name, (array is not None) == quantized, got, expected)
+        check_that(OP.name, name, (array is not None) == wanted, got, expected)
+    values = "None" if v_pages is None else "an array"
+    check_that(
+        OP.name, "v_pages", (v is None) == (v_pages is None), values, "None where v is, and only there"
+    )
     sizes = check_arrays(OP.name, arguments)
     T, H, K, Dh, half, bs = (sizes[name] for name in ("T", "H", "K", "Dh", "half", "bs"))
-    check_heads(OP.name, H, K, Dh)
+    if v is None:
+        check_that(OP.name, "k_pages", K == 1, f"{K} KV heads", "1 where v is None")
+        most = MAX_HEAD_DIM + MAX_LATENT
+        check_that(OP.name, "q", Dh % 8 == 0 and Dh <= most, Dh, f"a multiple of 8 up to {most}")
+        check_that(OP.name, "q_norm", q_norm is None and k_norm is None, "an array", "None where v is None")
+    else:
+        check_heads(OP.name, H, K, Dh)
     check_that(
         OP.name, "cos", 2 * half <= Dh, f"{half} angles", f"at most {Dh // 2}, half the head dimension"
     )
@@ -102,7 +115,7 @@ def rope_kv_write(
     check_pool_size(OP.name, k_pages)
     return run(
         OP,
-        problem(T, H, K, Dh, 2 * half, bs, q.dtype, k_pages.dtype, norm=norm),
+        problem(T, H, K, Dh, 2 * half, bs, q.dtype, k_pages.dtype, norm="latent" if v is None else norm),
         {**arrays_of(arguments), "eps": eps},
         **options,
     )

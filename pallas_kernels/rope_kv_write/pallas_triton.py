@@ -5,7 +5,8 @@ batches still make T * K programs. Where a norm runs over all heads of a token, 
 two halves that are rotated against each other are two tiles.
 
 q, k and v come as one array `[T, H + 2K, Dh]`: a packed projection is one, of which XLA would have to write
-out three slices otherwise.
+out three slices otherwise. With latents, which are keys alone, q is what is rotated of it: the rest, most of
+it, does not pass through the kernel.
 """
 
 import functools
@@ -41,8 +42,9 @@ def heuristic(problem: Problem) -> Config:
     T, K, row = int(problem["T"]), int(problem["K"]), _row(problem)
     if problem["norm"] == "projection":
         return Config(1, num_warps=max(1, min(8, row // (32 * 8))))
-    if T * K <= 2048:
-        return Config(1, num_warps=max(1, min(4, row // (32 * 16))))
+    if T * K <= 2048 or problem["norm"] == "latent":
+        most = 8 if problem["norm"] == "latent" else 4  # of all heads
+        return Config(1, num_warps=max(1, min(most, row // (32 * 16))))
     tokens = max(1, min(16, 32 * 16 * 2 // row))
     return Config(min(tokens, next_power_of_2(T)), num_warps=max(1, min(4, tokens * row // (32 * 16))))
 
@@ -103,13 +105,18 @@ def _kernel(
     Dh: int,
     pools: int,
     eps: float,
+    latent: bool = False,
 ) -> None:
     x_ref, cos_ref, sin_ref, slot_ref, *norms = refs[: -2 * pools - 1]
-    q_norm, k_norm = norms or (None, None)
     out_ref, *outputs = refs[-pools - 1 :]
+    key_ref, first_key = x_ref, G * K
+    if latent:
+        (key_ref,), norms, first_key = norms, [], 0
+        outputs = [outputs[0], None, *outputs[1:], *outputs[1:]]
+    q_norm, k_norm = norms or (None, None)
     k_pages, v_pages = outputs[:2]
     k_scales, v_scales = outputs[2:] or (None, None)
-    half, rest = R // 2, Dh - R
+    half = R // 2
     column, inside = _columns(0, half)
 
     def rows(count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -123,11 +130,12 @@ def _kernel(
         index = (row[:, None], cols[None, :]) if at is None else (row[:, None], at[:, None], cols[None, :])
         return load(ref.at[index], mask=both(ok[:, None], mask), other=0.0).astype(jnp.float32)
 
-    def rotated(row: Any, head: Any, first_head: int, ok: jax.Array, norm: Any) -> list[Any]:
+    def rotated(ref: Any, row: Any, head: Any, first_head: int, ok: jax.Array, norm: Any) -> list[Any]:
+        rest = ref.shape[-1] - R
         cos = tile(cos_ref, row, None, column, inside, ok)
         sin = tile(sin_ref, row, None, column, inside, ok)
         places = [(column, inside), (column + half, inside), *([_columns(R, rest)] if rest else [])]
-        parts = [tile(x_ref, row, first_head + head, cols, mask, ok) for cols, mask in places]
+        parts = [tile(ref, row, first_head + head, cols, mask, ok) for cols, mask in places]
         if norm is not None:
             square: Any = sum(jnp.sum(x * x, axis=1) for x in parts)
             width = Dh
@@ -151,7 +159,7 @@ def _kernel(
         return (x.astype(x_ref.dtype) * weight).astype(jnp.float32)
 
     q_token, q_head, q_real = rows(heads * G)
-    for x, cols, mask in rotated(q_token, q_head, 0, q_real, q_norm):
+    for x, cols, mask in rotated(x_ref, q_token, q_head, 0, q_real, q_norm):
         at = out_ref.at[q_token[:, None], q_head[:, None], cols[None, :]]
         store(at, x.astype(out_ref.dtype), mask=both(q_real[:, None], mask))
 
@@ -161,7 +169,9 @@ def _kernel(
     # Page N of the masked rows is never touched on a GPU; interpreted, their index must not be a valid row's.
     slot = jnp.where(valid, slot, N * bs)
     where = (slot // bs, head, slot % bs)
-    _put(k_pages, k_scales, where, valid, rotated(token, head, G * K, real, k_norm))
+    _put(k_pages, k_scales, where, valid, rotated(key_ref, token, head, first_key, real, k_norm))
+    if latent:
+        return
     whole, whole_inside = _columns(0, Dh)
     values = tile(x_ref, token, (G + 1) * K + head, whole, whole_inside, real)
     _put(v_pages, v_scales, where, valid, [(values, whole, whole_inside)])
@@ -177,11 +187,11 @@ def _columns(start: int, count: int) -> tuple[jax.Array, jax.Array | None]:
 def rope_kv_write_pallas(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     cos: jax.Array,
     sin: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     slot_mapping: jax.Array,
     *,
     k_scale: jax.Array | None = None,
@@ -199,17 +209,23 @@ def rope_kv_write_pallas(
     """
     T, H, Dh = q.shape
     N, K, bs, _ = k_pages.shape
-    pools = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
-    sizes = {"T": T, "K": K, "G": H // K, "N": N, "bs": bs, "R": 2 * cos.shape[1], "Dh": Dh}
+    pools = [pool for pool in (k_pages, v_pages, k_scale, v_scale) if pool is not None]
+    sizes: dict[str, Any] = {"T": T, "K": K, "G": H // K, "N": N, "bs": bs, "R": 2 * cos.shape[1], "Dh": Dh}
     heads = K if q_norm is not None and q_norm.ndim == 2 else 1
     kernel = functools.partial(_kernel, tokens=config.tokens, heads=heads, pools=len(pools), eps=eps, **sizes)
-    # Side by side as the projection has them: of a packed one this is no copy. Of one token XLA sees that
-    # only without the first axis, which it has dropped from its slices.
-    shape = (-1,) if T == 1 else (T, -1)
-    flat = jnp.concatenate([x.reshape(shape) for x in (q, k, v)], axis=-1)
-    inputs = [flat.reshape(T, -1, Dh), cos, sin, slot_mapping]
-    inputs += [norm for norm in (q_norm, k_norm) if norm is not None]
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *pools)]
+    turned = q
+    if v is None:
+        turned = q[..., : sizes["R"]]
+        inputs = [turned, cos, sin, slot_mapping, k]
+        kernel = functools.partial(kernel, latent=True)
+    else:
+        # Side by side as the projection has them: of a packed one this is no copy. Of one token XLA sees that
+        # only without the first axis, which it has dropped from its slices.
+        shape = (-1,) if T == 1 else (T, -1)
+        flat = jnp.concatenate([x.reshape(shape) for x in (q, k, v)], axis=-1)
+        inputs = [flat.reshape(T, -1, Dh), cos, sin, slot_mapping]
+        inputs += [norm for norm in (q_norm, k_norm) if norm is not None]
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (turned, *pools)]
     q_rotated, *written = call(
         kernel,
         name="rope_kv_write",
@@ -220,5 +236,8 @@ def rope_kv_write_pallas(
         interpret=interpret,
         input_output_aliases={len(inputs) + i: 1 + i for i in range(len(pools))},
     )(*inputs, *pools)
+    if v is None:
+        q_rotated = jnp.concatenate([q_rotated, q[..., sizes["R"] :]], axis=-1)
+        return q_rotated, written[0], None, written[1] if k_scale is not None else None, None
     scales = written[2:] or (None, None)
     return q_rotated, written[0], written[1], scales[0], scales[1]

@@ -7,17 +7,17 @@ from pallas_kernels.dtypes import wide_type
 from pallas_kernels.kv import is_quantized, quantize_kv
 from pallas_kernels.rms_norm.reference import rms_norm_reference
 
-Written = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+Written = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 def rope_kv_write_reference(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     cos: jax.Array,
     sin: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     slot_mapping: jax.Array,
     *,
     k_scale: jax.Array | None = None,
@@ -29,7 +29,8 @@ def rope_kv_write_reference(
     """Normalises q and k, rotates them by each token's angles, stores k and v in each token's slot.
 
     Args:
-        q: `[T, H, Dh]`; k, v: `[T, K, Dh]`.
+        q: `[T, H, Dh]`; k, v: `[T, K, Dh]`. Without v, `v_pages` and `v_scale` only keys are stored: latents
+            (DeepSeek-V2, arXiv 2405.04434, §2.1), which hold their values.
         cos, sin: `[T, R/2]`; the first R dimensions of a head are rotated, i with i + R/2 (Hugging Face's
             "rotate half"), the others stay. A model's factor on cos and sin is in them
             (`moejax.nn.rope.rope_tables`, reshaped to tokens).
@@ -51,11 +52,11 @@ def rope_kv_write_reference(
     if q_norm is not None and k_norm is not None:
         q, k = (_normalise(x, weight, eps) for x, weight in ((q, q_norm), (k, k_norm)))
     q_rotated = _rotate(q, cos, sin).astype(q.dtype)
-    values = v.astype(wide_type(v.dtype))
     # A slot past the end is dropped; a negative one would count from the end.
     slots = jnp.where(slot_mapping < 0, N * bs, slot_mapping)
     k_pages, k_scale = _put(_rotate(k, cos, sin), k_pages, k_scale, slots)
-    v_pages, v_scale = _put(values, v_pages, v_scale, slots)
+    if v is not None and v_pages is not None:
+        v_pages, v_scale = _put(v.astype(wide_type(v.dtype)), v_pages, v_scale, slots)
     return q_rotated, k_pages, v_pages, k_scale, v_scale
 
 

@@ -11,11 +11,16 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import triton_call
 from pallas_kernels.kv import KV_LARGEST
-from pallas_kernels.op import TRITON_TYPES, Spec, TritonSource
+from pallas_kernels.op import TRITON_TYPES, Problem, Spec, TritonSource
 from pallas_kernels.rope_kv_write.pallas_triton import Config, rope_kv_write_pallas
 
 _ARRAYS = "x cos sin slot q_norm k_norm k_scale v_scale k_pages v_pages out"
 _POINTERS = [f"{name}_ptr" for name in _ARRAYS.split()]
+
+
+def supports(problem: Problem) -> str | None:
+    """Supports all but latents."""
+    return "implementation pallas_triton for latents" if problem["norm"] == "latent" else None
 
 
 def call(kernel: Any, *, name: str, out_shape: Any, interpret: Any, to: Any = None, **launch: Any) -> Any:

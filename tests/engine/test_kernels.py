@@ -5,16 +5,18 @@ import dataclasses
 import jax
 import pytest
 
-from moejax.core.config import EngineConfig, MoeConfig, RopeConfig, RouterConfig
+from moejax.core.config import EngineConfig, LatentConfig, MoeConfig, RopeConfig, RouterConfig
 from moejax.core.errors import ConfigError
+from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.nn import param
+from moejax.ops.kv_segments import Segment
 from pallas_kernels import work_list
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
 from tests.engine.traces import by_place, experts
-from tests.model_shapes import GEMMA, GLM, GRANITE, LLAMA, SINKS
+from tests.model_shapes import DENSE, GEMMA, GLM, GRANITE, LATENT, LLAMA, SINKS
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
 CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=None, max_model_len=64)
@@ -153,6 +155,36 @@ def test_routing_is_captured_and_replayed(nothing_is_zero):
     assert by_place(traces[1]) == by_place(traces[2])
 
 
+DEEPSEEK = LATENT | {
+    "family": "deepseek_v2", "head_dim": 16, "norm_topk_prob": False, "router": RouterConfig(),
+    "latent": LatentConfig(kv_rank=24, rope_dim=8, nope_dim=8, value_dim=12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change,cache,params",
+    [
+        (DENSE | {"moe_layers": (False,)}, "auto", greedy(7)),
+        pytest.param({}, "auto", SAMPLED, marks=pytest.mark.slow),
+        pytest.param({}, "int8", greedy(12), marks=pytest.mark.slow),
+        pytest.param({"router": LATENT["router"]}, "auto", greedy(12), marks=pytest.mark.slow),
+    ],
+    ids=["dense", "experts, forks", "experts, int8", "sigmoid router of groups"],
+)
+def test_latents(change, cache, params):
+    """Pages of keys alone: decodes beside chunks, forks that copy blocks."""
+    config, quant = small_config(**DEEPSEEK | change), QuantConfig(kv_cache=cache)
+    plain, kernels = (
+        LLM(config, load_format="dummy", engine=dataclasses.replace(CONFIG, kernels=name), quant=quant)
+        for name in ("xla", "pallas_triton")
+    )
+    prompts = [prompt(n, 3) for n in (11, 3, 16, 1, 9)]
+    assert tokens(kernels.generate(prompts, params)) == tokens(plain.generate(prompts, params))
+    segments = jax.tree.leaves(kernels.runner.pool.take(1), is_leaf=lambda x: isinstance(x, Segment))
+    assert {segment.values for segment in segments} == {None}
+    assert_clean(kernels)
+
+
 def test_the_choice_is_recorded(both):
     for llm, value in zip(both, ("xla", "pallas_triton"), strict=True):
         found = {r.key: r for r in llm.resolutions}
@@ -193,6 +225,7 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
         ({"block_size": 4}, {}, "engine.block_size=4"),
         ({}, {"head_dim": 12}, "head_dim=12"),
         ({}, {"num_experts": 4097}, r"2 of 4097 experts a token \(at most 16 of 4096\)"),
+        ({}, LATENT, r"latents of kv_lora_rank=16 and qk_rope_head_dim=6 \(multiples of 8"),
         ({}, {"qk_norm": "rotated"}, "norms of queries and keys after rotary embedding"),
         (
             {"moe": MoeConfig(grouped_matmul="pallas_triton")},

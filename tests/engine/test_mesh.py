@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams
+from moejax.core.config import RouterConfig
 from moejax.engine.step.sampler import SamplerMode
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 from tests.examples import slow_but
@@ -231,6 +232,25 @@ def test_kernels_on_a_mesh(family: str, parallel: dict[str, Any], model: Any, si
     plain = LLM(directory, engine=ENGINE)
     kernels = LLM(directory, engine=config, parallel=ParallelConfig(**parallel))
     found = [[o.outputs[0].token_ids for o in llm.generate(asked, greedy)] for llm in (plain, kernels)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2, "attention": "data"}])
+def test_kernels_of_latents_on_a_mesh(parallel: dict[str, Any], tmp_path: Path) -> None:
+    """Every device has the latents whole, and queries of its own heads, or of all."""
+    known = FAMILIES["deepseek_v2"]
+    assert known.latent is not None
+    wide = dataclasses.replace(known.latent, rope_dim=8)  # as kernels take them
+    config = known.replace(latent=wide, head_dim=16, router=RouterConfig())
+    directory = str(checkpoint(config, tmp_path))
+    engine = dataclasses.replace(
+        ENGINE, max_num_seqs=2, seq_buckets=[2], token_buckets=[16], max_num_batched_tokens=16,
+        kernels="pallas_triton", moe=MoeConfig(),
+    )  # fmt: skip
+    asked, greedy = prompts(2), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    llms = LLM(directory, engine=ENGINE), LLM(directory, engine=engine, parallel=ParallelConfig(**parallel))
+    found = [[o.outputs[0].token_ids for o in llm.generate(asked, greedy)] for llm in llms]
     assert found[0] == found[1]
 
 

@@ -290,6 +290,39 @@ class TestPallas(RopeKvWriteContract):
         norms = {"q_norm": normal(rng, (6, 24), "float32"), "k_norm": normal(rng, (3, 24), "float32")}
         self.check(arrays | norms, {"eps": 1e-5}, limit=limit_for("float32", 2, 6 * 24), config=Config(4, 4))
 
+    @pytest.mark.parametrize(
+        "T,H,Dh,R,dtype,pages",
+        slow_but(
+            [(7, 5, 24, 8, "bfloat16", "bfloat16"), (3, 4, 48, 8, "float32", "int8")],
+            [
+                (7, 5, 24, 8, "bfloat16", "bfloat16"),
+                (1, 16, 576, 64, "bfloat16", "bfloat16"),
+                (3, 4, 48, 8, "float32", "int8"),
+                (5, 3, 40, 24, "float16", "float8_e4m3fn"),
+            ],
+        ),
+    )
+    def test_latents(self, rng, T, H, Dh, R, dtype, pages):
+        """Keys alone: queries, pages and scales as with values beside them, of which there is nothing."""
+        arrays = _arrays(rng, T, H, 1, Dh, R=R, dtype=dtype, pages=pages, slots=rng.permutation(20)[:T])
+        alone = {n: a for n, a in arrays.items() if not n.startswith("v")}
+        static = {"v": None, "v_pages": None}
+        if not is_quantized(pages):
+            self.check(alone, static, limit=limit_for(dtype, 2))
+            return
+        got, both = self.run(alone, static), OP.reference(**arrays)
+        assert got[2] is None and got[4] is None
+        stored, want = (np.asarray(dequantize_kv(x[1], x[3])) for x in (got, both))
+        # The middle between two codes may be passed by a rounding.
+        assert (
+            np.abs(stored - want).max()
+            <= 2 * STEP[pages][0] * np.abs(want).max() + 1.01 * np.asarray(both[3]).max()
+        )
+        assert (stored != want).mean() < 0.01
+        np.testing.assert_allclose(
+            np.asarray(got[0]), np.asarray(both[0]), rtol=4 * ULP[dtype], atol=ULP[dtype]
+        )
+
     def test_donated_pages_are_written_in_place(self, rng):
         arrays = _arrays(rng, 3, 2, 2, 16)
         lowered = jax.jit(rope_kv_write, donate_argnames=("k_pages", "v_pages")).lower(**arrays)
@@ -425,7 +458,8 @@ def test_lowers(rng, H, K, Dh, R, pages):
 def test_specs(spec):
     kind = OP.implementations["pallas_triton"]
     assert kind.heuristic(spec.problem) in list(kind.space(spec.problem))
-    q, k, *_ = jax.eval_shape(lambda kw: rope_kv_write(**kw, implementation="reference"), spec.abstract)
+    static = {**spec.static, "implementation": "reference"}
+    q, k, *_ = jax.eval_shape(lambda kw: rope_kv_write(**kw, **static), spec.abstract)
     assert q.shape == spec.abstract["q"].shape and k.dtype == spec.abstract["k_pages"].dtype
 
 
@@ -458,6 +492,32 @@ def test_bad_shapes(change, message):
     arrays |= {n: jnp.zeros(shape, arrays.get(n, arrays["q"]).dtype) for n, shape in change.items()}
     with pytest.raises(KernelError, match=message):
         rope_kv_write(**arrays)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"v": None}, "v_pages: got an array, expected None where v is"),
+        ({"v": None, "v_pages": None, "k_pages": (5, 2, 4, 16)}, "k_pages: got shape"),
+        (
+            {"v": None, "v_pages": None, "q_norm": (16,), "k_norm": (16,)},
+            "q_norm: got an array, expected None",
+        ),
+        (
+            {"v": None, "v_pages": None, "q": (3, 4, 776), "k": (3, 1, 776), "k_pages": (5, 1, 4, 776)},
+            "up to 768",
+        ),
+        (
+            {"v": None, "v_pages": None, "implementation": "triton_jit"},
+            "implementation pallas_triton for latents",
+        ),
+    ],
+)
+def test_bad_latents(rng, change, message):
+    arrays = _arrays(rng, 3, 4, 1, 16)
+    change = {n: jnp.zeros(x) if isinstance(x, tuple) else x for n, x in change.items()}
+    with pytest.raises(KernelError, match=message):
+        rope_kv_write(**arrays | change)
 
 
 @pytest.mark.parametrize("Dh", [12, 264])

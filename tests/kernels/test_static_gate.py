@@ -10,7 +10,7 @@ import pytest
 from moejax.bench.kernels.row import failures
 from moejax.bench.kernels.static import compare_with_baseline, compile_all, read_baselines
 from moejax.bench.kernels.worker import Asked
-from pallas_kernels.models import MIXTRAL
+from pallas_kernels.models import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MIXTRAL
 from pallas_kernels.ragged_paged_attention import specs as attention
 from pallas_kernels.registry import OPS, load_op
 from tests.gpu_compiler import needs_gpu_compiler
@@ -32,6 +32,8 @@ def _attention_specs():
     yield attention.make_spec(MIXTRAL, "8x8192_float16", [(1, 8192)] * 8, kv=jnp.float16)
     wide, options = replace(MIXTRAL, head_dim=256), {"window": 4096, "sinks": True}
     yield attention.make_spec(wide, "512_256_e4m3", [(512, 8192)], kv=jnp.float8_e4m3fn, **options)
+    yield attention.make_spec(DEEPSEEK_V3, "mixed", mixed)
+    yield attention.make_spec(DEEPSEEK_V2_LITE, "mixed_int8", mixed, kv=jnp.int8)
 
 
 def _gelu_specs():
@@ -45,7 +47,7 @@ NEWER = {
     "topk_router": ("deepseek_v3/decode_64", "narrow_4096/decode_64"),
     "moe_permute": ("narrow_4096/decode_64/balanced",),
     "rms_norm": ("gemma3_12b/decode_16", "phi3_5_moe/decode_16"),
-    "rope_kv_write": ("glm_4_5/decode_64", "minimax_m2/decode_64"),
+    "rope_kv_write": ("glm_4_5/decode_64", "minimax_m2/decode_64", "deepseek_v3/decode_64"),
 }
 """Specs of what the model of `make gate` does not have."""
 

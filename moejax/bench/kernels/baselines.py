@@ -289,11 +289,11 @@ def _tokamax_attention(spec: Spec) -> Variant:
 
 
 def _pallas_paged(spec: Spec) -> Variant:
-    """JAX's own paged decode kernel, in the tree; decode-only, plain keys, no window."""
+    """JAX's own paged decode kernel, in the tree; decode-only, plain keys and values, no window."""
     name = "jax.experimental.pallas paged_attention"
     fits = spec.static.get("max_q_len") == 1 and spec.static.get("window") is None
-    quantized = "k_scale" in spec.abstract
-    if not fits or quantized or spec.static.get("soft_cap") or "sinks" in spec.abstract:
+    other = "k_scale" in spec.abstract or "v_pages" not in spec.abstract
+    if not fits or other or spec.static.get("soft_cap") or "sinks" in spec.abstract:
         return Variant(name, _same, False, unavailable="decode with plain keys only")
 
     def prepare(a: Arrays) -> Arrays:

@@ -286,11 +286,13 @@ def unsupported_by_kernels(
     size = engine.block_size
     if size < 8 or size & (size - 1):
         return f"engine.block_size={size} (a power of two, at least 8)"
-    if config.latent is not None:
-        return "latent attention (grouped-query attention only)"
+    latent = config.latent
+    if latent is not None and (config.key_dim % 8 or latent.kv_rank % 8 or latent.kv_rank > 512):
+        sizes = f"kv_lora_rank={latent.kv_rank} and qk_rope_head_dim={latent.rope_dim}"
+        return f"latents of {sizes} (multiples of 8, the first at most 512)"
     if config.qk_norm == "rotated":
         return "norms of queries and keys after rotary embedding (before it only)"
-    if config.head_dim % 8 or config.head_dim > 256:
+    if latent is None and (config.head_dim % 8 or config.head_dim > 256):
         return f"head_dim={config.head_dim} (a multiple of 8, at most 256)"
     if config.num_experts > 4096 or config.num_experts_per_tok > 16:
         chosen = f"{config.num_experts_per_tok} of {config.num_experts} experts"

@@ -81,5 +81,6 @@ def fill(
         kv_lens[S + row], q_lens[S + row] = chunk.start + chunk.count, chunk.count
         start, row = start + chunk.count, row + 1 + len(forks)
     views["cu_q_lens"][1:] = np.cumsum(q_lens)
-    keys, items = decoded_keys(q_lens, kv_lens, limits.kv_heads, limits.context), views["work_list"]
+    items, queries = views["work_list"], limits.queries
+    keys = decoded_keys(q_lens, kv_lens, limits.kv_heads, limits.context, queries=queries)
     items[:] = make_work_list(keys, len(items) - 2 * len(keys))

@@ -22,6 +22,7 @@ from moejax.engine.step.program import PagedOutput
 from moejax.engine.step.runner import StepResult
 from moejax.engine.step.sampler import SamplerMode, read_logprobs
 from moejax.sharding.spmd import SingleDevice
+from pallas_kernels.work_list import MOST_QUERIES, latent_heads, latent_queries
 
 
 class Rows(NamedTuple):
@@ -114,6 +115,10 @@ class BucketRunner(ABC):
         self._one_segment = kernels != "xla"
         self.cache = cache
         self.buckets = self._all_buckets(cache.num_blocks)
+        kv_heads, queries = model.num_kv_heads // place.axes.size(place.axes.kv), MOST_QUERIES
+        if model.latent is not None:
+            heads = model.num_heads // place.axes.size(place.axes.tensor)
+            kv_heads, queries = latent_heads(heads), latent_queries(heads)
         self.limits = Limits(
             slots=config.max_num_seqs,
             block_size=cache.block_size,
@@ -122,8 +127,9 @@ class BucketRunner(ABC):
             kernels=kernels,
             capture=config.capture_routing,
             replay=None if replay is None else replay.shape,
-            kv_heads=model.num_kv_heads // place.axes.size(place.axes.kv),
+            kv_heads=kv_heads,
             context=min(cache.max_model_len, max(w or cache.max_model_len for w in model.sliding_windows)),
+            queries=queries,
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         self.capture = RoutingRecorder(model) if config.capture_routing else None

@@ -55,8 +55,10 @@ class Limits(NamedTuple):
             block tables instead of lists of blocks.
         capture: whether steps return each token's routing.
         replay: (MoE layers, experts per token) where steps are told it.
-        kv_heads: key/value heads that a device has.
-        context: the most keys that a query reads in any layer. Both are for kernels only.
+        kv_heads: key/value heads that a device has, or what counts as such with latents.
+        context: the most keys that a query reads in any layer.
+        queries: the most of a sequence whose context is cut. These are for kernels only, see
+            `pallas_kernels.work_list`.
     """
 
     slots: int
@@ -68,3 +70,4 @@ class Limits(NamedTuple):
     replay: tuple[int, int] | None = None
     kv_heads: int = 1
     context: int = 1
+    queries: int = 1
