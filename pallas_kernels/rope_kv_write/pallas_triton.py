@@ -59,7 +59,8 @@ def space(problem: Problem) -> Iterable[Config]:
 def _row(problem: Problem) -> int:
     """Returns half the elements of a token's q in a program."""
     heads = int(problem["H"]) // (1 if problem["norm"] == "projection" else int(problem["K"]))
-    return next_power_of_2(heads) * next_power_of_2(int(problem["Dh"]) // 2)
+    width = int(problem["R" if problem["norm"] == "latent" else "Dh"])
+    return next_power_of_2(heads) * next_power_of_2(width // 2)
 
 
 def _encode(x: jax.Array, dtype: Any) -> jax.Array:
