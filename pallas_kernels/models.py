@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pallas_kernels.groups import Activation, ClampedSwiglu
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Widths as one device sees them; `experts` are those it holds, of `total_experts`."""
+    """Widths as one device sees them; `experts` are those it holds, of `total_experts`.
+
+    `activation` is of gate and up; with `biased` experts have biases.
+    """
 
     name: str
     hidden: int
@@ -22,14 +27,19 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    activation: Activation = "silu"
+    biased: bool = False
 
 
 MIXTRAL = ModelShape("mixtral_8x7b", 4096, 14336, 8, 8, 2, 32, 8, 128)
 QWEN3 = ModelShape("qwen3_30b_a3b", 2048, 768, 128, 128, 8, 32, 4, 128)
 OLMOE = ModelShape("olmoe_1b_7b", 2048, 1024, 64, 64, 8, 16, 16, 128)
 WIDE64 = ModelShape("wide64_ep8", 4096, 4096, 8, 64, 2, 32, 8, 128)
+_GPT_OSS = 4, 64, 8, 64, ClampedSwiglu(7.0, 1.702), True
+GPT_OSS_20B = ModelShape("gpt_oss_20b", 2880, 2880, 32, 32, *_GPT_OSS)
+GPT_OSS_120B = ModelShape("gpt_oss_120b", 2880, 2880, 128, 128, *_GPT_OSS)
 
-MODELS = (MIXTRAL, QWEN3, OLMOE, WIDE64)
+MODELS = (MIXTRAL, QWEN3, OLMOE, WIDE64, GPT_OSS_20B, GPT_OSS_120B)
 
 
 def expert_ids(shape: ModelShape, tokens: int, routing: str) -> np.ndarray:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import inline_ptx
-from pallas_kernels.fp8 import decode_e4m3
+from pallas_kernels.fp8 import decode_e2m1, decode_e4m3
 
 # Four bytes of $2 to the low bytes of two registers' four half-words; and to their high bytes.
 _LOW = "prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
@@ -56,6 +56,20 @@ E4M3 = {
     "mov.b32 s, 0x5c005c00; mul.f16x2 $0, a, s; mul.f16x2 $1, b, s;",
 }
 
+E2M1 = {
+    # Sign, exponent and mantissa bits in place, the bias corrected by a product with 2^126 (2^14).
+    "bfloat16": _HIGH + "{shift} and.b32 s, a, 0x80008000; and.b32 t, b, 0x80008000;"
+    "shr.u32 a, a, 6; shr.u32 b, b, 6;"
+    "lop3.b32 a, a, 0x01c001c0, s, 0xea; lop3.b32 b, b, 0x01c001c0, t, 0xea;"
+    "mov.b32 s, 0x7e807e80; mov.b32 t, 0x80008000;"
+    "fma.rn.bf16x2 $0, a, s, t; fma.rn.bf16x2 $1, b, s, t;",
+    "float16": _HIGH + "{shift} and.b32 s, a, 0x80008000; and.b32 t, b, 0x80008000;"
+    "shr.u32 a, a, 3; shr.u32 b, b, 3;"
+    "lop3.b32 a, a, 0x0e000e00, s, 0xea; lop3.b32 b, b, 0x0e000e00, t, 0xea;"
+    "mov.b32 s, 0x74007400; mul.f16x2 $0, a, s; mul.f16x2 $1, b, s;",
+}
+_SHIFT_LEFT = "shl.b32 a, a, 4; shl.b32 b, b, 4;"
+
 
 def _half(dtype: Any) -> Any:
     return jnp.float16 if jnp.dtype(dtype) == jnp.float16 else jnp.bfloat16
@@ -95,3 +109,12 @@ def decode_nibbles(codes: jax.Array, high: bool, zero: jax.Array | None, dtype: 
         value = biased((codes >> jnp.uint8(4)) if high else (codes & jnp.uint8(15)))
     less = jnp.asarray(number + 8, half) if zero is None else biased(zero)
     return (value - less).astype(dtype)
+
+
+def decode_fp4(codes: jax.Array, high: bool, dtype: Any, ptx: bool) -> jax.Array:
+    """Decodes the low or the high nibbles as e2m1 numbers."""
+    half = _half(dtype)
+    if ptx:
+        body = E2M1[jnp.dtype(half).name].replace("{shift}", "" if high else _SHIFT_LEFT)
+        return _packed(body, codes, half).astype(dtype)
+    return decode_e2m1((codes >> jnp.uint8(4)) if high else (codes & jnp.uint8(15))).astype(dtype)

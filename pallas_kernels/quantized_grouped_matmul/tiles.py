@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import both, dot, load
-from pallas_kernels.qformats import PACK, Format
-from pallas_kernels.quantized_grouped_matmul.decode import decode_fp8, decode_int8, decode_nibbles
+from pallas_kernels.qformats import PACK, Format, scale_values
+from pallas_kernels.quantized_grouped_matmul.decode import decode_fp4, decode_fp8, decode_int8, decode_nibbles
 
 HALF = PACK // 2
 
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 def pieces(fmt: Format, block_k: int) -> list[list[Piece]]:
     """Returns a step's pieces, by groups that share a scale."""
-    if fmt.kind == "w4a16":
+    if fmt.packed:
         halves = [
             Piece(PACK * u + HALF * high, HALF, HALF * u, bool(high))
             for u in range(block_k // PACK)
@@ -100,7 +100,7 @@ class Weight:
     def scale(self, k: Any) -> jax.Array:
         """Scales for input k, of the last group if there is none such; float32 `[1, block_n]` or a number."""
         row = jnp.minimum(k // self.fmt.group, self.scales.shape[-2] - 1) if self.fmt.group else 0
-        scale = self.of_group(self.scales, row).astype(jnp.float32)
+        scale = scale_values(self.of_group(self.scales, row))
         return scale[None, :] if scale.ndim else scale
 
     def tile(self, step: Any, piece: Piece, kept: dict[int, jax.Array], dtype: Any) -> jax.Array:
@@ -114,6 +114,8 @@ class Weight:
             return decode_int8(self.codes(k, piece.size, self.D), dtype, self.ptx)
         if piece.byte not in kept:
             kept[piece.byte] = self.packed(step, piece.byte)
+        if self.fmt.kind == "mxfp4":
+            return decode_fp4(kept[piece.byte], piece.high, dtype, self.ptx)
         zero = None
         if self.fmt.zeros:
             row = jnp.minimum(k // self.fmt.group, self.scales.shape[-2] - 1)

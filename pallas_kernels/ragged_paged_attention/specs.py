@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kv import is_quantized
-from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
+from pallas_kernels.models import GPT_OSS_20B, MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
 from pallas_kernels.work_list import decoded_keys, make_work_list, most_splits
 
@@ -160,4 +160,8 @@ SPECS = (
     make_spec(OLMOE, "2048", [(2048, 2048)]),
     make_spec(WIDE64, "64x8192", _decodes(64, 8192)),
     make_spec(WIDE64, "16_and_512_e4m3", _MIXED, kv=_FP8),
+    make_spec(GPT_OSS_20B, "64x2048_sinks", _decodes(64, 2048), sinks=True),
+    make_spec(GPT_OSS_20B, "64x2048_window128_sinks", _decodes(64, 2048), window=128, sinks=True),
+    make_spec(GPT_OSS_20B, "2048_sinks", [(2048, 4096)], sinks=True),
+    make_spec(GPT_OSS_20B, "2048_window128_sinks", [(2048, 4096)], window=128, sinks=True),
 )
