@@ -108,7 +108,7 @@ def test_fp8_checkpoint(rng):
 
 
 def test_mxfp4_is_of_e2m1_and_e8m0_numbers(rng):
-    """All codes, in every place of a group; all exponents but those of numbers beyond float32's normal ones."""
+    """All codes, in every place of a group; all exponents whose products are normal float32 numbers."""
     scales = rng.permutation(np.arange(2, 252, dtype=np.uint8)).reshape(125, 2)
     codes = np.stack([np.roll(np.arange(64) % 16, -i) for i in range(125)]).astype(np.uint8)
     packed = pack_nibbles(jnp.asarray(codes))
