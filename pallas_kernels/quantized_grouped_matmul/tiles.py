@@ -2,9 +2,9 @@
 
 A step of the reduction covers `block_k` inputs. It is cut into groups that share a scale: their product with
 x is summed apart and scaled as it joins the accumulator, so that a weight costs a few integer operations and
-one subtraction, and no multiplication; but powers of two scale the weights themselves, without rounding, which
-takes fewer registers and no more instructions than groups of 32 apart. Codes are exact in 16-bit floats (integers below 257, e4m3 numbers),
-so nothing is rounded before the scale.
+one subtraction, and no multiplication. Codes are exact in 16-bit floats (integers below 257, e4m3 numbers),
+so nothing is rounded before the scale. Powers of two scale the weights themselves, which is exact, too: it
+takes fewer registers and instructions than sums apart of 32 inputs each.
 
 The compiler prefetches (with `cp.async`) only what feeds a matrix product. Scales do not, so the loop carries
 those of the next step along.

@@ -7,12 +7,15 @@ import pytest
 
 from moejax.core.config import EngineConfig, MoeConfig, RopeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.quant import QuantConfig, QuantRule
 from moejax.engine.llm import LLM
 from moejax.engine.opening.resolve import unsupported_by_kernels
 from moejax.engine.requests.api import SamplingParams
 from pallas_kernels import work_list
+from tests.engine.mesh_models import checkpoint
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
+from tests.examples import slow_but
 from tests.model_shapes import GEMMA, GRANITE, LLAMA, SINKS
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
@@ -73,7 +76,6 @@ def test_same_samples_and_scores(both):
         {"rope": RopeConfig(partial_rotary_factor=0.5, interleaved=True)},
         {**LLAMA, "moe_layers": (False,)},
         GRANITE,
-        {**SINKS, "sliding_windows": (5,)},
     ],
     ids=[
         "window",
@@ -86,12 +88,31 @@ def test_same_samples_and_scores(both):
         "half of a head rotated, in pairs of neighbours",
         "dense, with biases",
         "factors",
-        "sinks, experts without kernels",
     ],
 )
 def test_other_models(change):
     plain, kernels = (llm.generate([prompt(17), prompt(4)], greedy(6)) for llm in engines(**change))
     assert tokens(kernels) == tokens(plain)
+
+
+EXPERTS = QuantRule("*.experts.*", "rtn", "mxfp4")
+
+
+@pytest.mark.parametrize("codes", slow_but([True], [True, False]))
+def test_gpt_oss(tmp_path, codes):
+    """Sinks, a window, biased experts with a clamped SwiGLU, in floats or on codes of MXFP4."""
+    config = small_config(**SINKS, sliding_windows=(5,), hidden_size=64, moe_intermediate_size=64)
+    directory, found = checkpoint(config, tmp_path), []
+    for kernels in ("xla", "pallas_triton"):
+        quant = QuantConfig(rules=[EXPERTS], implementation=kernels) if codes else None
+        llm = LLM(directory, engine=dataclasses.replace(CONFIG, kernels=kernels), quant=quant)
+        found.append(tokens(llm.generate([prompt(9)], greedy(5))))
+        values = {r.key: r.value for r in llm.resolutions}
+        assert values["engine.kernels"] == kernels
+        if kernels != "xla":
+            assert values["engine.moe.grouped_matmul"] == "pallas_triton"
+            assert not codes or (values["quant.implementation"], values["quant.layout"]) == (kernels, "tiled")
+    assert found[0] == found[1]
 
 
 def test_norms_with_an_offset_run_on_xla_and_refuse_kernels():
@@ -141,11 +162,6 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
         ({"block_size": 4}, {}, "engine.block_size=4"),
         ({}, {"head_dim": 12}, "head_dim=12"),
         ({}, {"qk_norm": "rotated"}, "norms of queries and keys after rotary embedding"),
-        (
-            {"moe": MoeConfig(grouped_matmul="pallas_triton")},
-            SINKS,
-            "experts with biases or a clamped SwiGLU",
-        ),
     ],
 )
 def test_what_kernels_do_not_take(engine, model, text):
