@@ -273,7 +273,7 @@ def test_the_kernels_read_the_same_weight(name):
         ("fp8_a8", "no kernel for float8_e4m3fn with dynamic activation scales"),
         ("fp8_e5m2", "no kernel for float8_e5m2"),
         ("float4_e2m1fn_g32_sbf16", "no kernel with bfloat16 scales"),
-        ("nvfp4", "no kernel for float4_e2m1fn"),
+        ("nvfp4", "no kernel with float8_e4m3fn scales"),
     ],
 )
 def test_what_the_kernels_have_not_is_said(name, reason):
