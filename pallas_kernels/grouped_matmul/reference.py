@@ -40,7 +40,7 @@ def grouped_matmul_reference(
     def block(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         tile, expert = args
         y = jnp.matmul(tile, w[expert], precision="highest", preferred_element_type=wide)
-        return y if bias is None else y + bias[expert].astype(wide)
+        return y if bias is None else y + bias[expert][None].astype(wide)
 
     out = jax.lax.map(block, (picked.reshape(-1, block_m, x.shape[1]), block_expert))
     used = jnp.arange(len(block_expert)) < num_blocks[0]

@@ -45,7 +45,7 @@ def grouped_swiglu_reference(
             jnp.matmul(tile, w[expert], precision="highest", preferred_element_type=wide) for w in (gate, up)
         )
         if gate_bias is not None and up_bias is not None:
-            g, u = g + gate_bias[expert].astype(wide), u + up_bias[expert].astype(wide)
+            g, u = (y + b[expert][None].astype(wide) for y, b in ((g, gate_bias), (u, up_bias)))
         return gated(activation)(g, u)
 
     out = jax.lax.map(block, (picked.reshape(-1, block_m, x.shape[1]), block_expert))
