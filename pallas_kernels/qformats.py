@@ -21,7 +21,7 @@ Packed values may also lie in tiles, `[..., D/64, F, 32]` (`tile_codes`), as `Qu
   byte r of a block's 32 holds input r in the low nibble and input r + 32 in the high one. A kernel so gets
   two whole tiles from one tile of bytes, with nothing to interleave, whatever tile sizes it is tuned to.
 - `mxfp4`: nibbles are e2m1 numbers, packed as those of `w4a16`; a scale's byte b stands for 2^(b - 127), the
-  least for 0, and what 255 stands for is unspecified (OCP Microscaling Formats v1.0).
+  least for 0; above 2^65 products are unspecified (OCP Microscaling Formats v1.0).
 - In tiles, one block of all outputs lies together: a program reads runs of 32 n bytes of its n outputs, not n
   times 32 bytes, D/2 apart, and a warp's 512 bytes are four whole lines, not a quarter of sixteen. Marlin
   (Frantar et al., arXiv 2408.11743) also fixes n, and the order within; here no size is padded, and devices

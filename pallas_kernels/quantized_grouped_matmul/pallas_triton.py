@@ -71,32 +71,38 @@ def fused_tile(
     """
     if wide:
         return 32, 64 if fmt.packed else 32, 1, 4, 2
+    # Those of which sums are kept apart: scales of `mxfp4` go to the weights.
+    powers = fmt.kind == "mxfp4"
+    group = 0 if powers else fmt.group
     # Two programs for each multiprocessor at least: narrower tiles, then shares of the reduction.
     enough, most = 2 * _MULTIPROCESSORS, 8
     if block_m <= 32:
         # A warp has 32 outputs: a fragment of x then serves four products, and registers suffice.
         # Sums by groups of 32 spill a few registers at 128 outputs (sm_80, XLA's own compiler).
         widest = 64 if fmt.group == 32 else 128
-        block_n, least, block_k = (widest // matrices, 32, 128) if block_m == 16 else (64, 64, 128)
-        warps = lambda n: n // 32 if block_m == 16 else 2 * matrices  # noqa: E731
+        if block_m == 16:
+            block_n, least, block_k = widest // matrices, 32, 128
+        else:
+            block_n, least, block_k = 128 // matrices if powers else 64, 64, 128
+        warps = lambda n: n // 32 if block_m == 16 else 4 if powers else 2 * matrices  # noqa: E731
     elif block_m == 64 and 2 * blocks * -(-F // 128) < enough:
         # Sums by groups of 64 spill with 128 inputs a turn (sm_80, XLA's own compiler).
-        block_k = 64 if fmt.group in (32, 64) or fmt.kind == "fp8" else 128
+        block_k = 64 if group in (32, 64) or fmt.kind == "fp8" else 128
         block_n, least, most = 128, 128, 4
-        warps = lambda n: 8 if fmt.group == 32 else 4  # noqa: E731
+        warps = lambda n: 8 if group == 32 else 4  # noqa: E731
     elif fmt.kind == "w8a8":
         return 128, 128, 1, 8 if block_m > 64 or matrices > 1 else 4, 3
     elif block_m == 64:
-        return 128, 64, 1, *((8, 3) if fmt.group == 32 else (4, 4))
+        return 128, 64, 1, *((8, 3) if group == 32 else (4, 4))
     else:
         # Sums by group double the accumulators.
-        return 64 if fmt.group and fmt.kind != "fp8" else 128, 64, 1, 8, 3
+        return 64 if group and fmt.kind != "fp8" else 128, 64, 1, 8, 3
     while block_n > least and blocks * -(-F // block_n) < enough:
         block_n //= 2
     split = 1
     while split < most and split * blocks * -(-F // block_n) < enough and D >= 8 * split * block_k:
         split *= 2
-    stages = 3 if block_m == 64 and fmt.group == 32 else 4
+    stages = 3 if block_m == 64 and group == 32 else 4
     return block_n, block_k, split, warps(block_n), stages
 
 

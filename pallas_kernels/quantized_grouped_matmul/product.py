@@ -78,7 +78,7 @@ def _kernel(
             per = cdiv(total, tile.split_k)
             first = part * per
             steps = jnp.clip(total - first, 0, per)
-        sums = reduce_tiles(x_tile, weights, first, steps, bm)
+        sums = reduce_tiles(x_tile, weights, first, steps, bm, x_ref.dtype)
         if "x_scale" in refs:
             x_scale = load(refs["x_scale"].at[rows], mask=valid, other=0.0)
             sums = tuple(s * x_scale[:, None] for s in sums)

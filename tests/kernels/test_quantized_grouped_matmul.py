@@ -134,11 +134,11 @@ class QuantizedGroupedMatmulContract(GroupedContract):
         ids=str,
     )
     def test_extreme_weights(self, rng, fmt, byte):
-        """All codes the largest or the least, with scales 1e5 times the usual."""
+        """All codes the largest or the least, with scales 1e5 times the usual, or 2^60."""
         arrays = self.inputs(rng, fmt, D=128, F=32)
         w = arrays["w"]
         values = jnp.full(w.values.shape, byte, jnp.uint8).astype(w.values.dtype)
-        large = w.scales + 17 if fmt.kind == "mxfp4" else w.scales * jnp.asarray(1e5, w.scales.dtype)
+        large = w.scales + 60 if fmt.kind == "mxfp4" else w.scales * jnp.asarray(1e5, w.scales.dtype)
         arrays["w"] = replace(w, values=values, scales=large)
         self.check(arrays, {"block_m": 16}, limit=limit_for("bfloat16", 128), config=self.config)
 
