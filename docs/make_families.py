@@ -34,7 +34,8 @@ keeps it from the GPU kernels, which then run none of its layers (`engine.kernel
 
 Weights in floating point are read as they are, in one tensor an expert or stacked; GPTQ, AWQ,
 compressed-tensors, fp8 and this project's own quantized directories of every family
-(docs/quantization.md); `gpt_oss` in MXFP4 as published. Multi-token-prediction layers are passed over. A
+(docs/quantization.md); `gpt_oss` in MXFP4 as published, which the GPU kernels multiply by as it is.
+Multi-token-prediction layers are passed over. A
 latent cache (`kv_lora_rank + qk_rope_head_dim` numbers a token and layer: 576 in DeepSeek-V3, where 128
 heads' keys and values would be 40,960) is attended to in the absorbed form, in decode and in prompts; a
 call without a cache makes each head's keys and values. Under tensor parallelism every device has the

@@ -1,7 +1,7 @@
-"""e4m3 numbers by integer arithmetic: sm_80 has no conversion, and Triton refuses to emulate one.
+"""e4m3 numbers by integer arithmetic: sm_80 has no conversion, and Triton refuses to emulate one. And e2m1.
 
-Usable inside kernels and outside. A number is sign, four exponent bits (bias 7), three mantissa bits; there
-is no infinity, `0x7f` and `0xff` are NaN, the largest is 448 (Micikevicius et al., arXiv 2209.05433).
+Usable inside kernels and outside. e4m3 is sign, four exponent bits (bias 7), three mantissa bits; there is no
+infinity, `0x7f` and `0xff` are NaN, the largest is 448 (Micikevicius et al., arXiv 2209.05433).
 """
 
 from typing import Any
@@ -32,6 +32,13 @@ def decode_e4m3(bits: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     sign = (wide & jnp.uint16(0x80)) << jnp.uint16(8)
     value = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(v, jnp.uint16) | sign, half)
     return jnp.where(magnitude == jnp.uint16(0x7F), jnp.asarray(jnp.nan, half), value).astype(dtype)
+
+
+def decode_e2m1(nibbles: jax.Array) -> jax.Array:
+    """Returns float32 values; exact. The eight magnitudes lie on the greatest of three lines."""
+    m = (nibbles & jnp.uint8(7)).astype(jnp.float32)
+    value = jnp.maximum(jnp.maximum(0.5 * m, m - 2.0), 2.0 * m - 8.0)
+    return jnp.where(nibbles >= jnp.uint8(8), -value, value)
 
 
 def encode_e4m3(x: jax.Array) -> jax.Array:

@@ -8,8 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.groups import block_m_for, padded_rows
-from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape, expert_ids
+from pallas_kernels.groups import Activation, ClampedSwiglu, block_m_for, padded_rows
+from pallas_kernels.models import (
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    MIXTRAL,
+    OLMOE,
+    QWEN3,
+    WIDE64,
+    ModelShape,
+    expert_ids,
+)
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
 from pallas_kernels.qformats import Format, QuantizedTensor, random_quantized
 
@@ -35,6 +44,11 @@ CASES: tuple[tuple[ModelShape, str, int, str], ...] = (
     (WIDE64, "decode", 64, "balanced"),
     (WIDE64, "decode", 64, "skewed"),
     (WIDE64, "prefill", 4096, "balanced"),
+    (GPT_OSS_20B, "decode", 1, "balanced"),
+    (GPT_OSS_20B, "decode", 64, "balanced"),
+    (GPT_OSS_20B, "prefill", 4096, "balanced"),
+    (GPT_OSS_120B, "decode", 64, "skewed"),
+    (GPT_OSS_120B, "prefill", 4096, "balanced"),
 )
 """(model, phase, tokens, routing) of the expert kernels. Of the model on expert parallelism, tokens are those
 of all devices together, and most assignments go elsewhere."""
@@ -59,18 +73,21 @@ def problem(
     block_m: int,
     dtype: Any,
     fmt: Format | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
+    biased: bool = False,
 ) -> Problem:
     """Returns the problem of a grouped product; D is the reduction, F the columns of the output.
 
     Args:
         fmt: of quantized weights, of which there are two matrices with an `activation`.
+        biased: the products have biases.
     """
-    quantized: dict[str, int | str] = {}
+    others: dict[str, int | str] = {"bias": 1} if biased else {}
     if fmt is not None:
-        quantized = {**fmt.problem, "matrices": 1 if activation is None else 2}
-        quantized |= {} if activation is None else {"activation": activation}
-    return make_problem(P=P, D=D, F=F, E=E, block_m=block_m, dtype=dtype, **quantized)
+        others |= {**fmt.problem, "matrices": 1 if activation is None else 2}
+    if isinstance(activation, ClampedSwiglu) or (fmt is not None and activation is not None):
+        others["activation"] = str(activation)
+    return make_problem(P=P, D=D, F=F, E=E, block_m=block_m, dtype=dtype, **others)
 
 
 def spec_name(model: ModelShape, phase: str, tokens: int, routing: str) -> str:
@@ -141,6 +158,7 @@ def down_spec(
             "rows": jnp.where(filled, jnp.arange(P), P).astype(jnp.int32),
             **_table(groups),
             "row_scale": jax.random.uniform(c, (P,), jnp.float32),
+            **_biases(model, a, F, "bias"),
         }
 
     rows = int(groups.counts.sum())
@@ -170,11 +188,18 @@ def swiglu_spec(
             # Assignment t·k + j is of token t; padding comes to lie past the last.
             "rows": jnp.asarray(groups.row_assignment // model.top_k),
             **_table(groups),
+            **_biases(model, a, F, "gate_bias", "up_bias"),
         }
 
     # Of x, the tokens with an expert here are read once.
     seen = int((groups.slot_of < len(groups.row_assignment)).any(axis=1).sum())
-    return _spec((model, phase, tokens, routing), groups, make, D, F, seen, 4.0, fmt, "silu")
+    return _spec((model, phase, tokens, routing), groups, make, D, F, seen, 4.0, fmt, model.activation)
+
+
+def _biases(model: ModelShape, key: jax.Array, F: int, *names: str) -> dict[str, jax.Array]:
+    keys = jax.random.split(key, len(names)) if model.biased else ()
+    shape = model.experts, F
+    return {name: jax.random.normal(k, shape, jnp.bfloat16) for name, k in zip(names, keys, strict=False)}
 
 
 def _weights(key: jax.Array, shape: tuple[int, int, int], fmt: Format | None) -> jax.Array | QuantizedTensor:
@@ -196,10 +221,11 @@ def _spec(
     rows_read: int,
     slot_bytes: float,
     fmt: Format | None,
-    activation: str | None = None,
+    activation: Activation | None = None,
 ) -> Spec:
     """Returns the spec of a product with one matrix an expert, or with two where there is an activation."""
     matrices, matrix = 1 if activation is None else 2, 2.0 * D * F if fmt is None else fmt.weight_bytes(D, F)
+    matrix += 2.0 * F if case[0].biased else 0.0
     n, hit = int(groups.counts.sum()), int((groups.counts > 0).sum())
     P, E, block_m = len(groups.row_assignment), case[0].experts, groups.block_m
     name, tags = spec_name(*case), spec_tags(*case)
@@ -207,7 +233,7 @@ def _spec(
         name=name if fmt is None else f"{name}/{fmt.name}",
         make=make,
         static={"block_m": block_m} | ({} if activation is None else {"activation": activation}),
-        problem=problem(P, D, F, E, block_m, jnp.bfloat16, fmt, activation),
+        problem=problem(P, D, F, E, block_m, jnp.bfloat16, fmt, activation, case[0].biased),
         cost=Cost(
             flops=2.0 * n * D * F * matrices,
             bytes=matrices * hit * matrix + 2.0 * (rows_read * D + n * F) + slot_bytes * n,

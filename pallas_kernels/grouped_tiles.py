@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import both, cdiv, dot, load, pallas_call, program_id, store, when
-from pallas_kernels.groups import ACTIVATIONS
+from pallas_kernels.groups import Activation, gated
 from pallas_kernels.op import Problem
 
 FEW_ROWS_GROUP = 4
@@ -113,10 +113,17 @@ def _load_weights(w_ref: Any, tile: Tile, first: jax.Array, block_k: int) -> jax
 
 
 def _kernel(
-    *refs: Any, matrices: int, config: Config, block_m: int, n_tiles: int, activation: str | None
+    *refs: Any,
+    matrices: int,
+    biases: int,
+    config: Config,
+    block_m: int,
+    n_tiles: int,
+    activation: Activation | None,
 ) -> None:
     x_ref, weight_refs = refs[0], refs[1 : 1 + matrices]
-    rows_ref, block_ref, num_ref, *scale_ref, out_ref = refs[1 + matrices :]
+    rows_ref, block_ref, num_ref, *others, out_ref = refs[1 + matrices :]
+    bias_refs, scale_ref = others[:biases], others[biases:]
     R, D = x_ref.shape
     F, block_k = out_ref.shape[1], config.block_k
     pid = program_id(0)
@@ -134,12 +141,16 @@ def _kernel(
 
         zero = jnp.zeros((block_m, config.block_n), jnp.float32)
         sums = jax.lax.fori_loop(0, cdiv(D, block_k), body, (zero,) * matrices)
-        out = sums[0] if activation is None else ACTIVATIONS[activation](sums[0]) * sums[1]
+        inside = tile.cols < F if F % config.block_n else None
+        if bias_refs:
+            added = [load(ref.at[tile.expert, tile.cols], mask=inside, other=0.0) for ref in bias_refs]
+            sums = tuple(s + b.astype(jnp.float32)[None, :] for s, b in zip(sums, added, strict=True))
+        out = sums[0] if activation is None else gated(activation)(*sums)
         if scale_ref:
             out = out * load(scale_ref[0].at[tile.slots])[:, None]
         at = out_ref.at[tile.slots[:, None], tile.cols[None, :]]
         # Everything but padding.
-        mask = both(tile.filled[:, None], (tile.cols < F)[None, :] if F % config.block_n else None)
+        mask = both(tile.filled[:, None], None if inside is None else inside[None, :])
         store(at, out.astype(out_ref.dtype), mask=mask)
 
 
@@ -151,8 +162,9 @@ def grouped_product(
     config: Config,
     *,
     block_m: int,
+    biases: Sequence[jax.Array] = (),
     row_scale: jax.Array | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out_dtype: Any,
     interpret: bool | None,
 ) -> jax.Array:
@@ -161,10 +173,12 @@ def grouped_product(
     Args:
         matrices: one; or gate and up, with `activation`.
         table: rows, block_expert and num_blocks.
+        biases: `[E, F]` of each matrix, or none.
     """
     P, F = table[0].shape[0], matrices[0].shape[2]
     n_tiles = cdiv(F, config.block_n)
-    static: dict[str, Any] = {"matrices": len(matrices), "config": config, "activation": activation}
+    static: dict[str, Any] = {"matrices": len(matrices), "biases": len(biases)}
+    static |= {"config": config, "activation": activation}
     return pallas_call(
         functools.partial(_kernel, block_m=block_m, n_tiles=n_tiles, **static),
         name=name,
@@ -173,4 +187,4 @@ def grouped_product(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-    )(x, *matrices, *table, *([] if row_scale is None else [row_scale]))
+    )(x, *matrices, *table, *biases, *([] if row_scale is None else [row_scale]))

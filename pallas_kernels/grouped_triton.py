@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import cdiv, triton_call
 from pallas_kernels.grouped_tiles import Config
-from pallas_kernels.op import TRITON_TYPES, Spec, TritonSource
+from pallas_kernels.op import TRITON_TYPES, Problem, Spec, TritonSource
 
 
 def source(
@@ -69,6 +69,11 @@ def triton_product(
         out_shape=jax.ShapeDtypeStruct((table[0].shape[0], w.shape[2]), out_dtype),
         interpret=interpret,
     )
+
+
+def supports(problem: Problem) -> str | None:
+    """Returns why the twin does not take a problem: biases and activations of gate and up are Pallas's."""
+    return "no biases and a named activation" if {"bias", "activation"} & problem.keys() else None
 
 
 def sources(spec: Spec, config: Config) -> list[TritonSource]:

@@ -8,6 +8,7 @@ many blocks there are depends on the routing; the arrays have room for the most 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -90,6 +91,46 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": lambda x: jnp.maximum(x, 0.0),
 }
 """Activations of a gate, in operations that kernels have: float32 there, float64 in references."""
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """`(up + 1) · gate · sigmoid(alpha · gate)`, gate at most `limit`, up between it and its negative
+    (gpt-oss, arXiv 2508.10925)."""
+
+    limit: float
+    alpha: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.maximum(jnp.minimum(up, self.limit), -self.limit)
+        return (up + 1.0) * (gate * jax.lax.logistic(self.alpha * gate))
+
+    def __str__(self) -> str:
+        return "swiglu_clamped"
+
+
+Activation = str | ClampedSwiglu
+"""Of gate and up: a name in `ACTIVATIONS`, which is the gate's and multiplies up, or `ClampedSwiglu`."""
+
+
+def gated(activation: Activation) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns an activation as the function of gate and up that it stands for."""
+    if isinstance(activation, ClampedSwiglu):
+        return activation
+    act = ACTIVATIONS[activation]
+    return lambda gate, up: act(gate) * up
+
+
+def check_gated(
+    op: str, activation: Activation, gate_bias: jax.Array | None, up_bias: jax.Array | None
+) -> None:
+    """Raises KernelError unless kernels have the activation, and both biases or neither are there."""
+    one = "None" if up_bias is None else "an array"
+    check_that(op, "up_bias", (gate_bias is None) == (up_bias is None), one, "both biases or neither")
+    known = ", ".join(ACTIVATIONS)
+    good = isinstance(activation, ClampedSwiglu) or activation in ACTIVATIONS
+    check_that(op, "activation", good, repr(activation), f"one of {known}, or a ClampedSwiglu")
 
 
 def check_block_m(op: str, block_m: int) -> None:

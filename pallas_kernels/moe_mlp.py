@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_swiglu import grouped_swiglu
-from pallas_kernels.groups import ACTIVATIONS, block_m_for
+from pallas_kernels.groups import Activation, block_m_for, gated
 from pallas_kernels.moe_combine import moe_combine
 from pallas_kernels.moe_permute import moe_permute
 from pallas_kernels.qformats import QuantizedTensor, quantize_rows
@@ -29,7 +29,8 @@ def moe_mlp(
     down: jax.Array | QuantizedTensor,
     *,
     block_m: int | None = None,
-    activation: str = "silu",
+    activation: Activation = "silu",
+    biases: Mapping[str, jax.Array] | None = None,
     total_experts: int | None = None,
     rounding: Mapping[str, Rounding | None] | None = None,
     summed: bool = True,
@@ -50,6 +51,9 @@ def moe_mlp(
         weights: float32 `[T, k]`.
         gate, up: `[E, D, F]`; down: `[E, F, D]`; each quantized, in a format of its own, or of x's dtype.
         block_m: height of blocks (`pallas_kernels.groups`); None: `block_m_for`.
+        activation: see `pallas_kernels.groups.Activation`.
+        biases: of "gate" and "up", `[E, F]`, added before the activation; of "down", `[E, D]`, before the
+            weight.
         total_experts: of all devices, where these E are a part of them: what `block_m` is chosen by.
         rounding: of "gate", "up" or "down": how rows are rounded before that product, for scales that are
             the experts' own, or found together with other devices. Otherwise a token's row is rounded once
@@ -63,7 +67,7 @@ def moe_mlp(
     """
     options: dict[str, Any] = {"implementation": implementation, "interpret": interpret}
     rounded = {name: function for name, function in (rounding or {}).items() if function is not None}
-    layer = _sort(ids, weights, gate.shape[0], block_m, total_experts, rounded, options)
+    layer = _sort(ids, weights, gate.shape[0], block_m, total_experts, rounded, biases or {}, options)
     hidden = layer.hidden(x, gate, up, activation)
     out = layer.product("down", hidden, down, layer.rows, row_scale=layer.scale)
     return moe_combine(out, layer.slot_of, **options) if summed else (out, layer.slot_of)
@@ -79,7 +83,7 @@ class _Layer(NamedTuple):
         table: `block_expert` and `num_blocks`, see `pallas_kernels.groups`.
         slot_of: int32 `[T, k]`.
         block_m: height of the blocks.
-        rounding, options: as of `moe_mlp`.
+        rounding, biases, options: as of `moe_mlp`.
     """
 
     tokens: jax.Array
@@ -89,6 +93,7 @@ class _Layer(NamedTuple):
     slot_of: jax.Array
     block_m: int
     rounding: Mapping[str, Rounding]
+    biases: Mapping[str, jax.Array]
     options: Mapping[str, Any]
 
     def hidden(
@@ -96,11 +101,12 @@ class _Layer(NamedTuple):
         x: jax.Array,
         gate: jax.Array | QuantizedTensor,
         up: jax.Array | QuantizedTensor,
-        activation: str,
+        activation: Activation,
     ) -> jax.Array:
         """Returns `[P, F]` in x's dtype."""
         rounded = "gate" in self.rounding or "up" in self.rounding
         both: dict[str, Any] = {"block_m": self.block_m, "activation": activation, **self.options}
+        both |= {"gate_bias": self.biases.get("gate"), "up_bias": self.biases.get("up")}
         if not rounded and isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
             if gate.format == up.format:
                 rows, scale = quantize_rows(x) if gate.format.kind == "w8a8" else (x, None)
@@ -110,7 +116,7 @@ class _Layer(NamedTuple):
             return grouped_swiglu(x, gate, up, self.tokens, *self.table, **both)
         pair = {"gate": gate, "up": up}
         first, second = (self.product(name, x, w, self.tokens) for name, w in pair.items())
-        return ACTIVATIONS[activation](first) * second
+        return gated(activation)(first, second)
 
     def product(
         self,
@@ -129,6 +135,7 @@ class _Layer(NamedTuple):
         elif isinstance(w, QuantizedTensor) and w.format.kind == "w8a8":
             x, scale = quantize_rows(x)
         arguments: dict[str, Any] = {"block_m": self.block_m, "row_scale": row_scale, **self.options}
+        arguments["bias"] = self.biases.get(name)
         if not isinstance(w, QuantizedTensor):
             return grouped_matmul(x, w, rows, *self.table, **arguments)
         arguments |= {"x_scale": scale, "out_dtype": out_dtype}
@@ -142,6 +149,7 @@ def _sort(
     block_m: int | None,
     total_experts: int | None,
     rounding: Mapping[str, Rounding],
+    biases: Mapping[str, jax.Array],
     options: Mapping[str, Any],
 ) -> _Layer:
     """Sorts assignments into slots, an expert layer's first step; arguments as of `moe_mlp`."""
@@ -151,5 +159,5 @@ def _sort(
         block_m = block_m_for(max(1, A * E // (total_experts or E)), E)
     groups = moe_permute(ids, num_experts=E, block_m=block_m, weights=weights, **options)
     assert groups.weights is not None
-    table, rest = (groups.block_expert, groups.num_blocks), (groups.slot_of, block_m, rounding, options)
-    return _Layer(groups.tokens, groups.slots, groups.weights, table, *rest)
+    table, rest = (groups.block_expert, groups.num_blocks), (groups.slot_of, block_m)
+    return _Layer(groups.tokens, groups.slots, groups.weights, table, *rest, rounding, biases, options)

@@ -8,6 +8,7 @@ transposed, inputs contiguous, as checkpoints store the weights of linear layers
     w4a16   uint8 [..., F, D/2] packed   [..., D/g, F]                            none, or uint8 [..., D/g, F]
     w8a8    int8  [..., F, D]            [..., 1, F]                              none
     fp8     uint8 [..., F, D] e4m3 bits  [..., 1, F] or [..., ⌈D/128⌉, ⌈F/128⌉]   none
+    mxfp4   uint8 [..., F, D/2] packed   uint8 [..., D/32, F] e8m0                none
 
 Packed values may also lie in tiles, `[..., D/64, F, 32]` (`tile_codes`), as `QuantizedTensor.tiled` says.
 
@@ -19,6 +20,8 @@ Packed values may also lie in tiles, `[..., D/64, F, 32]` (`tile_codes`), as `Qu
 - `w4a16`: a nibble n stands for (n - z) s with z = 8 where there are no zeros. D is cut into blocks of 64;
   byte r of a block's 32 holds input r in the low nibble and input r + 32 in the high one. A kernel so gets
   two whole tiles from one tile of bytes, with nothing to interleave, whatever tile sizes it is tuned to.
+- `mxfp4`: nibbles are e2m1 numbers, packed as those of `w4a16`; a scale's byte b stands for 2^(b - 127), the
+  least for 0; above 2^65 products are unspecified (OCP Microscaling Formats v1.0).
 - In tiles, one block of all outputs lies together: a program reads runs of 32 n bytes of its n outputs, not n
   times 32 bytes, D/2 apart, and a warp's 512 bytes are four whole lines, not a quarter of sixteen. Marlin
   (Frantar et al., arXiv 2408.11743) also fixes n, and the order within; here no size is padded, and devices
@@ -28,7 +31,7 @@ Packed values may also lie in tiles, `[..., D/64, F, 32]` (`tile_codes`), as `Qu
   scale for each 128 × 128 block (DeepSeek-V3, arXiv 2412.19437, whose checkpoints have the scales
   transposed).
 
-Scales are bfloat16, float16 or float32.
+Scales are bfloat16, float16 or float32, where nothing else is said.
 """
 
 import functools
@@ -41,17 +44,23 @@ import jax.numpy as jnp
 
 from pallas_kernels.dtypes import wide_type
 from pallas_kernels.errors import bind_shapes, check_dtype, check_that
-from pallas_kernels.fp8 import decode_e4m3
+from pallas_kernels.fp8 import decode_e2m1, decode_e4m3
 
 PACK = 64
-"""Rows of a pack block of `w4a16`: two halves of 32."""
+"""Rows of a pack block of four-bit codes: two halves of 32."""
 
 FP8_BLOCK = 128
 
 MOST_CODES = 2**31
 """Bytes of codes, on one device, that are too many: kernels index them with 32 bits."""
 
-GROUPS = {"w8a16": (0, 32, 64, 128), "w4a16": (32, 64, 128), "w8a8": (0,), "fp8": (0, FP8_BLOCK)}
+GROUPS = {
+    "w8a16": (0, 32, 64, 128),
+    "w4a16": (32, 64, 128),
+    "w8a8": (0,),
+    "fp8": (0, FP8_BLOCK),
+    "mxfp4": (32,),
+}
 
 
 @dataclass(frozen=True)
@@ -75,11 +84,16 @@ class Format:
         return self.kind + (f"_g{self.group}" if self.group else "") + ("z" if self.zeros else "")
 
     @property
+    def packed(self) -> bool:
+        """True if a byte holds two codes."""
+        return self.kind in ("w4a16", "mxfp4")
+
+    @property
     def block(self) -> int:
         """D must be a multiple of it."""
         if self.kind == "fp8":
             return 1
-        return max(self.group, PACK if self.kind == "w4a16" else 1)
+        return max(self.group, PACK if self.packed else 1)
 
     @property
     def scale_columns(self) -> int:
@@ -88,14 +102,15 @@ class Format:
 
     def shapes(self, D: int, F: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns the shapes of values and scales, without leading axes."""
-        values = (F, D // 2 if self.kind == "w4a16" else D)
+        values = (F, D // 2 if self.packed else D)
         rows = -(-D // self.group) if self.group else 1
         return values, (rows, -(-F // self.scale_columns))
 
     def weight_bytes(self, D: int, F: int) -> float:
         """Returns the bytes of one matrix with bfloat16 scales."""
         (outputs, inputs), (rows, columns) = self.shapes(D, F)
-        return outputs * inputs + rows * columns * (3.0 if self.zeros else 2.0)
+        scale = 3.0 if self.zeros else 1.0 if self.kind == "mxfp4" else 2.0
+        return outputs * inputs + rows * columns * scale
 
     @property
     def problem(self) -> dict[str, int | str]:
@@ -110,6 +125,11 @@ class Format:
     @property
     def value_dtype(self) -> Any:
         return jnp.int8 if self.kind in ("w8a16", "w8a8") else jnp.uint8
+
+    @property
+    def scale_dtypes(self) -> tuple[Any, ...]:
+        floats = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+        return (jnp.uint8,) if self.kind == "mxfp4" else floats
 
 
 @functools.partial(
@@ -135,7 +155,7 @@ class QuantizedTensor:
         *lead, F, D = self.values.shape
         if self.tiled:
             D *= lead.pop()
-        return (*lead, 2 * D if self.format.kind == "w4a16" else D, F)
+        return (*lead, 2 * D if self.format.packed else D, F)
 
 
 def tile_codes(values: Any) -> Any:
@@ -162,8 +182,8 @@ def check_quantized(op: str, argument: str, w: Any, dims: str, **known: int) -> 
     check_that(op, argument, isinstance(w, QuantizedTensor), type(w).__name__, "a QuantizedTensor")
     fmt, lead = w.format, dims.split()[:-2]
     check_dtype(op, f"{argument}.values", w.values, (fmt.value_dtype,))
-    check_dtype(op, f"{argument}.scales", w.scales, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
-    tiled = w.values.shape[-1:] == (PACK // 2,) and w.tiled and fmt.kind == "w4a16"
+    check_dtype(op, f"{argument}.scales", w.scales, fmt.scale_dtypes)
+    tiled = w.values.shape[-1:] == (PACK // 2,) and w.tiled and fmt.packed
     shape, expected = list(w.values.shape), f"{len(lead) + 2} dimensions [{dims}]"
     check_that(op, f"{argument}.values", len(shape) == len(lead) + 2 + tiled, f"shape {shape}", expected)
     sizes = dict(known) | dict(zip(lead, w.values.shape, strict=False))
@@ -201,22 +221,29 @@ def spread(scales: jax.Array, D: int, F: int, fmt: Format) -> jax.Array:
     return jnp.repeat(scales, fmt.group or D, axis=-2)[..., :D, :]
 
 
+def scale_values(scales: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns scales as numbers in `dtype`: bytes are biased exponents."""
+    if scales.dtype != jnp.uint8:
+        return scales.astype(dtype)
+    return jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32).astype(dtype)
+
+
 def dequantize(w: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
     """Returns `[..., D, F]` in `dtype`, computed in float32 (float64 where the scales or `dtype` are)."""
     D, F = w.shape[-2:]
     wide = wide_type(w.scales.dtype, dtype)
     if w.format.kind == "fp8":
         values = decode_e4m3(w.values)
-    elif w.format.kind == "w4a16":
-        codes = untile_codes(w.values) if w.tiled else w.values
-        values = unpack_nibbles(codes).astype(jnp.int32) - 8
+    elif w.format.packed:
+        codes = unpack_nibbles(untile_codes(w.values) if w.tiled else w.values)
+        values = decode_e2m1(codes) if w.format.kind == "mxfp4" else codes.astype(jnp.int32) - 8
         if w.zeros is not None:
             zeros = spread(w.zeros, D, F, w.format).astype(jnp.int32)
             values = values + 8 - jnp.swapaxes(zeros, -1, -2)
     else:
         values = w.values
     values = jnp.swapaxes(values, -1, -2).astype(wide)
-    return (values * spread(w.scales.astype(wide), D, F, w.format)).astype(dtype)
+    return (values * spread(scale_values(w.scales, wide), D, F, w.format)).astype(dtype)
 
 
 def random_quantized(
@@ -236,13 +263,16 @@ def random_quantized(
     a, b, c = jax.random.split(key, 3)
     value_shape, scale_shape = fmt.shapes(D, F)
     values = jax.random.bits(a, (*lead, *value_shape), jnp.uint8)
-    deviation = {"w4a16": 4.6, "fp8": 90.0}.get(fmt.kind, 74.0)  # of codes drawn evenly
+    deviation = {"w4a16": 4.6, "fp8": 90.0, "mxfp4": 2.9}.get(fmt.kind, 74.0)  # of codes drawn evenly
     if fmt.kind == "fp8":
         values = jnp.where((values & 0x7F) == 0x7F, jnp.uint8(0), values)
     scales = jax.random.uniform(b, (*lead, *scale_shape), jnp.float32, 0.5, 1.5) / (deviation * D**0.5)
     zeros = jax.random.randint(c, (*lead, *scale_shape), 5, 11).astype(jnp.uint8) if fmt.zeros else None
     values = jax.lax.bitcast_convert_type(values, fmt.value_dtype)
-    values = tile_codes(values) if tiled and fmt.kind == "w4a16" else values
+    values = tile_codes(values) if tiled and fmt.packed else values
+    if fmt.kind == "mxfp4":  # a power of two below
+        exponents = jax.lax.bitcast_convert_type(scales, jnp.int32) >> 23
+        return QuantizedTensor(values, exponents.astype(jnp.uint8), None, fmt)
     return QuantizedTensor(values, scales.astype(scale_dtype), zeros, fmt)
 
 

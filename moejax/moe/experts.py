@@ -119,6 +119,8 @@ class Experts(nnx.Module):
     ) -> ExpertsOutput:
         """Runs the experts on x `[N, D]` by the execution that `config` names; `router` reroutes overflow."""
         zero = jnp.zeros((), jnp.int32)
+        if config.execution == "grouped" and config.product(x.shape[0])[1] == "pallas_triton":
+            return ExpertsOutput(self._kernels(x, routing), routing, zero, zero)
         if config.execution == "capacity":
             output = self._capacity(x, routing, config, router)
         else:
@@ -155,7 +157,7 @@ class Experts(nnx.Module):
         total, _ = jax.lax.scan(one, jnp.zeros_like(x), stacked)
         return total
 
-    def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array | RowSums:
+    def _grouped(self, x: jax.Array, routing: Routing, config: MoeConfig) -> jax.Array:
         """Runs rows sorted by expert, in blocks of one expert each; nothing is dropped."""
         N, k = routing.ids.shape
         E, stacks = self.num_experts, self.stacks()
@@ -163,8 +165,6 @@ class Experts(nnx.Module):
         options: dict[str, Any] = {"act": self.hidden, "split": self.split}
         _, asked, height = config.product(N)
         chosen = dispatch.choose_grouped_matmul(asked, block_rows=height).value
-        if chosen == "pallas_triton":
-            return self._kernels(x, routing, chosen)
         if chosen == "ragged_dot":
             plan = plan_blocks(routing.ids, E, 0, ())
             out = grouped_swiglu_ragged(x[plan.order // k], *stacks, plan.counts, **options)
@@ -218,13 +218,18 @@ class Experts(nnx.Module):
             at = jnp.where(slot < C, at, E * C + plan.row_of)
         return combine(out, plan._replace(row_of=at), routing.weights)
 
-    def _kernels(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array | RowSums:
-        """Runs the GPU kernels; ids equal to E are no expert's, and get no rows."""
+    def _kernels(self, x: jax.Array, routing: Routing) -> jax.Array | RowSums:
+        """Runs the GPU kernels, which add the biases; ids equal to E are no expert's, and get no rows."""
+        from pallas_kernels.groups import ClampedSwiglu
         from pallas_kernels.moe_mlp import moe_mlp
 
-        assert self.swiglu is None and self.gate_bias is None, "`choose_grouped_matmul` refuses these"
-        options: dict[str, Any] = {"activation": KERNEL_NAMES[self.act], "implementation": implementation}
+        clamped = None if self.swiglu is None else ClampedSwiglu(self.swiglu.limit, self.swiglu.alpha)
+        options: dict[str, Any] = {"activation": clamped or KERNEL_NAMES[self.act]}
         stacks = dict(zip(("gate", "up", "down"), self.stacks(), strict=True))
+        if self.down_bias is not None:
+            # Of the devices that F is split over the first has down's.
+            down = jnp.where(index(self.split) == 0, self.down_bias[...], 0)
+            options["biases"] = {"gate": stacks["gate"].bias, "up": stacks["up"].bias, "down": down}
         operands = [kernel_operand(stack, x.dtype) for stack in stacks.values()]
         rounding = {
             name: kernel_rounding(stack, operand, self.split if name == "down" else ())

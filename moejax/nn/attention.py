@@ -99,7 +99,7 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         scale = self.config.attention_scale
         norms = None
-        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+        sinks = None if self.sinks is None else self.sinks[...]
         if self.hands_on_norms and cache is not None and cache.normalizes:
             assert self.q_norm is not None and self.k_norm is not None
             shape = (-1, self.config.head_dim) if self.config.qk_norm == "projection" else (-1,)

@@ -72,7 +72,7 @@ def attention(
         q_positions: int32 `[B, T]`.
         window: a query at p sees slots in (p - window, p]; None sees all up to p.
         scale: factor on q·k.
-        sinks: float32 `[H]`, a query head's further score in the softmax, with no value (arXiv 2309.17453).
+        sinks: `[H]`, a query head's further score in the softmax, with no value (arXiv 2309.17453).
 
     Returns:
         `[B, T, H, Dv]` in q's dtype.
@@ -107,7 +107,7 @@ def _attention(q, k, v, q_positions, *, window, scale, sinks):
     if sinks is not None:
         # A sum of exponentials s becomes s + exp(sink): what keys have is s / (s + exp(sink)) of it.
         keys = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        weights *= jax.nn.sigmoid(keys - sinks.reshape(1, K, G, 1, 1))
+        weights *= jax.nn.sigmoid(keys - sinks.reshape(1, K, G, 1, 1).astype(jnp.float32))
     weights = weights.astype(q.dtype).reshape(B, K, G * T, S)
     out = jnp.einsum("bkms,bksd->bkmd", weights, v)
     return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)

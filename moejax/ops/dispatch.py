@@ -30,7 +30,6 @@ def choose_grouped_matmul(
     platform: str | None = None,
     block_rows: int | None = None,
     kernels: str = "xla",
-    unsupported: str | None = None,
 ) -> Resolution:
     """Chooses what runs the grouped expert products on a platform ("cpu", "gpu").
 
@@ -40,27 +39,22 @@ def choose_grouped_matmul(
 
     Args:
         kernels: what the rest of the model runs on, see `choose_kernels`.
-        unsupported: what of the experts the kernels cannot do.
 
     Raises:
-        ConfigError: kernels were asked for by name and cannot run the experts, or the name is not known.
+        ConfigError: the name is not known.
     """
     key = "engine.moe.grouped_matmul"
     platform = platform or jax.default_backend()
-    if kernels != "xla" and unsupported is None:
+    if kernels != "xla":
         auto = Resolution(key, kernels, f"engine.kernels is {kernels}")
     elif platform != "cpu":
-        why = "" if unsupported is None else f"; the GPU kernels do not take {unsupported}"
-        auto = Resolution(key, "ragged_dot", f"XLA's grouped product on {platform}{why}")
+        auto = Resolution(key, "ragged_dot", f"XLA's grouped product on {platform}")
     elif block_rows is not None:
         auto = Resolution(key, "blocks_uniform", f"on CPU, with all blocks {block_rows} rows high as asked")
     else:
         why = "on CPU ragged_dot computes all experts; this only those that are hit, in blocks of their size"
         auto = Resolution(key, "blocks_mixed", why)
-    chosen = choose(requested, GROUPED_MATMUL, auto)
-    if chosen.value == "pallas_triton" and unsupported is not None:
-        raise ConfigError(f"{key}=pallas_triton does not take {unsupported}; use {key}=auto")
-    return chosen
+    return choose(requested, GROUPED_MATMUL, auto)
 
 
 def choose_kernels(requested: str, platform: str, unsupported: str | None) -> Resolution:

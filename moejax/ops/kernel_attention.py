@@ -51,7 +51,7 @@ def kernel_attention(
     Args:
         q: `[N, H, Dh]`, k and v: `[N, K, Dh]`, not rotated; v is None where pages have no values.
         rope: cos and sin, float32 `[N, R/2]`.
-        sinks: float32 `[H]`, see `moejax.ops.attention.attention`.
+        sinks: `[H]`, see `moejax.ops.attention.attention`.
         pages: keys not transposed; scales where they are quantized.
         implementation: of the kernels, see `pallas_kernels`.
 

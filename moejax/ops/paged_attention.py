@@ -64,7 +64,7 @@ def paged_attention(
         q: `[S + T, H, Dh]`; query heads h·G to h·G + G - 1 share key head h.
         k, v: `[S + T, K, Dh]`; without v a value is the last numbers of its key (`Segment.latent`).
         window: a query at p sees positions in (p - window, p]; None sees all up to p.
-        sinks: float32 `[H]`, see `moejax.ops.attention.attention`.
+        sinks: `[H]`, see `moejax.ops.attention.attention`.
 
     Returns:
         `[S + T, H, Dv]` (places that compute nothing hold anything finite) and the updated segments.
@@ -73,7 +73,7 @@ def paged_attention(
     H, Dh = q.shape[1:]
     Dv = segments[0].value_dim
     q = (q * jnp.asarray(scale, q.dtype)).reshape(-1, K, H // K, Dh)
-    sinks = None if sinks is None else sinks.reshape(K, H // K)
+    sinks = None if sinks is None else sinks.reshape(K, H // K).astype(jnp.float32)
     segments = write_rows(segments, k[:S], None if v is None else v[:S], plan.decode)
     if plan.chunk is None:
         return decode_attention(q, segments, plan.decode, window, sinks).reshape(-1, H, Dv), segments

@@ -32,7 +32,7 @@ import numpy as np
 
 from moejax.quantization.formats import QTensor, WeightFormat
 from pallas_kernels import qformats
-from pallas_kernels.fp8 import encode_e4m3, encode_e5m2
+from pallas_kernels.fp8 import decode_e2m1, encode_e4m3, encode_e5m2
 
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
@@ -92,13 +92,6 @@ def encode_e2m1(x: jax.Array) -> jax.Array:
     above = [a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0]
     magnitude = sum((passed.astype(jnp.uint8) for passed in above), jnp.zeros(x.shape, jnp.uint8))
     return magnitude | (jnp.signbit(x).astype(jnp.uint8) << jnp.uint8(3))
-
-
-def decode_e2m1(nibbles: jax.Array) -> jax.Array:
-    """Returns float32 values; exact. The eight magnitudes lie on the greatest of three lines."""
-    m = (nibbles & jnp.uint8(7)).astype(jnp.float32)
-    value = jnp.maximum(jnp.maximum(0.5 * m, m - 2.0), 2.0 * m - 8.0)
-    return jnp.where(nibbles >= jnp.uint8(8), -value, value)
 
 
 # --- Scales -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ def why_no_kernel(fmt: WeightFormat, D: int, size: int = 0) -> str | None:
     Args:
         size: numbers of the weight, of all its experts, on one device; 0: not known.
     """
-    codes = size // 2 if fmt.numbers == "int4" else size
+    codes = size // 2 if fmt.packed else size
     if codes >= qformats.MOST_CODES:
         return (
             f"{codes} bytes of codes on a device (kernels index fewer than 2^31); spread it over more devices"
@@ -30,11 +30,12 @@ def _kernel_format(fmt: WeightFormat, D: int) -> qformats.Format | str:
         ("int8", "static"): "w8a8",  # whose codes and scales come from outside the kernel
         ("int4", "none"): "w4a16",
         ("float8_e4m3fn", "none"): "fp8",
+        ("float4_e2m1fn", "none"): "mxfp4",
     }.get((fmt.numbers, fmt.activations))
     if kind is None:
         what = "" if fmt.activations == "none" else f" with {fmt.activations} activation scales"
         return f"no kernel for {fmt.numbers}{what}"
-    if fmt.scale_dtype not in ("float32", "bfloat16", "float16"):
+    if fmt.scale_dtype not in (("e8m0",) if kind == "mxfp4" else ("float32", "bfloat16", "float16")):
         return f"no kernel with {fmt.scale_dtype} scales"
     if fmt.indexed:
         return "no kernel with a group index"

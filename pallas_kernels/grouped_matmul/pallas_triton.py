@@ -41,6 +41,7 @@ def grouped_matmul_pallas(
     num_blocks: jax.Array,
     *,
     block_m: int,
+    bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     out_dtype: Any = None,
     config: Config,
@@ -50,6 +51,7 @@ def grouped_matmul_pallas(
     """See `grouped_matmul_reference`. Undefined elements are not written. `product`: also the twin's."""
     table = (rows, block_expert, num_blocks)
     options: dict[str, Any] = {"block_m": block_m, "row_scale": row_scale, "interpret": interpret}
+    options |= {} if bias is None else {"biases": (bias,)}
     return product(
         "grouped_matmul",
         x,

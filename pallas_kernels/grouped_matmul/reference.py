@@ -16,15 +16,16 @@ def grouped_matmul_reference(
     num_blocks: jax.Array,
     *,
     block_m: int,
+    bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Computes `out[p] = row_scale[p] · (x[rows[p]] @ w[e])`, e the expert of slot p's block.
+    """Computes `out[p] = row_scale[p] · (x[rows[p]] @ w[e] + bias[e])`, e the expert of slot p's block.
 
     Accumulated and scaled in float32 (float64 if x is), rounded once. See `pallas_kernels.groups` for slots.
 
     Args:
-        x: `[R, D]`; w: `[E, D, F]`; rows: int32 `[P]`; row_scale: float32 `[P]`.
+        x: `[R, D]`; w: `[E, D, F]`; rows: int32 `[P]`; bias: `[E, F]`; row_scale: float32 `[P]`.
         block_expert: int32 `[P / block_m]`; num_blocks: int32 `[1]`.
         out_dtype: None: x's.
 
@@ -38,7 +39,8 @@ def grouped_matmul_reference(
 
     def block(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         tile, expert = args
-        return jnp.matmul(tile, w[expert], precision="highest", preferred_element_type=wide)
+        y = jnp.matmul(tile, w[expert], precision="highest", preferred_element_type=wide)
+        return y if bias is None else y + bias[expert][None].astype(wide)
 
     out = jax.lax.map(block, (picked.reshape(-1, block_m, x.shape[1]), block_expert))
     used = jnp.arange(len(block_expert)) < num_blocks[0]

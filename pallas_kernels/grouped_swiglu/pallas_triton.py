@@ -7,6 +7,7 @@ import jax
 
 from pallas_kernels._compat import cdiv
 from pallas_kernels.grouped_tiles import FEW_ROWS_GROUP, Config, candidates, grouped_product
+from pallas_kernels.groups import Activation
 from pallas_kernels.op import Problem
 
 
@@ -39,7 +40,9 @@ def grouped_swiglu_pallas(
     num_blocks: jax.Array,
     *,
     block_m: int,
-    activation: str = "silu",
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    activation: Activation = "silu",
     config: Config,
     interpret: bool | None = None,
     product: Callable[..., jax.Array] = grouped_product,
@@ -47,4 +50,6 @@ def grouped_swiglu_pallas(
     """See `grouped_swiglu_reference`. Undefined elements are not written. `product`: also the twin's."""
     table = (rows, block_expert, num_blocks)
     options: dict[str, Any] = {"block_m": block_m, "activation": activation, "interpret": interpret}
+    if gate_bias is not None:
+        options["biases"] = (gate_bias, up_bias)
     return product("grouped_swiglu", x, (gate, up), table, config, out_dtype=x.dtype, **options)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.dtypes import FLOATS
 from pallas_kernels.errors import arrays_of, bind_shapes, check_arrays, check_dtype, check_that
 from pallas_kernels.group_specs import problem
-from pallas_kernels.groups import ACTIVATIONS, check_table
+from pallas_kernels.groups import Activation, check_gated, check_table
 from pallas_kernels.op import Implementation, Op
 from pallas_kernels.qformats import MOST_CODES, PACK, QuantizedTensor, check_quantized
 from pallas_kernels.quantized_grouped_matmul import pallas_triton
@@ -68,7 +68,7 @@ def check_config(op: str, config: Any, w: QuantizedTensor) -> None:
     mode = getattr(config, "mode", "fused")
     check_that(op, "config.mode", mode in modes, repr(mode), f"{' or '.join(modes)} with {fmt.name}")
     # Nibbles come by pack blocks; a tile has the scale of one block of columns; products want 16, int8's 32.
-    least = {"w4a16": PACK, "w8a8": 32}.get(fmt.kind, 16)
+    least = PACK if fmt.packed else 32 if fmt.kind == "w8a8" else 16
     most = fmt.scale_columns if fmt.scale_columns > 1 else 256
     powers = all(n > 0 and n & (n - 1) == 0 for n in tile)
     good = powers and 16 <= tile[0] <= most and tile[1] >= least
@@ -84,18 +84,19 @@ def quantized_grouped_matmul(
     num_blocks: jax.Array,
     *,
     block_m: int,
+    bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
     **options: Unpack[Options],
 ) -> jax.Array:
-    """Computes `row_scale[p] · (x[rows[p]] @ w[expert of p])` for each slot p, w quantized.
+    """Computes `row_scale[p] · (x[rows[p]] @ w[e] + bias[e])` for each slot p of expert e, w quantized.
 
     Args:
         x: `[R, D]`, bfloat16, float16 or float32. With a `w8a8` weight it is quantized per row on the way, or
             comes as int8 with x_scale float32 `[R]`, as `quantize_rows` makes both.
         w: `[E, D, F]` in one of the formats of `pallas_kernels.qformats`.
-        rows, block_expert, num_blocks, block_m, row_scale: as of `grouped_matmul`.
+        rows, block_expert, num_blocks, block_m, bias, row_scale: as of `grouped_matmul`.
         out_dtype: None: x's, float32 if that is int8.
         options: an implementation, "pallas_triton" or "reference", and how it runs; see `Options`.
 
@@ -109,14 +110,16 @@ def quantized_grouped_matmul(
     arguments = {
         "x": (x, "R D", (x.dtype,)),
         "rows": (rows, "P", (jnp.int32,)),
+        "bias": (bias, "E F", FLOATS),
         "row_scale": (row_scale, "P", (jnp.float32,)),
     }
     sizes = check_arrays(OP.name, arguments, **sizes)
     check_activations(OP.name, x, x_scale, w, out_dtype, options.get("config"))
     check_table(OP.name, rows, block_expert, num_blocks, block_m)
+    shape = sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype
     return run(
         OP,
-        problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype, w.format),
+        problem(*shape, w.format, biased=bias is not None),
         {
             **arrays_of(arguments),
             "w": w,
@@ -139,16 +142,18 @@ def quantized_grouped_swiglu(
     num_blocks: jax.Array,
     *,
     block_m: int,
-    activation: str = "silu",
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    activation: Activation = "silu",
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
     **options: Unpack[Options],
 ) -> jax.Array:
-    """Computes `act(x[rows[p]] @ gate[e]) · (x[rows[p]] @ up[e])`, e the expert of slot p, both quantized.
+    """Computes `grouped_swiglu` with quantized gate and up.
 
     Args:
         gate, up: `[E, D, F]`, of one format.
-        activation: a name in `pallas_kernels.groups.ACTIVATIONS`.
+        gate_bias, up_bias, activation: as of `grouped_swiglu`.
         others: as of `quantized_grouped_matmul`.
 
     Returns:
@@ -161,19 +166,24 @@ def quantized_grouped_swiglu(
     sizes = check_quantized(name, "gate", gate, "E D F")
     sizes = check_quantized(name, "up", up, "E D F", **sizes)
     check_that(name, "up", up.format == gate.format, up.format.name, f"gate's format, {gate.format.name}")
-    sizes = bind_shapes(name, {"x": (x, "R D"), "rows": (rows, "P")}, **sizes)
+    arguments = {
+        "x": (x, "R D", (x.dtype,)),
+        "gate_bias": (gate_bias, "E F", FLOATS),
+        "up_bias": (up_bias, "E F", FLOATS),
+        "rows": (rows, "P", (jnp.int32,)),
+    }
+    sizes = check_arrays(name, arguments, **sizes)
     check_activations(name, x, x_scale, gate, out_dtype, options.get("config"))
-    known = ", ".join(ACTIVATIONS)
-    check_that(name, "activation", activation in ACTIVATIONS, repr(activation), f"one of {known}")
+    check_gated(name, activation, gate_bias, up_bias)
     check_table(name, rows, block_expert, num_blocks, block_m)
+    shape = sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype
     return run(
         SWIGLU_OP,
-        problem(sizes["P"], sizes["D"], sizes["F"], sizes["E"], block_m, x.dtype, gate.format, activation),
+        problem(*shape, gate.format, activation, gate_bias is not None),
         {
-            "x": x,
+            **arrays_of(arguments),
             "gate": gate,
             "up": up,
-            "rows": rows,
             "block_expert": block_expert,
             "num_blocks": num_blocks,
             "block_m": block_m,

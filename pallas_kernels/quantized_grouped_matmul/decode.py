@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import inline_ptx
-from pallas_kernels.fp8 import decode_e4m3
+from pallas_kernels.fp8 import decode_e2m1, decode_e4m3
 
 # Four bytes of $2 to the low bytes of two registers' four half-words; and to their high bytes.
 _LOW = "prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
@@ -56,6 +56,18 @@ E4M3 = {
     "mov.b32 s, 0x5c005c00; mul.f16x2 $0, a, s; mul.f16x2 $1, b, s;",
 }
 
+E2M1 = {
+    # Sign, exponent and mantissa bits in place: the number times `E2M1_UNIT`, subnormals too.
+    "bfloat16": _HIGH + "{shift} and.b32 s, a, 0x80008000; and.b32 t, b, 0x80008000;"
+    "shr.u32 a, a, 6; shr.u32 b, b, 6;"
+    "lop3.b32 $0, a, 0x01c001c0, s, 0xea; lop3.b32 $1, b, 0x01c001c0, t, 0xea;",
+    "float16": _HIGH + "{shift} and.b32 s, a, 0x80008000; and.b32 t, b, 0x80008000;"
+    "shr.u32 a, a, 3; shr.u32 b, b, 3;"
+    "lop3.b32 $0, a, 0x0e000e00, s, 0xea; lop3.b32 $1, b, 0x0e000e00, t, 0xea;",
+}
+E2M1_UNIT = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
+_SHIFT_LEFT = "shl.b32 a, a, 4; shl.b32 b, b, 4;"
+
 
 def _half(dtype: Any) -> Any:
     return jnp.float16 if jnp.dtype(dtype) == jnp.float16 else jnp.bfloat16
@@ -95,3 +107,14 @@ def decode_nibbles(codes: jax.Array, high: bool, zero: jax.Array | None, dtype: 
         value = biased((codes >> jnp.uint8(4)) if high else (codes & jnp.uint8(15)))
     less = jnp.asarray(number + 8, half) if zero is None else biased(zero)
     return (value - less).astype(dtype)
+
+
+def decode_fp4(codes: jax.Array, high: bool, dtype: Any, ptx: bool, *, raw: bool = False) -> jax.Array:
+    """Decodes the low or the high nibbles as e2m1 numbers; with `raw` PTX gives them times `E2M1_UNIT`, for
+    a caller that multiplies them anyway."""
+    if not ptx:
+        return decode_e2m1((codes >> jnp.uint8(4)) if high else (codes & jnp.uint8(15))).astype(dtype)
+    half = _half(dtype)
+    name = jnp.dtype(half).name
+    value = _packed(E2M1[name].replace("{shift}", "" if high else _SHIFT_LEFT), codes, half)
+    return (value if raw else value * jnp.asarray(1 / E2M1_UNIT[name], half)).astype(dtype)

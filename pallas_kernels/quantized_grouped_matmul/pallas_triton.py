@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.groups import ACTIVATIONS
+from pallas_kernels.groups import Activation, gated
 from pallas_kernels.op import Problem
 from pallas_kernels.qformats import Format, QuantizedTensor
 from pallas_kernels.quantized_grouped_matmul.convert import dequantize_pallas, quantize_rows_pallas
@@ -70,33 +70,39 @@ def fused_tile(
         wide: x is float32: products are multiply-adds, tiles small.
     """
     if wide:
-        return 32, 64 if fmt.kind == "w4a16" else 32, 1, 4, 2
+        return 32, 64 if fmt.packed else 32, 1, 4, 2
+    # Those of which sums are kept apart: scales of `mxfp4` go to the weights.
+    powers = fmt.kind == "mxfp4"
+    group = 0 if powers else fmt.group
     # Two programs for each multiprocessor at least: narrower tiles, then shares of the reduction.
     enough, most = 2 * _MULTIPROCESSORS, 8
     if block_m <= 32:
         # A warp has 32 outputs: a fragment of x then serves four products, and registers suffice.
         # Sums by groups of 32 spill a few registers at 128 outputs (sm_80, XLA's own compiler).
         widest = 64 if fmt.group == 32 else 128
-        block_n, least, block_k = (widest // matrices, 32, 128) if block_m == 16 else (64, 64, 128)
-        warps = lambda n: n // 32 if block_m == 16 else 2 * matrices  # noqa: E731
+        if block_m == 16:
+            block_n, least, block_k = widest // matrices, 32, 128
+        else:
+            block_n, least, block_k = 128 // matrices if powers else 64, 64, 128
+        warps = lambda n: n // 32 if block_m == 16 else 4 if powers else 2 * matrices  # noqa: E731
     elif block_m == 64 and 2 * blocks * -(-F // 128) < enough:
         # Sums by groups of 64 spill with 128 inputs a turn (sm_80, XLA's own compiler).
-        block_k = 64 if fmt.group in (32, 64) or fmt.kind == "fp8" else 128
+        block_k = 64 if group in (32, 64) or fmt.kind == "fp8" else 128
         block_n, least, most = 128, 128, 4
-        warps = lambda n: 8 if fmt.group == 32 else 4  # noqa: E731
+        warps = lambda n: 8 if group == 32 else 4  # noqa: E731
     elif fmt.kind == "w8a8":
         return 128, 128, 1, 8 if block_m > 64 or matrices > 1 else 4, 3
     elif block_m == 64:
-        return 128, 64, 1, *((8, 3) if fmt.group == 32 else (4, 4))
+        return 128, 64, 1, *((8, 3) if group == 32 else (4, 4))
     else:
         # Sums by group double the accumulators.
-        return 64 if fmt.group and fmt.kind != "fp8" else 128, 64, 1, 8, 3
+        return 64 if group and fmt.kind != "fp8" else 128, 64, 1, 8, 3
     while block_n > least and blocks * -(-F // block_n) < enough:
         block_n //= 2
     split = 1
     while split < most and split * blocks * -(-F // block_n) < enough and D >= 8 * split * block_k:
         split *= 2
-    stages = 3 if block_m == 64 and fmt.group == 32 else 4
+    stages = 3 if block_m == 64 and group == 32 else 4
     return block_n, block_k, split, warps(block_n), stages
 
 
@@ -134,12 +140,12 @@ def tiles(
     """Returns candidates: what fits shared memory and registers, split only where programs are few."""
     candidates: list[tuple[int, int, int, int, int]] = []
     few, enough = block_m <= 32, 2 * _MULTIPROCESSORS
-    code, x_size = 0.5 if fmt.kind == "w4a16" else 1.0, 1 if fmt.kind == "w8a8" else 2
+    code, x_size = 0.5 if fmt.packed else 1.0, 1 if fmt.kind == "w8a8" else 2
     for block_n in (32, 64, 128) if few else (64, 128):
         programs = blocks * -(-F // block_n)
         near = [s for s in (1, 2, 4, 8) if enough <= 2 * s * programs <= 4 * enough]
         splits = near or [8 if 8 * programs < enough else 1]
-        for block_k in (128, 256) if few and fmt.kind == "w4a16" else (64, 128):
+        for block_k in (128, 256) if few and fmt.packed else (64, 128):
             for warps in {max(1, block_n // 32), 4} if few else (4, 8):
                 for stages in (3, 4):
                     shared = stages * block_k * (x_size * block_m + matrices * code * block_n)
@@ -178,6 +184,7 @@ def quantized_grouped_matmul_pallas(
     num_blocks: jax.Array,
     *,
     block_m: int,
+    bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
@@ -191,9 +198,10 @@ def quantized_grouped_matmul_pallas(
         from pallas_kernels.grouped_matmul import grouped_matmul
 
         matrix = dequantize_pallas(w, x.dtype, interpret=interpret)
-        return grouped_matmul(x, matrix, *table, block_m=block_m, interpret=interpret, **options)
+        options |= {"block_m": block_m, "bias": bias, "interpret": interpret}
+        return grouped_matmul(x, matrix, *table, **options)
     x, x_scale = activations(x, x_scale, w.format, interpret)
-    options |= {"table": table, "x_scale": x_scale, "interpret": interpret}
+    options |= {"table": table, "biases": (bias,), "x_scale": x_scale, "interpret": interpret}
     return product("quantized_grouped_matmul", x, (w,), config.tile(block_m), **options)
 
 
@@ -206,7 +214,9 @@ def quantized_grouped_swiglu_pallas(
     num_blocks: jax.Array,
     *,
     block_m: int,
-    activation: str = "silu",
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    activation: Activation = "silu",
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
     config: Config,
@@ -220,11 +230,13 @@ def quantized_grouped_swiglu_pallas(
 
         gate_once, up_once = (dequantize_pallas(w, x.dtype, interpret=interpret) for w in matrices)
         options: dict[str, Any] = {"block_m": block_m, "activation": activation, "interpret": interpret}
+        options |= {"gate_bias": gate_bias, "up_bias": up_bias}
         return grouped_swiglu(x, gate_once, up_once, *table, **options).astype(out)
     x, x_scale = activations(x, x_scale, gate.format, interpret)
     shared: dict[str, Any] = {"table": table, "x_scale": x_scale, "interpret": interpret}
     call = functools.partial(product, "quantized_grouped_swiglu", x, tile=config.tile(block_m), **shared)
     if config.mode == "separate":
-        gated, linear = (call(matrices=(w,), out_dtype=jnp.float32) for w in matrices)
-        return (ACTIVATIONS[activation](gated) * linear).astype(out)
-    return call(matrices=matrices, activation=activation, out_dtype=out)
+        pair = zip(matrices, (gate_bias, up_bias), strict=True)
+        sums = [call(matrices=(w,), biases=(bias,), out_dtype=jnp.float32) for w, bias in pair]
+        return gated(activation)(*sums).astype(out)
+    return call(matrices=matrices, biases=(gate_bias, up_bias), activation=activation, out_dtype=out)

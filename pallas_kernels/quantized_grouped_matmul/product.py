@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import both, cdiv, load, pallas_call, program_id, should_interpret, store, when
 from pallas_kernels.grouped_tiles import FEW_ROWS_GROUP, place
-from pallas_kernels.groups import ACTIVATIONS
+from pallas_kernels.groups import Activation, gated
 from pallas_kernels.qformats import QuantizedTensor
 from pallas_kernels.quantized_grouped_matmul.tiles import Weight, reduce_tiles
 
@@ -37,7 +37,7 @@ def _kernel(
     names: tuple[str, ...],
     tile: Tile,
     matrices: Sequence[QuantizedTensor],
-    activation: str | None,
+    activation: Activation | None,
     ptx: bool,
 ) -> None:
     refs = dict(zip(names, args, strict=True))
@@ -78,11 +78,17 @@ def _kernel(
             per = cdiv(total, tile.split_k)
             first = part * per
             steps = jnp.clip(total - first, 0, per)
-        sums = reduce_tiles(x_tile, weights, first, steps, bm)
+        sums = reduce_tiles(x_tile, weights, first, steps, bm, x_ref.dtype)
         if "x_scale" in refs:
             x_scale = load(refs["x_scale"].at[rows], mask=valid, other=0.0)
             sums = tuple(s * x_scale[:, None] for s in sums)
         out, inside = weights[0].outputs()
+        if "bias0" in refs:
+            ref = lambda i: refs[f"bias{i}"].at[(*lead, out)]  # noqa: E731
+            added = [load(ref(i), mask=inside, other=0.0).astype(jnp.float32) for i in range(len(sums))]
+            if tile.split_k > 1:  # the first part has it
+                added = [jnp.where(part == 0, bias, 0.0) for bias in added]
+            sums = tuple(s + bias[None, :] for s, bias in zip(sums, added, strict=True))
         rows_mask = (slots < R)[:, None] if not grouped and R % bm else None
         mask = both(None if inside is None else inside[None, :], rows_mask)
         if tile.split_k > 1:
@@ -90,7 +96,7 @@ def _kernel(
                 at = (i, part, slots[:, None], out[None, :])
                 store(out_ref.at[at], s, mask=mask)
             return
-        result = sums[0] if activation is None else ACTIVATIONS[activation](sums[0]) * sums[1]
+        result = sums[0] if activation is None else gated(activation)(*sums)
         if "row_scale" in refs:
             result = result * load(refs["row_scale"].at[slots]).astype(jnp.float32)[:, None]
         store(out_ref.at[slots[:, None], out[None, :]], result.astype(out_ref.dtype), mask=mask)
@@ -108,9 +114,10 @@ def product(
     tile: Tile,
     *,
     table: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    biases: Sequence[jax.Array | None] = (),
     row_scale: jax.Array | None = None,
     x_scale: jax.Array | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out_dtype: Any,
     interpret: bool | None,
 ) -> jax.Array:
@@ -120,6 +127,7 @@ def product(
         x: `[R, D]`, int8 with x_scale float32 `[R]` for `w8a8`.
         matrices: one; or gate and up, with `activation`.
         table: rows, block_expert and num_blocks; see `pallas_kernels.groups`.
+        biases: `[E, F]` of each matrix, or none of any.
     """
     F = matrices[0].shape[-1]
     count = len(x) if table is None else len(table[0])
@@ -128,6 +136,7 @@ def product(
         given |= {f"values{i}": w.values, f"scales{i}": w.scales}
         if w.zeros is not None:
             given[f"zeros{i}"] = w.zeros
+    given |= {f"bias{i}": bias for i, bias in enumerate(biases) if bias is not None}
     if x_scale is not None:
         given["x_scale"] = x_scale
     split = tile.split_k > 1
@@ -155,10 +164,12 @@ def product(
     return _join(out, row_scale, activation, out_dtype) if split else out
 
 
-def _join(parts: jax.Array, row_scale: jax.Array | None, activation: str | None, out_dtype: Any) -> jax.Array:
+def _join(
+    parts: jax.Array, row_scale: jax.Array | None, activation: Activation | None, out_dtype: Any
+) -> jax.Array:
     """Returns the parts of a split reduction, in their order."""
     sums = parts.sum(axis=1)
-    result = sums[0] if activation is None else ACTIVATIONS[activation](sums[0]) * sums[1]
+    result = sums[0] if activation is None else gated(activation)(*sums)
     if row_scale is not None:
         result = result * row_scale.astype(jnp.float32)[:, None]
     return result.astype(out_dtype)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.dtypes import wide_type
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from pallas_kernels.grouped_swiglu.reference import grouped_swiglu_reference
+from pallas_kernels.groups import Activation
 from pallas_kernels.qformats import Format, QuantizedTensor, dequantize, quantize_rows
 
 
@@ -27,6 +28,7 @@ def quantized_grouped_matmul_reference(
     num_blocks: jax.Array,
     *,
     block_m: int,
+    bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
@@ -36,14 +38,13 @@ def quantized_grouped_matmul_reference(
     Args:
         x: `[R, D]`; for `w8a8` also int8, then with x_scale float32 `[R]`.
         w: `[E, D, F]`; see `pallas_kernels.qformats`.
-        rows, block_expert, num_blocks, block_m, row_scale: as of `grouped_matmul`.
+        rows, block_expert, num_blocks, block_m, bias, row_scale: as of `grouped_matmul`.
         out_dtype: None: x's, float32 if that is int8.
     """
     wide, out = dtypes(x, out_dtype, w.scales)
     x, matrix = as_multiplied(x, x_scale, w.format, wide), dequantize(w, wide)
-    return grouped_matmul_reference(
-        x, matrix, rows, block_expert, num_blocks, block_m=block_m, row_scale=row_scale, out_dtype=out
-    )
+    options: dict[str, Any] = {"block_m": block_m, "bias": bias, "row_scale": row_scale, "out_dtype": out}
+    return grouped_matmul_reference(x, matrix, rows, block_expert, num_blocks, **options)
 
 
 def quantized_grouped_swiglu_reference(
@@ -55,7 +56,9 @@ def quantized_grouped_swiglu_reference(
     num_blocks: jax.Array,
     *,
     block_m: int,
-    activation: str = "silu",
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    activation: Activation = "silu",
     x_scale: jax.Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
@@ -70,6 +73,8 @@ def quantized_grouped_swiglu_reference(
         block_expert,
         num_blocks,
         block_m=block_m,
+        gate_bias=gate_bias,
+        up_bias=up_bias,
         activation=activation,
     ).astype(out)
 

@@ -1,7 +1,7 @@
 """Named shapes of the quantized grouped products: each model's down projection and SwiGLU, over formats."""
 
 from pallas_kernels.group_specs import down_spec, swiglu_spec
-from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64
+from pallas_kernels.models import GPT_OSS_20B, GPT_OSS_120B, MIXTRAL, OLMOE, QWEN3, WIDE64
 from pallas_kernels.qformats import Format
 
 W4 = Format("w4a16", 128)
@@ -13,6 +13,15 @@ W8_G128 = Format("w8a16", 128)
 W8A8 = Format("w8a8")
 FP8 = Format("fp8")
 FP8_BLOCKS = Format("fp8", 128)
+MXFP4 = Format("mxfp4", 32)
+
+GPT_OSS = (
+    (GPT_OSS_20B, "decode", 1, "balanced", MXFP4),
+    (GPT_OSS_20B, "decode", 64, "balanced", MXFP4),
+    (GPT_OSS_20B, "prefill", 2048, "balanced", MXFP4),
+    (GPT_OSS_120B, "decode", 64, "skewed", MXFP4),
+    (GPT_OSS_120B, "prefill", 4096, "balanced", MXFP4),
+)
 
 DOWN = (
     (MIXTRAL, "decode", 1, "balanced", W4),
@@ -26,6 +35,7 @@ DOWN = (
     (QWEN3, "prefill", 2048, "balanced", FP8_BLOCKS),
     (OLMOE, "decode", 64, "balanced", W8A8),
     (WIDE64, "decode", 64, "skewed", W4_G64Z),
+    *GPT_OSS,
 )
 
 SWIGLU = (
@@ -37,6 +47,7 @@ SWIGLU = (
     (QWEN3, "prefill", 2048, "balanced", W4_G64),
     (OLMOE, "decode", 16, "balanced", W8_G128),
     (WIDE64, "decode", 64, "balanced", W4),
+    *GPT_OSS,
 )
 
 SPECS = tuple(down_spec(*case) for case in DOWN)

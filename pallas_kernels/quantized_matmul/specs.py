@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.models import MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
+from pallas_kernels.models import GPT_OSS_20B, MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
 from pallas_kernels.op import Cost, Spec, make_problem
 from pallas_kernels.qformats import Format, random_quantized
 
@@ -19,6 +19,7 @@ CASES = (
     (OLMOE, "qkv", "decode", 16, Format("w8a16")),
     (WIDE64, "o", "decode", 64, Format("w8a8")),
     (WIDE64, "qkv", "prefill", 2048, Format("w8a8")),
+    (GPT_OSS_20B, "qkv", "decode", 16, Format("mxfp4", 32)),
 )
 
 

@@ -91,7 +91,7 @@ def ragged_paged_attention(
         "v_pages": (v_pages, "N K bs Dh", (k_pages.dtype,)),
         "block_table": (block_table, "S M", (jnp.int32,)),
         "kv_lens": (kv_lens, "S", (jnp.int32,)),
-        "sinks": (sinks, "H", (jnp.float32,)),
+        "sinks": (sinks, "H", FLOATS),
         "work_list": (work_list, "2S+splits", (jnp.int32,)),
         **{name: (scale, "N K bs", (jnp.float32,)) for name, scale in scales.items()},
     }

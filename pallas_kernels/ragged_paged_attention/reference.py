@@ -44,7 +44,7 @@ def ragged_paged_attention_reference(
             one query without keys gives 0.
         window: a query at position p sees keys p - window + 1 to p; None: 0 to p.
         soft_cap: scores become cap·tanh(score / cap), before masking.
-        sinks: float32 `[H]`, one more score in the softmax's denominator, with no value.
+        sinks: `[H]`, one more score in the softmax's denominator, with no value.
         max_q_len: no sequence has more queries; it changes no result, nor does `work_list`.
 
     Returns:

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kv import is_quantized
-from pallas_kernels.models import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3, WIDE64, ModelShape
+from pallas_kernels.models import (
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    GPT_OSS_20B,
+    MIXTRAL,
+    OLMOE,
+    QWEN3,
+    WIDE64,
+    ModelShape,
+)
 from pallas_kernels.op import Cost, Problem, Spec, make_problem
 from pallas_kernels.work_list import (
     MOST_QUERIES,
@@ -197,4 +206,8 @@ SPECS = (
     make_spec(DEEPSEEK_V3, "64_ragged_32768", _ragged(64, 32768)),
     make_spec(DEEPSEEK_V3, "512", [(512, 4096)]),
     make_spec(DEEPSEEK_V3, "16_and_512", _MIXED),
+    make_spec(GPT_OSS_20B, "64x2048_sinks", _decodes(64, 2048), sinks=True),
+    make_spec(GPT_OSS_20B, "64x2048_window128_sinks", _decodes(64, 2048), window=128, sinks=True),
+    make_spec(GPT_OSS_20B, "2048_sinks", [(2048, 4096)], sinks=True),
+    make_spec(GPT_OSS_20B, "2048_window128_sinks", [(2048, 4096)], window=128, sinks=True),
 )

@@ -102,7 +102,7 @@ def decode(
     """
     op, (split, reduce) = "ragged_paged_attention", passes(a, config)
     # Where there are no scales or sinks, some other array takes their place and is not read.
-    scales, sinks = scales or (kv_lens, kv_lens), sinks or (kv_lens,)
+    scales, sinks = scales or (kv_lens, kv_lens), tuple(s.astype(jnp.float32) for s in sinks) or (kv_lens,)
     part, lse = triton_call(
         op,
         split,

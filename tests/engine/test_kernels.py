@@ -7,15 +7,17 @@ import pytest
 
 from moejax.core.config import EngineConfig, LatentConfig, MoeConfig, RopeConfig, RouterConfig
 from moejax.core.errors import ConfigError
-from moejax.core.quant import QuantConfig
+from moejax.core.quant import QuantConfig, QuantRule
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.nn import param
 from moejax.ops.kv_segments import Segment
 from pallas_kernels import work_list
+from tests.engine.mesh_models import checkpoint
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
 from tests.engine.traces import by_place, experts
+from tests.examples import slow_but
 from tests.model_shapes import DENSE, GEMMA, GLM, GRANITE, LATENT, LLAMA, SINKS
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
@@ -88,7 +90,6 @@ def test_same_samples_and_scores(both):
         {"rope": RopeConfig(partial_rotary_factor=0.5, interleaved=True)},
         {**LLAMA, "moe_layers": (False,)},
         GRANITE,
-        {**SINKS, "sliding_windows": (5,)},
         {**GLM, "family": "dots1", "rope": RopeConfig(), "sliding_windows": (5,)},
         {
             "qk_norm": "projection",
@@ -112,7 +113,6 @@ def test_same_samples_and_scores(both):
         "half of a head rotated, in pairs of neighbours",
         "dense, with biases",
         "factors",
-        "sinks, experts without kernels",
         "sigmoid router of groups, window",
         "sigmoid router, norms of all heads, half of a head rotated",
         "softmax with a correction bias",
@@ -185,6 +185,26 @@ def test_latents(change, cache, params):
     assert_clean(kernels)
 
 
+EXPERTS = QuantRule("*.experts.*", "rtn", "mxfp4")
+
+
+@pytest.mark.parametrize("codes", slow_but([True], [True, False]))
+def test_gpt_oss(tmp_path, codes):
+    """Sinks, a window, biased experts with a clamped SwiGLU, in floats or on codes of MXFP4."""
+    config = small_config(**SINKS, sliding_windows=(5,), hidden_size=64, moe_intermediate_size=64)
+    directory, found = checkpoint(config, tmp_path), []
+    for kernels in ("xla", "pallas_triton"):
+        quant = QuantConfig(rules=[EXPERTS], implementation=kernels) if codes else None
+        llm = LLM(directory, engine=dataclasses.replace(CONFIG, kernels=kernels), quant=quant)
+        found.append(tokens(llm.generate([prompt(9)], greedy(5))))
+        values = {r.key: r.value for r in llm.resolutions}
+        assert values["engine.kernels"] == kernels
+        if kernels != "xla":
+            assert values["engine.moe.grouped_matmul"] == "pallas_triton"
+            assert not codes or (values["quant.implementation"], values["quant.layout"]) == (kernels, "tiled")
+    assert found[0] == found[1]
+
+
 def test_the_choice_is_recorded(both):
     for llm, value in zip(both, ("xla", "pallas_triton"), strict=True):
         found = {r.key: r for r in llm.resolutions}
@@ -227,11 +247,6 @@ def test_the_step_calls_kernels_and_not_xla(both, monkeypatch):
         ({}, {"num_experts": 4097}, r"2 of 4097 experts a token \(at most 16 of 4096\)"),
         ({}, LATENT, r"latents of kv_lora_rank=16 and qk_rope_head_dim=6 \(multiples of 8"),
         ({}, {"qk_norm": "rotated"}, "norms of queries and keys after rotary embedding"),
-        (
-            {"moe": MoeConfig(grouped_matmul="pallas_triton")},
-            SINKS,
-            "experts with biases or a clamped SwiGLU",
-        ),
     ],
 )
 def test_what_kernels_do_not_take(engine, model, text):

@@ -126,6 +126,24 @@ class TestPallas(GroupedMatmulContract):
         arrays = self.inputs(rng, ids, 5, 72, 84, 16, "float32")
         self.check(arrays, {"block_m": 16}, limit=limit_for("float32", 72), config=config)
 
+    @pytest.mark.parametrize(
+        "T,E,D,F,dtype,bias_dtype,scaled",
+        [
+            (1, 1, 16, 16, "bfloat16", "bfloat16", True),
+            (1, 8, 33, 17, "float32", "float32", True),
+            (20, 4, 70, 101, "float32", "bfloat16", False),
+            (20, 4, 64, 96, "float16", "float32", True),
+        ],
+    )
+    def test_biases(self, rng, T, E, D, F, dtype, bias_dtype, scaled):
+        """Within the weight of the row; those of experts without rows are NaN."""
+        ids = rng.integers(-1, E + 1, (T, 2)).astype(np.int32)
+        ids[0, 0] = E - 1
+        arrays = self.inputs(rng, ids, E, D, F, 16, dtype, scaled)
+        hit = np.isin(np.arange(E), ids)[:, None]
+        arrays["bias"] = jnp.where(hit, normal(rng, (E, F), bias_dtype), jnp.nan)
+        self.check(arrays, {"block_m": 16}, limit=limit_for(dtype, D + 1), config=CONFIGS[T % 3])
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="jax-triton needs a CUDA device")
@@ -179,6 +197,11 @@ BAD = [
     ({"block_m": 8}, "block_m: got 8, expected a power of two"),
     ({"row_scale": jnp.zeros(31)}, r"row_scale: got shape \[31\], expected \[P\] with P=32"),
     ({"row_scale": jnp.zeros(32, jnp.bfloat16)}, "row_scale: got bfloat16, expected float32"),
+    ({"bias": jnp.zeros((3, 8))}, r"bias: got shape \[3, 8\], expected \[E, F\] with E=2"),
+    (
+        {"bias": jnp.zeros((2, 8)), "implementation": "triton_jit"},
+        "implementation triton_jit: got .*'bias': 1.* expected no biases",
+    ),
     ({"out_dtype": jnp.int8}, "out_dtype: got int8"),
     ({"implementation": "cutlass"}, "got 'cutlass', expected one of reference, pallas_triton, triton_jit"),
 ]

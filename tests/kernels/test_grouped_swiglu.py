@@ -14,12 +14,14 @@ from pallas_kernels import _compat, grouped_triton
 from pallas_kernels.errors import KernelError
 from pallas_kernels.grouped_swiglu import OP, grouped_swiglu
 from pallas_kernels.grouped_swiglu.pallas_triton import Config, heuristic, space
-from pallas_kernels.groups import ACTIVATIONS
+from pallas_kernels.groups import ACTIVATIONS, ClampedSwiglu
 from tests.examples import in_turns, slow_but
-from tests.kernels.contract import Contract, limit_for
+from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.groups import lay_out, one_hot, only_defined, patterns, table
 from tests.kernels.triton_interpreter import run_twins
 from tests.numerics import assert_close
+
+CLAMPED = ClampedSwiglu(limit=0.9, alpha=1.3)
 
 
 def inputs(rng, ids, E, D, F, block_m, dtype):
@@ -114,6 +116,36 @@ class TestPallas(GroupedSwigluContract):
         arrays = inputs(rng, rng.integers(0, 5, (40, 2)).astype(np.int32), 5, 72, 84, 16, "float32")
         self.check(arrays, {"block_m": 16}, limit=limit_for("float32", 72, 72), config=config)
 
+    @pytest.mark.parametrize(
+        "T,E,D,F,dtype,bias_dtype,activation",
+        [
+            (1, 1, 16, 16, "bfloat16", "bfloat16", CLAMPED),
+            (1, 8, 33, 17, "float32", "float32", CLAMPED),
+            (20, 4, 70, 101, "float32", "bfloat16", "silu"),
+            (20, 4, 64, 96, "float16", "float32", "gelu"),
+        ],
+    )
+    def test_biases(self, rng, T, E, D, F, dtype, bias_dtype, activation):
+        """Those of experts without rows are NaN."""
+        ids = rng.integers(-1, E + 1, (T, 2)).astype(np.int32)
+        ids[0, 0] = E - 1
+        arrays = inputs(rng, ids, E, D, F, 16, dtype)
+        hit = np.isin(np.arange(E), ids)[:, None]
+        for name in ("gate_bias", "up_bias"):
+            arrays[name] = jnp.where(hit, normal(rng, (E, F), bias_dtype), jnp.nan)
+        static = {"block_m": 16, "activation": activation}
+        self.check(arrays, static, limit=limit_for(dtype, D + 1, D + 1), config=CONFIGS[T % 3])
+
+    def test_clamped(self, rng):
+        """Gates and ups on both sides of the limit, which only the gate has above alone; by its formula."""
+        arrays = inputs(rng, one_hot(9, 1, 0), 1, 32, 24, 16, "float32")
+        x, gate, up = (np.asarray(arrays[name], np.float64) for name in ("x", "gate", "up"))
+        g, u = x @ gate[0], x @ up[0]
+        assert g.max() > 0.9 and g.min() < -0.9 and u.max() > 0.9 and u.min() < -0.9
+        g, u = np.minimum(g, 0.9), np.clip(u, -0.9, 0.9)
+        out = self.run(arrays, {"block_m": 16, "activation": CLAMPED})
+        assert_close(np.asarray(out)[:9], (u + 1) * g / (1 + np.exp(-1.3 * g)), limit_for("float32", 32, 32))
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="jax-triton needs a CUDA device")
@@ -179,9 +211,11 @@ def test_everything_lowers(capability):
     shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in BARE_ARRAYS.items()}
     for dtype in ("bfloat16", "float16", "float32"):
         cast = {name: jax.ShapeDtypeStruct(shapes[name].shape, dtype) for name in ("x", "gate", "up")}
-        for activation in ACTIVATIONS:
+        for activation in (*ACTIVATIONS, CLAMPED):
             fn = functools.partial(grouped_swiglu, block_m=16, activation=activation, interpret=False)
-            (kernel,) = _compat.lower_for_cuda(fn, shapes | cast, capability)
+            bias = jax.ShapeDtypeStruct((2, 8), "bfloat16")
+            biases = {"gate_bias": bias, "up_bias": bias} if activation == CLAMPED else {}
+            (kernel,) = _compat.lower_for_cuda(fn, shapes | cast | biases, capability)
             assert kernel.name == "grouped_swiglu" and kernel.ttir.count("tt.dot") == 2
 
 
@@ -208,6 +242,12 @@ def test_spaces(spec):
         ({"num_blocks": jnp.zeros(2, jnp.int32)}, r"num_blocks: got shape \[2\], expected \[1\]"),
         ({"block_m": 48}, "block_m: got 48"),
         ({"activation": "swish"}, "activation: got 'swish', expected one of silu, gelu, gelu_tanh, relu"),
+        ({"gate_bias": jnp.zeros((2, 8))}, "up_bias: got None, expected both biases or neither"),
+        ({"up_bias": jnp.zeros((2, 9))}, r"up_bias: got shape \[2, 9\], expected \[E, F\] with F=8"),
+        (
+            {"implementation": "triton_jit", "activation": CLAMPED},
+            "implementation triton_jit: got .*swiglu_clamped.*expected no biases and a named activation",
+        ),
         ({"implementation": "mosaic"}, "got 'mosaic', expected one of reference, pallas_triton, triton_jit"),
         (
             {"implementation": "triton_jit", "interpret": True},

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.dtypes import wide_type
 from pallas_kernels.errors import KernelError
-from pallas_kernels.groups import ACTIVATIONS
+from pallas_kernels.groups import ACTIVATIONS, ClampedSwiglu
 from pallas_kernels.moe_mlp import moe_mlp
 from tests.kernels.contract import limit_for, normal
 from tests.kernels.groups import one_hot, patterns
@@ -103,6 +103,25 @@ class TestMoeMlp:
             how = {"activation": activation, "implementation": implementation}
             out = jax.jit(lambda kw, how=how: moe_mlp(**kw, **how))(arrays)
             assert_close(np.asarray(out), want, limit_for("float32", 24, 24, 16, 2))
+
+    @pytest.mark.parametrize("apart", [False, True])
+    def test_biases(self, rng, apart):
+        """Gate and up in one kernel, or apart, where rows are rounded between."""
+        ids = rng.integers(0, 4, (6, 2)).astype(np.int32)
+        arrays, clamped = self.arrays(rng, ids, 4, 24, 17, "float32"), ClampedSwiglu(0.9, 1.3)
+        b = {name: rng.normal(size=(4, size)) for name, size in (("gate", 17), ("up", 17), ("down", 24))}
+        biases = {name: jnp.asarray(bias, "float32") for name, bias in b.items()}
+        options = {"rounding": {"up": lambda rows, expert: (rows, None)} if apart else None}
+        out = jax.jit(lambda kw: moe_mlp(**kw, biases=biases, activation=clamped, **options))(arrays)
+        w = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+        x, want = w["x"], np.zeros(w["x"].shape)
+        for t, j in np.ndindex(*ids.shape):
+            e = ids[t, j]
+            g, u = (x[t] @ w[n][e] + b[n][e] for n in ("gate", "up"))
+            g, u = np.minimum(g, 0.9), np.clip(u, -0.9, 0.9)
+            hidden = (u + 1) * g / (1 + np.exp(-1.3 * g))
+            want[t] += w["weights"][t, j] * (hidden @ w["down"][e] + b["down"][e])
+        assert_close(np.asarray(out), want, limit_for("float32", 24, 24, 17, 2))
 
     def test_same_bits(self, rng):
         """A token's result does not depend on the tokens beside it."""

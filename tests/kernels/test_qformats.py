@@ -36,6 +36,7 @@ FORMATS = [
     Format("w8a8"),
     Format("fp8"),
     Format("fp8", 128),
+    Format("mxfp4", 32),
 ]
 IDS = [f.name for f in FORMATS]
 
@@ -64,7 +65,7 @@ def test_tiles_lie_as_documented(rng, kind):
     np.testing.assert_array_equal(untile_codes(tiled), values)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@pytest.mark.parametrize("fmt", FORMATS[:-1], ids=IDS[:-1])
 def test_quantizing_errs_by_half_a_step(rng, fmt):
     """And by nothing where the weights are multiples of a step."""
     w = jnp.asarray(rng.normal(size=(2, 256, 70)), jnp.float32)
@@ -106,6 +107,18 @@ def test_fp8_checkpoint(rng):
     np.testing.assert_array_equal(dequantize(q), (weight.astype(np.float32) * outputs).T)
 
 
+def test_mxfp4_is_of_e2m1_and_e8m0_numbers(rng):
+    """All codes, in every place of a group; all exponents whose products are normal float32 numbers."""
+    scales = rng.permutation(np.arange(2, 252, dtype=np.uint8)).reshape(125, 2)
+    codes = np.stack([np.roll(np.arange(64) % 16, -i) for i in range(125)]).astype(np.uint8)
+    packed = pack_nibbles(jnp.asarray(codes))
+    q = QuantizedTensor(packed, jnp.asarray(scales.T), None, Format("mxfp4", 32))
+    check_quantized("t", "w", q, "D F", D=64, F=125)
+    values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    powers = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32).repeat(32, axis=1)
+    np.testing.assert_array_equal(dequantize(q).T, values * powers)
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 def test_dequantize_in_a_kernel(rng, fmt):
@@ -115,7 +128,7 @@ def test_dequantize_in_a_kernel(rng, fmt):
     dtype = jnp.bfloat16 if fmt.group == 128 else jnp.float32
     got = jax.jit(functools.partial(dequantize_pallas, dtype=dtype))(w)
     np.testing.assert_array_equal(got, dequantize(w, dtype))
-    if fmt.kind == "w4a16":
+    if fmt.packed:
         tiled = replace(w, values=tile_codes(w.values))
         check_quantized("t", "w", tiled, "E D F", E=2, D=384, F=70)
         np.testing.assert_array_equal(dequantize(tiled, dtype), dequantize(w, dtype))
@@ -174,6 +187,8 @@ def emulate(body: str, register: np.ndarray) -> np.ndarray:
             values[out] = a[0] & a[1]
         elif op == "shr.u32":
             values[out] = a[0] >> a[1]
+        elif op == "shl.b32":
+            values[out] = a[0] << a[1] & np.uint64(0xFFFFFFFF)
         elif op == "prmt.b32":
             both, selector = a[0] | (a[1] << np.uint64(32)), int(args[2], 0)
             pick = [(both >> np.uint64(8 * (selector >> (4 * i) & 7))) & np.uint64(255) for i in range(4)]
@@ -206,7 +221,11 @@ def test_ptx_decoders(name):
     base = 128 if name == "bfloat16" else 1024
     for high in (False, True):
         got = run(decode.NIBBLE[name].replace("{shift}", decode._SHIFT if high else ""))
-        np.testing.assert_array_equal(got - base, codes >> 4 if high else codes & 15)
+        nibbles = codes >> 4 if high else codes & 15
+        np.testing.assert_array_equal(got - base, nibbles)
+        got = run(decode.E2M1[name].replace("{shift}", "" if high else decode._SHIFT_LEFT))
+        numbers = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        np.testing.assert_array_equal(got, numbers * decode.E2M1_UNIT[name])
 
 
 def test_bad_formats():
@@ -235,6 +254,7 @@ def test_bad_formats():
         ({"zeros": None}, "f: w.zeros: got NoneType, expected an array"),
         ({"zeros": jnp.zeros((2, 8), jnp.int8)}, "f: w.zeros: got int8, expected uint8"),
         ({"zeros": jnp.zeros((2, 7), jnp.uint8)}, "f: w.zeros: got shape"),
+        ({"format": Format("mxfp4", 32), "zeros": None}, "f: w.scales: got float32, expected uint8"),
     ],
 )
 def test_bad_tensors(change, message):
@@ -246,6 +266,6 @@ def test_bad_tensors(change, message):
     fmt = Format("w4a16", 64, zeros=True)
     check_quantized("f", "w", QuantizedTensor(**parts, format=fmt), "D F")
     with pytest.raises(KernelError, match=message):
-        check_quantized("f", "w", QuantizedTensor(**(parts | change), format=fmt), "D F")
+        check_quantized("f", "w", QuantizedTensor(**({**parts, "format": fmt} | change)), "D F")
     with pytest.raises(KernelError, match=r"expected \[D F\] with D=64"):
         check_quantized("f", "w", QuantizedTensor(**parts, format=fmt), "D F", D=64)

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.errors import KernelError
 from pallas_kernels.group_specs import lay_out
+from pallas_kernels.groups import ClampedSwiglu
 from pallas_kernels.qformats import Format, QuantizedTensor, quantize_rows, random_quantized, tile_codes
 from pallas_kernels.quantized_grouped_matmul import OP, quantized_grouped_matmul
 from pallas_kernels.quantized_grouped_matmul.pallas_triton import Config
@@ -72,12 +73,16 @@ class QuantizedGroupedMatmulContract(GroupedContract):
         self.check(arrays, {"block_m": 16}, limit=limit, config=self.config)
 
     @pytest.mark.parametrize(
-        "kind,dtype", [("w4a16", "float16"), ("fp8", "float16"), ("w4a16", "float32"), ("w8a8", "float32")]
-    )
+        "kind,dtype", [
+            ("w4a16", "float16"), ("fp8", "float16"), ("w4a16", "float32"), ("w8a8", "float32"),
+            ("mxfp4", "float16"), ("mxfp4", "float32"),
+        ],
+    )  # fmt: skip
     def test_dtypes(self, rng, kind, dtype):
-        fmt = Format(kind, 64 if kind == "w4a16" else 0)
+        fmt = Format(kind, {"w4a16": 64, "mxfp4": 32}.get(kind, 0))
         arrays = self.inputs(rng, fmt, D=128, F=32, dtype=dtype)
-        arrays["w"] = replace(arrays["w"], scales=arrays["w"].scales.astype(dtype))
+        if kind != "mxfp4":
+            arrays["w"] = replace(arrays["w"], scales=arrays["w"].scales.astype(dtype))
         out = "float32" if dtype == "float16" else "bfloat16"
         limit = limit_for(out, 128) + (other_way(128) if kind == "w8a8" else 0)
         self.check(arrays, {"block_m": 16, "out_dtype": out}, limit=limit, config=self.config)
@@ -124,19 +129,21 @@ class QuantizedGroupedMatmulContract(GroupedContract):
             (Format("w4a16", 64), 0x00),
             (Format("w4a16", 64, zeros=True), 0xFF),
             (Format("fp8", 128), 0xFE),
+            (Format("mxfp4", 32), 0xF7),
         ],
         ids=str,
     )
     def test_extreme_weights(self, rng, fmt, byte):
-        """All codes the largest or the least, with scales 1e5 times the usual."""
+        """All codes the largest or the least, with scales 1e5 times the usual, or 2^60."""
         arrays = self.inputs(rng, fmt, D=128, F=32)
         w = arrays["w"]
         values = jnp.full(w.values.shape, byte, jnp.uint8).astype(w.values.dtype)
-        arrays["w"] = replace(w, values=values, scales=w.scales * jnp.asarray(1e5, w.scales.dtype))
+        large = w.scales + 60 if fmt.kind == "mxfp4" else w.scales * jnp.asarray(1e5, w.scales.dtype)
+        arrays["w"] = replace(w, values=values, scales=large)
         self.check(arrays, {"block_m": 16}, limit=limit_for("bfloat16", 128), config=self.config)
 
     def test_zero_weights(self, rng):
-        for fmt, byte in ((Format("w8a8"), 0), (Format("w4a16", 64), 0x88), (Format("fp8"), 0x80)):
+        for fmt, byte in ((Format("w8a8"), 0), (Format("w4a16", 64), 0x88), (Format("mxfp4", 32), 0x08)):
             arrays = self.inputs(rng, fmt, D=64, F=32)
             w = arrays["w"]
             values = jnp.full(w.values.shape, byte, jnp.uint8).astype(w.values.dtype)
@@ -185,15 +192,17 @@ class TestPallas(QuantizedGroupedMatmulContract):
             (Format("fp8", 128), {"block_k": 64, "split_k": 8}),
             (Format("fp8", 128), {"block_n": 128, "block_k": 128}),
             (Format("w8a8"), {"block_k": 128, "split_k": 2}),
+            (Format("mxfp4", 32), {"block_k": 256, "split_k": 2}),
         ],
         ids=str,
     )
     def test_configurations(self, rng, fmt, change):
-        """Among them more parts of the reduction than steps, so that some are empty."""
+        """Among them more parts of the reduction than steps, so that some are empty; biases come in once."""
         arrays = self.inputs(rng, fmt, D=320, F=100, dtype="float32")
         arrays["row_scale"] = normal(rng, arrays["rows"].shape, "float32")
+        arrays["bias"] = normal(rng, (3, 100), "bfloat16").at[1].set(jnp.nan)
         D = arrays["x"].shape[1]
-        limit = limit_for("float32", D) + (other_way(D) if fmt.kind == "w8a8" else 0)
+        limit = limit_for("float32", D + 1) + (other_way(D) if fmt.kind == "w8a8" else 0)
         self.check(arrays, {"block_m": 16}, limit=limit, config=replace(SMALL, **change))
 
     @pytest.mark.parametrize("block_m", [64, 128])
@@ -205,10 +214,13 @@ class TestPallas(QuantizedGroupedMatmulContract):
         )
         self.check(arrays, {"block_m": block_m}, limit=limit_for("bfloat16", 64), config=SMALL)
 
-    @pytest.mark.parametrize("fmt", [Format("w4a16", 64, True), Format("fp8", 128)], ids=str)
+    @pytest.mark.parametrize(
+        "fmt", [Format("w4a16", 64, True), Format("fp8", 128), Format("mxfp4", 32)], ids=str
+    )
     def test_dequantize_once(self, rng, fmt):
         """Weights are rounded to bfloat16 before the product."""
         arrays = self.inputs(rng, fmt)
+        arrays["bias"] = normal(rng, (3, 70), "bfloat16").at[1].set(jnp.nan)
         limit = limit_for("bfloat16", arrays["x"].shape[1], products="bfloat16")
         self.check(arrays, {"block_m": 16}, limit=limit, config=replace(SMALL, mode="dequantize_once"))
 
@@ -218,6 +230,7 @@ class TestPallas(QuantizedGroupedMatmulContract):
             (Format("w4a16", 32), {"block_k": 128}),
             (Format("w4a16", 64, zeros=True), {}),
             (Format("w4a16", 128), {"block_n": 128, "split_k": 2}),
+            (Format("mxfp4", 32), {"block_k": 128}),
         ],
         ids=str,
     )
@@ -239,6 +252,7 @@ SWIGLU_FORMATS = [
     Format("w4a16", 128),
     Format("w8a8"),
     Format("fp8", 128),
+    Format("mxfp4", 32),
 ]
 
 
@@ -288,6 +302,26 @@ class TestSwigluPallas(QuantizedGroupedSwigluContract):
         limit = limit_for("bfloat16", 192, 192, products=products)
         self.check(arrays, {"block_m": 16}, limit=limit, config=replace(SMALL, **change))
 
+    @pytest.mark.parametrize(
+        "change,experts",
+        [
+            ({"block_k": 128}, (2,)),
+            ({"split_k": 2}, (2, 0, 2, -1, 2)),
+            ({"mode": "separate"}, (0, 2)),
+            ({"mode": "dequantize_once"}, (2, 0)),
+        ],
+        ids=str,
+    )
+    def test_gpt_oss(self, rng, change, experts):
+        """MXFP4 with biases and a clamped SwiGLU, whose inputs and outputs fill no tile."""
+        arrays = self.inputs(rng, Format("mxfp4", 32), D=192, F=45, experts=experts)
+        for name in ("gate_bias", "up_bias"):
+            arrays[name] = normal(rng, (3, 45), "bfloat16").at[1].set(jnp.nan)
+        products = "bfloat16" if change.get("mode") == "dequantize_once" else "float32"
+        limit = limit_for("bfloat16", 193, 193, products=products)
+        static = {"block_m": 16, "activation": ClampedSwiglu(0.9, 1.3)}
+        self.check(arrays, static, limit=limit, config=replace(SMALL, **change))
+
 
 GOOD = {
     "x": jnp.zeros((4, 128)),
@@ -314,6 +348,7 @@ INT8 = random_quantized(jax.random.key(0), (2, 128, 32), Format("w8a8"))
         ({"block_expert": jnp.zeros(3, jnp.int32)}, "block_expert: got shape"),
         ({"block_m": 24}, "block_m: got 24, expected a power of two"),
         ({"row_scale": jnp.zeros(32, jnp.bfloat16)}, "row_scale: got bfloat16, expected float32"),
+        ({"bias": jnp.zeros((2, 31))}, r"bias: got shape \[2, 31\], expected \[E, F\] with F=32"),
         ({"out_dtype": jnp.int32}, "out_dtype: got int32"),
         ({"config": replace(SMALL, mode="separate")}, "config.mode: got 'separate', expected fused or deq"),
         ({"w": INT8, "config": replace(SMALL, mode="dequantize_once")}, "expected fused with w8a8"),

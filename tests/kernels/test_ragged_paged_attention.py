@@ -83,7 +83,7 @@ def batch(
         else:
             arrays[f"{name}_pages"] = jnp.where(seen[:, None, :, None], rows, jnp.nan).astype(kv)
     if sinks:
-        arrays["sinks"] = normal(rng, (H,), "float32", 2.0)
+        arrays["sinks"] = normal(rng, (H,), dtype, 2.0)
     return arrays
 
 

@@ -166,6 +166,23 @@ def test_every_execution_equals_the_loops(N, k, E, rows, biased, data):
         assert int(out.dropped) == int(out.rerouted) == 0
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_kernels_equal_the_loops(biased):
+    """Interpreted, on experts in the order that they do not read."""
+    rng, shape = np.random.default_rng(0), Shape(13, 3, 5, 0)
+    routing = route(
+        rng.normal(size=(shape.N, shape.E)).astype(np.float32), shape.k, rng.random(shape.N) < 0.8
+    )
+    x, experts = tokens(shape), experts_of(shape.E, biased=biased)
+    given, biases = (x, routing.ids, routing.weights), [bias[...] for bias in biases_of(experts)]
+    if biased:
+        expected = reference.biased_moe(*given, weights_of(experts), biases, CLAMPED.limit, CLAMPED.alpha)
+    else:
+        expected = reference.moe(*given, *weights_of(experts))
+    config = MoeConfig("grouped", grouped_matmul="pallas_triton", expert_layout="efd")
+    check_output(compiled(shape.E, config, biased=biased)(x, routing), x, expected, shape.k)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, 64])
 def test_blocks_of_any_height_give_the_same(rows):
     shape = Shape(33, 2, 8, rows)

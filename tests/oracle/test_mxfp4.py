@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moejax import LLM, EngineConfig, SamplingParams
+from moejax import LLM, EngineConfig, QuantConfig, SamplingParams
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
 from moejax.core.errors import CheckpointError
 from moejax.nn.quantized import quantized_weights
@@ -26,7 +26,7 @@ from tests.oracle.cases import by_name
 pytestmark = pytest.mark.oracle
 
 CASE = by_name("gpt_oss-published")
-CASE = CASE._replace(fields=CASE.fields | {"hidden_size": 64, "intermediate_size": 96})
+CASE = CASE._replace(fields=CASE.fields | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16})
 CONFIG = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -83,13 +83,20 @@ def test_dequantized_weights_are_theirs_bit_for_bit(published, tmp_path):
         assert torch.equal(value, back[key]), key
 
 
-def test_greedy_tokens_through_the_engine(published):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_greedy_tokens_through_the_engine(published, kernels):
+    """On kernels: interpreted, experts on their codes."""
     directory, theirs = published
+    engine = EngineConfig(compile_cache=False, kernels="pallas_triton" if kernels else "auto")
+    quant = QuantConfig(implementation="pallas_triton" if kernels else "auto")
     prompts = [hf.random_tokens(96, 1, length, seed=length)[0] for length in (3, 16, 9)]
-    llm = LLM(directory, dtype="float32", engine=EngineConfig(compile_cache=False))
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    llm = LLM(directory, dtype="float32", engine=engine, quant=quant)
+    values = {r.key: r.value for r in llm.resolutions}
+    assert not kernels or values["quant.implementation"] == values["engine.kernels"] == "pallas_triton"
+    tokens = 8 if kernels else 24
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-        np.testing.assert_array_equal(output.outputs[0].token_ids, hf.greedy(theirs, prompt[None], 24)[0])
+        np.testing.assert_array_equal(output.outputs[0].token_ids, hf.greedy(theirs, prompt[None], tokens)[0])
 
 
 @pytest.mark.parametrize("layout", ["auto", "moejax"])

@@ -243,7 +243,7 @@ def test_a_part_of_the_inputs_dequantizes_alone():
 IN_KERNELS = {
     "int8": "w8a16", "int8_g32": "w8a16_g32", "int8_g128": "w8a16_g128", "w8a8": "w8a8", "fp8": "fp8",
     "fp8_block128": "fp8_g128", "int4_g32": "w4a16_g32", "int4_g64_asym": "w4a16_g64z",
-    "int4_g128_sf16": "w4a16_g128",
+    "int4_g128_sf16": "w4a16_g128", "mxfp4": "mxfp4_g32",
 }  # fmt: skip
 
 
@@ -272,8 +272,8 @@ def test_the_kernels_read_the_same_weight(name):
         ("int8_g32_se8m0", "no kernel with e8m0 scales"),
         ("fp8_a8", "no kernel for float8_e4m3fn with dynamic activation scales"),
         ("fp8_e5m2", "no kernel for float8_e5m2"),
-        ("mxfp4", "no kernel for float4_e2m1fn"),
-        ("nvfp4", "no kernel for float4_e2m1fn"),
+        ("float4_e2m1fn_g32_sbf16", "no kernel with bfloat16 scales"),
+        ("nvfp4", "no kernel with float8_e4m3fn scales"),
     ],
 )
 def test_what_the_kernels_have_not_is_said(name, reason):

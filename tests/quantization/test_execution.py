@@ -266,7 +266,7 @@ class TestExperts:
         "name",
         slow_but(
             ["int8", "int4_g64_asym", "w8a8_static", "fp8_block128"],
-            ["int8", "int4_g32", "int4_g64_asym", "w8a8", "w8a8_static", "fp8_block128"],
+            ["int8", "int4_g32", "int4_g64_asym", "w8a8", "w8a8_static", "fp8_block128", "mxfp4"],
         ),
     )
     def test_gpu_kernels(self, name: str) -> None:

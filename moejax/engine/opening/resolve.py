@@ -138,9 +138,7 @@ def resolve(
     # Kernels for quantized weights that were asked for by name are kernels for the experts, too.
     fused = "pallas_triton" if quant.implementation == "pallas_triton" else kernels.value
     moe = engine.moe
-    special = config.expert_bias or config.expert_swiglu
-    unfit = "experts with biases or a clamped SwiGLU" if special else None
-    product = choose_grouped_matmul(moe.grouped_matmul, platform.value, moe.block_rows, fused, unfit)
+    product = choose_grouped_matmul(moe.grouped_matmul, platform.value, moe.block_rows, fused)
     layout = choose_expert_layout(moe.expert_layout, platform.value, product.value)
     moe = dataclasses.replace(moe, expert_layout=cast(ExpertLayout, layout.value))
     refusal = _not_tuned(engine.moe, parallel, quant, config, platform.value, product.value, directory)

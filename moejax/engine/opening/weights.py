@@ -156,7 +156,7 @@ def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> lis
     numbers_held = {fmt.numbers for _, _, fmt in formats}
     if quant.layout == "plain":
         layout = layout._replace(reason="asked for")
-    elif kernels and "int4" in numbers_held:
+    elif kernels and any(fmt.packed for _, _, fmt in formats):
         layout = layout._replace(value="tiled", reason="the GPU kernels read four-bit codes in whole lines")
     elif resolved.platform == "cpu" and not kernels and numbers_held & {"float8_e4m3fn", "float8_e5m2"}:
         layout = layout._replace(value="bits", reason="XLA on a CPU converts float8 number by number")
@@ -165,7 +165,7 @@ def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> lis
     bits = numbers = 0
     for _, weight in weights:
         weight.implementation = implementation.value
-        if layout.value == "tiled" and weight.format.numbers == "int4":
+        if layout.value == "tiled" and weight.format.packed:
             weight.tile()
         if layout.value == "bits" and weight.format.numbers.startswith("float8"):
             weight.keep_bits()
