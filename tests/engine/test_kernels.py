@@ -17,7 +17,6 @@ from tests.engine.mesh_models import checkpoint
 from tests.engine.paged import TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import small_config
 from tests.engine.traces import by_place, experts
-from tests.examples import slow_but
 from tests.model_shapes import DENSE, GEMMA, GLM, GRANITE, LATENT, LLAMA, SINKS
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
@@ -188,7 +187,8 @@ def test_latents(change, cache, params):
 EXPERTS = QuantRule("*.experts.*", "rtn", "mxfp4")
 
 
-@pytest.mark.parametrize("codes", slow_but([True], [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", [True, False])
 def test_gpt_oss(tmp_path, codes):
     """Sinks, a window, biased experts with a clamped SwiGLU, in floats or on codes of MXFP4."""
     config = small_config(**SINKS, sliding_windows=(5,), hidden_size=64, moe_intermediate_size=64)

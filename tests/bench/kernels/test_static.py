@@ -194,10 +194,10 @@ def test_a_run(no_compiler, tmp_path, capsys):
     out = tmp_path / "out"
     with static_run(out) as run:
         result = run_static(selection(tmp_path, specs=["decode_16"]), run)
-    assert result["metrics"]["kernels"] == 12 and result["metrics"]["failures"] == 0
+    assert result["metrics"]["kernels"] == 16 and result["metrics"]["failures"] == 0
     assert json.loads((out / "result.json").read_text())["cases"] == result["cases"]
     shown = capsys.readouterr().err
-    assert "rms_norm_residual" in shown and "12 kernels: 12 by jaxlib 1" in shown
+    assert "rms_norm_residual" in shown and "16 kernels: 16 by jaxlib 1" in shown
 
 
 def test_a_run_that_fails_the_gate_writes_first(no_compiler, tmp_path, monkeypatch):
