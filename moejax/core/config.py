@@ -142,6 +142,11 @@ class RouterConfig(Checked):
     tolerance: PositiveNumber = 0.01
     bias: bool = False
 
+    def groups_on(self, nodes: int) -> int | None:
+        """Returns the groups of experts that a placement keeps together on a node, None where it need not:
+        there are none, or they are not a multiple of the nodes."""
+        return None if self.groups == 1 or self.groups % nodes else self.groups
+
     @property
     def has_kernel(self) -> bool:
         """Whether the GPU kernel for routers has this choice."""

@@ -14,6 +14,7 @@ from moejax.nn.quantized import QuantizedWeight, Weight, matmul_of
 from moejax.ops.row_sums import split_product
 
 _MANY, _CHUNK = 4096, 64
+"""Experts from which on the best are sought by chunks, and the experts of a chunk."""
 
 
 class Routing(NamedTuple):
@@ -197,7 +198,7 @@ def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     Of many experts only the k chunks with the highest maxima are searched: they hold the k highest.
     """
     N, E = scores.shape
-    if E < _MANY or E % _CHUNK:
+    if E < _MANY or E % _CHUNK or k > E // _CHUNK:
         return jax.lax.top_k(scores, k)
     chunks = scores.reshape(N, -1, _CHUNK)
     best = jnp.sort(jax.lax.top_k(chunks.max(axis=-1), k)[1], axis=-1)

@@ -62,6 +62,21 @@ def test_tokens_stay_while_weights_move_under_running_requests(directory: Path, 
     assert tokens(wide) == want
 
 
+@pytest.mark.slow
+def test_groups_stay_on_a_node(tmp_path: Path) -> None:
+    """Experts of a group, of which a token visits several, stay together; tokens are the same."""
+    directory = checkpoint(FAMILIES["deepseek_v3"], tmp_path)
+    parallel = ParallelConfig(ep=4, nodes=2, attention="data", exchange="hierarchical")
+    llm = LLM(str(directory), engine=ENGINE, parallel=parallel)
+    want = tokens(llm)
+    loads = np.random.default_rng(0).zipf(1.3, size=(2, 16)).clip(max=200)
+    assert llm.rebalance(loads, min_gain=0.0).applied
+    for experts in current_placement([llm.model], 4).physical_to_logical:
+        of_group = [set(group.tolist()) for group in (experts // 4).reshape(2, -1)]
+        assert not of_group[0] & of_group[1]
+    assert tokens(llm) == want
+
+
 def test_nothing_moves_below_the_threshold(wide: LLM) -> None:
     even = np.ones((3, 16), np.int64)
     before = current_placement([wide.model], 4)

@@ -69,7 +69,7 @@ def test_two_levels_against_float64(groups: int, chosen: int, top_k: int, normal
         assert_close(again.weights, weights[rows], tolerance(16, 16, 8))
 
 
-@pytest.mark.parametrize(("E", "k"), [(4096, 1), (4160, 8), (8192, 16), (5000, 4)])
+@pytest.mark.parametrize(("E", "k"), [(4096, 1), (4160, 8), (8192, 16), (5000, 4), (4096, 70)])
 def test_the_best_of_many_are_those_of_a_whole_search(E: int, k: int) -> None:
     """Few distinct scores, so that most of what is compared is equal; some rows have none but -inf."""
     scores = np.random.default_rng(E).integers(0, 40, size=(30, E)).astype(np.float32)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.routing.config import PlacementSection
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.moe.placement import Placement, balancedness, plan_placement
 from moejax.routing.capture import RoutingCapture
@@ -13,13 +14,15 @@ from moejax.routing.capture import RoutingCapture
 _USUAL = (8, 4, 2)
 
 
-def placement_row(capture: RoutingCapture, section: PlacementSection) -> dict[str, Any]:
+def placement_row(
+    capture: RoutingCapture, section: PlacementSection, model: ModelConfig | None = None
+) -> dict[str, Any]:
     """Balancedness (load of the heaviest device over the mean, 1 is best) of three placements, over layers.
 
     "contiguous": experts in order, what expert parallelism starts from. "planned": placed anew for this load.
     "replicated": the same with redundant experts. A plan is judged on the load that it was made for; what is
     left of it on a load that it has not seen is `…_holdout`: planned on the first half of the steps, judged
-    on the second.
+    on the second. On several nodes the groups of a `model` stay together.
 
     Returns:
         flat fields; empty where placement is left out.
@@ -43,6 +46,7 @@ def placement_row(capture: RoutingCapture, section: PlacementSection) -> dict[st
     halves = _halves(capture)
     for name, extra in (("planned", 0), ("replicated", redundant)):
         plan: dict[str, Any] = {"devices": devices, "nodes": section.nodes, "redundant": extra}
+        plan["groups"] = None if model is None else model.router.groups_on(section.nodes)
         before_plan = time.perf_counter()
         placed = plan_placement(loads, **plan)
         row[f"{name}_plan_ms"] = (time.perf_counter() - before_plan) * 1e3

@@ -39,7 +39,9 @@ def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: Exp
         ConfigError: a trace that is none or does not fit the model, or a generator's parameters.
     """
     captures = open_traces(selection, model, run.model)
-    placed = {label: placement_row(capture, selection.placement) for label, capture in captures.items()}
+    placed = {
+        label: placement_row(capture, selection.placement, model) for label, capture in captures.items()
+    }
     run.start(seeds={"generate": selection.seed}, variant="+".join(captures))
     files = []
     if selection.generate.kind is not None:

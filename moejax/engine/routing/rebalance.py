@@ -121,6 +121,7 @@ def rebalance(
         sparse,
         devices=parallel.ep,
         nodes=parallel.expert_nodes,
+        groups=config.router.groups_on(parallel.expert_nodes),
         redundant=parallel.redundant_experts,
         keep=old,
         min_gain=min_gain,
