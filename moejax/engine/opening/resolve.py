@@ -302,14 +302,11 @@ def cache_dtype(requested: str, config: ModelConfig) -> Resolution:
     """Decides the dtype of the key/value cache, with the reason. The choice is checked by `QuantConfig`."""
     key, plain = "quant.kv_cache", kv_vector_bytes(config.key_dim, config.dtype)
     if requested == "auto":
-        reason = "the model's dtype"
-        if config.latent is not None:
-            heads, each = config.num_heads, config.head_dim + config.latent.value_dim
-            reason += (
-                f"; {config.key_dim} numbers a token and layer, where the keys and values of {heads} heads"
-            )
-            reason += f" would be {heads * each:,}"
-        return Resolution(key, config.dtype, reason)
+        if config.latent is None:
+            return Resolution(key, config.dtype, "the model's dtype")
+        whole = config.num_heads * (config.head_dim + config.latent.value_dim)
+        why = f"the model's dtype; {config.key_dim} numbers a token and layer, not the {whole:,} of all heads"
+        return Resolution(key, config.dtype, why)
     coded = kv_vector_bytes(config.key_dim, requested)
     why = f"asked for; {coded} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
     return Resolution(key, requested, why)
