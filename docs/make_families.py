@@ -39,7 +39,8 @@ Multi-token-prediction layers are passed over. A
 latent cache (`kv_lora_rank + qk_rope_head_dim` numbers a token and layer: 576 in DeepSeek-V3, where 128
 heads' keys and values would be 40,960) is attended to in the absorbed form, in decode and in prompts; a
 call without a cache makes each head's keys and values. Under tensor parallelism every device has the
-latents whole (`experiments.scaling` says what a split by tokens would save). `kv_b_proj` stays in full precision unless a rule of `quant.rules` names it.
+latents whole (`experiments.scaling` says what a split by tokens would save). `kv_b_proj` stays in full
+precision unless a rule of `quant.rules` names it.
 
 No family here has a state of fixed size a sequence, as Qwen3-Next's and Kimi-Linear's linear attention.
 It would take: arrays of `[max_num_seqs + 1, …]` a layer beside the pages, donated to steps as the
