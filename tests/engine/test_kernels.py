@@ -128,7 +128,10 @@ def test_other_models(change, nothing_is_zero):
 
 @pytest.mark.parametrize(
     "change",
-    [GLM, {**GEMMA, "moe_layers": (False,), "sliding_windows": (5,)}],
+    [
+        pytest.param(GLM, marks=pytest.mark.slow),
+        {**GEMMA, "moe_layers": (False,), "sliding_windows": (5,)},
+    ],
     ids=["sigmoid router of groups, half of a head rotated", "norms with an offset, and after"],
 )
 def test_newer_families(change, nothing_is_zero):
