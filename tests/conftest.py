@@ -7,6 +7,7 @@ kernels and pytest-xdist's workers inherit it.
 
 import atexit
 import gc
+import itertools
 import os
 import shutil
 import sys
@@ -131,19 +132,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(other)]
 
 
-MANY_MAPS = 16_000
+MANY_MAPS, TOO_MANY_MAPS = 16_000, 40_000
+TESTS_DONE = itertools.count(1)
+
+
+def forget_above(most: int) -> None:
+    """Compiled programs take memory maps, of which Linux allows a process 65,530 (vm.max_map_count): past
+    them XLA crashes when it compiles. So programs are dropped once there are many."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > most:
+        import jax
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
-    """Compiled programs take memory maps, of which Linux allows a process 65,530 (vm.max_map_count): past
-    them XLA crashes when it compiles. So a file's programs are dropped once there are many."""
+    """After a file few are used again."""
     yield
-    maps = Path("/proc/self/maps")
-    if not maps.exists() or maps.read_bytes().count(b"\n") > MANY_MAPS:
-        import jax
+    forget_above(MANY_MAPS)
 
-        jax.clear_caches()
+
+@pytest.fixture(autouse=True)
+def forget_programs_of_a_long_file() -> Iterator[None]:
+    """Looking takes a while, so not after each test."""
+    yield
+    if next(TESTS_DONE) % 50 == 0:
+        forget_above(TOO_MANY_MAPS)
 
 
 @pytest.fixture(autouse=True)
