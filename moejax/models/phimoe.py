@@ -12,6 +12,8 @@ def _read(fields: HfFields) -> ModelConfig:
     fields.only("num_experts_per_tok", 2)  # transformers chooses two whatever it says
     fields.take("input_jitter_noise")  # of training
     bias = bool(fields.take("attention_bias", default=False))
+    if common["tie_word_embeddings"]:
+        fields.only("lm_head_bias", False)  # the embedding has none
     windows = (fields.take("sliding_window"),) * common["num_layers"]
     return ModelConfig(
         family="phimoe",

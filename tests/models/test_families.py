@@ -285,6 +285,8 @@ REFUSED = [
     ("gemma3_text", {"sliding_window": None}, "sliding_window"),
     ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "full_attention and sliding_attention"),
     ("granitemoe", {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
+    ("phimoe", {"tie_word_embeddings": True}, "lm_head_bias=True"),
+    ("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok=4"),
     ("gpt_oss", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
     ("gpt_oss", {"sliding_window": 0}, "sliding_window"),
     ("gpt_oss", {"swiglu_limit": -1.0}, "limit"),

@@ -151,7 +151,8 @@ def draw_special(
         return {"moe_topk": top}
     if family == "phimoe":
         return {
-            "num_experts_per_tok": 2, "sliding_window": draw.choice([None, 4]), "lm_head_bias": some(),
+            "num_experts_per_tok": 2, "sliding_window": draw.choice([None, 4]),
+            "lm_head_bias": some() and not fields["tie_word_embeddings"],
             "router_jitter_noise": draw.choice([0.01, 0.1]), "rope_parameters": rope("default"),
         }  # fmt: skip
     if family == "ernie4_5_moe":
