@@ -203,7 +203,7 @@ class _Counter:
             return [norm, self.product(layer, "mlp", tokens, 3 * D * hidden, 2 * D + 4 * hidden)]
         router, gates = config.router, config.router.groups if config.router.group_gate else 0
         # A few tokens' groups are read alone.
-        share = min(1.0, tokens * router.top_groups / gates) if gates else 1.0
+        share = tokens * router.top_groups / gates if 4 * tokens * router.top_groups <= gates else 1.0
         ops = [
             norm,
             self.product(layer, "router", tokens, D * (E + gates), D + 2 * E, share),
