@@ -13,8 +13,9 @@ _NORM_BIASES = tuple(
     for target in (each.param for each in rule.targets)
     if target.endswith("norm.scale")
 )
-_MEMORY = Rule(
+# As transformers 5 names it; published checkpoints have Mixtral's name.
+_ROUTER = Rule(
     "model.layers.{l}.mlp.router.weight", (Target("layers.{l}.moe.router.kernel", "transpose"),), False
 )
 
-RULES = (*MIXTRAL, *_NORM_BIASES, _MEMORY, Rule("lm_head.bias", (Target("lm_head.bias"),)))
+RULES = (*MIXTRAL, *_NORM_BIASES, _ROUTER, Rule("lm_head.bias", (Target("lm_head.bias"),)))
