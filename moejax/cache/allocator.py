@@ -5,6 +5,7 @@ A sequence's block table lists its blocks in the order of its tokens: block j ho
 written by none until the writer has a copy of its own (`append`).
 
     free heap | 4 7 8 9 …            refcount 0
+    kept      | 10 11                refcount 0, remembered by `moejax.cache.prefix`; free once nothing else is
     used      | 0 1 2 3 5 6          refcount = number of tables that hold the block
 
 The lowest free block is handed out first, so that blocks in use stay near the front of the pool: a step reads
@@ -15,6 +16,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from moejax.cache.prefix import PrefixTree
 from moejax.core.errors import MoejaxError
 
 
@@ -26,21 +28,27 @@ class BlockAllocator:
     """`num_blocks` blocks of `block_size` tokens, with reference counts.
 
     Block tables are plain lists owned by the sequences; a method that changes one keeps the counts in step.
+    `prefixes` remembers what blocks hold that no table holds any more; None: nothing is remembered.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, prefixes: PrefixTree | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.prefixes = prefixes
+        if prefixes is not None:
+            prefixes.allocator = self
+        self._kept: set[int] = set()
         self._free = list(range(num_blocks))  # a heap
         self._refcount = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Counts blocks that can be taken, kept ones included."""
+        return len(self._free) + len(self._kept)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def refcount(self, block: int) -> int:
         return self._refcount[block]
@@ -56,8 +64,8 @@ class BlockAllocator:
             OutOfBlocks: there are too few; the table is unchanged.
         """
         missing = self.blocks_for(tokens) - len(table)
-        if missing > len(self._free):
-            raise OutOfBlocks(f"{missing} blocks wanted, {len(self._free)} of {self.num_blocks} free")
+        if missing > self.num_free:
+            raise OutOfBlocks(f"{missing} blocks wanted, {self.num_free} of {self.num_blocks} free")
         new = [self._take() for _ in range(missing)]
         table.extend(new)
         return new
@@ -65,8 +73,16 @@ class BlockAllocator:
     def fork(self, table: Sequence[int]) -> list[int]:
         """Returns a second table that shares every block of `table`."""
         for block in table:
-            self._refcount[block] += 1
+            self.hold(block)
         return list(table)
+
+    def hold(self, block: int) -> None:
+        """Counts one more table that holds a block, which may have been kept."""
+        if block in self._kept:
+            assert self.prefixes is not None
+            self._kept.remove(block)
+            self.prefixes.hold(block)
+        self._refcount[block] += 1
 
     def append(self, table: list[int], position: int) -> tuple[int, int] | None:
         """Makes the block of `position` writable for the table's owner alone, adding it if it is new.
@@ -84,7 +100,7 @@ class BlockAllocator:
         old = table[index]
         if self._refcount[old] == 1:
             return None
-        if not self._free:
+        if not self.num_free:
             raise OutOfBlocks(f"1 block wanted, 0 of {self.num_blocks} free")
         self._refcount[old] -= 1
         table[index] = self._take()
@@ -92,22 +108,33 @@ class BlockAllocator:
 
     def release(self, table: list[int]) -> None:
         """Gives up every block of `table` and empties it."""
-        for block in table:
+        for block in reversed(table):  # the leaf of a remembered path first
             self._refcount[block] -= 1
             if self._refcount[block] == 0:
-                heapq.heappush(self._free, block)
+                if self.prefixes is not None and self.prefixes.let_go(block):
+                    self._kept.add(block)
+                else:
+                    heapq.heappush(self._free, block)
         table.clear()
 
+    def discard(self, block: int) -> None:
+        """Frees a kept block, which is remembered no more."""
+        self._kept.remove(block)
+        heapq.heappush(self._free, block)
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Checks that blocks are conserved: free or used, counted once for each table that holds them.
+        """Checks that blocks are conserved: free, kept or used, counted once for each table that holds them.
 
         Raises:
             AssertionError: says which block is wrong, and how.
         """
         uses = Counter(block for table in tables for block in table)
         free = set(self._free)
-        if len(free) != len(self._free):
+        if len(free) != len(self._free) or free & self._kept:
             raise AssertionError("a block is on the free list twice")
+        if self.prefixes is not None and self.prefixes.check_integrity(set(uses)) != self._kept:
+            raise AssertionError("the blocks that are kept are not those that are remembered")
+        free |= self._kept
         for block, count in enumerate(self._refcount):
             if count != uses[block]:
                 raise AssertionError(f"block {block} has refcount {count} and is in {uses[block]} tables")
@@ -121,6 +148,11 @@ class BlockAllocator:
             raise AssertionError("the free list is not a heap: the lowest block would not be first")
 
     def _take(self) -> int:
-        block = heapq.heappop(self._free)
+        if self._free:
+            block = heapq.heappop(self._free)
+        else:
+            assert self.prefixes is not None
+            block = self.prefixes.evict()
+            self._kept.remove(block)
         self._refcount[block] = 1
         return block

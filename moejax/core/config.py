@@ -411,6 +411,34 @@ class TunedMoe(MoeConfig, section="engine.moe"):
 
 
 @dataclass(frozen=True)
+class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
+    """Memory of the keys and values of prompts, and of outputs, that later requests begin with.
+
+    Attributes:
+        enabled: look prompts up, and remember what was computed.
+        policy: what is given up first: the least recently used ("lru"), the least often used ("lfu"), as "lru"
+            but what was used again after the others ("slru"), the oldest ("fifo"), or the end of the longest
+            prefix ("size"). Whatever it is, leaves go before what they continue.
+        match: "tokens" finds the longest common prefix in a tree; "blocks", its plain twin, whole blocks by
+            their hashes.
+        share: "all" requests share, or those of a "tenant".
+        place: where a prefix waits that nobody uses: in blocks of the cache ("device"), or in the host's
+            memory ("host"), from where it is copied back. "auto" is "host" on CPU, where a step reads the
+            cache up to the highest block in use, and "device" elsewhere.
+        host_memory_gb: memory for "host" in units of 10^9 bytes.
+        max_age_s: seconds after which what was not used is not found any more; None: never.
+    """
+
+    enabled: bool = False
+    policy: Literal["lru", "lfu", "slru", "fifo", "size"] = "lru"
+    match: Literal["tokens", "blocks"] = "tokens"
+    share: Literal["all", "tenant"] = "all"
+    place: Literal["auto", "device", "host"] = "auto"
+    host_memory_gb: PositiveNumber = 1.0
+    max_age_s: PositiveNumber | None = None
+
+
+@dataclass(frozen=True)
 class EngineConfig(Checked, section="engine"):
     """Limits and choices of the engine. Lengths in tokens.
 
@@ -429,6 +457,7 @@ class EngineConfig(Checked, section="engine"):
         strict_compile: a compilation after warm-up fails the step instead of only being recorded.
         seq_buckets, token_buckets, block_buckets: the numbers of sequences, of prompt tokens and of cache
             blocks that steps are compiled for, each padded up to the next; None: powers of two.
+        prefix_cache: see `PrefixCacheConfig`.
         kernels: what attention, norms, router and (where `moe` leaves it open) the experts' products run on:
             "xla", or "pallas_triton", the GPU kernels of `pallas_kernels` (interpreted, and slow, on CPU).
             "auto" takes the kernels on a GPU and XLA elsewhere.
@@ -457,6 +486,7 @@ class EngineConfig(Checked, section="engine"):
     seq_buckets: Buckets | None = None
     token_buckets: Buckets | None = None
     block_buckets: Buckets | None = None
+    prefix_cache: PrefixCacheConfig = field(default_factory=PrefixCacheConfig)
     kernels: Kernels = "auto"
     moe: MoeConfig = field(default_factory=MoeConfig)
     autotune: Literal["rules", "cached", "measure"] = "cached"

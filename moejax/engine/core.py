@@ -225,9 +225,10 @@ class Engine:
     def _launch(self, plan: Plan, waiting: int) -> InFlight:
         scheduler, now = self.scheduler, time.perf_counter()
         for chunk in plan.chunks:
-            if chunk.start == 0 and chunk.sequence.owner is not None:
+            if chunk.first and chunk.sequence.owner is not None:
                 metrics = chunk.sequence.owner[0].output.metrics
-                metrics.scheduled_time = metrics.scheduled_time or now
+                if metrics.scheduled_time is None:
+                    metrics.scheduled_time, metrics.cached_tokens = now, chunk.sequence.cached
         return InFlight(
             plan,
             self.runner.launch(plan),
@@ -266,6 +267,8 @@ class Engine:
             if not request.finished and request.sequences[0].state is State.FINISHED:
                 request.close()
         self._record(step, result, now)
+        if scheduler.idle and (saves := scheduler.save_only()) is not None:
+            self.runner.save(saves)  # now, not when the next request waits for it
 
     def _record(self, step: InFlight, result: StepResult, now: float) -> None:
         plan = step.plan

@@ -42,6 +42,10 @@ class FakeRunner:
             tokens += device.step(part)
         return StepResult(tokens, padded_tokens=plan.num_tokens)
 
+    def save(self, plan: Plan) -> None:
+        for device, part in zip(self._groups, plan.groups, strict=True):
+            device.transport(part)
+
     def ready(self, handle: StepResult) -> bool:
         return True
 
@@ -56,9 +60,18 @@ class FakeDevice:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self._cache: dict[int, list[int | None]] = {}
         self._last: dict[int, int] = {}
+        self._host: dict[int, list[int | None]] = {}
+
+    def transport(self, plan: StepPlan) -> None:
+        """Copies blocks to the host's store and back."""
+        for block, slot in plan.saves:
+            self._host[slot] = list(self._block(block))
+        for slot, block in plan.loads:
+            self._cache[block] = list(self._host[slot])
 
     def step(self, plan: StepPlan) -> list[int]:
         """Returns a token for each row; 0 for those that sample nothing."""
+        self.transport(plan)
         for source, destination in plan.copies:
             self._cache[destination] = list(self._block(source))
         tokens = [0] * len(plan.sequences)

@@ -97,12 +97,14 @@ class RequestMetrics:
     """Times of one request. Instants are `time.perf_counter()` seconds; token_times[i] is when token i was
     seen to be there (before the launch of a next step, if it was by then), scheduled_time when the first step
     that held it was scheduled. `ttft`, `tpot` and `e2e` are durations in seconds. `preemptions` counts how
-    often a sample of it lost its cache blocks."""
+    often a sample of it lost its cache blocks, `cached_tokens` how many of its prompt's tokens were found
+    computed (`engine.prefix_cache`)."""
 
     arrival_time: float
     token_times: list[float] = field(default_factory=list, repr=False)
     scheduled_time: float | None = None
     preemptions: int = 0
+    cached_tokens: int = 0
 
     @property
     def ttft(self) -> float:

@@ -1,7 +1,8 @@
 """Schedulers of data-parallel groups behind the interface of one. No JAX here.
 
 Each group has its own blocks, slots and queue, and a step runs all of them together. A request stays in the
-group that it was dealt to, the one with the fewest tokens still to compute.
+group that it was dealt to, the one with the fewest tokens still to compute, its own that are cached there
+not counted.
 """
 
 from collections.abc import Sequence as Items
@@ -47,7 +48,7 @@ class GroupScheduler:
             RequestError: it could never run.
         """
         self.check_fits(sequence)
-        group = min(range(len(self.groups)), key=lambda g: (self._load[g], g))
+        group = min(range(len(self.groups)), key=lambda g: (self._load[g] - self._known(g, sequence), g))
         for each in (sequence, *sequence.forks):
             each.group = group
             self._counted[id(each)] = each.max_length
@@ -80,6 +81,11 @@ class GroupScheduler:
         for each in (sequence, *forks):
             self._forget_ended(each)
 
+    def save_only(self) -> GroupPlan | None:
+        """Returns the groups' plans with nothing but blocks to be copied to the host's store, if any has."""
+        plans = [group.save_only() for group in self.groups]
+        return GroupPlan([plan or StepPlan() for plan in plans]) if any(plans) else None
+
     def stored_tokens(self) -> int:
         return sum(group.stored_tokens() for group in self.groups)
 
@@ -94,6 +100,10 @@ class GroupScheduler:
             strange = [s for s in group.running if s.group != number]
             if strange:
                 raise AssertionError(f"{strange[0]!r} of group {strange[0].group} runs in group {number}")
+
+    def _known(self, group: int, sequence: Sequence) -> int:
+        """Counts tokens of a sequence that a group need not compute."""
+        return self.groups[group].match(sequence).tokens
 
     def _forget_ended(self, sequence: Sequence) -> None:
         if sequence.state is State.FINISHED:

@@ -6,20 +6,28 @@ chunks      c0 f f  c1  c2 f …   a row for each chunk's sequence, then one for
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
 from moejax.engine.scheduling.sequence import Sequence
 
 
+Found = tuple[Sequence, int]
+"""Tokens that were found computed: by whom, and how many."""
+
+
 @dataclass(slots=True)
 class Chunk:
-    """`count` tokens of a sequence from position `start`; `last` if they complete what it has."""
+    """`count` tokens of a sequence from position `start`; `first` of its admission, `last` if they complete
+    what it has. A first chunk starts where what was `found` ends."""
 
     sequence: Sequence
     start: int
     count: int
     last: bool
+    first: bool = False
+    found: Items[Found] = ()
 
     @property
     def scored(self) -> int:
@@ -36,6 +44,8 @@ class StepPlan:
         decodes: sequences that compute one token, and `positions` where.
         chunks: prompts, or parts of them, to compute.
         forks: of each chunk, the samples that start with it (only on a last chunk).
+        saves, loads: (block, slot) to copy to the store on the host, and then (slot, block) from there, both
+            before `copies`.
         copies: (source, destination) blocks to copy, in this order, before anything is written.
         preempted: sequences that lost their blocks for this plan.
         idle: the last so many decodes are rows of static batching that have ended: computed as padding.
@@ -46,6 +56,8 @@ class StepPlan:
     positions: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     forks: list[list[Sequence]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: int = 0
     idle: int = 0

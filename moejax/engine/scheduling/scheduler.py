@@ -11,13 +11,15 @@ sampled but not read is `pending`, and its sequence goes on with the value that 
 
 import heapq
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks
+from moejax.cache.prefix import NOTHING, Match
 from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.engine.requests.api import FinishReason
-from moejax.engine.scheduling.plan import Chunk, StepPlan
+from moejax.engine.scheduling.plan import Chunk, Found, StepPlan
 from moejax.engine.scheduling.sequence import Sequence, State
 
 
@@ -57,7 +59,7 @@ class Scheduler:
     `max_num_batched_tokens` with parts of prompts (Orca, OSDI 2022; Sarathi-Serve, arXiv 2403.02310).
 
     Args:
-        allocator: the cache's blocks.
+        allocator: the cache's blocks; where it remembers prefixes, prompts are looked up.
         max_num_seqs: sequences that run at a time; each holds a slot in [0, max_num_seqs).
         max_num_batched_tokens: tokens a step computes.
         policy: who goes first; first come first served by default.
@@ -81,6 +83,7 @@ class Scheduler:
         # Kept free at an admission while others run, so that their next blocks do not preempt it at once.
         self.watermark = max(1, allocator.num_blocks // 100)
         self._unreported = 0  # preemptions by plans that came to nothing
+        self.prefixes = allocator.prefixes
 
     @property
     def idle(self) -> bool:
@@ -120,6 +123,8 @@ class Scheduler:
         before = self._unreported
         plan = StepPlan(preempted=before)
         self._unreported = 0
+        if self.prefixes is not None:
+            self.prefixes.settle()
         budget = self._decode(plan, self.max_num_batched_tokens)
         for sequence in self.running:
             if budget <= 0:
@@ -128,10 +133,11 @@ class Scheduler:
                 budget -= self._chunk(plan, sequence, budget)
         # After a preemption memory is short: nobody new comes in.
         while budget > 0 and plan.preempted == before and (first := self._admissible()):
-            self._admit(first)
-            budget -= self._chunk(plan, first, budget)
+            found = self._admit(first, plan)
+            budget -= self._chunk(plan, first, budget, found)
         self._fork(plan)
         if plan.decodes or plan.chunks:
+            plan.saves = self.take_saves()
             return plan
         self._unreported = plan.preempted
         return None
@@ -160,6 +166,15 @@ class Scheduler:
                 self.finish(chunk.sequence)
         return taken
 
+    def take_saves(self) -> list[tuple[int, int]]:
+        """Returns the (block, slot) to be copied to the host's store before the next step."""
+        return self.prefixes.take_saves() if self.prefixes is not None else []
+
+    def save_only(self) -> StepPlan | None:
+        """Returns a plan with nothing but blocks to be copied to the host's store; None if there are none."""
+        saves = self.take_saves()
+        return StepPlan(saves=saves) if saves else None
+
     def stored_tokens(self) -> int:
         """Counts tokens whose keys and values the blocks hold or are about to; a shared one counts once."""
         allocator = self.allocator
@@ -177,7 +192,10 @@ class Scheduler:
         for sequence in [*self.running, *self.waiting()]:
             sequence.pending = 0
         for sequence in list(self.running):
+            sequence.computed = 0  # what its blocks hold is not known: nothing of it is remembered
             self.preempt(sequence)
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence, whatever its state, together with forks that have not started.
@@ -200,7 +218,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's blocks and slot and queues it again, to be computed anew."""
         self._leave(sequence)
-        sequence.computed = 0
+        sequence.computed = sequence.cached = 0
         sequence.preemptions += 1
         self._enqueue(sequence)
 
@@ -286,16 +304,21 @@ class Scheduler:
             if mine or allocator.num_free:
                 return True
 
-    def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+    def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int, found: Items[Found] = ()) -> int:
         """Adds as much of a prompt as the budget allows, and returns its tokens; its blocks are there."""
+        first = sequence.computed == sequence.cached
         todo = sequence.length - sequence.computed
         # Its last token is sampled, though perhaps not read yet.
         complete = not sequence.score and sequence.length >= sequence.max_length
         if todo <= 0 or complete:
             return 0
         count = min(todo, budget)
-        chunk = Chunk(sequence, sequence.computed, count, count == todo)
+        chunk = Chunk(sequence, sequence.computed, count, count == todo, first, found)
         sequence.computed += count
+        if self.prefixes is not None and sequence.identity is not None:
+            whole = sequence.computed // self.allocator.block_size
+            known = sequence.tokens[: whole * self.allocator.block_size]
+            self.prefixes.insert(sequence.identity, known, sequence.blocks[:whole], sequence, ended=False)
         if chunk.last and not sequence.score:
             sequence.pending += 1
         plan.chunks.append(chunk)
@@ -325,7 +348,9 @@ class Scheduler:
         # A token still on the device is needed to compute the sequence again.
         if sequence.pending or sequence.samples > self._open_slots:
             return None
-        need, free = self.allocator.blocks_for(sequence.length), self.allocator.num_free
+        match = self.match(sequence)
+        need = self.allocator.blocks_for(sequence.length) - match.in_pool
+        free = self.allocator.num_free - match.kept_in_pool
         if need > free:
             return None
         reserve = self.watermark + len(sequence.forks) if self.running else 0
@@ -340,12 +365,55 @@ class Scheduler:
         """Slots neither taken nor promised to forks."""
         return len(self._free_slots) - sum(len(s.forks) for s in self.running if s.forks)
 
-    def _admit(self, sequence: Sequence) -> None:
-        """Moves the head of the queue to running, with blocks for all the tokens it has."""
+    def match(self, sequence: Sequence) -> Match:
+        """Finds what is computed of a sequence's tokens. The last one is left: what it samples is not kept."""
+        if self.prefixes is None or sequence.identity is None or sequence.not_looked_up is not None:
+            return NOTHING
+        return self.prefixes.match(sequence.identity, sequence.tokens[:-1])
+
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> list[Found]:
+        """Moves the head of the queue to running, with blocks for all the tokens it has. Returns what is
+        computed of them."""
         heapq.heappop(self._waiting)
         self.num_waiting -= sequence.samples
+        found = self._reuse(sequence, plan) if self.prefixes is not None else []
         self.allocator.grow(sequence.blocks, sequence.length)
         self._run(sequence)
+        return found
+
+    def _reuse(self, sequence: Sequence, plan: StepPlan) -> list[Found]:
+        """Gives a sequence the blocks of what is computed of it: shared, loaded, or copied."""
+        allocator, prefixes, blocks, match = self.allocator, self.prefixes, sequence.blocks, self.match(sequence)
+        assert prefixes is not None
+        held = [node.block for node in match.path if node.block is not None]
+        for block in held:
+            allocator.hold(block)  # so that none of them is taken for another
+        sources = Counter[str]()
+        for node in match.nodes:
+            sources["host" if node.block is None else "device"] += len(node.tokens)
+            if node.block is not None:
+                blocks.append(node.block)
+            else:
+                plan.loads.append((node.slot, self._new_block(blocks)))
+                prefixes.place(node, blocks[-1])
+        if match.partial is not None:
+            sources["partial"] += match.extra
+            block = self._new_block(blocks)
+            if match.partial.block is None:
+                plan.loads.append((match.partial.slot, block))
+            else:
+                plan.copies.append((match.partial.block, block))
+                allocator.release([match.partial.block])
+        sequence.computed = sequence.cached = match.tokens
+        prefixes.use(match)
+        prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, sequence.preemptions > 0)
+        found = [(node.writer, len(node.tokens)) for node in match.nodes]
+        return [*found, (match.partial.writer, match.extra)] if match.partial else found
+
+    def _new_block(self, blocks: list[int]) -> int:
+        """Adds a block of its own to a table and returns it."""
+        (block,) = self.allocator.grow(blocks, (len(blocks) + 1) * self.allocator.block_size)
+        return block
 
     def _run(self, sequence: Sequence) -> None:
         sequence.slot = heapq.heappop(self._free_slots)
@@ -361,6 +429,9 @@ class Scheduler:
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
+        if self.prefixes is not None and sequence.identity is not None and sequence.computed:
+            known = sequence.tokens[: sequence.computed]
+            self.prefixes.insert(sequence.identity, known, sequence.blocks, sequence, ended=True)
         self.allocator.release(sequence.blocks)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1

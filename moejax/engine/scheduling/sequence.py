@@ -1,6 +1,6 @@
 """One sample of one request as the scheduler sees it: tokens, progress, blocks. No JAX here."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -52,6 +52,10 @@ class Sequence:
         group: data-parallel group that it belongs to.
         biases: what is added to its logits.
         mode: what its sampling needs of a step (`moejax.engine.step.sampler.SamplerMode`).
+        identity: what its keys and values depend on besides its tokens; None: they are its own, and neither
+            remembered nor looked up (`moejax.cache.prefix`).
+        not_looked_up: why it computes its whole prompt all the same; None: it need not.
+        cached: tokens that it found computed when it was admitted last.
         routing: int64, of each position the row of the trace that is replayed; None where none is.
         finish_reason: why its last token ended it; None while it goes on, or if it was ended from outside.
         owner: whatever the engine wants to find again; the scheduler does not look at it.
@@ -71,6 +75,9 @@ class Sequence:
     record: bool = False
     biases: Collection[Bias] = ()
     mode: Any = None
+    identity: Hashable | None = None
+    not_looked_up: str | None = None
+    cached: int = 0
     routing: Any = None
     owner: Any = None
     finish_reason: FinishReason | None = None

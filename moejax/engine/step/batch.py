@@ -333,7 +333,7 @@ def _fill_penalty(views: dict[str, np.ndarray], plan: StepPlan) -> None:
     views["prompt_len"][: len(plan.sequences)] = [s.prompt_len for s in plan.sequences]
     row = len(plan.decodes)
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
-        views["fresh"][row] = chunk.start == 0
+        views["fresh"][row] = chunk.first
         views["seen_as"][row + 1 : row + 1 + len(forks)] = row
         row += 1 + len(forks)
 

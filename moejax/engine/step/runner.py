@@ -44,6 +44,10 @@ class Runner(Protocol):
         """Waits for a launched step."""
         ...
 
+    def save(self, plan: Plan) -> None:
+        """Copies a plan's `saves` to the host's store, after all steps launched before; it has nothing else."""
+        ...
+
     def reset(self) -> None:
         """Forgets all sequences' state, after a failed step. They will be computed anew."""
         ...

@@ -1,0 +1,478 @@
+"""Memory of computed prefixes: a tree of cache blocks, found by their tokens. Host bookkeeping only: no JAX.
+
+A node is one block's tokens under all tokens before it, so that a path from a root is a prefix whose keys and
+values are stored (RadixAttention, arXiv 2312.07104). Each identity has a root of its own: what does not depend
+on the tokens alone is never shared across identities.
+
+    root ── [the cat sat on] ── [the mat and slept.]      full blocks, shared as they are
+                     └───────── [the roof]                a block's first tokens: copied by who goes on from it
+
+A node is live while a sequence's table holds its block. Afterwards it is kept: in its block, which counts as
+free and is taken back when no other is left ("device"), or in a slot of a store on the host, so that idle
+prefixes leave the pool to those that run ("host"). Leaves go first, in the policy's order.
+"""
+
+import heapq
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moejax.core.config import PrefixCacheConfig
+
+if TYPE_CHECKING:
+    from moejax.cache.allocator import BlockAllocator
+
+PROTECTED_SHARE = 0.8
+"""Of the blocks, how many nodes that were hit may be protected by "slru" (Karedla et al., 1994)."""
+
+
+class Node:
+    """One block's tokens.
+
+    Attributes:
+        tokens: at most a block's; fewer only in a leaf.
+        block: where it is in the pool; None where it is in the store alone.
+        slot: where it is in the store; None where it is in the pool alone.
+        live: a table holds its block.
+        fresh: its block is written by the step that is being scheduled: readable, but not yet to be copied.
+        writer: whoever computed it.
+        pinned: given up only if those that run would have no room.
+    """
+
+    __slots__ = (
+        "block", "born", "children", "depth", "fresh", "hits", "live", "parent", "pinned", "protected", "slot",
+        "stamp", "tokens", "used", "used_at", "writer",
+    )  # fmt: skip
+
+    def __init__(self, parent: "Node | None", tokens: tuple[int, ...], writer: Any = None) -> None:
+        self.parent, self.tokens, self.writer = parent, tokens, writer
+        self.children: dict[int, list[Node]] = {}  # by their first token
+        self.depth = 0 if parent is None else parent.depth + 1
+        self.block: int | None = None
+        self.slot: int | None = None
+        self.live = self.fresh = self.pinned = self.protected = False
+        self.hits = self.born = self.used = self.stamp = 0
+        self.used_at = 0.0
+
+
+class Match(NamedTuple):
+    """The longest known prefix: whole blocks, and then the first `extra` tokens of `partial`'s."""
+
+    nodes: list[Node]
+    partial: Node | None
+    extra: int
+    tokens: int
+
+    @property
+    def path(self) -> list[Node]:
+        return [*self.nodes, self.partial] if self.partial else self.nodes
+
+    @property
+    def in_pool(self) -> int:
+        """Counts whole blocks that need no room of their own."""
+        return sum(node.block is not None for node in self.nodes)
+
+    @property
+    def kept_in_pool(self) -> int:
+        """Counts blocks that count as free and cannot be taken by who is to share or copy them."""
+        return sum(node.block is not None and not node.live for node in self.path)
+
+
+NOTHING = Match([], None, 0, 0)
+
+POLICIES: dict[str, Callable[[Node], tuple[int, ...]]] = {
+    "lru": lambda node: (node.used,),
+    "lfu": lambda node: (node.hits, node.used),
+    "slru": lambda node: (node.protected, node.used),
+    "fifo": lambda node: (node.born,),
+    # Blocks are of one size: the longest prefix is the largest.
+    "size": lambda node: (-node.depth, node.used),
+}
+
+
+class PrefixTree:
+    """Finds the longest stored prefix of a prompt, to the token.
+
+    Args:
+        config: policy, place and age; its `place` is "device" or "host".
+        block_size: tokens in a block.
+        slots: blocks that the store on the host has room for; 0 with place "device".
+        now: seconds, for `max_age_s`.
+
+    Attributes:
+        saves: slot → block that is still to be copied there, before anything is written to the block again.
+        counts: tokens and requests by what became of them, see `LLM.stats`.
+    """
+
+    def __init__(
+        self,
+        config: PrefixCacheConfig,
+        block_size: int,
+        slots: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self.block_size, self.num_slots, self._now = config, block_size, slots, now
+        self._rank = POLICIES[config.policy]
+        self._to_host = config.place == "host"
+        self._clock = itertools.count(1)
+        self.counts: Counter[str] = Counter()
+        self.allocator: BlockAllocator | None = None  # set by the allocator that it is given to
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything; blocks that were kept are free."""
+        for node in list(getattr(self, "_of_block", {}).values()):
+            if not node.live and self.allocator is not None:
+                self.allocator.discard(node.block)
+        self._roots: dict[Hashable, Node] = {}
+        self._of_block: dict[int, Node] = {}
+        self._leaves: list[tuple[Any, int, Node]] = []  # a heap with outdated entries
+        self._fresh: list[Node] = []
+        self._protected: dict[Node, None] = {}
+        self._free_slots = list(range(self.num_slots))
+        self.saves: dict[int, int] = {}
+
+    @property
+    def num_kept(self) -> int:
+        """Counts nodes that no table holds."""
+        return sum(not node.live for node in self.nodes())
+
+    def nodes(self) -> Iterator[Node]:
+        """Returns all nodes, parents before their children."""
+        todo = [child for root in self._roots.values() for child in _children(root)]
+        while todo:
+            yield (node := todo.pop())
+            todo += _children(node)
+
+    # -- looking up --------------------------------------------------------------------------------------
+
+    def match(self, identity: Hashable, tokens: Sequence[int]) -> Match:
+        """Returns the longest stored prefix of these tokens; changes nothing but what is too old."""
+        node = self._roots.get(identity)
+        nodes: list[Node] = []
+        size, at = self.block_size, 0
+        while node is not None:
+            child, common = self._longest(node, tokens[at : at + size])
+            if child is None:
+                break
+            if common < size:
+                ready = None if child.fresh else child
+                return Match(nodes, ready, common if ready else 0, at + (common if ready else 0))
+            nodes.append(child)
+            node, at = child, at + size
+        return Match(nodes, None, 0, at)
+
+    def _longest(self, node: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:
+        """Returns the child that shares most first tokens, and how many; None where none shares any."""
+        best, most = None, 0
+        wanted = tuple(tokens)
+        for child in list(node.children.get(wanted[0], ())) if wanted else ():
+            if self._too_old(child):
+                self._drop(child)
+                continue
+            common = _common(child.tokens, wanted)
+            if common > most:
+                best, most = child, common
+        return best, most
+
+    def use(self, match: Match) -> None:
+        """Notes that a match has been taken."""
+        for node in match.path:
+            self._touch(node)
+            node.hits += 1
+            if self.config.policy == "slru":
+                self._protect(node)
+            self._offer(node)
+
+    def count(self, prompt: int, sources: Mapping[str, int], unasked: str | None, again: bool) -> None:
+        """Adds an admission to `counts`.
+
+        Args:
+            prompt: tokens of the prompt.
+            sources: tokens that were found, by where they were.
+            unasked: why it was not looked up; None: it was.
+            again: it had been preempted; what it finds then is no hit.
+        """
+        if again:
+            self.counts["readmitted_tokens"] += sum(sources.values())
+            return
+        self.counts["prompt_tokens"] += prompt
+        for source, tokens in sources.items():
+            self.counts[f"hit_tokens_{source}"] += tokens
+        if not sources:
+            self.counts[f"misses: {unasked or 'nothing stored'}"] += 1
+
+    # -- storing -----------------------------------------------------------------------------------------
+
+    def insert(
+        self, identity: Hashable, tokens: Sequence[int], blocks: Sequence[int], writer: Any, *, ended: bool
+    ) -> None:
+        """Remembers tokens whose keys and values are in these blocks of a table, or are about to be.
+
+        A kept node must not be above a live one, or its block would count as free and could not be taken.
+        So what others have computed meanwhile ends the path of a sequence that goes on, and blocks that
+        another table still holds that of one whose table is `ended` (and is released next).
+        """
+        assert self.allocator is not None
+        node = self._roots.setdefault(identity, Node(None, (), identity))
+        size = self.block_size
+        for at, block in zip(range(0, len(tokens), size), blocks, strict=False):
+            part = tuple(tokens[at : at + size])
+            child, common = self._longest(node, part)
+            if child is not None and child.block == block:
+                if len(part) > len(child.tokens):
+                    child.tokens = part
+                node = child
+                continue
+            if ended and self.allocator.refcount(block) > 1:
+                return
+            if child is not None and common == len(part):
+                if len(child.tokens) > common or (child.block is not None and not ended):
+                    return
+                if child.block is None:  # what is computed again can be shared as it is
+                    self.place(child, block)
+                node = child
+                continue
+            if child is not None and common == len(child.tokens) and not child.live:
+                self._drop(child)  # this one goes on where that one ends
+            node = self._add(node, part, writer, fresh=not ended)
+            self.place(node, block)
+
+    def _add(self, parent: Node, tokens: tuple[int, ...], writer: Any, *, fresh: bool) -> Node:
+        node = Node(parent, tokens, writer)
+        parent.children.setdefault(tokens[0], []).append(node)
+        self._touch(node)
+        node.born, node.fresh = node.used, fresh
+        if fresh:
+            self._fresh.append(node)
+        return node
+
+    def place(self, node: Node, block: int) -> None:
+        """Says that a table has the node in this block of its own."""
+        node.block, node.live = block, True
+        self._of_block[block] = node
+
+    def settle(self) -> None:
+        """Says that all blocks inserted so far belong to steps before the one to be scheduled."""
+        for node in self._fresh:
+            node.fresh = False
+        self._fresh = []
+
+    def pin(self, identity: Hashable, tokens: Sequence[int]) -> int:
+        """Has the stored blocks of a prefix given up last; returns how many of the tokens they hold."""
+        match = self.match(identity, tokens)
+        for node in match.path:
+            node.pinned = True
+            self._offer(node)
+        return match.tokens
+
+    # -- the allocator's side ----------------------------------------------------------------------------
+
+    def hold(self, block: int) -> None:
+        """Says that a table holds a kept block again."""
+        self._of_block[block].live = True
+
+    def let_go(self, block: int) -> bool:
+        """Says that no table holds a block any more; returns whether it is kept where it is."""
+        node = self._of_block.get(block)
+        if node is None:
+            return False
+        node.live = False
+        if not self._to_host:
+            self._offer(node)
+            return True
+        del self._of_block[block]
+        node.block = None
+        if node.slot is None:
+            node.slot = self._free_slot()
+            if node.slot is None:
+                self._remove(node)
+                return False
+            self.saves[node.slot] = block
+        self._offer(node)
+        return False
+
+    def evict(self) -> int:
+        """Forgets the leaf that the policy gives up first, and returns its block, which was kept."""
+        node = self._first_leaf(pinned=True)
+        assert node is not None and node.block is not None, "no block is kept"
+        self._remove(node)
+        return node.block
+
+    def take_saves(self) -> list[tuple[int, int]]:
+        """Returns the (block, slot) that are still to be copied to the store; they count as copied."""
+        saves, self.saves = self.saves, {}
+        return [(block, slot) for slot, block in saves.items()]
+
+    # -- giving up ---------------------------------------------------------------------------------------
+
+    def _free_slot(self) -> int | None:
+        """Returns a free slot of the store, taken from a leaf if need be; None where all are pinned."""
+        if not self._free_slots and (node := self._first_leaf(pinned=False)) is not None:
+            self._remove(node)
+        return self._free_slots.pop() if self._free_slots else None
+
+    def _first_leaf(self, pinned: bool) -> Node | None:
+        """Returns the kept leaf that goes first; pinned ones go last, or not at all."""
+        while self._leaves:
+            (is_pinned, *_), stamp, node = self._leaves[0]
+            if stamp == node.stamp and not node.live and not node.children:
+                return node if pinned or not is_pinned else None
+            heapq.heappop(self._leaves)
+        return None
+
+    def _offer(self, node: Node) -> None:
+        """Puts a node where it may be given up, if it may; its older entries no longer count."""
+        node.stamp = next(self._clock)
+        if not node.live and not node.children and node.parent is not None:
+            key = (node.pinned, *self._rank(node))
+            heapq.heappush(self._leaves, (key, node.stamp, node))
+
+    def _touch(self, node: Node) -> None:
+        node.used, node.used_at = next(self._clock), self._now()
+
+    def _protect(self, node: Node) -> None:
+        """Protects a node that was hit, and no longer the one whose hit is the longest ago."""
+        node.protected = True
+        self._protected.pop(node, None)
+        self._protected[node] = None
+        room = self.num_slots or (self.allocator.num_blocks if self.allocator else 1)
+        if len(self._protected) > PROTECTED_SHARE * room:
+            oldest = next(iter(self._protected))
+            del self._protected[oldest]
+            oldest.protected = False
+            self._offer(oldest)
+
+    def _too_old(self, node: Node) -> bool:
+        age = self.config.max_age_s
+        return age is not None and not node.live and not node.pinned and self._now() - node.used_at > age
+
+    def _drop(self, node: Node) -> None:
+        """Forgets a kept node and all under it, and frees what they are in."""
+        for child in list(_children(node)):
+            self._drop(child)
+        self._remove(node)
+        if node.block is not None:
+            assert self.allocator is not None
+            self.allocator.discard(node.block)
+
+    def _remove(self, node: Node) -> None:
+        """Takes a leaf out of the tree; its slot is free, its block its finder's."""
+        parent = node.parent
+        assert parent is not None and not node.children and not node.live
+        siblings = parent.children[node.tokens[0]]
+        siblings.remove(node)
+        if not siblings:
+            del parent.children[node.tokens[0]]
+        node.parent = None
+        self._protected.pop(node, None)
+        if node.block is not None:
+            del self._of_block[node.block]
+        if node.slot is not None:
+            self.saves.pop(node.slot, None)
+            self._free_slots.append(node.slot)
+        if parent.parent is not None:
+            self._offer(parent)
+        elif not parent.children:
+            del self._roots[parent.writer]
+
+    def check_integrity(self, live: set[int]) -> set[int]:
+        """Checks the tree against the blocks that tables hold; returns the blocks that are kept.
+
+        Raises:
+            AssertionError: says what is wrong.
+        """
+        kept, slots = set(), list(self._free_slots)
+        leaves = {id(node) for _, stamp, node in self._leaves if stamp == node.stamp}
+        for node in self.nodes():
+            parent = node.parent
+            if parent is None or node not in parent.children[node.tokens[0]]:
+                raise AssertionError("a node is not its parent's")
+            if node.children and len(node.tokens) != self.block_size:
+                raise AssertionError("a node with children is not full")
+            if node.live and parent.parent is not None and not parent.live:
+                raise AssertionError("a live node's parent is not live")
+            if node.live != (node.block in live) or (node.block is None and node.slot is None):
+                raise AssertionError(f"block {node.block} of a node that is {'' if node.live else 'not '}live")
+            if node.block is not None:
+                if self._of_block.get(node.block) is not node:
+                    raise AssertionError(f"block {node.block} is in two nodes")
+                if not node.live:
+                    kept.add(node.block)
+            if node.slot is not None:
+                slots.append(node.slot)
+            if not node.live and not node.children and id(node) not in leaves:
+                raise AssertionError("a leaf cannot be given up")
+        if len(self._of_block) != sum(node.block is not None for node in self.nodes()):
+            raise AssertionError("a block belongs to a node that is not in the tree")
+        if sorted(slots) != list(range(self.num_slots)):
+            raise AssertionError(f"slots {sorted(slots)} are not each of 0..{self.num_slots - 1} once")
+        return kept
+
+
+class HashedBlocks(PrefixTree):
+    """The plain twin: finds whole blocks only, each by the hash of all tokens up to its end, as vLLM does. It
+    never finds more than the tree."""
+
+    def clear(self) -> None:
+        super().clear()
+        self._by_hash: dict[int, Node] = {}
+        self._hash_of: dict[Node, int] = {}
+
+    def match(self, identity: Hashable, tokens: Sequence[int]) -> Match:
+        nodes: list[Node] = []
+        for chain, part in self._chain(identity, tokens):
+            node = self._by_hash.get(chain)
+            # Two prefixes may have one hash.
+            if node is None or node.tokens != part or (nodes and node.parent is not nodes[-1]):
+                break
+            if self._too_old(node):
+                self._drop(node)
+                break
+            nodes.append(node)
+        return Match(nodes, None, 0, len(nodes) * self.block_size)
+
+    def insert(
+        self, identity: Hashable, tokens: Sequence[int], blocks: Sequence[int], writer: Any, *, ended: bool
+    ) -> None:
+        whole = tokens[: len(tokens) // self.block_size * self.block_size]
+        super().insert(identity, whole, blocks, writer, ended=ended)
+        node = self._roots[identity]
+        for chain, part in self._chain(identity, whole):
+            child = next((c for c in node.children.get(part[0], ()) if c.tokens == part), None)
+            if child is None:
+                break
+            self._by_hash[chain], self._hash_of[child], node = child, chain, child
+
+    def _chain(self, identity: Hashable, tokens: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yields each whole block's hash, which all before it are in, and its tokens."""
+        chain = hash(identity)
+        for at in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            part = tuple(tokens[at : at + self.block_size])
+            chain = hash((chain, part))
+            yield chain, part
+
+    def _remove(self, node: Node) -> None:
+        super()._remove(node)
+        chain = self._hash_of.pop(node, None)
+        if chain is not None and self._by_hash[chain] is node:
+            del self._by_hash[chain]
+
+
+def make_prefixes(config: PrefixCacheConfig, block_size: int, slots: int = 0) -> PrefixTree:
+    """Returns the memory of prefixes that a configuration asks for."""
+    kind = PrefixTree if config.match == "tokens" else HashedBlocks
+    return kind(config, block_size, slots)
+
+
+def _children(node: Node) -> Iterator[Node]:
+    return itertools.chain.from_iterable(node.children.values())
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Counts the first tokens that are equal."""
+    if a == b:
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
