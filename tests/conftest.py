@@ -123,8 +123,16 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+# Those that measure most: a minute of processor time and more, with what the others have and few lines of their own.
+SLOW_NOTEBOOKS = ("04_quantization_pareto.ipynb", "06_comparing_runs.ipynb")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of what ships, `optimized`, run under `--as-shipped` and nowhere else."""
+    for item in items:
+        if item.path.name in SLOW_NOTEBOOKS:
+            item.add_marker(pytest.mark.slow)
     shipped = bool(config.getoption("as_shipped"))
     other = [item for item in items if (item.get_closest_marker("optimized") is not None) != shipped]
     if other:

@@ -1,7 +1,5 @@
 """Whole models against Hugging Face transformers: logits, routing and greedy tokens (invariant 1)."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,7 @@ from moejax.checkpoint.hf import load_pretrained
 from moejax.core.config import MoeConfig, RouterConfig
 from moejax.nn.param import num_params
 from tests.decoding import cached_logits, forward, prefill_and_greedy
-from tests.examples import in_turns
+from tests.examples import in_turns, slow_but
 from tests.numerics import assert_close, relative_l2
 from tests.oracle import hf
 from tests.oracle.cases import CASES, DENSE
@@ -22,8 +20,8 @@ from tests.oracle.cases import CASES, DENSE
 pytestmark = pytest.mark.oracle
 
 NAMES = [case.name for case in CASES]
-OLDEST = [case.name for case in CASES if case.family in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")]
 ROUTED = [case.name for case in CASES if case.family not in DENSE]
+ONE_BY_ONE = [name for name in NAMES if "dynamic" not in name]
 # The limit on each logit, and a stricter bound on the whole: two layers in float32 measure at most 2e-6.
 LOGITS_LIMIT, L2_LIMIT = 1e-4, 1e-5
 STEPS = 32
@@ -47,10 +45,7 @@ def check_logits(ours, theirs):
     assert relative_l2(ours, theirs) <= L2_LIMIT
 
 
-@pytest.mark.parametrize(("name", "execution"), [
-    *itertools.product(OLDEST, EXECUTIONS),
-    *in_turns([(name,) for name in NAMES if name not in OLDEST], [*EXECUTIONS]),
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "execution"), in_turns([(name,) for name in NAMES], [*EXECUTIONS]))
 def test_logits(pair, name, execution):
     if name not in ROUTED and execution != "grouped":
         pytest.skip("no experts to execute")
@@ -66,7 +61,7 @@ def test_logits(pair, name, execution):
             assert int(trace.counts.sum()) == tokens.size * model.config.num_experts_per_tok
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES[::2], NAMES))
 def test_greedy_tokens(pair, name):
     both = pair(name)
     prompts = hf.random_tokens(96, 3, 20, seed=11)
@@ -87,7 +82,7 @@ def test_greedy_tokens_while_dynamic_rope_grows(pair, name):
     np.testing.assert_array_equal(chosen, hf.greedy(both.theirs, prompts, STEPS))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "dynamic" not in n])
+@pytest.mark.parametrize("name", slow_but(ONE_BY_ONE[1::2], ONE_BY_ONE))
 def test_decode_one_by_one(pair, name):
     """Prefill of 7, then single tokens, gives the logits of transformers' whole forward pass.
 
