@@ -123,7 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-# Those that measure most: a minute of processor time and more, with what the others have and few lines of their own.
+# The two that compute most.
 SLOW_NOTEBOOKS = ("04_quantization_pareto.ipynb", "06_comparing_runs.ipynb")
 
 

@@ -79,6 +79,10 @@ class Match(NamedTuple):
         """Counts blocks that count as free and cannot be taken by who is to share or copy them."""
         return sum(node.block is not None and not node.live for node in self.path)
 
+    def whole(self) -> "Match":
+        """Returns the whole blocks alone."""
+        return Match(self.nodes, None, 0, self.tokens - self.extra)
+
 
 NOTHING = Match([], None, 0, 0)
 
@@ -216,32 +220,39 @@ class PrefixTree:
         another table still holds that of one whose table is `ended` (and is released next).
         """
         assert self.allocator is not None
-        node = self._roots.setdefault(identity, Node(None, (), identity))
+        node = self._roots.get(identity) or Node(None, (), identity)
         size = self.block_size
         for at, block in zip(range(0, len(tokens), size), blocks, strict=False):
             part = tuple(tokens[at : at + size])
             child, common = self._longest(node, part)
-            if child is not None and child.block == block:
-                if len(part) > len(child.tokens):
-                    child.tokens = part
-                node = child
+            own, known = self._of_block.get(block), child is not None and common == len(part)
+            if own is not None and (own is child or not known):
+                if len(part) > len(own.tokens):
+                    own.tokens = part
+                    self._free_its_slot(own)  # what is stored there ends before
+                node = own
                 continue
             if ended and self.allocator.refcount(block) > 1:
                 return
-            if child is not None and common == len(part):
-                if len(child.tokens) > common or (child.block is not None and not ended):
+            if child is not None and known:
+                if len(child.tokens) > common:
                     return
-                if child.block is None:  # what is computed again can be shared as it is
+                if child.block is None and own is None:  # what is computed again can be shared as it is
                     self.place(child, block)
+                elif not ended:
+                    return
                 node = child
                 continue
-            if child is not None and common == len(child.tokens) and not child.live:
-                self._drop(child)  # this one goes on where that one ends
-            node = self._add(node, part, writer, fresh=not ended)
+            before, node = child, self._add(node, part, writer, fresh=not ended)
             self.place(node, block)
+            if before is not None and common == len(before.tokens) and not before.live:
+                node.pinned = before.pinned  # this one goes on where that one ends
+                self._drop(before)
 
     def _add(self, parent: Node, tokens: tuple[int, ...], writer: Any, *, fresh: bool) -> Node:
         node = Node(parent, tokens, writer)
+        if parent.parent is None:
+            self._roots[parent.writer] = parent
         parent.children.setdefault(tokens[0], []).append(node)
         self._touch(node)
         node.born, node.fresh = node.used, fresh
@@ -366,17 +377,22 @@ class PrefixTree:
         siblings.remove(node)
         if not siblings:
             del parent.children[node.tokens[0]]
-        node.parent = None
+        node.parent, node.stamp = None, 0
         self._protected.pop(node, None)
         if node.block is not None:
             del self._of_block[node.block]
-        if node.slot is not None:
-            self.saves.pop(node.slot, None)
-            self._free_slots.append(node.slot)
+        self._free_its_slot(node)
         if parent.parent is not None:
             self._offer(parent)
         elif not parent.children:
             del self._roots[parent.writer]
+
+    def _free_its_slot(self, node: Node) -> None:
+        """Frees a node's slot. What is still to be saved there is saved all the same: the step that is being
+        scheduled may load it."""
+        if node.slot is not None:
+            self._free_slots.append(node.slot)
+            node.slot = None
 
     def check_integrity(self, live: set[int]) -> set[int]:
         """Checks the tree against the blocks that tables hold; returns the blocks that are kept.
@@ -395,7 +411,9 @@ class PrefixTree:
             if node.live and parent.parent is not None and not parent.live:
                 raise AssertionError("a live node's parent is not live")
             if node.live != (node.block in live) or (node.block is None and node.slot is None):
-                raise AssertionError(f"block {node.block} of a node that is {'' if node.live else 'not '}live")
+                raise AssertionError(
+                    f"block {node.block} of a node that is {'' if node.live else 'not '}live"
+                )
             if node.block is not None:
                 if self._of_block.get(node.block) is not node:
                     raise AssertionError(f"block {node.block} is in two nodes")
@@ -439,7 +457,7 @@ class HashedBlocks(PrefixTree):
     ) -> None:
         whole = tokens[: len(tokens) // self.block_size * self.block_size]
         super().insert(identity, whole, blocks, writer, ended=ended)
-        node = self._roots[identity]
+        node = self._roots.get(identity, Node(None, ()))
         for chain, part in self._chain(identity, whole):
             child = next((c for c in node.children.get(part[0], ()) if c.tokens == part), None)
             if child is None:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from moejax.cache.allocator import BlockAllocator
+from moejax.cache.prefix import PrefixTree, make_prefixes
+from moejax.core.config import PrefixCacheConfig
 from moejax.engine.requests.api import SamplingParams
-from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.scheduler import Policy, Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
@@ -54,6 +56,8 @@ class Ask:
     score: bool = False
     first: int = 0
     seed: int = 0
+    salt: int | None = 0
+    looked_up: bool = True
 
     def sequence(self, order: int) -> Sequence:
         """The first sample; its forks are the others."""
@@ -69,6 +73,8 @@ class Ask:
                 seed=self.seed + index,
                 stop_ids=range(self.stop_below),
                 score=self.score,
+                identity=self.salt,
+                not_looked_up=None if self.looked_up and not self.score else "a test's",
             )
             for index in range(self.n)
         ]
@@ -87,6 +93,8 @@ class Limits:
     overlap: bool = False
     static: bool = False
     policy: type[Policy] | None = None
+    prefixes: PrefixCacheConfig | None = None
+    slots: int = 0
     fail_at: frozenset[int] = frozenset()
 
 
@@ -112,7 +120,7 @@ class HostEngine:
 
     Args:
         limits: its configuration.
-        scheduler, allocator: other classes than the real ones, to see that a defect is found.
+        scheduler, allocator, prefixes: other classes than the real ones, to see that a defect is found.
         events: what happened is counted here.
     """
 
@@ -121,11 +129,13 @@ class HostEngine:
         limits: Limits | None = None,
         scheduler: type[Scheduler] | None = None,
         allocator: type[BlockAllocator] = BlockAllocator,
+        prefixes: Callable[..., PrefixTree] = make_prefixes,
         events: Counter[str] | None = None,
     ) -> None:
         self.limits = limits = limits or Limits()
         scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
-        self.allocator = allocator(limits.num_blocks, limits.block_size)
+        self.prefixes = limits.prefixes and prefixes(limits.prefixes, limits.block_size, limits.slots)
+        self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes)
         policy = limits.policy() if limits.policy else None
         self.scheduler = scheduler(self.allocator, limits.max_num_seqs, limits.max_num_batched_tokens, policy)
         self.runner = FakeRunner(limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at)
@@ -133,6 +143,7 @@ class HostEngine:
         self.groups: list[Group] = []
         self.in_flight: tuple[StepPlan, object] | None = None
         self.unreported = 0
+        self.hit_tokens = 0
         self._orders = 0
         self._stored: dict[int, int] = {}  # order → positions computed without a gap
         self._scored: set[int] = set()
@@ -180,6 +191,9 @@ class HostEngine:
             self._postprocess(*launched)
         elif not plan and not self.scheduler.idle:
             raise AssertionError("nothing to compute, nothing in flight, and yet sequences are left")
+        if self.scheduler.idle and (saves := self.scheduler.save_only()) is not None:
+            self.runner.save(saves)
+            self.events["saves when idle"] += len(saves.saves)
         self.scheduler.check_integrity()
         return plan
 
@@ -212,6 +226,10 @@ class HostEngine:
         self.check_outputs()
         if self.allocator.num_free != self.limits.num_blocks:
             raise AssertionError(f"{self.allocator.num_used} blocks leaked")
+        if self.prefixes is not None:
+            counts = self.prefixes.counts
+            counted = sum(tokens for name, tokens in counts.items() if name.startswith("hit_tokens"))
+            assert counted == self.hit_tokens, "hits are not counted"
         return steps
 
     def check_outputs(self) -> None:
@@ -267,17 +285,24 @@ class HostEngine:
         for sequence, position in zip(decodes, plan.positions, strict=False):
             self._advance(sequence, position, 1)
             assert allocator.refcount(sequence.blocks[position // size]) == 1, "writes a shared block"
-        for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+        for index, (chunk, forks) in enumerate(zip(plan.chunks, plan.forks, strict=True)):
+            if chunk.first:
+                self._found(chunk)
             self._advance(chunk.sequence, chunk.start, chunk.count)
             assert len(chunk.sequence.blocks) >= allocator.blocks_for(
                 chunk.sequence.length - chunk.sequence.pending
             )
             end = chunk.start + chunk.count
             for block in chunk.sequence.blocks[chunk.start // size : allocator.blocks_for(end)]:
-                assert allocator.refcount(block) == 1 + len(forks), "writes a shared block"
+                # Whole blocks may be read by what was admitted after it, in the same step.
+                later = zip(plan.chunks[index + 1 :], plan.forks[index + 1 :], strict=True)
+                readers = [1 + len(f) for c, f in later if block in c.sequence.blocks[: c.start // size]]
+                assert allocator.refcount(block) == 1 + len(forks) + sum(readers), "writes a shared block"
+                self.events["blocks shared in the step that writes them"] += len(readers)
             for fork in forks:
                 self._stored[fork.order] = end
         self._check_copies(plan)
+        self._check_transport(plan)
         holders = [s for group in self.groups for s in group.samples if s.blocks]
         stored = {(s.blocks[p // size], p % size) for s in holders for p in range(s.computed)}
         assert self.scheduler.stored_tokens() == len(stored)
@@ -309,12 +334,42 @@ class HostEngine:
             s.blocks[p // self.allocator.block_size]
             for s, p in zip(plan.decodes, plan.positions, strict=True)
         }
+        # Or it is the first one of which a prompt computes only the rest.
+        begun = {c.sequence.blocks[c.start // self.allocator.block_size] for c in plan.chunks if c.first}
         for index, (source, destination) in enumerate(plan.copies):
-            assert source != destination and destination in own
-            assert self.allocator.refcount(destination) == 1
+            assert source != destination and destination in own | begun
+            assert self.allocator.refcount(destination) == 1 or destination in begun
             assert destination not in sources[index:], "copies from a block that was just written"
             self.events["copies over a copied block"] += destination in sources[:index]
         self.events["copies"] += len(plan.copies)
+
+    def _check_transport(self, plan: StepPlan) -> None:
+        """Each load goes to another block that was free; nothing is loaded that a save is to overwrite."""
+        assert self.prefixes is not None or not (plan.saves or plan.loads)
+        blocks = [block for _, block in plan.loads]
+        assert len(set(blocks)) == len(blocks) and not {block for _, block in plan.copies} & set(blocks)
+        slots = [slot for _, slot in plan.saves]
+        assert len(set(slots)) == len(slots) <= self.limits.slots
+        self.events["saves"] += len(slots)
+        self.events["loads"] += len(blocks)
+
+    def _found(self, chunk: Chunk) -> None:
+        """A prompt starts where what others have computed ends."""
+        sequence = chunk.sequence
+        assert chunk.start == sequence.cached == sum(count for _, count in chunk.found)
+        if not chunk.start:
+            return
+        assert self.prefixes is not None and sequence.not_looked_up is None
+        at = 0
+        for writer, count in chunk.found:
+            assert writer.identity == sequence.identity is not None
+            assert writer.tokens[at : at + count] == sequence.tokens[at : at + count]
+            at += count
+        self._stored[sequence.order] = chunk.start
+        again = sequence.preemptions > 0
+        self.events["readmission hits" if again else "hits"] += 1
+        self.hit_tokens += 0 if again else chunk.start
+        self.events["hits within a block"] += chunk.start % self.allocator.block_size > 0
 
     def _advance(self, sequence: Sequence, start: int, count: int) -> None:
         """Positions are computed one after another, from 0 again only after a preemption."""

@@ -18,6 +18,8 @@ from hypothesis.stateful import (
 )
 
 from moejax.cache.allocator import BlockAllocator
+from moejax.cache.prefix import POLICIES, PrefixTree, make_prefixes
+from moejax.core.config import PrefixCacheConfig
 from moejax.core.errors import RequestError
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
@@ -26,7 +28,17 @@ from moejax.engine.scheduling.static import StaticScheduler
 from tests.engine.host_engine import Ask, HostEngine, Limits, ShortestFirst
 from tests.examples import slow_but
 
+CACHE_EVENTS = (
+    "blocks shared in the step that writes them",
+    "hits",
+    "hits within a block",
+    "loads",
+    "readmission hits",
+    "saves",
+    "saves when idle",
+)
 EVENTS = (
+    *CACHE_EVENTS,
     "abort in flight",
     "abort mid-prompt",
     "abort preempted",
@@ -59,6 +71,8 @@ def asks(**fixed: st.SearchStrategy) -> st.SearchStrategy[Ask]:
         "stop_below": st.sampled_from((0, 0, 40, 300)),
         "first": st.integers(0, 2),
         "seed": st.integers(0, 1),
+        "salt": st.sampled_from((0, 0, 0, 1, None)),
+        "looked_up": st.sampled_from((True, True, True, False)),
     }
     return st.builds(Ask, **(shape | fixed))
 
@@ -69,6 +83,15 @@ kinds = st.one_of(
     asks(prompt_len=st.integers(12, LONGEST_PROMPT), n=st.integers(2, 3)),
     asks(),
     asks(score=st.just(True), n=st.just(1), stop_below=st.just(0)),
+)
+
+
+caches = st.builds(
+    PrefixCacheConfig,
+    enabled=st.just(True),
+    policy=st.sampled_from(tuple(POLICIES)),
+    match=st.sampled_from(("tokens", "tokens", "blocks")),
+    place=st.sampled_from(("device", "host")),
 )
 
 
@@ -87,8 +110,10 @@ def limits(draw: st.DrawFn) -> Limits:
         max_num_seqs=seqs,
         max_num_batched_tokens=seqs + draw(st.one_of(st.integers(0, 3), st.integers(0, 20))),
         overlap=draw(st.booleans()),
-        static=draw(st.sampled_from((False, False, False, True))),
+        static=(static := draw(st.sampled_from((False, False, False, True)))),
         policy=draw(st.sampled_from((None, None, ShortestFirst))),
+        prefixes=None if static else draw(st.one_of(st.none(), caches, caches, caches)),
+        slots=draw(st.sampled_from((1, 3, 20, 200))),
         fail_at=frozenset(draw(st.lists(st.integers(0, 200), max_size=2))),
     )
 
@@ -99,10 +124,12 @@ class Machine(RuleBasedStateMachine):
     events: ClassVar[Counter[str]] = Counter()
     scheduler: tuple[type[Scheduler], type[Scheduler]] = (Scheduler, StaticScheduler)
     allocator: type[BlockAllocator] = BlockAllocator
+    prefixes: ClassVar[Any] = staticmethod(make_prefixes)
 
     @initialize(limits=limits())
     def start(self, limits: Limits) -> None:
-        self.engine = HostEngine(limits, self.scheduler[limits.static], self.allocator, self.events)
+        kinds = self.scheduler[limits.static], self.allocator, self.prefixes
+        self.engine = HostEngine(limits, *kinds, self.events)
 
     @rule(batch=st.lists(kinds, min_size=1, max_size=6))
     def arrive(self, batch: list[Ask]) -> None:

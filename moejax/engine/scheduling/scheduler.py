@@ -349,12 +349,11 @@ class Scheduler:
         if sequence.pending or sequence.samples > self._open_slots:
             return None
         match = self.match(sequence)
-        need = self.allocator.blocks_for(sequence.length) - match.in_pool
-        free = self.allocator.num_free - match.kept_in_pool
-        if need > free:
+        short = self._blocks_short(sequence, match)
+        if short > 0:
             return None
         reserve = self.watermark + len(sequence.forks) if self.running else 0
-        if need + reserve <= free:
+        if short + reserve <= 0:
             return sequence
         # No reserve is needed where all have room to end without anyone's going.
         most = sum(self._whole(s) * s.samples for s in (*self.running, sequence))
@@ -369,7 +368,9 @@ class Scheduler:
         """Finds what is computed of a sequence's tokens. The last one is left: what it samples is not kept."""
         if self.prefixes is None or sequence.identity is None or sequence.not_looked_up is not None:
             return NOTHING
-        return self.prefixes.match(sequence.identity, sequence.tokens[:-1])
+        match = self.prefixes.match(sequence.identity, sequence.tokens[:-1])
+        # A block to be copied cannot be taken meanwhile; where all are needed, it is not copied.
+        return match if self._blocks_short(sequence, match) <= 0 else match.whole()
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> list[Found]:
         """Moves the head of the queue to running, with blocks for all the tokens it has. Returns what is
@@ -381,9 +382,19 @@ class Scheduler:
         self._run(sequence)
         return found
 
+    def _blocks_short(self, sequence: Sequence, match: Match) -> int:
+        """Counts blocks that are not free and that it needs for the tokens it has."""
+        need = self.allocator.blocks_for(sequence.length) - match.in_pool
+        return need - (self.allocator.num_free - match.kept_in_pool)
+
     def _reuse(self, sequence: Sequence, plan: StepPlan) -> list[Found]:
         """Gives a sequence the blocks of what is computed of it: shared, loaded, or copied."""
-        allocator, prefixes, blocks, match = self.allocator, self.prefixes, sequence.blocks, self.match(sequence)
+        allocator, prefixes, blocks, match = (
+            self.allocator,
+            self.prefixes,
+            sequence.blocks,
+            self.match(sequence),
+        )
         assert prefixes is not None
         held = [node.block for node in match.path if node.block is not None]
         for block in held:
