@@ -66,6 +66,17 @@ class BlockPool:
     def put(self, pages: Pages) -> None:
         self._segments[: len(pages)] = pages
 
+    def take_segment(self, z: int) -> tuple[Segment, ...]:
+        """Returns segment z of all layers; `put_segment` must follow if it is donated."""
+        return self.take(z + 1)[z]
+
+    def put_segment(self, z: int, segment: tuple[Segment, ...]) -> None:
+        self._segments[z] = segment
+
+    def blocks(self, count: int) -> tuple[Segment, ...]:
+        """Returns the shapes and dtypes of `count` blocks of all layers, as a segment has them."""
+        return self._make(count, self._place.struct)
+
     def shapes(self, count: int) -> Any:
         """Returns the shapes and dtypes of `take(count)`; makes nothing."""
         return tuple(self._make(size, self._place.struct) for size in self.layout.sizes[:count])

@@ -138,6 +138,19 @@ class PrefixTree:
         self._free_slots = list(range(self.num_slots))
         self.saves: dict[int, int] = {}
 
+    def forget(self) -> None:
+        """Forgets all that no table holds."""
+        for root in list(self._roots.values()):
+            for child in list(_children(root)):
+                self._forget_kept(child)
+
+    def _forget_kept(self, node: Node) -> None:
+        for child in list(_children(node)):
+            self._forget_kept(child)
+        node.pinned = False
+        if not node.live and not node.children:
+            self._drop(node)
+
     @property
     def num_kept(self) -> int:
         """Counts nodes that no table holds."""
@@ -483,6 +496,21 @@ def make_prefixes(config: PrefixCacheConfig, block_size: int, slots: int = 0) ->
     """Returns the memory of prefixes that a configuration asks for."""
     kind = PrefixTree if config.match == "tokens" else HashedBlocks
     return kind(config, block_size, slots)
+
+
+def prefix_stats(caches: Sequence[PrefixTree]) -> dict[str, Any]:
+    """Returns what `LLM.stats` tells of prefix caches: tokens found of all prompts' tokens, by where they were;
+    requests that found nothing, by reason; blocks kept. Empty where there are none."""
+    if not caches:
+        return {}
+    counts = sum((cache.counts for cache in caches), Counter[str]())
+    hits = sum(tokens for name, tokens in counts.items() if name.startswith("hit_tokens"))
+    prompts = counts["prompt_tokens"]
+    return {
+        "prefix_hit_rate": hits / prompts if prompts else 0.0,
+        "prefix_blocks_kept": sum(cache.num_kept for cache in caches),
+        "prefix_tokens": dict(sorted(counts.items())),
+    }
 
 
 def _children(node: Node) -> Iterator[Node]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from moejax.cache.prefix import prefix_stats
 from moejax.core.errors import StepError
 from moejax.core.words import one_line
 from moejax.engine.requests.output import StreamChunk
@@ -69,8 +70,8 @@ class Engine:
         self._aborted: list[RequestState] = []  # during a turn
         self._last_time = time.perf_counter()
 
-    def add(self, requests: Iterable[RequestState]) -> None:
-        """Queues requests, all or none.
+    def add(self, requests: Iterable[RequestState], group: int | None = None) -> None:
+        """Queues requests, all or none; in a data-parallel group if that is said.
 
         Raises:
             RequestError: one of them could never run.
@@ -82,7 +83,7 @@ class Engine:
                     self.scheduler.check_fits(root)
             for request in requests:
                 for root in request.roots:
-                    self.scheduler.add(root)
+                    self.scheduler.add(root, group)
 
     def abort(self, request: RequestState) -> None:
         """Ends a request with what it has; nothing happens to one that has ended."""
@@ -98,14 +99,14 @@ class Engine:
                 # Nobody else would come to collect the last step, and its time would run on meanwhile.
                 self.step()
 
-    def run(self, requests: Items[RequestState]) -> None:
-        """Queues requests and steps until all have ended.
+    def run(self, requests: Items[RequestState], group: int | None = None) -> None:
+        """Queues requests, as `add` does, and steps until all have ended.
 
         Raises:
             RequestError: one of them could never run; then none is queued.
             StepError: one of them failed.
         """
-        self.add(requests)
+        self.add(requests, group)
         try:
             self.run_until(lambda: all(request.finished for request in requests))
         finally:
@@ -149,6 +150,7 @@ class Engine:
             "num_blocks": blocks.num_blocks,
             "block_size": blocks.block_size,
             "cache_use": blocks.num_used / blocks.num_blocks,
+            **prefix_stats(scheduler.prefix_caches),
         }
 
     def run_until(self, done: Callable[[], bool]) -> None:

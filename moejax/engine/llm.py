@@ -22,7 +22,7 @@ from moejax.engine.opening.resolve import ResolvedEngine, resolve
 from moejax.engine.opening.start import make_scheduler, start
 from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import RequestOutput, SamplingParams
-from moejax.engine.requests.builder import RequestBuilder
+from moejax.engine.requests.builder import SHARED, RequestBuilder
 from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
@@ -282,6 +282,35 @@ class LLM:
         """Starts the sums afresh."""
         with self.engine.lock:
             self.engine.stats = type(self.engine.stats)()
+            for prefixes in self.engine.scheduler.prefix_caches:
+                prefixes.counts.clear()
+
+    def cache_prefix(self, prompt: Prompt) -> int:
+        """Computes a prompt and pins it: of all that the prefix cache remembers it is given up last.
+
+        Returns:
+            How many of its tokens are pinned, in every data-parallel group.
+
+        Raises:
+            ConfigError: the engine was built without `engine.prefix_cache.enabled`.
+            RequestError, StepError: as for `generate`.
+        """
+        caches = self.engine.scheduler.prefix_caches
+        if not caches:
+            raise ConfigError("no prefix is cached; set engine.prefix_cache.enabled=true")
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        pinned = []
+        for group, prefixes in enumerate(caches):
+            request = self.builder.to_generate([prompt], params)[0]
+            self.engine.run([request], group)
+            pinned.append(prefixes.pin(SHARED, request.output.prompt_token_ids))
+        return min(pinned)
+
+    def clear_prefix_cache(self) -> None:
+        """Forgets all prefixes that no running request uses, pinned ones too."""
+        with self.engine.lock:
+            for prefixes in self.engine.scheduler.prefix_caches:
+                prefixes.forget()
 
     def warmup(
         self,

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from moejax.cache.allocator import BlockAllocator
-from moejax.cache.prefix import POLICIES, PrefixTree, make_prefixes
+from moejax.cache.prefix import POLICIES, make_prefixes
 from moejax.core.config import PrefixCacheConfig
 from moejax.core.errors import RequestError
 from moejax.engine.scheduling.plan import StepPlan

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from moejax.checkpoint.directory import load_config, read_json, resolve_model_dir, stored_quantization
-from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig
+from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig, PrefixCacheConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.files import cache_root
 from moejax.core.parallel import ParallelConfig, check_parallel
@@ -59,6 +59,7 @@ class ResolvedEngine:
         kv_cache: dtype that keys and values are stored in.
         quantization: what becomes of each weight.
         policy: who goes first.
+        prefix_cache: as asked for, its place decided.
         max_model_len: tokens of the longest sequence, prompt and output together.
         microbatches: the most that a step is cut into.
         replay: the routing that steps are told; None: routers choose.
@@ -82,6 +83,7 @@ class ResolvedEngine:
     kv_cache: Resolution
     quantization: QuantizationPlan
     policy: Policy
+    prefix_cache: PrefixCacheConfig
     max_model_len: int
     microbatches: int
     replay: RoutingReplay | None
@@ -99,7 +101,7 @@ class ResolvedEngine:
             raise ConfigError(
                 "a variant shares its weights, and so engine.moe and engine.kernels; build another LLM"
             )
-        limits = _engine_limits(engine, self.parallel, self.config)
+        limits = _engine_limits(engine, self.parallel, self.config, self.kernels)
         return dataclasses.replace(self, engine=engine, policy=make_policy(engine.policy), **limits)
 
 
@@ -147,7 +149,8 @@ def resolve(
         layout = layout._replace(value=moe.expert_layout, reason="see engine.autotune")
     if product.value == "pallas_triton":
         moe = dataclasses.replace(moe, grouped_matmul=product.value)
-    limits = _engine_limits(engine, parallel, config)
+    limits = _engine_limits(engine, parallel, config, kernels.value)
+    remembered = limits["prefix_cache"]
     places = make_places(parallel, config, moe)
     experts = product.value if moe.execution == "grouped" else moe.execution
     tokenizer = Tokenizer.load(directory) if directory else None
@@ -171,6 +174,11 @@ def resolve(
     if kernels.value != "xla" and not config.router.has_kernel:
         resolutions.append(Resolution("engine.kernels (router)", "xla", "of two levels, or a SparseMixer"))
     vocab, padded = config.vocab_size, parallel.padded_vocab(config.vocab_size)
+    if remembered.enabled:
+        why = {"host": "in the host's memory, out of the steps' way", "device": "in blocks of the cache"}
+        asked = "asked for; " if engine.prefix_cache.place != "auto" else ""
+        place = Resolution("engine.prefix_cache.place", remembered.place, asked + why[remembered.place])
+        resolutions.append(place)
     if padded > vocab:
         why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
         resolutions.append(Resolution("vocab_size", str(padded), why))
@@ -197,7 +205,9 @@ def resolve(
     )
 
 
-def _engine_limits(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> dict[str, Any]:
+def _engine_limits(
+    engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig, kernels: str
+) -> dict[str, Any]:
     """Returns the fields of `ResolvedEngine` that an engine's configuration decides for a given model.
 
     Raises:
@@ -221,7 +231,40 @@ def _engine_limits(engine: EngineConfig, parallel: ParallelConfig, config: Model
         "max_model_len": longest or positions,
         "microbatches": min(parallel.pp, rows) if microbatches is None else microbatches,
         "replay": replay,
+        "prefix_cache": _prefix_cache(engine, parallel, config, kernels),
     }
+
+
+def _prefix_cache(
+    engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig, kernels: str
+) -> PrefixCacheConfig:
+    """Decides where prefixes wait.
+
+    Raises:
+        ConfigError: a prefix's keys and values would depend on more than its tokens, or cannot be kept.
+    """
+    cache = engine.prefix_cache
+    if cache.place == "auto":
+        cache = dataclasses.replace(cache, place="host" if kernels == "xla" else "device")
+    refusals = {
+        "engine.batching=static: it waits for whole batches": engine.batching == "static",
+        "engine.moe.execution=capacity: what an expert drops depends on the batch": (
+            engine.moe.execution == "capacity" and any(config.moe_layers)
+        ),
+        "parallel.exchange_capacity: what is dropped depends on the batch": (
+            parallel.exchange_capacity is not None
+        ),
+        "a model with dynamic rotary scaling: keys depend on their sequence's length": (
+            config.rope.kind == "dynamic"
+        ),
+        "engine.prefix_cache.place=host with several processes: choose device": (
+            cache.place == "host" and jax.process_count() > 1
+        ),
+    }
+    for reason, holds in refusals.items():
+        if cache.enabled and holds:
+            raise ConfigError(f"engine.prefix_cache.enabled=true does not go with {reason}")
+    return cache
 
 
 def _not_tuned(

@@ -7,6 +7,7 @@ import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.cache.pool import block_bytes
+from moejax.cache.prefix import make_prefixes
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
@@ -70,12 +71,13 @@ def make_runner(
     pairs = list(zip(weights.functions, resolved.places, strict=True))
     stages = [(functions, place) for functions, place in pairs if isinstance(place, MeshDevices)]
     common = (resolved.engine, cache, ledger, resolved.kernels, resolved.replay)
+    slots = store_slots(resolved, cache)
     runner: DeviceRunner | PipelineRunner
     if len(stages) > 1:
-        runner = PipelineRunner(stages, *common, microbatches=resolved.microbatches)
+        runner = PipelineRunner(stages, *common, microbatches=resolved.microbatches, store_slots=slots)
     else:
         ((functions, place),) = pairs
-        runner = DeviceRunner(functions, *common, place=place)
+        runner = DeviceRunner(functions, *common, place=place, store_slots=slots)
     if runner.capture is not None:
         runner.capture.meta = {
             "model": resolved.directory.name if resolved.directory else None,
@@ -92,11 +94,16 @@ def make_runner(
 
 def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | GroupScheduler:
     """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
-    config = resolved.engine
+    config, remembered = resolved.engine, resolved.prefix_cache
+    slots = store_slots(resolved, cache)
     kind = StaticScheduler if config.batching == "static" else Scheduler
     schedulers = [
         kind(
-            BlockAllocator(cache.num_blocks, cache.block_size),
+            BlockAllocator(
+                cache.num_blocks,
+                cache.block_size,
+                make_prefixes(remembered, cache.block_size, slots) if remembered.enabled else None,
+            ),
             config.max_num_seqs,
             config.max_num_batched_tokens,
             resolved.policy,
@@ -104,6 +111,28 @@ def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | Gr
         for _ in range(resolved.places[0].groups)
     ]
     return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)
+
+
+def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> int:
+    """Returns how many blocks of each data-parallel group the host's store has room for.
+
+    Raises:
+        ConfigError: it has room for none.
+    """
+    remembered = resolved.prefix_cache
+    if not remembered.enabled or remembered.place != "host":
+        return 0
+    memory, size = (
+        remembered.host_memory_gb * 1e9,
+        block_bytes(resolved.config, cache.block_size, cache.dtype),
+    )
+    slots = int(memory // (size * resolved.places[0].groups))
+    if slots < 1:
+        raise ConfigError(
+            f"engine.prefix_cache.host_memory_gb={remembered.host_memory_gb:g} does not hold one block of "
+            f"{cache.block_size} tokens, {size / 1e9:.3g} GB; raise it or lower engine.block_size"
+        )
+    return slots
 
 
 def cache_blocks(

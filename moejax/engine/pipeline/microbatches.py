@@ -18,7 +18,7 @@ class Part(NamedTuple):
     """A microbatch of a step.
 
     Attributes:
-        plan: what it computes; it has the whole plan's copies where it is the first.
+        plan: what it computes; it has the whole plan's saves, loads and copies where it is the first.
         rows: of each of its rows, the row of the whole plan. A chunk's row is in each part of the chunk, and
             what the last one gives is valid.
         spans: of each of its chunks, where its tokens are among all chunk tokens of the whole plan: the first
@@ -57,7 +57,7 @@ def split_plan(plan: Plan, count: int, rank: Callable[[Sequence], Any], least_to
         parts = [_join([mine[i] for mine in cut], groups) for i in range(number)]
     parts = [part for part in parts if part.rows]
     for group, first in zip(groups, parts[0].plan.groups, strict=True):
-        first.copies = group.copies
+        first.saves, first.loads, first.copies = group.saves, group.loads, group.copies
     return parts
 
 

@@ -56,7 +56,7 @@ class Microbatch:
     Attributes:
         number: counted over all steps.
         needs: the last microbatch whose sampled tokens it decodes, -1 for none.
-        copies: each group's blocks to copy in each stage before it; empty for most.
+        moves: the plan whose blocks are to be copied in each stage before it; None for most.
         stage: the one that it runs in next.
         given: what that stage takes.
         outputs: what the stages before have given.
@@ -66,7 +66,7 @@ class Microbatch:
     key: StepKey
     buffer: np.ndarray
     needs: int = -1
-    copies: list[list[tuple[int, int]]] = field(default_factory=list)
+    moves: Plan | None = None
     stage: int = 0
     given: jax.Array | None = None
     outputs: list[PagedOutput] = field(default_factory=list)
@@ -99,12 +99,22 @@ class PipelineRunner(BucketRunner):
         replay: RoutingReplay | None = None,
         *,
         microbatches: int = 1,
+        store_slots: int = 0,
     ) -> None:
         whole, place = stages[0][0].whole, stages[0][1]
-        super().__init__(whole, config, cache, ledger, kernels, replay, place=place)
+        super().__init__(whole, config, cache, ledger, kernels, replay, place=place, store_slots=store_slots)
         self.microbatches = microbatches
         self.stages = [
-            Stage(functions, config, cache, StageLedger(ledger, i), kernels, replay, place=place)
+            Stage(
+                functions,
+                config,
+                cache,
+                StageLedger(ledger, i),
+                kernels,
+                replay,
+                place=place,
+                store_slots=store_slots,
+            )
             for i, (functions, place) in enumerate(stages)
         ]
         for stage in self.stages:
@@ -151,8 +161,8 @@ class PipelineRunner(BucketRunner):
             key, buffer = self.builder.build(part.plan, self.builder.common(common[key.tokens > 0]))
             microbatch = self._microbatch(key, buffer)
             microbatch.needs = self._needs(part.plan)
-            copies = [group.copies for group in part.plan.groups]
-            microbatch.copies = copies if any(copies) else []
+            if any(group.saves or group.loads or group.copies for group in part.plan.groups):
+                microbatch.moves = part.plan
             launched.append((microbatch, part, Rows.of(part.plan, key)))
         for microbatch, part, _ in launched:
             for group, group_plan in enumerate(part.plan.groups):
@@ -161,6 +171,12 @@ class PipelineRunner(BucketRunner):
             self._start(microbatch)
         return LaunchedPipeline(launched, len(plan.sequences), plan.chunk_tokens)
 
+    def save(self, plan: Plan) -> None:
+        while self._under_way:
+            self._tick()
+        for stage in self.stages:
+            stage.save(plan)
+
     def ready(self, handle: LaunchedPipeline) -> bool:
         last = handle.microbatches[-1][0]
         return self._through >= last.number and is_sampled(last.outputs[-1])
@@ -168,6 +184,8 @@ class PipelineRunner(BucketRunner):
     def collect(self, handle: LaunchedPipeline) -> StepResult:
         """Reads a step's result; this is where the host waits for the devices."""
         self._finish(handle.microbatches[-1][0])
+        for stage in self.stages:
+            stage.store.settle()
         tokens = [0] * handle.rows
         logprobs: list[Any] | None = None
         prompt: list[Any] | None = None
@@ -225,8 +243,8 @@ class PipelineRunner(BucketRunner):
 
     def _run_stage(self, microbatch: Microbatch) -> None:
         stage = self.stages[microbatch.stage]
-        if microbatch.copies:
-            stage.copy(microbatch.copies, self.buckets)
+        if microbatch.moves is not None:
+            stage.copy(microbatch.moves, self.buckets)
         microbatch.outputs.append(stage.run(microbatch.key, microbatch.buffer, microbatch.given))
         microbatch.given = None
 
@@ -288,6 +306,9 @@ class PipelineRunner(BucketRunner):
 
     def _copier(self, segments: int) -> Any:
         return [stage._copier(segments) for stage in self.stages if stage.here]
+
+    def _mover(self, z: int, saving: bool) -> Any:
+        return [stage._mover(z, saving) for stage in self.stages]
 
     def _thinned(self, max_total_len: int) -> Buckets:
         """Returns the buckets of a whole step, and of one microbatch of a full step."""

@@ -1,12 +1,13 @@
 """One pipeline stage on its devices: weights, pages, programs. `moejax.engine.pipeline.runner` drives it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.engine.scheduling.plan import Plan
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger, Program
@@ -46,6 +47,7 @@ class Stage(DeviceRunner):
 
     def reset(self) -> None:
         self.pool.reset()
+        self.store.reset()
         self._seen = None
         shape = (self.limits.slots + 1,)
         self.last = self.place.zeros(shape, jnp.int32) if self.here else self._absent(shape, jnp.int32)
@@ -68,11 +70,14 @@ class Stage(DeviceRunner):
                 self._seen = state.seen
         return output
 
-    def copy(self, copies: Sequence[Sequence[tuple[int, int]]], buckets: Buckets) -> None:
-        """Copies each group's blocks of this stage's pages."""
+    def copy(self, plan: Plan, buckets: Buckets) -> None:
+        """Copies each group's blocks of this stage's pages, from and to the host's store too."""
         if self.here:
             self.buckets = buckets
-            self._copy(copies)
+            self.move(plan)
+            copies = [part.copies for part in plan.groups]
+            if any(copies):
+                self._copy(copies)
 
     def _program(self, key: StepKey) -> Program:
         """Returns the step of a bucket, to be compiled."""

@@ -18,6 +18,9 @@ from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.sequence import Bias, Sequence
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
+SHARED = ()
+"""Identity of what depends on its tokens alone, see `moejax.cache.prefix`."""
+
 
 class RequestBuilder:
     """Turns prompts into checked requests, numbered in the order in which they are built.
@@ -132,6 +135,9 @@ class RequestBuilder:
         """Returns a request's sequences; more than fit the batch at a time come as several groups."""
         biases, stop_ids = self.biases(params), end_tokens(params, self.eos_token_ids)
         mode = self.mode(params, biases)
+        unasked = "penalties" if mode.penalty else None  # they want to have seen every token
+        if params.prompt_logprobs is not None:
+            unasked = "prompt_logprobs"
         samples = [
             Sequence(
                 tokens=list(ids),
@@ -145,6 +151,8 @@ class RequestBuilder:
                 prompt_logprobs=self.logprobs_size(None if n else params.prompt_logprobs),
                 biases=biases,
                 mode=mode,
+                identity=SHARED if self.replay is None else None,
+                not_looked_up=unasked,
             )
             for n in range(params.n)
         ]

@@ -8,6 +8,7 @@ not counted.
 from collections.abc import Sequence as Items
 
 from moejax.cache.allocator import BlockAllocator
+from moejax.cache.prefix import PrefixTree
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan, joined, of_groups
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
@@ -41,14 +42,20 @@ class GroupScheduler:
         """Raises `RequestError` for what could never run in any group."""
         self.groups[0].check_fits(sequence)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence (with its forks) in the group with the least to do.
+    @property
+    def prefix_caches(self) -> list[PrefixTree]:
+        return joined(group.prefix_caches for group in self.groups)
+
+    def add(self, sequence: Sequence, group: int | None = None) -> None:
+        """Queues a sequence (with its forks) in a group: the one with the least to do unless it is given.
 
         Raises:
             RequestError: it could never run.
         """
         self.check_fits(sequence)
-        group = min(range(len(self.groups)), key=lambda g: (self._load[g] - self._known(g, sequence), g))
+        if group is None:
+            groups = range(len(self.groups))
+            group = min(groups, key=lambda g: (self._load[g] - self._known(g, sequence), g))
         for each in (sequence, *sequence.forks):
             each.group = group
             self._counted[id(each)] = each.max_length

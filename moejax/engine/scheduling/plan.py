@@ -12,7 +12,6 @@ from typing import Any
 
 from moejax.engine.scheduling.sequence import Sequence
 
-
 Found = tuple[Sequence, int]
 """Tokens that were found computed: by whom, and how many."""
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks
-from moejax.cache.prefix import NOTHING, Match
+from moejax.cache.prefix import NOTHING, Match, PrefixTree
 from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.engine.requests.api import FinishReason
 from moejax.engine.scheduling.plan import Chunk, Found, StepPlan
@@ -107,8 +107,13 @@ class Scheduler:
                 f"n={sequence.samples} exceeds engine.max_num_seqs {self.max_num_seqs}; raise it or lower n"
             )
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence (with its forks).
+    @property
+    def prefix_caches(self) -> list[PrefixTree]:
+        """The memory of prefixes, of each data-parallel group its own; empty without."""
+        return [self.prefixes] if self.prefixes is not None else []
+
+    def add(self, sequence: Sequence, group: int | None = None) -> None:
+        """Queues a sequence (with its forks). The only group is its own.
 
         Raises:
             RequestError: it could never run.

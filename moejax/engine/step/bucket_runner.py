@@ -76,6 +76,8 @@ class PlannedSteps:
         self.keys[self.builder.key(plan)] = None
         return StepResult([self.token] * len(plan.sequences), padded_tokens=plan.num_tokens)
 
+    def save(self, plan: Plan) -> None: ...
+
     def ready(self, handle: StepResult) -> bool:
         return True
 
@@ -94,6 +96,7 @@ class BucketRunner(ABC):
         kernels: implementation of the GPU kernels, "xla" for none.
         replay: the routing that steps are told; None: routers choose.
         place: the devices. Slots, blocks and buckets are each data-parallel group's.
+        store_slots: blocks of each group that the host's store has room for.
 
     `capture` takes each computed token's routing where `config.capture_routing` asks for it, else it is None.
     """
@@ -108,9 +111,11 @@ class BucketRunner(ABC):
         replay: RoutingReplay | None,
         *,
         place: SingleDevice,
+        store_slots: int,
     ) -> None:
         self.ledger = ledger
         self.config = config
+        self.store_slots = store_slots
         self.groups = place.groups
         self._one_segment = kernels != "xla"
         self.cache = cache
@@ -151,6 +156,10 @@ class BucketRunner(ABC):
     @abstractmethod
     def _copier(self, segments: int) -> Any:
         """Returns the compiled program that copies blocks within the first `segments` segments."""
+
+    @abstractmethod
+    def _mover(self, z: int, saving: bool) -> Any:
+        """Returns the compiled program that copies blocks of a segment to the host's store, or from there."""
 
     def _result(self, key: StepKey, batch: Rows, output: PagedOutput) -> StepResult:
         """Reads what a batch gave; this is where the host waits for the device."""
@@ -220,9 +229,12 @@ class BucketRunner(ABC):
         for key in keys:
             buffer = np.tile(self.builder.empty(key), self.groups)
             jax.block_until_ready(self._run(key, buffer))
-        if samples > 1:
-            for segments in sorted({segments for _, _, segments in reachable}):
-                self._copier(segments)
+        counts = sorted({segments for _, _, segments in reachable})
+        for segments in counts if samples > 1 or self.config.prefix_cache.enabled else ():
+            self._copier(segments)
+        for z in range(counts[-1] if self.store_slots else 0):
+            self._mover(z, True)
+            self._mover(z, False)
 
     def count_always(self, count: bool) -> None:
         """Has steps count their routing unasked, or no more; on one group only, where it sends nothing."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.cache.pool import BlockPool, Pages
+from moejax.cache.store import BlockStore
 from moejax.core.config import EngineConfig
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
@@ -26,6 +27,16 @@ class CopyKey(NamedTuple):
     """Shape bucket of the program that copies shared blocks: cache blocks in reach."""
 
     blocks: int
+
+
+class MoveKey(NamedTuple):
+    """Shape bucket of the programs that copy blocks to the host's store and back: the blocks of a segment."""
+
+    blocks: int
+
+
+MOVED_AT_A_TIME = 16
+"""Blocks that one call of such a program copies at most."""
 
 
 class Launched(NamedTuple):
@@ -47,6 +58,7 @@ class DeviceRunner(BucketRunner):
         kernels: implementation of the GPU kernels, "xla" for none.
         replay: the routing that steps are told; None: routers choose.
         place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
+        store_slots: blocks of each group that the host's store has room for.
 
     `last` is int32, each slot's newest token.
     """
@@ -61,11 +73,14 @@ class DeviceRunner(BucketRunner):
         replay: RoutingReplay | None = None,
         *,
         place: SingleDevice | None = None,
+        store_slots: int = 0,
     ) -> None:
         self.place = place or SingleDevice()
         self.functions = functions
         model = functions.config
-        super().__init__(model, config, cache, ledger, kernels, replay, place=self.place)
+        super().__init__(
+            model, config, cache, ledger, kernels, replay, place=self.place, store_slots=store_slots
+        )
         self.pool = BlockPool(
             model,
             self.buckets.segments,
@@ -74,6 +89,7 @@ class DeviceRunner(BucketRunner):
             transposed_keys=not self._one_segment,
             place=self.place,
         )
+        self.store = BlockStore(store_slots * self.groups)
         self.reset()
 
     @property
@@ -83,6 +99,7 @@ class DeviceRunner(BucketRunner):
 
     def reset(self) -> None:
         self.pool.reset()
+        self.store.reset()
         self.last = self.place.zeros((self.limits.slots + 1,), jnp.int32)
         self._seen: jax.Array | None = None
 
@@ -92,10 +109,72 @@ class DeviceRunner(BucketRunner):
         Raises:
             CompileError: the step is not compiled, and may not be any more (`engine.strict_compile`).
         """
+        self.move(plan)
         if any(part.copies for part in plan.groups):
             self._copy([part.copies for part in plan.groups])
         key, buffer = self.builder.build(plan)
         return Launched(key, Rows.of(plan, key), self._run(key, buffer))
+
+    def save(self, plan: Plan) -> None:
+        self.move(plan)
+        self.store.settle()
+
+    def move(self, plan: Plan) -> None:
+        """Copies blocks to the host's store, then others from there."""
+        for saving in (True, False):
+            pairs = [
+                (group, pair)
+                for group, part in enumerate(plan.groups)
+                for pair in (part.saves if saving else [(block, slot) for slot, block in part.loads])
+            ]
+            if pairs:
+                groups, blocks, slots = (
+                    np.array(c) for c in zip(*((g, *pair) for g, pair in pairs), strict=True)
+                )
+                self._move(saving, groups, blocks, slots + groups * self.store_slots)
+
+    def _move(self, saving: bool, groups: np.ndarray, blocks: np.ndarray, slots: np.ndarray) -> None:
+        """Copies blocks of groups to slots, or from there."""
+        segments, local = self.pool.layout.locate(blocks)
+        for z in np.unique(segments):
+            size, mine = self.pool.layout.sizes[z], segments == z
+            # A group's blocks follow the ones of the group before.
+            index, places = (local + groups * size)[mine], slots[mine]
+            program, most = self._mover(int(z), saving), min(MOVED_AT_A_TIME, size)
+            for at in range(0, len(index), most):
+                part, into = index[at : at + most], places[at : at + most]
+                # Past the segment's end nothing is written, and its last block is read.
+                ids = np.full(most, size * self.groups, np.int32)
+                ids[: len(part)] = part
+                pages = self.pool.take_segment(int(z))
+                if saving:
+                    self.store.put(into, program(pages, ids))
+                else:
+                    padded = np.concatenate([into, np.repeat(into[:1], most - len(into))])
+                    new = jax.tree.unflatten(jax.tree.structure(pages), self.store.get(padded))
+                    self.pool.put_segment(int(z), self.place.ready(program(pages, ids, new)))
+
+    def _mover(self, z: int, saving: bool) -> Any:
+        """Returns the compiled program that copies blocks of a segment to the store, or from there."""
+        size = self.pool.layout.sizes[z]
+
+        def build() -> jax.stages.Wrapped:
+            if saving:
+                return jax.jit(lambda pages, ids: jax.tree.map(lambda x: x.at[ids].get(mode="clip"), pages))
+
+            def load(pages: Any, ids: jax.Array, new: Any) -> Any:
+                return jax.tree.map(lambda x, y: x.at[ids].set(y, mode="drop"), pages, new)
+
+            placed = jax.tree.map(lambda x: x.sharding, self.pool.blocks(size))
+            return jax.jit(load, donate_argnums=0, out_shardings=placed if self.place.is_mesh else None)
+
+        def shapes() -> tuple[Any, ...]:
+            pages, most = self.pool.blocks(size), min(MOVED_AT_A_TIME, size)
+            ids = jax.ShapeDtypeStruct((most,), jnp.int32)
+            new = jax.tree.map(lambda x: jax.ShapeDtypeStruct((most, *x.shape[1:]), x.dtype), pages)
+            return (pages, ids) if saving else (pages, ids, new)
+
+        return self.ledger.get("save blocks" if saving else "load blocks", MoveKey(size), build, shapes)
 
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         step = self.program(key)
@@ -114,6 +193,7 @@ class DeviceRunner(BucketRunner):
     def collect(self, handle: Launched) -> StepResult:
         """Reads a step's result; this is where the host waits for the device."""
         key, output = handle.key, handle.output
+        self.store.settle()
         result = self._result(key, handle.batch, output)
         self._add_counts("prefill" if key.tokens else "decode", handle.batch, output)
         if self.capture is not None:
