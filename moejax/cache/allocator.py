@@ -5,7 +5,7 @@ A sequence's block table lists its blocks in the order of its tokens: block j ho
 written by none until the writer has a copy of its own (`append`).
 
     free heap | 4 7 8 9 …            refcount 0
-    kept      | 10 11                refcount 0, remembered by `moejax.cache.prefix`; free once nothing else is
+    kept      | 10 11                refcount 0, remembered (`moejax.cache.prefix`); free when no other is
     used      | 0 1 2 3 5 6          refcount = number of tables that hold the block
 
 The lowest free block is handed out first, so that blocks in use stay near the front of the pool: a step reads

@@ -1,14 +1,14 @@
 """Memory of computed prefixes: a tree of cache blocks, found by their tokens. Host bookkeeping only: no JAX.
 
-A node is one block's tokens under all tokens before it, so that a path from a root is a prefix whose keys and
-values are stored (RadixAttention, arXiv 2312.07104). Each identity has a root of its own: what does not depend
-on the tokens alone is never shared across identities.
+A node is one block's tokens under all tokens before it, so that a path from a root is a prefix whose keys
+and values are stored (RadixAttention, arXiv 2312.07104). Each identity has a root of its own: what does not
+depend on the tokens alone is never shared across identities.
 
-    root ── [the cat sat on] ── [the mat and slept.]      full blocks, shared as they are
-                     └───────── [the roof]                a block's first tokens: copied by who goes on from it
+    root ── [the cat sat on] ── [the mat and slept.]      whole blocks, shared as they are
+                     └───────── [the roof]                a block's first tokens: copied by who goes on
 
-A node is live while a sequence's table holds its block. Afterwards it is kept: in its block, which counts as
-free and is taken back when no other is left ("device"), or in a slot of a store on the host, so that idle
+A node is live while a sequence's table holds its block. Afterwards it is kept: in its block, which counts
+as free and is taken back when no other is left ("device"), or in a slot of a store on the host, so that idle
 prefixes leave the pool to those that run ("host"). Leaves go first, in the policy's order.
 """
 
@@ -42,8 +42,8 @@ class Node:
     """
 
     __slots__ = (
-        "block", "born", "children", "depth", "fresh", "hits", "live", "parent", "pinned", "protected", "slot",
-        "stamp", "tokens", "used", "used_at", "writer",
+        "block", "born", "children", "depth", "fresh", "hits", "live", "parent", "pinned", "protected",
+        "slot", "stamp", "tokens", "used", "used_at", "writer",
     )  # fmt: skip
 
     def __init__(self, parent: "Node | None", tokens: tuple[int, ...], writer: Any = None) -> None:
@@ -58,12 +58,14 @@ class Node:
 
 
 class Match(NamedTuple):
-    """The longest known prefix: whole blocks, and then the first `extra` tokens of `partial`'s."""
+    """The longest known prefix: whole blocks, and then the first `extra` tokens of `partial`'s. Where live
+    blocks are not `shared`, they are copied."""
 
     nodes: list[Node]
     partial: Node | None
     extra: int
     tokens: int
+    shared: bool = True
 
     @property
     def path(self) -> list[Node]:
@@ -72,7 +74,16 @@ class Match(NamedTuple):
     @property
     def in_pool(self) -> int:
         """Counts whole blocks that need no room of their own."""
-        return sum(node.block is not None for node in self.nodes)
+        return sum(self.takes(node) for node in self.nodes)
+
+    def takes(self, node: Node) -> bool:
+        """Tells whether a table takes a whole block as it is."""
+        return node.block is not None and (self.shared or not node.live)
+
+    @property
+    def waits(self) -> bool:
+        """Tells whether a block is to be copied that the step that is being scheduled writes."""
+        return not self.shared and any(node.fresh for node in self.nodes)
 
     @property
     def kept_in_pool(self) -> int:
@@ -81,7 +92,7 @@ class Match(NamedTuple):
 
     def whole(self) -> "Match":
         """Returns the whole blocks alone."""
-        return Match(self.nodes, None, 0, self.tokens - self.extra)
+        return Match(self.nodes, None, 0, self.tokens - self.extra, self.shared)
 
 
 NOTHING = Match([], None, 0, 0)
@@ -103,6 +114,8 @@ class PrefixTree:
         config: policy, place and age; its `place` is "device" or "host".
         block_size: tokens in a block.
         slots: blocks that the store on the host has room for; 0 with place "device".
+        shared: several tables may hold a block. Attention in plain XLA meets every block it reads with as
+            many queries as any block has readers, so there each has its own.
         now: seconds, for `max_age_s`.
 
     Attributes:
@@ -115,9 +128,11 @@ class PrefixTree:
         config: PrefixCacheConfig,
         block_size: int,
         slots: int = 0,
+        shared: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.block_size, self.num_slots, self._now = config, block_size, slots, now
+        self.shared = shared
         self._rank = POLICIES[config.policy]
         self._to_host = config.place == "host"
         self._clock = itertools.count(1)
@@ -176,10 +191,11 @@ class PrefixTree:
                 break
             if common < size:
                 ready = None if child.fresh else child
-                return Match(nodes, ready, common if ready else 0, at + (common if ready else 0))
+                extra = common if ready else 0
+                return Match(nodes, ready, extra, at + extra, self.shared)
             nodes.append(child)
             node, at = child, at + size
-        return Match(nodes, None, 0, at)
+        return Match(nodes, None, 0, at, self.shared)
 
     def _longest(self, node: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:
         """Returns the child that shares most first tokens, and how many; None where none shares any."""
@@ -463,7 +479,7 @@ class HashedBlocks(PrefixTree):
                 self._drop(node)
                 break
             nodes.append(node)
-        return Match(nodes, None, 0, len(nodes) * self.block_size)
+        return Match(nodes, None, 0, len(nodes) * self.block_size, self.shared)
 
     def insert(
         self, identity: Hashable, tokens: Sequence[int], blocks: Sequence[int], writer: Any, *, ended: bool
@@ -492,15 +508,17 @@ class HashedBlocks(PrefixTree):
             del self._by_hash[chain]
 
 
-def make_prefixes(config: PrefixCacheConfig, block_size: int, slots: int = 0) -> PrefixTree:
+def make_prefixes(
+    config: PrefixCacheConfig, block_size: int, slots: int = 0, shared: bool = True
+) -> PrefixTree:
     """Returns the memory of prefixes that a configuration asks for."""
     kind = PrefixTree if config.match == "tokens" else HashedBlocks
-    return kind(config, block_size, slots)
+    return kind(config, block_size, slots, shared)
 
 
 def prefix_stats(caches: Sequence[PrefixTree]) -> dict[str, Any]:
-    """Returns what `LLM.stats` tells of prefix caches: tokens found of all prompts' tokens, by where they were;
-    requests that found nothing, by reason; blocks kept. Empty where there are none."""
+    """Returns what `LLM.stats` tells of prefix caches: tokens found of all prompts' tokens, by where they
+    were; requests that found nothing, by reason; blocks kept. Empty where there are none."""
     if not caches:
         return {}
     counts = sum((cache.counts for cache in caches), Counter[str]())

@@ -1,4 +1,4 @@
-"""Cache blocks in the host's memory. Whose they are is not known here (`moejax.cache.prefix` gives the slots)."""
+"""Cache blocks in the host's memory. Whose they are is not known here: `moejax.cache.prefix` gives slots."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -416,12 +416,11 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
 
     Attributes:
         enabled: look prompts up, and remember what was computed.
-        policy: what is given up first: the least recently used ("lru"), the least often used ("lfu"), as "lru"
-            but what was used again after the others ("slru"), the oldest ("fifo"), or the end of the longest
-            prefix ("size"). Whatever it is, leaves go before what they continue.
+        policy: what is given up first: the least recently used ("lru"), the least often used ("lfu"), as
+            "lru" but what was used again after the others ("slru"), the oldest ("fifo"), or the end of the
+            longest prefix ("size"). Whatever it is, leaves go before what they continue.
         match: "tokens" finds the longest common prefix in a tree; "blocks", its plain twin, whole blocks by
             their hashes.
-        share: "all" requests share, or those of a "tenant".
         place: where a prefix waits that nobody uses: in blocks of the cache ("device"), or in the host's
             memory ("host"), from where it is copied back. "auto" is "host" on CPU, where a step reads the
             cache up to the highest block in use, and "device" elsewhere.
@@ -432,7 +431,6 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
     enabled: bool = False
     policy: Literal["lru", "lfu", "slru", "fifo", "size"] = "lru"
     match: Literal["tokens", "blocks"] = "tokens"
-    share: Literal["all", "tenant"] = "all"
     place: Literal["auto", "device", "host"] = "auto"
     host_memory_gb: PositiveNumber = 1.0
     max_age_s: PositiveNumber | None = None

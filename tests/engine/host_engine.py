@@ -95,6 +95,7 @@ class Limits:
     policy: type[Policy] | None = None
     prefixes: PrefixCacheConfig | None = None
     slots: int = 0
+    shared: bool = True
     fail_at: frozenset[int] = frozenset()
 
 
@@ -134,7 +135,8 @@ class HostEngine:
     ) -> None:
         self.limits = limits = limits or Limits()
         scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
-        self.prefixes = limits.prefixes and prefixes(limits.prefixes, limits.block_size, limits.slots)
+        slots = limits.slots, limits.shared
+        self.prefixes = limits.prefixes and prefixes(limits.prefixes, limits.block_size, *slots)
         self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes)
         policy = limits.policy() if limits.policy else None
         self.scheduler = scheduler(self.allocator, limits.max_num_seqs, limits.max_num_batched_tokens, policy)
@@ -335,7 +337,8 @@ class HostEngine:
             for s, p in zip(plan.decodes, plan.positions, strict=True)
         }
         # Or it is the first one of which a prompt computes only the rest.
-        begun = {c.sequence.blocks[c.start // self.allocator.block_size] for c in plan.chunks if c.first}
+        size = self.allocator.block_size
+        begun = {b for c in plan.chunks if c.first for b in c.sequence.blocks[: c.start // size + 1]}
         for index, (source, destination) in enumerate(plan.copies):
             assert source != destination and destination in own | begun
             assert self.allocator.refcount(destination) == 1 or destination in begun

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from moejax.cache.allocator import BlockAllocator
-from moejax.cache.prefix import POLICIES, make_prefixes
+from moejax.cache.prefix import POLICIES, Match, Node, PrefixTree, make_prefixes
 from moejax.core.config import PrefixCacheConfig
 from moejax.core.errors import RequestError
 from moejax.engine.scheduling.plan import StepPlan
@@ -38,7 +38,6 @@ CACHE_EVENTS = (
     "saves when idle",
 )
 EVENTS = (
-    *CACHE_EVENTS,
     "abort in flight",
     "abort mid-prompt",
     "abort preempted",
@@ -96,8 +95,9 @@ caches = st.builds(
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> Limits:
+def limits(draw: st.DrawFn, prefixes: st.SearchStrategy[PrefixCacheConfig | None] = st.none()) -> Limits:
     """From an engine that holds one sequence, or not even each one, to one where memory is never short."""
+    caches = draw(prefixes)
     seqs = draw(st.integers(1, 8))
     size = draw(st.integers(1, 8))
     longest = -(-(LONGEST_PROMPT + MOST_TOKENS) // size)
@@ -110,10 +110,11 @@ def limits(draw: st.DrawFn) -> Limits:
         max_num_seqs=seqs,
         max_num_batched_tokens=seqs + draw(st.one_of(st.integers(0, 3), st.integers(0, 20))),
         overlap=draw(st.booleans()),
-        static=(static := draw(st.sampled_from((False, False, False, True)))),
+        static=caches is None and draw(st.sampled_from((False, False, False, True))),
         policy=draw(st.sampled_from((None, None, ShortestFirst))),
-        prefixes=None if static else draw(st.one_of(st.none(), caches, caches, caches)),
-        slots=draw(st.sampled_from((1, 3, 20, 200))),
+        prefixes=caches,
+        slots=draw(st.sampled_from((3, 20, 200, 1))) if caches else 0,
+        shared=caches is None or draw(st.booleans()),
         fail_at=frozenset(draw(st.lists(st.integers(0, 200), max_size=2))),
     )
 
@@ -201,6 +202,14 @@ class Machine(RuleBasedStateMachine):
             assert all(s.state is State.FINISHED for g in self.engine.groups for s in g.samples)
 
 
+class Remembering(Machine):
+    """The same with a memory of prefixes."""
+
+    @initialize(limits=limits(caches))
+    def start(self, limits: Limits) -> None:
+        super().start(limits)
+
+
 def explore(machine: type[Machine], examples: int, **options: Any) -> Counter[str]:
     """Runs the machine; returns what happened. Nothing is timed: a loaded machine must not fail a test."""
     machine.events = Counter()
@@ -220,16 +229,19 @@ def explore(machine: type[Machine], examples: int, **options: Any) -> Counter[st
 @pytest.mark.parametrize("examples", slow_but([100], [100, 250]))
 def test_random_workloads(examples: int):
     """As few examples as still come by every event."""
-    events = explore(Machine, examples)
-    assert events["steps"] >= 5_000
-    assert not [event for event in EVENTS if not events[event]], events
+    for machine, wanted in ((Machine, EVENTS), (Remembering, CACHE_EVENTS)):
+        events = explore(machine, examples)
+        assert events["steps"] >= 5_000
+        assert not [event for event in wanted if not events[event]], events
 
 
 @pytest.mark.slow
 def test_random_workloads_for_long():
-    events = explore(Machine, 1_000, derandomize=False)
-    assert events["steps"] >= 100_000
-    assert not [event for event in EVENTS if not events[event]], events
+    for machine, wanted in ((Machine, EVENTS), (Remembering, (*EVENTS, *CACHE_EVENTS))):
+        events = explore(machine, 1_000, derandomize=False)
+        assert events["steps"] >= 100_000
+        never = {"padding rows"} if machine is Remembering else set()
+        assert not [event for event in wanted if not events[event] and event not in never], events
 
 
 # -- defects put in on purpose: each must be found ----------------------------------------------------------
@@ -297,6 +309,59 @@ class KeepsSharedBlocks(BlockAllocator):
         table.clear()
 
 
+class CountsReadmissions(PrefixTree):
+    def count(self, prompt: int, sources: Any, unasked: str | None, again: bool) -> None:
+        super().count(prompt, sources, unasked, False)
+
+
+class CountsNoHits(PrefixTree):
+    def count(self, prompt: int, sources: Any, unasked: str | None, again: bool) -> None:
+        super().count(prompt, {}, unasked, again)
+
+
+class ForgetsWhose(PrefixTree):
+    """One root for all identities."""
+
+    def match(self, identity: Any, tokens: Row[int]) -> Match:
+        return super().match(0, tokens)
+
+    def insert(self, identity: Any, *arguments: Any, **options: Any) -> None:
+        super().insert(0, *arguments, **options)
+
+
+class CopiesWhatIsNotWritten(PrefixTree):
+    def _add(self, *arguments: Any, fresh: bool) -> Node:
+        return super()._add(*arguments, fresh=False)
+
+
+class EvictsParents(PrefixTree):
+    def evict(self) -> int:
+        node = next(node for node in self.nodes() if not node.live)
+        for child in [c for children in node.children.values() for c in children]:
+            child.parent = node.parent
+        node.children = {}
+        self._remove(node)
+        assert node.block is not None
+        return node.block
+
+
+class ForgetsToSave(PrefixTree):
+    def take_saves(self) -> list[tuple[int, int]]:
+        return super().take_saves()[1:]
+
+
+class RemembersWhatIsNotComputed(PrefixTree):
+    """Takes a token for stored that was only sampled."""
+
+    def insert(self, identity: Any, tokens: Row[int], blocks: Row[int], writer: Any, *, ended: bool) -> None:
+        more = writer.tokens[: len(tokens) + 1] if ended else tokens
+        super().insert(identity, more, blocks, writer, ended=ended)
+
+
+PREFIXES = (
+    CountsReadmissions, CountsNoHits, ForgetsWhose, CopiesWhatIsNotWritten, EvictsParents, ForgetsToSave,
+    RemembersWhatIsNotComputed,
+)  # fmt: skip
 SCHEDULERS = (
     SkipsCopies, KeepsSlots, PreemptsTheOldest, ForgetsWhatIsPending,
     BreaksPromises, TakesTokensOfTheDead,
@@ -304,12 +369,14 @@ SCHEDULERS = (
 ALLOCATORS = (SharesUncounted, WritesSharedBlocks, KeepsSharedBlocks)
 
 
-@pytest.mark.parametrize("defect", SCHEDULERS + ALLOCATORS, ids=lambda defect: defect.__name__)
+@pytest.mark.parametrize("defect", SCHEDULERS + ALLOCATORS + PREFIXES, ids=lambda defect: defect.__name__)
 def test_a_defect_is_found(defect: type):
-    class Broken(Machine):
+    class Broken(Remembering if issubclass(defect, PrefixTree) else Machine):
         pass
 
-    if issubclass(defect, BlockAllocator):
+    if issubclass(defect, PrefixTree):
+        Broken.prefixes = defect
+    elif issubclass(defect, BlockAllocator):
         Broken.allocator = defect
     else:
         Broken.scheduler = (defect, StaticScheduler)

@@ -67,6 +67,8 @@ class FakeDevice:
         for block, slot in plan.saves:
             self._host[slot] = list(self._block(block))
         for slot, block in plan.loads:
+            if slot not in self._host:
+                raise AssertionError(f"slot {slot} is loaded, and nothing was saved there")
             self._cache[block] = list(self._host[slot])
 
     def step(self, plan: StepPlan) -> list[int]:

@@ -95,14 +95,14 @@ def make_runner(
 def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | GroupScheduler:
     """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
     config, remembered = resolved.engine, resolved.prefix_cache
-    slots = store_slots(resolved, cache)
+    slots, shared = store_slots(resolved, cache), resolved.kernels != "xla"
     kind = StaticScheduler if config.batching == "static" else Scheduler
     schedulers = [
         kind(
             BlockAllocator(
                 cache.num_blocks,
                 cache.block_size,
-                make_prefixes(remembered, cache.block_size, slots) if remembered.enabled else None,
+                make_prefixes(remembered, cache.block_size, slots, shared) if remembered.enabled else None,
             ),
             config.max_num_seqs,
             config.max_num_batched_tokens,

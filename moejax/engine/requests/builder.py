@@ -138,6 +138,8 @@ class RequestBuilder:
         unasked = "penalties" if mode.penalty else None  # they want to have seen every token
         if params.prompt_logprobs is not None:
             unasked = "prompt_logprobs"
+        if self.replay is not None:
+            unasked = "replayed routing"
         samples = [
             Sequence(
                 tokens=list(ids),
@@ -205,7 +207,7 @@ class RequestBuilder:
         output.prompt_logprobs = [None]
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         sample = Sequence(list(ids), len(ids), params, len(ids), next(self._orders), score=True)
-        sample.prompt_logprobs, sample.mode = 0, self.mode(params, ())
+        sample.prompt_logprobs, sample.mode, sample.not_looked_up = 0, self.mode(params, ()), "scores"
         request = RequestState(output, [])
         request.attach([sample])
         return request

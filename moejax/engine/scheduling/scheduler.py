@@ -16,7 +16,7 @@ from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks
-from moejax.cache.prefix import NOTHING, Match, PrefixTree
+from moejax.cache.prefix import NOTHING, Match, Node, PrefixTree
 from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.engine.requests.api import FinishReason
 from moejax.engine.scheduling.plan import Chunk, Found, StepPlan
@@ -355,7 +355,7 @@ class Scheduler:
             return None
         match = self.match(sequence)
         short = self._blocks_short(sequence, match)
-        if short > 0:
+        if short > 0 or match.waits:
             return None
         reserve = self.watermark + len(sequence.forks) if self.running else 0
         if short + reserve <= 0:
@@ -370,7 +370,7 @@ class Scheduler:
         return len(self._free_slots) - sum(len(s.forks) for s in self.running if s.forks)
 
     def match(self, sequence: Sequence) -> Match:
-        """Finds what is computed of a sequence's tokens. The last one is left: what it samples is not kept."""
+        """Finds what is computed of a sequence's tokens but the last, of which it samples."""
         if self.prefixes is None or sequence.identity is None or sequence.not_looked_up is not None:
             return NOTHING
         match = self.prefixes.match(sequence.identity, sequence.tokens[:-1])
@@ -401,30 +401,40 @@ class Scheduler:
             self.match(sequence),
         )
         assert prefixes is not None
-        held = [node.block for node in match.path if node.block is not None]
-        for block in held:
-            allocator.hold(block)  # so that none of them is taken for another
-        sources = Counter[str]()
+        taken = {node for node in match.nodes if match.takes(node)}
+        for node in taken:
+            allocator.hold(node.block)
+        source = match.partial and match.partial.block
+        if source is not None:
+            allocator.hold(source)  # until it is copied
+        sources, mine = Counter[str](), True
         for node in match.nodes:
-            sources["host" if node.block is None else "device"] += len(node.tokens)
-            if node.block is not None:
+            sources["device" if node in taken or node.slot is None else "host"] += len(node.tokens)
+            if node in taken:
                 blocks.append(node.block)
-            else:
-                plan.loads.append((node.slot, self._new_block(blocks)))
+                continue
+            self._fetch(node, self._new_block(blocks), plan)
+            mine &= node.block is None
+            if mine:  # what follows another table's block may not outlive that
                 prefixes.place(node, blocks[-1])
         if match.partial is not None:
+            self._fetch(match.partial, self._new_block(blocks), plan)
             sources["partial"] += match.extra
-            block = self._new_block(blocks)
-            if match.partial.block is None:
-                plan.loads.append((match.partial.slot, block))
-            else:
-                plan.copies.append((match.partial.block, block))
-                allocator.release([match.partial.block])
+        if source is not None:
+            allocator.release([source])
         sequence.computed = sequence.cached = match.tokens
         prefixes.use(match)
         prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, sequence.preemptions > 0)
         found = [(node.writer, len(node.tokens)) for node in match.nodes]
         return [*found, (match.partial.writer, match.extra)] if match.partial else found
+
+    @staticmethod
+    def _fetch(node: Node, block: int, plan: StepPlan) -> None:
+        """Has a block filled with what a node has, from the host's store or else from the pool."""
+        if node.slot is not None:
+            plan.loads.append((node.slot, block))
+        else:
+            plan.copies.append((node.block, block))
 
     def _new_block(self, blocks: list[int]) -> int:
         """Adds a block of its own to a table and returns it."""

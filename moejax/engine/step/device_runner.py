@@ -267,12 +267,14 @@ class DeviceRunner(BucketRunner):
         return self.ledger.get("copy", CopyKey(self.limits.segment_ends[segments - 1]), build, shapes)
 
     def _copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Copies each group's blocks before the step that writes into the copies. At most one a slot."""
+        """Copies each group's blocks, in order, before the step that writes into the copies."""
         most = self.limits.slots
-        pairs = np.zeros((len(copies), 2 * most + 1), np.int32)
-        for row, mine in zip(pairs, copies, strict=True):
-            row[: 2 * most].reshape(2, most)[:, : len(mine)] = np.asarray(mine, np.int32).reshape(-1, 2).T
-            row[2 * most] = len(mine)
-        segments = self.buckets.segments_for(int(pairs[:, : 2 * most].max()) + 1)
-        copier = self._copier(segments)
-        self.pool.put(copier(self.pool.take(segments), self.place.put(pairs.reshape(-1))))
+        for at in range(0, max(map(len, copies)), most):
+            pairs = np.zeros((len(copies), 2 * most + 1), np.int32)
+            for row, mine in zip(pairs, copies, strict=True):
+                part = np.asarray(mine[at : at + most], np.int32).reshape(-1, 2)
+                row[: 2 * most].reshape(2, most)[:, : len(part)] = part.T
+                row[2 * most] = len(part)
+            segments = self.buckets.segments_for(int(pairs[:, : 2 * most].max()) + 1)
+            copier = self._copier(segments)
+            self.pool.put(copier(self.pool.take(segments), self.place.put(pairs.reshape(-1))))

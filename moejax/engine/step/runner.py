@@ -45,7 +45,7 @@ class Runner(Protocol):
         ...
 
     def save(self, plan: Plan) -> None:
-        """Copies a plan's `saves` to the host's store, after all steps launched before; it has nothing else."""
+        """Copies a plan's `saves`, all that it has, to the host's store after the steps launched before."""
         ...
 
     def reset(self) -> None:

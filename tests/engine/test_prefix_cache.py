@@ -1,0 +1,258 @@
+"""An engine that remembers prefixes gives the tokens of one that computes every prompt whole."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moejax import LLM, EngineConfig, ModelConfig, ParallelConfig, QuantConfig, SamplingParams
+from moejax.cache.pool import block_bytes
+from moejax.core.config import MoeConfig, PrefixCacheConfig, RopeConfig
+from moejax.core.errors import ConfigError
+from tests.engine.mesh_models import FAMILIES
+from tests.engine.tiny import small_config
+from tests.examples import slow_but
+
+# Memory for some of the requests at a time, so that they are preempted, and prompts in chunks.
+ENGINE = EngineConfig(
+    max_num_seqs=4,
+    max_num_batched_tokens=24,
+    num_blocks=24,
+    block_size=4,
+    max_model_len=64,
+    seq_buckets=[4],
+    block_buckets=[24],
+)
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=7, temperature=1.0, seed=3, n=2, ignore_eos=True)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "dp2": {"dp": 2},
+    "ep2_data": {"ep": 2, "attention": "data"},
+    "pp2_tp2": {"pp": 2, "tp": 2},
+    "dp2_ep2_tp2": {"dp": 2, "ep": 2, "tp": 2},
+}
+
+
+def remembering(engine: EngineConfig = ENGINE, **options: Any) -> EngineConfig:
+    return dataclasses.replace(engine, prefix_cache=PrefixCacheConfig(enabled=True, **options))
+
+
+def workload(vocab: int) -> list[list[list[int]]]:
+    """Rounds of prompts: a system prompt with users', one of which ends within a block; the same again, some
+    longer; and what has nothing in common."""
+    rng = np.random.default_rng(7)
+    draw = lambda count: rng.integers(2, vocab - 2, count).tolist()  # noqa: E731
+    system, users = draw(21), [draw(n) for n in (5, 9, 1, 14)]
+    first = [system + user for user in users]
+    return [first, [first[3], first[1] + draw(6), system[:10], draw(13), system + draw(4), *first[:2]]]
+
+
+def outcome(llm: LLM, rounds: list[list[list[int]]]) -> list[list[list[int]]]:
+    """Tokens of every sample of every round. In between one prompt alone is sampled several times."""
+    got = []
+    for prompts in rounds:
+        params = [SAMPLED if i % 3 == 1 else GREEDY for i in range(len(prompts))]
+        got += [[sample.token_ids for sample in out.outputs] for out in llm.generate(prompts, params)]
+        got += [[s.token_ids for s in out.outputs] for out in llm.generate(prompts[:1], SAMPLED)]
+        llm.engine.scheduler.check_integrity()
+        assert llm.stats()["used_blocks"] == 0
+    return got
+
+
+def check(make: Callable[[EngineConfig], LLM], least: float = 0.3, **options: Any) -> LLM:
+    plain, remembers = make(ENGINE), make(remembering(**options))
+    rounds = workload(plain.config.vocab_size)
+    assert outcome(remembers, rounds) == outcome(plain, rounds)
+    stats = remembers.stats()
+    assert stats["prefix_hit_rate"] > least
+    assert "prefix_hit_rate" not in plain.stats()
+    return remembers
+
+
+def dummy(
+    config: ModelConfig, quant: QuantConfig | None = None, **parallel: Any
+) -> Callable[[EngineConfig], LLM]:
+    return lambda engine: LLM(
+        config, load_format="dummy", engine=engine, quant=quant, parallel=ParallelConfig(**parallel)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    slow_but(
+        [{"place": "device"}, {"place": "host", "match": "blocks", "policy": "slru"}],
+        [
+            {"place": place, "match": match, "policy": policy}
+            for place in ("host", "device")
+            for match in ("tokens", "blocks")
+            for policy in ("lru", "lfu", "slru", "fifo", "size")
+        ]
+        + [{"place": "host"}, {"place": "device"}],
+    ),
+)
+def test_same_tokens(options: dict[str, Any]):
+    llm = check(dummy(small_config()), **options)
+    tokens = llm.stats()["prefix_tokens"]
+    place = options["place"]
+    assert tokens[f"hit_tokens_{place}"] > 0
+    assert ("hit_tokens_partial" in tokens) == (options.get("match", "tokens") == "tokens")
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_cache", "place"),
+    slow_but(
+        [("deepseek_v3", "int8", "host"), ("gpt_oss", "auto", "device")],
+        [(f, kv, place) for f in FAMILIES for kv in ("auto", "int8") for place in ("host", "device")],
+    ),
+)
+def test_every_kind_of_cache(family: str, kv_cache: str, place: str):
+    """Codes are kept bit for bit; where a prompt is cut into other chunks, a code may round otherwise."""
+    quant = QuantConfig(kv_cache=kv_cache)  # type: ignore[arg-type]
+    plain, remembers = (
+        dummy(FAMILIES[family], quant)(engine) for engine in (ENGINE, remembering(place=place))
+    )
+    rounds = workload(plain.config.vocab_size)
+    a, b = outcome(remembers, rounds), outcome(plain, rounds)
+    same = [x == y for x, y in zip(a, b, strict=True)]
+    assert all(same) if kv_cache == "auto" else np.mean(same) > 0.8
+    assert remembers.stats()["prefix_hit_rate"] > 0.3
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize(
+    ("layout", "family", "place"),
+    slow_but(
+        [("dp2_ep2_tp2", "qwen3_moe", "host")],
+        [
+            (layout, family, place)
+            for layout in LAYOUTS
+            for family in ("qwen3_moe", "deepseek_v3", "gpt_oss")
+            for place in ("host", "device")
+        ],
+    ),
+)
+def test_same_tokens_on_meshes(layout: str, family: str, place: str):
+    make = dummy(FAMILIES[family], **LAYOUTS[layout])
+    plain, remembers = dummy(FAMILIES[family])(ENGINE), make(remembering(place=place))
+    rounds = workload(plain.config.vocab_size)
+    assert outcome(remembers, rounds) == outcome(plain, rounds)
+    assert remembers.stats()["prefix_hit_rate"] > 0.3
+
+
+@pytest.mark.slow
+def test_gpu_kernels_find_prefixes_in_their_pages():
+    engine = dataclasses.replace(ENGINE, kernels="pallas_triton", block_size=8, num_blocks=12)
+    make = dummy(small_config(head_dim=8))
+    plain, remembers = make(engine), make(remembering(engine))
+    assert remembers.engine.scheduler.prefix_caches[0].config.place == "device"
+    rounds = [prompts[:3] for prompts in workload(plain.config.vocab_size)[:2]]
+    assert outcome(remembers, rounds) == outcome(plain, rounds)
+    assert remembers.stats()["prefix_tokens"]["hit_tokens_device"] > 0
+
+
+def test_metrics_and_reasons():
+    llm = dummy(small_config())(remembering(place="host"))
+    prompt = list(range(2, 32))
+    outs = [llm.generate(prompt, GREEDY)[0].metrics.cached_tokens for _ in range(2)]
+    assert outs == [0, 29]  # one token is left to be sampled from
+    asked = [
+        dataclasses.replace(GREEDY, repetition_penalty=1.2), dataclasses.replace(GREEDY, prompt_logprobs=1)
+    ]  # fmt: skip
+    assert [out.metrics.cached_tokens for out in llm.generate([prompt] * 2, asked)] == [0, 0]
+    llm.score([prompt])
+    assert llm.stats()["prefix_tokens"] == {
+        "hit_tokens_host": 28, "hit_tokens_partial": 1, "misses: nothing stored": 1, "misses: penalties": 1,
+        "misses: scores": 1, "misses: prompt_logprobs": 1, "prompt_tokens": 150,
+    }  # fmt: skip
+    assert llm.stats()["prefix_hit_rate"] == pytest.approx(29 / 150)
+    llm.clear_prefix_cache()
+    assert llm.stats()["prefix_blocks_kept"] == 0
+    assert llm.generate(prompt, GREEDY)[0].metrics.cached_tokens == 0
+
+
+def test_a_warmed_up_engine_compiles_nothing_for_a_hit():
+    engine = dataclasses.replace(remembering(place="host"), strict_compile=True)
+    llm = dummy(small_config())(engine)
+    llm.warmup(max_total_len=60, sampling_params=[GREEDY])
+    for _ in range(3):
+        llm.generate([list(range(2, 40)), list(range(2, 30))], GREEDY)
+    assert llm.stats()["recompiles_after_warmup"] == 0
+    assert llm.stats()["prefix_hit_rate"] > 0.5
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_pinned_prefix_outlives_the_others(place: str):
+    size = block_bytes(small_config(), ENGINE.block_size, "float32")
+    options: dict[str, Any] = {"place": place}
+    if place == "host":
+        options["host_memory_gb"] = 20 * size / 1e9
+    llm = dummy(small_config())(remembering(**options))
+    pinned = list(range(5, 25))
+    assert llm.cache_prefix(pinned) == 20
+    rng = np.random.default_rng(1)
+    for _ in range(8):
+        llm.generate(rng.integers(30, 60, 50).tolist(), GREEDY)
+    assert llm.generate([*pinned, 3, 4], GREEDY)[0].metrics.cached_tokens == 20
+    llm.engine.scheduler.check_integrity()
+    with pytest.raises(ConfigError, match=r"prefix_cache\.enabled"):
+        dummy(small_config())(ENGINE).cache_prefix(pinned)
+
+
+def test_what_was_not_used_for_long_is_not_found():
+    llm = dummy(small_config())(remembering(place="host", max_age_s=60))
+    (prefixes,), prompt = llm.engine.scheduler.prefix_caches, list(range(2, 32))
+    clock = [0.0]
+    prefixes._now = lambda: clock[0]
+    llm.generate(prompt, GREEDY)
+    found = []
+    for at in (50.0, 100.0, 161.0):
+        clock[0] = at
+        found.append(llm.generate(prompt, GREEDY)[0].metrics.cached_tokens)
+    assert found == [29, 29, 0]
+
+
+def test_a_replayed_trace_finds_nothing(tmp_path: Path):
+    engine = dataclasses.replace(remembering(place="host"), capture_routing=True)
+    llm = dummy(small_config())(engine)
+    prompt = list(range(2, 32))
+    llm.generate(prompt, GREEDY)
+    trace = llm.routing_capture()
+    llm.replay_routing(trace)
+    assert [llm.generate(prompt, GREEDY)[0].metrics.cached_tokens for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "message"),
+    [
+        ({"batching": "static"}, {}, "batching=static"),
+        ({"moe": MoeConfig(execution="capacity")}, {}, "execution=capacity"),
+        ({}, {"rope": RopeConfig(kind="dynamic", factor=2.0)}, "dynamic rotary scaling"),
+        ({"prefix_cache": PrefixCacheConfig(True, host_memory_gb=1e-7)}, {}, "does not hold one block"),
+    ],
+)
+def test_mistakes(engine: dict[str, Any], model: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message) as error:
+        dummy(small_config(**model))(dataclasses.replace(remembering(), **engine))
+    assert "\n" not in str(error.value) and "engine.prefix_cache" in str(error.value)
+
+
+def test_a_failed_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+    llm = dummy(small_config())(remembering(place="host"))
+    prompt = list(range(2, 32))
+    want = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
+    run, calls = llm.runner._run, iter([False, True, *[False] * 99])
+
+    def fails(*arguments: Any) -> Any:
+        if next(calls):
+            raise RuntimeError("on purpose")
+        return run(*arguments)
+
+    monkeypatch.setattr(llm.runner, "_run", fails)
+    with pytest.raises(Exception, match="on purpose"):
+        llm.generate(prompt, GREEDY)
+    assert llm.stats()["prefix_blocks_kept"] == 0
+    assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == want
