@@ -126,7 +126,7 @@ def test_every_kind_of_cache(family: str, kv_cache: str, place: str):
 @pytest.mark.parametrize(
     ("layout", "family", "place"),
     slow_but(
-        [("dp2_ep2_tp2", "qwen3_moe", "host")],
+        [],
         [
             (layout, family, place)
             for layout in LAYOUTS
