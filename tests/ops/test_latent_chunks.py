@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from moejax.core.config import LatentConfig
 from moejax.ops import paged_attention as module
 from moejax.ops.attention import LatentHeads
-from moejax.ops.kv_segments import ChunkPlan
+from moejax.ops.kv_segments import ChunkPlan, Segment
 from moejax.ops.paged_attention import has_plain_chunks, paged_attention
-from moejax.perf.sizes import takes_plain_form
+from moejax.perf.operation_costs import attribute
+from moejax.perf.sizes import attention_sizes, takes_plain_form
 from tests.engine.tiny import PROPERTY
 from tests.examples import examples
+from tests.model_shapes import LATENT as LATENT_MODEL
 from tests.numerics import assert_close, tolerance
 from tests.ops.paged_case import Spec, make, rounded
+from tests.perf.models import small_model
 
 LATENT = LatentConfig(kv_rank=10, rope_dim=6, nope_dim=8, value_dim=5)
 ONE = {"heads": 3, "kv_heads": 1, "head_dim": 16}
@@ -32,7 +35,7 @@ SPECS = {
     "e4m3_float16": Spec(**ONE, codes="float8_e4m3fn", dtype="float16"),
     "e5m2_bfloat16": Spec(**ONE, codes="float8_e5m2", dtype="bfloat16", segments=(11,)),
 }
-SLOW = ("blocks_of_1", "bfloat16", "e4m3_float16")
+SLOW = ("two_segments", "blocks_of_1", "bfloat16", "e4m3_float16", "e5m2_bfloat16")
 
 
 def whole_chunks(plan: ChunkPlan, some: np.random.Generator) -> ChunkPlan:
@@ -115,3 +118,49 @@ def test_the_form_is_chosen_by_cost() -> None:
     assert taken.any() and not taken.all()
     assert all(has_plain_chunks(int(tokens), sizes) for tokens in chunks[taken])
     assert not has_plain_chunks(64, sizes) and has_plain_chunks(256, sizes)
+
+
+def products(jaxpr) -> int:
+    """FLOPs of a program's products of matrices, a loop's once."""
+    counted = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            sizes = [eqn.invars[0].aval.shape[axis] for axis in contracted]
+            counted += 2 * eqn.outvars[0].aval.size * int(np.prod(sizes))
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            counted += products(inner) if hasattr(inner, "eqns") else 0
+    return counted
+
+
+@pytest.mark.parametrize(("plain", "new", "context"), [(False, 20, 64), (True, 128, 256), (True, 256, 256)])
+def test_flops_are_those_of_the_account(
+    plain: bool, new: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of one tile, or part, and one turn: what the program multiplies, masked pairs included, is what
+    `attribute` counts."""
+    config = small_model(**LATENT_MODEL)
+    latent, H, sizes = config.latent, config.num_heads, attention_sizes(config)
+    assert latent is not None and takes_plain_form(latent, new, context) == plain
+    monkeypatch.setattr(module, "PLAIN_QUERIES", new)
+    segments = (Segment(jnp.zeros((context // 32, 1, 22, 32)), None, latent=latent.kv_rank),)
+    field = jnp.zeros(2, jnp.int32)
+    plan = ChunkPlan(*[field] * 11)._replace(table=jnp.zeros((1, context // 32), jnp.int32))
+
+    def run(q: jax.Array, weight: jax.Array) -> jax.Array:
+        heads = LatentHeads(weight, latent)
+        if plain:
+            return module.plain_chunk_attention(
+                q, segments, plan, heads, jnp.zeros((new, H, latent.value_dim))
+            )
+        out = module.chunk_attention(heads.absorb(q)[:, None], segments, plan, None)
+        return heads.values(out[:, 0])
+
+    weight = jnp.zeros((latent.kv_rank, H, latent.nope_dim + latent.value_dim))
+    counted = products(jax.make_jaxpr(run)(jnp.zeros((new, H, config.head_dim)), weight).jaxpr)
+    ops = attribute(config, new_tokens=[new], context=[context], phase="prefill", hits=[0] * 3)
+    flops = {op.operation: op.flops for op in ops if op.layer == 0}
+    pairs = sum(range(context - new + 1, context + 1))
+    latents = flops["qkv_projection"] - 2 * new * (sizes.qkv_params - sizes.made_params)
+    assert counted == latents + flops["attention"] * new * context / pairs
