@@ -13,8 +13,8 @@ What is counted, for a step that computes `new[r]` tokens of row r, whose cache 
     activation_bytes  an estimate of the rest: what operations hand each other, embeddings that are looked up,
                       norms and biases; each read and written once
 
-Latent attention counts in the form with fewer FLOPs for a row (`moejax.perf.sizes.takes_plain_form`), which
-is what XLA's programs run; GPU kernels stay with the absorbed form, and compute more.
+Latent attention counts in the form that each row takes in XLA's programs (`moejax.perf.sizes.
+takes_plain_form`). GPU kernels stay with the absorbed form, and compute more.
 
 The first three are the least that any program must do, and bounds are made of them alone. The fourth is what
 a good program keeps in caches or fuses away, so that no bound may count it.

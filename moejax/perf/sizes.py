@@ -19,6 +19,8 @@ operation): None is outside of the layers, operations are those of `moejax.perf.
 
 PLAIN_KEYS = 256
 """Keys that a chunk attends to at a time in the plain form of latent attention."""
+MAKING = 1.5
+"""What a FLOP of making earlier keys and values counts there, as measured at long contexts (docs/log.md)."""
 
 
 class AttentionSizes(NamedTuple):
@@ -58,18 +60,19 @@ def attention_sizes(config: ModelConfig) -> AttentionSizes:
 
 def takes_plain_form(latent: LatentConfig, new: int | np.ndarray, context: int | np.ndarray) -> np.ndarray:
     """Tells of chunks of so many tokens, whose last one sees `context` keys, whether the plain form of latent
-    attention has fewer FLOPs than the absorbed one.
+    attention costs less than the absorbed one.
 
     A pair of query and key costs every head `rope_dim + nope_dim + value_dim` multiply-adds in the plain form
     and `rope_dim + 2 · kv_rank` in the absorbed one. Bringing a token's query and output to the latents costs
     what making a key and a value of a latent does, `kv_rank · (nope_dim + value_dim)`: the one is done for
-    each new token, the other for each key in sight, in turns of `PLAIN_KEYS`. DeepSeek-V3's chunks change at
-    about 170 tokens, a prompt from its beginning between 140 and 200. A token alone is absorbed.
+    each new token, the other for each key in sight, in turns of `PLAIN_KEYS`. With `MAKING` the two are level
+    at about 256 tokens of DeepSeek-V2 and V3 on a long context, with fewer at a prompt's beginning. A token
+    alone is absorbed.
     """
     pairs = new * context - new * (new - 1) / 2
     saved = pairs * (2 * latent.kv_rank - latent.nope_dim - latent.value_dim)
     made = np.ceil(context / PLAIN_KEYS) * PLAIN_KEYS - new
-    return (new > 1) & (saved > made * latent.kv_rank * (latent.nope_dim + latent.value_dim))
+    return (new > 1) & (saved > MAKING * made * latent.kv_rank * (latent.nope_dim + latent.value_dim))
 
 
 def kv_token_bytes(config: ModelConfig, dtype: str, split: int = 1) -> int:

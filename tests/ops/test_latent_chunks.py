@@ -104,14 +104,14 @@ def test_the_plain_form_is_the_absorbed_one(name: str, seed: int) -> None:
 
 
 def test_the_form_is_chosen_by_cost() -> None:
-    """DeepSeek-V3's sizes: at long contexts above 170 tokens, at a prompt's beginning where keys made in vain
+    """DeepSeek-V3's sizes: at long contexts above 256 tokens, at a prompt's beginning where keys made in vain
     cost less than the pairs save. A step that can have no such chunk has no program for it."""
     sizes = LatentConfig(kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
     absorbed, plain = 2 * (64 + 2 * 512), 2 * (64 + 128 + 128)
-    for new, context in ((1, 1), (1, 4096), (160, 4096), (172, 1 << 20), (176, 4096), (20, 20), (256, 256)):
-        keys = -(-context // 256) * 256
+    for new, context in ((1, 1), (1, 4096), (250, 4096), (258, 1 << 20), (280, 4096), (20, 20), (256, 256)):
+        earlier = -(-context // 256) * 256 - new
         pairs = sum(range(context - new + 1, context + 1))
-        costs = [new * 2 * 512 * 256 + pairs * absorbed, keys * 2 * 512 * 256 + pairs * plain]
+        costs = pairs * absorbed, pairs * plain + 1.5 * earlier * 2 * 512 * 256
         assert takes_plain_form(sizes, new, context) == (new > 1 and costs[1] < costs[0]), (new, context)
     chunks, contexts = (grid.ravel() for grid in np.mgrid[1:700:7, 0:6000:100])
     taken = takes_plain_form(sizes, chunks, contexts + chunks)
