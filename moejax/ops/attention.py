@@ -38,13 +38,27 @@ class LatentHeads(NamedTuple):
     def absorb(self, q: jax.Array) -> jax.Array:
         """Brings queries `[..., H, rope_dim + nope_dim]` to the latents: `[..., H, rope_dim + kv_rank]`."""
         rope, nope = self.config.rope_dim, self.config.nope_dim
-        queries = jnp.einsum("...hn,rhn->...hr", q[..., rope:], self.weight[..., :nope])
+        queries = self._by_head("...hn,rhn->...hr", q[..., rope:], slice(nope))
         return jnp.concatenate([q[..., :rope], queries], axis=-1)
 
     @jax.named_scope("qkv_projection")
     def values(self, out: jax.Array) -> jax.Array:
         """Makes outputs `[..., H, value_dim]` of sums of latents `[..., H, kv_rank]`."""
-        return jnp.einsum("...hr,rhv->...hv", out, self.weight[..., self.config.nope_dim :])
+        return self._by_head("...hr,rhv->...hv", out, slice(self.config.nope_dim, None))
+
+    def _by_head(self, equation: str, x: jax.Array, part: slice) -> jax.Array:
+        """Multiplies each head's x by a part of its weight. XLA:CPU first copies the weight, transposed, to
+        multiply all heads at once: it goes from head to head, whose own parts stay in its caches."""
+        if jax.default_backend() != "cpu":
+            return jnp.einsum(equation, x, self.weight[..., part])
+
+        def one(head: tuple[jax.Array, jax.Array]) -> jax.Array:
+            index, own = head
+            weight = jax.lax.dynamic_index_in_dim(self.weight, index, axis=1, keepdims=False)[:, part]
+            return jnp.einsum(equation.replace("h", ""), own, weight)
+
+        heads = jnp.arange(x.shape[-2], dtype=jnp.int32), jnp.moveaxis(x, -2, 0)
+        return jnp.moveaxis(jax.lax.map(one, heads), 0, -2)
 
 
 class LayerCache(Protocol):

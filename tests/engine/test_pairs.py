@@ -9,13 +9,14 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moejax import LLM, ParallelConfig, SamplingParams
 from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig
-from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
+from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint
 
 Case = tuple[str, ...]
 
@@ -34,9 +35,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Prompts are cut, sequences preempted, and samples of one prompt share its blocks.
 SCARCE = dataclasses.replace(
-    ENGINE, max_num_batched_tokens=8, num_blocks=9, token_buckets=[8], block_buckets=[9]
+    ENGINE, max_model_len=32, max_num_batched_tokens=8, num_blocks=6, token_buckets=[8], block_buckets=[6]
 )
-ASKED = prompts(5)
+ASKED = [np.random.default_rng(n).integers(1, 96, n).tolist() for n in (3, 19, 16, 1, 18)]
 PARAMS = [SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, n=1 + i % 2) for i in range(5)]
 
 
@@ -61,8 +62,9 @@ def pairs(case: Case) -> set[tuple[tuple[int, str], ...]]:
 
 
 def covering() -> list[Case]:
-    """Cases until all pairs that are not refused are in one: each begins with the first that is left, and takes
-    the values that bring most of the others, of equals the rarer one (of kernels XLA, which is faster)."""
+    """Cases until all pairs that are not refused are in one: each begins with the first that is left, and
+    takes the values that bring most of the others, of equals the rarer one (of kernels XLA, which is
+    faster)."""
     values = list(FACTORS.values())
     left = {
         (one, two): None
@@ -121,8 +123,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def opened(directory: Path, weights: str, cache: str, **how: Any) -> LLM:
-    method = "none" if weights == "float" else "rtn"
-    quant = QuantConfig(method, "int8", kv_cache=cache)
+    quant = QuantConfig(kv_cache=cache) if weights == "float" else QuantConfig("rtn", "int8", kv_cache=cache)
     return LLM(str(directory), quant=quant, **how)
 
 

@@ -121,7 +121,7 @@ def test_the_form_is_chosen_by_cost() -> None:
 
 
 def products(jaxpr) -> int:
-    """FLOPs of a program's products of matrices, a loop's once."""
+    """FLOPs of a program's products of matrices, those of a loop of unknown length once."""
     counted = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -130,7 +130,7 @@ def products(jaxpr) -> int:
             counted += 2 * eqn.outvars[0].aval.size * int(np.prod(sizes))
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
-            counted += products(inner) if hasattr(inner, "eqns") else 0
+            counted += eqn.params.get("length", 1) * products(inner) if hasattr(inner, "eqns") else 0
     return counted
 
 
