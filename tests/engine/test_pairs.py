@@ -42,13 +42,10 @@ PARAMS = [SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, n=1 + i
 
 
 def refusal(family: str, value: str) -> str | None:
-    """What the engine answers where a family cannot have such a layout, routing or kernels."""
+    """What the engine answers where a family cannot have such routing or kernels."""
     config = FAMILIES[family]
-    if not any(config.moe_layers):
-        if value == "replayed":
-            return "no experts"
-        if "ep2" in value:
-            return "ep=2"
+    if value == "replayed" and not any(config.moe_layers):
+        return "the model has no MoE layer, and so no routing to capture"
     if value == "pallas_triton":
         if config.latent is not None:
             return r"latents of kv_lora_rank=16 and qk_rope_head_dim=6 \(multiples of 8"
@@ -114,7 +111,7 @@ def test_the_cases_have_every_pair() -> None:
     values = list(FACTORS.values())
     wanted = {pair for i, j in itertools.combinations(range(7), 2) for pair in
               itertools.product(((i, x) for x in values[i]), ((j, y) for y in values[j]))}  # fmt: skip
-    assert found == wanted - refused and len(CASES) < 120 and len(REFUSED) > 10
+    assert found == wanted - refused and len(CASES) < 120 and len(REFUSED) > 5
 
 
 @pytest.fixture(scope="module")
