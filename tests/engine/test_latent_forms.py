@@ -12,7 +12,7 @@ from moejax.engine.llm import LLM
 from moejax.engine.step import attention_xla
 from moejax.ops import paged_attention
 from moejax.perf import sizes
-from tests.engine.paged import SCARCE, assert_clean, greedy, prompt, tokens
+from tests.engine.paged import SCARCE, greedy, prompt, tokens
 from tests.engine.tiny import FullForward, main_config
 from tests.model_shapes import LATENT
 
@@ -42,7 +42,8 @@ def test_both_forms_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPa
         llm = LLM(CONFIG, load_format="dummy", engine=dataclasses.replace(SCARCE), **CASES[name])
         outs = llm.generate(PROMPTS, PARAMS)
         assert llm.stats()["preemptions"] > 0 or name == "data_parallel"
-        assert_clean(llm)
+        llm.engine.scheduler.check_integrity()
+        assert llm.stats()["used_blocks"] == 0
         return tokens(outs), llm
 
     absorbed, llm = run()
@@ -59,4 +60,4 @@ def test_both_forms_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sizes, "PLAIN_KEYS", 1)
     monkeypatch.setattr(paged_attention, "PLAIN_KEYS", 4)
     assert run()[0] == absorbed
-    assert 5 < sum(taken) < len(taken) - 5
+    assert 3 < sum(taken) < len(taken) - 3
