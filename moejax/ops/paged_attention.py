@@ -96,27 +96,20 @@ def paged_attention(
         segments = write_runs(segments, k[S:], None if v is None else v[S:], chunk)
 
     def attend(half: Callable[..., jax.Array], q: jax.Array, plan: DecodePlan | ChunkPlan) -> jax.Array:
-        grouped = q.reshape(len(q), K, H // K, -1)
-        return half(grouped, segments, plan, window, sinks).reshape(len(q), H, -1)
+        q = q if latents is None else latents.absorb(q)
+        out = half(q.reshape(len(q), K, H // K, -1), segments, plan, window, sinks).reshape(len(q), H, -1)
+        return out if latents is None else latents.values(out)
 
-    def absorbed(half: Callable[..., jax.Array], q: jax.Array, plan: DecodePlan | ChunkPlan) -> jax.Array:
-        assert latents is not None
-        return latents.values(attend(half, latents.absorb(q), plan))
-
-    decodes = jnp.any(plan.decode.position >= 0)
-    if latents is not None and chunk is not None and has_plain_chunks(N - S, latents.config):
-        decoded = _where_any(decodes, lambda: absorbed(decode_attention, q[:S], plan.decode))
-        tiled = _where_any(chunk.num_tiles[0] > 0, lambda: absorbed(chunk_attention, q[S:], chunk))
-        return jnp.concatenate(
-            [decoded, plain_chunk_attention(q[S:], segments, chunk, latents, tiled)]
-        ), segments
-    q = q if latents is None else latents.absorb(q)
     if chunk is None:
-        out = attend(decode_attention, q, plan.decode)
+        return attend(decode_attention, q, plan.decode), segments
+    decodes = jnp.any(plan.decode.position >= 0)
+    decoded = _where_any(decodes, lambda: attend(decode_attention, q[:S], plan.decode))
+    if latents is not None and has_plain_chunks(N - S, latents.config):
+        tiled = _where_any(chunk.num_tiles[0] > 0, lambda: attend(chunk_attention, q[S:], chunk))
+        chunked = plain_chunk_attention(q[S:], segments, chunk, latents, tiled)
     else:
-        decoded = _where_any(decodes, lambda: attend(decode_attention, q[:S], plan.decode))
-        out = jnp.concatenate([decoded, attend(chunk_attention, q[S:], chunk)])
-    return (out if latents is None else latents.values(out)), segments
+        chunked = attend(chunk_attention, q[S:], chunk)
+    return jnp.concatenate([decoded, chunked]), segments
 
 
 def _where_any(some: jax.Array, compute: Callable[[], jax.Array]) -> jax.Array:
