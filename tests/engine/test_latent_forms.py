@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.multidevice
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name != "cache_fp8_tp2" else []) for name in CASES],
+    [pytest.param(name, marks=[pytest.mark.slow] if name != "cache_int8" else []) for name in CASES],
 )
 def test_both_forms_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked, preempted and forked. Keys are made by blocks of 4; chunks of these sizes are then plain at
