@@ -35,10 +35,12 @@ keeps it from the GPU kernels, which then run none of its layers (`engine.kernel
 Weights in floating point are read as they are, in one tensor an expert or stacked; GPTQ, AWQ,
 compressed-tensors, fp8 and this project's own quantized directories of every family
 (docs/quantization.md); `gpt_oss` in MXFP4 as published, which the GPU kernels multiply by as it is.
-Multi-token-prediction layers are passed over. A
+Multi-token-prediction layers are passed over, with a line of the log. A
 latent cache (`kv_lora_rank + qk_rope_head_dim` numbers a token and layer: 576 in DeepSeek-V3, where 128
-heads' keys and values would be 40,960) is attended to in the absorbed form, in decode and in prompts; a
-call without a cache makes each head's keys and values. Under tensor parallelism every device has the
+heads' keys and values would be 40,960) is attended to in the absorbed form in decode. A chunk of a prompt
+makes each head's keys and values of the latents (the plain form) where that costs less, in DeepSeek's
+sizes from 256 tokens on and at a prompt's beginning; the GPU kernels, which have the absorbed form
+alone, never do. A call without a cache makes them always. Under tensor parallelism every device has the
 latents whole (`experiments.scaling` says what a split by tokens would save). `kv_b_proj` stays in full
 precision unless a rule of `quant.rules` names it.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from moejax.cache.segments import SegmentLayout
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import QkNorms
+from moejax.ops.attention import LatentHeads, QkNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
@@ -163,18 +163,22 @@ class PagedLayer:
         scale: float,
         norms: QkNorms | None = None,
         sinks: jax.Array | None = None,
+        latents: LatentHeads | None = None,
     ) -> tuple[jax.Array, "PagedLayer"]:
         """Stores and attends at the plan's positions; kernels normalise, rotate and store in one pass."""
         values = None if v is None else v[:, 0]
         if isinstance(self.plan, KernelPlan):
             (pages,), (cos, sin) = self.segments, rope
+            q = q if latents is None else latents.absorb(q)
             out, pages = kernel_attention(
                 q[:, 0], k[:, 0], values, (cos[:, 0], sin[:, 0]), pages, self.plan,
                 norms=norms, sinks=sinks, window=window, scale=scale, implementation=self.kernels,
             )  # fmt: skip
+            out = out if latents is None else latents.values(out)
             return out[:, None], dataclasses.replace(self, segments=(pages,))
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out, segments = paged_attention(
-            q[:, 0], k[:, 0], values, self.segments, self.plan, window=window, scale=scale, sinks=sinks
-        )
+            q[:, 0], k[:, 0], values, self.segments, self.plan,
+            window=window, scale=scale, sinks=sinks, latents=latents,
+        )  # fmt: skip
         return out[:, None], dataclasses.replace(self, segments=segments)

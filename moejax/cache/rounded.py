@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import QkNorms, attention
+from moejax.ops.attention import LatentHeads, QkNorms, attention
 from moejax.quantization.kv import round_trip
 
 
@@ -33,10 +33,13 @@ class RoundedLayer(NamedTuple):
         scale: float,
         norms: QkNorms | None = None,
         sinks: jax.Array | None = None,
+        latents: LatentHeads | None = None,
     ) -> tuple[jax.Array, "RoundedLayer"]:
         """Attends each sequence to its own rounded keys and values."""
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         k = round_trip(k, self.kv_cache)
         v = k[..., 2 * rope[0].shape[-1] :] if v is None else round_trip(v, self.kv_cache)
         keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        return attention(q, keys, values, positions, window=window, scale=scale, sinks=sinks), self
+        q = q if latents is None else latents.absorb(q)
+        out = attention(q, keys, values, positions, window=window, scale=scale, sinks=sinks)
+        return out if latents is None else latents.values(out), self

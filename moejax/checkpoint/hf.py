@@ -4,6 +4,7 @@ What is read and where it goes is decided by `moejax.checkpoint.plan` and `moeja
 """
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -52,6 +53,8 @@ from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params, s
 from moejax.nn.quantized import replace_weights
 from moejax.quantization.checkpoints.convention import Convention
 from moejax.sharding.distributed import broadcast
+
+logger = logging.getLogger(__name__)
 
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -162,7 +165,13 @@ def _plan(
     rules = TABLES[config.family]
     further = range(config.num_layers, config.num_layers + config.mtp_layers)
     prefixes = (*(f"model.layers.{n}." for n in further), *(["model.mtp_"] if further else []))
-    for key in [key for key in files.shapes if key.startswith(prefixes)]:
+    passed = [key for key in files.shapes if key.startswith(prefixes)]
+    if passed:
+        names = ", ".join(sorted({".".join(key.split(".")[:3]) for key in passed}))
+        logger.info(
+            "%s: passed over %s, which predict further tokens (tensors: %d)", source, names, len(passed)
+        )
+    for key in passed:
         del files.shapes[key]
     known: Any = {
         "num_experts": config.num_experts,

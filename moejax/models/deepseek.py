@@ -34,8 +34,8 @@ def read_v3_router(fields: HfFields) -> RouterConfig:
     return RouterConfig(
         scores="sigmoid",
         correction_bias=True,
-        groups=int(fields.take("n_group", default=1)),
-        top_groups=int(fields.take("topk_group", default=1)),
+        groups=fields.count("n_group", 1),
+        top_groups=fields.count("topk_group", 1),
         group_score="top2",
         scaling=float(fields.take("routed_scaling_factor", default=1.0)),
     )
@@ -46,10 +46,10 @@ def _read_common(fields: HfFields, interleaved: bool) -> dict[str, Any]:
     fields.take(*_TRAINING)
     fields.take("qk_head_dim")  # the sum of two others
     latent = LatentConfig(
-        kv_rank=int(fields.require("kv_lora_rank")),
-        rope_dim=int(fields.require("qk_rope_head_dim")),
-        nope_dim=int(fields.require("qk_nope_head_dim")),
-        value_dim=int(fields.require("v_head_dim")),
+        kv_rank=fields.count("kv_lora_rank"),
+        rope_dim=fields.count("qk_rope_head_dim"),
+        nope_dim=fields.count("qk_nope_head_dim"),
+        value_dim=fields.count("v_head_dim"),
         q_rank=fields.take("q_lora_rank"),
     )
     if common["num_kv_heads"] != common["num_heads"]:
@@ -77,7 +77,7 @@ def _read_v2(fields: HfFields) -> ModelConfig:
     fields.only("scoring_func", "softmax")
     fields.only("norm_topk_prob", False)
     fields.only("mlp_bias", False)
-    groups, top = int(fields.take("n_group", default=1)), int(fields.take("topk_group", default=1))
+    groups, top = fields.count("n_group", 1), fields.count("topk_group", 1)
     limited = method == "group_limited_greedy"
     router = RouterConfig(
         groups=groups if limited else 1,

@@ -94,7 +94,7 @@ def common_fields(
 ) -> dict[str, Any]:
     """Returns the fields that all families share, as keyword arguments of `ModelConfig`; `top_k` where the
     family has another name for it, `rope` as in `HfFields.rope`."""
-    hidden, heads = int(fields.require("hidden_size")), int(fields.require("num_attention_heads"))
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     layers = int(fields.require("num_hidden_layers"))
     longest = int(fields.require("max_position_embeddings"))
     act = str(fields.take("hidden_act", default="silu"))
@@ -104,7 +104,7 @@ def common_fields(
         "hidden_size": hidden,
         "num_layers": layers,
         "num_heads": heads,
-        "num_kv_heads": int(fields.take("num_key_value_heads", default=heads)),
+        "num_kv_heads": fields.count("num_key_value_heads", heads),
         "head_dim": int(fields.take("head_dim", default=hidden // heads)),
         "num_experts_per_tok": int(fields.require("num_experts_per_tok")) if top_k is None else top_k,
         "max_position_embeddings": longest,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from moejax.core.checked import PositiveInt, check
 from moejax.core.config import RopeConfig
 from moejax.core.errors import ConfigError
 
@@ -62,6 +63,12 @@ class HfFields:
         if value is None:
             raise ConfigError(f"{self.source}: missing field {' or '.join(map(repr, names))}")
         return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Takes a whole number of at least 1; another is a `ConfigError` that names the field."""
+        value = self.require(name) if default is None else self.take(name, default=default)
+        check(name, value, PositiveInt)
+        return int(value)
 
     def only(self, name: str, value: Any) -> None:
         """Accepts a field at one value; any other is a `ConfigError` that names it."""

@@ -54,7 +54,7 @@ def _read_qwen3(fields: HfFields) -> ModelConfig:
 
 
 def _read_two_levels(fields: HfFields) -> ModelConfig:
-    groups, chosen = int(fields.require("n_group")), int(fields.require("topk_group"))
+    groups, chosen = fields.count("n_group"), fields.count("topk_group")
     router = RouterConfig(groups=groups, top_groups=chosen, group_gate=True)
     return _read_qwen3(fields).replace(family="two_level_moe", router=router)
 

@@ -11,7 +11,7 @@ from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
 from moejax.nn.quantized import weight_of
 from moejax.nn.rope import apply_rope, in_halves
-from moejax.ops.attention import LayerCache, attention
+from moejax.ops.attention import LatentHeads, LayerCache, attention
 from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import QTensor
 from moejax.sharding.axes import SINGLE, Axes
@@ -22,8 +22,9 @@ class LatentAttention(nnx.Module):
 
     Without a cache every head's keys and values are made of the latents (the plain form). With one, queries
     and outputs are brought to the latents instead (the absorbed form): all heads share one key, the rotated
-    part and then the latent, whose latter part is also the value. Both are the same sums in another order.
-    Every device of a mesh has the latents whole, and H heads of its own.
+    part and then the latent, whose latter part is also the value. Both are the same sums in another order,
+    and a cache takes the plain form, too, for chunks of prompts where it costs less
+    (`moejax.ops.paged_attention`). Every device of a mesh has the latents whole, and H heads of its own.
     """
 
     def __init__(self, config: ModelConfig, dtype: Any, kernels: str = "xla", axes: Axes = SINGLE) -> None:
@@ -85,14 +86,13 @@ class LatentAttention(nnx.Module):
                 out = self._plain(q_rope, q_nope, k_rope, latent, rope, positions)
         else:
             with jax.named_scope("qkv_projection"):
-                to_keys, to_values = self._halves(x.dtype)
-                queries = jnp.einsum("bthn,rhn->bthr", q_nope, to_keys)
-                q = jnp.concatenate([q_rope, queries], axis=-1)
+                heads = self._heads(x.dtype)
+                q = jnp.concatenate([q_rope, q_nope], axis=-1)
                 k = jnp.concatenate([k_rope, latent[:, :, None]], axis=-1)
             with jax.named_scope("attention"):
-                out, cache = cache.update_and_attend(q, k, None, rope, positions, window=None, scale=scale)
-            with jax.named_scope("qkv_projection"):
-                out = jnp.einsum("bthr,rhv->bthv", out, to_values)
+                out, cache = cache.update_and_attend(
+                    q, k, None, rope, positions, window=None, scale=scale, latents=heads
+                )
         with jax.named_scope("output_projection"):
             return self.o_proj(out.reshape(B, T, -1)), cache
 
@@ -115,10 +115,9 @@ class LatentAttention(nnx.Module):
         keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         return attention(q, keys, values, positions, scale=self.config.attention_scale)
 
-    def _halves(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns what makes keys and values of latents, `[kv_rank, H, nope_dim]` and `[kv_rank, H,
-        value_dim]`."""
+    def _heads(self, dtype: Any) -> LatentHeads:
+        """Returns what makes keys and values of latents."""
         weight = weight_of(self.kv_b_proj.kernel)
         whole = dequantize(weight, dtype) if isinstance(weight, QTensor) else weight
-        whole = whole.reshape(self.latent.kv_rank, -1, self.latent.nope_dim + self.latent.value_dim)
-        return whole[..., : self.latent.nope_dim], whole[..., self.latent.nope_dim :]
+        each = self.latent.nope_dim + self.latent.value_dim
+        return LatentHeads(whole.reshape(self.latent.kv_rank, -1, each), self.latent)

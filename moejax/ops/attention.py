@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from moejax.core.config import LatentConfig
+
 # Scores of more elements than this are computed for a part of the queries at a time: 2^26 floats are 256 MB.
 MAX_SCORE_ELEMENTS = 1 << 26
 
@@ -19,6 +21,44 @@ class QkNorms(NamedTuple):
     q: jax.Array
     k: jax.Array
     eps: float
+
+
+class LatentHeads(NamedTuple):
+    """What makes every head's keys and values of latents (`moejax.nn.latent_attention`).
+
+    Attributes:
+        weight: `[kv_rank, H, nope_dim + value_dim]`.
+        config: these sizes.
+    """
+
+    weight: jax.Array
+    config: LatentConfig
+
+    @jax.named_scope("qkv_projection")
+    def absorb(self, q: jax.Array) -> jax.Array:
+        """Brings queries `[..., H, rope_dim + nope_dim]` to the latents: `[..., H, rope_dim + kv_rank]`."""
+        rope, nope = self.config.rope_dim, self.config.nope_dim
+        queries = self._by_head("...hn,rhn->...hr", q[..., rope:], slice(nope))
+        return jnp.concatenate([q[..., :rope], queries], axis=-1)
+
+    @jax.named_scope("qkv_projection")
+    def values(self, out: jax.Array) -> jax.Array:
+        """Makes outputs `[..., H, value_dim]` of sums of latents `[..., H, kv_rank]`."""
+        return self._by_head("...hr,rhv->...hv", out, slice(self.config.nope_dim, None))
+
+    def _by_head(self, equation: str, x: jax.Array, part: slice) -> jax.Array:
+        """Multiplies each head's x by a part of its weight. XLA:CPU first copies the weight, transposed, to
+        multiply all heads at once: it goes from head to head, whose own parts stay in its caches."""
+        if jax.default_backend() != "cpu":
+            return jnp.einsum(equation, x, self.weight[..., part])
+
+        def one(head: tuple[jax.Array, jax.Array]) -> jax.Array:
+            index, own = head
+            weight = jax.lax.dynamic_index_in_dim(self.weight, index, axis=1, keepdims=False)[:, part]
+            return jnp.einsum(equation.replace("h", ""), own, weight)
+
+        heads = jnp.arange(x.shape[-2], dtype=jnp.int32), jnp.moveaxis(x, -2, 0)
+        return jnp.moveaxis(jax.lax.map(one, heads), 0, -2)
 
 
 class LayerCache(Protocol):
@@ -42,13 +82,15 @@ class LayerCache(Protocol):
         scale: float,
         norms: QkNorms | None = None,
         sinks: jax.Array | None = None,
+        latents: LatentHeads | None = None,
     ) -> tuple[jax.Array, "LayerCache"]:
         """Stores k and v `[B, T, K, Dh]`; returns q's output `[B, T, H, Dh]` and the updated cache.
 
         `sinks` as in `attention`.
 
         q and k come unrotated, with the tables `[B, T, R/2]` of their first R numbers, because a kernel
-        rotates as it stores. Without v the values are the keys' last Dh - R numbers.
+        rotates as it stores. Without v the values are the keys' last Dh - R numbers. With `latents` these are
+        not attended to as they are: q and output are `[B, T, H, R + nope_dim]` and `[B, T, H, value_dim]`.
         """
         ...
 

@@ -41,7 +41,8 @@ class ChunkPlan(NamedTuple):
     Attributes:
         tile_start, tile_row, tile_position, tile_count: int32: a tile's first token among the T, its row of
             `table`, its first position and its tokens; rising by start.
-        num_tiles: int32 `[1]`.
+        num_tiles: int32 `[2]`: tiles before the first number are parts of chunks, those from it to the second
+            are whole chunks, which attend to latents in the plain form.
         table: int32 `[S, M]`, block tables.
         run_start, run_block, run_offset, run_count: int32, by segment: tokens from `start` go into the
             segment's `block` from `offset` on.

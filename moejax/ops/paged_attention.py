@@ -10,14 +10,21 @@ and the softmax is put together afterwards. Collecting a sequence's blocks first
 costs three to four times as much on CPU (docs/log.md). Chunks go tile by tile of one sequence's queries over
 its blocks with a running softmax (FlashAttention-2, arXiv 2307.08691), and visit no block past the last query
 nor before the window.
+
+A cache of latents (`moejax.nn.latent_attention`) is attended to as it lies, by queries that were brought to
+the latents (the absorbed form). Long chunks cost less in the plain form: each turn makes all heads' keys and
+values of its latents, once for all queries of the chunk. `moejax.perf.sizes.takes_plain_form` says which form
+a chunk takes, and the step's plan tells the program, which has both where its chunk tokens can be so many.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from moejax.core.config import LatentConfig
+from moejax.ops.attention import LatentHeads
 from moejax.ops.kv_segments import (
     ChunkPlan,
     DecodePlan,
@@ -27,10 +34,13 @@ from moejax.ops.kv_segments import (
     write_rows,
     write_runs,
 )
+from moejax.perf.sizes import PLAIN_KEYS, takes_plain_form
 from moejax.quantization.kv import from_bits
 
 # Keys that one turn of a chunk's loop attends to, at least one block.
 KEYS_PER_TURN = 64
+# Queries of a chunk in the plain form that a product takes at a time.
+PLAIN_QUERIES = 128
 # Codes that are widened at a time, at least one block: 2^16 floats stay in a core's cache.
 CODES_AT_A_TIME = 1 << 16
 
@@ -47,6 +57,11 @@ def tile_rows(tokens: int) -> int:
     return max(1, min(tokens, 32))
 
 
+def has_plain_chunks(tokens: int, latent: LatentConfig) -> bool:
+    """Tells whether a step with that many chunk tokens can have a chunk in the plain form."""
+    return bool(takes_plain_form(latent, tokens, -(-tokens // PLAIN_KEYS) * PLAIN_KEYS))
+
+
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -57,6 +72,7 @@ def paged_attention(
     window: int | None,
     scale: float,
     sinks: jax.Array | None = None,
+    latents: LatentHeads | None = None,
 ) -> tuple[jax.Array, Segments]:
     """Stores the batch's keys and values, then attends. Softmax in float32.
 
@@ -65,26 +81,41 @@ def paged_attention(
         k, v: `[S + T, K, Dh]`; without v a value is the last numbers of its key (`Segment.latent`).
         window: a query at p sees positions in (p - window, p]; None sees all up to p.
         sinks: `[H]`, see `moejax.ops.attention.attention`.
+        latents: where k are latents; then q and what is returned are `[S + T, H, rope_dim + nope_dim]` and
+            `[S + T, H, value_dim]`.
 
     Returns:
         `[S + T, H, Dv]` (places that compute nothing hold anything finite) and the updated segments.
     """
     S, K = plan.decode.position.shape[0], k.shape[1]
-    H, Dh = q.shape[1:]
-    Dv = segments[0].value_dim
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(-1, K, H // K, Dh)
+    (N, H, _), chunk = q.shape, plan.chunk
+    q = q * jnp.asarray(scale, q.dtype)
     sinks = None if sinks is None else sinks.reshape(K, H // K).astype(jnp.float32)
     segments = write_rows(segments, k[:S], None if v is None else v[:S], plan.decode)
-    if plan.chunk is None:
-        return decode_attention(q, segments, plan.decode, window, sinks).reshape(-1, H, Dv), segments
-    segments = write_runs(segments, k[S:], None if v is None else v[S:], plan.chunk)
-    decoded = jax.lax.cond(
-        jnp.any(plan.decode.position >= 0),
-        lambda: decode_attention(q[:S], segments, plan.decode, window, sinks),
-        lambda: jnp.zeros_like(q[:S, ..., :Dv]),
-    )
-    chunked = chunk_attention(q[S:], segments, plan.chunk, window, sinks)
-    return jnp.concatenate([decoded, chunked]).reshape(-1, H, Dv), segments
+    if chunk is not None:
+        segments = write_runs(segments, k[S:], None if v is None else v[S:], chunk)
+
+    def attend(half: Callable[..., jax.Array], q: jax.Array, plan: DecodePlan | ChunkPlan) -> jax.Array:
+        q = q if latents is None else latents.absorb(q)
+        out = half(q.reshape(len(q), K, H // K, -1), segments, plan, window, sinks).reshape(len(q), H, -1)
+        return out if latents is None else latents.values(out)
+
+    if chunk is None:
+        return attend(decode_attention, q, plan.decode), segments
+    decodes = jnp.any(plan.decode.position >= 0)
+    decoded = _where_any(decodes, lambda: attend(decode_attention, q[:S], plan.decode))
+    if latents is not None and has_plain_chunks(N - S, latents.config):
+        tiled = _where_any(chunk.num_tiles[0] > 0, lambda: attend(chunk_attention, q[S:], chunk))
+        chunked = plain_chunk_attention(q[S:], segments, chunk, latents, tiled)
+    else:
+        chunked = attend(chunk_attention, q[S:], chunk)
+    return jnp.concatenate([decoded, chunked]), segments
+
+
+def _where_any(some: jax.Array, compute: Callable[[], jax.Array]) -> jax.Array:
+    """Computes where there are some, and returns zeros where there is none."""
+    like = jax.eval_shape(compute)
+    return jax.lax.cond(some, compute, lambda: jnp.zeros(like.shape, like.dtype))
 
 
 def decode_attention(
@@ -156,9 +187,13 @@ def _product(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) 
     them exactly; their sums, which no scale has brought to size yet, are float32."""
     if codes is None:
         return jnp.einsum(equation, x, stored)
-    wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    stored = from_bits(stored, codes).astype(wide)
-    return jnp.einsum(equation, x.astype(wide), stored, preferred_element_type=jnp.float32)
+    stored = from_bits(stored, codes).astype(_wide(x))
+    return jnp.einsum(equation, x.astype(_wide(x)), stored, preferred_element_type=jnp.float32)
+
+
+def _wide(x: jax.Array) -> Any:
+    """Returns the dtype that codes are multiplied in."""
+    return jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
 
 
 def _block_products(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) -> jax.Array:
@@ -204,7 +239,6 @@ def chunk_attention(
         position = jnp.tile(first + jnp.arange(tile, dtype=jnp.int32), G)[:, None]
 
         def turn(c: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            highest, total, summed = carry
             blocks = jax.lax.dynamic_slice(table, (plan.tile_row[t], c * per_turn), (1, per_turn))[0]
             loaded = load_blocks(segments, blocks)
             scores = _product("kmd,kdb->kmb", part, loaded.keys, loaded.codes).astype(jnp.float32)
@@ -214,18 +248,12 @@ def chunk_attention(
             seen = key <= position
             if window is not None:
                 seen &= key > position - window
-            seen = seen[None]
-            scores = jnp.where(seen, scores, lowest)
-            new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
-            weights = jnp.where(seen, jnp.exp(scores - new), 0.0)
-            shrink = jnp.exp(highest - new)
-            total = total * shrink + weights.sum(axis=-1, keepdims=True)
-            if loaded.row_scale is None:
-                weights = weights.astype(q.dtype)
-            else:
-                weights = jnp.where(seen, weights * loaded.row_scale[:, None, :], 0.0)
-            product = _product("kmb,kbd->kmd", weights, loaded.rows, loaded.codes)
-            return new, total, summed * shrink + product.astype(jnp.float32)
+
+            def sums(weights: jax.Array) -> jax.Array:
+                weights = weights.astype(q.dtype) if loaded.codes is None else weights
+                return _product("kmb,kbd->kmd", weights, loaded.rows, loaded.codes)
+
+            return _running_softmax(carry, scores, seen[None], loaded.row_scale, sums)
 
         begin = jnp.zeros((), jnp.int32)
         if window is not None:
@@ -245,3 +273,90 @@ def chunk_attention(
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
 
     return jax.lax.fori_loop(0, plan.num_tiles[0], one_tile, jnp.zeros_like(padded[..., :Dv]))[:T]
+
+
+def _running_softmax(
+    old: Sequence[jax.Array], scores: jax.Array, seen: jax.Array, scales: jax.Array | None,
+    sums: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Goes on with M softmaxes by P keys: highest scores and sums of weights `[K, M, 1]`, of values
+    `[K, M, Dv]`.
+
+    Args:
+        scores, seen: `[K, M, P]`.
+        scales: of the values, `[K, P]`.
+        sums: from weights to sums of values `[K, M, Dv]`.
+    """
+    highest, total, summed = old
+    scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
+    new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
+    weights = jnp.where(seen, jnp.exp(scores - new), 0.0)
+    shrink = jnp.exp(highest - new)
+    total = total * shrink + weights.sum(axis=-1, keepdims=True)
+    weights = weights if scales is None else jnp.where(seen, weights * scales[:, None], 0.0)
+    return new, total, summed * shrink + sums(weights).astype(jnp.float32)
+
+
+def plain_chunk_attention(
+    q: jax.Array, segments: Segments, plan: ChunkPlan, latents: LatentHeads, others: jax.Array
+) -> jax.Array:
+    """Attends scaled q `[T, H, rope_dim + nope_dim]` of whole chunks to keys and values made of latents;
+    returns `[T, H, value_dim]`, for the other chunks' queries what `others` has.
+
+    The outer loop goes over keys, which are made once, and the inner one over queries, all of whose running
+    softmaxes are kept.
+    """
+    T, H, _ = q.shape
+    rope, nope = latents.config.rope_dim, latents.config.nope_dim
+    rank, _, each = latents.weight.shape
+    weight = latents.weight.reshape(rank, H * each)
+    wide = _wide(q) if segments[0].quantized else q.dtype
+    size, queries = segments[0].block_size, min(PLAIN_QUERIES, T)
+    per_turn = min(max(1, PLAIN_KEYS // size), plan.table.shape[1])
+    keys_per_turn = per_turn * size
+    lowest = jnp.finfo(jnp.float32).min
+    table = jnp.pad(plan.table, ((0, 0), (0, -plan.table.shape[1] % per_turn)))
+    by_head = jnp.pad(q.transpose(1, 0, 2), ((0, 0), (0, queries), (0, 0)))
+    key_of, query_of = (jnp.arange(n, dtype=jnp.int32) for n in (keys_per_turn, queries))
+
+    def one_chunk(t: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        start, first, count = plan.tile_start[t], plan.tile_position[t], plan.tile_count[t]
+
+        def turn(c: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            blocks = jax.lax.dynamic_slice(table, (plan.tile_row[t], c * per_turn), (1, per_turn))[0]
+            loaded = load_blocks(segments, blocks)
+            key, codes, scales = c * keys_per_turn + key_of[None], loaded.codes, loaded.key_scale
+            # Places past the chunk hold anything, of which nothing may come into values.
+            stored = jnp.where(key < first + count, loaded.keys[0], jnp.zeros((), loaded.keys.dtype))
+            with jax.named_scope("qkv_projection"):
+                made = _product("rm,rb->mb", weight, stored[rope:], codes).astype(wide)
+                made = made.reshape(H, each, keys_per_turn)
+            rotated = stored[:rope] if codes is None else from_bits(stored[:rope], codes).astype(wide)
+            rotated = jnp.broadcast_to(rotated, (H, rope, keys_per_turn))
+            keys, values = jnp.concatenate([rotated, made[:, :nope]], axis=1), made[:, nope:]
+
+            def attend(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                at = start + i * queries
+                part, *old = (jax.lax.dynamic_slice_in_dim(x, at, queries, 1) for x in (by_head, *state))
+                scores = jnp.einsum("hmd,hdb->hmb", part.astype(wide), keys).astype(jnp.float32)
+                scores = scores if scales is None else scores * scales[:, None]
+                place = i * queries + query_of[:, None]
+                seen = ((key <= first + place) & (place < count))[None]
+                updated = _running_softmax(
+                    old, scores, seen, scales, lambda x: jnp.einsum("hmb,hvb->hmv", x.astype(wide), values)
+                )
+                both = zip(state, updated, strict=True)
+                return tuple(jax.lax.dynamic_update_slice_in_dim(x, part, at, 1) for x, part in both)
+
+            # Queries before the turn's first key see none of it.
+            begin = jnp.maximum(c * keys_per_turn - first, 0) // queries
+            return jax.lax.fori_loop(begin, (count - 1) // queries + 1, attend, state)
+
+        return jax.lax.fori_loop(0, (first + count - 1) // keys_per_turn + 1, turn, state)
+
+    places = (H, T + queries)
+    empty = jnp.full((*places, 1), lowest), jnp.zeros((*places, 1)), jnp.zeros((*places, each - nope))
+    _, total, summed = jax.lax.fori_loop(plan.num_tiles[0], plan.num_tiles[1], one_chunk, empty)
+    total, summed = total[:, :T].transpose(1, 0, 2), summed[:, :T].transpose(1, 0, 2)
+    # Every query sees itself, so that its sum is not 0.
+    return jnp.where(total > 0, (summed / jnp.where(total > 0, total, 1.0)).astype(q.dtype), others)

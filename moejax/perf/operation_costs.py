@@ -13,6 +13,9 @@ What is counted, for a step that computes `new[r]` tokens of row r, whose cache 
     activation_bytes  an estimate of the rest: what operations hand each other, embeddings that are looked up,
                       norms and biases; each read and written once
 
+Latent attention counts in the form that each row takes in XLA's programs (`moejax.perf.sizes.
+takes_plain_form`). GPU kernels stay with the absorbed form, and compute more.
+
 The first three are the least that any program must do, and bounds are made of them alone. The fourth is what
 a good program keeps in caches or fuses away, so that no bound may count it.
 """
@@ -27,7 +30,7 @@ from moejax.core.checked import check
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import Hardware
-from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, attention_sizes, kv_token_bytes
+from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, attention_sizes, kv_token_bytes, takes_plain_form
 
 Phase = Literal["prefill", "decode", "mixed"]
 
@@ -174,16 +177,22 @@ class _Counter:
             normed = 0
         normed += D * (1 + config.post_norms)
         window = config.sliding_windows[layer]
-        pairs = float(query_key_pairs(new, seen, window).sum())
+        pairs, plain = query_key_pairs(new, seen, window), np.zeros(len(new), bool)
+        if config.latent is not None and self.phase != "decode":
+            plain = takes_plain_form(config.latent, new, seen)
+        flops = float((pairs * np.where(plain, sizes.plain_pair_flops, sizes.pair_flops)).sum())
+        # Keys and values are made of each latent in sight, not of the new ones alone.
+        made = 2 * float((seen - new)[plain].sum()) * sizes.made_params
+        projected = self.product(
+            layer, "qkv_projection", tokens, sizes.qkv_params, D + sizes.queries + sizes.stored
+        )
         earlier = seen - new if window is None else np.minimum(seen - new, window - 1)
         return [
             self.norm(layer, tokens, normed),
-            self.product(
-                layer, "qkv_projection", tokens, sizes.qkv_params, D + sizes.queries + sizes.stored
-            ),
+            replace(projected, flops=projected.flops + made),
             self.op(layer, "kv_write", cache=tokens * self.kv_bytes, elements=tokens * sizes.stored),
             self.op(
-                layer, "attention", flops=pairs * sizes.pair_flops,
+                layer, "attention", flops=flops,
                 cache=float(earlier.sum()) * self.kv_bytes,
                 elements=tokens * (sizes.queries + sizes.outputs),
             ),

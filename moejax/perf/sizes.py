@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from moejax.core.config import ModelConfig
+import numpy as np
+
+from moejax.core.config import LatentConfig, ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_CODE_BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -15,6 +17,12 @@ operation): None is outside of the layers, operations are those of `moejax.perf.
 "experts_gate_up" and "experts_down" they are one expert's; the embedding counts only as output."""
 
 
+PLAIN_KEYS = 256
+"""Keys that a chunk attends to at a time in the plain form of latent attention."""
+MAKING = 1.5
+"""What a FLOP of making earlier keys and values counts there, as measured at long contexts (docs/log.md)."""
+
+
 class AttentionSizes(NamedTuple):
     """Numbers of one layer's attention.
 
@@ -23,6 +31,8 @@ class AttentionSizes(NamedTuple):
         queries, stored: of a token's queries, and of its keys and values as a cache holds them.
         outputs: of a token, before the output projection.
         pair_flops: of a query and a key, over all heads.
+        made_params: of what makes keys and values of latents, or brings queries and outputs to them.
+        plain_pair_flops: `pair_flops` of latent attention's plain form.
     """
 
     qkv_params: int
@@ -30,6 +40,8 @@ class AttentionSizes(NamedTuple):
     stored: int
     outputs: int
     pair_flops: int
+    made_params: int = 0
+    plain_pair_flops: int = 0
 
 
 def attention_sizes(config: ModelConfig) -> AttentionSizes:
@@ -40,11 +52,27 @@ def attention_sizes(config: ModelConfig) -> AttentionSizes:
         return AttentionSizes(D * (H * Dh + stored), H * Dh, stored, H * Dh, 4 * H * Dh)
     rank = latent.q_rank
     queries = D * H * Dh if rank is None else rank * (D + H * Dh)
-    per_head = latent.kv_rank * (latent.nope_dim + latent.value_dim)
-    pair = 2 * H * (config.key_dim + latent.kv_rank)
-    return AttentionSizes(
-        queries + D * stored + H * per_head, H * config.key_dim, stored, H * latent.value_dim, pair
-    )
+    made = H * latent.kv_rank * (latent.nope_dim + latent.value_dim)
+    pair, plain = 2 * H * (config.key_dim + latent.kv_rank), 2 * H * (Dh + latent.value_dim)
+    qkv = queries + D * stored + made
+    return AttentionSizes(qkv, H * config.key_dim, stored, H * latent.value_dim, pair, made, plain)
+
+
+def takes_plain_form(latent: LatentConfig, new: int | np.ndarray, context: int | np.ndarray) -> np.ndarray:
+    """Tells of chunks of so many tokens, whose last one sees `context` keys, whether the plain form of latent
+    attention costs less than the absorbed one.
+
+    A pair of query and key costs every head `rope_dim + nope_dim + value_dim` multiply-adds in the plain form
+    and `rope_dim + 2 · kv_rank` in the absorbed one. Bringing a token's query and output to the latents costs
+    what making a key and a value of a latent does, `kv_rank · (nope_dim + value_dim)`: the one is done for
+    each new token, the other for each key in sight, in turns of `PLAIN_KEYS`. With `MAKING` the two are level
+    at about 256 tokens of DeepSeek-V2 and V3 on a long context, with fewer at a prompt's beginning. A token
+    alone is absorbed.
+    """
+    pairs = new * context - new * (new - 1) / 2
+    saved = pairs * (2 * latent.kv_rank - latent.nope_dim - latent.value_dim)
+    made = np.ceil(context / PLAIN_KEYS) * PLAIN_KEYS - new
+    return (new > 1) & (saved > MAKING * made * latent.kv_rank * (latent.nope_dim + latent.value_dim))
 
 
 def kv_token_bytes(config: ModelConfig, dtype: str, split: int = 1) -> int:

@@ -1,6 +1,7 @@
 """Directories that load: every layout, dtype and family; and what saving leaves behind."""
 
 import json
+import logging
 import os
 import tracemalloc
 from pathlib import Path
@@ -77,14 +78,17 @@ def test_what_is_saved_loads_the_same(tmp_path, family, limit):
     "family, key",
     [("glm4_moe", "model.layers.3.eh_proj"), ("ernie4_5_moe", "model.mtp_block.0.self_attn.q_proj")],
 )
-def test_layers_that_predict_further_tokens_are_passed_over(tmp_path, family, key):
-    """As many as config.json says; without it they are unknown keys."""
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path, family, key, caplog):
+    """With a line of the log, as many as config.json says; without it they are unknown keys."""
     model = family_model(family)
     model.config = model.config.replace(mtp_layers=1)
     save_pretrained(model, tmp_path)
     extra = {f"{key}.weight": np.zeros((4, 4), np.float32)}
     save_file(load_file(tmp_path / SINGLE) | extra, tmp_path / SINGLE)
-    assert_same_weights(load_pretrained(tmp_path).model, model)
+    with caplog.at_level(logging.INFO, "moejax.checkpoint.hf"):
+        assert_same_weights(load_pretrained(tmp_path).model, model)
+    name = ".".join(key.split(".")[:3])
+    assert f"passed over {name}, which predict further tokens (tensors: 1)" in caplog.text
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=key):

@@ -286,7 +286,7 @@ def test_an_activation_that_is_not_there(unbuilt: None) -> None:
         ({"vocab_size": 0}, "vocab_size must be an integer of at least 1, got 0"),
         ({"hidden_act": "sillu"}, "did you mean 'silu'?"),
         ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
-        ({"hidden_size": "big"}, "a field has the wrong type"),
+        ({"hidden_size": "big"}, "hidden_size must be an integer of at least 1, got 'big'"),
         ({"dtype": "float8"}, "dtype: unknown value 'float8'"),
         ({"num_experts": None, "num_local_experts": None}, "missing field 'num_experts'"),
     ],

@@ -258,7 +258,7 @@ def test_a_plan_of_chunks_alone() -> None:
     assert (batch.attention.decode.owner == -1).all() and (batch.attention.decode.position == -1).all()
     tiles = -(-77 // tile_rows(80))
     assert tiles > 1 and batch.attention.chunk is not None
-    assert batch.attention.chunk.num_tiles.tolist() == [tiles]
+    assert batch.attention.chunk.num_tiles.tolist() == [tiles, tiles]
 
 
 def test_targets_of_a_scored_prompt() -> None:

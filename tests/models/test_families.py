@@ -113,6 +113,23 @@ def test_two_levels_round_trip_and_name_their_groups() -> None:
         config_from_hf(raw | {"n_group": 7})
 
 
+@pytest.mark.parametrize(
+    ("model_type", "field"),
+    [
+        ("deepseek_v2", "n_group"),
+        ("deepseek_v3", "topk_group"),
+        ("deepseek_v3", "kv_lora_rank"),
+        ("glm4_moe", "n_group"),
+        ("qwen3_moe", "num_attention_heads"),
+    ],
+)
+def test_what_must_be_at_least_one_is_named_as_in_the_file(model_type: str, field: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^config\.json: {field} must be an integer of at least 1, got 0$"
+    ):
+        config_from_hf(fields_of(model_type) | {field: 0})
+
+
 def test_several_end_tokens_round_trip():
     config = config_from_hf(fields_of("qwen3_moe", eos_token_id=[151645, 151643]))
     assert config.eos_token_ids == (151645, 151643)
@@ -258,7 +275,7 @@ REFUSED = [
     ("qwen3_moe", {"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds num_experts 128"),
     ("qwen3_moe", {"num_key_value_heads": 5}, "multiple of num_key_value_heads"),
     ("qwen3_moe", {"head_dim": 7}, "head_dim must be even"),
-    ("qwen3_moe", {"hidden_size": "wide"}, "wrong type"),
+    ("qwen3_moe", {"hidden_size": "wide"}, "hidden_size must be an integer"),
     ("qwen3_moe", {"mlp_only_layers": [48]}, "mlp_only_layers"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
     ("qwen3_moe", {"vocab_size": None}, "vocab_size"),

@@ -270,7 +270,7 @@ def chunk_plan(spec: Spec, rows: list[Row | None]) -> ChunkPlan:
     most = spec.rows + spec.tokens // tile
     return ChunkPlan(
         *(ints([t[i] for t in tiles], most) for i in range(4)),
-        num_tiles=ints([len(tiles)], 1),
+        num_tiles=ints([len(tiles)] * 2, 2),
         table=jnp.asarray(table),
         run_start=run_start,
         run_block=block,

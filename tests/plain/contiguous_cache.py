@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from moejax.core.config import ModelConfig
 from moejax.nn.rope import apply_rope
-from moejax.ops.attention import QkNorms, attention
+from moejax.ops.attention import LatentHeads, QkNorms, attention
 from moejax.quantization.kv import round_trip
 
 Phase = Literal["prefill", "decode"]
@@ -87,9 +87,15 @@ class ContiguousLayer:
         scale: float,
         norms: QkNorms | None = None,
         sinks: jax.Array | None = None,
+        latents: LatentHeads | None = None,
     ) -> tuple[jax.Array, "ContiguousLayer"]:
         """`prefill`: whole sequences from position 0, attended among themselves and stored.
         `decode`: one token a sequence, stored at its position, attending to its row."""
+        if latents is not None:
+            out, cache = self.update_and_attend(
+                latents.absorb(q), k, v, rope, positions, window=window, scale=scale, norms=norms, sinks=sinks
+            )
+            return latents.values(out), cache
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if self.kv_cache != "auto":
             k, v = round_trip(k, self.kv_cache), None if v is None else round_trip(v, self.kv_cache)

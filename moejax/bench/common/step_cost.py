@@ -14,7 +14,7 @@ from moejax.engine.llm import LLM
 from moejax.engine.stats import StepRecord
 from moejax.nn.param import specs
 from moejax.perf.memory import held_weights
-from moejax.perf.operation_costs import Bound, OpCost, attribute, step_bound, summed, total
+from moejax.perf.operation_costs import Bound, OpCost, Phase, attribute, step_bound, summed, total
 from moejax.perf.steps import captured_steps, prefill
 from moejax.results.metrics import RequestRecord
 from moejax.routing.capture import RoutingCapture
@@ -60,13 +60,19 @@ class EngineSteps:
 
     def requests(self, records: Iterable[RequestRecord]) -> list[OpCost]:
         """FLOPs of whole requests, whatever steps they ran in; bytes depend on those, and are 0."""
-        lengths = [(r.prompt_len + max(0, r.output_len - 1), r.output_len) for r in records if r.output_len]
-        if not lengths:
-            return []
-        tokens, sampled = zip(*lengths, strict=True)
-        none = [0.0] * self.llm.config.num_layers
-        rows = {"new_tokens": tokens, "context": tokens, "logits": sum(sampled)}
-        ops = attribute(self.llm.config, **rows, phase="mixed", hits=none, **self._model)
+        served = [r for r in records if r.output_len]
+        prompts = [(r.prompt_len, r.prompt_len) for r in served]
+        outputs = [(r.output_len - 1, r.prompt_len + r.output_len - 1) for r in served if r.output_len > 1]
+        none, ops = [0.0] * self.llm.config.num_layers, []
+        phases: dict[Phase, list[tuple[int, int]]] = {"prefill": prompts, "decode": outputs}
+        for phase, rows in phases.items():
+            if rows:
+                new, seen = zip(*rows, strict=True)
+                sampled = len(rows) if phase == "prefill" else sum(new)
+                ops += attribute(
+                    self.llm.config, new_tokens=new, context=seen, phase=phase, hits=none, logits=sampled,
+                    **self._model,
+                )  # fmt: skip
         return [OpCost(op.layer, op.operation, op.phase, op.flops) for op in ops]
 
     def traced(self, capture: RoutingCapture) -> list[OpCost]:

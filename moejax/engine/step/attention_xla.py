@@ -13,7 +13,8 @@ from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.step.limits import Limits, StepKey
 from moejax.ops.kv_segments import ChunkPlan, DecodePlan
-from moejax.ops.paged_attention import AttentionPlan, tile_rows
+from moejax.ops.paged_attention import AttentionPlan, has_plain_chunks, tile_rows
+from moejax.perf.sizes import takes_plain_form
 
 BLANK = {"owner": -1}
 """Values other than 0 of a plan that attends to nothing."""
@@ -33,7 +34,7 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
     if T:
         tiles, runs = max_tiles(S, T), max_runs(S, T, limits.block_size)
         fields |= dict.fromkeys(_TILES, (tiles,)) | dict.fromkeys(_RUNS, (runs,))
-        fields |= {"run_ends": (Z,), "num_tiles": (1,), "table": (S, min(limits.table_width, N))}
+        fields |= {"run_ends": (Z,), "num_tiles": (2,), "table": (S, min(limits.table_width, N))}
     return fields
 
 
@@ -73,7 +74,7 @@ def fill(
     else:
         views["owner"][...] = -1
     if plan.chunk_tokens:
-        _chunks(views, plan, tile_rows(key.tokens), limits.block_size, segments)
+        _chunks(views, plan, key.tokens, limits, segments)
 
 
 def _decodes(
@@ -112,28 +113,32 @@ def _decodes(
 
 
 def _chunks(
-    views: dict[str, np.ndarray], plan: StepPlan, tile: int, size: int, segments: SegmentLayout
+    views: dict[str, np.ndarray], plan: StepPlan, tokens: int, limits: Limits, segments: SegmentLayout
 ) -> None:
-    """Tiles (parts of one chunk to attend) and runs (parts of one block to write)."""
-    table = views["table"]
+    """Tiles (parts of one chunk to attend, or chunks in the plain form) and runs (parts of one block to
+    write)."""
+    table, tile, size, latent = views["table"], tile_rows(tokens), limits.block_size, limits.latent
     tiles: list[tuple[int, int, int, int]] = []
+    plain: list[tuple[int, int, int, int]] = []
     runs: list[tuple[int, int, int, int]] = []
     start, row = 0, len(plan.decodes)
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
         sequence, first, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         table[row, : len(sequence.blocks)] = sequence.blocks
-        tiles += [
-            (start + i, row, first + i, min(tile, chunk.count - i)) for i in range(0, chunk.count, tile)
-        ]
+        if latent and has_plain_chunks(tokens, latent) and takes_plain_form(latent, chunk.count, end):
+            plain.append((start, row, first, chunk.count))
+        else:
+            parts = range(0, chunk.count, tile)
+            tiles += [(start + i, row, first + i, min(tile, chunk.count - i)) for i in parts]
         position = first
         while position < end:
             count = min(size - position % size, end - position)
             runs.append((sequence.blocks[position // size], start + position - first, position % size, count))
             position += count
         start, row = start + chunk.count, row + 1 + len(forks)
-    views["num_tiles"][0] = len(tiles)
-    for name, column in zip(_TILES, np.asarray(tiles, np.int32).T, strict=True):
-        views[name][: len(tiles)] = column
+    views["num_tiles"][:] = len(tiles), len(tiles + plain)
+    for name, column in zip(_TILES, np.asarray(tiles + plain, np.int32).T, strict=True):
+        views[name][: len(column)] = column
     block, *columns = np.asarray(runs, np.int64).T
     segment, local = segments.locate(block)
     order = np.argsort(segment, kind="stable")

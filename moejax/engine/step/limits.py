@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from moejax.core.config import LatentConfig
 from moejax.engine.step.sampler import SamplerMode
 
 
@@ -55,6 +56,7 @@ class Limits(NamedTuple):
             block tables instead of lists of blocks.
         capture: whether steps return each token's routing.
         replay: (MoE layers, experts per token) where steps are told it.
+        latent: the sizes of latents, where the cache holds them.
         kv_heads: key/value heads that a device has, or what counts as such with latents.
         context: the most keys that a query reads in any layer.
         queries: the most of a sequence whose context is cut. These are for kernels only, see
@@ -68,6 +70,7 @@ class Limits(NamedTuple):
     kernels: str = "xla"
     capture: bool = False
     replay: tuple[int, int] | None = None
+    latent: LatentConfig | None = None
     kv_heads: int = 1
     context: int = 1
     queries: int = 1
