@@ -49,12 +49,14 @@ class ServedRequest:
         return self.record.finish_reason == "abort"
 
     def row(self, origin: float, slo: Slo) -> dict[str, Any]:
-        """`record_row` with `queue_ms`, `preemptions`, `slo_met` (None without objectives) and `error`."""
+        """`record_row` with `queue_ms`, `preemptions`, `cached_tokens`, `slo_met` (None without objectives)
+        and `error`."""
         met = self.record.completed and slo.met_by(self.record) if slo else None
         return {
             **record_row(self.record, origin),
             "queue_ms": None if self.queue_s is None else self.queue_s * 1e3,
             "preemptions": self.preemptions,
+            "cached_tokens": self.record.metrics.cached_tokens,
             "slo_met": met,
             "error": self.error,
         }

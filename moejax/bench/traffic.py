@@ -5,6 +5,7 @@ contents each have a random stream of their own: changing one leaves the others 
 requests are the first ones of more.
 """
 
+import bisect
 import itertools
 import math
 import statistics
@@ -22,7 +23,7 @@ from moejax.core.errors import ConfigError
 from moejax.core.files import content_hash
 
 # Which of the seed's random streams draws what.
-_ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS = range(4)
+_ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS, _PREFIXES = range(5)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class ThroughputWorkload(SampledWorkload):
         trace_speedup: the trace's clock runs this many times faster.
         prompt_len, output_len: tokens of each request, one number or a distribution. A trace's own lengths
             and prompts come first; those of `prompts_file` are taken in turn and at their own lengths.
+        shared_prefix_len: tokens with which random prompts begin before their own `prompt_len`, one of
+            `shared_prefixes` each in turn: a system prompt, or several with examples.
         iterations: measured repetitions of the whole traffic.
         warmup: short passes before, not measured, after all buckets are compiled; 0 measures a cold engine,
             compilation included.
@@ -103,6 +106,8 @@ class ThroughputWorkload(SampledWorkload):
     trace_speedup: PositiveNumber = 1.0
     prompt_len: LengthOrDistribution = field(default_factory=lambda: Lengths(16, 64))
     output_len: LengthOrDistribution = field(default_factory=lambda: Lengths(8, 128))
+    shared_prefix_len: NonNegativeInt = 0
+    shared_prefixes: PositiveInt = 1
     iterations: PositiveInt = 1
     warmup: NonNegativeInt = 1
     compare: tuple[Batching, ...] = ()
@@ -122,6 +127,11 @@ class ThroughputWorkload(SampledWorkload):
             load_trace(self.trace_file)
         elif self.trace_speedup != 1.0:
             raise ConfigError("workload.trace_speedup needs workload.trace_file")
+        if self.shared_prefix_len and (self.trace_file or self.prompts_file):
+            raise ConfigError(
+                "workload.shared_prefix_len is for random prompts: those of workload.trace_file and "
+                "workload.prompts_file begin as they do"
+            )
         if self.burstiness != 1.0 and self.request_rate == math.inf:
             raise ConfigError("workload.burstiness needs a finite workload.request_rate")
 
@@ -221,8 +231,29 @@ def _prompts(
             prompts.append(prompt_ids(next(from_file), vocab_size, encode, where))
         else:
             rng = np.random.default_rng([workload.seed, _PROMPTS, index])
-            prompts.append(rng.integers(0, vocab_size, size=row.prompt_len or length).tolist())
+            own = rng.integers(0, vocab_size, size=row.prompt_len or length).tolist()
+            rng = np.random.default_rng([workload.seed, _PREFIXES, index % workload.shared_prefixes])
+            prompts.append([*rng.integers(0, vocab_size, size=workload.shared_prefix_len).tolist(), *own])
     return prompts
+
+
+def ideal_hit_rate(plan: Sequence[PlannedRequest]) -> float:
+    """Returns the share of prompt tokens that an unlimited prefix cache finds: of each prompt the longest
+    prefix that an earlier one has, all but its last token at most."""
+    earlier: list[list[int]] = []
+    found = 0
+    for request in plan:
+        prompt = request.prompt_token_ids
+        place = bisect.bisect(earlier, prompt)
+        beside = earlier[max(0, place - 1) : place + 1]  # the most alike of a sorted list
+        found += max((_common(prompt[:-1], other) for other in beside), default=0)
+        earlier.insert(place, prompt)
+    return found / sum(len(request.prompt_token_ids) for request in plan)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Counts the first tokens that are equal."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _draw(lengths: int | Lengths, seed: int, stream: int, count: int) -> list[int]:

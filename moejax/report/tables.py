@@ -157,7 +157,8 @@ _LATENCY = (
 )  # fmt: skip
 _THROUGHPUT = (
     "batching", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "request_throughput",
-    "request_goodput", "output_throughput", "mean_batch_size", "cache_use_peak", "padding_waste",
+    "request_goodput", "output_throughput", "prefix_hit_rate", "mean_batch_size", "cache_use_peak",
+    "padding_waste",
 )  # fmt: skip
 # Where other engines were measured too: fewer figures of each, and what it is to the first one.
 _LATENCY_BESIDE = (

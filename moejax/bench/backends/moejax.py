@@ -34,6 +34,7 @@ class MoejaxBackend(Backend):
     def generate(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, record_routing: bool = False
     ) -> list[RequestOutput]:
+        self.llm.clear_prefix_cache()  # repetitions are not to find each other
         return self.llm.generate(prompts, params, record_routing=record_routing)
 
     def submit(
@@ -87,6 +88,7 @@ class MoejaxBackend(Backend):
 
     def reset_stats(self) -> None:
         self.llm.reset_stats()
+        self.llm.clear_prefix_cache()
 
     def memory(self) -> dict[str, int | float | None]:
         stats = self.llm.stats()

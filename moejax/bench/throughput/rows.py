@@ -10,7 +10,7 @@ from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.common.step_cost import traffic_utilisation
 from moejax.bench.common.timeline import step_metrics
 from moejax.bench.throughput.modes import Mode
-from moejax.bench.traffic import ThroughputWorkload, plan_fields
+from moejax.bench.traffic import ThroughputWorkload, ideal_hit_rate, plan_fields
 from moejax.core.hardware import Hardware
 from moejax.results.metric_names import RATES
 from moejax.results.metrics import RequestRecord, case_row, compute_metrics, summarize
@@ -60,6 +60,11 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
     if isinstance(mode.backend, MoejaxBackend):
         traced = mode.trace, mode.runs[0].steps
         row |= traffic_utilisation(mode.backend.llm, records, steps, hardware, *traced)
+        if mode.backend.llm.engine_config.prefix_cache.enabled:
+            prompts = sum(item.record.prompt_len for item in served)
+            cached = sum(item.record.metrics.cached_tokens for item in served)
+            row["prefix_hit_rate"] = cached / prompts if prompts else None
+            row["prefix_hit_rate_ideal"] = ideal_hit_rate(plan)
     else:
         row["preemptions"] = None  # not told
     row["failed"] = sum(item.failed for item in served)
