@@ -103,12 +103,7 @@ def _balance(costs: Sequence[float], parts: int, first: float, last: float) -> l
 
 def stage_config(model: ModelConfig, layers: range) -> ModelConfig:
     """Returns the configuration with these layers only: of a stage's cache, and of what it records."""
-    part = slice(layers.start, layers.stop)
-    return model.replace(
-        num_layers=len(layers),
-        moe_layers=model.moe_layers[part],
-        sliding_windows=model.sliding_windows[part],
-    )
+    return model.of_layers(layers)
 
 
 # -- moving ----------------------------------------------------------------------------------------------

@@ -284,6 +284,8 @@ def unsupported_by_kernels(
     size = engine.block_size
     if size < 8 or size & (size - 1):
         return f"engine.block_size={size} (a power of two, at least 8)"
+    if not all(config.paged_layers):
+        return "linear attention (softmax attention only)"
     latent = config.latent
     if latent is not None and (config.key_dim % 8 or latent.kv_rank % 8 or latent.kv_rank > 512):
         sizes = f"kv_lora_rank={latent.kv_rank} and qk_rope_head_dim={latent.rope_dim}"

@@ -127,6 +127,7 @@ class BucketRunner(ABC):
             kernels=kernels,
             capture=config.capture_routing,
             replay=None if replay is None else replay.shape,
+            states=not all(model.paged_layers),
             kv_heads=kv_heads,
             context=min(cache.max_model_len, max(w or cache.max_model_len for w in model.sliding_windows)),
             queries=queries,

@@ -56,6 +56,7 @@ class Limits(NamedTuple):
         capture: whether steps return each token's routing.
         replay: (MoE layers, experts per token) where steps are told it.
         kv_heads: key/value heads that a device has, or what counts as such with latents.
+        states: whether sequences have states beside their blocks.
         context: the most keys that a query reads in any layer.
         queries: the most of a sequence whose context is cut. These are for kernels only, see
             `pallas_kernels.work_list`.
@@ -68,6 +69,7 @@ class Limits(NamedTuple):
     kernels: str = "xla"
     capture: bool = False
     replay: tuple[int, int] | None = None
+    states: bool = False
     kv_heads: int = 1
     context: int = 1
     queries: int = 1
