@@ -150,6 +150,11 @@ def _scaled(x: Any, factor: float) -> Any:
     return x if factor == 1.0 else (factor * x.astype(jnp.float32)).astype(x.dtype)
 
 
+def told_of(config: ModelConfig, layer: int, rope: tuple[jax.Array, ...]) -> Any:
+    """Returns what a layer takes as `rope`, given the model's `rope_tables`."""
+    return rope if config.paged_layers[layer] else decay_share(config, layer)
+
+
 def _traced_once() -> Callable[..., Any]:
     """Returns a function that calls a layer with its inputs, inside a trace, and traces and lowers layers
     that are equal (all but their arrays' values) only once: 48 layers take no longer than two.
@@ -269,7 +274,7 @@ class Decoder(nnx.Module):
         for i, (number, layer) in enumerate(zip(self.stage, self.in_order(), strict=True)):
             part = None if cache is None else cache.layer(i)
             with jax.named_scope(f"layer_{number}"):
-                told = decay_share(self.config, number) if layer.is_linear else rope
+                told = told_of(self.config, number, rope)
                 inputs = x, residual, told, positions, valid, part, replays[i]
                 x, residual, part, trace = run_layer(layer, *inputs)
             traces.append(trace)

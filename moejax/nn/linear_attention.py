@@ -17,7 +17,10 @@ from moejax.sharding.axes import SINGLE, Axes, index
 
 
 def decay_share(config: ModelConfig, layer: int) -> jax.Array:
-    """Returns float32 `[]`: the share of its head's rate that a layer's decay has, less in deeper layers."""
+    """Returns float32 `[]`: the share of its head's rate that a layer's decay has, less in deeper layers.
+
+    It is handed to the layer, not kept in it, so that equal layers are traced once (`Decoder.run`).
+    """
     return jnp.float32(1.0 - layer / (config.num_layers - 1 + 1e-5) + 1e-5)
 
 

@@ -21,32 +21,29 @@ BLOCK = 64
 def attend_block(
     state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array, count: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends a block of tokens to the state before it and to each other.
+    """Attends a block of consecutive tokens to the state before it and to each other.
 
     Args:
-        state: `[..., H, Dh, Dh]`.
-        q, k, v: `[..., T, H, Dh]`, consecutive tokens.
+        state: `[H, Dh, Dh]`.
+        q, k, v: `[T, H, Dh]`, of which the first `count` tokens are real; the others' outputs mean nothing.
         rates: `[H]`, of decay.
-        count: how many of the T are real, the first ones; the others' outputs mean nothing.
 
     Returns:
-        `[..., T, H, Dh]` and the state after the block.
+        `[T, H, Dh]` and the state after the block.
     """
-    token = jnp.arange(q.shape[-3], dtype=jnp.int32)
-    real = (token < count)[:, None, None]
-    k, v = (jnp.where(real, x, 0.0) for x in (k, v))
+    token = jnp.arange(q.shape[0], dtype=jnp.int32)
+    k, v = (jnp.where((token < count)[:, None, None], x, 0.0) for x in (k, v))
 
     def decay(steps: jax.Array) -> jax.Array:
         """Maps int32 `[...]` to `[..., H]`; 0 where steps are negative."""
-        steps = steps[..., None].astype(jnp.float32)
-        return jnp.where(steps >= 0, jnp.exp(-rates * jnp.maximum(steps, 0.0)), 0.0)
+        fading = jnp.exp(jnp.einsum("...,h->...h", -jnp.maximum(steps, 0).astype(jnp.float32), rates))
+        return jnp.where(steps[..., None] >= 0, fading, 0.0)
 
-    within = decay(token[:, None] - token[None, :])  # [T, T, H]
-    pairs = jnp.einsum("...thd,...shd->...tsh", q, k) * within
-    out = jnp.einsum("...tsh,...she->...the", pairs, v)
-    out += jnp.einsum("...thd,...hde->...the", q * decay(token + 1)[..., None], state)
-    added = jnp.einsum("...thd,...the->...hde", k * decay(count - 1 - token)[..., None], v)
-    return out, decay(jnp.asarray(count))[:, None, None] * state + added
+    pairs = jnp.einsum("thd,shd->tsh", q, k) * decay(token[:, None] - token[None, :])
+    out = jnp.einsum("tsh,she->the", pairs, v)
+    out += jnp.einsum("thd,hde->the", q * decay(token + 1)[..., None], state)
+    added = jnp.einsum("thd,the->hde", k * decay(count - 1 - token)[..., None], v)
+    return out, decay(jnp.asarray(count, jnp.int32))[:, None, None] * state + added
 
 
 def linear_attention(q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array) -> jax.Array:
@@ -58,12 +55,11 @@ def linear_attention(q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array)
         padded = jnp.pad(x, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
         return padded.reshape(B, -1, size, H, Dh).swapaxes(0, 1)
 
-    def turn(state: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        out, state = attend_block(state, *block, rates, size)
-        return state, out
+    def turn(states: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        out, states = jax.vmap(lambda *one: attend_block(*one, rates, size))(states, *block)
+        return states, out
 
-    empty = jnp.zeros((B, H, Dh, Dh), jnp.float32)
-    _, out = jax.lax.scan(turn, empty, tuple(map(blocks, (q, k, v))))
+    _, out = jax.lax.scan(turn, jnp.zeros((B, H, Dh, Dh)), tuple(map(blocks, (q, k, v))))
     return out.swapaxes(0, 1).reshape(B, -1, H, Dh)[:, :T]
 
 
@@ -92,7 +88,7 @@ def state_attention(
     position = plan.decode.position
     S = position.shape[0]
     before = jnp.where((position > 0)[:, None, None, None], states[slot], 0.0)
-    after = jnp.exp(-rates)[:, None, None] * before + k[:S, :, :, None] * v[:S, :, None, :]
+    after = jnp.exp(-rates)[None, :, None, None] * before + k[:S, :, :, None] * v[:S, :, None, :]
     states = states.at[jnp.where(position >= 0, slot, states.shape[0] - 1)].set(after)
     out = jnp.einsum("shd,shde->she", q[:S], after)
     if plan.chunk is None:

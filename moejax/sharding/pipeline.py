@@ -42,7 +42,8 @@ def layer_costs(model: ModelConfig) -> list[float]:
     D = model.hidden_size
     sparse = hit * expert_params(model) + D * (E + 3 * model.shared_expert_intermediate_size)
     dense = 3.0 * D * model.intermediate_size
-    return [attention_params(model) + (sparse if moe else dense) for moe in model.moe_layers]
+    kinds = zip(model.moe_layers, model.paged_layers, strict=True)
+    return [attention_params(model, not paged) + (sparse if moe else dense) for moe, paged in kinds]
 
 
 def split_layers(model: ModelConfig, pp: int, stage_layers: Sequence[int] | None = None) -> tuple[range, ...]:

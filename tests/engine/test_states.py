@@ -1,0 +1,118 @@
+"""Layers with a state of fixed size a sequence: whatever shares its steps, a request gives what it gives alone."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moejax import LLM, EngineConfig, QuantConfig, SamplingParams
+from moejax.core.errors import ConfigError
+from moejax.engine.opening.start import cache_blocks
+from moejax.core.parallel import ParallelConfig
+from moejax.perf.sizes import state_bytes
+from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tight
+from tests.engine.tiny import FullForward, log_softmax, main_config
+from tests.model_shapes import LINEAR
+from tests.numerics import relative_error
+
+CONFIG = main_config(**LINEAR)
+ENGINES: dict[str, EngineConfig] = {
+    "plain_loop": tight(overlap=False),
+    "preempting": SCARCE,
+    "static": dataclasses.replace(SCARCE, batching="static"),
+}
+LENGTHS = (3, 11, 1, 16, 8)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(CONFIG, load_format="dummy", engine=dataclasses.replace(TIGHT, capture_routing=True))
+
+
+@pytest.fixture(scope="module")
+def whole(llm: LLM) -> FullForward:
+    return FullForward(llm.model)
+
+
+def ids(outs: Any) -> list[list[int]]:
+    return [sample.token_ids for out in outs for sample in out.outputs]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_way_of_batching(name: str, llm: LLM, whole: FullForward) -> None:
+    engine = llm.variant(ENGINES[name])
+    outs = engine.generate([prompt(n) for n in LENGTHS], greedy(9))
+    assert ids(outs) == [whole.greedy(prompt(n), 9) for n in LENGTHS]
+    assert (engine.stats()["preemptions"] > 0) == (name == "preempting")
+    assert_clean(engine)
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "preempting"])
+def test_forks_go_on_from_their_parents_state(name: str, llm: LLM) -> None:
+    """Sample i draws from seed + i; alone it is a request of its own. A prompt of several chunks beside one of
+    a single token, greedy requests between them, and slots taken over from others."""
+    engine = llm.variant(ENGINES[name])
+    drawn = {"temperature": 1.0, "max_tokens": 9, "ignore_eos": True}
+    asked = [(prompt(13), 3, 5), (prompt(2), 1, 9), (prompt(1), 2, 70), (prompt(10), 2, 20)]
+    outs = engine.generate([p for p, _, _ in asked], [SamplingParams(n=n, seed=s, **drawn) for _, n, s in asked])
+    alone = [
+        ids(engine.generate([p], SamplingParams(seed=seed + i, **drawn)))[0]
+        for p, n, seed in asked for i in range(n)
+    ]  # fmt: skip
+    assert ids(outs) == alone
+    assert_clean(engine)
+
+
+def test_scores_capture_and_replay(llm: LLM, whole: FullForward) -> None:
+    llm.reset_capture()
+    outs = llm.generate([prompt(n) for n in LENGTHS], greedy(5, prompt_logprobs=1))
+    for n, out in zip(LENGTHS, outs, strict=True):
+        expected = log_softmax(whole.logits(prompt(n)))[np.arange(n - 1), prompt(n)[1:]]
+        told = [entry.logprob for entry in out.prompt_logprobs[1:]]
+        assert len(told) == n - 1 and relative_error(np.array(told), expected) < 1e-5 if told else n == 1
+    trace = llm.routing_capture()
+    replaying = llm.variant(SCARCE)
+    replaying.replay_routing(trace)
+    assert ids(replaying.generate([prompt(n) for n in LENGTHS], greedy(5))) == ids(outs)
+
+
+@pytest.mark.parametrize("quant", [QuantConfig("rtn", "int8"), QuantConfig(kv_cache="int8")], ids=["int8", "kv"])
+def test_quantized_alone_and_together(quant: QuantConfig) -> None:
+    """Weights in int8, and keys and values; states stay as they are, and the reason says so."""
+    llm = LLM(CONFIG, load_format="dummy", engine=SCARCE, quant=quant)
+    reason = next(item.reason for item in llm.resolutions if item.key == "quant.kv_cache")
+    assert ("states of linear attention stay in float32" in reason) == (quant.kv_cache == "int8")
+    prompts = [prompt(n) for n in LENGTHS]
+    together = ids(llm.generate(prompts, greedy(9)))
+    assert together == [ids(llm.generate([p], greedy(9)))[0] for p in prompts]
+
+
+def test_states_are_counted() -> None:
+    """Beside the blocks of the one layer that has any; both take of the memory that is allowed."""
+    llm = LLM(CONFIG, load_format="dummy", engine=TIGHT)
+    slots, a_state = TIGHT.max_num_seqs + 1, state_bytes(CONFIG)
+    assert a_state == 4 * 8 * 8 * 4
+    block = 2 * 2 * 8 * 4 * TIGHT.block_size
+    assert llm.stats()["kv_cache_capacity_bytes"] == TIGHT.num_blocks * block + slots * a_state
+    llm.generate([prompt(3)], greedy(2))
+    assert llm.stats()["kv_cache_allocated_bytes"] == TIGHT.num_blocks * block + slots * a_state
+    room = dataclasses.replace(TIGHT, num_blocks=None, kv_cache_memory_gb=(slots * a_state + 7.5 * block) / 1e9)
+    found = cache_blocks(room, CONFIG, 32, ParallelConfig())
+    assert found.value == "7" and "5.1 kB of states, 1.0 kB a sequence" in found.reason
+    little = dataclasses.replace(room, kv_cache_memory_gb=slots * a_state / 1e9)
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_memory_gb.*lower engine\.max_num_seqs or"):
+        cache_blocks(little, CONFIG, 32, ParallelConfig())
+
+
+def test_a_model_without_pages_has_no_cache_to_quantize() -> None:
+    config = CONFIG.replace(linear_layers=(True, True))
+    with pytest.raises(ConfigError, match=r"quant\.kv_cache=int8: no layer keeps keys and values"):
+        LLM(config, load_format="dummy", engine=TIGHT, quant=QuantConfig(kv_cache="int8"))
+    found = cache_blocks(dataclasses.replace(TIGHT, num_blocks=None), config, 32, ParallelConfig())
+    assert found.value == str(4 * 8)
+
+
+def test_kernels_refuse_it_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kernels.*linear attention"):
+        LLM(CONFIG, load_format="dummy", engine=dataclasses.replace(TIGHT, kernels="pallas_triton", block_size=8))
