@@ -180,7 +180,7 @@ class StateLayer(NamedTuple):
     plan: AttentionPlan
 
     def update_and_attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array
+        self, q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, "StateLayer"]:
         """Attends at the plan's positions."""
         out, states = state_attention(q[:, 0], k[:, 0], v[:, 0], rates, self.states, self.slot, self.plan)

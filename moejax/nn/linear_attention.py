@@ -38,7 +38,7 @@ class LinearAttention(nnx.Module):
         self.output_gate = Linear((D, inner), ("embed", "heads"), dtype, scale=scale)
         # Whatever `rms_norm_eps` says, as in MiniMax's and transformers' code.
         self.norm = RMSNorm(inner, "heads", dtype, 1e-6, kernels, axes.tensor)
-        self.o_proj = Linear((inner, D), ("heads", "embed"), dtype, scale=scale, reduce=axes.tensor)
+        self.out_proj = Linear((inner, D), ("heads", "embed"), dtype, scale=scale, reduce=axes.tensor)
         self.config = config
         self.axes = axes
 
@@ -65,7 +65,7 @@ class LinearAttention(nnx.Module):
             if cache is None:
                 out = linear_attention(q, k, v, self.rates(share))
             else:
-                out, cache = cache.update_and_attend(q, k, v, self.rates(share))
+                out, cache = cache.update_and_attend(q, k, v, self.rates(share), positions)
             out = out.reshape(B, T, -1).astype(x.dtype)
         with jax.named_scope("output_projection"):
-            return self.o_proj(gate * self.norm(out)), cache
+            return self.out_proj(gate * self.norm(out)), cache

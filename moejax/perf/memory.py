@@ -131,6 +131,7 @@ _OPERATIONS = {
     "k_proj": "qkv_projection",
     "v_proj": "qkv_projection",
     "o_proj": "output_projection",
+    "out_proj": "output_projection",
     "router": "router",
     "shared_expert": "shared_expert",
     "shared_gate": "shared_expert",

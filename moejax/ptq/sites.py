@@ -5,8 +5,8 @@ readers by s leaves the model as it is; 1/s goes into what makes the activation,
 
     site                             readers                                     source
     attention                        q, k, v, linear attention's gate            input norm
-    attention.o_proj                 o                                           v (tied over grouped heads), linear
-                                                                                 attention's norm
+    attention.o_proj                 o                                           v (tied over grouped heads)
+    attention.out_proj               linear attention's output                   linear attention's norm
     mlp                              gate, up                                    post-attention norm
     mlp.down_proj                    down                                        up
     moe                              router, experts' gate and up, shared        post-attention norm
@@ -154,7 +154,7 @@ def _attention_of(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
         return _latent_sites(layer.attention)
     if not isinstance(layer.attention, LinearAttention):
         return _attention_sites(layer.attention.config)
-    qkv, gate, out = (f"attention.{name}" for name in ("qkv_proj", "output_gate", "o_proj"))
+    qkv, gate, out = (f"attention.{name}" for name in ("qkv_proj", "output_gate", "out_proj"))
     return (
         QuantizationSite("attention", qkv, (f"{qkv}.kernel", f"{gate}.kernel"), "input_norm.scale"),
         QuantizationSite(out, out, (f"{out}.kernel",), "attention.norm.scale"),

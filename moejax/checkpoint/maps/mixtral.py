@@ -25,11 +25,13 @@ _ATTENTION, _LINEAR = "model.layers.{l}.self_attn", "layers.{l}.attention"
 
 LIGHTNING_RULES = (
     *RULES,
-    *linear(f"{_ATTENTION}.qkv_proj", f"{_LINEAR}.qkv_proj"),
-    *linear(f"{_ATTENTION}.output_gate", f"{_LINEAR}.output_gate"),
-    *linear(f"{_ATTENTION}.out_proj", f"{_LINEAR}.o_proj"),
+    *(
+        rule
+        for name in ("qkv_proj", "output_gate", "out_proj")
+        for rule in linear(f"{_ATTENTION}.{name}", f"{_LINEAR}.{name}")
+    ),
     Rule(f"{_ATTENTION}.norm.weight", (Target(f"{_LINEAR}.norm.scale"),)),
-    # transformers stores the decay, which follows from the configuration.
+    # transformers stores the decay, in the weights' dtype, though it follows from the configuration.
     *(
         Rule(f"{_ATTENTION}.{name}", (), canonical=False)
         for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
