@@ -13,7 +13,7 @@ from moejax.nn.rope import apply_rope
 from moejax.ops.attention import QkNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.kv_segments import Segment, Segments
-from moejax.ops.linear_attention import state_attention
+from moejax.ops.linear_attention import StateRows, state_attention
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
 from moejax.perf.sizes import kv_token_bytes
 from moejax.quantization.kv import bits_dtype, is_quantized
@@ -64,7 +64,8 @@ class BlockPool:
         self._transposed_keys = transposed_keys
         self._config, self._block_size, self._dtype = config, block_size, jnp.dtype(dtype)
         self._slots = slots
-        self.reset()
+        self._segments: list[tuple[Segment | None, ...]] = []
+        self.states: States | None = None
 
     def take(self, count: int) -> Pages:
         """Returns the first `count` segments; `put` must follow if they are donated."""
@@ -79,30 +80,23 @@ class BlockPool:
         """Returns the shapes and dtypes of `take(count)`; makes nothing."""
         return tuple(self._make(size, self._place.struct) for size in self.layout.sizes[:count])
 
-    @property
-    def states(self) -> States:
-        """The states, to be set anew if they are donated."""
-        if self._states is None:
-            self._states = self._make_states(self._place.zeros)
-        return self._states
-
-    @states.setter
-    def states(self, states: States) -> None:
-        self._states = states
+    def take_states(self) -> States:
+        """Returns the `states`, which must be set anew if they are donated."""
+        self.states = self.states or self._make_states(self._place.zeros)
+        return self.states
 
     def state_shapes(self) -> Any:
-        """Returns the shapes and dtypes of `states`; makes nothing."""
+        """Returns the shapes and dtypes of `take_states()`; makes nothing."""
         return self._make_states(self._place.struct)
 
     def reset(self) -> None:
         """Drops all content."""
-        self._segments: list[tuple[Segment | None, ...]] = []
-        self._states: States | None = None
+        self._segments, self.states = [], None
 
     @property
     def nbytes(self) -> int:
         """Bytes held now, scales included, over all devices; copies count once."""
-        return sum(array.nbytes for array in jax.tree.leaves((self._segments, self._states)))
+        return sum(array.nbytes for array in jax.tree.leaves((self._segments, self.states)))
 
     @property
     def capacity_bytes(self) -> int:
@@ -146,20 +140,19 @@ class BlockPool:
 class PagedCache(NamedTuple):
     """Implements `moejax.models.decoder.DecoderCache` for one step.
 
-    `slot` int32 `[S]` says which state is each row's; `kernels` names the implementation of GPU kernels that a
-    `KernelPlan` runs with.
+    `kernels` names the implementation of GPU kernels that a `KernelPlan` runs with.
     """
 
     pages: Pages
     states: States
-    slot: jax.Array
+    rows: StateRows
     plan: AttentionPlan | KernelPlan
     kernels: str = "xla"
 
     def layer(self, index: int) -> "PagedLayer | StateLayer":
         if (states := self.states[index]) is not None:
             assert isinstance(self.plan, AttentionPlan)
-            return StateLayer(states, self.slot, self.plan)
+            return StateLayer(states, self.rows, self.plan)
         segments = tuple(segment for each in self.pages if (segment := each[index]) is not None)
         return PagedLayer(segments, self.plan, self.kernels)
 
@@ -176,14 +169,14 @@ class StateLayer(NamedTuple):
     """One layer's states, as `moejax.ops.attention.StateCache` of a flat batch: q `[N, 1, H, Dh]`."""
 
     states: jax.Array
-    slot: jax.Array
+    rows: StateRows
     plan: AttentionPlan
 
     def update_and_attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, "StateLayer"]:
         """Attends at the plan's positions."""
-        out, states = state_attention(q[:, 0], k[:, 0], v[:, 0], rates, self.states, self.slot, self.plan)
+        out, states = state_attention(q[:, 0], k[:, 0], v[:, 0], rates, self.states, self.rows, self.plan)
         return out[:, None], self._replace(states=states)
 
 

@@ -27,7 +27,7 @@ from moejax.nn.mlp import GatedMLP
 from moejax.nn.norm import RMSNorm, norm_of
 from moejax.nn.param import initialize, num_params
 from moejax.nn.rope import rope_tables
-from moejax.ops.attention import LayerCache
+from moejax.ops.attention import LayerCache, StateCache
 from moejax.ops.row_sums import Residual, summed
 from moejax.sharding.axes import SINGLE, Axes, all_gather
 
@@ -35,7 +35,7 @@ from moejax.sharding.axes import SINGLE, Axes, all_gather
 class DecoderCache(Protocol):
     """Interface to a key/value cache: a part for each layer, and the same cache with new parts."""
 
-    def layer(self, index: int) -> LayerCache: ...
+    def layer(self, index: int) -> LayerCache | StateCache: ...
 
     def with_layers(self, layers: list[Any]) -> Self: ...
 
@@ -81,7 +81,7 @@ class DecoderLayer(nnx.Module):
         self.feed_forward_output_norm = norm_of(config, dtype, kernels) if post else None
         # Factors on the normed input (None: the residual is what came before the norm) and on the output.
         self.attention_factors: tuple[float | None, float] = (None, config.residual_multiplier)
-        self.feed_forward_factors = self.attention_factors
+        self.feed_forward_factors: tuple[float | None, float] = self.attention_factors
         if (normed := config.normed_residual) is not None:
             self.attention_factors = normed.linear_attention if self.is_linear else normed.attention
             self.feed_forward_factors = normed.feed_forward

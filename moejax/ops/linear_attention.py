@@ -8,6 +8,8 @@ A block of tokens needs the state before it only once: what the block's own keys
 queries and keys, as in attention without a softmax. Everything is float32, whatever the model's dtype.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -55,12 +57,25 @@ def linear_attention(q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array)
         padded = jnp.pad(x, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
         return padded.reshape(B, -1, size, H, Dh).swapaxes(0, 1)
 
-    def turn(states: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        out, states = jax.vmap(lambda *one: attend_block(*one, rates, size))(states, *block)
+    def turn(states: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        out, states = jax.vmap(attend_block, (0, 0, 0, 0, None, None))(states, *block, rates, size)
         return states, out
 
     _, out = jax.lax.scan(turn, jnp.zeros((B, H, Dh, Dh)), tuple(map(blocks, (q, k, v))))
     return out.swapaxes(0, 1).reshape(B, -1, H, Dh)[:, :T]
+
+
+class StateRows(NamedTuple):
+    """Where a step's S rows keep their states.
+
+    Attributes:
+        slot: int32 `[S]`, the last one for padding.
+        copy_of: int32 `[S]`, the row whose state after the step is the row's, a fork's parent, or itself; None
+            without chunks.
+    """
+
+    slot: jax.Array
+    copy_of: jax.Array | None
 
 
 def state_attention(
@@ -69,71 +84,57 @@ def state_attention(
     v: jax.Array,
     rates: jax.Array,
     states: jax.Array,
-    slot: jax.Array,
+    rows: StateRows,
     plan: AttentionPlan,
 ) -> tuple[jax.Array, jax.Array]:
     """Takes a flat batch's tokens into the states of their sequences, and attends to these.
 
-    A sequence begins with zeros, whatever its slot holds. Rows that decode nothing change the last slot only.
+    A sequence begins with zeros, whatever its slot holds. A row that has ended changes its own slot alone.
 
     Args:
         q, k, v: `[S + T, H, Dh]`.
         rates: `[H]`, of decay.
         states: float32 `[slots + 1, H, Dh, Dh]`.
-        slot: int32 `[S]`, of each row.
 
     Returns:
         `[S + T, H, Dh]` (places that compute nothing hold anything finite) and the updated states.
     """
-    position = plan.decode.position
+    position = plan.decode.position[:, None, None, None]
     S = position.shape[0]
-    before = jnp.where((position > 0)[:, None, None, None], states[slot], 0.0)
+    before = jnp.where(position > 0, states[rows.slot], 0.0)
     after = jnp.exp(-rates)[None, :, None, None] * before + k[:S, :, :, None] * v[:S, :, None, :]
-    states = states.at[jnp.where(position >= 0, slot, states.shape[0] - 1)].set(after)
     out = jnp.einsum("shd,shde->she", q[:S], after)
-    if plan.chunk is None:
-        return out, states
-    chunked, states = _chunks(q[S:], k[S:], v[S:], rates, states, slot, plan.chunk)
-    return jnp.concatenate([out, chunked]), states
+    if plan.chunk is not None:
+        assert rows.copy_of is not None
+        chunked, ends = _chunks(q[S:], k[S:], v[S:], rates, states, rows.slot, plan.chunk)
+        out, after = jnp.concatenate([out, chunked]), jnp.where(position >= 0, after, ends[rows.copy_of])
+    return out, states.at[rows.slot].set(after)
 
 
 def _chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array, states: jax.Array, slot: jax.Array,
     plan: ChunkPlan,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Does so for chunks, q, k, v `[T, H, Dh]`: tile by tile, those of a sequence in their order."""
+    """Attends chunks, q, k, v `[T, H, Dh]`, tile by tile, those of a sequence in their order; returns their
+    outputs and the states `[S, H, Dh, Dh]` after them, zeros of rows without a chunk."""
     T = q.shape[0]
     tile = tile_rows(T)
     padded = [jnp.pad(x, ((0, tile), (0, 0), (0, 0))) for x in (q, k, v)]
 
-    def one_tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        states, out = carry
-        start, place = plan.tile_start[t], slot[plan.tile_row[t]]
+    # What is written is not read in the loop, nor the other way round: XLA would copy it in each turn.
+    def one_tile(t: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        state, ends, out = carry
+        start, row, first = plan.tile_start[t], plan.tile_row[t], plan.tile_position[t]
         parts = [jax.lax.dynamic_slice_in_dim(x, start, tile) for x in padded]
-        before = jax.lax.dynamic_index_in_dim(states, place, keepdims=False)
-        before = jnp.where(plan.tile_position[t] > 0, before, 0.0)
-        result, after = attend_block(before, *parts, rates, plan.tile_count[t])
-        states = jax.lax.dynamic_update_index_in_dim(states, after, place, 0)
+        stored = jax.lax.dynamic_index_in_dim(states, slot[row], keepdims=False)
+        goes_on = (t > 0) & (row == plan.tile_row[jnp.maximum(t - 1, 0)])
+        state = jnp.where(goes_on, state, jnp.where(first > 0, stored, 0.0))
+        result, state = attend_block(state, *parts, rates, plan.tile_count[t])
+        ends = jax.lax.dynamic_update_index_in_dim(ends, state, row, 0)
         # Rows past the tile's count are overwritten by the next tile.
-        return states, jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
+        return state, ends, jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
 
-    states, out = jax.lax.fori_loop(0, plan.num_tiles[0], one_tile, (states, jnp.zeros_like(padded[0])))
-    return out[:T], states
-
-
-def copy_states(
-    states: tuple[jax.Array | None, ...], slot: jax.Array, copy_of: jax.Array
-) -> tuple[jax.Array | None, ...]:
-    """Gives row i of S what row `copy_of[i]` has, of each layer's states `[slots + 1, …]`; slot, copy_of int32
-    `[S]`, a row's own number where it keeps what it has."""
-    S = slot.shape[0]
-
-    def one(i: jax.Array, states: tuple[jax.Array | None, ...]) -> tuple[jax.Array | None, ...]:
-        def copied(x: jax.Array) -> jax.Array:
-            source = jax.lax.dynamic_index_in_dim(x, slot[copy_of[i]], keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(x, source, slot[i], 0)
-
-        return jax.tree.map(copied, states)
-
-    forked = jnp.any(copy_of != jnp.arange(S, dtype=jnp.int32))
-    return jax.lax.fori_loop(0, jnp.where(forked, S, 0), one, states)
+    empty = jnp.zeros((slot.shape[0], *states.shape[1:]))
+    carry = empty[0], empty, jnp.zeros_like(padded[0])
+    _, ends, out = jax.lax.fori_loop(0, plan.num_tiles[0], one_tile, carry)
+    return out[:T], ends

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.ops.linear_attention import BLOCK, attend_block, copy_states, linear_attention
+from moejax.ops.linear_attention import BLOCK, attend_block, linear_attention
 from tests.numerics import assert_close, tolerance
 
 # Half of what is there is forgotten in one token, in 35 tokens, in 70,000.
@@ -47,12 +47,3 @@ def test_a_block_goes_on_from_a_state_and_ends_where_its_tokens_do(count: int) -
     ours, state = jax.jit(attend_block)(*arrays, jnp.int32(count))
     assert_close(ours[:count], theirs, tolerance(6, 7))
     assert_close(state, after, tolerance(7))
-
-
-def test_forks_get_their_parents_state() -> None:
-    """Rows 1 and 2 fork from row 0, whose slot is 3; the last row is padding."""
-    states = jnp.asarray(draw(6, 2, 4, 4), jnp.float32)
-    slot, copy_of = jnp.asarray([3, 0, 4, 1, 5]), jnp.asarray([0, 0, 0, 3, 4])
-    (copied, none) = jax.jit(copy_states)((states, None), slot, copy_of)
-    assert none is None
-    np.testing.assert_array_equal(copied, states[jnp.asarray([3, 1, 2, 3, 3, 5])])

@@ -262,7 +262,7 @@ def test_memory_is_what_lies_on_each_device(model: ModelConfig, layout: str) -> 
     for runner, place, found in zip(stages, places, expected, strict=True):
         held = {device: 0 for device in place.mesh.devices.flat}
         pages = runner.pool.take(len(runner.buckets.segments.sizes))
-        for array in jax.tree.leaves((runner.functions.leaves, pages, runner.pool.states)):
+        for array in jax.tree.leaves((runner.functions.leaves, pages, runner.pool.take_states())):
             for shard in array.addressable_shards:
                 held[shard.device] += shard.data.nbytes if jnp.issubdtype(array.dtype, jnp.floating) else 0
         assert set(held.values()) == {found.total}

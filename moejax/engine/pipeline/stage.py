@@ -56,7 +56,7 @@ class Stage(DeviceRunner):
             return self._nothing(key)
         step = self.program(key)
         pages = self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
-        state = DeviceState(pages, self.pool.states, cast(Any, None), None)
+        state = DeviceState(pages, self.pool.take_states(), cast(Any, None), None)
         if self.functions.is_last:
             state = state._replace(last=self.last, seen=self._seen_of(key))
         given = self.last if self.functions.is_first else given

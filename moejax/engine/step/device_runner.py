@@ -101,7 +101,7 @@ class DeviceRunner(BucketRunner):
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         step = self.program(key)
         pages = self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
-        given = DeviceState(pages, self.pool.states, self.last, self._seen_of(key))
+        given = DeviceState(pages, self.pool.take_states(), self.last, self._seen_of(key))
         state, output = self.place.ready(step(self.functions.leaves, given, self.place.put(buffer)))
         self.pool.put(state.pages)
         self.pool.states = state.states

@@ -14,7 +14,7 @@ from moejax.engine.step.sampler import Sampled, add_biases, sample
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay
-from moejax.ops.linear_attention import copy_states
+from moejax.ops.linear_attention import StateRows
 from moejax.routing.capture import id_dtype
 from moejax.sharding.pipeline import stage_config
 from moejax.sharding.spmd import SingleDevice
@@ -101,13 +101,10 @@ class PagedFunctions(ModelFunctions):
         else:
             assert given is not None
             x = given
-        cache = PagedCache(state.pages, state.states, batch.slot, batch.attention, limits.kernels)
+        rows = StateRows(batch.slot, batch.seen_as)
+        cache = PagedCache(state.pages, state.states, rows, batch.attention, limits.kernels)
         x, cache, traces = run_layers(model, x[:, None], batch, cache)
-        states = cache.states
-        if limits.states and key.tokens:
-            assert batch.seen_as is not None
-            states = copy_states(states, batch.slot, batch.seen_as)
-        state = state._replace(pages=cache.pages, states=states)
+        state = state._replace(pages=cache.pages, states=cache.states)
         counts = overflow = None
         if key.record:
             counts, overflow = (place.sum_groups(x) for x in routing_counts(traces, self.config.num_experts))
