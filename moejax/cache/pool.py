@@ -13,7 +13,7 @@ from moejax.nn.rope import apply_rope
 from moejax.ops.attention import QkNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.kv_segments import Segment, Segments
-from moejax.ops.linear_attention import StateRows, state_attention
+from moejax.ops.linear_attention import state_attention
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
 from moejax.perf.sizes import kv_token_bytes
 from moejax.quantization.kv import bits_dtype, is_quantized
@@ -24,8 +24,7 @@ Pages = tuple[tuple[Segment | None, ...], ...]
 segment, whose keys are not transposed."""
 
 States = tuple[jax.Array | None, ...]
-"""Each layer's states float32 `[slots + 1, H, Dh, Dh]`, None of one that has pages. A sequence has its slot's;
-the last is scratch."""
+"""Float32 `[slots + 1, H, Dh, Dh]` of each layer, None of one with pages; its last place is scratch."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: Any, kv_split: int = 1) -> int:
@@ -140,19 +139,21 @@ class BlockPool:
 class PagedCache(NamedTuple):
     """Implements `moejax.models.decoder.DecoderCache` for one step.
 
-    `kernels` names the implementation of GPU kernels that a `KernelPlan` runs with.
+    `kernels` names the implementation of GPU kernels that a `KernelPlan` runs with; `slot` and `copy_of` are
+    those of `moejax.ops.linear_attention.state_attention`.
     """
 
     pages: Pages
     states: States
-    rows: StateRows
+    slot: jax.Array
+    copy_of: jax.Array | None
     plan: AttentionPlan | KernelPlan
     kernels: str = "xla"
 
     def layer(self, index: int) -> "PagedLayer | StateLayer":
         if (states := self.states[index]) is not None:
             assert isinstance(self.plan, AttentionPlan)
-            return StateLayer(states, self.rows, self.plan)
+            return StateLayer(states, self.slot, self.copy_of, self.plan)
         segments = tuple(segment for each in self.pages if (segment := each[index]) is not None)
         return PagedLayer(segments, self.plan, self.kernels)
 
@@ -166,17 +167,18 @@ class PagedCache(NamedTuple):
 
 
 class StateLayer(NamedTuple):
-    """One layer's states, as `moejax.ops.attention.StateCache` of a flat batch: q `[N, 1, H, Dh]`."""
+    """One layer's states, see `moejax.ops.linear_attention.state_attention`."""
 
     states: jax.Array
-    rows: StateRows
+    slot: jax.Array
+    copy_of: jax.Array | None
     plan: AttentionPlan
 
     def update_and_attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, "StateLayer"]:
-        """Attends at the plan's positions."""
-        out, states = state_attention(q[:, 0], k[:, 0], v[:, 0], rates, self.states, self.rows, self.plan)
+        """Attends q, k and v `[N, 1, H, Dh]` of a flat batch at the plan's positions."""
+        out, states = state_attention(q[:, 0], k[:, 0], v[:, 0], rates, *self)
         return out[:, None], self._replace(states=states)
 
 

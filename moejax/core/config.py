@@ -158,8 +158,8 @@ class RouterConfig(Checked):
 
 @dataclass(frozen=True)
 class NormedResidual(Checked):
-    """Residuals taken after the norm (MiniMax-01, arXiv 2501.08313, after DeepNorm, arXiv 2203.00555): what is
-    added up is alpha times the normed input and beta times the output.
+    """Residuals taken after the norm (MiniMax-01, arXiv 2501.08313; factors as in arXiv 2203.00555): what
+    goes on is alpha times the normed input and beta times the output.
 
     Attributes:
         attention, linear_attention, feed_forward: alpha and beta of these.
@@ -219,9 +219,9 @@ class ModelConfig(Checked):
     `hidden_act(gate) · up` in routed experts. With `attention_sinks` every query head has a learned logit in
     the softmax, without a value (arXiv 2309.17453).
 
-    `linear_layers[l]` says whether layer l has linear attention (lightning attention, arXiv 2401.04658), which
-    keeps a state of fixed size a sequence, `[num_heads, head_dim, head_dim]`, and no keys and values; () where
-    none has. With `normed_residual` residuals are taken after the norm.
+    `linear_layers[l]` says whether layer l has linear attention (lightning attention, arXiv 2401.04658), with
+    a state of fixed size a sequence, `[num_heads, head_dim, head_dim]`, and no keys and values; () where none
+    has. With `normed_residual` residuals are taken after the norm.
 
     With `latent` attention `num_kv_heads` is 1, the latent's, and `head_dim` is that of a head's query and
     key, with and without rotary embedding.
@@ -281,7 +281,9 @@ class ModelConfig(Checked):
         heads, kv_heads = self.num_heads, self.num_kv_heads
         check_shape(heads, kv_heads, self.head_dim, self.num_experts, self.num_experts_per_tok)
         for name in LAYER_LISTS:
-            if len(getattr(self, name)) != self.num_layers and (name != "linear_layers" or self.linear_layers):
+            if len(getattr(self, name)) != self.num_layers and (
+                name != "linear_layers" or self.linear_layers
+            ):
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries for num_hidden_layers {self.num_layers}"
                 )
@@ -328,7 +330,7 @@ class ModelConfig(Checked):
 
     @property
     def paged_layers(self) -> tuple[bool, ...]:
-        """Whether each layer keeps keys and values in the cache's blocks; the others keep a state a sequence."""
+        """Whether each layer keeps keys and values in blocks; the others keep a state a sequence."""
         return tuple(not linear for linear in self.linear_layers) or (True,) * self.num_layers
 
     def of_layers(self, layers: Sequence[int]) -> "ModelConfig":

@@ -27,15 +27,15 @@ from moejax.nn.mlp import GatedMLP
 from moejax.nn.norm import RMSNorm, norm_of
 from moejax.nn.param import initialize, num_params
 from moejax.nn.rope import rope_tables
-from moejax.ops.attention import LayerCache, StateCache
 from moejax.ops.row_sums import Residual, summed
 from moejax.sharding.axes import SINGLE, Axes, all_gather
 
 
 class DecoderCache(Protocol):
-    """Interface to a key/value cache: a part for each layer, and the same cache with new parts."""
+    """Interface to a cache: a part for each layer (a `LayerCache`, or what `LinearAttention` takes), and the
+    same cache with new parts."""
 
-    def layer(self, index: int) -> LayerCache | StateCache: ...
+    def layer(self, index: int) -> Any: ...
 
     def with_layers(self, layers: list[Any]) -> Self: ...
 

@@ -13,8 +13,7 @@ from moejax.models.glm_dots import DOTS1, GLM4_MOE
 from moejax.models.gpt_oss import GPT_OSS
 from moejax.models.granite_moe import GRANITE_MOE
 from moejax.models.hunyuan import HUNYUAN_V1_MOE
-from moejax.models.minimax import MINIMAX
-from moejax.models.mixtral import MINIMAX_M2, MIXTRAL
+from moejax.models.mixtral import MINIMAX, MINIMAX_M2, MIXTRAL
 from moejax.models.olmoe import OLMOE
 from moejax.models.phimoe import PHIMOE
 from moejax.models.qwen_moe import QWEN2_MOE, QWEN3_MOE, TWO_LEVEL_MOE

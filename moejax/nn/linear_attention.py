@@ -11,7 +11,6 @@ from moejax.core.config import ModelConfig
 from moejax.nn.activation import activation
 from moejax.nn.linear import Linear
 from moejax.nn.norm import RMSNorm
-from moejax.ops.attention import StateCache
 from moejax.ops.linear_attention import linear_attention
 from moejax.sharding.axes import SINGLE, Axes, index
 
@@ -50,11 +49,11 @@ class LinearAttention(nnx.Module):
         return share * jax.lax.dynamic_slice_in_dim(whole, here * index(self.axes.tensor), here)
 
     def __call__(
-        self, x: jax.Array, share: jax.Array, positions: jax.Array, cache: StateCache | None = None
-    ) -> tuple[jax.Array, StateCache | None]:
+        self, x: jax.Array, share: jax.Array, positions: jax.Array, cache: Any = None
+    ) -> tuple[jax.Array, Any]:
         """Attends x `[B, T, D]` in a layer of that `decay_share`; returns (`[B, T, D]`, updated cache).
 
-        Without a cache the call holds each sequence whole, from position 0.
+        Without a cache (`moejax.cache.pool.StateLayer`) the call holds each sequence whole, from position 0.
         """
         B, T, _ = x.shape
         with jax.named_scope("qkv_projection"):

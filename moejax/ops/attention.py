@@ -53,17 +53,6 @@ class LayerCache(Protocol):
         ...
 
 
-class StateCache(Protocol):
-    """Interface of a linear attention layer to its states, one of fixed size for each sequence."""
-
-    def update_and_attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, "StateCache"]:
-        """Takes k and v `[B, T, H, Dh]` into the states, which fade by `rates` `[H]`; returns q's output
-        `[B, T, H, Dh]` and the updated cache, all float32."""
-        ...
-
-
 def attention(
     q: jax.Array,
     k: jax.Array,

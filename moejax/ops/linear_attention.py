@@ -8,7 +8,7 @@ A block of tokens needs the state before it only once: what the block's own keys
 queries and keys, as in attention without a softmax. Everything is float32, whatever the model's dtype.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,20 @@ BLOCK = 64
 
 
 def attend_block(
-    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array, count: jax.Array | int
+    state: jax.Array, qkv: Sequence[jax.Array], rates: jax.Array, count: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
     """Attends a block of consecutive tokens to the state before it and to each other.
 
     Args:
         state: `[H, Dh, Dh]`.
-        q, k, v: `[T, H, Dh]`, of which the first `count` tokens are real; the others' outputs mean nothing.
+        qkv: queries, keys and values `[T, H, Dh]`.
         rates: `[H]`, of decay.
+        count: real tokens, the first ones; the others' outputs mean nothing.
 
     Returns:
         `[T, H, Dh]` and the state after the block.
     """
+    q, k, v = qkv
     token = jnp.arange(q.shape[0], dtype=jnp.int32)
     k, v = (jnp.where((token < count)[:, None, None], x, 0.0) for x in (k, v))
 
@@ -57,25 +59,12 @@ def linear_attention(q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array)
         padded = jnp.pad(x, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
         return padded.reshape(B, -1, size, H, Dh).swapaxes(0, 1)
 
-    def turn(states: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        out, states = jax.vmap(attend_block, (0, 0, 0, 0, None, None))(states, *block, rates, size)
+    def turn(states: jax.Array, block: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, states = jax.vmap(attend_block, (0, 0, None, None))(states, block, rates, size)
         return states, out
 
     _, out = jax.lax.scan(turn, jnp.zeros((B, H, Dh, Dh)), tuple(map(blocks, (q, k, v))))
     return out.swapaxes(0, 1).reshape(B, -1, H, Dh)[:, :T]
-
-
-class StateRows(NamedTuple):
-    """Where a step's S rows keep their states.
-
-    Attributes:
-        slot: int32 `[S]`, the last one for padding.
-        copy_of: int32 `[S]`, the row whose state after the step is the row's, a fork's parent, or itself; None
-            without chunks.
-    """
-
-    slot: jax.Array
-    copy_of: jax.Array | None
 
 
 def state_attention(
@@ -84,7 +73,8 @@ def state_attention(
     v: jax.Array,
     rates: jax.Array,
     states: jax.Array,
-    rows: StateRows,
+    slot: jax.Array,
+    copy_of: jax.Array | None,
     plan: AttentionPlan,
 ) -> tuple[jax.Array, jax.Array]:
     """Takes a flat batch's tokens into the states of their sequences, and attends to these.
@@ -95,20 +85,23 @@ def state_attention(
         q, k, v: `[S + T, H, Dh]`.
         rates: `[H]`, of decay.
         states: float32 `[slots + 1, H, Dh, Dh]`.
+        slot: int32 `[S]`, where each row's state is, the last one for padding.
+        copy_of: int32 `[S]`, the row whose state after the step a row gets: a fork its parent's, others their
+            own; None without chunks.
 
     Returns:
         `[S + T, H, Dh]` (places that compute nothing hold anything finite) and the updated states.
     """
     position = plan.decode.position[:, None, None, None]
     S = position.shape[0]
-    before = jnp.where(position > 0, states[rows.slot], 0.0)
+    before = jnp.where(position > 0, states[slot], 0.0)
     after = jnp.exp(-rates)[None, :, None, None] * before + k[:S, :, :, None] * v[:S, :, None, :]
     out = jnp.einsum("shd,shde->she", q[:S], after)
     if plan.chunk is not None:
-        assert rows.copy_of is not None
-        chunked, ends = _chunks(q[S:], k[S:], v[S:], rates, states, rows.slot, plan.chunk)
-        out, after = jnp.concatenate([out, chunked]), jnp.where(position >= 0, after, ends[rows.copy_of])
-    return out, states.at[rows.slot].set(after)
+        assert copy_of is not None
+        chunked, ends = _chunks(q[S:], k[S:], v[S:], rates, states, slot, plan.chunk)
+        out, after = jnp.concatenate([out, chunked]), jnp.where(position >= 0, after, ends[copy_of])
+    return out, states.at[slot].set(after)
 
 
 def _chunks(
@@ -125,11 +118,11 @@ def _chunks(
     def one_tile(t: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         state, ends, out = carry
         start, row, first = plan.tile_start[t], plan.tile_row[t], plan.tile_position[t]
-        parts = [jax.lax.dynamic_slice_in_dim(x, start, tile) for x in padded]
+        qkv = [jax.lax.dynamic_slice_in_dim(x, start, tile) for x in padded]
         stored = jax.lax.dynamic_index_in_dim(states, slot[row], keepdims=False)
         goes_on = (t > 0) & (row == plan.tile_row[jnp.maximum(t - 1, 0)])
         state = jnp.where(goes_on, state, jnp.where(first > 0, stored, 0.0))
-        result, state = attend_block(state, *parts, rates, plan.tile_count[t])
+        result, state = attend_block(state, qkv, rates, plan.tile_count[t])
         ends = jax.lax.dynamic_update_index_in_dim(ends, state, row, 0)
         # Rows past the tile's count are overwritten by the next tile.
         return state, ends, jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)

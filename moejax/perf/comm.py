@@ -50,8 +50,8 @@ class CommTerm:
     """Equal collectives of one operation.
 
     Attributes:
-        operation: "embedding", "attention", "qk_norm", "output_norm", "dispatch", "combine", "experts", "mlp",
-            "logits", "sampling" or "pipeline".
+        operation: "embedding", "attention", "qk_norm", "output_norm", "dispatch", "combine", "experts",
+            "mlp", "logits", "sampling" or "pipeline".
         kind: HLO's name of the collective.
         role: the devices that take part.
         group: how many they are.

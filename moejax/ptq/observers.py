@@ -50,7 +50,7 @@ def observe_at(module: nnx.Module, path: str, see: Callable[..., None]) -> None:
 def run_stage(
     module: nnx.Module, x: jax.Array, valid: jax.Array, share: jax.Array | None = None
 ) -> jax.Array:
-    """Runs a layer or the head on whole sequences: x `[B, T, D]`, valid bool `[B, T]`, share as in `Stage`."""
+    """Runs a layer or the head on whole sequences: x `[B, T, D]`, valid bool `[B, T]`; share of a `Stage`."""
     if isinstance(module, Head):
         return module(x)
     assert isinstance(module, DecoderLayer)

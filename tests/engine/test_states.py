@@ -1,4 +1,4 @@
-"""Layers with a state of fixed size a sequence: whatever shares its steps, a request gives what it gives alone."""
+"""Layers with a state of fixed size a sequence: whatever shares its steps, a request gives the same."""
 
 import dataclasses
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 
 from moejax import LLM, EngineConfig, QuantConfig, SamplingParams
 from moejax.core.errors import ConfigError
-from moejax.engine.opening.start import cache_blocks
 from moejax.core.parallel import ParallelConfig
+from moejax.engine.opening.start import cache_blocks
 from moejax.perf.sizes import state_bytes
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tight
 from tests.engine.tiny import FullForward, log_softmax, main_config
@@ -50,12 +50,14 @@ def test_every_way_of_batching(name: str, llm: LLM, whole: FullForward) -> None:
 
 @pytest.mark.parametrize("name", ["plain_loop", "preempting"])
 def test_forks_go_on_from_their_parents_state(name: str, llm: LLM) -> None:
-    """Sample i draws from seed + i; alone it is a request of its own. A prompt of several chunks beside one of
-    a single token, greedy requests between them, and slots taken over from others."""
+    """Sample i draws from seed + i; alone it is a request of its own. Prompts of several chunks and of one
+    token, and slots taken over from others."""
     engine = llm.variant(ENGINES[name])
     drawn = {"temperature": 1.0, "max_tokens": 9, "ignore_eos": True}
     asked = [(prompt(13), 3, 5), (prompt(2), 1, 9), (prompt(1), 2, 70), (prompt(10), 2, 20)]
-    outs = engine.generate([p for p, _, _ in asked], [SamplingParams(n=n, seed=s, **drawn) for _, n, s in asked])
+    outs = engine.generate(
+        [p for p, _, _ in asked], [SamplingParams(n=n, seed=s, **drawn) for _, n, s in asked]
+    )
     alone = [
         ids(engine.generate([p], SamplingParams(seed=seed + i, **drawn)))[0]
         for p, n, seed in asked for i in range(n)
@@ -77,7 +79,9 @@ def test_scores_capture_and_replay(llm: LLM, whole: FullForward) -> None:
     assert ids(replaying.generate([prompt(n) for n in LENGTHS], greedy(5))) == ids(outs)
 
 
-@pytest.mark.parametrize("quant", [QuantConfig("rtn", "int8"), QuantConfig(kv_cache="int8")], ids=["int8", "kv"])
+@pytest.mark.parametrize(
+    "quant", [QuantConfig("rtn", "int8"), QuantConfig(kv_cache="int8")], ids=["int8", "kv"]
+)
 def test_quantized_alone_and_together(quant: QuantConfig) -> None:
     """Weights in int8, and keys and values; states stay as they are, and the reason says so."""
     llm = LLM(CONFIG, load_format="dummy", engine=SCARCE, quant=quant)
@@ -97,7 +101,9 @@ def test_states_are_counted() -> None:
     assert llm.stats()["kv_cache_capacity_bytes"] == TIGHT.num_blocks * block + slots * a_state
     llm.generate([prompt(3)], greedy(2))
     assert llm.stats()["kv_cache_allocated_bytes"] == TIGHT.num_blocks * block + slots * a_state
-    room = dataclasses.replace(TIGHT, num_blocks=None, kv_cache_memory_gb=(slots * a_state + 7.5 * block) / 1e9)
+    room = dataclasses.replace(
+        TIGHT, num_blocks=None, kv_cache_memory_gb=(slots * a_state + 7.5 * block) / 1e9
+    )
     found = cache_blocks(room, CONFIG, 32, ParallelConfig())
     assert found.value == "7" and "5.1 kB of states, 1.0 kB a sequence" in found.reason
     little = dataclasses.replace(room, kv_cache_memory_gb=slots * a_state / 1e9)
@@ -115,4 +121,8 @@ def test_a_model_without_pages_has_no_cache_to_quantize() -> None:
 
 def test_kernels_refuse_it_by_name() -> None:
     with pytest.raises(ConfigError, match=r"engine\.kernels.*linear attention"):
-        LLM(CONFIG, load_format="dummy", engine=dataclasses.replace(TIGHT, kernels="pallas_triton", block_size=8))
+        LLM(
+            CONFIG,
+            load_format="dummy",
+            engine=dataclasses.replace(TIGHT, kernels="pallas_triton", block_size=8),
+        )

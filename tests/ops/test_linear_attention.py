@@ -43,7 +43,7 @@ def test_a_block_goes_on_from_a_state_and_ends_where_its_tokens_do(count: int) -
     before = draw(3, 6, 6, seed=4)
     theirs, after = token_by_token(q[:count], k[:count], v[:count], RATES, before)
     k[count:], v[count:] = np.nan, np.inf
-    arrays = (jnp.asarray(x, jnp.float32) for x in (before, q, k, v, RATES))
-    ours, state = jax.jit(attend_block)(*arrays, jnp.int32(count))
+    start, rates, *qkv = (jnp.asarray(x, jnp.float32) for x in (before, RATES, q, k, v))
+    ours, state = jax.jit(attend_block)(start, qkv, rates, jnp.int32(count))
     assert_close(ours[:count], theirs, tolerance(6, 7))
     assert_close(state, after, tolerance(7))

@@ -135,10 +135,10 @@ def draw_special(
         return {"sliding_window": draw.choice([None, 4, 11])}
     if family == "minimax":
         kinds = ("full_attn", "linear_attn", "mlp")
-        factors = [f"{kind}_{name}_factor" for kind in kinds for name in ("alpha", "beta")]
+        names = [f"{kind}_{name}_factor" for kind in kinds for name in ("alpha", "beta")]
         return {
             "layer_types": draw_layers(draw, fields, "linear_attention"), "block_size": draw.choice([4, 256]),
-            "sliding_window": draw.choice([None, 4]), **{name: draw.choice([1, 0.7, 1.6]) for name in factors},
+            "sliding_window": draw.choice([None, 4]), **{name: draw.choice([1, 0.7, 1.6]) for name in names},
         }  # fmt: skip
     if family == "qwen2_moe":
         return {"shared_expert_intermediate_size": draw.choice([8, 30]), "qkv_bias": some()}

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.oracle
 NAMES = [case.name for case in CASES]
 PER_FAMILY = [
     "mixtral-all-experts-mqa-tied-linear", "qwen2_moe-dense-layer", "qwen3_moe-dense-layers-bias-tied",
-    "olmoe-clip-bias-gqa", "glm4_moe-plain", "dots1-plain", "minimax_m2-plain", "minimax-factors", "ernie4_5_moe-plain",
+    "olmoe-clip-bias-gqa", "glm4_moe-plain", "dots1-plain", "minimax_m2-plain", "minimax-factors",
+    "ernie4_5_moe-plain",
     "hunyuan_v1_moe-plain",
     "llama-biases-mqa-tied-llama3", "qwen3-window-biases-tied", "granitemoe-factors",
     "gemma3_text-windows-linear", "phimoe-biases-window-mqa",

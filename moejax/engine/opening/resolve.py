@@ -310,7 +310,9 @@ def cache_dtype(requested: str, config: ModelConfig) -> Resolution:
         why = f"the model's dtype; {config.key_dim} numbers a token and layer, not the {whole:,} of all heads"
         return Resolution(key, config.dtype, why)
     if not any(config.paged_layers):
-        raise ConfigError(f"{key}={requested}: no layer keeps keys and values, only states in float32; use auto")
+        raise ConfigError(
+            f"{key}={requested}: no layer keeps keys and values, only states in float32; use auto"
+        )
     coded = kv_vector_bytes(config.key_dim, requested)
     why = f"asked for; {coded} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
     why += "" if all(config.paged_layers) else "; states of linear attention stay in float32"

@@ -47,9 +47,8 @@ class Batch(NamedTuple):
         sampling: the rows' parameters, None for a greedy step without penalties.
         bias_token, bias_value, bias_if: int32 `[S, N]`, see `add_biases`; only with biases.
         chunk_row: int32 `[T]`, row of each chunk token; with `fresh` `[S]` (1: a row has seen nothing before
-            this step) and `prompt_len` `[S]`; only with penalties.
-        seen_as: int32 `[S]`, the row that has seen what it has, a fork's parent; with penalties, and with
-            chunks where sequences have states.
+            this step), `seen_as` `[S]` (the row that has seen what it has, a fork's parent) and `prompt_len`
+            `[S]`; only with penalties, and the last three with chunks where sequences have states.
         target: int32 `[T]`, next prompt token of each chunk token; only with scores.
         replay: `[S + T, L, k]`, what each token's routers are to choose; only where a trace is replayed.
     """
@@ -94,12 +93,10 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
     shapes |= metadata_of(limits).shapes(key, limits)
     if not key.mode.greedy or key.mode.penalty:
         shapes |= dict.fromkeys(SamplingArrays._fields, (S,))
-    if key.mode.penalty:
+    if key.mode.penalty or (limits.states and T):
         shapes |= dict.fromkeys(("fresh", "seen_as", "prompt_len"), (S,))
-        if T:
-            shapes["chunk_row"] = (T,)
-    elif limits.states and T:
-        shapes["seen_as"] = (S,)
+    if key.mode.penalty and T:
+        shapes["chunk_row"] = (T,)
     if key.mode.biases:
         shapes |= dict.fromkeys(("bias_token", "bias_value", "bias_if"), (S, key.mode.biases))
     if key.prompt_logprobs >= 0:
@@ -232,9 +229,7 @@ class BatchBuilder:
         if "seed" in views:
             _fill_sampling(views, rows)
         if "seen_as" in views:
-            _fill_seen_as(views["seen_as"], plan)
-        if key.mode.penalty:
-            _fill_penalty(views, plan)
+            _fill_seen(views, plan)
         if key.mode.biases:
             _fill_biases(views, plan)
         if self.replay is not None:
@@ -332,21 +327,14 @@ def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:
         views[name][:] = value.view(np.int32)
 
 
-def _fill_seen_as(seen_as: np.ndarray, plan: StepPlan) -> None:
-    """Fills in itself for each row, and for forks their parent."""
-    seen_as[:] = np.arange(len(seen_as))
-    row = len(plan.decodes)
-    for forks in plan.forks:
-        seen_as[row + 1 : row + 1 + len(forks)] = row
-        row += 1 + len(forks)
-
-
-def _fill_penalty(views: dict[str, np.ndarray], plan: StepPlan) -> None:
-    """Fills in of each row the length of its prompt, and whether it has seen nothing yet."""
+def _fill_seen(views: dict[str, np.ndarray], plan: StepPlan) -> None:
+    """Fills in what each row has seen: its slot's set, its parent's, or nothing yet."""
+    views["seen_as"][:] = np.arange(len(views["seen_as"]))
     views["prompt_len"][: len(plan.sequences)] = [s.prompt_len for s in plan.sequences]
     row = len(plan.decodes)
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
         views["fresh"][row] = chunk.start == 0
+        views["seen_as"][row + 1 : row + 1 + len(forks)] = row
         row += 1 + len(forks)
 
 

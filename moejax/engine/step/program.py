@@ -14,7 +14,6 @@ from moejax.engine.step.sampler import Sampled, add_biases, sample
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay
-from moejax.ops.linear_attention import StateRows
 from moejax.routing.capture import id_dtype
 from moejax.sharding.pipeline import stage_config
 from moejax.sharding.spmd import SingleDevice
@@ -101,8 +100,8 @@ class PagedFunctions(ModelFunctions):
         else:
             assert given is not None
             x = given
-        rows = StateRows(batch.slot, batch.seen_as)
-        cache = PagedCache(state.pages, state.states, rows, batch.attention, limits.kernels)
+        slots = batch.slot, batch.seen_as
+        cache = PagedCache(state.pages, state.states, *slots, batch.attention, limits.kernels)
         x, cache, traces = run_layers(model, x[:, None], batch, cache)
         state = state._replace(pages=cache.pages, states=cache.states)
         counts = overflow = None
