@@ -92,15 +92,20 @@ def state_attention(
     Returns:
         `[S + T, H, Dh]` (places that compute nothing hold anything finite) and the updated states.
     """
-    position = plan.decode.position[:, None, None, None]
-    S = position.shape[0]
+    S = slot.shape[0]
+    # With a place alone XLA would read it where it writes it, and copy all states first: there are two.
+    more = max(2 - S, 0)
+    slot = jnp.pad(slot, (0, more), constant_values=states.shape[0] - 1)
+    position = jnp.pad(plan.decode.position, (0, more), constant_values=-1)[:, None, None, None]
+    rows = [jnp.pad(x[:S], ((0, more), (0, 0), (0, 0))) for x in (q, k, v)]
     before = jnp.where(position > 0, states[slot], 0.0)
-    after = jnp.exp(-rates)[None, :, None, None] * before + k[:S, :, :, None] * v[:S, :, None, :]
-    out = jnp.einsum("shd,shde->she", q[:S], after)
+    after = jnp.exp(-rates)[None, :, None, None] * before + rows[1][..., None] * rows[2][:, :, None]
+    out = jnp.einsum("shd,shde->she", rows[0], after)[:S]
     if plan.chunk is not None:
         assert copy_of is not None
         chunked, ends = _chunks(q[S:], k[S:], v[S:], rates, states, slot, plan.chunk)
-        out, after = jnp.concatenate([out, chunked]), jnp.where(position >= 0, after, ends[copy_of])
+        out = jnp.concatenate([out, chunked])
+        after = jnp.where(position >= 0, after, ends[jnp.pad(copy_of, (0, more))])
     return out, states.at[slot].set(after)
 
 
