@@ -1,6 +1,7 @@
 """Layers with a state of fixed size a sequence: whatever shares its steps, a request gives the same."""
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from moejax import LLM, EngineConfig, QuantConfig, SamplingParams
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.engine.opening.start import cache_blocks
+from moejax.engine.step.limits import StepKey
+from moejax.engine.step.sampler import SamplerMode
 from moejax.perf.sizes import state_bytes
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tight
 from tests.engine.tiny import FullForward, log_softmax, main_config
@@ -109,6 +112,17 @@ def test_states_are_counted() -> None:
     little = dataclasses.replace(room, kv_cache_memory_gb=slots * a_state / 1e9)
     with pytest.raises(ConfigError, match=r"engine\.kv_cache_memory_gb.*lower engine\.max_num_seqs or"):
         cache_blocks(little, CONFIG, 32, ParallelConfig())
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 0), (4, 0), (1, 8), (4, 8)])
+def test_steps_copy_no_states(rows: int, tokens: int) -> None:
+    """They are written where they lie, of the rows of the step alone."""
+    engine = tight(max_num_seqs=16, max_num_batched_tokens=16, seq_buckets=[1, 4], token_buckets=[8])
+    llm = LLM(CONFIG, load_format="dummy", engine=engine)
+    program = llm.runner.program(StepKey(rows, tokens, 32, 1, SamplerMode(), False, -1))
+    text = program.as_text()
+    assert "f32[17,4,8,8]" in text and not re.search(r"= f32\[17,4,8,8\]\S* copy\(", text)
 
 
 def test_a_model_without_pages_has_no_cache_to_quantize() -> None:

@@ -252,7 +252,7 @@ def test_which_layers_are_linear():
     for known in (config, half):
         assert config_from_hf(config_to_hf(known)) == known
     for wrong in (["linear_attention"] * 2, ["sliding_attention"] * 3):
-        with pytest.raises(ConfigError, match="layer_types must name.*each of 3 layers"):
+        with pytest.raises(ConfigError, match=r"layer_types must name.*each of 3 layers"):
             config_from_hf(fields | {"layer_types": wrong})
 
 
