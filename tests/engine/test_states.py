@@ -14,8 +14,11 @@ from moejax.engine.opening.start import cache_blocks
 from moejax.engine.step.limits import StepKey
 from moejax.engine.step.sampler import SamplerMode
 from moejax.perf.sizes import state_bytes
+from tests.engine.mesh_models import ENGINE as MESH_ENGINE
+from tests.engine.mesh_models import FAMILIES
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tight
-from tests.engine.tiny import FullForward, log_softmax, main_config
+from tests.engine.tiny import VOCAB, FullForward, log_softmax, main_config
+from tests.examples import slow_but
 from tests.model_shapes import LINEAR
 from tests.numerics import relative_error
 
@@ -42,7 +45,7 @@ def ids(outs: Any) -> list[list[int]]:
     return [sample.token_ids for out in outs for sample in out.outputs]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", slow_but(["static"], ENGINES))
 def test_every_way_of_batching(name: str, llm: LLM, whole: FullForward) -> None:
     engine = llm.variant(ENGINES[name])
     outs = engine.generate([prompt(n) for n in LENGTHS], greedy(9))
@@ -51,7 +54,7 @@ def test_every_way_of_batching(name: str, llm: LLM, whole: FullForward) -> None:
     assert_clean(engine)
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "preempting"])
+@pytest.mark.parametrize("name", slow_but(["preempting"], ["plain_loop", "preempting"]))
 def test_forks_go_on_from_their_parents_state(name: str, llm: LLM) -> None:
     """Sample i draws from seed + i; alone it is a request of its own. Prompts of several chunks and of one
     token, and slots taken over from others."""
@@ -82,6 +85,7 @@ def test_scores_capture_and_replay(llm: LLM, whole: FullForward) -> None:
     assert ids(replaying.generate([prompt(n) for n in LENGTHS], greedy(5))) == ids(outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "quant", [QuantConfig("rtn", "int8"), QuantConfig(kv_cache="int8")], ids=["int8", "kv"]
 )
@@ -115,7 +119,7 @@ def test_states_are_counted() -> None:
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 0), (4, 0), (1, 8), (4, 8)])
+@pytest.mark.parametrize(("rows", "tokens"), slow_but([(1, 8)], [(1, 0), (4, 0), (1, 8), (4, 8)]))
 def test_steps_copy_no_states(rows: int, tokens: int) -> None:
     """They are written where they lie, of the rows of the step alone."""
     engine = tight(max_num_seqs=16, max_num_batched_tokens=16, seq_buckets=[1, 4], token_buckets=[8])
@@ -123,6 +127,23 @@ def test_steps_copy_no_states(rows: int, tokens: int) -> None:
     program = llm.runner.program(StepKey(rows, tokens, 32, 1, SamplerMode(), False, -1))
     text = program.as_text()
     assert "f32[17,4,8,8]" in text and not re.search(r"= f32\[17,4,8,8\]\S* copy\(", text)
+
+
+@pytest.mark.slow
+@pytest.mark.multidevice
+@pytest.mark.parametrize("layout", [{"pp": 2, "ep": 4}, {"ep": 4, "tp": 2, "attention": "data"}])
+@pytest.mark.parametrize("quant", [None, QuantConfig("rtn", "int8")], ids=["full", "int8"])
+def test_forks_and_chunks_on_meshes(layout: dict[str, Any], quant: QuantConfig | None) -> None:
+    """Every stage and every data group has its own states; a chunk's parts are in several microbatches."""
+    config = FAMILIES["minimax"].replace(vocab_size=VOCAB)
+    engine = dataclasses.replace(MESH_ENGINE, max_num_batched_tokens=8, token_buckets=[8])
+    asked = [prompt(13), prompt(2), prompt(21), prompt(1)]
+    params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=6, ignore_eos=True)
+    outs = [
+        ids(LLM(config, load_format="dummy", engine=engine, quant=quant, **how).generate(asked, params))
+        for how in ({}, {"parallel": ParallelConfig(**layout)})
+    ]
+    assert outs[0] == outs[1]
 
 
 def test_a_model_without_pages_has_no_cache_to_quantize() -> None:
