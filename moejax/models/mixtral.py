@@ -77,20 +77,18 @@ def _read_lightning(fields: HfFields) -> ModelConfig:
             f"{layers} layers, got {kinds!r}"
         )
     linear = tuple(kind == _KINDS[1] for kind in kinds)
+    factors: dict[str, Any] = {
+        name: tuple(float(fields.take(f"{key}_{which}_factor", default=1.0)) for which in ("alpha", "beta"))
+        for name, key in _FACTORS.items()
+    }
     fields.take("block_size")  # how transformers cuts a prompt, of which only rounding depends
     return ModelConfig(
         family="minimax",
         norm_topk_prob=True,
-        normed_residual=NormedResidual(**{name: _factors(fields, key) for name, key in _FACTORS.items()}),
+        normed_residual=NormedResidual(**factors),
         linear_layers=linear if any(linear) else (),
         **all_routed(fields, common) | {"sliding_windows": tuple(None if own else window for own in linear)},
     )
-
-
-def _factors(fields: HfFields, key: str) -> tuple[float, float]:
-    """Returns alpha and beta of one kind of residual."""
-    alpha, beta = (fields.take(f"{key}_{name}_factor", default=1.0) for name in ("alpha", "beta"))
-    return float(alpha), float(beta)
 
 
 def _write_lightning(config: ModelConfig) -> dict[str, Any]:

@@ -104,6 +104,8 @@ def stages_of(model: Decoder) -> list[Stage]:
     stages = []
     for i, layer in zip(model.stage, model.in_order(), strict=True):
         sites = _with_offsets(layer_sites(layer), layer.input_norm)
+        if layer.attention.config.normed_residual is not None:
+            sites = tuple(replace(s, blocked=_BLOCKED) if s.source in _NORMS else s for s in sites)
         share = decay_share(model.config, i) if layer.is_linear else None
         stages.append(Stage(f"layer {i}", f"layers.{i}.", layer, sites, share))
     if model.lm_head is not None and model.norm is not None:
@@ -111,6 +113,9 @@ def stages_of(model: Decoder) -> list[Stage]:
         sites = _with_offsets((site,), model.norm)
         stages.append(Stage("lm_head", "", Head(model.norm, model.lm_head), sites))
     return stages
+
+
+_NORMS, _BLOCKED = ("input_norm.scale", "post_attention_norm.scale"), "the residual comes after the norm"
 
 
 def _with_offsets(sites: Iterable[QuantizationSite], norm: RMSNorm) -> tuple[QuantizationSite, ...]:
@@ -123,19 +128,12 @@ def _with_offsets(sites: Iterable[QuantizationSite], norm: RMSNorm) -> tuple[Qua
 
 def layer_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
     """Returns the quantization sites of one decoder layer."""
-    sites = (*_attention_of(layer), *_feed_forward_sites(layer))
-    if layer.attention.config.normed_residual is None:
-        return sites
-    why, norms = "the residual comes after the norm", ("input_norm.scale", "post_attention_norm.scale")
-    return tuple(replace(site, blocked=why) if site.source in norms else site for site in sites)
-
-
-def _feed_forward_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
-    config, norm = layer.attention.config, "post_attention_norm.scale"
+    config, attention = layer.attention.config, _attention_of(layer)
+    norm = "post_attention_norm.scale"
     if layer.moe is None:
         gated = ("mlp.gate_proj.kernel", "mlp.up_proj.kernel")
-        return (QuantizationSite("mlp", "mlp.gate_proj", gated, norm), _down("mlp"))
-    sites = []
+        return (*attention, QuantizationSite("mlp", "mlp.gate_proj", gated, norm), _down("mlp"))
+    sites = list(attention)
     readers = ["moe.router.kernel", "moe.experts.gate_proj", "moe.experts.up_proj"]
     readers += ["moe.router.group_kernel"] if config.router.group_gate else []
     if layer.moe.shared_expert is not None:

@@ -45,7 +45,8 @@ def ids(outs: Any) -> list[list[int]]:
     return [sample.token_ids for out in outs for sample in out.outputs]
 
 
-@pytest.mark.parametrize("name", slow_but(["static"], ENGINES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
 def test_every_way_of_batching(name: str, llm: LLM, whole: FullForward) -> None:
     engine = llm.variant(ENGINES[name])
     outs = engine.generate([prompt(n) for n in LENGTHS], greedy(9))
@@ -72,6 +73,7 @@ def test_forks_go_on_from_their_parents_state(name: str, llm: LLM) -> None:
     assert_clean(engine)
 
 
+@pytest.mark.slow
 def test_scores_capture_and_replay(llm: LLM, whole: FullForward) -> None:
     llm.reset_capture()
     outs = llm.generate([prompt(n) for n in LENGTHS], greedy(5, prompt_logprobs=1))
