@@ -81,12 +81,8 @@ class BlockPool:
 
     def take_states(self) -> States:
         """Returns the `states`, which must be set anew if they are donated."""
-        self.states = self.states or self._make_states(self._place.zeros)
+        self.states = self.states or self.make_states(self._place.zeros)
         return self.states
-
-    def state_shapes(self) -> Any:
-        """Returns the shapes and dtypes of `take_states()`; makes nothing."""
-        return self._make_states(self._place.struct)
 
     def reset(self) -> None:
         """Drops all content."""
@@ -100,11 +96,11 @@ class BlockPool:
     @property
     def capacity_bytes(self) -> int:
         """Bytes held once all segments are made, as `nbytes` counts them."""
-        arrays = jax.tree.leaves((self.shapes(len(self.layout.sizes)), self.state_shapes()))
+        arrays = jax.tree.leaves((self.shapes(len(self.layout.sizes)), self.make_states(self._place.struct)))
         return sum(array.size * array.dtype.itemsize for array in arrays)
 
-    def _make_states(self, make: Callable[..., Any]) -> States:
-        """Makes every layer's states, by the functions of `_make`."""
+    def make_states(self, make: Callable[..., Any]) -> Any:
+        """Makes every layer's states: arrays by `SingleDevice.zeros`, shapes by `SingleDevice.struct`."""
         heads, config = self._place.axes.tensor, self._config
         H = config.num_heads // self._place.axes.size(heads)
         shape = (self._slots + 1, H, config.head_dim, config.head_dim)

@@ -106,7 +106,8 @@ def state_attention(
         chunked, ends = _chunks(q[S:], k[S:], v[S:], rates, states, slot, plan.chunk)
         out = jnp.concatenate([out, chunked])
         after = jnp.where(position >= 0, after, ends[jnp.pad(copy_of, (0, more))])
-    return out, states.at[slot].set(after)
+    with jax.named_scope("kv_write"):
+        return out, states.at[slot].set(after)
 
 
 def _chunks(

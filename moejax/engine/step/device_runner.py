@@ -156,7 +156,8 @@ class DeviceRunner(BucketRunner):
         pages = self.pool.shapes(self.limits.segment_ends.index(key.blocks) + 1)
         vocab_size = self.functions.config.vocab_size
         seen = struct((slots, vocab_size), jnp.int32) if key.mode.penalty else None
-        state = DeviceState(cast(Any, pages), self.pool.state_shapes(), struct((slots,), jnp.int32), seen)
+        states = self.pool.make_states(struct)
+        state = DeviceState(cast(Any, pages), states, struct((slots,), jnp.int32), seen)
         return self._leaves(), state, struct((layout(key, self.limits)[1],), jnp.int32)
 
     def _leaves(self) -> Any:
