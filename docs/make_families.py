@@ -44,12 +44,17 @@ alone, never do. A call without a cache makes them always. Under tensor parallel
 latents whole (`experiments.scaling` says what a split by tokens would save). `kv_b_proj` stays in full
 precision unless a rule of `quant.rules` names it.
 
-No family here has a state of fixed size a sequence, as Qwen3-Next's and Kimi-Linear's linear attention.
-It would take: arrays of `[max_num_seqs + 1, …]` a layer beside the pages, donated to steps as the
-sampler's state is and read and written by a row's slot; a copy from the parent's slot where a sample
-forks, and zeros where a sequence begins, which is all that preemption by recomputation asks; a chunk's
-tokens in the order of their sequence; and, to share prefixes, the state at the end of a block kept with
-the block.
+Layers with linear attention (`minimax`) keep a state of fixed size a sequence and no keys and values:
+float32 arrays `[max_num_seqs + 1, heads, head_dim, head_dim]` a layer beside the pages, split over the
+tensor axis as heads are, donated to steps as the sampler's state is, and read and written by a row's slot.
+A sequence begins with zeros, so that preemption by recomputation asks for nothing, and a fork gets its
+parent's state. Blocks are counted, and memory given to them, by the other layers alone; an engine says what
+the states take, and what a sequence's does, as the reason of `engine.num_blocks`. A cache in int8 or 8-bit
+floats leaves them in float32. A decoding row is one update; a chunk goes tile by tile (32 tokens) in the
+order of its sequence, and a call without a cache block by block (64). To share prefixes, which nothing here
+does, the state at the end of a block would have to be kept with the block. Decays other than one a head,
+and the delta rule of Qwen3-Next and Kimi-Linear, are not there. `rotary_dim` is MiniMax's own name for the
+rotated part of a head; transformers' `minimax` rotates whole heads, so that only this is held against it.
 
 Shapes without weights, for `load_format=dummy`: `configs/model/`; `model.num_hidden_layers=2` takes the
 first layers alone, and the run's name says so.
@@ -62,6 +67,7 @@ def _attention() -> Sequence[Say]:
     norms = {"none": None, "head": "norm of heads", "projection": "norm of projections"}
     return (
         lambda c: "latent" if c.latent else "grouped-query",
+        lambda c: "linear layers" if c.linear_layers else None,
         lambda c: norms.get(c.qk_norm, "norm after rotation"),
         lambda c: "windows" if any(c.sliding_windows) else None,
         lambda c: "sinks" if c.attention_sinks else None,
@@ -70,6 +76,7 @@ def _attention() -> Sequence[Say]:
         lambda c: "own rotary base of windows" if c.local_rope else None,
         lambda c: "biases" if c.qkv_bias or c.attention_out_bias else None,
         lambda c: "norms after" if c.post_norms else None,
+        lambda c: "residuals after norms" if c.normed_residual else None,
     )
 
 

@@ -5,7 +5,14 @@ Equal shapes are compiled once in a run: its cache of programs is shared by all 
 
 from typing import Any
 
-from moejax.core.config import ClampedSwiglu, LatentConfig, ModelConfig, RopeConfig, RouterConfig
+from moejax.core.config import (
+    ClampedSwiglu,
+    LatentConfig,
+    ModelConfig,
+    NormedResidual,
+    RopeConfig,
+    RouterConfig,
+)
 
 TWO_LAYERS = ModelConfig(
     family="qwen3_moe",
@@ -68,6 +75,12 @@ SINKS: dict[str, Any] = {
     "attention_out_bias": True, "expert_swiglu": ClampedSwiglu(limit=0.8), "router": RouterConfig(bias=True),
 }  # fmt: skip
 """Attention with sinks, and biased experts with a clamped SwiGLU, as in gpt-oss."""
+
+LINEAR: dict[str, Any] = {
+    "family": "minimax", "qk_norm": "none", "linear_layers": (True, False),
+    "normed_residual": NormedResidual((1.2, 0.7), (0.8, 1.3), (0.9, 1.1)),
+}  # fmt: skip
+"""Linear attention with a state a sequence, then softmax attention; residuals taken after the norm."""
 
 EIGHT_WAY = TWO_LAYERS.replace(hidden_size=64, num_heads=8, num_experts=16, num_experts_per_tok=4)
 """Every dimension that layouts split divides by eight devices, but for the two key/value heads."""

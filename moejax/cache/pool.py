@@ -13,32 +13,38 @@ from moejax.nn.rope import apply_rope
 from moejax.ops.attention import LatentHeads, QkNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.kv_segments import Segment, Segments
+from moejax.ops.linear_attention import state_attention
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
 from moejax.perf.sizes import kv_token_bytes
 from moejax.quantization.kv import bits_dtype, is_quantized
 from moejax.sharding.spmd import SingleDevice
 
-Pages = tuple[tuple[Segment, ...], ...]
-"""`pages[z][l]`: segment z of layer l; for kernels there is a single segment, whose keys are not
-transposed."""
+Pages = tuple[tuple[Segment | None, ...], ...]
+"""`pages[z][l]`: segment z of layer l, None of one with linear attention; for kernels there is a single
+segment, whose keys are not transposed."""
+
+States = tuple[jax.Array | None, ...]
+"""Float32 `[slots + 1, H, Dh, Dh]` of each layer, None of one with pages; its last place is scratch."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: Any, kv_split: int = 1) -> int:
     """Returns a block's bytes over all layers on one device, scales included; `kv_split` devices share the
     key/value heads."""
-    return config.num_layers * block_size * kv_token_bytes(config, str(jnp.dtype(dtype)), kv_split)
+    return sum(config.paged_layers) * block_size * kv_token_bytes(config, str(jnp.dtype(dtype)), kv_split)
 
 
 class BlockPool:
-    """Owns the segments. A step takes the first few, donated, and gives their successors back.
+    """Owns the segments, and the states of layers with linear attention. A step takes the first few segments
+    and all states, donated, and gives their successors back.
 
     A segment is made when a step first needs it, so an idle engine holds little; no step ever copies one.
 
     Args:
         dtype: of keys and values; int8 and 8-bit floats have scales beside them.
         transposed_keys: keys lie `[n, K, Dh, bs]`, as the plain attention wants them.
-        place: the devices; on a mesh every data-parallel group has segments of its own, of these sizes, and K
-            is what a device has of the heads.
+        slots: sequences that run at a time, each with a state.
+        place: the devices; on a mesh every data-parallel group has segments and states of its own, of these
+            sizes, and K and H are what a device has of the heads.
     """
 
     def __init__(
@@ -49,13 +55,16 @@ class BlockPool:
         dtype: Any,
         *,
         transposed_keys: bool = True,
+        slots: int = 0,
         place: SingleDevice | None = None,
     ) -> None:
         self.layout = segments
         self._place = place or SingleDevice()
         self._transposed_keys = transposed_keys
         self._config, self._block_size, self._dtype = config, block_size, jnp.dtype(dtype)
-        self._segments: list[tuple[Segment, ...]] = []
+        self._slots = slots
+        self._segments: list[tuple[Segment | None, ...]] = []
+        self.states: States | None = None
 
     def take(self, count: int) -> Pages:
         """Returns the first `count` segments; `put` must follow if they are donated."""
@@ -81,22 +90,36 @@ class BlockPool:
         """Returns the shapes and dtypes of `take(count)`; makes nothing."""
         return tuple(self._make(size, self._place.struct) for size in self.layout.sizes[:count])
 
+    def take_states(self) -> States:
+        """Returns the `states`, which must be set anew if they are donated."""
+        self.states = self.states or self.make_states(self._place.zeros)
+        return self.states
+
     def reset(self) -> None:
         """Drops all content."""
-        self._segments = []
+        self._segments, self.states = [], None
 
     @property
     def nbytes(self) -> int:
         """Bytes held now, scales included, over all devices; copies count once."""
-        return sum(array.nbytes for array in jax.tree.leaves(self._segments))
+        return sum(array.nbytes for array in jax.tree.leaves((self._segments, self.states)))
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes held once all segments are made, as `nbytes` counts them."""
-        arrays = jax.tree.leaves(self.shapes(len(self.layout.sizes)))
+        arrays = jax.tree.leaves((self.shapes(len(self.layout.sizes)), self.make_states(self._place.struct)))
         return sum(array.size * array.dtype.itemsize for array in arrays)
 
-    def _make(self, size: int, make: Callable[..., Any]) -> tuple[Segment, ...]:
+    def make_states(self, make: Callable[..., Any]) -> Any:
+        """Makes every layer's states: arrays by `SingleDevice.zeros`, shapes by `SingleDevice.struct`."""
+        heads, config = self._place.axes.tensor, self._config
+        H = config.num_heads // self._place.axes.size(heads)
+        shape = (self._slots + 1, H, config.head_dim, config.head_dim)
+        return tuple(
+            None if paged else make(shape, jnp.dtype(jnp.float32), heads) for paged in config.paged_layers
+        )
+
+    def _make(self, size: int, make: Callable[..., Any]) -> tuple[Segment | None, ...]:
         """Makes every layer's segment of `size` blocks: arrays by `SingleDevice.zeros`, shapes by
         `SingleDevice.struct`."""
         heads = self._place.axes.kv  # mesh axes that the heads are split over
@@ -117,25 +140,53 @@ class BlockPool:
             values = make((size, K, bs, Dh), dtype, heads)
             return Segment(make(keys, dtype, heads), values, scales(), scales(), codes)
 
-        return tuple(layer() for _ in range(self._config.num_layers))
+        return tuple(layer() if paged else None for paged in self._config.paged_layers)
 
 
 class PagedCache(NamedTuple):
     """Implements `moejax.models.decoder.DecoderCache` for one step.
 
-    `kernels` names the implementation of GPU kernels that a `KernelPlan` runs with.
+    `kernels` names the implementation of GPU kernels that a `KernelPlan` runs with; `slot` and `copy_of` are
+    those of `moejax.ops.linear_attention.state_attention`.
     """
 
     pages: Pages
+    states: States
+    slot: jax.Array
+    copy_of: jax.Array | None
     plan: AttentionPlan | KernelPlan
     kernels: str = "xla"
 
-    def layer(self, index: int) -> "PagedLayer":
-        return PagedLayer(tuple(segment[index] for segment in self.pages), self.plan, self.kernels)
+    def layer(self, index: int) -> "PagedLayer | StateLayer":
+        if (states := self.states[index]) is not None:
+            assert isinstance(self.plan, AttentionPlan)
+            return StateLayer(states, self.slot, self.copy_of, self.plan)
+        segments = tuple(segment for each in self.pages if (segment := each[index]) is not None)
+        return PagedLayer(segments, self.plan, self.kernels)
 
-    def with_layers(self, layers: "list[PagedLayer]") -> "PagedCache":
-        segments = range(len(self.pages))
-        return self._replace(pages=tuple(tuple(layer.segments[z] for layer in layers) for z in segments))
+    def with_layers(self, layers: "list[PagedLayer | StateLayer]") -> "PagedCache":
+        pages = tuple(
+            tuple(layer.segments[z] if isinstance(layer, PagedLayer) else None for layer in layers)
+            for z in range(len(self.pages))
+        )
+        states = tuple(layer.states if isinstance(layer, StateLayer) else None for layer in layers)
+        return self._replace(pages=pages, states=states)
+
+
+class StateLayer(NamedTuple):
+    """One layer's states, see `moejax.ops.linear_attention.state_attention`."""
+
+    states: jax.Array
+    slot: jax.Array
+    copy_of: jax.Array | None
+    plan: AttentionPlan
+
+    def update_and_attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, "StateLayer"]:
+        """Attends q, k and v `[N, 1, H, Dh]` of a flat batch at the plan's positions."""
+        out, states = state_attention(q[:, 0], k[:, 0], v[:, 0], rates, *self)
+        return out[:, None], self._replace(states=states)
 
 
 @jax.tree_util.register_dataclass

@@ -17,15 +17,22 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from moejax.core.config import PrefixCacheConfig
 
-if TYPE_CHECKING:
-    from moejax.cache.allocator import BlockAllocator
-
 PROTECTED_SHARE = 0.8
 """Of the blocks, how many nodes that were hit may be protected by "slru" (Karedla et al., 1994)."""
+
+
+class Blocks(Protocol):
+    """The part of `moejax.cache.allocator.BlockAllocator` that the tree asks."""
+
+    num_blocks: int
+
+    def refcount(self, block: int) -> int: ...
+
+    def discard(self, block: int) -> None: ...
 
 
 class Node:
@@ -137,7 +144,7 @@ class PrefixTree:
         self._to_host = config.place == "host"
         self._clock = itertools.count(1)
         self.counts: Counter[str] = Counter()
-        self.allocator: BlockAllocator | None = None  # set by the allocator that it is given to
+        self.allocator: Blocks | None = None  # set by the allocator that it is given to
         self.clear()
 
     def clear(self) -> None:

@@ -7,7 +7,7 @@ They are plain values: they know nothing of Hydra, Hugging Face or JAX devices. 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -41,6 +41,9 @@ DTYPES: tuple[str, ...] = get_args(DType)
 KERNELS = ("xla", "pallas_triton")
 LAYOUTS: tuple[ExpertLayout, ...] = ("edf", "efd")
 PRODUCTS = ("auto", "blocks_mixed", "blocks_uniform", "batched", "ragged_dot", "pallas_triton")
+
+LAYER_LISTS = ("moe_layers", "sliding_windows", "linear_layers")
+"""Fields of `ModelConfig` with a value for each layer."""
 
 TracePath = Annotated[str, Must(bool, "the path of a routing trace (.npz) or of a run's folder")]
 
@@ -154,6 +157,20 @@ class RouterConfig(Checked):
 
 
 @dataclass(frozen=True)
+class NormedResidual(Checked):
+    """Residuals taken after the norm (MiniMax-01, arXiv 2501.08313; factors as in arXiv 2203.00555): what
+    goes on is alpha times the normed input and beta times the output.
+
+    Attributes:
+        attention, linear_attention, feed_forward: alpha and beta of these.
+    """
+
+    attention: tuple[float, float] = (1.0, 1.0)
+    linear_attention: tuple[float, float] = (1.0, 1.0)
+    feed_forward: tuple[float, float] = (1.0, 1.0)
+
+
+@dataclass(frozen=True)
 class ClampedSwiglu(Checked):
     """What experts make of gate and up: `(up + 1) · gate · sigmoid(alpha · gate)`, gate at most `limit`, up
     between it and its negative (gpt-oss, arXiv 2508.10925)."""
@@ -202,6 +219,10 @@ class ModelConfig(Checked):
     `hidden_act(gate) · up` in routed experts. With `attention_sinks` every query head has a learned logit in
     the softmax, without a value (arXiv 2309.17453).
 
+    `linear_layers[l]` says whether layer l has linear attention (lightning attention, arXiv 2401.04658), with
+    a state of fixed size a sequence, `[num_heads, head_dim, head_dim]`, and no keys and values; () where none
+    has. With `normed_residual` residuals are taken after the norm.
+
     With `latent` attention `num_kv_heads` is 1, the latent's, and `head_dim` is that of a head's query and
     key, with and without rotary embedding.
     """
@@ -229,6 +250,8 @@ class ModelConfig(Checked):
     expert_swiglu: ClampedSwiglu | None = None
     attention_sinks: bool = False
     latent: LatentConfig | None = None
+    linear_layers: tuple[bool, ...] = ()
+    normed_residual: NormedResidual | None = None
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     attention_out_bias: bool = False
@@ -257,8 +280,10 @@ class ModelConfig(Checked):
         super().__post_init__()
         heads, kv_heads = self.num_heads, self.num_kv_heads
         check_shape(heads, kv_heads, self.head_dim, self.num_experts, self.num_experts_per_tok)
-        for name in ("moe_layers", "sliding_windows"):
-            if len(getattr(self, name)) != self.num_layers:
+        for name in LAYER_LISTS:
+            if len(getattr(self, name)) != self.num_layers and (
+                name != "linear_layers" or self.linear_layers
+            ):
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries for num_hidden_layers {self.num_layers}"
                 )
@@ -301,7 +326,18 @@ class ModelConfig(Checked):
     @property
     def plain_residual(self) -> bool:
         """Whether outputs of attention and feed-forward are added as they are, so that a kernel may do it."""
-        return self.residual_multiplier == 1.0 and not self.post_norms
+        return self.residual_multiplier == 1.0 and not self.post_norms and self.normed_residual is None
+
+    @property
+    def paged_layers(self) -> tuple[bool, ...]:
+        """Whether each layer keeps keys and values in blocks; the others keep a state a sequence."""
+        return tuple(not linear for linear in self.linear_layers) or (True,) * self.num_layers
+
+    def of_layers(self, layers: Sequence[int]) -> "ModelConfig":
+        """Returns the configuration with these layers only."""
+        lists = {name: getattr(self, name) for name in LAYER_LISTS}
+        kept = {name: tuple(each[layer] for layer in layers) for name, each in lists.items() if each}
+        return self.replace(num_layers=len(layers), **kept)
 
     @property
     def rotary_dim(self) -> int:

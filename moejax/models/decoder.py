@@ -22,19 +22,20 @@ from moejax.nn.attention import Attention
 from moejax.nn.embedding import Embedding
 from moejax.nn.latent_attention import LatentAttention
 from moejax.nn.linear import Linear
+from moejax.nn.linear_attention import LinearAttention, decay_share
 from moejax.nn.mlp import GatedMLP
 from moejax.nn.norm import RMSNorm, norm_of
 from moejax.nn.param import initialize, num_params
 from moejax.nn.rope import rope_tables
-from moejax.ops.attention import LayerCache
 from moejax.ops.row_sums import Residual, summed
 from moejax.sharding.axes import SINGLE, Axes, all_gather
 
 
 class DecoderCache(Protocol):
-    """Interface to a key/value cache: a part for each layer, and the same cache with new parts."""
+    """Interface to a cache: a part for each layer (a `LayerCache`, or what `LinearAttention` takes), and the
+    same cache with new parts."""
 
-    def layer(self, index: int) -> LayerCache: ...
+    def layer(self, index: int) -> Any: ...
 
     def with_layers(self, layers: list[Any]) -> Self: ...
 
@@ -45,7 +46,10 @@ Recorded = Sequence[Replay | RoutingTrace | None]
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each with its residual; with `post_norms` also a norm of each
-    one's output."""
+    one's output.
+
+    `rope` below is the model's `rope_tables`; of a layer with linear attention its `decay_share`.
+    """
 
     def __init__(
         self,
@@ -59,11 +63,14 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         D, act, post = config.hidden_size, config.hidden_act, config.post_norms
         self.input_norm = norm_of(config, dtype, kernels)
-        self.attention = (
-            Attention(config, config.sliding_windows[index], dtype, kernels, axes)
-            if config.latent is None
-            else LatentAttention(config, dtype, kernels, axes)
-        )
+        self.is_linear, self.is_local = not config.paged_layers[index], bool(config.sliding_windows[index])
+        self.attention: Attention | LatentAttention | LinearAttention
+        if self.is_linear:
+            self.attention = LinearAttention(config, dtype, kernels, axes)
+        elif config.latent is not None:
+            self.attention = LatentAttention(config, dtype, kernels, axes)
+        else:
+            self.attention = Attention(config, config.sliding_windows[index], dtype, kernels, axes)
         self.attention_output_norm = norm_of(config, dtype, kernels) if post else None
         self.post_attention_norm = norm_of(config, dtype, kernels)
         sparse, hidden, scale = config.moe_layers[index], config.intermediate_size, config.initializer_range
@@ -72,8 +79,12 @@ class DecoderLayer(nnx.Module):
             None if sparse else GatedMLP(D, hidden, act, dtype, scale, axes.tensor, bias=config.mlp_bias)
         )
         self.feed_forward_output_norm = norm_of(config, dtype, kernels) if post else None
-        self.is_local = config.sliding_windows[index] is not None
-        self.multiplier = config.residual_multiplier
+        # Factors on the normed input (None: the residual is what came before the norm) and on the output.
+        self.attention_factors: tuple[float | None, float] = (None, config.residual_multiplier)
+        self.feed_forward_factors: tuple[float | None, float] = self.attention_factors
+        if (normed := config.normed_residual) is not None:
+            self.attention_factors = normed.linear_attention if self.is_linear else normed.attention
+            self.feed_forward_factors = normed.feed_forward
 
     def __call__(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, Any, Any, RoutingTrace | None]:
         """Runs the layer as `run`, and makes the residual's own sums."""
@@ -84,7 +95,7 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         residual: Residual,
-        rope: tuple[jax.Array, ...],
+        rope: Any,
         positions: jax.Array,
         valid: jax.Array | None,
         cache: Any,
@@ -100,16 +111,16 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         residual: Residual,
-        rope: tuple[jax.Array, ...],
+        rope: Any,
         positions: jax.Array,
         cache: Any,
     ) -> tuple[jax.Array, Any, Any]:
-        """Runs the first half with the model's `rope_tables`; returns (x and residual whose sum goes on,
-        updated cache layer)."""
+        """Runs the first half; returns (x and residual whose sum goes on, updated cache layer)."""
         normed, x = self.input_norm.add(x, residual)
-        cos, sin = rope[-2:] if self.is_local else rope[:2]
-        attended, cache = self.attention(normed, (cos, sin), positions, cache)
-        return x, self._branch(attended, self.attention_output_norm), cache
+        if not self.is_linear:
+            rope = rope[-2:] if self.is_local else rope[:2]
+        attended, cache = self.attention(normed, rope, positions, cache)
+        return *_joined(x, normed, attended, self.attention_output_norm, self.attention_factors), cache
 
     def feed_forward(
         self, x: jax.Array, residual: Residual, valid: jax.Array | None, replay: Replay | None = None
@@ -123,14 +134,25 @@ class DecoderLayer(nnx.Module):
             assert self.mlp is not None
             with jax.named_scope("mlp"):
                 out = self.mlp(normed)
-        return x, self._branch(out, self.feed_forward_output_norm), trace
+        return *_joined(x, normed, out, self.feed_forward_output_norm, self.feed_forward_factors), trace
 
-    def _branch(self, out: Any, norm: RMSNorm | None) -> Any:
-        """Returns what is added of an output of attention or feed-forward."""
-        out = out if norm is None else norm(out)
-        if self.multiplier == 1.0:
-            return out
-        return (self.multiplier * out.astype(jnp.float32)).astype(out.dtype)
+
+def _joined(
+    x: jax.Array, normed: jax.Array, out: Any, norm: RMSNorm | None, factors: tuple[float | None, float]
+) -> tuple[jax.Array, Any]:
+    """Returns the two whose sum goes on after attention or feed-forward: of the stream, x or what it was
+    normalised to, and of the output."""
+    alpha, beta = factors
+    return x if alpha is None else _scaled(normed, alpha), _scaled(out if norm is None else norm(out), beta)
+
+
+def _scaled(x: Any, factor: float) -> Any:
+    return x if factor == 1.0 else (factor * x.astype(jnp.float32)).astype(x.dtype)
+
+
+def told_of(config: ModelConfig, layer: int, rope: tuple[jax.Array, ...]) -> Any:
+    """Returns what a layer takes as `rope`, given the model's `rope_tables`."""
+    return rope if config.paged_layers[layer] else decay_share(config, layer)
 
 
 def _traced_once() -> Callable[..., Any]:
@@ -249,10 +271,11 @@ class Decoder(nnx.Module):
         parts, traces = [], []
         replays = self._replays(routing, x.shape[:2])
         run_layer = _traced_once() if isinstance(x, jax.core.Tracer) else DecoderLayer.run
-        for i, layer in enumerate(self.in_order()):
+        for i, (number, layer) in enumerate(zip(self.stage, self.in_order(), strict=True)):
             part = None if cache is None else cache.layer(i)
-            with jax.named_scope(f"layer_{self.stage[i]}"):
-                inputs = x, residual, rope, positions, valid, part, replays[i]
+            with jax.named_scope(f"layer_{number}"):
+                told = told_of(self.config, number, rope)
+                inputs = x, residual, told, positions, valid, part, replays[i]
                 x, residual, part, trace = run_layer(layer, *inputs)
             traces.append(trace)
             parts.append(part)

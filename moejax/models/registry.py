@@ -13,14 +13,14 @@ from moejax.models.glm_dots import DOTS1, GLM4_MOE
 from moejax.models.gpt_oss import GPT_OSS
 from moejax.models.granite_moe import GRANITE_MOE
 from moejax.models.hunyuan import HUNYUAN_V1_MOE
-from moejax.models.mixtral import MINIMAX_M2, MIXTRAL
+from moejax.models.mixtral import MINIMAX, MINIMAX_M2, MIXTRAL
 from moejax.models.olmoe import OLMOE
 from moejax.models.phimoe import PHIMOE
 from moejax.models.qwen_moe import QWEN2_MOE, QWEN3_MOE, TWO_LEVEL_MOE
 
 _ALL = (
     MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, DOTS1, MINIMAX_M2, ERNIE4_5_MOE,
-    HUNYUAN_V1_MOE, LLAMA, QWEN3, GRANITE_MOE, GEMMA3_TEXT, GEMMA3, GPT_OSS, PHIMOE, TWO_LEVEL_MOE,
+    HUNYUAN_V1_MOE, LLAMA, QWEN3, GRANITE_MOE, GEMMA3_TEXT, GEMMA3, GPT_OSS, PHIMOE, MINIMAX, TWO_LEVEL_MOE,
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {

@@ -50,8 +50,8 @@ class CommTerm:
     """Equal collectives of one operation.
 
     Attributes:
-        operation: "embedding", "attention", "qk_norm", "dispatch", "combine", "experts", "mlp", "logits",
-            "sampling" or "pipeline".
+        operation: "embedding", "attention", "qk_norm", "output_norm", "dispatch", "combine", "experts",
+            "mlp", "logits", "sampling" or "pipeline".
         kind: HLO's name of the collective.
         role: the devices that take part.
         group: how many they are.
@@ -162,10 +162,12 @@ def step_comm(
 
     if first:
         add("embedding", "all-reduce", "tensor", hidden)
+    paged = sum(model.paged_layers[layer] for layer in stage_layers)
+    # The mean square of the whole projection, or of all heads' linear attention, float32 [N, 1].
     if model.qk_norm == "projection":
-        # The mean square of the whole projection, float32 [N, 1].
-        add("qk_norm", "all-reduce", "tensor", tokens * _FLOAT, len(stage_layers))
-        add("qk_norm", "all-reduce", "kv", tokens * _FLOAT, len(stage_layers))
+        add("qk_norm", "all-reduce", "tensor", tokens * _FLOAT, paged)
+        add("qk_norm", "all-reduce", "kv", tokens * _FLOAT, paged)
+    add("output_norm", "all-reduce", "tensor", tokens * _FLOAT, len(stage_layers) - paged)
     if split_latents and model.latent is not None:
         heads = tokens * model.num_heads
         queries = heads // sizes["tensor"] * model.key_dim * itemsize

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
-from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, kv_token_bytes
+from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, kv_token_bytes, state_bytes
 
 
 class Declared(Protocol):
@@ -30,7 +30,7 @@ class StageMemory:
         layers: the stage's layers.
         expert_weights: experts' matrices.
         other_weights: everything else: attention, norms, routers, shared experts, embedding, output.
-        cache: keys and values.
+        cache: keys and values, and the states of linear attention.
     """
 
     layers: tuple[int, ...]
@@ -54,6 +54,7 @@ def device_memory(
     *,
     num_blocks: int,
     block_size: int,
+    sequences: int = 0,
     dtype: str | None = None,
     stages: Sequence[Sequence[int]] | None = None,
 ) -> list[StageMemory]:
@@ -65,6 +66,7 @@ def device_memory(
         specs: dotted path → declaration of every tensor (`moejax.nn.param.specs`; an abstract model will do).
         num_blocks: cache blocks of each data group.
         block_size: tokens in a block.
+        sequences: whose states are held, of each data group; an engine's are one more than run at a time.
         dtype: of the cache, "int8" and 8-bit floats with their scales; None is the configuration's.
         stages: layers of each stage; None: all in one stage.
 
@@ -78,14 +80,15 @@ def device_memory(
             f"parallel.pp={parallel.pp}: stages {parts} do not hold the {model.num_layers} layers in order"
         )
     token_bytes = kv_token_bytes(model, dtype or model.dtype, parallel.kv_split(model.num_kv_heads))
-    layer_cache = num_blocks * block_size * token_bytes
+    pages, state = num_blocks * block_size * token_bytes, sequences * state_bytes(model, parallel.tensor_size)
+    held = [pages if paged else state for paged in model.paged_layers]
     weight_bytes = [[0, 0] for _ in parts]
     for name, spec in specs.items():
         size = tensor_bytes(name, spec, model, parallel)
         for stage in _places(name, model, parts):
             weight_bytes[stage]["expert" not in spec.axes] += size
     return [
-        StageMemory(tuple(part), experts, others, len(part) * layer_cache)
+        StageMemory(tuple(part), experts, others, sum(held[layer] for layer in part))
         for part, (experts, others) in zip(parts, weight_bytes, strict=True)
     ]
 
@@ -118,6 +121,8 @@ def held_weights(model: ModelConfig, specs: Mapping[str, Declared]) -> HeldWeigh
 
 
 _OPERATIONS = {
+    "qkv_proj": "qkv_projection",
+    "output_gate": "qkv_projection",
     "q_proj": "qkv_projection",
     "q_a_proj": "qkv_projection",
     "q_b_proj": "qkv_projection",
@@ -126,6 +131,7 @@ _OPERATIONS = {
     "k_proj": "qkv_projection",
     "v_proj": "qkv_projection",
     "o_proj": "output_projection",
+    "out_proj": "output_projection",
     "router": "router",
     "shared_expert": "shared_expert",
     "shared_gate": "shared_expert",

@@ -9,7 +9,8 @@ What is counted, for a step that computes `new[r]` tokens of row r, whose cache 
     flops             products of matrices, multiply-adds times two: with weights (the experts that a token is
                       routed to), and in attention with each key and value that a query sees
     weight_bytes      matrices, as they are held, once a step: of the experts those that were visited
-    cache_bytes       keys and values: those of the step written, the earlier ones in sight read, once a row
+    cache_bytes       keys and values: those of the step written, the earlier ones in sight read, once a row;
+                      states of linear attention written once a row, and read where there are earlier tokens
     activation_bytes  an estimate of the rest: what operations hand each other, embeddings that are looked up,
                       norms and biases; each read and written once
 
@@ -30,7 +31,14 @@ from moejax.core.checked import check
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import Hardware
-from moejax.perf.sizes import DTYPE_BYTES, HeldWeights, attention_sizes, kv_token_bytes, takes_plain_form
+from moejax.perf.sizes import (
+    DTYPE_BYTES,
+    HeldWeights,
+    attention_sizes,
+    kv_token_bytes,
+    state_bytes,
+    takes_plain_form,
+)
 
 Phase = Literal["prefill", "decode", "mixed"]
 
@@ -40,8 +48,8 @@ OPERATIONS: dict[str, str] = {
     "rope": "rotary embedding: its tables, and turning queries and keys",
     "norm": "RMS norms with the residual's addition",
     "qkv_projection": "queries, keys and values",
-    "kv_write": "new keys and values into the cache",
-    "attention": "scores, softmax and sums of values over the cache",
+    "kv_write": "new keys and values into the cache, or into states",
+    "attention": "scores, softmax and sums of values over the cache, or products with states",
     "output_projection": "attention's output",
     "router": "the router's product, softmax and top k",
     "experts_dispatch": "tokens sorted by expert, and their outputs put together again",
@@ -165,13 +173,16 @@ class _Counter:
 
     def rope(self, tokens: float) -> OpCost:
         turned = (self.config.num_heads + self.config.num_kv_heads) * self.config.rotary_dim
-        return self.op(None, "rope", elements=2 * tokens * turned * self.config.num_layers)
+        return self.op(None, "rope", elements=2 * tokens * turned * sum(self.config.paged_layers))
 
     def attention(self, layer: int, new: np.ndarray, seen: np.ndarray) -> list[OpCost]:
         config, tokens = self.config, float(new.sum())
-        D, sizes = config.hidden_size, attention_sizes(config)
+        linear = not config.paged_layers[layer]
+        D, sizes = config.hidden_size, attention_sizes(config, linear)
         normed = sizes.queries + sizes.stored // 2
-        if config.latent is not None:
+        if linear:
+            normed = sizes.outputs
+        elif config.latent is not None:
             normed = (config.latent.q_rank or 0) + config.latent.kv_rank
         elif config.qk_norm == "none":
             normed = 0
@@ -187,13 +198,16 @@ class _Counter:
             layer, "qkv_projection", tokens, sizes.qkv_params, D + sizes.queries + sizes.stored
         )
         earlier = seen - new if window is None else np.minimum(seen - new, window - 1)
+        written, read = tokens * self.kv_bytes, float(earlier.sum()) * self.kv_bytes
+        if linear:
+            state = state_bytes(config)
+            written, read = new.size * state, float((earlier > 0).sum()) * state
         return [
             self.norm(layer, tokens, normed),
             replace(projected, flops=projected.flops + made),
-            self.op(layer, "kv_write", cache=tokens * self.kv_bytes, elements=tokens * sizes.stored),
+            self.op(layer, "kv_write", cache=written, elements=tokens * sizes.stored),
             self.op(
-                layer, "attention", flops=flops,
-                cache=float(earlier.sum()) * self.kv_bytes,
+                layer, "attention", flops=flops + tokens * sizes.token_flops, cache=read,
                 elements=tokens * (sizes.queries + sizes.outputs),
             ),
             self.product(layer, "output_projection", tokens, sizes.outputs * D, sizes.outputs + D),

@@ -18,7 +18,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.perf.comm import Exchange, step_comm
 from moejax.perf.links import link_seconds
 from moejax.perf.memory import StageMemory
-from moejax.perf.sizes import DTYPE_BYTES, attention_sizes, expert_params
+from moejax.perf.sizes import DTYPE_BYTES, attention_sizes, expert_params, state_bytes
 
 
 @dataclass(frozen=True)
@@ -129,18 +129,22 @@ def _roofline(
     E, k = model.num_experts, model.num_experts_per_tok
     hit = 1.0 - (1.0 - k / E) ** meeting
     dense_params = stage.other_weights / itemsize - _table(model, parallel, stage)
-    sizes = attention_sizes(model)
+    sizes, linear = attention_sizes(model), attention_sizes(model, linear=True)
     seen = [
         phase.context if model.sliding_windows[layer] is None
         else min(phase.context, float(model.sliding_windows[layer] or 0))
-        for layer in stage.layers
+        for layer in stage.layers if model.paged_layers[layer]
     ]  # fmt: skip
+    states = len(stage.layers) - len(seen)
     cached = phase.sequences * sum(seen) * sizes.stored / split
     read = (dense_params + cached) * itemsize + hit * stage.expert_weights
+    # States are read and written whole.
+    read += 2 * phase.sequences * states * state_bytes(model, parallel.tensor_size)
     assignments = meeting * k / parallel.ep
     flops = 2.0 * phase.tokens * dense_params
     flops += 2.0 * sparse * assignments * expert_params(model) / parallel.tp
-    flops += phase.tokens * sum(seen) * sizes.pair_flops / parallel.tensor_size
+    attended = sum(seen) * sizes.pair_flops + states * linear.token_flops
+    flops += phase.tokens * attended / parallel.tensor_size
     peak = hardware.flops.get(model.dtype)
     assert hardware.bandwidth is not None
     return read / hardware.bandwidth, flops / peak if peak else 0.0

@@ -9,7 +9,7 @@ from moejax.core.config import LatentConfig, ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_CODE_BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
-KV_SCALE_BYTES = 4
+KV_SCALE_BYTES = STATE_BYTES = 4
 
 HeldWeights = Mapping[tuple[int | None, str], float]
 """Bytes of a model's matrices as they are held, codes and scales of quantized ones, by (layer or None,
@@ -33,6 +33,7 @@ class AttentionSizes(NamedTuple):
         pair_flops: of a query and a key, over all heads.
         made_params: of what makes keys and values of latents, or brings queries and outputs to them.
         plain_pair_flops: `pair_flops` of latent attention's plain form.
+        token_flops: of a token, besides: with linear attention of its product into the state and out of it.
     """
 
     qkv_params: int
@@ -42,11 +43,15 @@ class AttentionSizes(NamedTuple):
     pair_flops: int
     made_params: int = 0
     plain_pair_flops: int = 0
+    token_flops: int = 0
 
 
-def attention_sizes(config: ModelConfig) -> AttentionSizes:
-    """Counts one layer's attention, of latent attention the absorbed form."""
+def attention_sizes(config: ModelConfig, linear: bool = False) -> AttentionSizes:
+    """Counts one layer's attention, of latent attention the absorbed form, of `linear` attention that of one
+    token after another."""
     D, H, Dh = config.hidden_size, config.num_heads, config.head_dim
+    if linear:  # queries, keys and values, and a gate
+        return AttentionSizes(4 * D * H * Dh, 4 * H * Dh, 0, H * Dh, 0, token_flops=4 * H * Dh * Dh)
     stored = config.kv_vectors * config.num_kv_heads * config.key_dim
     if (latent := config.latent) is None:
         return AttentionSizes(D * (H * Dh + stored), H * Dh, stored, H * Dh, 4 * H * Dh)
@@ -81,9 +86,15 @@ def kv_token_bytes(config: ModelConfig, dtype: str, split: int = 1) -> int:
     return config.kv_vectors * heads * kv_vector_bytes(config.key_dim, dtype)
 
 
-def attention_params(config: ModelConfig) -> int:
-    """Counts the projection weights of one layer."""
-    sizes = attention_sizes(config)
+def state_bytes(config: ModelConfig, split: int = 1) -> int:
+    """Returns the bytes of a sequence's state in one layer with linear attention; `split` devices share the
+    heads."""
+    return config.num_heads // split * config.head_dim**2 * STATE_BYTES
+
+
+def attention_params(config: ModelConfig, linear: bool = False) -> int:
+    """Counts the projection weights of one layer, with linear attention or without."""
+    sizes = attention_sizes(config, linear)
     return sizes.qkv_params + sizes.outputs * config.hidden_size
 
 

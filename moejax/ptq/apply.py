@@ -246,7 +246,7 @@ class _Run:
         out = HiddenStates.empty(self.shape, self.dtype, self.batch_size, path)
         graph, state = nnx.split(stage.module)
         for batch in hidden.batches():
-            out.put(batch, advance(graph, state, batch.x, batch.valid))
+            out.put(batch, advance(graph, state, batch.x, batch.valid, stage.share))
             share = (number + (2 + batch.rows.stop / len(hidden.values)) / 3) / len(self.stages)
             self.say(share, f"running {stage.name}, quantized")
         if work is not None:

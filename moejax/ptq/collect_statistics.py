@@ -41,6 +41,7 @@ class StatisticsCollector:
         batched: Callable[[float], None] = lambda share: None,
     ) -> None:
         self._graph, self._state = nnx.split(stage.module)
+        self._share = stage.share
         self._calibration, self._hidden, self._batched = calibration, hidden, batched
         self._widths = _widths(stage, chosen)
         self._observers = tuple(
@@ -88,8 +89,8 @@ class StatisticsCollector:
 
     def _collect(self, stats: Stats, first: int, observers: Any) -> Stats:
         for batch in self._hidden.batches():
-            start = jnp.int32(first)
-            stats = collect(self._graph, self._state, stats, batch.x, batch.valid, start, observers=observers)
+            inputs = batch.x, batch.valid, self._share, jnp.int32(first)
+            stats = collect(self._graph, self._state, stats, *inputs, observers=observers)
             self._batched(batch.rows.stop / len(self._hidden.values))
         return stats
 
@@ -111,9 +112,8 @@ class StatisticsCollector:
         numbers[: len(experts)] = experts
         which = jnp.asarray(numbers), jnp.int32(len(experts)), jnp.int32(first)
         for batch in self._hidden.batches():
-            stats = collect_unrouted(
-                self._graph, self._state, stats, batch.x, batch.valid, *which, stride=stride
-            )
+            inputs = batch.x, batch.valid, self._share, *which
+            stats = collect_unrouted(self._graph, self._state, stats, *inputs, stride=stride)
         return stats
 
 

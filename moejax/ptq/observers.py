@@ -47,8 +47,10 @@ def observe_at(module: nnx.Module, path: str, see: Callable[..., None]) -> None:
     setattr(module, name, Observer(getattr(module, name), see))
 
 
-def run_stage(module: nnx.Module, x: jax.Array, valid: jax.Array) -> jax.Array:
-    """Runs a layer or the head on whole sequences: x `[B, T, D]`, valid bool `[B, T]`."""
+def run_stage(
+    module: nnx.Module, x: jax.Array, valid: jax.Array, share: jax.Array | None = None
+) -> jax.Array:
+    """Runs a layer or the head on whole sequences: x `[B, T, D]`, valid bool `[B, T]`; share of a `Stage`."""
     if isinstance(module, Head):
         return module(x)
     assert isinstance(module, DecoderLayer)
@@ -56,14 +58,14 @@ def run_stage(module: nnx.Module, x: jax.Array, valid: jax.Array) -> jax.Array:
     B, T, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     rope = rope_tables(config, positions, jnp.full(B, T, jnp.int32))
-    x, out, *_ = module(x, None, rope, positions, valid, None)
+    x, out, *_ = module(x, None, rope if share is None else share, positions, valid, None)
     return x + out
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
-def advance(graph: Any, state: Any, x: jax.Array, valid: jax.Array) -> jax.Array:
+def advance(graph: Any, state: Any, x: jax.Array, valid: jax.Array, share: jax.Array | None) -> jax.Array:
     """Calls `run_stage` of a module taken apart by `nnx.split`."""
-    return run_stage(nnx.merge(graph, state), x, valid)
+    return run_stage(nnx.merge(graph, state), x, valid, share)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "observers"), donate_argnames=("stats",))
@@ -73,6 +75,7 @@ def collect(
     stats: Stats,
     x: jax.Array,
     valid: jax.Array,
+    share: jax.Array | None,
     first: jax.Array,
     *,
     observers: tuple[tuple[str, str], ...],
@@ -82,7 +85,7 @@ def collect(
     Args:
         graph, state: the stage, by `nnx.split`.
         stats: what to collect, by name; those of experts are of as many experts as they have room for.
-        x: `[B, T, D]`, the stage's input. valid: bool `[B, T]`, False for padding.
+        x: `[B, T, D]`, the stage's input. valid: bool `[B, T]`, False for padding. share: as in `Stage`.
         first: int32, the first of these experts.
         observers: name of statistics without an expert axis → module to observe.
     """
@@ -104,7 +107,7 @@ def collect(
             seen.update(_add_routed(experts, seen, x, routing.ids, first))
 
         observe_at(module, "moe.experts", see_experts)
-    run_stage(module, x, valid)
+    run_stage(module, x, valid, share)
     return seen
 
 
@@ -115,6 +118,7 @@ def collect_unrouted(
     stats: Stats,
     x: jax.Array,
     valid: jax.Array,
+    share: jax.Array | None,
     experts_to_run: jax.Array,
     num: jax.Array,
     first: jax.Array,
@@ -142,7 +146,7 @@ def collect_unrouted(
         seen.update(jax.lax.fori_loop(0, num, one, dict(seen)))
 
     observe_at(module, "moe.experts", see)
-    run_stage(module, x, valid)
+    run_stage(module, x, valid, share)
     return seen
 
 

@@ -4,8 +4,9 @@ A SITE is an activation that one or more weights read. Scaling its channels by 1
 readers by s leaves the model as it is; 1/s goes into what makes the activation, the site's SOURCE:
 
     site                             readers                                     source
-    attention                        q, k, v                                     input norm
+    attention                        q, k, v, linear attention's gate            input norm
     attention.o_proj                 o                                           v (tied over grouped heads)
+    attention.out_proj               linear attention's output                   linear attention's norm
     mlp                              gate, up                                    post-attention norm
     mlp.down_proj                    down                                        up
     moe                              router, experts' gate and up, shared        post-attention norm
@@ -16,7 +17,7 @@ readers by s leaves the model as it is; 1/s goes into what makes the activation,
 
 Down projections read act(gate(x)) · up(x), which is linear in up. Between v and o stands the attention,
 which mixes tokens and not channels, and in OLMoE `clip_qkv`, through which nothing can be folded, nor through
-experts' biases and clamped SwiGLU.
+experts' biases and clamped SwiGLU. A norm whose output is the residual, too (`normed_residual`), stays.
 
 Paths here are relative to the STAGE, a decoder layer or the head.
 """
@@ -31,6 +32,7 @@ from moejax.core.config import ModelConfig
 from moejax.models.decoder import Decoder, DecoderLayer
 from moejax.nn.latent_attention import LatentAttention
 from moejax.nn.linear import Linear
+from moejax.nn.linear_attention import LinearAttention, decay_share
 from moejax.nn.norm import RMSNorm
 from moejax.nn.param import iter_params
 
@@ -77,12 +79,13 @@ class Head(nnx.Module):
 @dataclass(frozen=True)
 class Stage:
     """A part of the model that is calibrated at a time; `prefix` + a path in `module` is a path in the
-    model."""
+    model. `share` is the `decay_share` of a layer with linear attention."""
 
     name: str
     prefix: str
     module: nnx.Module
     sites: tuple[QuantizationSite, ...]
+    share: jax.Array | None = None
 
     def params(self) -> dict[str, nnx.Param]:
         """Returns the parameters by their path in the stage."""
@@ -98,15 +101,21 @@ def statistics_of(reader: str, site: QuantizationSite) -> str:
 
 def stages_of(model: Decoder) -> list[Stage]:
     """Returns the decoder layers in order, and the head where the output projection is the model's own."""
-    stages = [
-        Stage(f"layer {i}", f"layers.{i}.", layer, _with_offsets(layer_sites(layer), layer.input_norm))
-        for i, layer in zip(model.stage, model.in_order(), strict=True)
-    ]
+    stages = []
+    for i, layer in zip(model.stage, model.in_order(), strict=True):
+        sites = _with_offsets(layer_sites(layer), layer.input_norm)
+        if layer.attention.config.normed_residual is not None:
+            sites = tuple(replace(s, blocked=_BLOCKED) if s.source in _NORMS else s for s in sites)
+        share = decay_share(model.config, i) if layer.is_linear else None
+        stages.append(Stage(f"layer {i}", f"layers.{i}.", layer, sites, share))
     if model.lm_head is not None and model.norm is not None:
         site = QuantizationSite("lm_head", "lm_head", ("lm_head.kernel",), "norm.scale")
         sites = _with_offsets((site,), model.norm)
         stages.append(Stage("lm_head", "", Head(model.norm, model.lm_head), sites))
     return stages
+
+
+_NORMS, _BLOCKED = ("input_norm.scale", "post_attention_norm.scale"), "the residual comes after the norm"
 
 
 def _with_offsets(sites: Iterable[QuantizationSite], norm: RMSNorm) -> tuple[QuantizationSite, ...]:
@@ -119,12 +128,7 @@ def _with_offsets(sites: Iterable[QuantizationSite], norm: RMSNorm) -> tuple[Qua
 
 def layer_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
     """Returns the quantization sites of one decoder layer."""
-    config = layer.attention.config
-    attention = (
-        _latent_sites(layer.attention)
-        if isinstance(layer.attention, LatentAttention)
-        else _attention_sites(config)
-    )
+    config, attention = layer.attention.config, _attention_of(layer)
     norm = "post_attention_norm.scale"
     if layer.moe is None:
         gated = ("mlp.gate_proj.kernel", "mlp.up_proj.kernel")
@@ -141,6 +145,18 @@ def layer_sites(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
     blocked = "experts' biases and clamped SwiGLU stand between up_proj and it" if unfit else None
     experts = QuantizationSite(EXPERTS_HIDDEN, "moe.experts", read, "moe.experts.up_proj", blocked=blocked)
     return (*sites, QuantizationSite("moe", "moe.router", tuple(readers), norm), experts)
+
+
+def _attention_of(layer: DecoderLayer) -> tuple[QuantizationSite, ...]:
+    if isinstance(layer.attention, LatentAttention):
+        return _latent_sites(layer.attention)
+    if not isinstance(layer.attention, LinearAttention):
+        return _attention_sites(layer.attention.config)
+    qkv, gate, out = (f"attention.{name}" for name in ("qkv_proj", "output_gate", "out_proj"))
+    return (
+        QuantizationSite("attention", qkv, (f"{qkv}.kernel", f"{gate}.kernel"), "input_norm.scale"),
+        QuantizationSite(out, out, (f"{out}.kernel",), "attention.norm.scale"),
+    )
 
 
 def _latent_sites(attention: LatentAttention) -> tuple[QuantizationSite, ...]:

@@ -42,7 +42,8 @@ def layer_costs(model: ModelConfig) -> list[float]:
     D = model.hidden_size
     sparse = hit * expert_params(model) + D * (E + 3 * model.shared_expert_intermediate_size)
     dense = 3.0 * D * model.intermediate_size
-    return [attention_params(model) + (sparse if moe else dense) for moe in model.moe_layers]
+    kinds = zip(model.moe_layers, model.paged_layers, strict=True)
+    return [attention_params(model, not paged) + (sparse if moe else dense) for moe, paged in kinds]
 
 
 def split_layers(model: ModelConfig, pp: int, stage_layers: Sequence[int] | None = None) -> tuple[range, ...]:
@@ -103,12 +104,7 @@ def _balance(costs: Sequence[float], parts: int, first: float, last: float) -> l
 
 def stage_config(model: ModelConfig, layers: range) -> ModelConfig:
     """Returns the configuration with these layers only: of a stage's cache, and of what it records."""
-    part = slice(layers.start, layers.stop)
-    return model.replace(
-        num_layers=len(layers),
-        moe_layers=model.moe_layers[part],
-        sliding_windows=model.sliding_windows[part],
-    )
+    return model.of_layers(layers)
 
 
 # -- moving ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from moejax.core.quant import QuantConfig
 from moejax.moe.router import Replay
 from moejax.nn.param import iter_params, num_params
 from tests.decoding import forward, random_model
+from tests.model_shapes import LINEAR
 from tests.numerics import assert_close, tolerance
 
 E, T = 8, 6
@@ -41,8 +42,9 @@ def disturbed(model, size):
 
 
 @pytest.fixture
-def models(tiny_config):
+def models(request, tiny_config):
     config = tiny_config.replace(moe_layers=(True, False, True), num_layers=3, sliding_windows=(None,) * 3)
+    config = config.replace(**getattr(request, "param", {}))
     full = random_model(config)
     return full, disturbed(full, 0.2)
 
@@ -63,6 +65,12 @@ def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
+@pytest.mark.parametrize(
+    "models",
+    [{}, pytest.param(LINEAR | {"linear_layers": (True, False, True)}, marks=pytest.mark.slow)],
+    ids=["softmax", "linear"],
+    indirect=True,
+)
 def test_every_figure_against_a_plain_computation(models):
     full, other = models
     text = windows(5)

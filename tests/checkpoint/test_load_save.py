@@ -35,7 +35,7 @@ ONE_PER_FAMILY = {
     case.family: case for case in CASES if case.name in (
         "mixtral-plain", "qwen2_moe-dense-layer", "qwen3_moe-dense-layers-bias-tied", "olmoe-clip-bias-gqa",
         "glm4_moe-groups-qk-norm-bias-dense-layer-yarn", "minimax_m2-plain", "ernie4_5_moe-plain",
-        "hunyuan_v1_moe-plain",
+        "hunyuan_v1_moe-plain", "minimax-factors",
     )
 }  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_stacked_experts_load_as_single_ones(tmp_path, family):
     model = family_model(family)
     save_pretrained(model, tmp_path)
     tensors = load_file(tmp_path / SINGLE)
-    mixtral = family in ("mixtral", "minimax_m2")
+    mixtral = family in ("mixtral", "minimax", "minimax_m2")
     block, names = (
         ("block_sparse_moe", ("w1", "w3", "w2"))
         if mixtral

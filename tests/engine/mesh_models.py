@@ -13,7 +13,7 @@ from moejax import EngineConfig, ModelConfig, MoeConfig, save_pretrained
 from moejax.core.config import LatentConfig, RopeConfig, RouterConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
-from tests.model_shapes import DENSE, EIGHT_WAY, GEMMA, GRANITE, LATENT, LLAMA, SINKS
+from tests.model_shapes import DENSE, EIGHT_WAY, GEMMA, GRANITE, LATENT, LINEAR, LLAMA, SINKS
 
 BASE = EIGHT_WAY
 ROUTED_BY_BIAS: dict[str, Any] = {
@@ -77,6 +77,11 @@ FAMILIES = {
         family="phimoe", vocab_size=99, qk_norm="none", norm="layer", num_experts_per_tok=2, qkv_bias=True,
         attention_out_bias=True, lm_head_bias=True, norm_topk_prob=False, intermediate_size=16,
         router=RouterConfig("sparsemixer", tolerance=0.1),
+    ),
+    # Linear attention before the other and after it, so that a pipeline's stages hold different things.
+    "minimax": BASE.replace(
+        **LINEAR | {"linear_layers": (True, False, True)}, vocab_size=97, num_layers=3, num_experts_per_tok=2,
+        moe_layers=(True,) * 3, sliding_windows=(None,) * 3, intermediate_size=16,
     ),
     "granitemoe": BASE.replace(**GRANITE, intermediate_size=16),
     "gpt_oss": BASE.replace(**SINKS, vocab_size=98, sliding_windows=(7, None), intermediate_size=16),

@@ -10,7 +10,7 @@ from moejax.core.config import ModelConfig, RopeConfig
 from moejax.engine.llm import LLM
 from tests.engine.paged import SCARCE, TIGHT, OneByOne, assert_clean, greedy, prompt
 from tests.engine.tiny import FullForward, main_config, small_config, windowed_config
-from tests.model_shapes import GEMMA, LATENT, LLAMA, SINKS
+from tests.model_shapes import GEMMA, LATENT, LINEAR, LLAMA, SINKS
 from tests.numerics import relative_error
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -25,6 +25,9 @@ CONFIGS: dict[str, ModelConfig] = {
     # Half of each head is rotated before it is normalised, or in pairs of neighbours.
     "rotated": main_config(qk_norm="rotated", rope=RopeConfig(partial_rotary_factor=0.5)),
     "interleaved": main_config(rope=RopeConfig(partial_rotary_factor=0.5, interleaved=True)),
+    # A state a sequence, which begins with zeros wherever its sequence is computed anew.
+    "linear": main_config(**LINEAR),
+    "all_linear": main_config(**LINEAR | {"linear_layers": (True, True)}),
     "sinks": windowed_config().replace(**SINKS, sliding_windows=(3, None)),
 }
 DYNAMIC = small_config(
@@ -37,7 +40,9 @@ LENGTHS = (3, 11, 16, 1, 22, 8)
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("windowed", "latent", "local_rope") else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in ("windowed", "latent", "local_rope", "linear")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in CONFIGS
     ],
 )

@@ -23,7 +23,7 @@ def compose(*overrides: str) -> ModelSection:
      ("qwen15_moe_a2_7b", 14.3), ("deepseek_v2_lite", 15.7), ("deepseek_v3", 671.0), ("kimi_k2", 1026.4),
      ("dense_175b", 174.6), ("gemma3_27b", 27.0), ("llama31_8b", 8.0), ("qwen3_0_6b", 0.6),
      ("granite30_1b_a400m", 1.3), ("gpt_oss_20b", 20.9), ("gpt_oss_120b", 116.8),
-     ("glm_4_5_air", 106.9), ("minimax_m2", 228.7), ("phi_mini_moe", 7.6)],
+     ("glm_4_5_air", 106.9), ("minimax_m2", 228.7), ("minimax_text_01", 456.1), ("phi_mini_moe", 7.6)],
 )  # fmt: skip
 def test_dummy_shape_has_the_published_number_of_parameters(name: str, billions: float) -> None:
     model = Decoder(config_from_hf(compose(f"model={name}").hf_config))

@@ -9,13 +9,13 @@ import jax
 import pytest
 import yaml
 
-from moejax.core.config import ClampedSwiglu, ModelConfig, RopeConfig, RouterConfig
+from moejax.core.config import ClampedSwiglu, ModelConfig, NormedResidual, RopeConfig, RouterConfig
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
 from moejax.models.registry import FAMILIES, config_from_hf, config_to_hf
 from moejax.nn.param import iter_params, num_params
 from tests.models.published import PUBLISHED
-from tests.oracle.cases import CASES, hf_fields
+from tests.oracle.cases import CASES, by_name, hf_fields
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
 SHAPES = [yaml.safe_load(path.read_text()).get("hf_config") for path in CONFIGS.glob("*.yaml")]
@@ -255,6 +255,22 @@ def test_which_layers_hold_experts(family, changes, expected):
     config = config_from_hf(fields_of(family, num_hidden_layers=4, **changes))
     assert config.moe_layers == expected
     assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_which_layers_are_linear():
+    fields = hf_fields(by_name("minimax-factors")) | {"model_type": "minimax", "sliding_window": 5}
+    config = config_from_hf(fields)
+    assert config.linear_layers == (True, False, True) and config.paged_layers == (False, True, False)
+    assert config.sliding_windows == (None, 5, None)
+    assert config.normed_residual == NormedResidual((1.2, 0.6), (0.7, 1.3), (0.8, 1.1))
+    assert config_from_hf(fields | {"layer_types": None}).linear_layers == (False, True, False)
+    half = config_from_hf(fields | {"head_dim": 16, "rotary_dim": 8, "layer_types": ["full_attention"] * 3})
+    assert (half.rotary_dim, half.linear_layers) == (8, ())
+    for known in (config, half):
+        assert config_from_hf(config_to_hf(known)) == known
+    for wrong in (["linear_attention"] * 2, ["sliding_attention"] * 3):
+        with pytest.raises(ConfigError, match=r"layer_types must name.*each of 3 layers"):
+            config_from_hf(fields | {"layer_types": wrong})
 
 
 REFUSED = [

@@ -63,10 +63,14 @@ def test_asking_for_the_trace_does_not_change_the_logits(tiny_config):
     np.testing.assert_allclose(off, on, rtol=0, atol=1e-5 * float(np.abs(on).max()))
 
 
-def test_equal_layers_are_traced_and_lowered_once(tiny_config, monkeypatch):
-    """Seven layers of three kinds: the first, which has no residual; with a window; without one."""
-    windows = (None, 4, None, 4, None, 4, None)
-    config = tiny_config.replace(num_layers=7, sliding_windows=windows, moe_layers=(True,) * 7)
+@pytest.mark.parametrize("kind", ["sliding_windows", "linear_layers"])
+def test_equal_layers_are_traced_and_lowered_once(tiny_config, monkeypatch, kind):
+    """Seven layers of three kinds: the first, which has no residual; with a window, or a state; without."""
+    lists = {"sliding_windows": (None,) * 7, "linear_layers": ()}
+    lists[kind] = (
+        (None, 4, None, 4, None, 4, None) if kind == "sliding_windows" else (False, True) * 3 + (False,)
+    )
+    config = tiny_config.replace(num_layers=7, moe_layers=(True,) * 7, **lists)
     graph, state = nnx.split(decoder.Decoder(config))
     traced, call = [], decoder.DecoderLayer.run
     monkeypatch.setattr(decoder.DecoderLayer, "run", lambda *args: (traced.append(1), call(*args))[1])

@@ -262,6 +262,25 @@ CASES = (
         "sliding_window": 2, "intermediate_size": 28, "num_attention_heads": 6, "num_key_value_heads": 3,
         "swiglu_limit": 0.8, "max_position_embeddings": 16, "rope_parameters": rope("linear", factor=2.0),
     }),
+    Case("minimax-factors", "minimax", {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "block_size": 7, "linear_attn_alpha_factor": 0.7, "linear_attn_beta_factor": 1.3,
+        "full_attn_alpha_factor": 1.2, "full_attn_beta_factor": 0.6, "mlp_alpha_factor": 0.8,
+        "mlp_beta_factor": 1.1,
+    }),
+    Case("minimax-default-layers-mqa-tied-wide-head-window", "minimax", {
+        "num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 12, "sliding_window": 5,
+        "num_hidden_layers": 4, "mlp_alpha_factor": 3.5, "rms_norm_eps": 1e-3,
+    }, "bfloat16"),
+    Case("minimax-all-linear-k1-gelu-three-heads", "minimax", {
+        "layer_types": ["linear_attention"] * 2, "num_attention_heads": 3, "num_key_value_heads": 3,
+        "head_dim": 10, "num_experts_per_tok": 1, "hidden_act": "gelu", "block_size": 64,
+    }, "float16"),
+    Case("minimax-all-full-all-experts-yarn", "minimax", {
+        "layer_types": ["full_attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 4,
+        "full_attn_alpha_factor": 2, "head_dim": 16, "max_position_embeddings": 64,
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    }),
     Case("phimoe-plain", "phimoe", {}),
     Case("phimoe-biases-window-mqa", "phimoe", {
         "attention_bias": True, "lm_head_bias": True, "sliding_window": 6, "num_key_value_heads": 1,
@@ -296,6 +315,7 @@ GOLDEN = (
     "glm4_moe-k1-mqa-tied-quarter-rotated-llama3",
     "dots1-window-layer-types-groups-bias-dense-layer",
     "minimax_m2-plain",
+    "minimax-factors",
     "ernie4_5_moe-all-experts-mha-dynamic",
     "hunyuan_v1_moe-lists-alpha-bias",
     "gpt_oss-published",
@@ -326,6 +346,7 @@ FAMILY_BASE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
     "glm4_moe": _V3_EXPERTS,
     "dots1": _V3_EXPERTS,
+    "minimax": {"num_local_experts": 8},
     "minimax_m2": {"num_local_experts": 8, "head_dim": 16},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 0, "moe_k": 2},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},

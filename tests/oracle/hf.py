@@ -23,6 +23,7 @@ CONFIGS = {
     "deepseek_v3": transformers.DeepseekV3Config,
     "glm4_moe": transformers.Glm4MoeConfig,
     "dots1": transformers.Dots1Config,
+    "minimax": transformers.MiniMaxConfig,
     "minimax_m2": transformers.MiniMaxM2Config,
     "ernie4_5_moe": transformers.Ernie4_5_MoeConfig,
     "hunyuan_v1_moe": transformers.HunYuanMoEV1Config,
@@ -91,6 +92,11 @@ def load(directory: Path, attention: str = "eager") -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation=attention
     )
+    for module in model.modules():
+        if hasattr(module, "slope_rate"):  # stored in the weights' dtype, though no weight: as it was before
+            module._buffers["slope_rate"] = slope = module.get_slope_rate()
+            names = ("query_decay", "key_decay", "diagonal_decay")
+            module._buffers.update(zip(names, module.decay_factors(slope), strict=True))
     return model.eval()
 
 

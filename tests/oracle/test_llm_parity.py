@@ -25,7 +25,8 @@ NAMES = [
     "phimoe-biases-window-mqa",
     "deepseek_v2-groups-yarn-scaling-dense-layer", "deepseek_v3-groups",
     "glm4_moe-groups-qk-norm-bias-dense-layer-yarn", "dots1-window-layer-types-groups-bias-dense-layer",
-    "minimax_m2-plain", "ernie4_5_moe-every-second-layer-no-shared-norm-min-yarn",
+    "minimax_m2-plain", "minimax-factors", "minimax-default-layers-mqa-tied-wide-head-window",
+    "ernie4_5_moe-every-second-layer-no-shared-norm-min-yarn",
     "hunyuan_v1_moe-lists-alpha-bias", "gpt_oss-published", "gpt_oss-k1-mqa-tied-windows-limit",
 ]  # fmt: skip
 STEPS = 32

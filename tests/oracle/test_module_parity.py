@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 import torch
 
+from moejax.nn.linear_attention import decay_share
 from moejax.nn.rope import rope_frequencies, rope_tables
 from tests.examples import slow_but
 from tests.numerics import UNIT_ROUNDOFF, assert_close, relative_error, tolerance
@@ -111,9 +112,10 @@ def test_attention_block(pair, name):
             theirs.self_attn,
             torch.tensor(x),
             position_embeddings=torch.complex(*turns) if both.case.family == "deepseek_v2" else turns,
-            attention_mask=mask,
+            attention_mask=mask if config.paged_layers[i] else None,
         )
-        got, _ = jax.jit(ours.attention)(jnp.asarray(x), mine, jnp.asarray(positions))
+        told = mine if config.paged_layers[i] else decay_share(config, i)
+        got, _ = jax.jit(ours.attention)(jnp.asarray(x), told, jnp.asarray(positions))
         chain = (config.hidden_size, config.head_dim, LENGTH, config.num_heads * config.head_dim)
         assert_close(got, expected, tolerance(*chain))
 

@@ -61,8 +61,8 @@ def draw_common(draw: random.Random) -> Fields:
     }
 
 
-def draw_layers(draw: random.Random, fields: Fields) -> list[str]:
-    kinds = ["full_attention", "sliding_attention"]
+def draw_layers(draw: random.Random, fields: Fields, other: str = "sliding_attention") -> list[str]:
+    kinds = ["full_attention", other]
     return [draw.choice(kinds) for _ in range(fields["num_hidden_layers"])]
 
 
@@ -74,7 +74,7 @@ def draw_fields(family: str, draw: random.Random) -> Fields:
     top = draw.randint(1, min(experts, 5))
     if family not in DENSE:
         fields["num_experts_per_tok"] = top
-    if family in ("mixtral", "minimax_m2", "phimoe", "granitemoe", "gpt_oss"):
+    if family in ("mixtral", "minimax", "minimax_m2", "phimoe", "granitemoe", "gpt_oss"):
         fields["num_local_experts"] = experts
     if family in ("qwen2_moe", "qwen3_moe", "olmoe", "hunyuan_v1_moe"):
         fields["num_experts"] = experts
@@ -84,7 +84,7 @@ def draw_fields(family: str, draw: random.Random) -> Fields:
         fields["hidden_size"] = heads * draw.choice([6, 8, 12])
     elif family not in ("deepseek_v2", "deepseek_v3"):
         fields["head_dim"] = draw.choice([4, 8, 12, 16, 20])
-    if family not in ("mixtral", "qwen2_moe", "minimax_m2", "ernie4_5_moe"):
+    if family not in ("mixtral", "qwen2_moe", "minimax", "minimax_m2", "ernie4_5_moe"):
         fields["attention_bias"] = some()
     if family in ("qwen2_moe", "qwen3_moe"):
         fields |= {
@@ -133,6 +133,13 @@ def draw_special(
 
     if family == "mixtral":
         return {"sliding_window": draw.choice([None, 4, 11])}
+    if family == "minimax":
+        kinds = ("full_attn", "linear_attn", "mlp")
+        names = [f"{kind}_{name}_factor" for kind in kinds for name in ("alpha", "beta")]
+        return {
+            "layer_types": draw_layers(draw, fields, "linear_attention"), "block_size": draw.choice([4, 256]),
+            "sliding_window": draw.choice([None, 4]), **{name: draw.choice([1, 0.7, 1.6]) for name in names},
+        }  # fmt: skip
     if family == "qwen2_moe":
         return {"shared_expert_intermediate_size": draw.choice([8, 30]), "qkv_bias": some()}
     if family == "olmoe":

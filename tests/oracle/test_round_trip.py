@@ -30,11 +30,15 @@ pytestmark = pytest.mark.oracle
 NAMES = [case.name for case in CASES]
 PER_FAMILY = [
     "mixtral-all-experts-mqa-tied-linear", "qwen2_moe-dense-layer", "qwen3_moe-dense-layers-bias-tied",
-    "olmoe-clip-bias-gqa", "glm4_moe-plain", "dots1-plain", "minimax_m2-plain", "ernie4_5_moe-plain",
+    "olmoe-clip-bias-gqa", "glm4_moe-plain", "dots1-plain", "minimax_m2-plain", "minimax-factors",
+    "ernie4_5_moe-plain",
     "hunyuan_v1_moe-plain",
     "llama-biases-mqa-tied-llama3", "qwen3-window-biases-tied", "granitemoe-factors",
     "gemma3_text-windows-linear", "phimoe-biases-window-mqa",
 ]  # fmt: skip
+
+# What follows from the configuration and is no weight, though transformers stores it.
+DECAY = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
 def our_logits(model, tokens):
@@ -48,9 +52,12 @@ def test_what_we_save_loads_in_transformers(tmp_path, pair, name, limit):
     both = pair(name)
     save_pretrained(both.ours, tmp_path, max_shard_bytes=limit)
     assert (tmp_path / "model.safetensors").exists() == (limit > 20_000)
+    # How transformers cuts prompts for linear attention, which moves last bits, is no field of ours.
+    cut = {name: value for name, value in both.case.fields.items() if name == "block_size"}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **cut
     )
+    info["missing_keys"] = [key for key in info["missing_keys"] if not key.endswith(DECAY)]
     assert not any(info.values()), info
     theirs = dict(both.theirs.named_parameters())
     for key, parameter in model.named_parameters():
@@ -116,7 +123,7 @@ def test_what_transformers_saves_loads_here(tmp_path, name, dtype, max_shard_siz
         # Bits, not values: compare the bytes of what the file holds for this parameter.
         for key, part in parts_of(path, value, case.family):
             assert stored[key].tobytes() == np.ascontiguousarray(part).tobytes(), key
-    assert seen == sum(value.size for key, value in stored.items())
+    assert seen == sum(value.size for key, value in stored.items() if not key.endswith(DECAY))
 
     tokens = hf.random_tokens(96, 1, 30)
     assert_close(our_logits(wide, tokens), hf.logits(hf.load(tmp_path), tokens), 1e-4)
@@ -132,7 +139,7 @@ def parts_of(path, value, family):
     elif path.endswith("moe.experts.up_proj") and family == "granitemoe":
         pass  # a half of a tensor
     elif path.endswith("moe.experts.up_proj"):
-        w3 = family in ("mixtral", "minimax_m2", "phimoe")
+        w3 = family in ("mixtral", "minimax", "minimax_m2", "phimoe")
         block, up = ("block_sparse_moe", "w3") if w3 else ("mlp", "up_proj")
         for e in range(value.shape[0]):
             yield f"model.layers.{steps[1]}.{block}.experts.{e}.{up}.weight", value[e].T
@@ -178,7 +185,7 @@ def test_config_means_the_same_in_both(pair, name):
         either["sparse"] = [i not in dense and (i + 1) % step == 0 for i in layers]
         head = either.pop("head_dim", None) or either["hidden_size"] // either["num_attention_heads"]
         either["head_dim"] = head
-        for name_ in ("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"):
+        for name_ in ("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern", "block_size"):
             either.pop(name_, None)
         if all(either["sparse"]) and "moe_intermediate_size" in either:
             either.pop("intermediate_size")

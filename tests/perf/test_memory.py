@@ -14,7 +14,7 @@ from moejax.nn.param import specs
 from moejax.perf.memory import device_memory, largest, tensor_bytes
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.rules import shardings
-from tests.model_shapes import LATENT, LLAMA, SINKS
+from tests.model_shapes import LATENT, LINEAR, LLAMA, SINKS
 from tests.perf.models import LAYOUTS, small_model
 
 pytestmark = pytest.mark.multidevice
@@ -26,6 +26,7 @@ MODELS = {
     "a padded vocabulary": small_model(vocab_size=99),
     "a padded vocabulary, tied": small_model(vocab_size=99, tie_word_embeddings=True),
     "latent": small_model(**LATENT),
+    "linear attention": small_model(**LINEAR | {"linear_layers": (True, False, True)}),
     "dense, biases": small_model(**LLAMA | {"moe_layers": (False,) * 3}),
     "sinks and biases": small_model(**SINKS, shared_expert_intermediate_size=0),
     "one key head": small_model(num_kv_heads=1, shared_expert_intermediate_size=0),

@@ -23,7 +23,7 @@ from moejax.perf.operation_costs import (
     utilisation,
 )  # fmt: skip
 from moejax.perf.sizes import expert_params
-from tests.model_shapes import GEMMA, LATENT, LLAMA, SINKS
+from tests.model_shapes import GEMMA, LATENT, LINEAR, LLAMA, SINKS
 from tests.perf.models import small_model
 from tests.perf.steps import decode_step_cost
 
@@ -90,6 +90,27 @@ def test_decode_agrees_with_the_formula_of_the_whole(changes: dict[str, object])
     assert cost.flops == pytest.approx(
         2 * batch * (always + routed) + 4 * batch * seen * config.num_heads * Dh
     )
+
+
+def test_linear_attention_by_hand() -> None:
+    """A state of 8 heads of 6 x 6 numbers, float32 whatever the model is in, is read and written once a row;
+    a row that begins reads nothing."""
+    config = small_model(**LINEAR | {"linear_layers": (True, False, True), "dtype": "bfloat16"})
+    ops, state = decode(config), 8 * 6 * 6
+    assert find(ops, 0, "qkv_projection").weight_bytes == 2 * 40 * 4 * 48
+    assert find(ops, 2, "output_projection").weight_bytes == 2 * 48 * 40
+    attention, written = find(ops, 0, "attention"), find(ops, 0, "kv_write")
+    assert attention.flops == 3 * 2 * 2 * state
+    assert attention.cache_bytes == written.cache_bytes == 3 * state * 4
+    assert find(ops, 1, "attention").cache_bytes == 3 * 9 * 2 * 24 * 2
+    held = held_weights(config, specs(Decoder(config)))
+    for name in ("qkv_projection", "output_projection"):
+        assert find(decode(config, weights=held), 0, name).weight_bytes == find(ops, 0, name).weight_bytes
+    rows = {"new_tokens": [7, 5], "context": [7, 9]}
+    prefill = attribute(config, **rows, phase="prefill", hits=HITS)  # type: ignore[arg-type]
+    assert find(prefill, 2, "attention").flops == 12 * 4 * state
+    assert find(prefill, 2, "attention").cache_bytes == state * 4
+    assert find(prefill, 2, "kv_write").cache_bytes == 2 * state * 4
 
 
 def test_latent_attention_by_hand() -> None:

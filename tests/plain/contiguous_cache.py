@@ -18,7 +18,8 @@ Phase = Literal["prefill", "decode"]
 
 
 class ContiguousCache(NamedTuple):
-    """Keys and values of all layers: each a tuple of `[B, K, S, Dh]`, one per layer.
+    """Keys and values of all layers: each a tuple of `[B, K, S, Dh]`, one per layer; also of layers with
+    linear attention, whose queries are attended to all of them as they have faded by then.
 
     The head axis comes before the slots so that a head's keys lie together: the two products of decode
     then read the cache in order instead of transposing it first.
@@ -36,9 +37,12 @@ def empty_cache(config: ModelConfig, batch: int, num_slots: int, dtype: Any) -> 
     """Returns a zeroed cache for `batch` sequences of up to `num_slots` tokens."""
     value_dim = config.head_dim if config.latent is None else config.latent.kv_rank
     keys, values = ((batch, config.num_kv_heads, num_slots, dim) for dim in (config.key_dim, value_dim))
-    layers = range(config.num_layers)
+    every = (batch, config.num_heads, num_slots, config.head_dim)
     return ContiguousCache(
-        tuple(jnp.zeros(keys, dtype) for _ in layers), tuple(jnp.zeros(values, dtype) for _ in layers)
+        *(
+            tuple(jnp.zeros(shape, dtype) if paged else jnp.zeros(every) for paged in config.paged_layers)
+            for shape in (keys, values)
+        )
     )
 
 
@@ -80,11 +84,11 @@ class ContiguousLayer:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array | None,
-        rope: tuple[jax.Array, jax.Array],
+        rope: Any,
         positions: jax.Array,
         *,
-        window: int | None,
-        scale: float,
+        window: int | None = None,
+        scale: float | None = None,
         norms: QkNorms | None = None,
         sinks: jax.Array | None = None,
         latents: LatentHeads | None = None,
@@ -96,24 +100,39 @@ class ContiguousLayer:
                 latents.absorb(q), k, v, rope, positions, window=window, scale=scale, norms=norms, sinks=sinks
             )
             return latents.values(out), cache
+        if scale is None:
+            return self._linear(q, k, v, rope, positions)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if self.kv_cache != "auto":
             k, v = round_trip(k, self.kv_cache), None if v is None else round_trip(v, self.kv_cache)
         if v is None:
             v = k[..., 2 * rope[0].shape[-1] :]
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        stored = self._stored(k, v, positions)
         if self.phase == "prefill":
-            start = (0, 0, 0, 0)
-            stored = dataclasses.replace(
-                self,
-                k=jax.lax.dynamic_update_slice(self.k, k.astype(self.k.dtype), start),
-                v=jax.lax.dynamic_update_slice(self.v, v.astype(self.v.dtype), start),
-            )
             return attention(q, k, v, positions, window=window, scale=scale, sinks=sinks), stored
-        rows = positions[:, 0]
-        stored = dataclasses.replace(self, k=_write_row(self.k, k, rows), v=_write_row(self.v, v, rows))
         out = attention(q, stored.k, stored.v, positions, window=window, scale=scale, sinks=sinks)
         return out, stored
+
+    def _linear(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, rates: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, "ContiguousLayer"]:
+        """`moejax.ops.attention.StateCache`, each pair of tokens by itself."""
+        stored = self._stored(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), positions)
+        steps = positions[:, :, None] - jnp.arange(self.k.shape[2], dtype=jnp.int32)[None, None, :]
+        fading = jnp.exp(-jnp.maximum(steps, 0)[:, None].astype(jnp.float32) * rates[None, :, None, None])
+        weights = jnp.where(steps[:, None] >= 0, fading, 0.0) * jnp.einsum("bthd,bhsd->bhts", q, stored.k)
+        return jnp.einsum("bhts,bhsd->bthd", weights, stored.v), stored
+
+    def _stored(self, k: jax.Array, v: jax.Array, positions: jax.Array) -> "ContiguousLayer":
+        """With k and v `[B, K, T, Dh]` where they belong."""
+        if self.phase == "prefill":
+            start = (0, 0, 0, 0)
+            k = jax.lax.dynamic_update_slice(self.k, k.astype(self.k.dtype), start)
+            v = jax.lax.dynamic_update_slice(self.v, v.astype(self.v.dtype), start)
+        else:
+            k, v = (_write_row(*pair, positions[:, 0]) for pair in ((self.k, k), (self.v, v)))
+        return dataclasses.replace(self, k=k, v=v)
 
 
 @jax.named_scope("kv_write")

@@ -16,7 +16,7 @@ from moejax.nn.quantized import quantized_weights
 from moejax.ptq.fold import Folds, store
 from moejax.ptq.sites import Stage
 from moejax.quantization.arithmetic import dequantize
-from tests.model_shapes import GEMMA, GRANITE, LATENT, LLAMA, SINKS, TWO_LAYERS
+from tests.model_shapes import GEMMA, GRANITE, LATENT, LINEAR, LLAMA, SINKS, TWO_LAYERS
 
 BASE = TWO_LAYERS.replace(qk_norm="none")
 FAMILIES = {
@@ -32,6 +32,7 @@ FAMILIES = {
     "llama": BASE.replace(**LLAMA),
     "gemma3_text": BASE.replace(**GEMMA, qk_norm="head"),
     "granitemoe": BASE.replace(**GRANITE),
+    "minimax": BASE.replace(**LINEAR),
     "gpt_oss": BASE.replace(**SINKS, sliding_windows=(5, None)),
     "phimoe": BASE.replace(
         family="phimoe",

@@ -31,7 +31,7 @@ from moejax.sharding.hlo import Collective, bytes_on_wire, collectives, compare,
 from moejax.sharding.pipeline import Transfer, TransferKey, split_layers
 from moejax.sharding.spmd import MeshDevices
 from tests.examples import slow_but
-from tests.model_shapes import LATENT
+from tests.model_shapes import LATENT, LINEAR
 from tests.perf.models import LAYOUTS, small_model
 from tests.plain.step_extras import extra_terms
 
@@ -50,6 +50,8 @@ ENGINE = EngineConfig(
 ROOT = Path(__file__).resolve().parents[2]
 # The vocabulary is padded wherever it is split.
 MODEL = small_model(vocab_size=99, num_layers=2, moe_layers=(True, False), sliding_windows=(None, None))
+
+WITH_STATES = MODEL.replace(**LINEAR)
 
 HERE = [name for name, layout in PRESETS.items() if 1 < layout.num_devices <= 8]
 QUICK = ("tp8", "pp2_ep4")
@@ -142,6 +144,12 @@ def test_bytes_of_every_preset(layout: str) -> None:
 @pytest.mark.parametrize("layout", slow_but(["tp8"], HERE))
 def test_bytes_with_latent_attention(layout: str) -> None:
     check(MODEL.replace(**LATENT), PRESETS[layout], decode())
+
+
+@pytest.mark.parametrize("layout", slow_but(["ep4_tp2"], HERE))
+def test_bytes_with_linear_attention(layout: str) -> None:
+    """Of which the norm of all heads' outputs is one more sum; and steps with chunks, which fork states."""
+    check(WITH_STATES, PRESETS[layout], decode()._replace(tokens=16))
 
 
 @pytest.mark.slow
@@ -241,17 +249,21 @@ def test_bytes_of_other_models(name: str, layout: str) -> None:
     "layout",
     slow_but(["ep4_tp2", "dp_attention_ep8", "pp2_ep4"], [name for name in LAYOUTS if name != "single"]),
 )
-def test_memory_is_what_lies_on_each_device(layout: str) -> None:
+@pytest.mark.parametrize(
+    "model", [MODEL, pytest.param(WITH_STATES, marks=pytest.mark.slow)], ids=["pages", "states"]
+)
+def test_memory_is_what_lies_on_each_device(model: ModelConfig, layout: str) -> None:
     """Weights and cache of an engine; the tables of replicas are not tensors of the model."""
     parallel = LAYOUTS[layout]
-    layers = split_layers(MODEL, parallel.pp, parallel.stage_layers)
+    layers = split_layers(model, parallel.pp, parallel.stage_layers)
     how: Any = {"num_blocks": BLOCKS, "block_size": BLOCK_SIZE, "stages": layers}
-    stages, places = make_stages(MODEL, parallel)
-    expected = device_memory(MODEL, parallel, specs(Decoder(MODEL)), **how)
+    how["sequences"] = ENGINE.max_num_seqs + 1
+    stages, places = make_stages(model, parallel)
+    expected = device_memory(model, parallel, specs(Decoder(model)), **how)
     for runner, place, found in zip(stages, places, expected, strict=True):
         held = {device: 0 for device in place.mesh.devices.flat}
         pages = runner.pool.take(len(runner.buckets.segments.sizes))
-        for array in jax.tree.leaves((runner.functions.leaves, pages)):
+        for array in jax.tree.leaves((runner.functions.leaves, pages, runner.pool.take_states())):
             for shard in array.addressable_shards:
                 held[shard.device] += shard.data.nbytes if jnp.issubdtype(array.dtype, jnp.floating) else 0
         assert set(held.values()) == {found.total}

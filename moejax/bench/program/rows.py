@@ -22,7 +22,7 @@ _SHOWN = 12
 def layer_counts(model: ModelConfig) -> tuple[int, ...]:
     """Returns the two numbers of first layers to compile, which differ by whole periods of the model's kinds
     of layer and by two layers at least; all of its layers where that saves nothing."""
-    kinds = list(zip(model.moe_layers, model.sliding_windows, strict=True))
+    kinds = list(zip(model.moe_layers, model.sliding_windows, model.paged_layers, strict=True))
     L = len(kinds)
     sizes = [(q, p) for p in range(1, L) for q in range(L - p) if kinds[q : L - p] == kinds[q + p :]]
     first, period = min(sizes, key=sum, default=(0, L))

@@ -46,10 +46,7 @@ def answer(job: Job) -> Iterator[Opened | Compiled]:
 
 def first_layers(model: ModelConfig, stages: Sequence[range], count: int | None) -> ModelConfig:
     """Returns a model of only the first layers of each stage; None: all."""
-    numbers = [layer for stage in stages for layer in stage[:count]]
-    names = ("moe_layers", "sliding_windows")
-    kept = {name: tuple(getattr(model, name)[number] for number in numbers) for name in names}
-    return model.replace(num_layers=len(numbers), **kept)
+    return model.of_layers([layer for stage in stages for layer in stage[:count]])
 
 
 def _compile(

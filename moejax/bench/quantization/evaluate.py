@@ -23,7 +23,7 @@ from flax import nnx
 from moejax.bench.quantization.metrics import Evaluation
 from moejax.bench.quantization.text import Windows
 from moejax.cache.rounded import RoundedLayer
-from moejax.models.decoder import Decoder, DecoderLayer
+from moejax.models.decoder import Decoder, DecoderLayer, told_of
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay, Routing, expert_counts
 from moejax.nn.rope import rope_tables
@@ -89,9 +89,10 @@ class Evaluator:
             embedded = [model.embed(jnp.asarray(inputs)) for model in (self.full, quantized)]
             streams = Streams(_start(embedded[0]), _start(embedded[1]), _start(embedded[1]))
             layer_stats = []
-            for full, other in layers:
+            for number, (full, other) in enumerate(layers):
                 graphs, states = (full[0], other[0]), (full[1], other[1])
-                streams, stats = _layer(*graphs, kv_cache, *states, streams, rope, positions, scored)
+                told = told_of(self.full.config, number, rope)
+                streams, stats = _layer(*graphs, kv_cache, *states, streams, told, positions, scored)
                 layer_stats.append(stats)
             ends = _head(heads[0][0], heads[1][0], heads[0][1], heads[1][1], streams, targets)
             batches.append(jax.device_get((ends, layer_stats)))
@@ -105,8 +106,9 @@ class Evaluator:
         sums = []
         for inputs, targets, scored, positions, rope in self._batches():
             stream = _start(self.full.embed(jnp.asarray(inputs)))
-            for graph, state in layers:
-                stream = _full_layer(graph, state, stream, rope, positions, scored)
+            for number, (graph, state) in enumerate(layers):
+                told = told_of(self.full.config, number, rope)
+                stream = _full_layer(graph, state, stream, told, positions, scored)
             nats = _losses(*head, stream, targets)
             sums.append((np.asarray(nats, np.float64) * scored).sum(axis=1))
         return np.concatenate(sums)[: len(self.windows.tokens)]
@@ -183,7 +185,7 @@ def _layer(
     total = x + attended
     x, out, recorded = full.feed_forward(total, None, scored)
     replay = None if recorded is None else Replay(recorded.ids, recorded.weights)
-    cache = None if kv_cache == "auto" else RoundedLayer(kv_cache)
+    cache = None if kv_cache == "auto" or layer.is_linear else RoundedLayer(kv_cache)
     *free, _, trace = layer(*streams.free, rope, positions, scored, cache)
     *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, replay)
     outputs = Streams(Stream(x, summed(out, x)), Stream(*free), Stream(*forced))

@@ -37,6 +37,7 @@ def layout_row(
         specs(Decoder(model)),
         num_blocks=blocks,
         block_size=block_size,
+        sequences=sequences + 1,
         stages=split_layers(model, parallel.pp, parallel.stage_layers),
     )
     memory = largest(stages)

@@ -25,6 +25,7 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "deepseek_v3": deepseek.RULES,
     "glm4_moe": deepseek.GROUPED_QUERY_RULES,
     "dots1": deepseek.GROUPED_QUERY_RULES,
+    "minimax": mixtral.LIGHTNING_RULES,
     "minimax_m2": mixtral.MINIMAX_RULES,
     "ernie4_5_moe": deepseek.ERNIE_RULES,
     "hunyuan_v1_moe": hunyuan.RULES,

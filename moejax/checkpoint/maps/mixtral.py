@@ -1,6 +1,7 @@
-"""Keys of Mixtral and MiniMax-M2: w1 is the gate, w3 up, w2 down. Some say `mlp` for `block_sparse_moe`."""
+"""Keys of Mixtral and MiniMax's models: w1 is the gate, w3 up, w2 down. Some say `mlp` for
+`block_sparse_moe`."""
 
-from moejax.checkpoint.maps.rules import COMMON, QK_NORM, Rule, Target, fused_experts, routed
+from moejax.checkpoint.maps.rules import COMMON, QK_NORM, Rule, Target, fused_experts, linear, routed
 
 RULES = (
     *COMMON,
@@ -18,4 +19,21 @@ MINIMAX_RULES = (
     *QK_NORM,
     Rule(f"model.layers.{{l}}.block_sparse_moe.{_BIAS}", _OURS),
     Rule(f"model.layers.{{l}}.mlp.{_BIAS}", _OURS, canonical=False),
+)
+
+_ATTENTION, _LINEAR = "model.layers.{l}.self_attn", "layers.{l}.attention"
+
+LIGHTNING_RULES = (
+    *RULES,
+    *(
+        rule
+        for name in ("qkv_proj", "output_gate", "out_proj")
+        for rule in linear(f"{_ATTENTION}.{name}", f"{_LINEAR}.{name}")
+    ),
+    Rule(f"{_ATTENTION}.norm.weight", (Target(f"{_LINEAR}.norm.scale"),)),
+    # transformers stores the decay, in the weights' dtype, though it follows from the configuration.
+    *(
+        Rule(f"{_ATTENTION}.{name}", (), canonical=False)
+        for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    ),
 )

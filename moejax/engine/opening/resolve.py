@@ -257,6 +257,7 @@ def _prefix_cache(
         "a model with dynamic rotary scaling: keys depend on their sequence's length": (
             config.rope.kind == "dynamic"
         ),
+        "linear attention: a state is not kept at every token": any(config.linear_layers),
         "engine.prefix_cache.place=host with several processes: choose device": (
             cache.place == "host" and jax.process_count() > 1
         ),
@@ -327,6 +328,8 @@ def unsupported_by_kernels(
     size = engine.block_size
     if size < 8 or size & (size - 1):
         return f"engine.block_size={size} (a power of two, at least 8)"
+    if not all(config.paged_layers):
+        return "linear attention (softmax attention only)"
     latent = config.latent
     if latent is not None and (config.key_dim % 8 or latent.kv_rank % 8 or latent.kv_rank > 512):
         sizes = f"kv_lora_rank={latent.kv_rank} and qk_rope_head_dim={latent.rope_dim}"
@@ -350,8 +353,13 @@ def cache_dtype(requested: str, config: ModelConfig) -> Resolution:
         whole = config.num_heads * (config.head_dim + config.latent.value_dim)
         why = f"the model's dtype; {config.key_dim} numbers a token and layer, not the {whole:,} of all heads"
         return Resolution(key, config.dtype, why)
+    if not any(config.paged_layers):
+        raise ConfigError(
+            f"{key}={requested}: no layer keeps keys and values, only states in float32; use auto"
+        )
     coded = kv_vector_bytes(config.key_dim, requested)
     why = f"asked for; {coded} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
+    why += "" if all(config.paged_layers) else "; states of linear attention stay in float32"
     return Resolution(key, requested, why)
 
 

@@ -24,7 +24,7 @@ from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec
-from moejax.perf.sizes import KV_CODE_BYTES
+from moejax.perf.sizes import KV_CODE_BYTES, state_bytes
 from moejax.sharding.pipeline import stage_config
 from moejax.sharding.spmd import MeshDevices
 
@@ -47,13 +47,14 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         ConfigError: see `cache_blocks`.
     """
     config, kv_dtype = resolved.engine, resolved.kv_cache.value
-    largest = stage_config(resolved.config, max((stage.stage for stage in weights.stages), key=len))
+    parts = [stage_config(resolved.config, stage.stage) for stage in weights.stages]
     # What the weights of an engine that is only planned would take.
     leaves = [leaf for stage in weights.functions for leaf in stage.leaves]
     absent = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if not isinstance(leaf, jax.Array))
-    blocks = cache_blocks(
-        config, largest, resolved.max_model_len, resolved.parallel, kv_dtype, resolved.kernels, absent
-    )
+    limits = resolved.max_model_len, resolved.parallel, kv_dtype, resolved.kernels, absent
+    # As many as fit into every stage; of equals the reason of the one with the most layers.
+    parts.sort(key=lambda part: part.num_layers, reverse=True)
+    blocks = min((cache_blocks(config, part, *limits) for part in parts), key=lambda one: int(one.value))
     cache = CacheSpec(int(blocks.value), config.block_size, resolved.max_model_len, kv_dtype)
     parallel, shared = resolved.parallel, resolved.config.shared_expert_intermediate_size
     beside = parallel.dispatch_microbatches > 1 or (parallel.overlap_shared and shared)
@@ -160,6 +161,9 @@ def cache_blocks(
     codes = 0
     if kernels != "xla" and kv_dtype in KV_CODE_BYTES:
         codes = config.num_kv_heads // split * engine.block_size * config.key_dim
+    state = state_bytes(config, parallel.tensor_size) * (config.num_layers - sum(config.paged_layers))
+    states = state * (engine.max_num_seqs + 1)
+    beside = f"; beside it {byte_words(states)} of states, {byte_words(state)} a sequence" if states else ""
     if engine.num_blocks is not None:
         if not _kernels_take(engine.num_blocks * codes):
             raise ConfigError(
@@ -167,15 +171,16 @@ def cache_blocks(
                 f"most {2**31 // codes} or more than {2**32 // codes} such blocks; lower it, or use "
                 "engine.kernels=xla"
             )
-        asked = f"asked for; {byte_words(engine.num_blocks * size)} a device"
+        asked = f"asked for; {byte_words(engine.num_blocks * size)} a device{beside}"
         return Resolution(key, str(engine.num_blocks), asked)
     needed = engine.max_num_seqs * -(-max_model_len // engine.block_size)
     memory, why = _cache_memory(engine, parallel.num_devices, absent)
-    fitting = int(memory // size)
+    fitting = int((memory - states) // size) if size else needed * (states <= memory)
     if fitting < 1:
+        lower = "engine.max_num_seqs or engine.block_size" if states else "engine.block_size"
         raise ConfigError(
             f"engine.kv_cache_memory_gb: {memory / 1e9:.3g} GB ({why}) do not hold one block of "
-            f"{engine.block_size} tokens, {size / 1e9:.3g} GB; raise it or lower engine.block_size"
+            f"{engine.block_size} tokens, {size / 1e9:.3g} GB{beside}; raise it or lower {lower}"
         )
     if not _kernels_take(min(needed, fitting) * codes):
         return Resolution(
@@ -183,8 +188,8 @@ def cache_blocks(
         )
     if needed <= fitting:
         room = f"{engine.max_num_seqs} sequences of {max_model_len} tokens"
-        return Resolution(key, str(needed), f"{room}; {byte_words(needed * size)} a device")
-    return Resolution(key, str(fitting), f"{memory / 1e9:.3g} GB: {why}")
+        return Resolution(key, str(needed), f"{room}; {byte_words(needed * size)} a device{beside}")
+    return Resolution(key, str(fitting), f"{memory / 1e9:.3g} GB: {why}{beside}")
 
 
 def _kernels_take(codes: int) -> bool:

@@ -58,12 +58,13 @@ class Stage(DeviceRunner):
             return self._nothing(key)
         step = self.program(key)
         pages = self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
-        state = DeviceState(pages, cast(Any, None), None)
+        state = DeviceState(pages, self.pool.take_states(), cast(Any, None), None)
         if self.functions.is_last:
-            state = DeviceState(pages, self.last, self._seen_of(key))
+            state = state._replace(last=self.last, seen=self._seen_of(key))
         given = self.last if self.functions.is_first else given
         state, output = step(self.functions.leaves, state, self.place.put(buffer), given)
         self.pool.put(state.pages)
+        self.pool.states = state.states
         if self.functions.is_last:
             self.last = state.last
             if key.mode.penalty:
@@ -98,7 +99,7 @@ class Stage(DeviceRunner):
                 size = (key.rows + key.tokens, model.hidden_size)
                 given = self.place.struct(size, jnp.dtype(model.dtype))
             if not self.functions.is_last:
-                state = DeviceState(state.pages, cast(Any, None), None)
+                state = state._replace(last=cast(Any, None), seen=None)
             return leaves, state, buffer, given
 
         return Program("step", key, build, shapes)

@@ -48,7 +48,7 @@ class Batch(NamedTuple):
         bias_token, bias_value, bias_if: int32 `[S, N]`, see `add_biases`; only with biases.
         chunk_row: int32 `[T]`, row of each chunk token; with `fresh` `[S]` (1: a row has seen nothing before
             this step), `seen_as` `[S]` (the row that has seen what it has, a fork's parent) and `prompt_len`
-            `[S]`; only with penalties.
+            `[S]`; only with penalties, and the last three with chunks where sequences have states.
         target: int32 `[T]`, next prompt token of each chunk token; only with scores.
         replay: `[S + T, L, k]`, what each token's routers are to choose; only where a trace is replayed.
     """
@@ -93,10 +93,10 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
     shapes |= metadata_of(limits).shapes(key, limits)
     if not key.mode.greedy or key.mode.penalty:
         shapes |= dict.fromkeys(SamplingArrays._fields, (S,))
-    if key.mode.penalty:
+    if key.mode.penalty or (limits.states and T):
         shapes |= dict.fromkeys(("fresh", "seen_as", "prompt_len"), (S,))
-        if T:
-            shapes["chunk_row"] = (T,)
+    if key.mode.penalty and T:
+        shapes["chunk_row"] = (T,)
     if key.mode.biases:
         shapes |= dict.fromkeys(("bias_token", "bias_value", "bias_if"), (S, key.mode.biases))
     if key.prompt_logprobs >= 0:
@@ -228,8 +228,8 @@ class BatchBuilder:
         metadata_of(self.limits).fill(views, plan, key, self.limits, self.buckets.segments, block_ids, counts)
         if "seed" in views:
             _fill_sampling(views, rows)
-        if key.mode.penalty:
-            _fill_penalty(views, plan)
+        if "seen_as" in views:
+            _fill_seen(views, plan)
         if key.mode.biases:
             _fill_biases(views, plan)
         if self.replay is not None:
@@ -327,7 +327,7 @@ def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:
         views[name][:] = value.view(np.int32)
 
 
-def _fill_penalty(views: dict[str, np.ndarray], plan: StepPlan) -> None:
+def _fill_seen(views: dict[str, np.ndarray], plan: StepPlan) -> None:
     """Fills in what each row has seen: its slot's set, its parent's, or nothing yet."""
     views["seen_as"][:] = np.arange(len(views["seen_as"]))
     views["prompt_len"][: len(plan.sequences)] = [s.prompt_len for s in plan.sequences]

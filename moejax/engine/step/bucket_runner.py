@@ -133,6 +133,7 @@ class BucketRunner(ABC):
             capture=config.capture_routing,
             replay=None if replay is None else replay.shape,
             latent=model.latent,
+            states=not all(model.paged_layers),
             kv_heads=kv_heads,
             context=min(cache.max_model_len, max(w or cache.max_model_len for w in model.sliding_windows)),
             queries=queries,

@@ -87,6 +87,7 @@ class DeviceRunner(BucketRunner):
             cache.block_size,
             jnp.dtype(cache.dtype),
             transposed_keys=not self._one_segment,
+            slots=config.max_num_seqs,
             place=self.place,
         )
         self.store = BlockStore(store_slots * self.groups)
@@ -179,9 +180,10 @@ class DeviceRunner(BucketRunner):
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         step = self.program(key)
         pages = self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
-        given = DeviceState(pages, self.last, self._seen_of(key))
+        given = DeviceState(pages, self.pool.take_states(), self.last, self._seen_of(key))
         state, output = self.place.ready(step(self.functions.leaves, given, self.place.put(buffer)))
         self.pool.put(state.pages)
+        self.pool.states = state.states
         self.last = state.last
         if key.mode.penalty:
             self._seen = state.seen
@@ -234,7 +236,8 @@ class DeviceRunner(BucketRunner):
         pages = self.pool.shapes(self.limits.segment_ends.index(key.blocks) + 1)
         vocab_size = self.functions.config.vocab_size
         seen = struct((slots, vocab_size), jnp.int32) if key.mode.penalty else None
-        state = DeviceState(cast(Any, pages), struct((slots,), jnp.int32), seen)
+        states = self.pool.make_states(struct)
+        state = DeviceState(cast(Any, pages), states, struct((slots,), jnp.int32), seen)
         return self._leaves(), state, struct((layout(key, self.limits)[1],), jnp.int32)
 
     def _leaves(self) -> Any:
@@ -252,12 +255,12 @@ class DeviceRunner(BucketRunner):
             def copy(pages: Pages, pairs: jax.Array) -> Pages:
                 # A group's sources, destinations and, in the last place, how many of them there are.
                 source, destination, count = pairs[:most], pairs[most : 2 * most], pairs[2 * most]
-                layers = range(len(pages[0]))
+                layers = zip(*pages, strict=True)
                 done = [
-                    copy_blocks(tuple(segment[i] for segment in pages), source, destination, count)
-                    for i in layers
+                    segments if segments[0] is None else copy_blocks(segments, source, destination, count)
+                    for segments in layers
                 ]
-                return tuple(tuple(layer[z] for layer in done) for z in range(len(pages)))
+                return tuple(zip(*done, strict=True))
 
             return self.place.compiled(copy, shapes(), donate=0, output=False)
 

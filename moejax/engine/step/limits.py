@@ -58,6 +58,7 @@ class Limits(NamedTuple):
         replay: (MoE layers, experts per token) where steps are told it.
         latent: the sizes of latents, where the cache holds them.
         kv_heads: key/value heads that a device has, or what counts as such with latents.
+        states: whether sequences have states beside their blocks.
         context: the most keys that a query reads in any layer.
         queries: the most of a sequence whose context is cut. These are for kernels only, see
             `pallas_kernels.work_list`.
@@ -71,6 +72,7 @@ class Limits(NamedTuple):
     capture: bool = False
     replay: tuple[int, int] | None = None
     latent: LatentConfig | None = None
+    states: bool = False
     kv_heads: int = 1
     context: int = 1
     queries: int = 1

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.cache.pool import PagedCache, Pages
+from moejax.cache.pool import PagedCache, Pages, States
 from moejax.engine.step.batch import Batch, unpack
 from moejax.engine.step.functions import ModelFunctions, routing_counts, token_logprobs
 from moejax.engine.step.limits import Limits, StepKey
@@ -24,12 +24,14 @@ class DeviceState(NamedTuple):
 
     Attributes:
         pages: the segments that the step reads and writes.
+        states: of the layers with linear attention.
         last: int32 `[slots + 1]`, the token that each slot sampled last; the last place is scratch.
         seen: int32 `[slots + 1, V]`, twice the times that a slot's output has each token, and 1 more if its
             prompt has it; None in a step without penalties.
     """
 
     pages: Pages
+    states: States
     last: jax.Array
     seen: jax.Array | None
 
@@ -86,7 +88,7 @@ class PagedFunctions(ModelFunctions):
         On a mesh (`place`) this is a device's part: its group's state and buffer. The output is all groups'.
 
         Args:
-            state: the last stage's is whole; the others' has pages only, None for the rest.
+            state: the last stage's is whole; the others' has pages and states only, None for the rest.
             given: what the stage before gave, `[S + T, D]`; the first stage's is `last`, int32 `[slots + 1]`,
                 as the last stage has it after the steps that this one's rows depend on. None: one stage.
         """
@@ -98,8 +100,10 @@ class PagedFunctions(ModelFunctions):
         else:
             assert given is not None
             x = given
-        x, pages, traces = run_layers(model, x[:, None], batch, state.pages, limits)
-        state = state._replace(pages=pages)
+        slots = batch.slot, batch.seen_as
+        cache = PagedCache(state.pages, state.states, *slots, batch.attention, limits.kernels)
+        x, cache, traces = run_layers(model, x[:, None], batch, cache)
+        state = state._replace(pages=cache.pages, states=cache.states)
         counts = overflow = None
         if key.record:
             counts, overflow = (place.sum_groups(x) for x in routing_counts(traces, self.config.num_experts))
@@ -127,22 +131,21 @@ def flat_tokens(batch: Batch, token: jax.Array) -> jax.Array:
 
 
 def run_layers(
-    model: Decoder, x: jax.Array, batch: Batch, pages: Pages, limits: Limits
-) -> tuple[jax.Array, Pages, tuple[RoutingTrace | None, ...]]:
+    model: Decoder, x: jax.Array, batch: Batch, cache: PagedCache
+) -> tuple[jax.Array, PagedCache, tuple[RoutingTrace | None, ...]]:
     """Runs the model's layers (of a pipeline stage: its own) over the flat batch: x `[S + T, 1, D]` → (the
-    same, pages, traces)."""
+    same, updated cache, traces)."""
     positions = batch.position
     if batch.chunk_position is not None:
         positions = jnp.concatenate([positions, batch.chunk_position])
-    x, cache, traces = model.run(
+    return model.run(
         x,
         jnp.maximum(positions, 0)[:, None],
         valid=(positions >= 0)[:, None],
-        cache=PagedCache(pages, batch.attention, limits.kernels),
+        cache=cache,
         rope_lens=batch.rope_len,
         routing=None if batch.replay is None else replayed(model, batch.replay),
     )
-    return x, cache.pages, traces
 
 
 def capture(traces: Sequence[RoutingTrace | None], num_experts: int) -> Captured | None:
