@@ -75,14 +75,14 @@ class BlockPool:
     def put(self, pages: Pages) -> None:
         self._segments[: len(pages)] = pages
 
-    def take_segment(self, z: int) -> tuple[Segment, ...]:
+    def take_segment(self, z: int) -> tuple[Segment | None, ...]:
         """Returns segment z of all layers; `put_segment` must follow if it is donated."""
         return self.take(z + 1)[z]
 
-    def put_segment(self, z: int, segment: tuple[Segment, ...]) -> None:
+    def put_segment(self, z: int, segment: tuple[Segment | None, ...]) -> None:
         self._segments[z] = segment
 
-    def blocks(self, count: int) -> tuple[Segment, ...]:
+    def blocks(self, count: int) -> tuple[Segment | None, ...]:
         """Returns the shapes and dtypes of `count` blocks of all layers, as a segment has them."""
         return self._make(count, self._place.struct)
 

@@ -17,6 +17,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from moejax.core.config import PrefixCacheConfig
@@ -35,33 +36,41 @@ class Blocks(Protocol):
     def discard(self, block: int) -> None: ...
 
 
+@dataclass(eq=False, slots=True)
 class Node:
     """One block's tokens.
 
     Attributes:
-        tokens: at most a block's; fewer only in a leaf.
+        tokens: at most a block's; fewer only in a leaf. A root has none, and is `writer`'s, its identity.
+        children: by their first token.
         block: where it is in the pool; None where it is in the store alone.
         slot: where it is in the store; None where it is in the pool alone.
         live: a table holds its block.
         fresh: its block is written by the step that is being scheduled: readable, but not yet to be copied.
         writer: whoever computed it.
         pinned: given up only if those that run would have no room.
+        protected: see the policy "slru".
+        hits, born, used: how often it was found, and when it was made and found last, by the tree's count.
+        used_at: seconds, when it was made or found last.
+        stamp: of its newest entry among the leaves.
     """
 
-    __slots__ = (
-        "block", "born", "children", "depth", "fresh", "hits", "live", "parent", "pinned", "protected",
-        "slot", "stamp", "tokens", "used", "used_at", "writer",
-    )  # fmt: skip
-
-    def __init__(self, parent: "Node | None", tokens: tuple[int, ...], writer: Any = None) -> None:
-        self.parent, self.tokens, self.writer = parent, tokens, writer
-        self.children: dict[int, list[Node]] = {}  # by their first token
-        self.depth = 0 if parent is None else parent.depth + 1
-        self.block: int | None = None
-        self.slot: int | None = None
-        self.live = self.fresh = self.pinned = self.protected = False
-        self.hits = self.born = self.used = self.stamp = 0
-        self.used_at = 0.0
+    parent: "Node | None"
+    tokens: tuple[int, ...]
+    writer: Any = None
+    depth: int = 0
+    children: "dict[int, list[Node]]" = field(default_factory=dict)
+    block: int | None = None
+    slot: int | None = None
+    live: bool = False
+    fresh: bool = False
+    pinned: bool = False
+    protected: bool = False
+    hits: int = 0
+    born: int = 0
+    used: int = 0
+    used_at: float = 0.0
+    stamp: int = 0
 
 
 class Match(NamedTuple):
@@ -286,7 +295,7 @@ class PrefixTree:
                 self._drop(before)
 
     def _add(self, parent: Node, tokens: tuple[int, ...], writer: Any, *, fresh: bool) -> Node:
-        node = Node(parent, tokens, writer)
+        node = Node(parent, tokens, writer, parent.depth + 1)
         if parent.parent is None:
             self._roots[parent.writer] = parent
         parent.children.setdefault(tokens[0], []).append(node)

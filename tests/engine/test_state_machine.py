@@ -95,9 +95,9 @@ caches = st.builds(
 
 
 @st.composite
-def limits(draw: st.DrawFn, prefixes: st.SearchStrategy[PrefixCacheConfig | None] = st.none()) -> Limits:
+def limits(draw: st.DrawFn, prefixes: st.SearchStrategy[PrefixCacheConfig] | None = None) -> Limits:
     """From an engine that holds one sequence, or not even each one, to one where memory is never short."""
-    caches = draw(prefixes)
+    caches = None if prefixes is None else draw(prefixes)
     seqs = draw(st.integers(1, 8))
     size = draw(st.integers(1, 8))
     longest = -(-(LONGEST_PROMPT + MOST_TOKENS) // size)

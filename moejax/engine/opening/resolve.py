@@ -175,10 +175,9 @@ def resolve(
         resolutions.append(Resolution("engine.kernels (router)", "xla", "of two levels, or a SparseMixer"))
     vocab, padded = config.vocab_size, parallel.padded_vocab(config.vocab_size)
     if remembered.enabled:
-        why = {"host": "in the host's memory, out of the steps' way", "device": "in blocks of the cache"}
-        asked = "asked for; " if engine.prefix_cache.place != "auto" else ""
-        place = Resolution("engine.prefix_cache.place", remembered.place, asked + why[remembered.place])
-        resolutions.append(place)
+        why = "out of the steps' way" if remembered.place == "host" else "in blocks of the cache"
+        why = why if engine.prefix_cache.place == "auto" else f"asked for; {why}"
+        resolutions.append(Resolution("engine.prefix_cache.place", remembered.place, why))
     if padded > vocab:
         why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
         resolutions.append(Resolution("vocab_size", str(padded), why))

@@ -394,24 +394,19 @@ class Scheduler:
 
     def _reuse(self, sequence: Sequence, plan: StepPlan) -> list[Found]:
         """Gives a sequence the blocks of what is computed of it: shared, loaded, or copied."""
-        allocator, prefixes, blocks, match = (
-            self.allocator,
-            self.prefixes,
-            sequence.blocks,
-            self.match(sequence),
-        )
+        allocator, prefixes, blocks = self.allocator, self.prefixes, sequence.blocks
         assert prefixes is not None
-        taken = {node for node in match.nodes if match.takes(node)}
-        for node in taken:
-            allocator.hold(node.block)
-        source = match.partial and match.partial.block
-        if source is not None:
-            allocator.hold(source)  # until it is copied
+        match = self.match(sequence)
+        taken = {node: node.block for node in match.nodes if node.block is not None and match.takes(node)}
+        source = None if match.partial is None else match.partial.block
+        copied = [] if source is None else [source]
+        for block in (*taken.values(), *copied):
+            allocator.hold(block)  # so that none is taken for another; the last until it is copied
         sources, mine = Counter[str](), True
         for node in match.nodes:
             sources["device" if node in taken or node.slot is None else "host"] += len(node.tokens)
             if node in taken:
-                blocks.append(node.block)
+                blocks.append(taken[node])
                 continue
             self._fetch(node, self._new_block(blocks), plan)
             mine &= node.block is None
@@ -420,8 +415,7 @@ class Scheduler:
         if match.partial is not None:
             self._fetch(match.partial, self._new_block(blocks), plan)
             sources["partial"] += match.extra
-        if source is not None:
-            allocator.release([source])
+        allocator.release(copied)
         sequence.computed = sequence.cached = match.tokens
         prefixes.use(match)
         prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, sequence.preemptions > 0)
@@ -434,6 +428,7 @@ class Scheduler:
         if node.slot is not None:
             plan.loads.append((node.slot, block))
         else:
+            assert node.block is not None
             plan.copies.append((node.block, block))
 
     def _new_block(self, blocks: list[int]) -> int:

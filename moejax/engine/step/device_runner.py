@@ -122,20 +122,14 @@ class DeviceRunner(BucketRunner):
 
     def move(self, plan: Plan) -> None:
         """Copies blocks to the host's store, then others from there."""
-        for saving in (True, False):
-            pairs = [
-                (group, pair)
-                for group, part in enumerate(plan.groups)
-                for pair in (part.saves if saving else [(block, slot) for slot, block in part.loads])
-            ]
-            if pairs:
-                groups, blocks, slots = (
-                    np.array(c) for c in zip(*((g, *pair) for g, pair in pairs), strict=True)
-                )
-                self._move(saving, groups, blocks, slots + groups * self.store_slots)
+        groups = list(enumerate(plan.groups))
+        self._move(True, [(group, *pair) for group, part in groups for pair in part.saves])
+        self._move(False, [(group, block, slot) for group, part in groups for slot, block in part.loads])
 
-    def _move(self, saving: bool, groups: np.ndarray, blocks: np.ndarray, slots: np.ndarray) -> None:
-        """Copies blocks of groups to slots, or from there."""
+    def _move(self, saving: bool, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies blocks to the store, or from there: group, block and slot of each."""
+        groups, blocks, slots = np.array(moves, np.int64).reshape(-1, 3).T
+        slots = slots + groups * self.store_slots
         segments, local = self.pool.layout.locate(blocks)
         for z in np.unique(segments):
             size, mine = self.pool.layout.sizes[z], segments == z
@@ -143,7 +137,7 @@ class DeviceRunner(BucketRunner):
             index, places = (local + groups * size)[mine], slots[mine]
             program, most = self._mover(int(z), saving), min(MOVED_AT_A_TIME, size)
             for at in range(0, len(index), most):
-                part, into = index[at : at + most], places[at : at + most]
+                part, into = index[at : at + most], places[at : at + most].tolist()
                 # Past the segment's end nothing is written, and its last block is read.
                 ids = np.full(most, size * self.groups, np.int32)
                 ids[: len(part)] = part
@@ -151,8 +145,8 @@ class DeviceRunner(BucketRunner):
                 if saving:
                     self.store.put(into, program(pages, ids))
                 else:
-                    padded = np.concatenate([into, np.repeat(into[:1], most - len(into))])
-                    new = jax.tree.unflatten(jax.tree.structure(pages), self.store.get(padded))
+                    padded = self.store.get(into + into[:1] * (most - len(into)))
+                    new = jax.tree.unflatten(jax.tree.structure(pages), padded)
                     self.pool.put_segment(int(z), self.place.ready(program(pages, ids, new)))
 
     def _mover(self, z: int, saving: bool) -> Any:
