@@ -108,6 +108,8 @@ class FakeLLM:
         sizes = {"block_size": self.block_size, "num_blocks": self.num_blocks}
         return {**self._stats.as_dict(), **sizes, **cache}
 
+    def clear_prefix_cache(self) -> None: ...
+
     def reset_stats(self) -> None:
         self._stats = EngineStats()
 

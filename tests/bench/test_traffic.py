@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.bench.trace import TraceRow, load_trace
-from moejax.bench.traffic import Lengths, ThroughputWorkload, plan_requests
+from moejax.bench.traffic import (
+    Lengths,
+    PlannedRequest,
+    ThroughputWorkload,
+    ideal_hit_rate,
+    plan_requests,
+)
 from moejax.core.errors import ConfigError, RequestError
 
 VOCAB = 1000
@@ -310,3 +316,25 @@ def test_hash_is_of_what_is_asked_and_nothing_else(tmp_path: Path) -> None:
     assert one == two != base
     write(tmp_path / "b.jsonl", [{"time": 0.5}])
     assert ThroughputWorkload(trace_file=paths[1]).hash != one
+
+
+def test_prompts_share_prefixes_in_turn():
+    workload = ThroughputWorkload(
+        num_requests=6, prompt_len=Lengths(3, 9), shared_prefix_len=20, shared_prefixes=2, seed=1
+    )
+    prompts = [request.prompt_token_ids for request in plan_requests(workload, 50)]
+    own = [r.prompt_token_ids for r in plan_requests(replace(workload, shared_prefix_len=0), 50)]
+    assert [prompt[20:] for prompt in prompts] == own
+    assert prompts[0][:20] == prompts[2][:20] == prompts[4][:20] != prompts[1][:20] == prompts[3][:20]
+    with pytest.raises(ConfigError, match="shared_prefix_len is for random prompts"):
+        ThroughputWorkload(shared_prefix_len=3, prompts_file=__file__)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
+def test_ideal_hit_rate_is_the_longest_prefix_that_came_before(prompts: list[list[int]]):
+    found = 0
+    for i, prompt in enumerate(prompts):
+        lengths = range(len(prompt))
+        found += max(n for n in lengths if not n or any(p[:n] == prompt[:n] for p in prompts[:i]))
+    plan = [PlannedRequest(0.0, prompt, 1) for prompt in prompts]
+    assert ideal_hit_rate(plan) == found / sum(map(len, prompts))

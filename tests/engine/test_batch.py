@@ -280,7 +280,7 @@ def test_a_part_of_a_prompt_with_a_penalty_is_seen() -> None:
     """It samples nothing, and yet its tokens must be marked, and what its slot had seen before cleared."""
     held = sequence(20, 0, [0, 1, 2, 4, 5], 2, PENALTY)
     for start in (0, 8):
-        plan = plan_of([], [Chunk(held, start, 8, False)], [[]])
+        plan = plan_of([], [Chunk(held, start, 8, False, start == 0)], [[]])
         key, batch = build(plan)
         assert key.mode.penalty
         check(plan, key, batch)
@@ -330,7 +330,7 @@ def test_any_plan(seed: int) -> None:
         count = min(budget, int(rng.integers(1, length - start + 1)))
         held = sequence(length, 0, take(length), slots.pop())
         last = start + count == length
-        chunks.append(Chunk(held, start, count, last))
+        chunks.append(Chunk(held, start, count, last, start == 0))
         twins = [sequence(length, 0, list(held.blocks), slots.pop())] if last and len(slots) > 2 else []
         forks.append(twins)
         budget -= count

@@ -12,6 +12,7 @@ from moejax.cache.segments import SegmentLayout
 from moejax.core.config import EngineConfig
 
 SMALLEST_CHUNK = 16
+SHORT_CHUNK = 64
 
 CHUNK_BLOCKS = 128
 """Reading this many cache blocks costs little beside a chunk."""
@@ -71,8 +72,8 @@ class Buckets:
         """Returns fewer buckets for a workload whose every step is to be compiled ahead.
 
         The buckets that the configuration leaves open are reduced to the largest that the workload needs and
-        one of about a quarter of it; those beyond its needs stay for what comes after it. Steps with chunk
-        tokens have its largest rows only, and its largest segments unless these are many blocks.
+        one of about a quarter of it, with a prefix cache also one of a short chunk; those beyond its needs
+        stay for what comes after it. Steps with chunk tokens have its largest rows only, and its largest segments unless these are many blocks.
 
         Args:
             max_total_len: of its longest request, in tokens.
@@ -83,6 +84,8 @@ class Buckets:
             rows = _two(rows, rows[-1])
         if config.token_buckets is None:
             tokens = _two(tokens, last_tokens)
+            if config.prefix_cache.enabled:  # what is left of a prompt that was found
+                tokens = tuple(sorted({*tokens, self.tokens_for(min(SHORT_CHUNK, last_tokens))}))
         if config.block_buckets is None:
             quarter = self.segments.segments_for(-(-self.segments.ends[last_segments - 1] // 4))
             counts = _two(counts, last_segments, quarter)
