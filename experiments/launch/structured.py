@@ -12,7 +12,6 @@ import functools
 import pydoc
 import types
 import typing
-from collections.abc import Iterator
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -59,22 +58,14 @@ def build(cls: type[T], config: DictConfig) -> T:
         ConfigError: a value is missing, or an interpolation cannot be resolved.
         MoejaxError: whatever a `__post_init__` raises, with the key's place in the config.
     """
-    for key in _missing(OmegaConf.to_container(config, resolve=False)):
-        raise ConfigError(f"{key!r} has no value yet: add {key}=VALUE")
     try:
+        for key in sorted(OmegaConf.missing_keys(config)):
+            raise ConfigError(f"{key!r} has no value yet: add {key}=VALUE")
         values = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         line = f"cannot resolve the interpolation: {str(error).strip().splitlines()[0]}"
         raise ConfigError(f"{error.full_key or 'a value'}: {line}") from error
     return _build(cls, values, "")
-
-
-def _missing(values: Any, key: str = "") -> Iterator[str]:
-    if isinstance(values, dict):
-        for name, value in values.items():
-            yield from _missing(value, f"{key}.{name}" if key else str(name))
-    elif values == MISSING:
-        yield key
 
 
 def expected(cls: type, key: str) -> str | None:

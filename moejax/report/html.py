@@ -21,12 +21,11 @@ from moejax.report.compare_plots import ratio_forest
 from moejax.report.roofline import roofline_figure
 from moejax.report.style import nth_color, run_title
 from moejax.report.tables import number
-from moejax.results.compare import SHOWN_FIRST, RunComparison, compare
+from moejax.results.compare import SHOWN_FIRST, RunComparison, compare, numeric_metrics
 from moejax.results.compare.comparison import MetricRow
 from moejax.results.compare.inputs import flatten
 from moejax.results.compare.runs import Run, load_runs
 from moejax.results.compare.samples import Cases
-from moejax.results.machine import has_same_roof, is_share_of_roof
 from moejax.results.metric_names import lower_is_better, short_name
 from moejax.results.metrics import is_number
 
@@ -137,10 +136,8 @@ def _run(run: Run, index: int) -> dict[str, Any]:
 def _metrics(runs: Sequence[Run], comparison: RunComparison | None) -> list[list[MetricRow]]:
     """Every flat metric of any run: the usual ones (all where none is usual) with those of cases, and the
     rest."""
-    same = has_same_roof(run.result for run in runs)
-    known = [n for run in runs for n, value in run.result["metrics"].items() if is_number(value)]
-    known = [name for name in known if same or not is_share_of_roof(name)]
-    usual = [name for name in SHOWN_FIRST if name in known] or list(dict.fromkeys(known))
+    known = numeric_metrics(runs)
+    usual = [name for name in SHOWN_FIRST if name in known] or list(known)
     rows = [
         MetricRow(name, tuple(run.result["metrics"].get(name) for run in runs))
         for name in dict.fromkeys([*usual, *known])

@@ -16,8 +16,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moejax.results.metric_names import better_word, lower_is_better, short_name
-from moejax.results.statistics import Interval, fewest_samples, holm, interval_fields, least_p
+from moejax.results.statistics import (
+    Interval,
+    cliffs_delta,
+    fewest_samples,
+    holm,
+    interval_fields,
+    least_p,
+    paired_ratio,
+    rank_test,
+    ratio_of_medians,
+    sign_effect,
+    signed_rank_test,
+)
+
+Values = NDArray[np.float64]
 
 ALPHA = 0.05
 """Chance of even one false call in a family of tests where nothing differs."""
@@ -83,6 +100,19 @@ class Trial:
     paired: bool = False
     floor: Floor = NO_FLOOR
     blocked: str | None = None
+
+    @classmethod
+    def of(
+        cls, metric: str, case: str | None, run: str, baseline: str, values: Values, base: Values, **more: Any
+    ) -> "Trial":
+        """Returns the trial of samples of two runs, tested in pairs if `more` has them `paired`."""
+        tests: Any = (ratio_of_medians, cliffs_delta, rank_test)
+        if more.get("paired"):
+            tests = (paired_ratio, sign_effect, signed_rank_test)
+        ratio, effect, p_value = (test(values, base) for test in tests)
+        medians = float(np.median(values)), float(np.median(base))
+        sizes = values.size, base.size
+        return cls(metric, case, run, baseline, *medians, ratio, effect, p_value, sizes, **more)
 
 
 OF_TRIAL = ("metric", "case", "run", "baseline", "value", "effect", "p_value")

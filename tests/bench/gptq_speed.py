@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.bench.timing import interleave
 from moejax.core.errors import ConfigError
 from moejax.quantization.arithmetic import dequantize
 from moejax.quantization.formats import WeightFormat, parse_format
@@ -26,6 +25,7 @@ from moejax.quantization.gptq import gptq
 from moejax.quantization.output_error import output_error
 from moejax.quantization.rtn import round_to_nearest
 from moejax.report.tables import rows_table, stderr_console
+from tests.bench.turns import timed_rows
 
 DAMPING = 0.01
 
@@ -79,31 +79,20 @@ def compare(
     variants: dict[str, Callable[[], Any]] = dict(ours)
     if theirs is not None:
         variants["qwix gptq_core"] = theirs
-    timed = interleave(variants, warmup=2, repeats=repeats)
+    rows, ratios = timed_rows(variants, repeats, "times_ours")
     nearest = float(output_error(dequantize(round_to_nearest(w, fmt)) - w, gram).sum())
     errors = {name: float(output_error(dequantize(call()) - w, gram).sum()) for name, call in ours.items()}
     if theirs is not None:
         dequantized = importlib.import_module("qwix._src.core.qarray").dequantize
         weights = jnp.stack([dequantized(one).T for one in theirs()])
         errors["qwix gptq_core"] = float(output_error(weights - w, gram).sum())
-    rows = [
-        {
-            "name": name,
-            "median_s": timing.median_s,
-            "min_s": timing.min_s,
-            "first_call_s": timing.first_call_s,
-            "times_ours": timing.ratio.estimate,
-            "output_error": errors[name] / nearest,
-        }
-        for name, timing in timed.items()
-    ]
     result: dict[str, Any] = {
-        "rows": rows,
+        "rows": [row | {"output_error": errors[row["name"]] / nearest} for row in rows],
         "load": os.getloadavg()[0],
         "device": jax.devices()[0].device_kind,
     }
     if theirs is not None:
-        ratio = timed["qwix gptq_core"].ratio
+        ratio = ratios["qwix gptq_core"]
         result |= {"ratio": ratio.estimate, "ratio_low": ratio.low, "ratio_high": ratio.high}
     return result
 

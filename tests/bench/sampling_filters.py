@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.bench.timing import interleave
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step.sampler import SamplingArrays, filter_scores, mask_min_p, sampling_values
 from moejax.report.tables import rows_table, stderr_console
+from tests.bench.turns import timed_rows
 
 FILTERS = {
     "top_k=50": SamplingParams(top_k=50),
@@ -52,12 +52,7 @@ def compare(batch: int, vocabulary: int, params: SamplingParams, repeats: int) -
     ways = {"search": jax.jit(filter_scores), "sort": jax.jit(filter_by_sorting)}
     scores = jnp.asarray(logits - logits.max(axis=1, keepdims=True))
     calls = {name: lambda way=way: way(scores, arrays) for name, way in ways.items()}
-    timings = interleave(calls, warmup=1, repeats=repeats)
-    return [
-        {"name": name, "median_s": t.median_s, "min_s": t.min_s, "first_call_s": t.first_call_s,
-         "times_search": t.ratio.estimate}
-        for name, t in timings.items()
-    ]  # fmt: skip
+    return timed_rows(calls, repeats, "times_search")[0]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

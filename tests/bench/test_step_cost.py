@@ -12,7 +12,6 @@ from moejax.bench.common.step_cost import (
     EngineSteps,
     latency_step_costs,
     traffic_step_costs,
-    traffic_utilisation,
 )
 from moejax.bench.workload import LatencyCase
 from moejax.core.config import EngineConfig
@@ -93,13 +92,15 @@ def test_traffic() -> None:
     llm, records = engine(), [record(6, [1.0, 2.0])]
     steps = [step(0.25), step(0.75)]
     flops = total(EngineSteps(llm).requests(records)).flops
-    row = traffic_utilisation(llm, records, steps, DEVICE)
+    row, costs = traffic_step_costs(llm, records, steps, DEVICE)
     assert row == {"mfu_percent": pytest.approx(100 * flops / 1e9), "mbu_percent": None}
+    assert costs == []
     trace = capture()
     moved = total(EngineSteps(llm).traced(trace)).bytes
-    row = traffic_utilisation(llm, records, steps, DEVICE, trace, steps[:1])
+    row, _ = traffic_step_costs(llm, records, steps, DEVICE, trace, steps[:1])
     assert row["mbu_percent"] == pytest.approx(100 * moved / 0.25 / 1e9)
-    assert traffic_utilisation(llm, records, [], DEVICE) == {"mfu_percent": None, "mbu_percent": None}
+    row, _ = traffic_step_costs(llm, records, [], DEVICE)
+    assert row == {"mfu_percent": None, "mbu_percent": None}
 
 
 @pytest.mark.parametrize("most", [1, 1 << 15])
@@ -110,7 +111,8 @@ def test_a_captured_run_by_kinds_of_steps(most: int, monkeypatch: pytest.MonkeyP
         StepRecord(0.0, seconds, prefill, decode, 4, 2, 2, 0, 1, 8, 1, 0)
         for seconds, prefill, decode in [(0.5, 3, 0), (0.25, 2, 1), (0.125, 0, 2)]
     ]
-    found = {row["phase"]: row for row in traffic_step_costs(engine(), capture(), records, DEVICE)}
+    _, costs = traffic_step_costs(engine(), [], records, DEVICE, capture(), records)
+    found = {row["phase"]: row for row in costs}
     assert {phase: row["seconds"] for phase, row in found.items()} == {
         "prefill": 0.5, "mixed": 0.25, "decode": 0.125,
     }  # fmt: skip

@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moejax.bench.ab.variants import Arm
 from moejax.bench.common.agreement import token_agreement
 from moejax.core.errors import ConfigError
 from moejax.results.metric_names import JUDGED, latency_name, least_samples
-from moejax.results.statistics import fewest_samples, paired_ratio, sign_effect, signed_rank_test
-from moejax.results.verdict import ALPHA, NO_FLOOR, Floor, Trial, Verdict, decide
-
-Values = NDArray[np.float64]
+from moejax.results.statistics import fewest_samples
+from moejax.results.verdict import ALPHA, NO_FLOOR, Floor, Trial, Values, Verdict, decide
 
 
 @dataclass(frozen=True)
@@ -93,21 +90,9 @@ def judge(
             for values in (mine, theirs)
         )
         label = cases[case] if case is not None and len(cases) > 1 else None
-        return Trial(
-            metric=metric,
-            case=label,
-            run=arm.name,
-            baseline=baseline.name,
-            value=float(np.median(two)),
-            base=float(np.median(one)),
-            ratio=paired_ratio(two, one),
-            effect=sign_effect(two, one),
-            p_value=signed_rank_test(two, one),
-            samples=(rounds, rounds),
-            paired=True,
-            floor=floor,
-            blocked=_blocked(baseline, arm, metric),
-        )
+        blocked = _blocked(baseline, arm, metric)
+        names = metric, label, arm.name, baseline.name
+        return Trial.of(*names, two, one, paired=True, floor=floor, blocked=blocked)
 
     places: list[int | None] = [None] if len(cases) == 1 else [None, *range(len(cases))]
     controls = {(m, c): trial(control, m, c) for c in places for m in metrics}

@@ -93,13 +93,9 @@ class TrafficLoad:
         return passed.records, passed.duration_s, passed.rows(self.workload.slo)
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
-        outputs = [
-            backend.submit(request.prompt_token_ids, self.workload.sampling(request.output_len, index))
-            for index, request in enumerate(self.plan)
-        ]
-        while backend.step():
-            pass
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        at_once = [dataclasses.replace(request, arrival_s=0.0) for request in self.plan]
+        passed = drive(backend, at_once, self.workload.sampling, agree=agree)
+        return [list(request.token_ids) for request in passed.served]
 
 
 Load = BatchLoad | TrafficLoad

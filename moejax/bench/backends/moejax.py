@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moejax.bench.backends.base import Backend
-from moejax.bench.timing import peak_memory, weight_metrics
+from moejax.bench.memory import peak_memory, weight_metrics
 from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +17,13 @@ from moejax.engine.stats import StepRecord
 WORKERS = Path(__file__).parent / "workers"
 
 
-def open_worker(
-    name: str,
-    options: BackendOptions,
-    *,
-    model_dir: Path | None,
-    encode: Callable[[str], Sequence[int]] | None,
-    max_num_seqs: int,
-    log_dir: Path,
-) -> "WorkerBackend":
-    """Opens a peer that runs on this machine.
+class WorkerBackend(Backend):
+    """A peer that runs on this machine: starts the worker, loads the model there and speaks to it.
 
     `hf_transformers` is `AutoModelForCausalLM` on the model's own directory, under greedy or plain sampling,
     in static batches in order of arrival: transformers takes no request into a running batch. `llama_cpp` is
     llama.cpp's own functions on a GGUF file of the model's weights, all sequences in one context: prompts
     join the running sequences' decode step.
-
-    Raises:
-        BackendError: no weights, no interpreter, no package, or a model that does not load.
-    """
-    weights = model_dir if options.path is None else Path(options.path)
-    is_llama = options.kind == "llama_cpp"
-    if weights is None or not (is_llama or [*weights.glob("*.safetensors"), *weights.glob("*.bin")]):
-        raise BackendError(
-            f"backend {name} reads weights, and {weights or 'this model'} has none: model=checkpoint"
-            " model.path=DIR, or backend.path=DIR"
-        )
-    facts = {"token_instants": "each decode call" if is_llama else "each forward pass"}
-    if is_llama:
-        with open(weights, "rb") as file:
-            facts["weights_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-    return WorkerBackend(
-        name,
-        options,
-        script=WORKERS / ("llama_worker.py" if is_llama else "hf_worker.py"),
-        weights=weights.resolve(),
-        encode=encode,
-        checkpoint=model_dir if is_llama else weights,
-        batching="continuous" if is_llama else "static",
-        max_num_seqs=max_num_seqs,
-        log_dir=log_dir,
-        facts=facts,
-    )
-
-
-class WorkerBackend(Backend):
-    """Starts the worker, loads the model there and speaks to it.
 
     Instants are the worker's own `time.perf_counter()`, which is this process's clock too (CLOCK_MONOTONIC is
     the machine's); that is checked when it starts. A request of `generate` arrives when the worker has read
@@ -71,34 +32,47 @@ class WorkerBackend(Backend):
 
     Args:
         name: in rows and messages.
-        script: in `workers/`.
-        weights: the folder or file that it loads.
+        model_dir: the model's folder, whose weights it loads where `options` name no others.
         encode: of the model's tokenizer.
-        checkpoint: the folder that provenance hashes.
-        batching: how it shares steps between requests.
         max_num_seqs: its limit while served.
         log_dir: where its stderr is kept.
 
+    Attributes:
+        workers: by kind the script, how it shares steps between requests, and whose instant a token has.
+
     Raises:
-        BackendError: it cannot be started or cannot load the model.
+        BackendError: no weights, no interpreter, no package, or a model that does not load.
     """
+
+    workers: Mapping[str, tuple[Path, str, str]] = {
+        "hf_transformers": (WORKERS / "hf_worker.py", "static", "each forward pass"),
+        "llama_cpp": (WORKERS / "llama_worker.py", "continuous", "each decode call"),
+    }
 
     def __init__(
         self,
         name: str,
         options: BackendOptions,
         *,
-        script: Path,
-        weights: Path,
+        model_dir: Path | None,
         encode: Callable[[str], Sequence[int]] | None,
-        checkpoint: Path | None,
-        batching: str,
         max_num_seqs: int,
         log_dir: Path,
-        facts: dict[str, Any],
     ) -> None:
-        self.name, self.batching, self.max_num_seqs = name, batching, max_num_seqs
-        self.encode, self.checkpoint, self.seed = encode, checkpoint, None
+        weights = model_dir if options.path is None else Path(options.path)
+        is_llama = options.kind == "llama_cpp"
+        if weights is None or not (is_llama or [*weights.glob("*.safetensors"), *weights.glob("*.bin")]):
+            raise BackendError(
+                f"backend {name} reads weights, and {weights or 'this model'} has none: model=checkpoint"
+                " model.path=DIR, or backend.path=DIR"
+            )
+        script, self.batching, instants = self.workers[options.kind]
+        facts = {"token_instants": instants}
+        if is_llama:
+            with open(weights, "rb") as file:
+                facts["weights_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        self.name, self.max_num_seqs, self.encode, self.seed = name, max_num_seqs, encode, None
+        self.checkpoint = model_dir if is_llama else weights
         self.on_step = None
         self._memory: dict[str, Any] = {}
         self._ids = itertools.count()
@@ -108,7 +82,7 @@ class WorkerBackend(Backend):
         self._worker = Worker(name, options.python or sys.executable, script, log, options.timeout_s)
         fields = {key: getattr(options, key) for key in ("device", "dtype", "threads", "options")}
         try:
-            loaded = self._worker.ask("load", options={**fields, "path": str(weights)})
+            loaded = self._worker.ask("load", options={**fields, "path": str(weights.resolve())})
             self._check_clock()
         except WorkerFault as error:
             if error.module is None:
@@ -125,7 +99,7 @@ class WorkerBackend(Backend):
         self._facts = {
             "name": name,
             "kind": options.kind,
-            "weights": str(weights),
+            "weights": str(weights.resolve()),
             **loaded["facts"],
             **facts,
         }

@@ -73,9 +73,9 @@ def _open_peer(
             decode=tokenizer.decode if tokenizer else None,
             checkpoint=weights,
         )
-    from moejax.bench.backends.peer import open_worker
+    from moejax.bench.backends.peer import WorkerBackend
 
-    return open_worker(
+    return WorkerBackend(
         name, options, model_dir=weights, encode=encode, max_num_seqs=max_num_seqs, log_dir=log_dir
     )
 

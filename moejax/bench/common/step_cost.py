@@ -59,9 +59,10 @@ class EngineSteps:
         return prefill(self.llm.config, lengths, budget, hits=hits, **self._model)
 
     def requests(self, records: Iterable[RequestRecord]) -> list[OpCost]:
-        """FLOPs of whole requests, whatever steps they ran in; bytes depend on those, and are 0."""
+        """FLOPs of requests but for cached tokens, whatever steps they ran in; bytes depend on those, and
+        are 0."""
         served = [r for r in records if r.output_len]
-        prompts = [(r.prompt_len, r.prompt_len) for r in served]
+        prompts = [(r.prompt_len - r.metrics.cached_tokens, r.prompt_len) for r in served]
         outputs = [(r.output_len - 1, r.prompt_len + r.output_len - 1) for r in served if r.output_len > 1]
         none, ops = [0.0] * self.llm.config.num_layers, []
         phases: dict[Phase, list[tuple[int, int]]] = {"prefill": prompts, "decode": outputs}
@@ -117,54 +118,42 @@ def latency_step_costs(
     return row, costs
 
 
-def traffic_utilisation(
+def traffic_step_costs(
     llm: LLM,
     records: Sequence[RequestRecord],
     steps: Sequence[StepRecord],
     hardware: Hardware | None,
     capture: RoutingCapture | None = None,
     traced: Sequence[StepRecord] = (),
-) -> dict[str, float | None]:
-    """`mfu_percent` and `mbu_percent` over the time in which the engine was busy.
+) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+    """Returns `mfu_percent` and `mbu_percent` over the time in which the engine was busy, and the cost
+    breakdowns of the traced prefill, decode and mixed steps, all of each kind together.
 
     FLOPs are those of the requests that were served, once, however often they were preempted. Bytes depend
-    on the experts that each step visits: without a routing trace `mbu_percent` is None.
+    on the experts that each step visits: without a routing trace `mbu_percent` is None and there are no
+    breakdowns.
 
     Args:
         hardware: one device.
         capture: the trace of the steps `traced`.
     """
-    busy = sum(step.seconds for step in steps)
+    engine = EngineSteps(llm)
     if hardware is not None:
         hardware = together(hardware, llm.parallel_config.num_devices)
-    engine = EngineSteps(llm)
+    busy = sum(step.seconds for step in steps)
     row = utilisation_percent(engine.requests(records), busy or None, hardware, engine.dtype)
     row["mbu_percent"] = None
-    if capture is not None and (seconds := sum(step.seconds for step in traced)):
-        ops = engine.traced(capture)
-        row["mbu_percent"] = utilisation_percent(ops, seconds, hardware, engine.dtype)["mbu_percent"]
-    return row
-
-
-def traffic_step_costs(
-    llm: LLM, capture: RoutingCapture, traced: Sequence[StepRecord], hardware: Hardware | None
-) -> list[dict[str, Any]]:
-    """Returns the cost breakdowns of a run's prefill, decode and mixed steps, all of each kind together.
-
-    Args:
-        capture: the routing trace of the steps `traced`.
-        hardware: one device.
-    """
-    engine = EngineSteps(llm)
-    if hardware is not None:
-        hardware = together(hardware, llm.parallel_config.num_devices)
+    if capture is None:
+        return row, []
+    ops = engine.traced(capture)
+    if whole := sum(step.seconds for step in traced):
+        row["mbu_percent"] = utilisation_percent(ops, whole, hardware, engine.dtype)["mbu_percent"]
     seconds = dict.fromkeys(("prefill", "decode", "mixed"), 0.0)
     for step in traced:
         kind = "mixed" if step.prefill_tokens and step.decode_tokens else "decode"
         seconds[kind if step.decode_tokens else "prefill"] += step.seconds
-    ops = engine.traced(capture)
     parts = {phase: [op for op in ops if op.phase == phase] for phase in seconds}
-    return [
+    return row, [
         cost_breakdown(part, hardware, engine.dtype, seconds=seconds[phase] or None, kinds=OTHER_DEVICES)
         for phase, part in parts.items()
         if part

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -44,6 +44,16 @@ class Timed:
             return math.nan
         low, _, high = statistics.quantiles(self.samples, n=4)
         return (high - low) / 2 / self.median_us if self.median_us else math.nan
+
+
+class Sampled(Protocol):
+    """What `measure` times; `sample` gives microseconds a call and `calls` how many one is the mean of."""
+
+    calls: int
+
+    def warm_up(self) -> None: ...
+
+    def sample(self, clock: Clock) -> float: ...
 
 
 class Chain:
@@ -97,7 +107,7 @@ class Chain:
 
 
 def measure(
-    chains: Mapping[str, Chain], repeats: int, clock: Clock = time.perf_counter
+    chains: Mapping[str, Sampled], repeats: int, clock: Clock = time.perf_counter
 ) -> tuple[dict[str, Timed], dict[str, str]]:
     """Samples the chains in turn, every other round backwards, after a warm-up of each. Returns times by
     name, and what those that failed at run time said.

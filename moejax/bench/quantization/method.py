@@ -40,15 +40,6 @@ class Bench:
     loads: np.ndarray | None = None
 
 
-@dataclass
-class MethodResult:
-    """A row of the result, what is too long for one, and the losses `[W]` for comparisons with others."""
-
-    row: dict[str, Any]
-    details: dict[str, Any]
-    nats: np.ndarray | None
-
-
 @contextmanager
 def compiling() -> Iterator[list[float]]:
     """Yields the seconds of what JAX lowers and compiles in the body, in any thread."""
@@ -81,9 +72,12 @@ def full_row(bench: Bench) -> dict[str, Any]:
     }
 
 
-def measure_method(bench: Bench, name: str, quant: QuantConfig, advance: Callable[[], None]) -> MethodResult:
-    """Raises whatever opening, comparing or timing raises. `advance` is called `num_batches + 2` times at
-    most."""
+def measure_method(
+    bench: Bench, name: str, quant: QuantConfig, advance: Callable[[], None]
+) -> tuple[dict[str, Any], dict[str, Any], np.ndarray]:
+    """Returns a row of the result, what is too long for one, and the losses `[W]` for comparisons with
+    others. Raises whatever opening, comparing or timing raises. `advance` is called `num_batches + 2` times
+    at most."""
     with compiling() as compiled:
         began = time.perf_counter()
         llm = bench.open_model(quant)
@@ -125,7 +119,7 @@ def measure_method(bench: Bench, name: str, quant: QuantConfig, advance: Callabl
     advance()
     del llm
     gc.collect()  # cycles of engine and runner; two large models must not be held at a time
-    return MethodResult(row, details, nats)
+    return row, details, nats
 
 
 def engine_losses(llm: LLM, windows: Windows) -> np.ndarray:

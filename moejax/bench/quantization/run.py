@@ -21,7 +21,6 @@ from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.method import (
     Bench,
-    MethodResult,
     compiling,
     full_row,
     measure_method,
@@ -209,7 +208,8 @@ def _one_method(methods: _Methods, method: str, task: Task) -> None:
     with run.open_tracker(folder, config, **methods.naming(method, "method")) as tracker:
         try:
             with methods.telemetry.part(method):
-                measured = measure_method(methods.bench, method, quant, advance)
+                row, details, nats = measure_method(methods.bench, method, quant, advance)
+            methods.nats[method] = nats
         except Exception as error:
             defect = not isinstance(error, MoejaxError)
             if defect:
@@ -217,15 +217,13 @@ def _one_method(methods: _Methods, method: str, task: Task) -> None:
             text = f"{type(error).__name__}: {error}" if defect else str(error)
             kinds = {"method": quant.method, "format": quant.format, "kv_cache": quant.kv_cache}
             row = {"name": method, **kinds, "error": text, "defect": defect, "changes_weights": False}
-            measured = MethodResult(row, {}, None)
-        methods.rows.append(measured.row)
-        methods.details[method] = measured.details
-        if measured.nats is not None:
-            methods.nats[method] = measured.nats
-        tracker.summary({k: v for k, v in measured.row.items() if v is not None})
-        if measured.details.get("router_flips") is not None:
-            _log_layers(measured.details, tracker)
-        if measured.row["error"] is not None:
+            details = {}
+        methods.rows.append(row)
+        methods.details[method] = details
+        tracker.summary({k: v for k, v in row.items() if v is not None})
+        if details.get("router_flips") is not None:
+            _log_layers(details, tracker)
+        if row["error"] is not None:
             tracker.finish(1)
     task.advance(2 + methods.bench.evaluator.num_batches - before)
     methods.write()

@@ -2,6 +2,7 @@
 
 import math
 
+from moejax.bench.memory import weight_metrics
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from moejax.nn.quantized import quantized_weights
@@ -18,22 +19,17 @@ def model_sizes(model: Decoder) -> dict[str, float]:
         `model_bytes`: of all arrays; `bits_per_parameter` of all tensors' numbers in full precision.
     """
     stands_for = {path: weight.stands_for for path, weight in quantized_weights(model)}
-    weights = quantizable_bytes = parameters = total = 0
+    weights = quantizable_bytes = 0
     for name, param in iter_params(model):
         owner, _, part = name.rpartition(".")
         path = owner if part in PARTS and owner in stands_for else name
-        size = int(param[...].nbytes)
         spec = stands_for.get(path) or param.get_metadata("spec")
-        # A quantized weight counts once, with its codes.
-        numbers = 0 if path != name and part != "values" else math.prod(spec.true_shape)
-        total += size
-        parameters += numbers
         if len(spec.matrix_shape) >= 2 and protected(path) is None:
-            weights += numbers
-            quantizable_bytes += size
+            # A quantized weight counts once, with its codes.
+            weights += 0 if path != name and part != "values" else math.prod(spec.true_shape)
+            quantizable_bytes += int(param[...].nbytes)
     return {
         "bits_per_weight": 8 * quantizable_bytes / max(weights, 1),
-        "bits_per_parameter": 8 * total / parameters,
         "quantizable_bytes": quantizable_bytes,
-        "model_bytes": total,
+        **weight_metrics([model]),
     }

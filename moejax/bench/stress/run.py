@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.experiment_run import ExperimentRun
+from moejax.bench.memory import peak_memory, weight_metrics
 from moejax.bench.stress.checks import Prober, Snapshot, idle_faults, leak_faults, snapshot
 from moejax.bench.stress.config import StressSection
 from moejax.bench.stress.phases import RUN, Counts, Load, greedy
-from moejax.bench.timing import peak_memory, weight_metrics
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.engine.llm import LLM
 from moejax.report.progress import progress

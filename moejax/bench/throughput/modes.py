@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, check_length
@@ -23,6 +24,7 @@ class Mode:
         runs: what was measured, one for each iteration.
         failed_steps: of all iterations.
         trace: of the first iteration, where the engine captures routing.
+        step_costs: FLOPs and bytes of its steps, from `moejax.bench.common.roofline.cost_breakdown`.
     """
 
     backend: Backend
@@ -31,6 +33,7 @@ class Mode:
     runs: list[TrafficRun] = field(default_factory=list)
     failed_steps: int = 0
     trace: RoutingCapture | None = None
+    step_costs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def batching(self) -> str:

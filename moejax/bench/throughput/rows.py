@@ -7,7 +7,7 @@ from typing import Any
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.backends.peer_ratios import against_first, blank_unknown
 from moejax.bench.common.agreement import percent_agreed
-from moejax.bench.common.step_cost import traffic_utilisation
+from moejax.bench.common.step_cost import traffic_step_costs
 from moejax.bench.common.timeline import step_metrics
 from moejax.bench.throughput.modes import Mode
 from moejax.bench.traffic import ThroughputWorkload, ideal_hit_rate, plan_fields
@@ -59,7 +59,8 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
     row = blank_unknown(row, itl_known=mode.backend.itl_known)
     if isinstance(mode.backend, MoejaxBackend):
         traced = mode.trace, mode.runs[0].steps
-        row |= traffic_utilisation(mode.backend.llm, records, steps, hardware, *traced)
+        used, mode.step_costs = traffic_step_costs(mode.backend.llm, records, steps, hardware, *traced)
+        row |= used
         if mode.backend.llm.engine_config.prefix_cache.enabled:
             prompts = sum(item.record.prompt_len for item in served)
             cached = sum(item.record.metrics.cached_tokens for item in served)

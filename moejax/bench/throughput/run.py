@@ -7,7 +7,6 @@ from typing import Any
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import as_backend, engine_of
 from moejax.bench.backends.registry import without_our_process
-from moejax.bench.common.step_cost import traffic_step_costs
 from moejax.bench.common.timeline import bin_steps
 from moejax.bench.common.trace_io import write_capture
 from moejax.bench.experiment_run import ExperimentRun
@@ -78,8 +77,7 @@ def _build(run: ExperimentRun, modes: Sequence[Mode], workload: ThroughputWorklo
         extra["compile_ledger"] = [row for ledger in ledgers for row in ledger.rows()]
         extra["resolved"] = as_dict(first.resolutions)
         if modes[0].trace is not None:
-            costs = traffic_step_costs(first, modes[0].trace, modes[0].runs[0].steps, run.hardware)
-            extra["roofline"] = [{"case": 0, **cost} for cost in costs]
+            extra["roofline"] = [{"case": 0, **cost} for cost in modes[0].step_costs]
     distinct = {mode.backend.name: mode.backend for mode in reversed(modes)}
     return run.result(
         metrics=metrics,

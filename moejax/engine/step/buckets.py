@@ -73,7 +73,8 @@ class Buckets:
 
         The buckets that the configuration leaves open are reduced to the largest that the workload needs and
         one of about a quarter of it, with a prefix cache also one of a short chunk; those beyond its needs
-        stay for what comes after it. Steps with chunk tokens have its largest rows only, and its largest segments unless these are many blocks.
+        stay for what comes after it. Steps with chunk tokens have its largest rows only, and its largest
+        segments unless these are many blocks.
 
         Args:
             max_total_len: of its longest request, in tokens.

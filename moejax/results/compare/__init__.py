@@ -85,7 +85,7 @@ def compare(
             same_work="workload" not in across, same_slo=same_slo,
         )  # fmt: skip
         overall, each, notes = overall + first, each + second, notes + left
-    known = _numeric(runs)
+    known = numeric_metrics(runs)
     counted = [name for name in EXACT if name in known and (metrics is None or name in metrics)]
     same = {run.label for index, run in enumerate(runs) if index and same_inputs(apart, index)}
     overall, each = _seen_noise(overall, same), _seen_noise(each, same)
@@ -118,7 +118,7 @@ def _seen_noise(trials_: Sequence[Trial], same: set[str]) -> list[Trial]:
     return [dataclasses.replace(trial, floor=floor) for trial, floor in zip(trials_, floors, strict=True)]
 
 
-def _numeric(runs: Sequence[Run], *, cases: bool = False) -> dict[str, None]:
+def numeric_metrics(runs: Sequence[Run], *, cases: bool = False) -> dict[str, None]:
     """Every metric that any run, or with `cases` any of its cases, has a number for, without shares of
     different roofs."""
     rows = [run.result["metrics"] for run in runs]
@@ -130,7 +130,7 @@ def _numeric(runs: Sequence[Run], *, cases: bool = False) -> dict[str, None]:
 
 def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[str]:
     """The metrics to judge by: of the whole run, or of its cases where the whole has other figures."""
-    known = _numeric(runs, cases=True)
+    known = numeric_metrics(runs, cases=True)
     if metrics is None:
         # A fixed batch's rate says what its end-to-end latency has said.
         rates = () if runs[0].experiment.startswith("latency") else RATES
@@ -156,7 +156,7 @@ def _metric_rows(
     runs: Sequence[Run], cases: Sequence[Cases], asked: Sequence[str] | None
 ) -> Iterator[MetricRow]:
     """Yields flat metrics, and then case by case those that not every run has flat."""
-    flat, known = _numeric(runs), _numeric(runs, cases=True)
+    flat, known = numeric_metrics(runs), numeric_metrics(runs, cases=True)
     first = [name for name in (SHOWN_FIRST if asked is None else asked) if name in known]
     for name in first or [name for name in flat if not name.endswith(("_low", "_high"))]:
         if name in flat:

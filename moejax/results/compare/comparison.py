@@ -8,7 +8,6 @@ from moejax.results.compare.inputs import KINDS, UNKNOWN, Difference, between, s
 from moejax.results.compare.runs import Run
 from moejax.results.compare.samples import Cases, cases_apart, match_cases
 from moejax.results.metric_names import short_name
-from moejax.results.statistics import Interval
 from moejax.results.verdict import ALPHA, Floor, Trial, Verdict
 
 SCHEMA = 2
@@ -169,8 +168,4 @@ def _named(verdicts: Sequence[Verdict], total: int) -> str:
 def exact_trial(name: str, run: Run, base: Run) -> Trial:
     """A counted metric of a run and the baseline."""
     values = (run.result["metrics"].get(name), base.result["metrics"].get(name))
-    ratio = None
-    if values[0] and values[1]:
-        factor = values[0] / values[1]
-        ratio = Interval(factor, factor, factor, 1.0, 1)
-    return Trial(name, None, run.label, base.label, *values, ratio=ratio)
+    return Trial(name, None, run.label, base.label, *values)

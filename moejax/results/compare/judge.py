@@ -6,7 +6,6 @@ import numpy as np
 
 from moejax.results.compare.samples import Cases, Values, cases_apart, match_cases, modes_differ
 from moejax.results.metric_names import short_name
-from moejax.results.statistics import cliffs_delta, rank_test, ratio_of_medians
 from moejax.results.verdict import Floor, Trial
 
 NOISE_FLOOR = {"cpu": 0.5, "gpu": 0.03}
@@ -114,17 +113,5 @@ def _trial(
     mine, theirs = samples
     if not mine.size or not theirs.size or (mine <= 0).any() or (theirs <= 0).any():
         return None
-    return Trial(
-        metric=metric,
-        case=case,
-        run=other.run.label,
-        baseline=base.run.label,
-        value=float(np.median(theirs)),
-        base=float(np.median(mine)),
-        ratio=ratio_of_medians(theirs, mine),
-        effect=cliffs_delta(theirs, mine),
-        p_value=rank_test(theirs, mine),
-        samples=(theirs.size, mine.size),
-        floor=floor,
-        blocked=blocked,
-    )
+    labels = other.run.label, base.run.label
+    return Trial.of(metric, case, *labels, theirs, mine, floor=floor, blocked=blocked)

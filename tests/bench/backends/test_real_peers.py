@@ -15,7 +15,7 @@ import pytest
 import moejax
 from moejax.bench.backends.base import Backend, BackendError
 from moejax.bench.backends.config import BackendOptions
-from moejax.bench.backends.peer import open_worker
+from moejax.bench.backends.peer import WorkerBackend
 from moejax.bench.driver import drive
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
 from moejax.engine.requests.api import SamplingParams
@@ -68,7 +68,7 @@ def check(backend: Backend, tokens: list[list[int]]) -> None:
 def test_hf_transformers(directory: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"model_dir": directory, "encode": None, "max_num_seqs": 2, "log_dir": tmp_path}
     options = BackendOptions(kind="hf_transformers", python=PYTHON or sys.executable, threads=1)
-    backend = open_worker("hf_transformers", options, **fields)
+    backend = WorkerBackend("hf_transformers", options, **fields)
     try:
         assert backend.vocab_size == 320 and backend.batching == "static"
         assert backend.describe()["dtype"] == "float32" and backend.describe()["threads"] == 1
@@ -79,7 +79,7 @@ def test_hf_transformers(directory: Path, tmp_path: Path) -> None:
         kind="hf_transformers", python=PYTHON or sys.executable, options={"attn_implementation": "nonsense"}
     )
     with pytest.raises(BackendError, match=r"backend hf_transformers: cannot load .*nonsense"):
-        open_worker("hf_transformers", bad, **fields)
+        WorkerBackend("hf_transformers", bad, **fields)
 
 
 @pytest.mark.oracle
@@ -88,7 +88,7 @@ def test_llama_cpp(directory: Path, tmp_path: Path) -> None:
     assert PYTHON is not None
     path = tmp_path / "model.gguf"
     subprocess.run([PYTHON, Path(__file__).with_name("write_gguf.py"), directory, path], check=True)
-    backend = open_worker(
+    backend = WorkerBackend(
         "llama_cpp",
         BackendOptions(kind="llama_cpp", python=PYTHON, path=str(path), threads=1,
                        options={"type_k": 0, "type_v": 0}),
@@ -108,6 +108,6 @@ def test_a_file_that_is_no_gguf_or_no_weights(tmp_path: Path) -> None:
     with pytest.raises(
         BackendError, match=r"reads weights, and .* has none: model=checkpoint model.path=DIR"
     ):
-        open_worker(
+        WorkerBackend(
             "hf_transformers", options, model_dir=tmp_path, encode=None, max_num_seqs=1, log_dir=tmp_path
         )
