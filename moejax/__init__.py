@@ -6,7 +6,7 @@ from moejax.core.version import __version__
 
 if TYPE_CHECKING:
     from moejax.checkpoint.hf import load_pretrained, save_pretrained
-    from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
+    from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, PrefixCacheConfig
     from moejax.core.parallel import ParallelConfig
     from moejax.core.quant import QuantConfig
     from moejax.engine.llm import LLM
@@ -21,6 +21,7 @@ _HOMES = {
     "ModelConfig": "moejax.core.config",
     "MoeConfig": "moejax.core.config",
     "EngineConfig": "moejax.core.config",
+    "PrefixCacheConfig": "moejax.core.config",
     "ParallelConfig": "moejax.core.parallel",
     "QuantConfig": "moejax.core.quant",
 }
@@ -31,6 +32,7 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "ParallelConfig",
+    "PrefixCacheConfig",
     "QuantConfig",
     "RequestOutput",
     "SamplingParams",

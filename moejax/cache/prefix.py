@@ -16,7 +16,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -171,16 +171,9 @@ class PrefixTree:
 
     def forget(self) -> None:
         """Forgets all that no table holds."""
-        for root in list(self._roots.values()):
-            for child in list(_children(root)):
-                self._forget_kept(child)
-
-    def _forget_kept(self, node: Node) -> None:
-        for child in list(_children(node)):
-            self._forget_kept(child)
-        node.pinned = False
-        if not node.live and not node.children:
-            self._drop(node)
+        for node in reversed(list(self.nodes())):
+            if not node.live and not node.children:
+                self._drop(node)
 
     @property
     def num_kept(self) -> int:
@@ -189,10 +182,7 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[Node]:
         """Returns all nodes, parents before their children."""
-        todo = [child for root in self._roots.values() for child in _children(root)]
-        while todo:
-            yield (node := todo.pop())
-            todo += _children(node)
+        return _below(self._roots.values())
 
     # -- looking up --------------------------------------------------------------------------------------
 
@@ -407,12 +397,11 @@ class PrefixTree:
 
     def _drop(self, node: Node) -> None:
         """Forgets a kept node and all under it, and frees what they are in."""
-        for child in list(_children(node)):
-            self._drop(child)
-        self._remove(node)
-        if node.block is not None:
-            assert self.allocator is not None
-            self.allocator.discard(node.block)
+        for each in reversed([node, *_below([node])]):
+            self._remove(each)
+            if each.block is not None:
+                assert self.allocator is not None
+                self.allocator.discard(each.block)
 
     def _remove(self, node: Node) -> None:
         """Takes a leaf out of the tree; its slot is free, its block its finder's."""
@@ -547,8 +536,13 @@ def prefix_stats(caches: Sequence[PrefixTree]) -> dict[str, Any]:
     }
 
 
-def _children(node: Node) -> Iterator[Node]:
-    return itertools.chain.from_iterable(node.children.values())
+def _below(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yields all nodes under these, parents before their children. Paths may be longer than Python's stack."""
+    todo = list(nodes)
+    while todo:
+        children = list(itertools.chain.from_iterable(todo.pop().children.values()))
+        yield from children
+        todo += children
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

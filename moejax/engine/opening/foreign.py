@@ -19,7 +19,7 @@ EQUIVALENTS = {
     "gpu_memory_utilization": "engine=EngineConfig(kv_cache_memory_gb=X), of the cache alone",
     "enable_eplb": "LLM.track_load() and LLM.rebalance()",
     "enable_chunked_prefill": "nothing: long prompts are always cut into chunks",
-    "enable_prefix_caching": "nothing: prompts share no blocks, but for the n samples of one",
+    "enable_prefix_caching": "engine=EngineConfig(prefix_cache=PrefixCacheConfig(enabled=True))",
     "enforce_eager": "nothing: every step is compiled, see LLM.warmup",
     "trust_remote_code": "nothing: no code of a checkpoint is run",
     "tokenizer": "nothing: it is the model directory's tokenizer.json",
