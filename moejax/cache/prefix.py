@@ -537,7 +537,7 @@ def prefix_stats(caches: Sequence[PrefixTree]) -> dict[str, Any]:
 
 
 def _below(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Yields all nodes under these, parents before their children. Paths may be longer than Python's stack."""
+    """Yields all nodes under these, parents before children; paths may be longer than Python's stack."""
     todo = list(nodes)
     while todo:
         children = list(itertools.chain.from_iterable(todo.pop().children.values()))
