@@ -41,13 +41,12 @@ class Node:
     """One block's tokens.
 
     Attributes:
-        tokens: at most a block's; fewer only in a leaf. A root has none, and is `writer`'s, its identity.
+        tokens: at most a block's; fewer only in a leaf. A root has none, but an identity.
         children: by their first token.
         block: where it is in the pool; None where it is in the store alone.
         slot: where it is in the store; None where it is in the pool alone.
         live: a table holds its block.
         fresh: its block is written by the step that is being scheduled: readable, but not yet to be copied.
-        writer: whoever computed it.
         pinned: given up only if those that run would have no room.
         protected: see the policy "slru".
         hits, born, used: how often it was found, and when it was made and found last, by the tree's count.
@@ -57,7 +56,7 @@ class Node:
 
     parent: "Node | None"
     tokens: tuple[int, ...]
-    writer: Any = None
+    identity: Hashable = None
     depth: int = 0
     children: "dict[int, list[Node]]" = field(default_factory=dict)
     block: int | None = None
@@ -93,8 +92,9 @@ class Match(NamedTuple):
         return sum(self.takes(node) for node in self.nodes)
 
     def takes(self, node: Node) -> bool:
-        """Tells whether a table takes a whole block as it is."""
-        return node.block is not None and (self.shared or not node.live)
+        """Tells whether a table takes a whole block as it is. What follows another table's block may not
+        outlive that, so where the first is copied, all are."""
+        return node.block is not None and (self.shared or not self.nodes[0].live)
 
     @property
     def waits(self) -> bool:
@@ -132,7 +132,6 @@ class PrefixTree:
         slots: blocks that the store on the host has room for; 0 with place "device".
         shared: several tables may hold a block. Attention in plain XLA meets every block it reads with as
             many queries as any block has readers, so there each has its own.
-        now: seconds, for `max_age_s`.
 
     Attributes:
         saves: slot → block that is still to be copied there, before anything is written to the block again.
@@ -145,24 +144,23 @@ class PrefixTree:
         block_size: int,
         slots: int = 0,
         shared: bool = True,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config, self.block_size, self.num_slots, self._now = config, block_size, slots, now
-        self.shared = shared
+        self.config, self.block_size, self.num_slots, self.shared = config, block_size, slots, shared
         self._rank = POLICIES[config.policy]
         self._to_host = config.place == "host"
         self._clock = itertools.count(1)
         self.counts: Counter[str] = Counter()
         self.allocator: Blocks | None = None  # set by the allocator that it is given to
+        self._of_block: dict[int, Node] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forgets everything; blocks that were kept are free."""
-        for node in list(getattr(self, "_of_block", {}).values()):
+        for block, node in self._of_block.items():
             if not node.live and self.allocator is not None:
-                self.allocator.discard(node.block)
+                self.allocator.discard(block)
+        self._of_block = {}
         self._roots: dict[Hashable, Node] = {}
-        self._of_block: dict[int, Node] = {}
         self._leaves: list[tuple[Any, int, Node]] = []  # a heap with outdated entries
         self._fresh: list[Node] = []
         self._protected: dict[Node, None] = {}
@@ -246,7 +244,7 @@ class PrefixTree:
     # -- storing -----------------------------------------------------------------------------------------
 
     def insert(
-        self, identity: Hashable, tokens: Sequence[int], blocks: Sequence[int], writer: Any, *, ended: bool
+        self, identity: Hashable, tokens: Sequence[int], blocks: Sequence[int], *, ended: bool
     ) -> None:
         """Remembers tokens whose keys and values are in these blocks of a table, or are about to be.
 
@@ -278,16 +276,16 @@ class PrefixTree:
                     return
                 node = child
                 continue
-            before, node = child, self._add(node, part, writer, fresh=not ended)
+            before, node = child, self._add(node, part, fresh=not ended)
             self.place(node, block)
             if before is not None and common == len(before.tokens) and not before.live:
                 node.pinned = before.pinned  # this one goes on where that one ends
                 self._drop(before)
 
-    def _add(self, parent: Node, tokens: tuple[int, ...], writer: Any, *, fresh: bool) -> Node:
-        node = Node(parent, tokens, writer, parent.depth + 1)
+    def _add(self, parent: Node, tokens: tuple[int, ...], *, fresh: bool) -> Node:
+        node = Node(parent, tokens, depth=parent.depth + 1)
         if parent.parent is None:
-            self._roots[parent.writer] = parent
+            self._roots[parent.identity] = parent
         parent.children.setdefault(tokens[0], []).append(node)
         self._touch(node)
         node.born, node.fresh = node.used, fresh
@@ -377,7 +375,7 @@ class PrefixTree:
             heapq.heappush(self._leaves, (key, node.stamp, node))
 
     def _touch(self, node: Node) -> None:
-        node.used, node.used_at = next(self._clock), self._now()
+        node.used, node.used_at = next(self._clock), time.monotonic()
 
     def _protect(self, node: Node) -> None:
         """Protects a node that was hit, and no longer the one whose hit is the longest ago."""
@@ -393,7 +391,7 @@ class PrefixTree:
 
     def _too_old(self, node: Node) -> bool:
         age = self.config.max_age_s
-        return age is not None and not node.live and not node.pinned and self._now() - node.used_at > age
+        return age is not None and not node.live and not node.pinned and time.monotonic() - node.used_at > age
 
     def _drop(self, node: Node) -> None:
         """Forgets a kept node and all under it, and frees what they are in."""
@@ -419,7 +417,7 @@ class PrefixTree:
         if parent.parent is not None:
             self._offer(parent)
         elif not parent.children:
-            del self._roots[parent.writer]
+            del self._roots[parent.identity]
 
     def _free_its_slot(self, node: Node) -> None:
         """Frees a node's slot. What is still to be saved there is saved all the same: the step that is being
@@ -487,10 +485,10 @@ class HashedBlocks(PrefixTree):
         return Match(nodes, None, 0, len(nodes) * self.block_size, self.shared)
 
     def insert(
-        self, identity: Hashable, tokens: Sequence[int], blocks: Sequence[int], writer: Any, *, ended: bool
+        self, identity: Hashable, tokens: Sequence[int], blocks: Sequence[int], *, ended: bool
     ) -> None:
         whole = tokens[: len(tokens) // self.block_size * self.block_size]
-        super().insert(identity, whole, blocks, writer, ended=ended)
+        super().insert(identity, whole, blocks, ended=ended)
         node = self._roots.get(identity, Node(None, ()))
         for chain, part in self._chain(identity, whole):
             child = next((c for c in node.children.get(part[0], ()) if c.tokens == part), None)

@@ -300,10 +300,11 @@ class LLM:
             raise ConfigError("no prefix is cached; set engine.prefix_cache.enabled=true")
         params = SamplingParams(max_tokens=1, temperature=0.0)
         pinned = []
-        for group, prefixes in enumerate(caches):
-            request = self.builder.to_generate([prompt], params)[0]
-            self.engine.run([request], group)
-            pinned.append(prefixes.pin(SHARED, request.output.prompt_token_ids))
+        with self.engine.lock:  # so that nothing is given up in between
+            for group, prefixes in enumerate(caches):
+                request = self.builder.to_generate([prompt], params)[0]
+                self.engine.run([request], group)
+                pinned.append(prefixes.pin(SHARED, request.output.prompt_token_ids))
         return min(pinned)
 
     def clear_prefix_cache(self) -> None:

@@ -22,7 +22,6 @@ class SingleDevice:
 
     axes: Axes = SINGLE
     groups: int = 1
-    is_mesh = False
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, *split: Any) -> jax.Array:
         """Zeros of a per-device shape. `split` says, of the dimensions after the first, along which axes the
@@ -72,8 +71,6 @@ class SingleDevice:
 
 class MeshDevices(SingleDevice):
     """All devices of a mesh. On devices that programs are only compiled for, arrays are shapes."""
-
-    is_mesh = True
 
     def __init__(self, mesh: Mesh, axes: Axes) -> None:
         self.mesh, self.axes = mesh, axes

@@ -23,7 +23,7 @@ def remember(allocator: BlockAllocator, tokens: list[int], whose: Any = 0) -> No
     assert allocator.prefixes is not None
     table: list[int] = []
     allocator.grow(table, len(tokens))
-    allocator.prefixes.insert(whose, tokens, table, None, ended=True)
+    allocator.prefixes.insert(whose, tokens, table, ended=True)
     allocator.release(table)
     allocator.check_integrity([])
 

@@ -359,15 +359,14 @@ class HostEngine:
     def _found(self, chunk: Chunk) -> None:
         """A prompt starts where what others have computed ends."""
         sequence = chunk.sequence
-        assert chunk.start == sequence.cached == sum(count for _, count in chunk.found)
+        assert chunk.start == sequence.cached
         if not chunk.start:
             return
-        assert self.prefixes is not None and sequence.not_looked_up is None
-        at = 0
-        for writer, count in chunk.found:
-            assert writer.identity == sequence.identity is not None
-            assert writer.tokens[at : at + count] == sequence.tokens[at : at + count]
-            at += count
+        assert self.prefixes is not None and sequence.identity is not None
+        assert sequence.not_looked_up is None
+        earlier = [s for g in self.groups for s in g.samples if s is not sequence or sequence.preemptions]
+        known, salt = sequence.tokens[: chunk.start], sequence.identity
+        assert any(s.identity == salt and s.tokens[: chunk.start] == known for s in earlier)
         self._stored[sequence.order] = chunk.start
         again = sequence.preemptions > 0
         self.events["readmission hits" if again else "hits"] += 1

@@ -1,5 +1,7 @@
 """FLOPs and bytes by operation: against hand counts, counts token by token, and XLA's own."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,8 +108,8 @@ def test_linear_attention_by_hand() -> None:
     held = held_weights(config, specs(Decoder(config)))
     for name in ("qkv_projection", "output_projection"):
         assert find(decode(config, weights=held), 0, name).weight_bytes == find(ops, 0, name).weight_bytes
-    rows = {"new_tokens": [7, 5], "context": [7, 9]}
-    prefill = attribute(config, **rows, phase="prefill", hits=HITS)  # type: ignore[arg-type]
+    rows: Any = {"new_tokens": [7, 5], "context": [7, 9]}
+    prefill = attribute(config, **rows, phase="prefill", hits=HITS)
     assert find(prefill, 2, "attention").flops == 12 * 4 * state
     assert find(prefill, 2, "attention").cache_bytes == state * 4
     assert find(prefill, 2, "kv_write").cache_bytes == 2 * state * 4

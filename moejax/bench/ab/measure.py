@@ -23,6 +23,7 @@ from moejax.bench.throughput.measure import warm_up
 from moejax.bench.throughput.modes import Mode, plan_traffic
 from moejax.bench.traffic import ThroughputWorkload, plan_fields
 from moejax.bench.workload import WorkloadConfig
+from moejax.core.errors import RequestError
 from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
 from moejax.results.metrics import RequestRecord, compute_metrics, record_row
@@ -95,6 +96,8 @@ class TrafficLoad:
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
         at_once = [dataclasses.replace(request, arrival_s=0.0) for request in self.plan]
         passed = drive(backend, at_once, self.workload.sampling, agree=agree)
+        if error := next((request.error for request in passed.served if request.error), None):
+            raise RequestError(error)
         return [list(request.token_ids) for request in passed.served]
 
 

@@ -91,10 +91,8 @@ def _cut_chunks(plan: StepPlan, parts: list[_Cut]) -> None:
             take = min(left, ends[at] - index)
             left -= take
             into, rows, spans = parts[at]
-            begins = start == chunk.start
-            part = Chunk(chunk.sequence, start, take, chunk.last and not left, chunk.first and begins)
-            part.found = chunk.found if begins else ()
-            into.chunks.append(part)
+            first, last = chunk.first and start == chunk.start, chunk.last and not left
+            into.chunks.append(Chunk(chunk.sequence, start, take, last, first))
             into.forks.append([] if left else forks)
             rows += [row] if left else range(row, row + 1 + len(forks))
             spans.append((index, take))

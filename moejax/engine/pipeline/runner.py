@@ -322,4 +322,5 @@ class PipelineRunner(BucketRunner):
             tuple(sorted({*thinned.tokens, tokens})),
             thinned.segments,
             thinned.segment_counts,
+            kept_blocks=thinned.kept_blocks,
         )

@@ -6,27 +6,22 @@ chunks      c0 f f  c1  c2 f …   a row for each chunk's sequence, then one for
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
 from moejax.engine.scheduling.sequence import Sequence
 
-Found = tuple[Sequence, int]
-"""Tokens that were found computed: by whom, and how many."""
-
 
 @dataclass(slots=True)
 class Chunk:
     """`count` tokens of a sequence from position `start`; `first` of its admission, `last` if they complete
-    what it has. A first chunk starts where what was `found` ends."""
+    what it has. A first chunk starts after the tokens that were found computed."""
 
     sequence: Sequence
     start: int
     count: int
     last: bool
     first: bool = False
-    found: Items[Found] = ()
 
     @property
     def scored(self) -> int:

@@ -19,7 +19,7 @@ from moejax.cache.allocator import BlockAllocator, OutOfBlocks
 from moejax.cache.prefix import NOTHING, Match, Node, PrefixTree
 from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.engine.requests.api import FinishReason
-from moejax.engine.scheduling.plan import Chunk, Found, StepPlan
+from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.sequence import Sequence, State
 
 
@@ -138,8 +138,8 @@ class Scheduler:
                 budget -= self._chunk(plan, sequence, budget)
         # After a preemption memory is short: nobody new comes in.
         while budget > 0 and plan.preempted == before and (first := self._admissible()):
-            found = self._admit(first, plan)
-            budget -= self._chunk(plan, first, budget, found)
+            self._admit(first, plan)
+            budget -= self._chunk(plan, first, budget)
         self._fork(plan)
         if plan.decodes or plan.chunks:
             plan.saves = self.take_saves()
@@ -309,7 +309,7 @@ class Scheduler:
             if mine or allocator.num_free:
                 return True
 
-    def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int, found: Items[Found] = ()) -> int:
+    def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """Adds as much of a prompt as the budget allows, and returns its tokens; its blocks are there."""
         first = sequence.computed == sequence.cached
         todo = sequence.length - sequence.computed
@@ -318,12 +318,12 @@ class Scheduler:
         if todo <= 0 or complete:
             return 0
         count = min(todo, budget)
-        chunk = Chunk(sequence, sequence.computed, count, count == todo, first, found)
+        chunk = Chunk(sequence, sequence.computed, count, count == todo, first)
         sequence.computed += count
         if self.prefixes is not None and sequence.identity is not None:
             whole = sequence.computed // self.allocator.block_size
             known = sequence.tokens[: whole * self.allocator.block_size]
-            self.prefixes.insert(sequence.identity, known, sequence.blocks[:whole], sequence, ended=False)
+            self.prefixes.insert(sequence.identity, known, sequence.blocks[:whole], ended=False)
         if chunk.last and not sequence.score:
             sequence.pending += 1
         plan.chunks.append(chunk)
@@ -377,29 +377,25 @@ class Scheduler:
         # A block to be copied cannot be taken meanwhile; where all are needed, it is not copied.
         return match if self._blocks_short(sequence, match) <= 0 else match.whole()
 
-    def _admit(self, sequence: Sequence, plan: StepPlan) -> list[Found]:
-        """Moves the head of the queue to running, with blocks for all the tokens it has. Returns what is
-        computed of them."""
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Moves the head of the queue to running, with blocks for all the tokens it has."""
         heapq.heappop(self._waiting)
         self.num_waiting -= sequence.samples
-        found = self._reuse(sequence, plan) if self.prefixes is not None else []
+        if self.prefixes is not None:
+            self._reuse(sequence, plan, self.prefixes)
         self.allocator.grow(sequence.blocks, sequence.length)
         self._run(sequence)
-        return found
 
     def _blocks_short(self, sequence: Sequence, match: Match) -> int:
         """Counts blocks that are not free and that it needs for the tokens it has."""
         need = self.allocator.blocks_for(sequence.length) - match.in_pool
         return need - (self.allocator.num_free - match.kept_in_pool)
 
-    def _reuse(self, sequence: Sequence, plan: StepPlan) -> list[Found]:
+    def _reuse(self, sequence: Sequence, plan: StepPlan, prefixes: PrefixTree) -> None:
         """Gives a sequence the blocks of what is computed of it: shared, loaded, or copied."""
-        allocator, prefixes, blocks = self.allocator, self.prefixes, sequence.blocks
-        assert prefixes is not None
-        match = self.match(sequence)
+        allocator, blocks, match = self.allocator, sequence.blocks, self.match(sequence)
         taken = {node: node.block for node in match.nodes if node.block is not None and match.takes(node)}
-        source = None if match.partial is None else match.partial.block
-        copied = [] if source is None else [source]
+        copied = [node.block for node in match.path if node.block is not None and node not in taken]
         for block in (*taken.values(), *copied):
             allocator.hold(block)  # so that none is taken for another; the last until it is copied
         sources, mine = Counter[str](), True
@@ -419,8 +415,6 @@ class Scheduler:
         sequence.computed = sequence.cached = match.tokens
         prefixes.use(match)
         prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, sequence.preemptions > 0)
-        found = [(node.writer, len(node.tokens)) for node in match.nodes]
-        return [*found, (match.partial.writer, match.extra)] if match.partial else found
 
     @staticmethod
     def _fetch(node: Node, block: int, plan: StepPlan) -> None:
@@ -452,7 +446,7 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         if self.prefixes is not None and sequence.identity is not None and sequence.computed:
             known = sequence.tokens[: sequence.computed]
-            self.prefixes.insert(sequence.identity, known, sequence.blocks, sequence, ended=True)
+            self.prefixes.insert(sequence.identity, known, sequence.blocks, ended=True)
         self.allocator.release(sequence.blocks)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moejax.engine.scheduling.plan import Found, StepPlan
+from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler, decodes_next
 from moejax.engine.scheduling.sequence import Sequence
 
@@ -76,10 +76,10 @@ class StaticScheduler(Scheduler):
             sequence if self._reserved + self._least_blocks(sequence) <= self.allocator.num_blocks else None
         )
 
-    def _admit(self, sequence: Sequence, plan: StepPlan) -> list[Found]:
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
         self._reserved += self._least_blocks(sequence)
         self._batch_rows += sequence.samples
-        return super()._admit(sequence, plan)
+        super()._admit(sequence, plan)
 
     def _least_blocks(self, sequence: Sequence) -> int:
         """Returns the blocks of each of its samples at full length."""

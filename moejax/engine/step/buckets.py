@@ -34,6 +34,8 @@ class Buckets:
 
     A step with chunk tokens has at least `chunk_rows` rows and `chunk_segments` segments: with their largest
     sizes it comes in few shapes, and what rows and blocks cost there is little beside the chunk.
+
+    With `kept_blocks` prefixes wait in the cache, and a sequence's blocks may lie behind any of them.
     """
 
     rows: tuple[int, ...]
@@ -42,6 +44,7 @@ class Buckets:
     segment_counts: tuple[int, ...]
     chunk_rows: int = 1
     chunk_segments: int = 1
+    kept_blocks: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, num_blocks: int) -> "Buckets":
@@ -51,7 +54,11 @@ class Buckets:
         chunk = config.token_buckets or powers_of_two(min(SMALLEST_CHUNK, tokens), tokens)
         segments = SegmentLayout.of(num_blocks, config.block_buckets)
         return cls(
-            _up_to(rows, seqs), _up_to(chunk, tokens), segments, tuple(range(1, len(segments.ends) + 1))
+            _up_to(rows, seqs),
+            _up_to(chunk, tokens),
+            segments,
+            tuple(range(1, len(segments.ends) + 1)),
+            kept_blocks=config.prefix_cache.enabled and config.prefix_cache.place == "device",
         )
 
     def rows_for(self, rows: int, tokens: int = 0) -> int:
@@ -91,7 +98,7 @@ class Buckets:
             quarter = self.segments.segments_for(-(-self.segments.ends[last_segments - 1] // 4))
             counts = _two(counts, last_segments, quarter)
         chunk_segments = last_segments if self.segments.ends[last_segments - 1] <= CHUNK_BLOCKS else 1
-        return Buckets(rows, tokens, self.segments, counts, rows[-1], chunk_segments)
+        return Buckets(rows, tokens, self.segments, counts, rows[-1], chunk_segments, self.kept_blocks)
 
     def reachable(
         self, max_total_len: int, block_size: int, samples: int = 1
@@ -123,6 +130,7 @@ class Buckets:
         # Preempted sequences come back as prompts of up to their whole length.
         tokens = self.tokens_for(min(self.tokens[-1], most_rows * max_total_len))
         blocks = min(self.segments.num_blocks, most_rows * -(-max_total_len // block_size))
+        blocks = self.segments.num_blocks if self.kept_blocks else blocks
         return tokens, self.segments_for(blocks)
 
 

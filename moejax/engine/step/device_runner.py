@@ -160,8 +160,10 @@ class DeviceRunner(BucketRunner):
             def load(pages: Any, ids: jax.Array, new: Any) -> Any:
                 return jax.tree.map(lambda x, y: x.at[ids].set(y, mode="drop"), pages, new)
 
-            placed = jax.tree.map(lambda x: x.sharding, self.pool.blocks(size))
-            return jax.jit(load, donate_argnums=0, out_shardings=placed if self.place.is_mesh else None)
+            placed = None
+            if isinstance(self.place, MeshDevices):
+                placed = jax.tree.map(lambda x: x.sharding, self.pool.blocks(size))
+            return jax.jit(load, donate_argnums=0, out_shardings=placed)
 
         def shapes() -> tuple[Any, ...]:
             pages, most = self.pool.blocks(size), min(MOVED_AT_A_TIME, size)
