@@ -22,6 +22,7 @@ from moejax.core.checked import (
     check,
 )
 from moejax.core.errors import ConfigError
+from moejax.core.scheduling import PolicyName, SchedulingConfig
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection", "rotated"]
@@ -481,7 +482,8 @@ class EngineConfig(Checked, section="engine"):
         batching: "continuous", or "static" as its baseline (padded, waits for the whole batch).
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens that one step computes; longer prompts are cut into chunks.
-        policy: who is admitted first and preempted last, see `moejax.engine.scheduling.scheduler`.
+        policy: who is admitted first and preempted last, see `moejax.engine.scheduling.policies`.
+        scheduling: what policies go by, see `SchedulingConfig`.
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
@@ -511,7 +513,8 @@ class EngineConfig(Checked, section="engine"):
     batching: Batching = "continuous"
     max_num_seqs: PositiveInt = 64
     max_num_batched_tokens: PositiveInt = 2048
-    policy: str = "fcfs"
+    policy: PolicyName = "fcfs"
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
     kv_cache_memory_gb: PositiveNumber | None = None

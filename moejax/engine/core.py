@@ -34,6 +34,10 @@ Scheduling = Scheduler | GroupScheduler
 """A scheduler, or several as one."""
 
 
+_LONGEST_WAIT_S = 0.01
+"""Seconds that nobody else can enter the engine while all that wait are beyond their tenants' rates."""
+
+
 @dataclass(slots=True)
 class InFlight:
     """A launched step, and what was true when it was scheduled."""
@@ -151,6 +155,7 @@ class Engine:
             "block_size": blocks.block_size,
             "cache_use": blocks.num_used / blocks.num_blocks,
             **prefix_stats(scheduler.prefix_caches),
+            **({"tenant_service": scheduler.policy.service()} if scheduler.policy.charges else {}),
         }
 
     def run_until(self, done: Callable[[], bool]) -> None:
@@ -184,7 +189,9 @@ class Engine:
         waiting = self.scheduler.num_waiting
         plan = self.scheduler.schedule()
         if plan is None and previous is None:
-            return False
+            wait = self.scheduler.wait_s()
+            time.sleep(min(wait, _LONGEST_WAIT_S))
+            return wait > 0
         if previous is None:
             self._last_time = time.perf_counter()
         launched = error = None
@@ -273,7 +280,7 @@ class Engine:
             self.runner.save(saves)  # now, not when the next request waits for it
 
     def _record(self, step: InFlight, result: StepResult, now: float) -> None:
-        plan = step.plan
+        plan, scheduler = step.plan, self.scheduler
         decodes = len(plan.decodes) - plan.idle
         record = StepRecord(
             time=now,
@@ -285,13 +292,14 @@ class Engine:
             running=step.running,
             waiting=step.waiting,
             used_blocks=step.used_blocks,
-            num_blocks=self.scheduler.allocator.num_blocks,
+            num_blocks=scheduler.allocator.num_blocks,
             stored_tokens=step.stored_tokens,
             preempted=plan.preempted,
             left_waiting=step.left_waiting,
         )
         self._last_time = now
         self.stats.add(record)
+        scheduler.policy.observe(record.seconds, max(1, record.tokens))
         if self.on_step is not None:
             self.on_step(record)
 

@@ -21,7 +21,7 @@ from moejax.engine.opening.foreign import refuse
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
 from moejax.engine.opening.start import make_scheduler, start
 from moejax.engine.opening.weights import load
-from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.builder import SHARED, RequestBuilder
 from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
@@ -153,6 +153,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         record_routing: bool = False,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
     ) -> list[RequestOutput]:
         """Completes each prompt; outputs come in the prompts' order.
 
@@ -160,6 +161,7 @@ class LLM:
             prompts: text, token ids, a dictionary {"prompt": text} or {"prompt_token_ids": ids}, or a list.
             sampling_params: one for all, or one a prompt.
             record_routing: add the expert counts of these requests' steps to `routing`.
+            options: what `engine.policy` goes by: one for all, or one a prompt.
 
         Raises:
             RequestError: an empty prompt, one over the limit, a token id out of range, one that can never
@@ -167,19 +169,25 @@ class LLM:
                 have. All prompts are checked before any is run.
             StepError: a step failed; its `outputs` are this call's, those that it did not concern whole.
         """
-        requests = self.builder.to_generate(as_list(prompts), sampling_params, record=record_routing)
+        requests = self.builder.to_generate(
+            as_list(prompts), sampling_params, record=record_routing, options=options
+        )
         self.engine.run(requests)
         return [request.output for request in requests]
 
     def generate_stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        options: RequestOptions | None = None,
     ) -> Iterator[StreamChunk]:
         """Yields what each step adds, for one prompt; with n > 1 the samples' chunks alternate.
 
         The prompt is checked at the call, not at the first chunk. Several streams may be read at once, in
         one thread or in many: whoever waits moves all of them on. A stream left early is aborted.
         """
-        request = self.builder.to_generate([prompt], sampling_params, streams=True)[0]
+        request = self.builder.to_generate([prompt], sampling_params, streams=True, options=options)[0]
         self.engine.add([request])
         chunks = self.engine.stream(request)
         next(chunks)  # enters its try block: a stream that nobody ever reads aborts its request too
@@ -232,16 +240,20 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         arrival_time: float | None = None,
+        options: RequestOptions | None = None,
     ) -> RequestOutput:
         """Queues a request and returns its output, which `step` fills; `finished` turns True at its end.
 
         Args:
             arrival_time: instant from which its latencies count, `time.perf_counter()` seconds; None: now.
+            options: what `engine.policy` goes by.
 
         Raises:
             RequestError: as for `generate`.
         """
-        request = self.builder.to_generate([prompt], sampling_params, arrival=arrival_time)[0]
+        request = self.builder.to_generate([prompt], sampling_params, arrival=arrival_time, options=options)[
+            0
+        ]
         with self.engine.lock:  # else another thread could end it before `on_close` is set
             self.engine.add([request])
             self._submitted[request.output.request_id] = request

@@ -5,6 +5,7 @@ that the cases they are about did occur. `alone` is the oracle: a request's toke
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,9 +15,11 @@ import pytest
 from moejax.cache.allocator import BlockAllocator
 from moejax.cache.prefix import PrefixTree, make_prefixes
 from moejax.core.config import PrefixCacheConfig
-from moejax.engine.requests.api import SamplingParams
+from moejax.core.scheduling import SchedulingConfig
+from moejax.engine.requests.api import RequestOptions, SamplingParams
 from moejax.engine.scheduling.plan import Chunk, StepPlan
-from moejax.engine.scheduling.scheduler import Policy, Scheduler
+from moejax.engine.scheduling.policies import POLICIES, Policy
+from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
 from tests.plain.fake_runner import FakeRunner
@@ -37,13 +40,6 @@ def decodes_of(plan: StepPlan | None) -> list[int]:
     return [sequence.order for sequence in plan.decodes]
 
 
-class ShortestFirst:
-    """A policy other than first come first served."""
-
-    def key(self, sequence: Sequence) -> tuple[int, int]:
-        return sequence.prompt_len, sequence.order
-
-
 @dataclass(frozen=True)
 class Ask:
     """A request by its content: the prompt is `first`, `first` + 1, …; a sampled token below `stop_below`
@@ -58,6 +54,7 @@ class Ask:
     seed: int = 0
     salt: int | None = 0
     looked_up: bool = True
+    options: RequestOptions = field(default_factory=RequestOptions)
 
     def sequence(self, order: int) -> Sequence:
         """The first sample; its forks are the others."""
@@ -75,6 +72,7 @@ class Ask:
                 score=self.score,
                 identity=self.salt,
                 not_looked_up=None if self.looked_up and not self.score else "a test's",
+                options=self.options,
             )
             for index in range(self.n)
         ]
@@ -92,7 +90,8 @@ class Limits:
     max_num_batched_tokens: int = 32
     overlap: bool = False
     static: bool = False
-    policy: type[Policy] | None = None
+    policy: str = "fcfs"
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     prefixes: PrefixCacheConfig | None = None
     slots: int = 0
     shared: bool = True
@@ -138,8 +137,10 @@ class HostEngine:
         slots = limits.slots, limits.shared
         self.prefixes = limits.prefixes and prefixes(limits.prefixes, limits.block_size, *slots)
         self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes)
-        policy = limits.policy() if limits.policy else None
-        self.scheduler = scheduler(self.allocator, limits.max_num_seqs, limits.max_num_batched_tokens, policy)
+        self.clock = 0.0  # goes on by a second a step
+        self.policy: Policy = POLICIES[limits.policy](limits.scheduling, lambda: self.clock)
+        sizes = limits.max_num_seqs, limits.max_num_batched_tokens
+        self.scheduler = scheduler(self.allocator, *sizes, self.policy)
         self.runner = FakeRunner(limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at)
         self.events: Counter[str] = Counter() if events is None else events
         self.groups: list[Group] = []
@@ -154,6 +155,8 @@ class HostEngine:
         """Queues a request; `RequestError` if it could never run."""
         first = ask.sequence(self._orders)
         group = Group(ask, [first, *first.forks])
+        for sample in group.samples:
+            sample.arrival = self.clock
         self.scheduler.add(first)
         self._orders += ask.n
         self.groups.append(group)
@@ -178,6 +181,7 @@ class HostEngine:
 
     def step(self) -> StepPlan | None:
         """One turn of the loop; returns the plan that it launched."""
+        self.clock += 1
         plan = self._schedule()
         self.scheduler.check_integrity()
         launched: tuple[StepPlan, object] | None = None
@@ -191,7 +195,7 @@ class HostEngine:
             launched, self.in_flight = self.in_flight, launched
         if launched:
             self._postprocess(*launched)
-        elif not plan and not self.scheduler.idle:
+        elif not plan and not self.scheduler.idle and not self.scheduler.wait_s():
             raise AssertionError("nothing to compute, nothing in flight, and yet sequences are left")
         if self.scheduler.idle and (saves := self.scheduler.save_only()) is not None:
             self.runner.save(saves)
@@ -219,6 +223,9 @@ class HostEngine:
         """
         live = [s for g in self.groups for s in g.samples if s.state is not State.FINISHED]
         bound = (len(live) + 1) * (sum(s.max_length for s in live) + 2) + len(self.limits.fail_at)
+        # A rate has tenants wait for as many steps as its tokens take.
+        rates = [t.tokens_per_s for t in self.policy.config.tenants.values() if t.tokens_per_s]
+        bound += round(sum(s.max_length for s in live) / min(rates, default=math.inf)) + 1
         steps = 0
         while not self.idle:
             if steps > bound:
@@ -254,12 +261,22 @@ class HostEngine:
 
     def _schedule(self) -> StepPlan | None:
         before = list(self.scheduler.running)
+        if self.policy.moves:
+            self.policy.tick()
+            before.sort(key=self.policy.key)
         unforked = {s.order for s in before if s.forks}
         queued = self.scheduler.waiting()
+        quantum = self.policy.config.quantum_tokens
+        ran = {s.order: len(s.tokens) - s.resumed >= quantum for s in before}
         plan = self.scheduler.schedule()
         gone = [s for s in before if s.state is not State.RUNNING]
-        if gone != before[len(before) - len(gone) :] or (before and len(gone) == len(before)):
+        rest = gone[:-1] if gone == before else gone
+        displaced = [s for s in gone if ran[s.order] and any(self.policy.displaces(w, s) for w in queued)]
+        last = [s for s in before if s not in displaced]
+        last = last[len(last) - len([s for s in gone if s not in displaced]) :]
+        if any(s not in displaced and s not in last for s in gone) or (rest != gone and not displaced):
             raise AssertionError(f"preempted {gone} of {before}: not the last of the order, or the first")
+        self.events["displaced for a better class"] += bool(displaced)
         # A plan that came to nothing reports its preemptions with the next one.
         self.unreported += len(gone)
         if plan is not None:
@@ -270,7 +287,7 @@ class HostEngine:
         for sequence in gone:
             self._stored[sequence.order] = 0
         if plan:
-            self._check_plan(plan, before, queued)
+            self._check_plan(plan, [s for s in before if s not in displaced], queued)
         return plan
 
     def _check_plan(self, plan: StepPlan, before: list[Sequence], queued: list[Sequence]) -> None:
@@ -282,8 +299,9 @@ class HostEngine:
         assert plan.num_tokens == real + sum(c.count for c in plan.chunks)
         assert len({s.slot for s in rows}) == len(rows) <= limits.max_num_seqs
         assert all(s in self.scheduler.running for s in rows if s not in padding)
-        keys = [self.scheduler.policy.key(s) for s in decodes]
-        assert keys == sorted(keys), "decodes out of order"
+        if not self.policy.moves:
+            keys = [self.policy.key(s) for s in decodes]
+            assert keys == sorted(keys), "decodes out of order"
         for sequence, position in zip(decodes, plan.positions, strict=False):
             self._advance(sequence, position, 1)
             assert allocator.refcount(sequence.blocks[position // size]) == 1, "writes a shared block"
@@ -309,7 +327,8 @@ class HostEngine:
         stored = {(s.blocks[p // size], p % size) for s in holders for p in range(s.computed)}
         assert self.scheduler.stored_tokens() == len(stored)
         admitted = [s for s in queued if s.state is State.RUNNING]
-        assert admitted == queued[: len(admitted)], "admitted out of order"
+        if not self.policy.moves and not self.policy.limited:
+            assert admitted == queued[: len(admitted)], "admitted out of order"
         assert not admitted or all(s.state is State.RUNNING for s in before), "admitted after a preemption"
         if limits.static:
             assert not plan.preempted and not (admitted and before)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
 from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, alone, chunks_of, decodes_of, run
@@ -238,18 +239,19 @@ def test_samples_of_one_token_end_with_the_prompt():
     assert engine.idle and all(len(tokens) == 9 for tokens in group.tokens)
 
 
-class _ByTable:
+class _ByTable(Policy):
     """Ranks by a table: lets the samples of two groups come in turns."""
 
-    def key(self, sequence: Sequence) -> int:
-        return (0, 3, 1, 2)[sequence.order]
+    def key(self, sequence: Sequence) -> tuple[int]:
+        return ((0, 3, 1, 2)[sequence.order],)
 
 
 def test_a_freed_source_may_become_a_destination():
     """0 and 1 share a block, 2 and 3 another. 0 copies its own; 2 must copy too, has 1 preempted for it and
     gets the block that 0 copied from. So copies must be made in their order, or all read before any write."""
-    limits = Limits(num_blocks=3, block_size=4, max_num_batched_tokens=32, policy=_ByTable)
+    limits = Limits(num_blocks=3, block_size=4, max_num_batched_tokens=32)
     engine = HostEngine(limits)
+    engine.policy = engine.scheduler.policy = _ByTable()
     engine.scheduler.watermark = -1  # both groups at once
     groups = [engine.submit(Ask(2, max_tokens=2, n=2, first=i)) for i in range(2)]
     engine.step()

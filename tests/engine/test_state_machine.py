@@ -21,11 +21,14 @@ from moejax.cache.allocator import BlockAllocator
 from moejax.cache.prefix import POLICIES, Match, Node, PrefixTree, make_prefixes
 from moejax.core.config import PrefixCacheConfig
 from moejax.core.errors import RequestError
+from moejax.core.scheduling import SchedulingConfig, Tenant
+from moejax.engine.requests.api import RequestOptions
+from moejax.engine.scheduling import policies
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
-from tests.engine.host_engine import Ask, HostEngine, Limits, ShortestFirst
+from tests.engine.host_engine import Ask, HostEngine, Limits
 from tests.examples import slow_but
 
 CACHE_EVENTS = (
@@ -46,6 +49,7 @@ EVENTS = (
     "abort with unstarted forks",
     "chunked prompts",
     "copies",
+    "displaced for a better class",
     "failures",
     "forks",
     "mixed steps",
@@ -62,6 +66,27 @@ EVENTS = (
 LONGEST_PROMPT, MOST_TOKENS = 24, 40
 
 
+options = st.builds(
+    RequestOptions,
+    priority=st.integers(-1, 1),
+    deadline_ms=st.sampled_from((None, 3e3, 30e3)),
+    tenant=st.sampled_from(("", "few", "small", "slow")),
+    slo_class=st.sampled_from((None, "interactive", "standard", "batch")),
+)
+# None has a quota in most runs.
+quotas = {
+    "few": Tenant(max_seqs=4),
+    "small": Tenant(max_blocks=64),
+    "slow": Tenant(tokens_per_s=1.5, burst_tokens=9),
+}
+schedulings = st.builds(
+    SchedulingConfig,
+    ageing_s=st.sampled_from((5.0, 100.0)),
+    quantum_tokens=st.integers(1, 4),
+    tenants=st.sampled_from(({}, {}, quotas)),
+)
+
+
 def asks(**fixed: st.SearchStrategy) -> st.SearchStrategy[Ask]:
     shape = {
         "prompt_len": st.integers(1, LONGEST_PROMPT),
@@ -72,6 +97,7 @@ def asks(**fixed: st.SearchStrategy) -> st.SearchStrategy[Ask]:
         "seed": st.integers(0, 1),
         "salt": st.sampled_from((0, 0, 0, 1, None)),
         "looked_up": st.sampled_from((True, True, True, False)),
+        "options": options,
     }
     return st.builds(Ask, **(shape | fixed))
 
@@ -111,7 +137,8 @@ def limits(draw: st.DrawFn, prefixes: st.SearchStrategy[PrefixCacheConfig] | Non
         max_num_batched_tokens=seqs + draw(st.one_of(st.integers(0, 3), st.integers(0, 20))),
         overlap=draw(st.booleans()),
         static=caches is None and draw(st.sampled_from((False, False, False, True))),
-        policy=draw(st.sampled_from((None, None, ShortestFirst))),
+        policy=draw(st.sampled_from(("fcfs", "priority", "edf", "slo", *policies.POLICIES))),
+        scheduling=draw(schedulings),
         prefixes=caches,
         slots=draw(st.sampled_from((3, 20, 200, 1))) if caches else 0,
         shared=caches is None or draw(st.booleans()),
@@ -154,12 +181,24 @@ class Machine(RuleBasedStateMachine):
         self.steps(2)
         self.fill(n, 0, max_tokens, False)
 
+    @rule(n=st.integers(1, 2), prompt_len=st.integers(1, LONGEST_PROMPT))
+    def hurry(self, n: int, prompt_len: int) -> None:
+        """One of the best class, when as many as can run have been at it for a while."""
+        urgent = RequestOptions(priority=-2, deadline_ms=1e3, slo_class="interactive")
+        for _ in range(self.engine.limits.max_num_seqs):
+            self._submit(Ask(1, MOST_TOKENS))
+        self.steps(6)
+        self._submit(Ask(prompt_len, 4, n, options=urgent))
+
     def _submit(self, ask: Ask) -> None:
         """It is refused exactly if it could not run on the empty engine."""
         limits, waiting = self.engine.limits, self.engine.scheduler.num_waiting
         length = ask.prompt_len + (0 if ask.score else ask.max_tokens - 1)
         need = -(-length // limits.block_size) * (ask.n if limits.static else 1)
         fits = need <= limits.num_blocks and ask.n <= limits.max_num_seqs
+        quota = limits.scheduling.tenants.get(ask.options.tenant)
+        if quota is not None and quota.max_blocks is not None:
+            fits &= -(-length // limits.block_size) * ask.n <= quota.max_blocks
         try:
             self.engine.submit(ask)
         except RequestError:

@@ -22,7 +22,7 @@ from moejax.engine.opening.quantize import QuantizationPlan, plan_quantization
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.recorder import check_capture
 from moejax.engine.routing.replay import RoutingReplay, open_replay
-from moejax.engine.scheduling.scheduler import Policy, make_policy
+from moejax.engine.scheduling.policies import Policy, make_policy
 from moejax.engine.step.ledger import enable_compile_cache
 from moejax.models.registry import config_from_hf
 from moejax.moe.expert_parallel import model_exchange
@@ -102,7 +102,8 @@ class ResolvedEngine:
                 "a variant shares its weights, and so engine.moe and engine.kernels; build another LLM"
             )
         limits = _engine_limits(engine, self.parallel, self.config, self.kernels)
-        return dataclasses.replace(self, engine=engine, policy=make_policy(engine.policy), **limits)
+        policy = make_policy(engine, jax.process_count())
+        return dataclasses.replace(self, engine=engine, policy=policy, **limits)
 
 
 def resolve(
@@ -132,7 +133,7 @@ def resolve(
         enable_compile_cache(default_cache_dir())
     directory, config = find_model(model, load_format)
     activation(config.hidden_act)  # an unknown one raises here, not when the first step is compiled
-    policy = make_policy(engine.policy)
+    policy = make_policy(engine, jax.process_count())
     compute_dtype = resolve_dtype(dtype, config.dtype, platform.value)
     config = config.replace(dtype=compute_dtype.value)
     unsupported = unsupported_by_kernels(config, engine, compute_capability(platform.value))

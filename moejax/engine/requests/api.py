@@ -92,6 +92,23 @@ class SamplingParams(Checked, error=RequestError):
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True)
+class RequestOptions(Checked, error=RequestError):
+    """What the engine's policy goes by for one request (`engine.policy`); it changes no token.
+
+    Attributes:
+        priority: its class under the policy "priority"; small numbers go first.
+        deadline_ms: milliseconds after its arrival within which its last token is wanted.
+        tenant: who asks; shares and quotas are tenants' (`engine.scheduling.tenants`).
+        slo_class: one of `engine.scheduling.slo_classes`; None asks nothing.
+    """
+
+    priority: int = 0
+    deadline_ms: PositiveNumber | None = None
+    tenant: str = ""
+    slo_class: str | None = None
+
+
 @dataclass
 class RequestMetrics:
     """Times of one request. Instants are `time.perf_counter()` seconds; token_times[i] is when token i was

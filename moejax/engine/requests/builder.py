@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
 
 from moejax.cache.allocator import BlockAllocator
-from moejax.core.errors import RequestError
+from moejax.core.errors import RequestError, unknown
 from moejax.engine.opening.resolve import ResolvedEngine
-from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
-from moejax.engine.requests.inputs import Prompt, flat_ids, params_list
+from moejax.engine.requests.api import RequestMetrics, RequestOptions, RequestOutput, SamplingParams
+from moejax.engine.requests.inputs import Prompt, flat_ids, one_each
 from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import Tokenizer
@@ -38,6 +38,7 @@ class RequestBuilder:
         self.max_model_len, self.max_num_seqs = resolved.max_model_len, resolved.engine.max_num_seqs
         self.eos_token_ids, self.seed = resolved.eos_token_ids, resolved.seed
         self.whole_in, self.replay = whole_in, replay
+        self.slo_classes = resolved.engine.scheduling.slo_classes
         self._ids = itertools.count()
         self._orders = itertools.count()
 
@@ -54,6 +55,7 @@ class RequestBuilder:
         streams: bool = False,
         record: bool = False,
         arrival: float | None = None,
+        options: RequestOptions | Items[RequestOptions] | None = None,
     ) -> list[RequestState]:
         """Returns checked requests, not queued yet; each prompt with its parameters.
 
@@ -61,14 +63,18 @@ class RequestBuilder:
             streams: keep what each step adds.
             record: record the routing of their steps.
             arrival: `time.perf_counter()` seconds; None: now.
+            options: what the engine's policy goes by, for all or for each.
 
         Raises:
             RequestError: see `LLM.generate`.
         """
-        every = params_list(sampling_params, len(prompts))
+        every = one_each(sampling_params, SamplingParams, len(prompts), "sampling_params")
+        wanted = one_each(options, RequestOptions, len(prompts), "options")
         arrival = time.perf_counter() if arrival is None else arrival
         requests = []
-        for i, (prompt, params) in enumerate(zip(prompts, every, strict=True)):
+        for i, (prompt, params, option) in enumerate(zip(prompts, every, wanted, strict=True)):
+            if option.slo_class is not None and option.slo_class not in self.slo_classes:
+                raise RequestError(f"options: {unknown('slo_class', option.slo_class, self.slo_classes)}")
             text, ids = self._token_ids(prompt, f"prompt {i}")
             self._check(ids, params, f"prompt {i}")
             max_tokens = min(params.max_tokens, self.max_model_len - len(ids))
@@ -82,6 +88,8 @@ class RequestBuilder:
             seed = params.seed if params.seed is not None else (self.seed * 1_000_003 + i * 1_009) % 2**32
             request = RequestState(output, builders, streams=streams)
             request.attach(self._samples(ids, params, seed, max_tokens, record))
+            for sequence in request.sequences:
+                sequence.options, sequence.arrival = option, arrival
             requests.append(request)
         if self.replay is not None:
             self.replay.assign(requests)

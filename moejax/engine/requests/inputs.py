@@ -1,27 +1,27 @@
 """Checks what callers pass and brings it to one form: prompts, parameters, conversations."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from moejax.core.errors import RequestError
-from moejax.engine.requests.api import SamplingParams
 from moejax.engine.requests.tokenizer import ChatMessage
 
+T = TypeVar("T")
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
 
-def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Returns one set of parameters a prompt."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
-        raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts; pass one, or one a prompt")
-    return list(params)
+def one_each(given: T | Sequence[T] | None, kind: type[T], count: int, name: str) -> list[T]:
+    """Returns one value a prompt of what a caller gave under `name`: one for all, one each, or nothing."""
+    if given is None or isinstance(given, kind):
+        return [given or kind()] * count
+    if not isinstance(given, (list, tuple)) or not all(isinstance(each, kind) for each in given):
+        raise RequestError(f"{name} must be {kind.__name__} or a list of them, got {given!r}")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} {name} for {count} prompts; pass one, or one a prompt")
+    return list(given)
 
 
 def as_list(prompts: Any) -> list[Prompt]:

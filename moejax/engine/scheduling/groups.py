@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from moejax.cache.allocator import BlockAllocator
 from moejax.cache.prefix import PrefixTree
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan, joined, of_groups
+from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 
@@ -41,6 +42,15 @@ class GroupScheduler:
     def check_fits(self, sequence: Sequence) -> None:
         """Raises `RequestError` for what could never run in any group."""
         self.groups[0].check_fits(sequence)
+
+    @property
+    def policy(self) -> Policy:
+        """The groups' common one."""
+        return self.groups[0].policy
+
+    def wait_s(self) -> float:
+        """Returns seconds until a rate allows a request of any group to go on; 0 where none does."""
+        return min((wait for group in self.groups if (wait := group.wait_s())), default=0.0)
 
     @property
     def prefix_caches(self) -> list[PrefixTree]:

@@ -13,45 +13,15 @@ import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks
 from moejax.cache.prefix import NOTHING, Match, Node, PrefixTree
-from moejax.core.errors import ConfigError, RequestError, unknown
+from moejax.core.errors import RequestError
 from moejax.engine.requests.api import FinishReason
 from moejax.engine.scheduling.plan import Chunk, StepPlan
+from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.sequence import Sequence, State
-
-
-class Policy(Protocol):
-    """Ranks sequences, smallest key first.
-
-    The smallest waiting key is admitted next; the largest running key is preempted first. The key must not
-    change while a sequence lives, and must be total (end it with `sequence.order`).
-    """
-
-    def key(self, sequence: Sequence) -> Any: ...
-
-
-class FirstComeFirstServed:
-    """By arrival. The oldest sequence is never preempted for another, so nothing starves."""
-
-    def key(self, sequence: Sequence) -> int:
-        return sequence.order
-
-
-POLICIES: dict[str, type[Policy]] = {"fcfs": FirstComeFirstServed}
-
-
-def make_policy(name: str) -> Policy:
-    """Returns the policy of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in POLICIES:
-        raise ConfigError(f"engine.policy: {unknown('policy', name, tuple(POLICIES))}")
-    return POLICIES[name]()
 
 
 class Scheduler:
@@ -75,7 +45,7 @@ class Scheduler:
         self.allocator = allocator
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.policy = policy or FirstComeFirstServed()
+        self.policy = policy or Policy()
         self.running: list[Sequence] = []  # by rising policy key
         self._waiting: list[tuple[Any, int, Sequence]] = []  # a heap; holds finished ones until they surface
         self.num_waiting = 0  # samples queued
@@ -106,6 +76,8 @@ class Scheduler:
             raise RequestError(
                 f"n={sequence.samples} exceeds engine.max_num_seqs {self.max_num_seqs}; raise it or lower n"
             )
+        whole = self._whole(sequence) * sequence.samples
+        self.policy.check(sequence, whole, (entry[2] for entry in self._waiting))
 
     @property
     def prefix_caches(self) -> list[PrefixTree]:
@@ -125,11 +97,15 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Returns the next step's plan; None if there is nothing to compute now."""
-        before = self._unreported
-        plan = StepPlan(preempted=before)
+        plan = StepPlan(preempted=self._unreported)
         self._unreported = 0
+        self.policy.tick()
+        if self.policy.moves:
+            self.running.sort(key=self.policy.key)
         if self.prefixes is not None:
             self.prefixes.settle()
+        self._displace(plan)
+        before = plan.preempted
         budget = self._decode(plan, self.max_num_batched_tokens)
         for sequence in self.running:
             if budget <= 0:
@@ -147,6 +123,10 @@ class Scheduler:
         self._unreported = plan.preempted
         return None
 
+    def wait_s(self) -> float:
+        """Returns seconds until a rate allows one of those that wait to go on; 0 where none does."""
+        return min((self.policy.rate_wait_s(s) for s in self.waiting()), default=0.0)
+
     def postprocess(self, plan: StepPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
 
@@ -163,6 +143,8 @@ class Scheduler:
             sequence.pending -= 1
             sequence.tokens.append(tokens[row])
             taken.append((row, sequence))
+            if self.policy.charges:
+                self.policy.sampled(sequence)
             sequence.finish_reason = end_reason(sequence)
             if sequence.finish_reason is not None:
                 self.finish(sequence)
@@ -214,7 +196,7 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self._end(sequence)
         else:
-            self.num_waiting -= sequence.samples
+            self._dequeue(sequence)
         sequence.state = State.FINISHED
         for fork in sequence.forks:
             fork.state = State.FINISHED
@@ -242,7 +224,7 @@ class Scheduler:
         if reserved > len(self._free_slots):
             raise AssertionError(f"{reserved} slots promised to forks, {len(self._free_slots)} free")
         keys = [self.policy.key(s) for s in self.running]
-        if keys != sorted(keys):
+        if keys != sorted(keys) and not self.policy.moves:
             raise AssertionError("running sequences are out of order")
         for s in self.running:
             if s.state is not State.RUNNING or not 0 <= s.computed <= s.length:
@@ -341,28 +323,75 @@ class Scheduler:
             for fork in forks:
                 fork.blocks = self.allocator.fork(parent.blocks)
                 fork.computed, fork.pending = parent.computed, parent.pending
+                fork.charged, fork.resumed = True, parent.resumed
                 self._run(fork)
+
+    def _displace(self, plan: StepPlan) -> None:
+        """Makes room for the first of the queue, if those that the policy lets it displace can give it all
+        that it lacks: each has had its quantum since it was admitted."""
+        first = self._first()
+        if first is None or first.pending or self._room(first):
+            return
+        match = self.match(first)
+        short = self._blocks_short(first, match) + self.watermark + len(first.forks)
+        slots, gone = self._open_slots, []
+        for sequence in reversed(self.running):
+            if slots >= first.samples and short <= 0:
+                break
+            had = len(sequence.tokens) - sequence.resumed >= self.policy.config.quantum_tokens
+            if had and self.policy.displaces(first, sequence):
+                gone.append(sequence)
+                slots += sequence.samples
+                short -= sum(self.allocator.refcount(block) == 1 for block in sequence.blocks)
+        if slots >= first.samples and short <= 0 and not match.waits:
+            for sequence in gone:
+                self.preempt(sequence)
+            plan.preempted += len(gone)
+
+    def _first(self) -> Sequence | None:
+        """Returns the first of the queue; none that its tenant's quota has wait."""
+        policy = self.policy
+        if policy.moves or policy.limited:
+            live = [s for *_, s in self._waiting if s.state is State.WAITING]
+            seqs, blocks = self._used_by_tenants()
+            over = [policy.over_quota(s, seqs, blocks, self._whole(s) * s.samples) for s in live]
+            ranks = zip(over, policy.ranks(live, self.match), live, strict=True)
+            self._waiting = [((held, *rank), s.order, s) for held, rank, s in ranks]
+            heapq.heapify(self._waiting)
+            if self._waiting and self._waiting[0][0][0]:
+                return None
+        while self._waiting and self._waiting[0][2].state is not State.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][2] if self._waiting else None
+
+    def _used_by_tenants(self) -> tuple[Counter[str], Counter[str]]:
+        """Counts each tenant's running sequences, and the blocks that they may come to need."""
+        seqs, blocks = Counter[str](), Counter[str]()
+        for sequence in self.running if self.policy.limited else ():
+            seqs[sequence.options.tenant] += sequence.samples
+            blocks[sequence.options.tenant] += self._whole(sequence) * sequence.samples
+        return seqs, blocks
 
     def _admissible(self) -> Sequence | None:
         """Returns the first of the queue if there is room for it now."""
-        while self._waiting and self._waiting[0][2].state is not State.WAITING:
-            heapq.heappop(self._waiting)
-        if not self._waiting:
-            return None
-        sequence = self._waiting[0][2]
+        first = self._first()
+        return first if first is not None and self._room(first) else None
+
+    def _room(self, sequence: Sequence) -> bool:
+        """Tells whether there is room for one that waits."""
         # A token still on the device is needed to compute the sequence again.
         if sequence.pending or sequence.samples > self._open_slots:
-            return None
+            return False
         match = self.match(sequence)
         short = self._blocks_short(sequence, match)
         if short > 0 or match.waits:
-            return None
+            return False
         reserve = self.watermark + len(sequence.forks) if self.running else 0
         if short + reserve <= 0:
-            return sequence
+            return True
         # No reserve is needed where all have room to end without anyone's going.
         most = sum(self._whole(s) * s.samples for s in (*self.running, sequence))
-        return sequence if most <= self.allocator.num_blocks else None
+        return most <= self.allocator.num_blocks
 
     @property
     def _open_slots(self) -> int:
@@ -380,9 +409,11 @@ class Scheduler:
     def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
         """Moves the head of the queue to running, with blocks for all the tokens it has."""
         heapq.heappop(self._waiting)
-        self.num_waiting -= sequence.samples
+        self._dequeue(sequence)
         if self.prefixes is not None:
             self._reuse(sequence, plan, self.prefixes)
+        self.policy.admitted(sequence)
+        sequence.resumed = len(sequence.tokens)
         self.allocator.grow(sequence.blocks, sequence.length)
         self._run(sequence)
 
@@ -455,6 +486,11 @@ class Scheduler:
         sequence.state = State.WAITING
         heapq.heappush(self._waiting, (self.policy.key(sequence), sequence.order, sequence))
         self.num_waiting += sequence.samples
+        self.policy.queued(sequence)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        self.num_waiting -= sequence.samples
+        self.policy.left(sequence)
 
 
 def end_reason(sequence: Sequence) -> FinishReason | None:

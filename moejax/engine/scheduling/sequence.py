@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from moejax.engine.requests.api import FinishReason, SamplingParams
+from moejax.engine.requests.api import FinishReason, RequestOptions, SamplingParams
 
 
 class State(Enum):
@@ -56,6 +56,9 @@ class Sequence:
             remembered nor looked up (`moejax.cache.prefix`).
         not_looked_up: why it computes its whole prompt all the same; None: it need not.
         cached: tokens that it found computed when it was admitted last.
+        options: what policies go by, with `arrival`, an instant of the policy's clock.
+        charged: its tenant has been charged for the prompt.
+        resumed: tokens that it had when it was admitted last.
         routing: int64, of each position the row of the trace that is replayed; None where none is.
         finish_reason: why its last token ended it; None while it goes on, or if it was ended from outside.
         owner: whatever the engine wants to find again; the scheduler does not look at it.
@@ -78,6 +81,10 @@ class Sequence:
     identity: Hashable | None = None
     not_looked_up: str | None = None
     cached: int = 0
+    options: RequestOptions = field(default_factory=RequestOptions)
+    arrival: float = 0.0
+    charged: bool = False
+    resumed: int = 0
     routing: Any = None
     owner: Any = None
     finish_reason: FinishReason | None = None

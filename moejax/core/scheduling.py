@@ -1,0 +1,74 @@
+"""What the engine's policies go by: classes of service, tenants and their quotas."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moejax.core.checked import Checked, NonNegativeNumber, PositiveInt, PositiveNumber
+
+PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
+Admission = Literal["queue", "refuse"]
+
+
+@dataclass(frozen=True)
+class SloClass(Checked, section="engine.scheduling.slo_classes"):
+    """Objectives of a class of requests, in milliseconds; None asks nothing."""
+
+    ttft_ms: PositiveNumber | None = None
+    tpot_ms: PositiveNumber | None = None
+
+
+@dataclass(frozen=True)
+class Tenant(Checked, section="engine.scheduling.tenants"):
+    """A tenant's share and quotas; limits are each data-parallel group's, as the engine's own are.
+
+    Attributes:
+        weight: share of the service under the policy "fair", relative to the other tenants'.
+        tokens_per_s: prompt and output tokens a second, over time; None: any number.
+        burst_tokens: tokens that it may be ahead of that rate.
+        max_seqs: its sequences that run at a time; None: as many as the engine's.
+        max_blocks: cache blocks that its running sequences may come to need; None: all.
+    """
+
+    weight: PositiveNumber = 1.0
+    tokens_per_s: PositiveNumber | None = None
+    burst_tokens: PositiveInt = 4096
+    max_seqs: PositiveInt | None = None
+    max_blocks: PositiveInt | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Tells whether it has any quota."""
+        return any(x is not None for x in (self.tokens_per_s, self.max_seqs, self.max_blocks))
+
+
+def _classes() -> dict[str, SloClass]:
+    return {
+        "interactive": SloClass(ttft_ms=500.0, tpot_ms=50.0),
+        "standard": SloClass(ttft_ms=2000.0, tpot_ms=100.0),
+        "batch": SloClass(),
+    }
+
+
+@dataclass(frozen=True)
+class SchedulingConfig(Checked, section="engine.scheduling"):
+    """What policies go by, see `moejax.engine.scheduling.policies`.
+
+    Attributes:
+        ageing_s: seconds of waiting that make up for one class of priority, and after which "sjf" and "lpm"
+            let a request go first; "edf" and "slo" take them as the deadline of requests that have none.
+        quantum_tokens: output tokens that a sequence has had, since it was admitted, before another of a
+            better class, or with an earlier deadline, may take its place.
+        prompt_weight, output_weight: what a token counts as service under "fair".
+        slo_classes: name → objectives; better classes first.
+        tenants: name → weight and quotas. Tenants that are not named have weight 1 and no quota.
+        admission: "queue" takes every request in; "refuse" turns one away whose class's time to the first
+            token, or whose deadline, is earlier than its prompt is likely to be computed.
+    """
+
+    ageing_s: PositiveNumber = 30.0
+    quantum_tokens: PositiveInt = 16
+    prompt_weight: NonNegativeNumber = 1.0
+    output_weight: PositiveNumber = 2.0
+    slo_classes: dict[str, SloClass] = field(default_factory=_classes)
+    tenants: dict[str, Tenant] = field(default_factory=dict)
+    admission: Admission = "queue"
