@@ -177,9 +177,11 @@ class Machine(RuleBasedStateMachine):
     def crowd(self, n: int, max_tokens: int) -> None:
         """Two that grow and behind them a group: its prompt takes long, and often memory is short before."""
         for _ in range(2):
-            self._submit(Ask(1, MOST_TOKENS))
-        self.steps(2)
-        self.fill(n, 0, max_tokens, False)
+            for _ in range(2):
+                self._submit(Ask(1, MOST_TOKENS))
+            self.steps(2)
+            self.fill(n, 0, max_tokens, False)
+            self.steps(4)
 
     @rule(n=st.integers(1, 2), prompt_len=st.integers(1, LONGEST_PROMPT))
     def hurry(self, n: int, prompt_len: int) -> None:

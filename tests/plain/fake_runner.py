@@ -98,7 +98,7 @@ class FakeDevice:
         """Writes a position's hash."""
         known = position < len(sequence.tokens)
         token = sequence.tokens[position] if known else self._last[sequence.slot]
-        before: int | None = 0
+        before: int | None = -1 if sequence.identity is None else hash(sequence.identity)
         if position:
             index, offset = divmod(position - 1, self.block_size)
             before = self._block(sequence.blocks[index])[offset]

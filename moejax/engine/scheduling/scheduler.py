@@ -97,23 +97,29 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Returns the next step's plan; None if there is nothing to compute now."""
-        plan = StepPlan(preempted=self._unreported)
+        before = self._unreported
+        plan = StepPlan(preempted=before)
         self._unreported = 0
         self.policy.tick()
         if self.policy.moves:
             self.running.sort(key=self.policy.key)
         if self.prefixes is not None:
             self.prefixes.settle()
-        self._displace(plan)
-        before = plan.preempted
+        urgent = self._displace(plan)
         budget = self._decode(plan, self.max_num_batched_tokens)
+        if urgent is not None and budget > 0 and self._room(urgent):
+            self._waiting = [entry for entry in self._waiting if entry[2] is not urgent]
+            heapq.heapify(self._waiting)
+            self._admit(urgent, plan)
+            budget -= self._chunk(plan, urgent, budget)
         for sequence in self.running:
             if budget <= 0:
                 break
-            if not decodes_next(sequence):
+            if sequence is not urgent and not decodes_next(sequence):
                 budget -= self._chunk(plan, sequence, budget)
-        # After a preemption memory is short: nobody new comes in.
+        # After a preemption memory is short, or places are: nobody new comes in.
         while budget > 0 and plan.preempted == before and (first := self._admissible()):
+            heapq.heappop(self._waiting)
             self._admit(first, plan)
             budget -= self._chunk(plan, first, budget)
         self._fork(plan)
@@ -326,12 +332,12 @@ class Scheduler:
                 fork.charged, fork.resumed = True, parent.resumed
                 self._run(fork)
 
-    def _displace(self, plan: StepPlan) -> None:
+    def _displace(self, plan: StepPlan) -> Sequence | None:
         """Makes room for the first of the queue, if those that the policy lets it displace can give it all
-        that it lacks: each has had its quantum since it was admitted."""
+        that it lacks: each has had its quantum since it was admitted. Returns whom there is room for then."""
         first = self._first()
         if first is None or first.pending or self._room(first):
-            return
+            return None
         match = self.match(first)
         short = self._blocks_short(first, match) + self.watermark + len(first.forks)
         slots, gone = self._open_slots, []
@@ -347,6 +353,8 @@ class Scheduler:
             for sequence in gone:
                 self.preempt(sequence)
             plan.preempted += len(gone)
+            return first
+        return None
 
     def _first(self) -> Sequence | None:
         """Returns the first of the queue; none that its tenant's quota has wait."""
@@ -407,8 +415,7 @@ class Scheduler:
         return match if self._blocks_short(sequence, match) <= 0 else match.whole()
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Moves the head of the queue to running, with blocks for all the tokens it has."""
-        heapq.heappop(self._waiting)
+        """Moves what has left the queue to running, with blocks for all the tokens it has."""
         self._dequeue(sequence)
         if self.prefixes is not None:
             self._reuse(sequence, plan, self.prefixes)
