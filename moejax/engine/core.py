@@ -19,8 +19,9 @@ from itertools import islice
 from typing import Any
 
 from moejax.cache.prefix import prefix_stats
-from moejax.core.errors import StepError
+from moejax.core.errors import RequestError, StepError
 from moejax.core.words import one_line
+from moejax.engine.requests.api import FinishReason
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.groups import GroupScheduler
@@ -32,6 +33,8 @@ from moejax.engine.step.runner import Runner, StepResult
 
 Scheduling = Scheduler | GroupScheduler
 """A scheduler, or several as one."""
+
+CLOSED = "this LLM is closed; open another one"
 
 
 @dataclass(slots=True)
@@ -66,6 +69,7 @@ class Engine:
         self.on_step: Callable[[StepRecord], None] | None = None
         self.lock = threading.RLock()
         self._in_flight: InFlight | None = None
+        self._closed = False
         self._turning = False
         self._aborted: list[RequestState] = []  # during a turn
         self._last_time = time.perf_counter()
@@ -74,10 +78,12 @@ class Engine:
         """Queues requests, all or none; in a data-parallel group if that is said.
 
         Raises:
-            RequestError: one of them could never run.
+            RequestError: one of them could never run, or the engine is closed.
         """
         requests = list(requests)
         with self.lock:
+            if self._closed:
+                raise RequestError(CLOSED)
             for request in requests:
                 for root in request.roots:
                     self.scheduler.check_fits(root)
@@ -92,12 +98,27 @@ class Engine:
                 # The lock is re-entrant: this is a finalizer or an observer in the middle of a turn.
                 self._aborted.append(request)
                 return
-            for sequence in request.sequences:
-                self.scheduler.finish(sequence)
-            request.abort()
+            self._drop(request, "abort")
             if self._in_flight is not None and self.scheduler.idle:
                 # Nobody else would come to collect the last step, and its time would run on meanwhile.
                 self.step()
+
+    def close(self) -> None:
+        """Aborts all requests, and takes no more.
+
+        Raises:
+            RequestError: it is called from within a step.
+        """
+        with self.lock:
+            self.between_steps("close")
+            for sequence in [*self.scheduler.running, *self.scheduler.waiting()]:
+                self.abort(sequence.owner[0])
+            self._closed = True
+
+    def between_steps(self, name: str) -> None:
+        """Raises `RequestError` if a step is being taken: `name` was called by an observer or a finalizer."""
+        if self._turning:
+            raise RequestError(f"LLM.{name} was called from within a step; call it between two of them")
 
     def run(self, requests: Items[RequestState], group: int | None = None) -> None:
         """Queues requests, as `add` does, and steps until all have ended.
@@ -307,6 +328,12 @@ class Engine:
         for request in requests.values():
             self._end(request, f"a step failed: {kind}{text}")
         self._forget()
+
+    def _drop(self, request: RequestState, reason: FinishReason) -> None:
+        """Ends a request with what it has."""
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence)
+        request.abort(reason)
 
     def _end(self, request: RequestState, reason: str) -> None:
         """Ends a request as failed."""

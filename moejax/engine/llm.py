@@ -5,17 +5,17 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import EngineConfig, ModelConfig
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, RequestError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
-from moejax.engine.core import Engine
+from moejax.engine.core import CLOSED, Engine
 from moejax.engine.llm_card import engine_card, engine_line
 from moejax.engine.opening.foreign import refuse
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
@@ -35,6 +35,8 @@ from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.sampler import common_mode
 from moejax.models.decoder import Decoder
 from moejax.routing.capture import RoutingCapture
+
+_FREED = ("engine", "runner", "ledger", "builder", "_weights", "_submitted")  # by `LLM.close`
 
 
 class LLM:
@@ -87,6 +89,7 @@ class LLM:
     def _start(self, resolved: ResolvedEngine) -> None:
         """Builds scheduler, cache and runner."""
         self._resolved = resolved
+        self._weights.users.add(self)
         self.engine_config, self.max_model_len = resolved.engine, resolved.max_model_len
         self.engine, self.runner, blocks = start(resolved, self._weights)
         self.ledger = self.runner.ledger
@@ -101,11 +104,44 @@ class LLM:
             whole_in = BlockAllocator(cache.num_blocks, cache.block_size)
         return RequestBuilder(self._resolved, whole_in, replay)
 
+    def close(self) -> None:
+        """Frees what it has on its devices; closing again does nothing. `with LLM(…) as llm:` closes it.
+
+        What still runs ends with what it has, with finish reason "abort". Weights that a `variant` shares
+        are freed with the last of those that have them, when that is closed or nobody holds it any more; then
+        `stages` that were taken from it hold nothing either. Any later call raises `RequestError`.
+
+        Raises:
+            RequestError: it is called from within a step.
+        """
+        if (engine := vars(self).get("engine")) is None:
+            return
+        with engine.lock:
+            engine.close()
+            if "engine" in vars(self):  # not closed by another thread meanwhile
+                self.runner.close()
+                self._weights.release(self)
+                for name in _FREED:
+                    delattr(self, name)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:  # which would take every attribute for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _FREED:
+                raise RequestError(CLOSED)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __repr__(self) -> str:
-        return engine_line(self)
+        return engine_line(self) if "engine" in vars(self) else f"<LLM {self.config.family}: closed>"
 
     def _repr_html_(self) -> str:
-        return engine_card(self)
+        return engine_card(self) if "engine" in vars(self) else repr(self)
 
     @property
     def stages(self) -> list[Decoder]:

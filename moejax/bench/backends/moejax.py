@@ -21,6 +21,7 @@ class MoejaxBackend(Backend):
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
+        self._variants: list[LLM] = []
         self.name = "moejax"
         self.vocab_size: int = llm.config.vocab_size
         self.max_model_len: int | None = llm.max_model_len
@@ -67,7 +68,9 @@ class MoejaxBackend(Backend):
 
     def variant(self, batching: Batching) -> "MoejaxBackend":
         """The same weights behind an engine of another batching mode."""
-        return MoejaxBackend(self.llm.variant(dataclasses.replace(self.llm.engine_config, batching=batching)))
+        engine = dataclasses.replace(self.llm.engine_config, batching=batching)
+        self._variants.append(self.llm.variant(engine))
+        return MoejaxBackend(self._variants[-1])
 
     def describe(self) -> dict[str, Any]:
         installed = versions()
@@ -89,6 +92,11 @@ class MoejaxBackend(Backend):
     def reset_stats(self) -> None:
         self.llm.reset_stats()
         self.llm.clear_prefix_cache()
+
+    def close(self) -> None:
+        """Frees the engine's memory, and that of its variants."""
+        for llm in (self.llm, *self._variants):
+            llm.close()
 
     def memory(self) -> dict[str, int | float | None]:
         stats = self.llm.stats()

@@ -71,7 +71,9 @@ class RequestState:
         """Ends every sample with what it has."""
         for builder in self.builders:
             if not builder.finished:
-                builder.abort(reason)
+                chunk = builder.abort(reason)
+                if self.streams and reason != "error":  # of which a stream raises
+                    self.chunks.append(chunk)
         self.close()
 
     def fail(self, reason: str) -> None:

@@ -38,6 +38,10 @@ class GroupScheduler:
     num_waiting: int = of_groups("num_waiting")
     idle: bool = of_groups("idle", all)
 
+    def waiting(self) -> list[Sequence]:
+        """Returns the groups' queues, one after another."""
+        return joined(group.waiting() for group in self.groups)
+
     def check_fits(self, sequence: Sequence) -> None:
         """Raises `RequestError` for what could never run in any group."""
         self.groups[0].check_fits(sequence)
