@@ -14,7 +14,7 @@ from typing import Any
 from moejax.bench.backends.base import Backend
 from moejax.bench.traffic import PlannedRequest
 from moejax.core.errors import RequestError
-from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.requests.api import BROKEN_OFF, RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
 from moejax.results.metrics import RequestRecord, Slo, record_row
 
@@ -46,7 +46,7 @@ class ServedRequest:
 
     @property
     def aborted(self) -> bool:
-        return self.record.finish_reason == "abort"
+        return self.record.finish_reason in BROKEN_OFF and not self.failed
 
     def row(self, origin: float, slo: Slo) -> dict[str, Any]:
         """`record_row` with `queue_ms`, `preemptions`, `cached_tokens`, `slo_met` (None without objectives)

@@ -10,13 +10,14 @@ There is no thread: whoever waits for a request turns the crank for all, under t
 callers can stream at once, from one thread or from many.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from moejax.cache.prefix import prefix_stats
 from moejax.core.errors import RequestError, StepError
@@ -30,11 +31,18 @@ from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
 from moejax.engine.stats import EngineStats, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
+from moejax.sharding.distributed import agree
+
+logger = logging.getLogger(__name__)
 
 Scheduling = Scheduler | GroupScheduler
 """A scheduler, or several as one."""
 
+PauseMode = Literal["wait", "keep", "abort"]
+"""What becomes of what runs, see `moejax.engine.llm.LLM.pause`."""
+
 CLOSED = "this LLM is closed; open another one"
+PAUSED = "this LLM is paused, so that no step is taken; LLM.unpause() has it go on"
 
 
 @dataclass(slots=True)
@@ -57,19 +65,26 @@ class Engine:
 
     Args:
         overlap: launch the next step before the last one's tokens are read.
+        retries: how often a request is computed again whose step failed, before it ends as failed.
 
     `on_step` is called after every step with its `StepRecord`.
     """
 
-    def __init__(self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True) -> None:
+    def __init__(
+        self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True, retries: int = 0
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.overlap = overlap
+        self.overlap, self.retries = overlap, retries
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
         self.lock = threading.RLock()
         self._in_flight: InFlight | None = None
         self._closed = False
+        self._held = False  # nothing new is scheduled: a pause begins
+        self._paused_by: int | None = None  # thread
+        self._unpaused = threading.Condition(self.lock)
+        self._timed: list[RequestState] = []  # those with `max_time_s`
         self._turning = False
         self._aborted: list[RequestState] = []  # during a turn
         self._last_time = time.perf_counter()
@@ -90,6 +105,11 @@ class Engine:
             for request in requests:
                 for root in request.roots:
                     self.scheduler.add(root, group)
+            for request in requests:
+                if (limit := request.sequences[0].params.max_time_s) is not None:
+                    arrival = agree(round(1e6 * request.output.metrics.arrival_time))
+                    request.ends_by_us = arrival + round(1e6 * limit)
+                    self._timed.append(request)
 
     def abort(self, request: RequestState) -> None:
         """Ends a request with what it has; nothing happens to one that has ended."""
@@ -110,10 +130,35 @@ class Engine:
             RequestError: it is called from within a step.
         """
         with self.lock:
-            self.between_steps("close")
-            for sequence in [*self.scheduler.running, *self.scheduler.waiting()]:
-                self.abort(sequence.owner[0])
+            self.pause("abort", "close")
+            self.unpause()
             self._closed = True
+
+    def pause(self, mode: PauseMode, name: str = "pause") -> None:
+        """Takes no steps from now on, see `LLM.pause`; `name` is the method's that was called."""
+        with self.lock:
+            self.between_steps(name)
+            self.unpause()
+            scheduler = self.scheduler
+            try:
+                if mode == "abort":
+                    for sequence in [*scheduler.running, *scheduler.waiting()]:
+                        self.abort(sequence.owner[0])
+                scheduler.admits, self._held = False, mode == "keep"
+                while self.step():
+                    pass
+            finally:
+                scheduler.admits, self._held = True, False
+            self._paused_by = threading.get_ident()
+
+    def unpause(self) -> None:
+        with self.lock:
+            self._paused_by = None
+            self._unpaused.notify_all()
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_by is not None
 
     def between_steps(self, name: str) -> None:
         """Raises `RequestError` if a step is being taken: `name` was called by an observer or a finalizer."""
@@ -124,9 +169,11 @@ class Engine:
         """Queues requests, as `add` does, and steps until all have ended.
 
         Raises:
-            RequestError: one of them could never run; then none is queued.
+            RequestError: one of them could never run, or the engine is paused; then none is queued.
             StepError: one of them failed.
         """
+        if self.paused:
+            raise RequestError(PAUSED)
         self.add(requests, group)
         try:
             self.run_until(lambda: all(request.finished for request in requests))
@@ -167,6 +214,7 @@ class Engine:
         return {
             "running": len(scheduler.running),
             "waiting": scheduler.num_waiting,
+            "paused": self.paused,
             "used_blocks": blocks.num_used,
             "num_blocks": blocks.num_blocks,
             "block_size": blocks.block_size,
@@ -175,18 +223,30 @@ class Engine:
         }
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Steps until `done()`, together with whoever else does."""
+        """Steps until `done()`, together with whoever else does.
+
+        Raises:
+            RequestError: the engine is paused, and it was this thread that paused it; others wait.
+        """
         while not done():
             with self.lock:
-                if not done() and not self.step():
+                if self._paused_by == threading.get_ident():
+                    raise RequestError(PAUSED)
+                if self.paused:
+                    self._unpaused.wait()
+                elif not done() and not self.step():
                     raise AssertionError("the engine is idle and a request has not ended")
 
     def step(self) -> bool:
-        """Runs one turn of the loop. False if there was nothing to do.
+        """Runs one turn of the loop. False if there was nothing to do, or the engine is paused.
 
-        A step that fails ends the requests in it with finish reason "error"; all others are computed anew.
+        A step that fails ends the requests in it with finish reason "error", unless they may be retried; all
+        others are computed anew.
         """
         with self.lock:
+            if self.paused:
+                logger.warning(PAUSED)
+                return False
             self._turning = True
             try:
                 return self._turn()
@@ -200,12 +260,13 @@ class Engine:
                     self.abort(self._aborted.pop())
 
     def _turn(self) -> bool:
+        ended = self._end_late()
         previous, self._in_flight = self._in_flight, None
         self._look(previous)
         waiting = self.scheduler.num_waiting
-        plan = self.scheduler.schedule()
+        plan = None if self._held else self.scheduler.schedule()
         if plan is None and previous is None:
-            return False
+            return ended
         if previous is None:
             self._last_time = time.perf_counter()
         launched = error = None
@@ -227,6 +288,17 @@ class Engine:
             return True
         self._in_flight = launched
         return True
+
+    def _end_late(self) -> bool:
+        """Ends requests whose time is over, and tells whether there were any. Process 0's clock decides."""
+        self._timed = [request for request in self._timed if not request.finished]
+        if not self._timed:
+            return False
+        now = agree(round(1e6 * time.perf_counter()))
+        late = [request for request in self._timed if now >= request.ends_by_us]
+        for request in late:
+            self._drop(request, "time")
+        return bool(late)
 
     def _look(self, step: InFlight | None) -> None:
         """Notes when a step is seen to have ended. The next one is launched before its tokens are read, and
@@ -317,7 +389,7 @@ class Engine:
             self.on_step(record)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
-        """Ends the requests of a failed step and has all others computed anew."""
+        """Ends the requests of a failed step that may not be retried, and has all others computed anew."""
         text = one_line(error) or type(error).__name__
         kind = "" if text.startswith(type(error).__name__) else f"{type(error).__name__}: "
         self.stats.failed_steps += 1
@@ -326,7 +398,12 @@ class Engine:
             if sequence.state is not State.FINISHED:
                 requests[id(sequence.owner[0])] = sequence.owner[0]
         for request in requests.values():
-            self._end(request, f"a step failed: {kind}{text}")
+            if request.retries < self.retries:
+                request.retries += 1
+                self.stats.retried_requests += 1
+                logger.warning("request %s is computed again: %s%s", request.output.request_id, kind, text)
+            else:
+                self._end(request, f"a step failed: {kind}{text}")
         self._forget()
 
     def _drop(self, request: RequestState, reason: FinishReason) -> None:

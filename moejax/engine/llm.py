@@ -5,17 +5,17 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import EngineConfig, ModelConfig
-from moejax.core.errors import ConfigError, RequestError
+from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
-from moejax.engine.core import CLOSED, Engine
+from moejax.engine.core import CLOSED, Engine, PauseMode
 from moejax.engine.llm_card import engine_card, engine_line
 from moejax.engine.opening.foreign import refuse
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
@@ -290,7 +290,8 @@ class LLM:
         return self._resolved.kv_cache.value
 
     def step(self) -> bool:
-        """Runs one step of the engine, for whatever is queued. False if there was nothing to do."""
+        """Runs one step of the engine, for whatever is queued. False if there was nothing to do, or where it
+        is paused."""
         return self.engine.step()
 
     def abort(self, request_id: str) -> None:
@@ -299,6 +300,27 @@ class LLM:
             request = self._submitted.get(request_id)
             if request is not None:
                 self.engine.abort(request)
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Takes no step from now on until `unpause`; blocks and tokens stay as they are.
+
+        Meanwhile `submit` queues, `step` returns False and logs why, and `generate`, `score` and streams that
+        the pausing thread reads raise `RequestError`, while other threads' wait. `max_time_s` goes on.
+
+        Args:
+            mode: "wait" runs what has begun to its end and admits nothing else; "keep" stops after the step
+                in flight and holds all requests where they are; "abort" ends all, with finish reason "abort".
+
+        Raises:
+            RequestError: there is no such mode, or it is called from within a step.
+        """
+        if mode not in get_args(PauseMode):
+            raise RequestError(f"pause: {unknown('mode', str(mode), get_args(PauseMode))}")
+        self.engine.pause(mode)
+
+    def unpause(self) -> None:
+        """Lets requests go on after `pause`; without one nothing happens."""
+        self.engine.unpause()
 
     def stats(self) -> dict[str, Any]:
         """Returns counts of what the engine holds now, and sums since the start or `reset_stats`."""
@@ -400,7 +422,8 @@ class LLM:
         with self.engine.lock:
             self.runner.count_always(record_routing)
             for prompts, params in batches:
-                requests = self._request_builder(None).to_generate(prompts, params, record=record_routing)
+                whole = [dataclasses.replace(p, max_time_s=None) for p in params]
+                requests = self._request_builder(None).to_generate(prompts, whole, record=record_routing)
                 scheduler = make_scheduler(self._resolved, self.runner.cache)
                 Engine(scheduler, steps, overlap=self.engine_config.overlap).run(requests)
             self.runner.compile_ahead(steps.keys)

@@ -90,7 +90,7 @@ def test_later_calls_are_one_line(variant: LLM) -> None:
     engine, requests = llm.engine, llm.builder.to_generate([[5]], None)
     llm.close()
     for name, call in CALLS.items():
-        with pytest.raises(RequestError, match="^this LLM is closed; open another one$"):
+        with pytest.raises(RequestError, match=r"^this LLM is closed; open another one$"):
             call(llm)
             pytest.fail(name)
     with pytest.raises(RequestError, match="closed"):

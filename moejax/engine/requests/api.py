@@ -16,7 +16,12 @@ from moejax.core.checked import (
 )
 from moejax.core.errors import RequestError
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "time", "interrupt", "abort", "error"]
+"""A stop token or string; `max_tokens` or the longest sequence; `max_time_s`; `LLM.interrupt`; given up by
+its caller, by `LLM.pause` or `LLM.close`; a step failed."""
+
+BROKEN_OFF = ("time", "interrupt", "abort", "error")
+"""Reasons that are not the sample's own end; what it has is the beginning of its whole output."""
 
 Text = Annotated[str, Must(bool, "a string that is not empty")]
 Strings = Annotated[tuple[Text, ...] | list[str] | str, Must(lambda _: True, "a string or a list of strings")]
@@ -30,6 +35,8 @@ class SamplingParams(Checked, error=RequestError):
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
+        max_time_s: seconds from the request's arrival after which it ends before the next step, with what it
+            has (nothing, if it still waits) and finish reason "time"; None: never.
         min_tokens: before so many, no token ends the output, and no stop string.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -72,6 +79,7 @@ class SamplingParams(Checked, error=RequestError):
     logprobs: Likeliest | None = None
     prompt_logprobs: Likeliest | None = None
     n: PositiveInt = 1
+    max_time_s: PositiveNumber | None = None
 
     def __post_init__(self) -> None:
         if self.top_k == -1 and not isinstance(self.top_k, bool):

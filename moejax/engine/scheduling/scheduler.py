@@ -84,6 +84,7 @@ class Scheduler:
         self.watermark = max(1, allocator.num_blocks // 100)
         self._unreported = 0  # preemptions by plans that came to nothing
         self.prefixes = allocator.prefixes
+        self.admits = True  # else only who has run before comes in again
 
     @property
     def idle(self) -> bool:
@@ -350,6 +351,8 @@ class Scheduler:
         if not self._waiting:
             return None
         sequence = self._waiting[0][2]
+        if not self.admits and not sequence.preemptions:
+            return None
         # A token still on the device is needed to compute the sequence again.
         if sequence.pending or sequence.samples > self._open_slots:
             return None
