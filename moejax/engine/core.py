@@ -80,11 +80,11 @@ class Engine:
         self.on_step: Callable[[StepRecord], None] | None = None
         self.lock = threading.RLock()
         self._in_flight: InFlight | None = None
-        self._closed = False
-        self._held = False  # nothing new is scheduled: a pause begins
-        self._paused_by: int | None = None  # thread
+        self.stopped: str | None = None  # why no step is taken
+        self._stopped_by = 0  # thread
         self._unpaused = threading.Condition(self.lock)
-        self._timed: list[RequestState] = []  # those with `max_time_s`
+        self._held = False  # nothing new is scheduled: a pause begins
+        self._timed: list[tuple[int, RequestState]] = []  # when `max_time_s` ends, µs of process 0's clock
         self._turning = False
         self._aborted: list[RequestState] = []  # during a turn
         self._last_time = time.perf_counter()
@@ -97,7 +97,7 @@ class Engine:
         """
         requests = list(requests)
         with self.lock:
-            if self._closed:
+            if self.stopped == CLOSED:
                 raise RequestError(CLOSED)
             for request in requests:
                 for root in request.roots:
@@ -105,11 +105,9 @@ class Engine:
             for request in requests:
                 for root in request.roots:
                     self.scheduler.add(root, group)
-            for request in requests:
                 if (limit := request.sequences[0].params.max_time_s) is not None:
                     arrival = agree(round(1e6 * request.output.metrics.arrival_time))
-                    request.ends_by_us = arrival + round(1e6 * limit)
-                    self._timed.append(request)
+                    self._timed.append((arrival + round(1e6 * limit), request))
 
     def abort(self, request: RequestState) -> None:
         """Ends a request with what it has; nothing happens to one that has ended."""
@@ -118,52 +116,40 @@ class Engine:
                 # The lock is re-entrant: this is a finalizer or an observer in the middle of a turn.
                 self._aborted.append(request)
                 return
-            self._drop(request, "abort")
+            self._end(request, "abort")
             if self._in_flight is not None and self.scheduler.idle:
                 # Nobody else would come to collect the last step, and its time would run on meanwhile.
                 self.step()
 
-    def close(self) -> None:
-        """Aborts all requests, and takes no more.
-
-        Raises:
-            RequestError: it is called from within a step.
-        """
+    def pause(self, mode: PauseMode, why: str = PAUSED) -> None:
+        """Takes no step from now on, see `LLM.pause`; `why` is told to those who ask for one."""
         with self.lock:
-            self.pause("abort", "close")
+            self.between_steps()
             self.unpause()
-            self._closed = True
-
-    def pause(self, mode: PauseMode, name: str = "pause") -> None:
-        """Takes no steps from now on, see `LLM.pause`; `name` is the method's that was called."""
-        with self.lock:
-            self.between_steps(name)
-            self.unpause()
-            scheduler = self.scheduler
+            parts: list[Scheduler] = getattr(self.scheduler, "groups", [self.scheduler])
             try:
-                if mode == "abort":
-                    for sequence in [*scheduler.running, *scheduler.waiting()]:
+                for part in parts:
+                    part.admits = False
+                    for sequence in [*part.running, *part.waiting()] if mode == "abort" else ():
                         self.abort(sequence.owner[0])
-                scheduler.admits, self._held = False, mode == "keep"
+                self._held = mode == "keep"
                 while self.step():
                     pass
             finally:
-                scheduler.admits, self._held = True, False
-            self._paused_by = threading.get_ident()
+                self._held = False
+                for part in parts:
+                    part.admits = True
+            self.stopped, self._stopped_by = why, threading.get_ident()
 
     def unpause(self) -> None:
         with self.lock:
-            self._paused_by = None
+            self.stopped = None
             self._unpaused.notify_all()
 
-    @property
-    def paused(self) -> bool:
-        return self._paused_by is not None
-
-    def between_steps(self, name: str) -> None:
-        """Raises `RequestError` if a step is being taken: `name` was called by an observer or a finalizer."""
+    def between_steps(self) -> None:
+        """Raises `RequestError` if a step is being taken: an observer or a finalizer asks."""
         if self._turning:
-            raise RequestError(f"LLM.{name} was called from within a step; call it between two of them")
+            raise RequestError("pause, interrupt and close: not from within a step; call them between two")
 
     def run(self, requests: Items[RequestState], group: int | None = None) -> None:
         """Queues requests, as `add` does, and steps until all have ended.
@@ -172,8 +158,8 @@ class Engine:
             RequestError: one of them could never run, or the engine is paused; then none is queued.
             StepError: one of them failed.
         """
-        if self.paused:
-            raise RequestError(PAUSED)
+        if self.stopped is not None:
+            raise RequestError(self.stopped)
         self.add(requests, group)
         try:
             self.run_until(lambda: all(request.finished for request in requests))
@@ -214,7 +200,7 @@ class Engine:
         return {
             "running": len(scheduler.running),
             "waiting": scheduler.num_waiting,
-            "paused": self.paused,
+            "paused": self.stopped is not None,
             "used_blocks": blocks.num_used,
             "num_blocks": blocks.num_blocks,
             "block_size": blocks.block_size,
@@ -226,14 +212,14 @@ class Engine:
         """Steps until `done()`, together with whoever else does.
 
         Raises:
-            RequestError: the engine is paused, and it was this thread that paused it; others wait.
+            RequestError: it was this thread that paused the engine; others wait.
         """
         while not done():
             with self.lock:
-                if self._paused_by == threading.get_ident():
-                    raise RequestError(PAUSED)
-                if self.paused:
+                if self.stopped is not None and self._stopped_by != threading.get_ident():
                     self._unpaused.wait()
+                elif self.stopped is not None:
+                    raise RequestError(self.stopped)
                 elif not done() and not self.step():
                     raise AssertionError("the engine is idle and a request has not ended")
 
@@ -244,8 +230,8 @@ class Engine:
         others are computed anew.
         """
         with self.lock:
-            if self.paused:
-                logger.warning(PAUSED)
+            if self.stopped is not None:
+                logger.warning(self.stopped)
                 return False
             self._turning = True
             try:
@@ -290,14 +276,12 @@ class Engine:
         return True
 
     def _end_late(self) -> bool:
-        """Ends requests whose time is over, and tells whether there were any. Process 0's clock decides."""
-        self._timed = [request for request in self._timed if not request.finished]
-        if not self._timed:
-            return False
-        now = agree(round(1e6 * time.perf_counter()))
-        late = [request for request in self._timed if now >= request.ends_by_us]
+        """Ends requests whose time is over, and tells whether there were any. By process 0's clock."""
+        self._timed = [timed for timed in self._timed if not timed[1].finished]
+        now = agree(round(1e6 * time.perf_counter())) if self._timed else 0
+        late = [request for end, request in self._timed if end <= now]
         for request in late:
-            self._drop(request, "time")
+            self._end(request, "time")
         return bool(late)
 
     def _look(self, step: InFlight | None) -> None:
@@ -355,6 +339,7 @@ class Engine:
             elif sequence.finish_reason == "error":
                 self._end(
                     request,
+                    "error",
                     f"the replayed routing trace ends with token {len(sequence.tokens) - 1} of its sample "
                     f"{index}, and it would go on; record a longer run, or lower max_tokens",
                 )
@@ -403,20 +388,16 @@ class Engine:
                 self.stats.retried_requests += 1
                 logger.warning("request %s is computed again: %s%s", request.output.request_id, kind, text)
             else:
-                self._end(request, f"a step failed: {kind}{text}")
+                self._end(request, "error", f"a step failed: {kind}{text}")
         self._forget()
 
-    def _drop(self, request: RequestState, reason: FinishReason) -> None:
+    def _end(self, request: RequestState, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request with what it has."""
         for sequence in request.sequences:
             self.scheduler.finish(sequence)
+        if error is not None:
+            request.output.error = f"request {request.output.request_id}: {error}"
         request.abort(reason)
-
-    def _end(self, request: RequestState, reason: str) -> None:
-        """Ends a request as failed."""
-        for sequence in request.sequences:
-            self.scheduler.finish(sequence)
-        request.fail(f"request {request.output.request_id}: {reason}")
 
     def _forget(self) -> None:
         self._in_flight = None

@@ -117,9 +117,9 @@ class LLM:
         if (engine := vars(self).get("engine")) is None:
             return
         with engine.lock:
-            engine.close()
+            engine.pause("abort", CLOSED)
             if "engine" in vars(self):  # not closed by another thread meanwhile
-                self.runner.close()
+                self.runner.reset()
                 self._weights.release(self)
                 for name in _FREED:
                     delattr(self, name)

@@ -68,7 +68,7 @@ def _control(baseline: Arm) -> Arm:
     things in memory is part of what counts as noise; a peer's is the same."""
     backend = baseline.backend
     if isinstance(backend, MoejaxBackend):
-        backend = backend.variant(backend.llm.engine_config.batching)
+        backend = MoejaxBackend(backend.llm.variant(backend.llm.engine_config))
     return Arm(CONTROL, baseline.overrides, backend, shares=baseline.name)
 
 

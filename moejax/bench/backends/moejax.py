@@ -21,7 +21,6 @@ class MoejaxBackend(Backend):
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._variants: list[LLM] = []
         self.name = "moejax"
         self.vocab_size: int = llm.config.vocab_size
         self.max_model_len: int | None = llm.max_model_len
@@ -68,9 +67,7 @@ class MoejaxBackend(Backend):
 
     def variant(self, batching: Batching) -> "MoejaxBackend":
         """The same weights behind an engine of another batching mode."""
-        engine = dataclasses.replace(self.llm.engine_config, batching=batching)
-        self._variants.append(self.llm.variant(engine))
-        return MoejaxBackend(self._variants[-1])
+        return MoejaxBackend(self.llm.variant(dataclasses.replace(self.llm.engine_config, batching=batching)))
 
     def describe(self) -> dict[str, Any]:
         installed = versions()
@@ -94,9 +91,7 @@ class MoejaxBackend(Backend):
         self.llm.clear_prefix_cache()
 
     def close(self) -> None:
-        """Frees the engine's memory, and that of its variants."""
-        for llm in (self.llm, *self._variants):
-            llm.close()
+        self.llm.close()
 
     def memory(self) -> dict[str, int | float | None]:
         stats = self.llm.stats()

@@ -26,7 +26,7 @@ got.
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -145,12 +145,6 @@ class PipelineRunner(BucketRunner):
         self._sampled_by: dict[tuple[int, int], int] = {}  # group and slot → microbatch
         # The last microbatches that the last stage has run, and whose tokens the first stage has been given.
         self._through = self._returned = self._numbers - 1
-
-    def close(self) -> None:
-        """Frees the stages' caches and what transfers hold; no step may follow."""
-        self._onward, self._back = [], cast(Any, None)
-        for stage in self.stages:
-            stage.close()
 
     def launch(self, plan: Plan) -> LaunchedPipeline:
         """Builds the microbatches and starts them.

@@ -16,7 +16,6 @@ class RequestState:
         roots: the sequences to queue; a root's forks follow it by themselves.
         chunks: what each step added, kept only where `streams`.
         retries: how often it was computed again after a failed step.
-        ends_by_us: when its `max_time_s` is over, in microseconds of process 0's clock, if it has one.
         on_close: called once the request has ended.
     """
 
@@ -26,7 +25,7 @@ class RequestState:
         self.output = output
         self.builders = builders
         self.streams = streams
-        self.retries = self.ends_by_us = 0
+        self.retries = 0
         self.roots: list[Sequence] = []
         self.sequences: list[Sequence] = []
         self.chunks: deque[StreamChunk] = deque()
@@ -78,8 +77,3 @@ class RequestState:
                 if self.streams and reason != "error":  # of which a stream raises
                     self.chunks.append(chunk)
         self.close()
-
-    def fail(self, reason: str) -> None:
-        """Ends every sample, and the request with an error."""
-        self.output.error = reason
-        self.abort("error")

@@ -38,19 +38,6 @@ class GroupScheduler:
     num_waiting: int = of_groups("num_waiting")
     idle: bool = of_groups("idle", all)
 
-    @property
-    def admits(self) -> bool:
-        return all(group.admits for group in self.groups)
-
-    @admits.setter
-    def admits(self, value: bool) -> None:
-        for group in self.groups:
-            group.admits = value
-
-    def waiting(self) -> list[Sequence]:
-        """Returns the groups' queues, one after another."""
-        return joined(group.waiting() for group in self.groups)
-
     def check_fits(self, sequence: Sequence) -> None:
         """Raises `RequestError` for what could never run in any group."""
         self.groups[0].check_fits(sequence)

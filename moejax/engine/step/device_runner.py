@@ -104,12 +104,6 @@ class DeviceRunner(BucketRunner):
         self.last = self.place.zeros((self.limits.slots + 1,), jnp.int32)
         self._seen: jax.Array | None = None
 
-    def close(self) -> None:
-        """Frees the cache; no step may follow."""
-        self.pool.reset()
-        self.store.reset()
-        self.last, self._seen = cast(Any, None), None
-
     def launch(self, plan: Plan) -> Launched:
         """Builds the batch and starts the step.
 
