@@ -8,19 +8,15 @@ from experiments.launch.schema import QuantizationConfig
 
 
 def main(config: QuantizationConfig) -> None:
-    from contextlib import ExitStack
+    from functools import partial
 
     from experiments.launch.model import open_quantized
     from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.quantization.run import check_methods, run_quantization
 
-    with ExperimentRun.open("quantization", config, output_dir()) as run, ExitStack() as stack:
-        result = run_quantization(
-            lambda quant: stack.enter_context(open_quantized(config, quant)),
-            config.quantization,
-            run,
-            seed=config.seed,
-        )
+    with ExperimentRun.open("quantization", config, output_dir()) as run:
+        open_model = partial(open_quantized, config)
+        result = run_quantization(open_model, config.quantization, run, seed=config.seed)
     check_methods(result)
 
 

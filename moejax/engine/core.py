@@ -109,14 +109,14 @@ class Engine:
                     arrival = agree(round(1e6 * request.output.metrics.arrival_time))
                     self._timed.append((arrival + round(1e6 * limit), request))
 
-    def abort(self, request: RequestState) -> None:
+    def abort(self, request: RequestState, reason: FinishReason = "abort") -> None:
         """Ends a request with what it has; nothing happens to one that has ended."""
         with self.lock:
             if self._turning:
                 # The lock is re-entrant: this is a finalizer or an observer in the middle of a turn.
                 self._aborted.append(request)
                 return
-            self._end(request, "abort")
+            self._end(request, reason)
             if self._in_flight is not None and self.scheduler.idle:
                 # Nobody else would come to collect the last step, and its time would run on meanwhile.
                 self.step()

@@ -23,6 +23,7 @@ from moejax.engine.opening.start import make_scheduler, start
 from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.engine.requests.builder import SHARED, RequestBuilder
+from moejax.engine.requests.checkpoint import Checkpoint
 from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
@@ -277,7 +278,9 @@ class LLM:
         Raises:
             RequestError: as for `generate`.
         """
-        request = self.builder.to_generate([prompt], sampling_params, arrival=arrival_time)[0]
+        return self._submit(self.builder.to_generate([prompt], sampling_params, arrival=arrival_time)[0])
+
+    def _submit(self, request: RequestState) -> RequestOutput:
         with self.engine.lock:  # else another thread could end it before `on_close` is set
             self.engine.add([request])
             self._submitted[request.output.request_id] = request
@@ -300,6 +303,32 @@ class LLM:
             request = self._submitted.get(request_id)
             if request is not None:
                 self.engine.abort(request)
+
+    def interrupt(self, request_id: str) -> Checkpoint:
+        """Ends a submitted request with finish reason "interrupt" and returns what `resume` goes on from, to
+        the tokens that it would have had.
+
+        Raises:
+            RequestError: no such request is running, or tokens depend on more than the request itself: with
+                experts or exchanges of limited capacity, and while a trace is replayed.
+        """
+        self.builder.check_resumable()
+        with self.engine.lock:
+            if (request := self._submitted.get(request_id)) is None:
+                raise RequestError(f"interrupt: no submitted request {request_id!r} is running")
+            checkpoint = Checkpoint.of(request, self.builder.model)
+            self.engine.abort(request, "interrupt")
+        return checkpoint
+
+    def resume(self, checkpoint: Checkpoint) -> RequestOutput:
+        """Queues an interrupted request as `submit` does, on any engine of its model, and returns its output
+        with the tokens that it has. `max_time_s` and `metrics` start anew.
+
+        Raises:
+            RequestError: the checkpoint is another model's or was tampered with, the request is too long for
+                this engine, or as for `interrupt`.
+        """
+        return self._submit(self.builder.resume(checkpoint))
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """Takes no step from now on until `unpause`; blocks and tokens stay as they are.

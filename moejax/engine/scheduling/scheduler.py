@@ -417,7 +417,8 @@ class Scheduler:
         allocator.release(copied)
         sequence.computed = sequence.cached = match.tokens
         prefixes.use(match)
-        prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, sequence.preemptions > 0)
+        again = sequence.preemptions > 0 or sequence.generated > 0  # resumed
+        prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, again)
 
     @staticmethod
     def _fetch(node: Node, block: int, plan: StepPlan) -> None:
