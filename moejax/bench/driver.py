@@ -14,9 +14,9 @@ from typing import Any
 from moejax.bench.backends.base import Backend
 from moejax.bench.traffic import PlannedRequest
 from moejax.core.errors import RequestError
-from moejax.engine.requests.api import BROKEN_OFF, RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
-from moejax.results.metrics import RequestRecord, Slo, record_row
+from moejax.results.metrics import BROKEN_OFF, RequestRecord, Slo, record_row
 
 # Seconds of the driver's clock between looks at what has finished, which are for the progress bar only.
 _LOOK_EVERY = 0.2

@@ -39,8 +39,6 @@ Scheduling = Scheduler | GroupScheduler
 """A scheduler, or several as one."""
 
 PauseMode = Literal["wait", "keep", "abort"]
-"""What becomes of what runs, see `moejax.engine.llm.LLM.pause`."""
-
 CLOSED = "this LLM is closed; open another one"
 PAUSED = "this LLM is paused, so that no step is taken; LLM.unpause() has it go on"
 
@@ -86,7 +84,7 @@ class Engine:
         self._held = False  # nothing new is scheduled: a pause begins
         self._timed: list[tuple[int, RequestState]] = []  # when `max_time_s` ends, µs of process 0's clock
         self._turning = False
-        self._aborted: list[RequestState] = []  # during a turn
+        self._aborted: list[tuple[RequestState, FinishReason]] = []  # during a turn
         self._last_time = time.perf_counter()
 
     def add(self, requests: Iterable[RequestState], group: int | None = None) -> None:
@@ -114,7 +112,7 @@ class Engine:
         with self.lock:
             if self._turning:
                 # The lock is re-entrant: this is a finalizer or an observer in the middle of a turn.
-                self._aborted.append(request)
+                self._aborted.append((request, reason))
                 return
             self._end(request, reason)
             if self._in_flight is not None and self.scheduler.idle:
@@ -124,7 +122,8 @@ class Engine:
     def pause(self, mode: PauseMode, why: str = PAUSED) -> None:
         """Takes no step from now on, see `LLM.pause`; `why` is told to those who ask for one."""
         with self.lock:
-            self.between_steps()
+            if self._turning:
+                raise RequestError("pause and close: not from within a step; call them between two")
             self.unpause()
             parts: list[Scheduler] = getattr(self.scheduler, "groups", [self.scheduler])
             try:
@@ -145,11 +144,6 @@ class Engine:
         with self.lock:
             self.stopped = None
             self._unpaused.notify_all()
-
-    def between_steps(self) -> None:
-        """Raises `RequestError` if a step is being taken: an observer or a finalizer asks."""
-        if self._turning:
-            raise RequestError("pause, interrupt and close: not from within a step; call them between two")
 
     def run(self, requests: Items[RequestState], group: int | None = None) -> None:
         """Queues requests, as `add` does, and steps until all have ended.
@@ -243,7 +237,7 @@ class Engine:
             finally:
                 self._turning = False
                 while self._aborted:
-                    self.abort(self._aborted.pop())
+                    self.abort(*self._aborted.pop())
 
     def _turn(self) -> bool:
         ended = self._end_late()

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,9 +21,8 @@ from moejax.engine.opening.foreign import refuse
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
 from moejax.engine.opening.start import make_scheduler, start
 from moejax.engine.opening.weights import load
-from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.engine.requests.api import Checkpoint, RequestOutput, SamplingParams
 from moejax.engine.requests.builder import SHARED, RequestBuilder
-from moejax.engine.requests.checkpoint import Checkpoint
 from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
@@ -37,7 +36,12 @@ from moejax.engine.step.sampler import common_mode
 from moejax.models.decoder import Decoder
 from moejax.routing.capture import RoutingCapture
 
-_FREED = ("engine", "runner", "ledger", "builder", "_weights", "_submitted")  # by `LLM.close`
+
+class _Closed:
+    """Stands for what a closed `LLM` had."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RequestError(CLOSED)
 
 
 class LLM:
@@ -108,22 +112,20 @@ class LLM:
     def close(self) -> None:
         """Frees what it has on its devices; closing again does nothing. `with LLM(…) as llm:` closes it.
 
-        What still runs ends with what it has, with finish reason "abort". Weights that a `variant` shares
-        are freed with the last of those that have them, when that is closed or nobody holds it any more; then
-        `stages` that were taken from it hold nothing either. Any later call raises `RequestError`.
-
-        Raises:
-            RequestError: it is called from within a step.
+        What runs ends with finish reason "abort". Weights that `variant` has shared are freed with the last
+        engine that has them, `stages` that somebody holds included. Any later call raises `RequestError`, as
+        this one does from within a step.
         """
-        if (engine := vars(self).get("engine")) is None:
+        engine = self.engine
+        if isinstance(engine, _Closed):
             return
         with engine.lock:
             engine.pause("abort", CLOSED)
-            if "engine" in vars(self):  # not closed by another thread meanwhile
+            if self.engine is engine:  # not closed by another thread meanwhile
                 self.runner.reset()
                 self._weights.release(self)
-                for name in _FREED:
-                    delattr(self, name)
+                for name in ("engine", "runner", "ledger", "builder", "_weights", "_submitted"):
+                    setattr(self, name, _Closed())
 
     def __enter__(self) -> "LLM":
         return self
@@ -131,18 +133,12 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    if not TYPE_CHECKING:  # which would take every attribute for one that is there
-
-        def __getattr__(self, name: str) -> Any:
-            if name in _FREED:
-                raise RequestError(CLOSED)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def __repr__(self) -> str:
-        return engine_line(self) if "engine" in vars(self) else f"<LLM {self.config.family}: closed>"
+        closed = isinstance(self.engine, _Closed)
+        return f"<LLM {self.config.family}: closed>" if closed else engine_line(self)
 
     def _repr_html_(self) -> str:
-        return engine_card(self) if "engine" in vars(self) else repr(self)
+        return repr(self) if isinstance(self.engine, _Closed) else engine_card(self)
 
     @property
     def stages(self) -> list[Decoder]:
@@ -305,36 +301,34 @@ class LLM:
                 self.engine.abort(request)
 
     def interrupt(self, request_id: str) -> Checkpoint:
-        """Ends a submitted request with finish reason "interrupt" and returns what `resume` goes on from, to
-        the tokens that it would have had.
+        """Ends a submitted request with finish reason "interrupt" and returns what `resume` takes.
 
         Raises:
-            RequestError: no such request is running, or tokens depend on more than the request itself: with
-                experts or exchanges of limited capacity, and while a trace is replayed.
+            RequestError: no such request is running, or its tokens depend on more than itself (experts or
+                exchanges of limited capacity, a replayed trace).
         """
         self.builder.check_resumable()
         with self.engine.lock:
             if (request := self._submitted.get(request_id)) is None:
                 raise RequestError(f"interrupt: no submitted request {request_id!r} is running")
-            checkpoint = Checkpoint.of(request, self.builder.model)
+            checkpoint = request.checkpoint(self.builder.model)
             self.engine.abort(request, "interrupt")
         return checkpoint
 
     def resume(self, checkpoint: Checkpoint) -> RequestOutput:
-        """Queues an interrupted request as `submit` does, on any engine of its model, and returns its output
-        with the tokens that it has. `max_time_s` and `metrics` start anew.
+        """Queues an interrupted request, as `submit` does, on any engine of its model; it ends with what it
+        would have had. `max_time_s` and `metrics` start anew.
 
         Raises:
-            RequestError: the checkpoint is another model's or was tampered with, the request is too long for
-                this engine, or as for `interrupt`.
+            RequestError: as for `interrupt` and `submit`; the checkpoint is another model's, or not sound.
         """
         return self._submit(self.builder.resume(checkpoint))
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """Takes no step from now on until `unpause`; blocks and tokens stay as they are.
 
-        Meanwhile `submit` queues, `step` returns False and logs why, and `generate`, `score` and streams that
-        the pausing thread reads raise `RequestError`, while other threads' wait. `max_time_s` goes on.
+        Meanwhile `submit` queues, `step` returns False and logs why, and `generate` and `score` raise
+        `RequestError`; what other threads wait for is held, and what this one reads on raises, too.
 
         Args:
             mode: "wait" runs what has begun to its end and admits nothing else; "keep" stops after the step

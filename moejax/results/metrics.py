@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from moejax.core.checked import Checked, Must, PositiveInt, check
 from moejax.core.errors import ConfigError
-from moejax.engine.requests.api import BROKEN_OFF, FinishReason, RequestMetrics, RequestOutput
+from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOutput
 from moejax.results.metric_names import CASE_FIELDS, LATENCIES, STATISTICS, least_samples, percentile_of
+
+BROKEN_OFF = ("time", "interrupt", "abort", "error")
 
 Metrics = dict[str, float | int | None]
 

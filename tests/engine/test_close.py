@@ -103,7 +103,7 @@ def test_later_calls_are_one_line(variant: LLM) -> None:
 
 def test_not_from_within_a_step(variant: LLM) -> None:
     variant.engine.on_step = lambda record: variant.close()
-    with pytest.raises(RequestError, match=r"^pause, interrupt and close: not from within a step"):
+    with pytest.raises(RequestError, match=r"^pause and close: not from within a step"):
         variant.generate([[5]])
     variant.engine.on_step = None
     assert variant.generate([[5]])[0].finished

@@ -207,7 +207,7 @@ def test_threads_wait_and_the_pausing_one_is_told() -> None:
 def test_not_from_within_a_step() -> None:
     engine = build("continuous", True)
     engine.on_step = lambda record: engine.pause("keep")
-    with pytest.raises(RequestError, match="pause, interrupt and close: not from within a step"):
+    with pytest.raises(RequestError, match="pause and close: not from within a step"):
         engine.run([request(0, 3, 4)])
     assert not engine.stopped
 

@@ -53,10 +53,9 @@ class Weights:
     def release(self, user: object) -> None:
         """Takes note that one of `users` is done, and frees the devices' memory after the last."""
         self.users.discard(user)
-        for functions in [] if self.users else self.functions:
-            for leaf in functions.leaves:
-                if isinstance(leaf, jax.Array):
-                    leaf.delete()
+        for leaf in [] if self.users else [x for functions in self.functions for x in functions.leaves]:
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
 
 
 def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill: bool = True) -> Weights:

@@ -1,12 +1,14 @@
 """Requests of the engine and their results, as users see them; names follow vLLM. No JAX here."""
 
+import json
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
 from moejax.core.checked import (
     Checked,
     Must,
+    Name,
     NonNegativeInt,
     NonNegativeNumber,
     PositiveInt,
@@ -20,8 +22,6 @@ FinishReason = Literal["stop", "length", "time", "interrupt", "abort", "error"]
 """A stop token or string; `max_tokens` or the longest sequence; `max_time_s`; `LLM.interrupt`; given up by
 its caller, by `LLM.pause` or `LLM.close`; a step failed."""
 
-BROKEN_OFF = ("time", "interrupt", "abort", "error")
-"""Reasons that are not the sample's own end; what it has is the beginning of its whole output."""
 
 Text = Annotated[str, Must(bool, "a string that is not empty")]
 Strings = Annotated[tuple[Text, ...] | list[str] | str, Must(lambda _: True, "a string or a list of strings")]
@@ -186,3 +186,49 @@ class RequestOutput:
         from moejax.engine.requests.output_card import output_card
 
         return output_card(self)
+
+
+CHECKPOINT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint(Checked, section="checkpoint", error=RequestError):
+    """What `LLM.interrupt` keeps of a request.
+
+    Attributes:
+        model: what its model is, see `moejax.engine.requests.builder.RequestBuilder`.
+        prompt, prompt_token_ids: its prompt; the text is None where token ids were given.
+        sampling_params: its own, with the seed that was drawn and the `max_tokens` that there was room for.
+        samples: the tokens of each of its n samples so far.
+        logprobs: of each sample's tokens; empty where they are not asked for.
+    """
+
+    model: Name
+    prompt: str | None
+    prompt_token_ids: tuple[NonNegativeInt, ...]
+    sampling_params: SamplingParams
+    samples: tuple[tuple[NonNegativeInt, ...], ...]
+    logprobs: tuple[tuple[Logprob, ...], ...]
+
+    def to_json(self) -> str:
+        """Writes it as one line."""
+        return json.dumps({"version": CHECKPOINT_VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Checkpoint":
+        """Reads what `to_json` wrote; raises `RequestError` for what is damaged or another version's."""
+
+        def logprob(fields: dict[str, Any]) -> Logprob:
+            return Logprob(**fields | {"top": {int(token): x for token, x in fields["top"].items()}})
+
+        try:
+            fields = json.loads(text)
+            if (version := fields.pop("version")) != CHECKPOINT_VERSION:
+                raise RequestError(f"checkpoint: version {version}; this moejax reads {CHECKPOINT_VERSION}")
+            fields["sampling_params"] = SamplingParams(**fields["sampling_params"])
+            fields["logprobs"] = [list(map(logprob, sample)) for sample in fields["logprobs"]]
+            return cls(**fields)
+        except RequestError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RequestError(f"not a checkpoint of LLM.interrupt: {error!r}") from None

@@ -11,8 +11,7 @@ from itertools import zip_longest
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError
 from moejax.engine.opening.resolve import ResolvedEngine
-from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
-from moejax.engine.requests.checkpoint import Checkpoint
+from moejax.engine.requests.api import Checkpoint, RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.requests.inputs import Prompt, flat_ids, params_list
 from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.requests.state import RequestState

@@ -2,9 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from moejax.engine.requests.api import FinishReason, Logprob, RequestOutput
+from moejax.engine.requests.api import Checkpoint, FinishReason, Logprob, RequestOutput
 from moejax.engine.requests.output import OutputProcessor, StreamChunk
 from moejax.engine.scheduling.sequence import Sequence
 
@@ -68,6 +69,16 @@ class RequestState:
             self.output.metrics.preemptions = sum(s.preemptions for s in self.sequences)
             self.output.finished = True
             self.on_close()
+
+    def checkpoint(self, model: str) -> Checkpoint:
+        """Returns what it has between two steps; `model` says what its model is."""
+        out, first = self.output, self.sequences[0]
+        room = first.max_length - first.prompt_len
+        least = min(room, first.params.min_tokens)
+        params = replace(first.params, seed=first.seed, max_tokens=room, min_tokens=least)
+        samples = tuple(tuple(sample.token_ids) for sample in out.outputs)
+        logprobs = tuple(tuple(sample.logprobs or ()) for sample in out.outputs)
+        return Checkpoint(model, out.prompt, tuple(out.prompt_token_ids), params, samples, logprobs)
 
     def abort(self, reason: FinishReason = "abort") -> None:
         """Ends every sample with what it has."""
