@@ -76,7 +76,6 @@ def run_stress(llm: LLM, section: StressSection, run: ExperimentRun) -> Result:
         prober = Prober(llm, section)
     logs = [PhaseLog(phase) for phase in section.phases]
     snapshots = _rounds(prober, logs)
-    prober.control.close()
     grown, faults = leak_faults(snapshots, section)
     if recompiles := len(llm.ledger.recompiles):
         faults.append(f"{recompiles} steps were compiled after the warm-up")
