@@ -392,6 +392,7 @@ class Engine:
         if error is not None:
             request.output.error = f"request {request.output.request_id}: {error}"
         request.abort(reason)
+        self._unpaused.notify_all()  # a thread may wait for it through a pause
 
     def _forget(self) -> None:
         self._in_flight = None

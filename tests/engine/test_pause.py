@@ -204,6 +204,19 @@ def test_threads_wait_and_the_pausing_one_is_told() -> None:
     assert len(theirs.output.outputs[0].token_ids) == 9 and len(asked.output.outputs[0].token_ids) == 40
 
 
+def test_a_waiting_thread_learns_of_an_abort() -> None:
+    engine, theirs = build("continuous", True), request(0, 3, 9)
+    theirs.streams = True
+    engine.add([theirs])
+    thread = threading.Thread(target=lambda: list(engine.stream(theirs)))
+    engine.pause("keep")
+    thread.start()
+    thread.join(0.05)
+    engine.abort(theirs)
+    thread.join(60)
+    assert not thread.is_alive() and reasons(theirs) == ["abort"] and engine.stopped
+
+
 def test_not_from_within_a_step() -> None:
     engine = build("continuous", True)
     engine.on_step = lambda record: engine.pause("keep")
