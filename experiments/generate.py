@@ -12,14 +12,15 @@ def main(config: GenerateConfig) -> None:
     from moejax.engine.console import generate_to_console
     from moejax.results.result import print_ending
 
-    counts = generate_to_console(
-        open_llm(config),
-        list(config.prompts),
-        config.sampling,
-        stream=config.stream,
-        chat=config.chat,
-        out_dir=output_dir(),
-    )
+    with open_llm(config) as llm:
+        counts = generate_to_console(
+            llm,
+            list(config.prompts),
+            config.sampling,
+            stream=config.stream,
+            chat=config.chat,
+            out_dir=output_dir(),
+        )
     print_ending("generate", output_dir(), counts)
 
 

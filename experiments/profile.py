@@ -14,8 +14,8 @@ def main(config: ProfileConfig) -> None:
     from moejax.bench.profile.run import run_profile
 
     name_compiled_programs()  # before anything is compiled
-    with ExperimentRun.open("profile", config, output_dir()) as run:
-        run_profile(open_llm(config), config.workload, config.profile, run)
+    with ExperimentRun.open("profile", config, output_dir()) as run, open_llm(config) as llm:
+        run_profile(llm, config.workload, config.profile, run)
 
 
 if __name__ == "__main__":

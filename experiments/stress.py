@@ -12,8 +12,8 @@ def main(config: StressConfig) -> None:
     from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.stress.run import check_stress, run_stress
 
-    with ExperimentRun.open("stress", config, output_dir()) as run:
-        result = run_stress(open_llm(config), config.stress, run)
+    with ExperimentRun.open("stress", config, output_dir()) as run, open_llm(config) as llm:
+        result = run_stress(llm, config.stress, run)
     check_stress(result)
 
 

@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from moejax.core.parallel import ParallelConfig
     from moejax.core.quant import QuantConfig
     from moejax.engine.llm import LLM
-    from moejax.engine.requests.api import RequestOutput, SamplingParams
+    from moejax.engine.requests.api import Checkpoint, RequestOutput, SamplingParams
 
 _HOMES = {
     "LLM": "moejax.engine.llm",
     "SamplingParams": "moejax.engine.requests.api",
     "RequestOutput": "moejax.engine.requests.api",
+    "Checkpoint": "moejax.engine.requests.api",
     "load_pretrained": "moejax.checkpoint.hf",
     "save_pretrained": "moejax.checkpoint.hf",
     "ModelConfig": "moejax.core.config",
@@ -28,6 +29,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "Checkpoint",
     "EngineConfig",
     "ModelConfig",
     "MoeConfig",

@@ -61,5 +61,5 @@ def _open(config: ModelSections, quant: QuantConfig | None, **more: Any) -> LLM:
         **more,
     )
     if planned is not None:
-        planned.append(llm)
+        planned.append(llm.variant(llm.engine_config))  # which stays open
     return llm

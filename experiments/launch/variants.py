@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,8 @@ def _open(
             continue
         laid_out = all(getattr(config.engine, n) == getattr(theirs.engine, n) for n in _WITH_WEIGHTS)
         if laid_out and dataclasses.replace(config, engine=theirs.engine) == theirs:
-            return MoejaxBackend(other.backend.llm.variant(config.engine)), other.name
+            backend = MoejaxBackend(other.backend.llm.variant(config.engine))
+            return enter(closing(backend)), other.name
     return enter(open_backends(config, out))[0], None
 
 

@@ -16,7 +16,7 @@ from moejax.bench.traffic import PlannedRequest
 from moejax.core.errors import RequestError
 from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
-from moejax.results.metrics import RequestRecord, Slo, record_row
+from moejax.results.metrics import BROKEN_OFF, RequestRecord, Slo, record_row
 
 # Seconds of the driver's clock between looks at what has finished, which are for the progress bar only.
 _LOOK_EVERY = 0.2
@@ -46,7 +46,7 @@ class ServedRequest:
 
     @property
     def aborted(self) -> bool:
-        return self.record.finish_reason == "abort"
+        return self.record.finish_reason in BROKEN_OFF and not self.failed
 
     def row(self, origin: float, slo: Slo) -> dict[str, Any]:
         """`record_row` with `queue_ms`, `preemptions`, `cached_tokens`, `slo_met` (None without objectives)

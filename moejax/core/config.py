@@ -490,6 +490,7 @@ class EngineConfig(Checked, section="engine"):
         kv_cache_memory_gb: memory for the cache in units of 10^9 bytes; None: 2 on CPU (taken as it is
             needed), elsewhere 80 % of what the device has free after the weights.
         overlap: schedule and launch the next step before the tokens of the last are read.
+        retries: how often a request of a failed step is computed again, instead of ending with "error".
         strict_compile: a compilation after warm-up fails the step instead of only being recorded.
         seq_buckets, token_buckets, block_buckets: the numbers of sequences, of prompt tokens and of cache
             blocks that steps are compiled for, each padded up to the next; None: powers of two.
@@ -519,6 +520,7 @@ class EngineConfig(Checked, section="engine"):
     num_blocks: PositiveInt | None = None
     kv_cache_memory_gb: PositiveNumber | None = None
     overlap: bool = True
+    retries: NonNegativeInt = 0
     strict_compile: bool = False
     seq_buckets: Buckets | None = None
     token_buckets: Buckets | None = None

@@ -10,17 +10,19 @@ There is no thread: whoever waits for a request turns the crank for all, under t
 callers can stream at once, from one thread or from many.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from moejax.cache.prefix import prefix_stats
-from moejax.core.errors import StepError
+from moejax.core.errors import RequestError, StepError
 from moejax.core.words import one_line
+from moejax.engine.requests.api import FinishReason
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.groups import GroupScheduler
@@ -29,9 +31,16 @@ from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
 from moejax.engine.stats import EngineStats, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
+from moejax.sharding.distributed import agree
+
+logger = logging.getLogger(__name__)
 
 Scheduling = Scheduler | GroupScheduler
 """A scheduler, or several as one."""
+
+PauseMode = Literal["wait", "keep", "abort"]
+CLOSED = "this LLM is closed; open another one"
+PAUSED = "this LLM is paused, so that no step is taken; LLM.unpause() has it go on"
 
 
 _LONGEST_WAIT_S = 0.01
@@ -58,58 +67,97 @@ class Engine:
 
     Args:
         overlap: launch the next step before the last one's tokens are read.
+        retries: how often a request is computed again whose step failed, before it ends as failed.
 
     `on_step` is called after every step with its `StepRecord`.
     """
 
-    def __init__(self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True) -> None:
+    def __init__(
+        self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True, retries: int = 0
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.overlap = overlap
+        self.overlap, self.retries = overlap, retries
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
         self.lock = threading.RLock()
         self._in_flight: InFlight | None = None
+        self.stopped: str | None = None  # why no step is taken
+        self._stopped_by = 0  # thread
+        self._unpaused = threading.Condition(self.lock)
+        self._held = False  # nothing new is scheduled: a pause begins
+        self._timed: list[tuple[int, RequestState]] = []  # when `max_time_s` ends, µs of process 0's clock
         self._turning = False
-        self._aborted: list[RequestState] = []  # during a turn
+        self._aborted: list[tuple[RequestState, FinishReason]] = []  # during a turn
         self._last_time = time.perf_counter()
 
     def add(self, requests: Iterable[RequestState], group: int | None = None) -> None:
         """Queues requests, all or none; in a data-parallel group if that is said.
 
         Raises:
-            RequestError: one of them could never run.
+            RequestError: one of them could never run, or the engine is closed.
         """
         requests = list(requests)
         with self.lock:
+            if self.stopped == CLOSED:
+                raise RequestError(CLOSED)
             for request in requests:
                 for root in request.roots:
                     self.scheduler.check_fits(root)
             for request in requests:
                 for root in request.roots:
                     self.scheduler.add(root, group)
+                if (limit := request.sequences[0].params.max_time_s) is not None:
+                    arrival = agree(round(1e6 * request.output.metrics.arrival_time))
+                    self._timed.append((arrival + round(1e6 * limit), request))
 
-    def abort(self, request: RequestState) -> None:
+    def abort(self, request: RequestState, reason: FinishReason = "abort") -> None:
         """Ends a request with what it has; nothing happens to one that has ended."""
         with self.lock:
             if self._turning:
                 # The lock is re-entrant: this is a finalizer or an observer in the middle of a turn.
-                self._aborted.append(request)
+                self._aborted.append((request, reason))
                 return
-            for sequence in request.sequences:
-                self.scheduler.finish(sequence)
-            request.abort()
+            self._end(request, reason)
             if self._in_flight is not None and self.scheduler.idle:
                 # Nobody else would come to collect the last step, and its time would run on meanwhile.
                 self.step()
+
+    def pause(self, mode: PauseMode, why: str = PAUSED) -> None:
+        """Takes no step from now on, see `LLM.pause`; `why` is told to those who ask for one."""
+        with self.lock:
+            if self._turning:
+                raise RequestError("pause and close: not from within a step; call them between two")
+            self.unpause()
+            parts: list[Scheduler] = getattr(self.scheduler, "groups", [self.scheduler])
+            try:
+                for part in parts:
+                    part.admits = False
+                    for sequence in [*part.running, *part.waiting()] if mode == "abort" else ():
+                        self.abort(sequence.owner[0])
+                self._held = mode == "keep"
+                while self.step():
+                    pass
+            finally:
+                self._held = False
+                for part in parts:
+                    part.admits = True
+            self.stopped, self._stopped_by = why, threading.get_ident()
+
+    def unpause(self) -> None:
+        with self.lock:
+            self.stopped = None
+            self._unpaused.notify_all()
 
     def run(self, requests: Items[RequestState], group: int | None = None) -> None:
         """Queues requests, as `add` does, and steps until all have ended.
 
         Raises:
-            RequestError: one of them could never run; then none is queued.
+            RequestError: one of them could never run, or the engine is paused; then none is queued.
             StepError: one of them failed.
         """
+        if self.stopped is not None:
+            raise RequestError(self.stopped)
         self.add(requests, group)
         try:
             self.run_until(lambda: all(request.finished for request in requests))
@@ -150,6 +198,7 @@ class Engine:
         return {
             "running": len(scheduler.running),
             "waiting": scheduler.num_waiting,
+            "paused": self.stopped is not None,
             "used_blocks": blocks.num_used,
             "num_blocks": blocks.num_blocks,
             "block_size": blocks.block_size,
@@ -159,18 +208,30 @@ class Engine:
         }
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Steps until `done()`, together with whoever else does."""
+        """Steps until `done()`, together with whoever else does.
+
+        Raises:
+            RequestError: it was this thread that paused the engine; others wait.
+        """
         while not done():
             with self.lock:
-                if not done() and not self.step():
+                if self.stopped is not None and self._stopped_by != threading.get_ident():
+                    self._unpaused.wait()
+                elif self.stopped is not None:
+                    raise RequestError(self.stopped)
+                elif not done() and not self.step():
                     raise AssertionError("the engine is idle and a request has not ended")
 
     def step(self) -> bool:
-        """Runs one turn of the loop. False if there was nothing to do.
+        """Runs one turn of the loop. False if there was nothing to do, or the engine is paused.
 
-        A step that fails ends the requests in it with finish reason "error"; all others are computed anew.
+        A step that fails ends the requests in it with finish reason "error", unless they may be retried; all
+        others are computed anew.
         """
         with self.lock:
+            if self.stopped is not None:
+                logger.warning(self.stopped)
+                return False
             self._turning = True
             try:
                 return self._turn()
@@ -181,17 +242,19 @@ class Engine:
             finally:
                 self._turning = False
                 while self._aborted:
-                    self.abort(self._aborted.pop())
+                    self.abort(*self._aborted.pop())
 
     def _turn(self) -> bool:
+        ended = self._end_late()
         previous, self._in_flight = self._in_flight, None
         self._look(previous)
         waiting = self.scheduler.num_waiting
-        plan = self.scheduler.schedule()
+        plan = None if self._held else self.scheduler.schedule()
         if plan is None and previous is None:
-            wait = self.scheduler.wait_s()
-            time.sleep(min(wait, _LONGEST_WAIT_S))
-            return wait > 0
+            if not self._held and (wait := self.scheduler.wait_s()):
+                time.sleep(min(wait, _LONGEST_WAIT_S))
+                return True
+            return ended
         if previous is None:
             self._last_time = time.perf_counter()
         launched = error = None
@@ -213,6 +276,15 @@ class Engine:
             return True
         self._in_flight = launched
         return True
+
+    def _end_late(self) -> bool:
+        """Ends requests whose time is over, and tells whether there were any. By process 0's clock."""
+        self._timed = [timed for timed in self._timed if not timed[1].finished]
+        now = agree(round(1e6 * time.perf_counter())) if self._timed else 0
+        late = [request for end, request in self._timed if end <= now]
+        for request in late:
+            self._end(request, "time")
+        return bool(late)
 
     def _look(self, step: InFlight | None) -> None:
         """Notes when a step is seen to have ended. The next one is launched before its tokens are read, and
@@ -269,6 +341,7 @@ class Engine:
             elif sequence.finish_reason == "error":
                 self._end(
                     request,
+                    "error",
                     f"the replayed routing trace ends with token {len(sequence.tokens) - 1} of its sample "
                     f"{index}, and it would go on; record a longer run, or lower max_tokens",
                 )
@@ -304,7 +377,7 @@ class Engine:
             self.on_step(record)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
-        """Ends the requests of a failed step and has all others computed anew."""
+        """Ends the requests of a failed step that may not be retried, and has all others computed anew."""
         text = one_line(error) or type(error).__name__
         kind = "" if text.startswith(type(error).__name__) else f"{type(error).__name__}: "
         self.stats.failed_steps += 1
@@ -313,14 +386,22 @@ class Engine:
             if sequence.state is not State.FINISHED:
                 requests[id(sequence.owner[0])] = sequence.owner[0]
         for request in requests.values():
-            self._end(request, f"a step failed: {kind}{text}")
+            if request.retries < self.retries:
+                request.retries += 1
+                self.stats.retried_requests += 1
+                logger.warning("request %s is computed again: %s%s", request.output.request_id, kind, text)
+            else:
+                self._end(request, "error", f"a step failed: {kind}{text}")
         self._forget()
 
-    def _end(self, request: RequestState, reason: str) -> None:
-        """Ends a request as failed."""
+    def _end(self, request: RequestState, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a request with what it has."""
         for sequence in request.sequences:
             self.scheduler.finish(sequence)
-        request.fail(f"request {request.output.request_id}: {reason}")
+        if error is not None:
+            request.output.error = f"request {request.output.request_id}: {error}"
+        request.abort(reason)
+        self._unpaused.notify_all()  # a thread may wait for it through a pause
 
     def _forget(self) -> None:
         self._in_flight = None

@@ -5,23 +5,23 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import EngineConfig, ModelConfig
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
-from moejax.engine.core import Engine
+from moejax.engine.core import CLOSED, Engine, PauseMode
 from moejax.engine.llm_card import engine_card, engine_line
 from moejax.engine.opening.foreign import refuse
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
 from moejax.engine.opening.start import make_scheduler, start
 from moejax.engine.opening.weights import load
-from moejax.engine.requests.api import RequestOptions, RequestOutput, SamplingParams
+from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.builder import SHARED, RequestBuilder
 from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
@@ -35,6 +35,13 @@ from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.sampler import common_mode
 from moejax.models.decoder import Decoder
 from moejax.routing.capture import RoutingCapture
+
+
+class _Closed:
+    """Stands for what a closed `LLM` had."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RequestError(CLOSED)
 
 
 class LLM:
@@ -87,6 +94,7 @@ class LLM:
     def _start(self, resolved: ResolvedEngine) -> None:
         """Builds scheduler, cache and runner."""
         self._resolved = resolved
+        self._weights.users.add(self)
         self.engine_config, self.max_model_len = resolved.engine, resolved.max_model_len
         self.engine, self.runner, blocks = start(resolved, self._weights)
         self.ledger = self.runner.ledger
@@ -101,11 +109,36 @@ class LLM:
             whole_in = BlockAllocator(cache.num_blocks, cache.block_size)
         return RequestBuilder(self._resolved, whole_in, replay)
 
+    def close(self) -> None:
+        """Frees what it has on its devices; closing again does nothing. `with LLM(…) as llm:` closes it.
+
+        What runs ends with finish reason "abort". Weights that `variant` has shared are freed with the last
+        engine that has them, `stages` that somebody holds included. Any later call raises `RequestError`, as
+        this one does from within a step.
+        """
+        engine = self.engine
+        if isinstance(engine, _Closed):
+            return
+        with engine.lock:
+            engine.pause("abort", CLOSED)
+            if self.engine is engine:  # not closed by another thread meanwhile
+                self.runner.reset()
+                self._weights.release(self)
+                for name in ("engine", "runner", "ledger", "builder", "_weights", "_submitted"):
+                    setattr(self, name, _Closed())
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
-        return engine_line(self)
+        closed = isinstance(self.engine, _Closed)
+        return f"<LLM {self.config.family}: closed>" if closed else engine_line(self)
 
     def _repr_html_(self) -> str:
-        return engine_card(self)
+        return repr(self) if isinstance(self.engine, _Closed) else engine_card(self)
 
     @property
     def stages(self) -> list[Decoder]:
@@ -251,9 +284,10 @@ class LLM:
         Raises:
             RequestError: as for `generate`.
         """
-        request = self.builder.to_generate([prompt], sampling_params, arrival=arrival_time, options=options)[
-            0
-        ]
+        made = self.builder.to_generate([prompt], sampling_params, arrival=arrival_time, options=options)
+        return self._submit(made[0])
+
+    def _submit(self, request: RequestState) -> RequestOutput:
         with self.engine.lock:  # else another thread could end it before `on_close` is set
             self.engine.add([request])
             self._submitted[request.output.request_id] = request
@@ -266,7 +300,8 @@ class LLM:
         return self._resolved.kv_cache.value
 
     def step(self) -> bool:
-        """Runs one step of the engine, for whatever is queued. False if there was nothing to do."""
+        """Runs one step of the engine, for whatever is queued. False if there was nothing to do, or where it
+        is paused."""
         return self.engine.step()
 
     def abort(self, request_id: str) -> None:
@@ -275,6 +310,51 @@ class LLM:
             request = self._submitted.get(request_id)
             if request is not None:
                 self.engine.abort(request)
+
+    def interrupt(self, request_id: str) -> Checkpoint:
+        """Ends a submitted request with finish reason "interrupt" and returns what `resume` takes.
+
+        Raises:
+            RequestError: no such request is running, or its tokens depend on more than itself (experts or
+                exchanges of limited capacity, a replayed trace).
+        """
+        self.builder.check_resumable()
+        with self.engine.lock:
+            if (request := self._submitted.get(request_id)) is None:
+                raise RequestError(f"interrupt: no submitted request {request_id!r} is running")
+            checkpoint = request.checkpoint(self.builder.model)
+            self.engine.abort(request, "interrupt")
+        return checkpoint
+
+    def resume(self, checkpoint: Checkpoint, *, options: RequestOptions | None = None) -> RequestOutput:
+        """Queues an interrupted request, as `submit` does, on any engine of its model; it ends with what it
+        would have had. `max_time_s`, `metrics` and what policies go by (`options`) start anew.
+
+        Raises:
+            RequestError: as for `interrupt` and `submit`; the checkpoint is another model's, or not sound.
+        """
+        return self._submit(self.builder.resume(checkpoint, options))
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Takes no step from now on until `unpause`; blocks and tokens stay as they are.
+
+        Meanwhile `submit` queues, `step` returns False and logs why, and `generate` and `score` raise
+        `RequestError`; what other threads wait for is held, and what this one reads on raises, too.
+
+        Args:
+            mode: "wait" runs what has begun to its end and admits nothing else; "keep" stops after the step
+                in flight and holds all requests where they are; "abort" ends all, with finish reason "abort".
+
+        Raises:
+            RequestError: there is no such mode, or it is called from within a step.
+        """
+        if mode not in get_args(PauseMode):
+            raise RequestError(f"pause: {unknown('mode', str(mode), get_args(PauseMode))}")
+        self.engine.pause(mode)
+
+    def unpause(self) -> None:
+        """Lets requests go on after `pause`; without one nothing happens."""
+        self.engine.unpause()
 
     def stats(self) -> dict[str, Any]:
         """Returns counts of what the engine holds now, and sums since the start or `reset_stats`."""
@@ -376,7 +456,8 @@ class LLM:
         with self.engine.lock:
             self.runner.count_always(record_routing)
             for prompts, params in batches:
-                requests = self._request_builder(None).to_generate(prompts, params, record=record_routing)
+                whole = [dataclasses.replace(p, max_time_s=None) for p in params]
+                requests = self._request_builder(None).to_generate(prompts, whole, record=record_routing)
                 scheduler = make_scheduler(self._resolved, self.runner.cache)
                 Engine(scheduler, steps, overlap=self.engine_config.overlap).run(requests)
             self.runner.compile_ahead(steps.keys)

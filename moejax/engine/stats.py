@@ -44,7 +44,8 @@ class StepRecord:
 
 @dataclass
 class EngineStats:
-    """Sums over all steps since the start or the last `reset`."""
+    """Sums over all steps since the start or the last `reset`; `retried_requests` counts how often a request
+    of a failed step was computed again (`engine.retries`)."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -56,6 +57,7 @@ class EngineStats:
     max_waiting: int = 0
     max_used_blocks: int = 0
     failed_steps: int = 0
+    retried_requests: int = 0
     last: StepRecord | None = field(default=None, repr=False)
 
     def add(self, record: StepRecord) -> None:

@@ -18,7 +18,7 @@ from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOutput
 from moejax.results.metric_names import CASE_FIELDS, LATENCIES, STATISTICS, least_samples, percentile_of
 
-_BROKEN_OFF = ("abort", "error")
+BROKEN_OFF = ("time", "interrupt", "abort", "error")
 
 Metrics = dict[str, float | int | None]
 
@@ -33,7 +33,7 @@ class RequestRecord:
         prompt_len: tokens in the prompt.
         output_len: tokens generated; `metrics.token_times` holds one instant for each.
         metrics: its arrival and token instants, in seconds.
-        finish_reason: why it ended; an aborted or failed request counts in no latency or rate.
+        finish_reason: why it ended; one that was broken off counts in no latency or rate.
     """
 
     request_id: str
@@ -66,7 +66,7 @@ class RequestRecord:
     @property
     def completed(self) -> bool:
         """Whether it ended by itself with at least one token."""
-        return self.finish_reason not in _BROKEN_OFF and self.output_len > 0
+        return self.finish_reason not in BROKEN_OFF and self.output_len > 0
 
 
 Milliseconds = Annotated[

@@ -71,12 +71,12 @@ def export(
         # From here on everything is measured on what was written, not on what is in memory.
         # The evaluator's own module has the plain expert layout, whatever suits this platform's engine.
         engine = EngineConfig(compile_cache=False, moe=MoeConfig(expert_layout="edf"))
-        llm = LLM(temporary, dtype="float32", engine=engine)
-        assert llm.tokenizer is not None
-        stream = llm.tokenizer.encode((temporary / HELD_OUT_FILE).read_text(encoding="utf-8"))
-        params = nnx.to_pure_dict(nnx.state(llm.model))
-        held_out = Evaluator(config)(params, np.array(stream, np.int32))
-        card = model_card(config, command, result, held_out, sample_texts(llm))
+        with LLM(temporary, dtype="float32", engine=engine) as llm:
+            assert llm.tokenizer is not None
+            stream = llm.tokenizer.encode((temporary / HELD_OUT_FILE).read_text(encoding="utf-8"))
+            params = nnx.to_pure_dict(nnx.state(llm.model))
+            held_out = Evaluator(config)(params, np.array(stream, np.int32))
+            card = model_card(config, command, result, held_out, sample_texts(llm))
         atomic_write_text(temporary / CARD_FILE, card)
     return Exported(target, held_out, sum(path.stat().st_size for path in target.iterdir()))
 

@@ -90,6 +90,7 @@ class FakeLLM:
         self.warmups: list[dict[str, Any]] = []
         self.submitted: list[tuple[list[int], SamplingParams, float | None]] = []
         self.aborted: list[str] = []
+        self.closed = 0
         self.variants: list[FakeLLM] = []
         self._stats = EngineStats()
         self._waiting: deque[_Sequence] = deque()
@@ -98,6 +99,15 @@ class FakeLLM:
     def variant(self, engine: EngineConfig) -> "FakeLLM":
         self.variants.append(dataclasses.replace(self, engine_config=engine))
         return self.variants[-1]
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def __enter__(self) -> "FakeLLM":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def warmup(self, **limits: Any) -> None:
         self.warmups.append(limits)

@@ -58,10 +58,12 @@ def open_model(config: ModelConfig, quant: QuantConfig | None) -> Any:
             value = np.asarray(param[...])
             param.set_value(jnp.asarray(value * (1 + size * rng.normal(size=value.shape)), jnp.float32))
         report = SimpleNamespace(seconds=0.5, fallbacks=1, damping_raised=0, to_dict=dict)
-    return SimpleNamespace(
+    llm = SimpleNamespace(
         model=model, config=config, model_dir=None, tokenizer=Letters(), max_model_len=64,
-        kv_cache_dtype="float32", quant_report=report, parallel_config=ParallelConfig(),
+        kv_cache_dtype="float32", quant_report=report, parallel_config=ParallelConfig(), closed=False,
     )  # fmt: skip
+    llm.close = lambda: setattr(llm, "closed", True)
+    return llm
 
 
 CONFIG = TWO_LAYERS.replace(qk_norm="none")
@@ -75,8 +77,16 @@ def run(out: Path, methods: list[str], **options: Any) -> dict[str, Any]:
         speed=SpeedSection(iterations=0), **options,
     )  # fmt: skip
     config = {"quantization": dataclasses.asdict(section)}
+    opened = []
+
+    def opening(quant: QuantConfig | None) -> Any:
+        opened.append(open_model(CONFIG, quant))
+        return opened[-1]
+
     with run_into(out / "run", "quantization", config) as this:
-        return run_quantization(lambda quant: open_model(CONFIG, quant), section, this)
+        result = run_quantization(opening, section, this)
+    assert all(llm.closed for llm in opened)
+    return result
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from moejax.cache.prefix import PrefixTree, make_prefixes
 from moejax.core.config import PrefixCacheConfig
 from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.requests.api import RequestOptions, SamplingParams
+from moejax.engine.requests.builder import roots_of
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import POLICIES, Policy
 from moejax.engine.scheduling.scheduler import Scheduler
@@ -122,6 +123,7 @@ class HostEngine:
         limits: its configuration.
         scheduler, allocator, prefixes: other classes than the real ones, to see that a defect is found.
         events: what happened is counted here.
+        roots: as `roots_of`, for requests that are resumed.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class HostEngine:
         allocator: type[BlockAllocator] = BlockAllocator,
         prefixes: Callable[..., PrefixTree] = make_prefixes,
         events: Counter[str] | None = None,
+        roots: Callable[[list[Sequence], int], list[Sequence]] = roots_of,
     ) -> None:
         self.limits = limits = limits or Limits()
         scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
@@ -143,7 +146,9 @@ class HostEngine:
         self.scheduler = scheduler(self.allocator, *sizes, self.policy)
         self.runner = FakeRunner(limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at)
         self.events: Counter[str] = Counter() if events is None else events
+        self.roots, self.paused = roots, False
         self.groups: list[Group] = []
+        self.kept: list[tuple[Group, set[int], set[int]]] = []
         self.in_flight: tuple[StepPlan, object] | None = None
         self.unreported = 0
         self.hit_tokens = 0
@@ -179,8 +184,56 @@ class HostEngine:
             self.scheduler.finish(sample)
         self.scheduler.check_integrity()
 
+    def interrupt(self, group: Group) -> None:
+        """Ends a request and keeps what `resume` needs: its tokens, which samples have ended, and which of
+        those were ended from outside."""
+        ended = {index for index, sample in enumerate(group.samples) if sample.state is State.FINISHED}
+        self.kept.append((group, ended, ended & group.aborted))
+        self.events["interruptions with tokens"] += any(sample.generated for sample in group.samples)
+        self.events["interruptions of which some have ended"] += bool(ended)
+        self.abort(group)
+
+    def resume(self, kept: tuple[Group, set[int], set[int]]) -> None:
+        """Queues an interrupted request with the tokens that it had."""
+        old, ended, aborted = kept
+        first = old.ask.sequence(self._orders)
+        samples = [first, *first.forks]
+        for index, (sample, before) in enumerate(zip(samples, old.samples, strict=True)):
+            sample.tokens, sample.forks = list(before.tokens), []
+            sample.state = State.FINISHED if index in ended else State.WAITING
+        for root in self.roots(samples, self.limits.max_num_seqs):
+            if root.state is State.WAITING:
+                self.scheduler.add(root)
+        self._orders += old.ask.n
+        self.groups.append(Group(old.ask, samples, set(aborted)))
+        self.events["resumptions"] += 1
+        self.events["resumptions with forks"] += any(sample.forks for sample in samples)
+
+    def pause(self, wait: bool) -> None:
+        """Lets what has begun end and admits nobody, or stops after the step in flight."""
+        scheduler = self.scheduler
+        untouched = [s for s in scheduler.waiting() if not s.preemptions]
+        before = [list(s.tokens) for s in untouched]
+        scheduler.admits = False
+        for _ in range(10_000):
+            if not wait or not (scheduler.running or self.in_flight):
+                break
+            self.step()
+        else:
+            raise AssertionError("what has begun does not end")
+        if self.in_flight:
+            self._postprocess(*self.in_flight)
+            self.in_flight = None
+        scheduler.admits, self.paused = True, True
+        waiting = set(map(id, scheduler.waiting()))
+        assert all(id(s) in waiting and not s.computed for s in untouched), "admitted while paused"
+        assert before == [s.tokens for s in untouched]
+        self.events["pauses that wait" if wait else "pauses that keep"] += bool(scheduler.num_waiting)
+
     def step(self) -> StepPlan | None:
-        """One turn of the loop; returns the plan that it launched."""
+        """One turn of the loop; returns the plan that it launched. None while it is paused."""
+        if self.paused:
+            return None
         self.clock += 1
         plan = self._schedule()
         self.scheduler.check_integrity()
@@ -195,7 +248,7 @@ class HostEngine:
             launched, self.in_flight = self.in_flight, launched
         if launched:
             self._postprocess(*launched)
-        elif not plan and not self.scheduler.idle and not self.scheduler.wait_s():
+        elif not plan and not self.scheduler.idle and self.scheduler.admits and not self.scheduler.wait_s():
             raise AssertionError("nothing to compute, nothing in flight, and yet sequences are left")
         if self.scheduler.idle and (saves := self.scheduler.save_only()) is not None:
             self.runner.save(saves)
@@ -221,6 +274,7 @@ class HostEngine:
         The first of the order advances by a token in each step that computes nothing for those behind it, and
         those have no more than their lengths to compute until it ends: hence the bound.
         """
+        self.paused = False
         live = [s for g in self.groups for s in g.samples if s.state is not State.FINISHED]
         bound = (len(live) + 1) * (sum(s.max_length for s in live) + 2) + len(self.limits.fail_at)
         # A rate has tenants wait for as many steps as its tokens take.
@@ -387,7 +441,7 @@ class HostEngine:
         known, salt = sequence.tokens[: chunk.start], sequence.identity
         assert any(s.identity == salt and s.tokens[: chunk.start] == known for s in earlier)
         self._stored[sequence.order] = chunk.start
-        again = sequence.preemptions > 0
+        again = sequence.preemptions > 0 or len(sequence.tokens) > sequence.prompt_len
         self.events["readmission hits" if again else "hits"] += 1
         self.hit_tokens += 0 if again else chunk.start
         self.events["hits within a block"] += chunk.start % self.allocator.block_size > 0

@@ -117,6 +117,19 @@ def test_a_step_fails(
     assert_clean(engine)
 
 
+@pytest.mark.parametrize(("where", "at"), [("launch", 3), ("collect", 0), ("collect", 8)])
+def test_a_retried_step_is_not_seen(
+    where: str, at: int, bare_llm: LLM, whole: FullForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bare_llm.variant(dataclasses.replace(SCARCE, retries=1))
+    trap = Trap(engine, where, at, lambda: RuntimeError("out of luck"), monkeypatch)
+    for out in engine.generate(PROMPTS, greedy(9)):
+        check(out, whole, 9, failed=False)
+    stats = engine.stats()
+    assert stats["failed_steps"] == 1 and stats["retried_requests"] == len(trap.concerned) > 0
+    assert_clean(engine)
+
+
 @pytest.mark.parametrize("at", [0, 2, 6, 11])
 def test_a_step_of_a_static_batch_fails(
     at: int, static: LLM, whole: FullForward, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("frequency_penalty", "frequency_penalty must be a number in [-2, 2]", [-2.1, 2.1, NAN, None, "1"]),
     ("logit_bias", "logit_bias must map token ids to numbers", [{"a": 1.0}, {1: "a"}, {1: None}]),
     ("bad_words", "bad_words[{}] must be a string that is not empty", [[1], ["a", None], ""]),
+    ("max_time_s", "max_time_s must be a positive number", [0, -1.0, NAN, INF, True, "1"]),
     ("n", "n must be an integer of at least 1", [0, -2, 1.5, False, "2", None]),
     ("top_k", "top_k must be an integer of at least 0", [-2, 0.5, True, None, INF]),
     ("logprobs", "logprobs must be an integer between 0 and 1024", [-1, 1025, True, 1.0, "1"]),

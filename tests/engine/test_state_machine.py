@@ -23,6 +23,7 @@ from moejax.core.config import PrefixCacheConfig
 from moejax.core.errors import RequestError
 from moejax.core.scheduling import SchedulingConfig, Tenant
 from moejax.engine.requests.api import RequestOptions
+from moejax.engine.requests.builder import roots_of
 from moejax.engine.scheduling import policies
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
@@ -52,12 +53,18 @@ EVENTS = (
     "displaced for a better class",
     "failures",
     "forks",
+    "interruptions of which some have ended",
+    "interruptions with tokens",
     "mixed steps",
     "padding rows",
+    "pauses that keep",
+    "pauses that wait",
     "preemptions",
     "preemptions before forking",
     "readmissions",
     "refused requests",
+    "resumptions",
+    "resumptions with forks",
     "scores",
     "stops",
     "tokens of ended sequences",
@@ -153,11 +160,12 @@ class Machine(RuleBasedStateMachine):
     scheduler: tuple[type[Scheduler], type[Scheduler]] = (Scheduler, StaticScheduler)
     allocator: type[BlockAllocator] = BlockAllocator
     prefixes: ClassVar[Any] = staticmethod(make_prefixes)
+    roots: ClassVar[Any] = staticmethod(roots_of)
 
     @initialize(limits=limits())
     def start(self, limits: Limits) -> None:
         kinds = self.scheduler[limits.static], self.allocator, self.prefixes
-        self.engine = HostEngine(limits, *kinds, self.events)
+        self.engine = HostEngine(limits, *kinds, self.events, self.roots)
 
     @rule(batch=st.lists(kinds, min_size=1, max_size=6))
     def arrive(self, batch: list[Ask]) -> None:
@@ -224,13 +232,41 @@ class Machine(RuleBasedStateMachine):
         self.engine.abort(live[data.draw(st.integers(0, len(live) - 1))])
 
     @precondition(lambda self: any(len(group.samples) > 1 and group.live for group in self.engine.groups))
-    @rule(data=st.data())
-    def stop_one_sample(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), interrupted=st.booleans())
+    def stop_one_sample(self, data: st.DataObject, interrupted: bool) -> None:
         """As a stop string does that the engine found in one sample's text."""
         live = [group for group in self.engine.groups if group.live and not group.samples[0].forks]
         if live:
             group = live[data.draw(st.integers(0, len(live) - 1))]
             self.engine.abort(group, [data.draw(st.integers(0, len(group.samples) - 1))])
+            if interrupted and group.live:
+                self.engine.interrupt(group)
+
+    @precondition(lambda self: any(group.live and not group.ask.score for group in self.engine.groups))
+    @rule(data=st.data(), at_once=st.booleans(), ended=st.booleans())
+    def interrupt(self, data: st.DataObject, at_once: bool, ended: bool) -> None:
+        live = [group for group in self.engine.groups if group.live and not group.ask.score]
+        if ended:
+            live = [g for g in live if any(s.state is State.FINISHED for s in g.samples)] or live
+        self.engine.interrupt(live[data.draw(st.integers(0, len(live) - 1))])
+        if at_once:
+            self.engine.resume(self.engine.kept.pop())
+
+    @precondition(lambda self: self.engine.kept)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        kept = self.engine.kept
+        self.engine.resume(kept.pop(data.draw(st.integers(0, len(kept) - 1))))
+
+    @rule(wait=st.booleans())
+    def pause(self, wait: bool) -> None:
+        self.engine.paused = False
+        self.engine.pause(wait)
+
+    @precondition(lambda self: self.engine.paused)
+    @rule()
+    def unpause(self) -> None:
+        self.engine.paused = False
 
     @invariant()
     def intact(self) -> None:
@@ -239,6 +275,8 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
+            while self.engine.kept:
+                self.engine.resume(self.engine.kept.pop())
             self.engine.drain()
             assert all(s.state is State.FINISHED for g in self.engine.groups for s in g.samples)
 
@@ -401,27 +439,42 @@ class RemembersWhatIsNotComputed(Scheduler):
         sequence.computed -= 1
 
 
+class AdmitsWhilePaused(Scheduler):
+    admits: Any = property(lambda self: True, lambda self, value: None)
+
+
+def forks_what_has_tokens(samples: list[Sequence], most: int) -> list[Sequence]:
+    samples[0].forks = samples[1:]
+    return samples[:1]
+
+
 PREFIXES = (
     CountsReadmissions, CountsNoHits, ForgetsWhose, CopiesWhatIsNotWritten, EvictsParents, ForgetsToSave,
     RemembersWhatIsNotComputed,
 )  # fmt: skip
 SCHEDULERS = (
     SkipsCopies, KeepsSlots, PreemptsTheOldest, ForgetsWhatIsPending,
-    BreaksPromises, TakesTokensOfTheDead,
+    BreaksPromises, TakesTokensOfTheDead, AdmitsWhilePaused,
 )  # fmt: skip
 ALLOCATORS = (SharesUncounted, WritesSharedBlocks, KeepsSharedBlocks)
 
 
-@pytest.mark.parametrize("defect", SCHEDULERS + ALLOCATORS + PREFIXES, ids=lambda defect: defect.__name__)
-def test_a_defect_is_found(defect: type):
+@pytest.mark.parametrize(
+    "defect",
+    (*SCHEDULERS, *ALLOCATORS, *PREFIXES, forks_what_has_tokens),
+    ids=lambda defect: defect.__name__,
+)
+def test_a_defect_is_found(defect: Any):
     class Broken(Remembering if defect in PREFIXES else Machine):
         pass
 
-    if issubclass(defect, PrefixTree):
+    if not isinstance(defect, type):
+        Broken.roots = staticmethod(defect)
+    elif issubclass(defect, PrefixTree):
         Broken.prefixes = defect
     elif issubclass(defect, BlockAllocator):
         Broken.allocator = defect
     else:
         Broken.scheduler = (defect, StaticScheduler)
-    with pytest.raises((AssertionError, IndexError)):
+    with pytest.raises((AssertionError, LookupError)):
         explore(Broken, 300, phases=[Phase.generate], report_multiple_bugs=False)

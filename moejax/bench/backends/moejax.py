@@ -90,6 +90,9 @@ class MoejaxBackend(Backend):
         self.llm.reset_stats()
         self.llm.clear_prefix_cache()
 
+    def close(self) -> None:
+        self.llm.close()
+
     def memory(self) -> dict[str, int | float | None]:
         stats = self.llm.stats()
         cache = {name: value for name, value in stats.items() if name.startswith("kv_cache_")}

@@ -35,13 +35,13 @@ def answer(job: Job) -> Iterator[Opened | Compiled]:
     stages = split_layers(model, parallel.pp, parallel.stage_layers)
     layout = replace(parallel, stage_layers=tuple(len(stage[: job.layers]) for stage in stages))
     options = {**job.options, "load_format": "dummy", "fill": False, "parallel": layout}
-    llm = LLM(first_layers(model, stages, job.layers), **options)
-    declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
-    weights = held_weights(llm.config, declared)
-    yield Opened(llm.config, weights, llm.kv_cache_dtype, llm.resolutions, stages)
-    runners = llm.runner.stages if isinstance(llm.runner, PipelineRunner) else [llm.runner]
-    for bucket, number in itertools.product(job.buckets, range(len(runners))):
-        yield _compile(llm, runners, number, bucket, job, len(stages[number]))
+    with LLM(first_layers(model, stages, job.layers), **options) as llm:
+        declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
+        weights = held_weights(llm.config, declared)
+        yield Opened(llm.config, weights, llm.kv_cache_dtype, llm.resolutions, stages)
+        runners = llm.runner.stages if isinstance(llm.runner, PipelineRunner) else [llm.runner]
+        for bucket, number in itertools.product(job.buckets, range(len(runners))):
+            yield _compile(llm, runners, number, bucket, job, len(stages[number]))
 
 
 def first_layers(model: ModelConfig, stages: Sequence[range], count: int | None) -> ModelConfig:

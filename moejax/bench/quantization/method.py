@@ -1,6 +1,5 @@
 """One method: open the model with it, compare, time, and put it all into a row."""
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,8 +116,7 @@ def measure_method(
     row |= loss_fields(bench.boot, nats, bench.base_nats, bench.windows.bytes_per_token)
     row |= speed_fields(bench, llm)
     advance()
-    del llm
-    gc.collect()  # cycles of engine and runner; two large models must not be held at a time
+    llm.close()  # two large models must not be held at a time
     return row, details, nats
 
 

@@ -174,6 +174,7 @@ def run_quantization(
     run.track(**methods.naming("summary", "summary"))
     result = methods.result()
     result["metrics"]["compile_seconds"] = sum(compiled)
+    full.close()
     return run.finish(result, plot_data={"details": methods.details}, files=[details])
 
 

@@ -63,23 +63,25 @@ def measure_layout(
         max_model_len=section.steps + 8,
         seq_buckets=[rows],
     )
-    llm = LLM(source, dtype="float32", parallel=parallel, engine=engine, seed=seed, load_format=load_format)
-    prompts = np.random.default_rng(seed).integers(0, model.vocab_size, (section.batch_size, 4)).tolist()
-    params = SamplingParams(max_tokens=section.steps, temperature=0.0, ignore_eos=True)
-    llm.generate(prompts, dataclasses.replace(params, max_tokens=4))
-    seconds: list[float] = []
+    with LLM(
+        source, dtype="float32", parallel=parallel, engine=engine, seed=seed, load_format=load_format
+    ) as llm:
+        prompts = np.random.default_rng(seed).integers(0, model.vocab_size, (section.batch_size, 4)).tolist()
+        params = SamplingParams(max_tokens=section.steps, temperature=0.0, ignore_eos=True)
+        llm.generate(prompts, dataclasses.replace(params, max_tokens=4))
+        seconds: list[float] = []
 
-    def see(record: StepRecord) -> None:
-        if not record.prefill_tokens and record.decode_tokens == section.batch_size:
-            seconds.append(record.seconds)
+        def see(record: StepRecord) -> None:
+            if not record.prefill_tokens and record.decode_tokens == section.batch_size:
+                seconds.append(record.seconds)
 
-    llm.engine.on_step = see
-    llm.generate(prompts, params)
-    return {
-        "measured_devices": parallel.num_devices,
-        "cpu_decode_ms": statistics.median(seconds) * 1e3 if seconds else None,
-        **_bytes(llm, parallel, rows),
-    }
+        llm.engine.on_step = see
+        llm.generate(prompts, params)
+        return {
+            "measured_devices": parallel.num_devices,
+            "cpu_decode_ms": statistics.median(seconds) * 1e3 if seconds else None,
+            **_bytes(llm, parallel, rows),
+        }
 
 
 def _bytes(llm: LLM, parallel: ParallelConfig, rows: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     overlap = parallel.attention == "data" and parallel.ep > 1 and bool(beside)
     ledger = CompileLedger(config.strict_compile, overlap)
     runner = make_runner(resolved, weights, cache, ledger)
-    engine = Engine(make_scheduler(resolved, cache), runner, overlap=config.overlap)
+    engine = Engine(make_scheduler(resolved, cache), runner, overlap=config.overlap, retries=config.retries)
     return Started(engine, runner, blocks)
 
 

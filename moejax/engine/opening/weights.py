@@ -5,7 +5,9 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
 
 import jax
 from flax import nnx
@@ -39,12 +41,21 @@ class Weights:
         functions: each stage's weight leaves and step.
         quant_report: what was quantized while they were read; None if nothing was.
         resolutions: what quantized weights there are and what their products run on.
+        users: who computes with them, see `release`.
     """
 
     stages: list[Decoder]
     functions: list[PagedFunctions]
     quant_report: QuantReport | None
     resolutions: list[Resolution]
+    users: "WeakSet[Any]" = field(default_factory=WeakSet, compare=False, repr=False)
+
+    def release(self, user: object) -> None:
+        """Takes note that one of `users` is done, and frees the devices' memory after the last."""
+        self.users.discard(user)
+        for leaf in [] if self.users else [x for functions in self.functions for x in functions.leaves]:
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
 
 
 def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill: bool = True) -> Weights:

@@ -1,12 +1,14 @@
 """Requests of the engine and their results, as users see them; names follow vLLM. No JAX here."""
 
+import json
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
 from moejax.core.checked import (
     Checked,
     Must,
+    Name,
     NonNegativeInt,
     NonNegativeNumber,
     PositiveInt,
@@ -16,7 +18,10 @@ from moejax.core.checked import (
 )
 from moejax.core.errors import RequestError
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "time", "interrupt", "abort", "error"]
+"""A stop token or string; `max_tokens` or the longest sequence; `max_time_s`; `LLM.interrupt`; given up by
+its caller, by `LLM.pause` or `LLM.close`; a step failed."""
+
 
 Text = Annotated[str, Must(bool, "a string that is not empty")]
 Strings = Annotated[tuple[Text, ...] | list[str] | str, Must(lambda _: True, "a string or a list of strings")]
@@ -30,6 +35,8 @@ class SamplingParams(Checked, error=RequestError):
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
+        max_time_s: seconds from the request's arrival after which it ends before the next step, with what it
+            has (nothing, if it still waits) and finish reason "time"; None: never.
         min_tokens: before so many, no token ends the output, and no stop string.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -72,6 +79,7 @@ class SamplingParams(Checked, error=RequestError):
     logprobs: Likeliest | None = None
     prompt_logprobs: Likeliest | None = None
     n: PositiveInt = 1
+    max_time_s: PositiveNumber | None = None
 
     def __post_init__(self) -> None:
         if self.top_k == -1 and not isinstance(self.top_k, bool):
@@ -195,3 +203,49 @@ class RequestOutput:
         from moejax.engine.requests.output_card import output_card
 
         return output_card(self)
+
+
+CHECKPOINT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint(Checked, section="checkpoint", error=RequestError):
+    """What `LLM.interrupt` keeps of a request.
+
+    Attributes:
+        model: what its model is, see `moejax.engine.requests.builder.RequestBuilder`.
+        prompt, prompt_token_ids: its prompt; the text is None where token ids were given.
+        sampling_params: its own, with the seed that was drawn and the `max_tokens` that there was room for.
+        samples: the tokens of each of its n samples so far.
+        logprobs: of each sample's tokens; empty where they are not asked for.
+    """
+
+    model: Name
+    prompt: str | None
+    prompt_token_ids: tuple[NonNegativeInt, ...]
+    sampling_params: SamplingParams
+    samples: tuple[tuple[NonNegativeInt, ...], ...]
+    logprobs: tuple[tuple[Logprob, ...], ...]
+
+    def to_json(self) -> str:
+        """Writes it as one line."""
+        return json.dumps({"version": CHECKPOINT_VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Checkpoint":
+        """Reads what `to_json` wrote; raises `RequestError` for what is damaged or another version's."""
+
+        def logprob(fields: dict[str, Any]) -> Logprob:
+            return Logprob(**fields | {"top": {int(token): x for token, x in fields["top"].items()}})
+
+        try:
+            fields = json.loads(text)
+            if (version := fields.pop("version")) != CHECKPOINT_VERSION:
+                raise RequestError(f"checkpoint: version {version}; this moejax reads {CHECKPOINT_VERSION}")
+            fields["sampling_params"] = SamplingParams(**fields["sampling_params"])
+            fields["logprobs"] = [list(map(logprob, sample)) for sample in fields["logprobs"]]
+            return cls(**fields)
+        except RequestError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RequestError(f"not a checkpoint of LLM.interrupt: {error!r}") from None

@@ -1,21 +1,30 @@
 """From prompts and parameters to requests that the engine can queue."""
 
+import hashlib
 import itertools
 import math
 import time
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
+from itertools import zip_longest
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError, unknown
 from moejax.engine.opening.resolve import ResolvedEngine
-from moejax.engine.requests.api import RequestMetrics, RequestOptions, RequestOutput, SamplingParams
+from moejax.engine.requests.api import (
+    Checkpoint,
+    RequestMetrics,
+    RequestOptions,
+    RequestOutput,
+    SamplingParams,
+)
 from moejax.engine.requests.inputs import Prompt, flat_ids, one_each
 from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.sequence import Bias, Sequence
+from moejax.engine.scheduling.scheduler import end_reason
+from moejax.engine.scheduling.sequence import Bias, Sequence, State
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
 SHARED = ()
@@ -29,6 +38,9 @@ class RequestBuilder:
         resolved: the model, its tokenizer, and the engine's seed and limits.
         whole_in: the cache, where each sample's blocks are all set aside at once (static batching).
         replay: what gives each request its recorded routing, None where routers choose.
+
+    `model` is a digest of what the model is: configuration, dtypes, quantization, the seed of random weights;
+    it does not look at the values in a checkpoint's files.
     """
 
     def __init__(
@@ -39,6 +51,10 @@ class RequestBuilder:
         self.eos_token_ids, self.seed = resolved.eos_token_ids, resolved.seed
         self.whole_in, self.replay = whole_in, replay
         self.slo_classes = resolved.engine.scheduling.slo_classes
+        self.limited = resolved.moe.execution == "capacity" or resolved.parallel.exchange_capacity is not None
+        quant, drawn = resolved.quant, resolved.seed if resolved.source is None else None
+        told = repr((resolved.config, resolved.kv_cache.value, quant.method, quant.format, drawn))
+        self.model = hashlib.sha256(told.encode()).hexdigest()[:16]
         self._ids = itertools.count()
         self._orders = itertools.count()
 
@@ -94,6 +110,43 @@ class RequestBuilder:
         if self.replay is not None:
             self.replay.assign(requests)
         return requests
+
+    def check_resumable(self) -> None:
+        """Raises `RequestError` where a request's tokens depend on more than itself."""
+        if self.limited or self.replay is not None:
+            what = "what else is in its steps (limited capacity)" if self.limited else "a replayed trace"
+            raise RequestError(f"interrupt and resume: here a request's tokens depend on {what}")
+
+    def resume(self, kept: Checkpoint, options: RequestOptions | None = None) -> RequestState:
+        """Returns an interrupted request with the tokens that it has, not queued yet; see `LLM.resume`."""
+        self.check_resumable()
+        ids, params = list(kept.prompt_token_ids), kept.sampling_params
+        if kept.model != self.model:
+            raise RequestError(f"resume: the checkpoint is of model {kept.model}, and this is {self.model}")
+        if len(ids) + params.max_tokens > self.max_model_len:
+            raise RequestError(
+                f"resume: {len(ids)} tokens and {params.max_tokens} to generate are over the limit of "
+                f"{self.max_model_len} (engine.max_model_len)"
+            )
+        asked: Prompt = {"prompt": kept.prompt, "prompt_token_ids": ids}
+        (request,) = self.to_generate([asked], params, options=options)
+        wanted = [len(tokens) * (params.logprobs is not None) for tokens in kept.samples]
+        sound = len(wanted) == params.n and wanted == [len(known) for known in kept.logprobs]
+        most, sequences = request.roots[0].samples, request.sequences
+        for sequence, *sample in zip(sequences, kept.samples, kept.logprobs, strict=True) if sound else ():
+            sequence.forks, builder = [], request.builders[sequence.owner[1]]
+            for token, logprob in zip_longest(*sample):
+                sound &= not builder.finished and token < self.vocab_size
+                sequence.tokens.append(token)
+                builder.add(token, logprob, end_reason(sequence))
+            sequence.state = State.FINISHED if builder.finished else State.WAITING
+        if not sound or all(builder.finished for builder in request.builders):
+            raise RequestError("resume: the checkpoint's samples are none that its parameters can lead to")
+        request.attach(roots_of(sequences, most))
+        request.roots = [root for root in request.roots if root.state is State.WAITING]
+        # What it has computed of the prompt it computes again.
+        request.roots[0].prompt_logprobs = self.logprobs_size(params.prompt_logprobs)
+        return request
 
     def _token_ids(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
         """Returns a prompt's text, where it is text, and its checked token ids."""
@@ -166,14 +219,11 @@ class RequestBuilder:
             )
             for n in range(params.n)
         ]
-        group = self.max_num_seqs
+        most = self.max_num_seqs
         if self.whole_in is not None:
             each = self.whole_in.blocks_for(len(ids) + max_tokens - 1)
-            group = min(group, max(1, self.whole_in.num_blocks // each))
-        roots = samples[::group]
-        for i, root in enumerate(roots):
-            root.forks = samples[i * group + 1 : (i + 1) * group]
-        return roots
+            most = min(most, max(1, self.whole_in.num_blocks // each))
+        return roots_of(samples, most)
 
     def biases(self, params: SamplingParams) -> list[Bias]:
         """Returns what a request's parameters add to logits."""
@@ -232,6 +282,18 @@ class RequestBuilder:
         """Returns how many likeliest tokens steps report where `count` are asked for; -1 for None."""
         wanted = -1 if count is None else count
         return min(next(n for n in (-1, 0, 1, 5, 20, 100, 1024) if n >= wanted), self.vocab_size)
+
+
+def roots_of(samples: Items[Sequence], most: int) -> list[Sequence]:
+    """Returns the sequences to queue, in order: of samples without tokens of their own each first of so many,
+    with the others as its forks; a sample that has some comes alone."""
+    roots: list[Sequence] = []
+    for sample in samples:
+        if roots and roots[-1].samples < most and not (roots[-1].generated or sample.generated):
+            roots[-1].forks.append(sample)
+        else:
+            roots.append(sample)
+    return roots
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:

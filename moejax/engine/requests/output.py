@@ -69,11 +69,13 @@ class OutputProcessor:
         logprobs = [logprob] if logprob is not None and out.logprobs is not None else None
         return StreamChunk(out.index, text, [token], logprobs, out.finish_reason, out.stop_reason)
 
-    def abort(self, reason: FinishReason = "abort") -> None:
-        """Ends the sample with what it has."""
+    def abort(self, reason: FinishReason = "abort") -> StreamChunk:
+        """Ends the sample with what it has, and returns what that added."""
         if self._stream is not None:
             self._held += self._stream.flush()
-        self.output.text += self._finish(reason, None)
+        text = self._finish(reason, None)
+        self.output.text += text
+        return StreamChunk(self.output.index, text, [], None, reason, None)
 
     def _cut_at_stop_string(self, before: int) -> str | None:
         """Cuts the held text where a stop string is complete, and returns that; None if none is. One within

@@ -2,9 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from moejax.engine.requests.api import FinishReason, Logprob, RequestOutput
+from moejax.engine.requests.api import Checkpoint, FinishReason, Logprob, RequestOutput
 from moejax.engine.requests.output import OutputProcessor, StreamChunk
 from moejax.engine.scheduling.sequence import Sequence
 
@@ -15,6 +16,7 @@ class RequestState:
     Attributes:
         roots: the sequences to queue; a root's forks follow it by themselves.
         chunks: what each step added, kept only where `streams`.
+        retries: how often it was computed again after a failed step.
         on_close: called once the request has ended.
     """
 
@@ -24,6 +26,7 @@ class RequestState:
         self.output = output
         self.builders = builders
         self.streams = streams
+        self.retries = 0
         self.roots: list[Sequence] = []
         self.sequences: list[Sequence] = []
         self.chunks: deque[StreamChunk] = deque()
@@ -67,14 +70,21 @@ class RequestState:
             self.output.finished = True
             self.on_close()
 
+    def checkpoint(self, model: str) -> Checkpoint:
+        """Returns what it has between two steps; `model` says what its model is."""
+        out, first = self.output, self.sequences[0]
+        room = first.max_length - first.prompt_len
+        least = min(room, first.params.min_tokens)
+        params = replace(first.params, seed=first.seed, max_tokens=room, min_tokens=least)
+        samples = tuple(tuple(sample.token_ids) for sample in out.outputs)
+        logprobs = tuple(tuple(sample.logprobs or ()) for sample in out.outputs)
+        return Checkpoint(model, out.prompt, tuple(out.prompt_token_ids), params, samples, logprobs)
+
     def abort(self, reason: FinishReason = "abort") -> None:
         """Ends every sample with what it has."""
         for builder in self.builders:
             if not builder.finished:
-                builder.abort(reason)
+                chunk = builder.abort(reason)
+                if self.streams and reason != "error":  # of which a stream raises
+                    self.chunks.append(chunk)
         self.close()
-
-    def fail(self, reason: str) -> None:
-        """Ends every sample, and the request with an error."""
-        self.output.error = reason
-        self.abort("error")

@@ -54,6 +54,7 @@ class Scheduler:
         self.watermark = max(1, allocator.num_blocks // 100)
         self._unreported = 0  # preemptions by plans that came to nothing
         self.prefixes = allocator.prefixes
+        self.admits = True  # else only who has run before comes in again
 
     @property
     def idle(self) -> bool:
@@ -108,8 +109,6 @@ class Scheduler:
         urgent = self._displace(plan)
         budget = self._decode(plan, self.max_num_batched_tokens)
         if urgent is not None and budget > 0 and self._room(urgent):
-            self._waiting = [entry for entry in self._waiting if entry[2] is not urgent]
-            heapq.heapify(self._waiting)
             self._admit(urgent, plan)
             budget -= self._chunk(plan, urgent, budget)
         for sequence in self.running:
@@ -119,7 +118,6 @@ class Scheduler:
                 budget -= self._chunk(plan, sequence, budget)
         # After a preemption memory is short, or places are: nobody new comes in.
         while budget > 0 and plan.preempted == before and (first := self._admissible()):
-            heapq.heappop(self._waiting)
             self._admit(first, plan)
             budget -= self._chunk(plan, first, budget)
         self._fork(plan)
@@ -359,6 +357,9 @@ class Scheduler:
     def _first(self) -> Sequence | None:
         """Returns the first of the queue; none that its tenant's quota has wait."""
         policy = self.policy
+        if not self.admits:
+            begun = [entry for entry in self._waiting if entry[2].preemptions]
+            return min((e for e in begun if e[2].state is State.WAITING), default=(None,) * 3)[2]
         if policy.moves or policy.limited:
             live = [s for *_, s in self._waiting if s.state is State.WAITING]
             seqs, blocks = self._used_by_tenants()
@@ -415,7 +416,12 @@ class Scheduler:
         return match if self._blocks_short(sequence, match) <= 0 else match.whole()
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Moves what has left the queue to running, with blocks for all the tokens it has."""
+        """Moves one of the queue to running, with blocks for all the tokens it has."""
+        if self._waiting[0][2] is sequence:
+            heapq.heappop(self._waiting)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+            heapq.heapify(self._waiting)
         self._dequeue(sequence)
         if self.prefixes is not None:
             self._reuse(sequence, plan, self.prefixes)
@@ -452,7 +458,8 @@ class Scheduler:
         allocator.release(copied)
         sequence.computed = sequence.cached = match.tokens
         prefixes.use(match)
-        prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, sequence.preemptions > 0)
+        again = sequence.preemptions > 0 or sequence.generated > 0  # resumed
+        prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, again)
 
     @staticmethod
     def _fetch(node: Node, block: int, plan: StepPlan) -> None:

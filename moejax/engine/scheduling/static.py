@@ -1,6 +1,5 @@
 """Static batching, the baseline beside continuous batching. No JAX here."""
 
-import heapq
 from typing import Any
 
 from moejax.engine.scheduling.plan import StepPlan
@@ -26,7 +25,6 @@ class StaticScheduler(Scheduler):
         if not self.running:
             self._close_batch()
             while sequence := self._admissible():
-                heapq.heappop(self._waiting)
                 self._admit(sequence, plan)
         budget = self.max_num_batched_tokens
         for sequence in self.running:

@@ -111,7 +111,7 @@ def test_large_messages_both_ways_do_not_wait_for_each_other(peer: WorkerBackend
 ELSEWHERE = {
     "n": 2, "logprobs": 0, "prompt_logprobs": 0, "repetition_penalty": 1.1, "presence_penalty": 0.5,
     "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "bad_words": ["x"], "min_tokens": 2, "stop": "x",
-    "stop_token_ids": [3],
+    "stop_token_ids": [3], "max_time_s": 1.0,
 }  # fmt: skip
 
 
