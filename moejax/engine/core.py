@@ -31,7 +31,6 @@ from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
 from moejax.engine.stats import EngineStats, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
-from moejax.sharding.distributed import agree
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +66,16 @@ class Engine:
 
     Args:
         overlap: launch the next step before the last one's tokens are read.
-        retries: how often a request is computed again whose step failed, before it ends as failed.
 
-    `on_step` is called after every step with its `StepRecord`.
+    `on_step` is called after every step with its `StepRecord`; `agree` gives process 0's value in all
+    processes; `retries` is how often a request of a failed step is computed again before it ends as failed.
     """
 
-    def __init__(
-        self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True, retries: int = 0
-    ) -> None:
+    def __init__(self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.overlap, self.retries = overlap, retries
+        self.overlap, self.retries = overlap, 0
+        self.agree: Callable[[int], int] = lambda value: value
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
         self.lock = threading.RLock()
@@ -108,7 +106,7 @@ class Engine:
                 for root in request.roots:
                     self.scheduler.add(root, group)
                 if (limit := request.sequences[0].params.max_time_s) is not None:
-                    arrival = agree(round(1e6 * request.output.metrics.arrival_time))
+                    arrival = self.agree(round(1e6 * request.output.metrics.arrival_time))
                     self._timed.append((arrival + round(1e6 * limit), request))
 
     def abort(self, request: RequestState, reason: FinishReason = "abort") -> None:
@@ -280,7 +278,7 @@ class Engine:
     def _end_late(self) -> bool:
         """Ends requests whose time is over, and tells whether there were any. By process 0's clock."""
         self._timed = [timed for timed in self._timed if not timed[1].finished]
-        now = agree(round(1e6 * time.perf_counter())) if self._timed else 0
+        now = self.agree(round(1e6 * time.perf_counter())) if self._timed else 0
         late = [request for end, request in self._timed if end <= now]
         for request in late:
             self._end(request, "time")

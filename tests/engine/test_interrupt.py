@@ -203,7 +203,7 @@ def test_what_cannot_be_resumed(engine: LLM, kept: Checkpoint) -> None:
         ({"samples": samples[:1]}, limit),
         ({"samples": (samples[0], samples[1][:-1])}, limit),
         ({"logprobs": kept.logprobs[:1]}, limit),
-        ({"samples": (samples[0], (*samples[1][:-1], 99999))}, limit),
+        ({"samples": (samples[0], (*samples[1][:-1], 10**12))}, limit),
         ({"sampling_params": twelve}, limit),  # all have ended
         ({"sampling_params": dataclasses.replace(twelve, max_tokens=1)}, limit),
         ({"sampling_params": dataclasses.replace(kept.sampling_params, logprobs=None)}, limit),
@@ -213,6 +213,9 @@ def test_what_cannot_be_resumed(engine: LLM, kept: Checkpoint) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(RequestError, match="no submitted request 'x' is running"):
         engine.interrupt("x")
+    text: Any = kept.to_json()
+    with pytest.raises(RequestError, match=r"resume takes a Checkpoint, got '\{"):
+        engine.resume(text)
     assert_clean(engine)
     engine.resume(kept)
     finish(engine)

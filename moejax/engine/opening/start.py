@@ -25,6 +25,7 @@ from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec
 from moejax.perf.sizes import KV_CODE_BYTES, state_bytes
+from moejax.sharding.distributed import agree
 from moejax.sharding.pipeline import stage_config
 from moejax.sharding.spmd import MeshDevices
 
@@ -61,7 +62,8 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     overlap = parallel.attention == "data" and parallel.ep > 1 and bool(beside)
     ledger = CompileLedger(config.strict_compile, overlap)
     runner = make_runner(resolved, weights, cache, ledger)
-    engine = Engine(make_scheduler(resolved, cache), runner, overlap=config.overlap, retries=config.retries)
+    engine = Engine(make_scheduler(resolved, cache), runner, overlap=config.overlap)
+    engine.retries, engine.agree = config.retries, agree
     return Started(engine, runner, blocks)
 
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
-from itertools import zip_longest
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError, unknown
@@ -120,6 +119,8 @@ class RequestBuilder:
     def resume(self, kept: Checkpoint, options: RequestOptions | None = None) -> RequestState:
         """Returns an interrupted request with the tokens that it has, not queued yet; see `LLM.resume`."""
         self.check_resumable()
+        if not isinstance(kept, Checkpoint):
+            raise RequestError(f"resume takes a Checkpoint, got {kept!r}")
         ids, params = list(kept.prompt_token_ids), kept.sampling_params
         if kept.model != self.model:
             raise RequestError(f"resume: the checkpoint is of model {kept.model}, and this is {self.model}")
@@ -132,11 +133,12 @@ class RequestBuilder:
         (request,) = self.to_generate([asked], params, options=options)
         wanted = [len(tokens) * (params.logprobs is not None) for tokens in kept.samples]
         sound = len(wanted) == params.n and wanted == [len(known) for known in kept.logprobs]
+        sound &= max(0, 0, *itertools.chain(*kept.samples)) < self.vocab_size
         most, sequences = request.roots[0].samples, request.sequences
-        for sequence, *sample in zip(sequences, kept.samples, kept.logprobs, strict=True) if sound else ():
-            sequence.forks, builder = [], request.builders[sequence.owner[1]]
-            for token, logprob in zip_longest(*sample):
-                sound &= not builder.finished and token < self.vocab_size
+        for i, sequence in enumerate(sequences if sound else ()):
+            sequence.forks, builder = [], request.builders[i]
+            for token, logprob in itertools.zip_longest(kept.samples[i], kept.logprobs[i]):
+                sound &= not builder.finished
                 sequence.tokens.append(token)
                 builder.add(token, logprob, end_reason(sequence))
             sequence.state = State.FINISHED if builder.finished else State.WAITING
