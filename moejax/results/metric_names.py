@@ -13,7 +13,8 @@ LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 """What every request's times give, and how tables and plots call it."""
 
 CASE_FIELDS = (
-    "variant", "backend", "batching", "request_rate", "bucket", "batch_size", "prompt_len", "output_len",
+    "variant", "backend", "batching", "request_rate", "concurrency", "bucket", "batch_size", "prompt_len",
+    "output_len",
 )  # fmt: skip
 """Fields of a case's row that say what was asked for or of whom, in the order in which they are shown."""
 

@@ -29,11 +29,13 @@ def measure(modes: Sequence[Mode], workload: ThroughputWorkload, run: Experiment
         RequestError: a pass in which no request was completed.
     """
     with progress("compiling and warming up") as task:
-        for mode in modes:
+        # Users' cases share their backends.
+        for mode in list({id(mode.backend): mode for mode in reversed(modes)}.values())[::-1]:
             task.describe(f"compiling and warming up ({mode.label})")
             with shown_compilation(engine_of(mode.backend), task):
                 warm_up(mode, workload)
-    total = sum(len(mode.plan) for mode in modes) * workload.iterations
+    count = sum(len(mode.plan) for mode in modes) * workload.iterations
+    total = None if any(mode.pace.more for mode in modes) else count
     run.read_peaks()
     with progress("measuring", total=total) as task:
         for iteration in range(workload.iterations):
@@ -52,9 +54,12 @@ def warm_up(mode: Mode, workload: ThroughputWorkload) -> None:
         max_total_len=max(request.total_len for request in mode.plan),
         params=[workload.sampling(max(request.output_len for request in mode.plan))],
     )
+    starts = [place for place, each in enumerate(mode.plan) if each.follows is None]
+    starts.append(len(mode.plan))
+    count = starts[min(2 * (mode.backend.max_num_seqs or _WARMUP_BATCH), len(starts) - 1)]
     short = [
         dataclasses.replace(each, arrival_s=0.0, output_len=min(each.output_len, 1 + i % _WARMUP_TOKENS))
-        for i, each in enumerate(mode.plan[: 2 * (mode.backend.max_num_seqs or _WARMUP_BATCH)])
+        for i, each in enumerate(mode.plan[:count])
     ]
     for _ in range(workload.warmup):
         drive(mode.backend, short, workload.sampling, agree=agree)
@@ -69,7 +74,13 @@ def run_pass(mode: Mode, workload: ThroughputWorkload, case: int, task: Task, me
     gc.collect()  # now, and not on the first mode's behalf in the second's time
     with meter.part(case):
         run = drive(
-            mode.backend, mode.plan, workload.sampling, case=case, on_progress=task.advance, agree=agree
+            mode.backend,
+            mode.plan,
+            workload.sampling,
+            pace=mode.pace,
+            case=case,
+            on_progress=task.advance,
+            agree=agree,
         )
     if not mode.runs and case == 0:
         mode.trace = take_capture(llm, case)

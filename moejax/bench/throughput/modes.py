@@ -8,7 +8,15 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, check_length
 from moejax.bench.backends.registry import encoder
 from moejax.bench.driver import ServedRequest, TrafficRun
-from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests
+from moejax.bench.traffic import (
+    OPEN,
+    Pace,
+    PlannedRequest,
+    ThroughputWorkload,
+    pace_of,
+    plan_fields,
+    plan_requests,
+)
 from moejax.core.errors import ConfigError
 from moejax.routing.capture import RoutingCapture
 
@@ -20,7 +28,8 @@ class Mode:
     Attributes:
         backend: the engine, in its own batching mode.
         plan: its traffic, in order of arrival.
-        request_rate: mean arrivals per second, inf for all at once; None for a trace.
+        request_rate: mean arrivals per second, inf for all at once; None for a trace and for users.
+        pace: how the plan is sent.
         runs: what was measured, one for each iteration.
         failed_steps: of all iterations.
         trace: of the first iteration, where the engine captures routing.
@@ -30,6 +39,7 @@ class Mode:
     backend: Backend
     plan: Sequence[PlannedRequest]
     request_rate: float | None
+    pace: Pace = OPEN
     runs: list[TrafficRun] = field(default_factory=list)
     failed_steps: int = 0
     trace: RoutingCapture | None = None
@@ -41,8 +51,14 @@ class Mode:
 
     @property
     def label(self) -> str:
-        """For messages: the batching mode of our engine, a peer's name."""
-        return self.batching if isinstance(self.backend, MoejaxBackend) else self.backend.name
+        """For messages: the batching mode of our engine, a peer's name; and how many users."""
+        name = self.batching if isinstance(self.backend, MoejaxBackend) else self.backend.name
+        return f"{name}, {self.pace.users} users" if self.pace.users else name
+
+    def fields(self) -> dict[str, Any]:
+        """Returns what of its traffic a row says: `plan_fields`, and the users of a closed loop."""
+        fields = plan_fields(self.plan, self.request_rate)
+        return fields if self.pace.users is None else {**fields, "concurrency": self.pace.users}
 
     @property
     def served(self) -> list[ServedRequest]:
@@ -52,13 +68,12 @@ class Mode:
 def plan_modes(
     backends: Sequence[Backend], workload: ThroughputWorkload, plan: Sequence[PlannedRequest]
 ) -> list[Mode]:
-    """A mode for each backend; our own is followed by `workload.compare`'s other modes of it, which share its
-    weights and have a cache and a scheduler of their own.
+    """For each number of users a mode for each backend; our own is followed by `workload.compare`'s other
+    modes of it, which share its weights and have a cache and a scheduler of their own.
 
     Raises:
         ConfigError: `workload.compare` without our engine.
     """
-    rate = None if workload.trace_file else workload.request_rate
     chosen: list[Backend] = []
     for backend in backends:
         chosen.append(backend)
@@ -69,7 +84,9 @@ def plan_modes(
         raise ConfigError(
             f"workload.compare is of moejax's batching modes; backend={backends[0].name} has one of its own"
         )
-    return [Mode(backend, plan, rate) for backend in chosen]
+    rate, vocab_size = workload.offered_rate, min(backend.vocab_size for backend in backends)
+    paces = [pace_of(workload, users, plan, vocab_size) for users in workload.users]
+    return [Mode(backend, plan, rate, pace) for pace in paces for backend in chosen]
 
 
 def plan_traffic(backends: Sequence[Backend], workload: ThroughputWorkload) -> list[PlannedRequest]:
@@ -86,5 +103,5 @@ def plan_traffic(backends: Sequence[Backend], workload: ThroughputWorkload) -> l
     longest = max(plan, key=lambda asked: asked.total_len)
     for backend in backends:
         backend.check(workload.sampling(longest.output_len))
-        check_length(backend, "the longest request", len(longest.prompt_token_ids), longest.output_len)
+        check_length(backend, "the longest request", longest.prompt_len, longest.output_len)
     return plan
