@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moejax.bench.backends.base import Backend, BackendError
-from moejax.bench.traffic import OPEN, Pace, PlannedRequest
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, next_request
 from moejax.core.errors import RequestError
 from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
@@ -22,6 +22,8 @@ from moejax.results.metrics import Metrics, RequestRecord, Slo, compute_metrics,
 
 # Seconds of the driver's clock between looks at what has finished, which are for the progress bar only.
 _LOOK_EVERY = 0.2
+
+OPEN = ThroughputWorkload()
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,13 @@ class TrafficRun:
     Attributes:
         start: the first arrival's instant on the driver's clock.
         served: what was sent, and what could not be since what it continues failed, in the plan's order.
-        pace: how it was sent: what of it counts.
+        workload: how long its warm-up was, and when the sending ended.
     """
 
     start: float
     served: tuple[ServedRequest, ...]
     steps: tuple[StepRecord, ...]
-    pace: Pace = OPEN
+    workload: ThroughputWorkload = OPEN
 
     @property
     def records(self) -> list[RequestRecord]:
@@ -92,9 +94,9 @@ class TrafficRun:
     def window(self) -> tuple[float, float]:
         """The instants between which rates count: from the end of `warmup_s` to the last token of a completed
         request, or to the end of `duration_s` if that is earlier."""
+        begin, limit = self.start + self.workload.warmup_s, self.workload.duration_s or math.inf
         ends = [record.metrics.token_times[-1] for record in self.records if record.completed]
-        begin, limit = self.start + self.pace.warmup_s, self.start + (self.pace.duration_s or math.inf)
-        return begin, max(begin, min(max(ends, default=begin), limit))
+        return begin, min(max([begin, *ends]), self.start + limit)
 
     @property
     def duration_s(self) -> float:
@@ -110,20 +112,16 @@ class TrafficRun:
 
     @property
     def measured_steps(self) -> list[StepRecord]:
-        """The steps after the warm-up, and before the end of `duration_s` where there is one."""
+        """The steps after the warm-up, up to the end of `duration_s` where there is one."""
         begin, end = self.window
-        last = math.inf if self.pace.duration_s is None else end
+        last = end if self.workload.duration_s else math.inf
         return [step for step in self.steps if begin <= step.time <= last]
 
     def metrics(self, slo: Slo) -> Metrics:
         """`compute_metrics` of this pass: latencies of the measured requests, counts and rates of what came
         in the window, whenever its request did."""
-        begin, end = self.window
-        measured = [item.record for item in self.measured]
-        return {
-            **compute_metrics(measured, self.duration_s, slo),
-            **compute_metrics(self.records, self.duration_s, slo, latencies=False, window=(begin, end)),
-        }
+        counted = compute_metrics(self.records, self.duration_s, slo, latencies=False, window=self.window)
+        return compute_metrics([item.record for item in self.measured], self.duration_s) | counted
 
     def require_completed(self, label: str) -> None:
         """Raises `RequestError` where no request was completed; `label` names the engine."""
@@ -142,58 +140,35 @@ class _Due:
     """Which request is sent when, in nanoseconds since the start: whole numbers, so that processes that agree
     on the time agree on the order too."""
 
-    def __init__(self, plan: Sequence[PlannedRequest], pace: Pace) -> None:
-        self.plan, self.pace = list(plan), pace
-        self.followers: dict[int, list[int]] = {}
-        self._heap: list[tuple[int, int]] = []
-        self._next = 0
-        for user in range(len(plan) if pace.users is None else pace.users):
-            begin = None if pace.users is None else pace.ramp_up_s * user / pace.users
-            self._open(0, begin)
-
-    def _open(self, now: int, after_s: float | None = None) -> None:
-        """Takes the next conversation: its first request is due `after_s` after `now`, or when planned."""
-        if self._at(self._next) is None:
-            return
-        first, self._next = self._next, self._next + 1
-        while (later := self._at(self._next)) is not None and later.follows is not None:
-            self.followers.setdefault(later.follows, []).append(self._next)
-            self._next += 1
-        self._push(first, now, after_s)
+    def __init__(self, plan: Sequence[PlannedRequest], workload: ThroughputWorkload) -> None:
+        self.plan, self.heap, self._next = list(plan), list[tuple[int, int]](), 0
+        self._first, self._workload, users = plan, workload, workload.users[0]
+        for user in range(users or len(plan)):
+            self.open(_ns(workload.ramp_up_s * user / users - workload.think_s) if users else 0)
 
     def _at(self, place: int) -> PlannedRequest | None:
-        if place == len(self.plan) and self.pace.more is not None:
-            self.plan.append(self.pace.more(place))
+        if place == len(self.plan) and self._workload.endless:
+            self.plan.append(next_request(self._workload, self._first, place))
         return self.plan[place] if place < len(self.plan) else None
 
-    def _push(self, place: int, now: int, after_s: float | None = None) -> None:
-        due = now + _ns(self.plan[place].arrival_s if after_s is None else after_s)
-        if self.pace.duration_s is None or due < _ns(self.pace.duration_s):
-            heapq.heappush(self._heap, (due, place))
+    def open(self, now: int) -> None:
+        """Takes up the next conversation, if there is one."""
+        while (asked := self._at(self._next)) is not None and asked.follows is not None:
+            self._next += 1
+        if asked is not None:
+            self.push(self._next, now)
+            self._next += 1
 
-    @property
-    def first(self) -> int | None:
-        """When the next one is due; None if none is."""
-        return self._heap[0][0] if self._heap else None
+    def push(self, place: int, now: int) -> None:
+        """Notes that a request is due its `arrival_s` after `now`, unless sending has ended by then."""
+        due = now + _ns(self.plan[place].arrival_s)
+        if self._workload.duration_s is None or due < _ns(self._workload.duration_s):
+            heapq.heappush(self.heap, (due, place))
 
-    def take(self, now: int) -> list[tuple[int, int]]:
-        """Returns what is due by `now`, with its instants; no longer the caller's to ask for."""
-        taken = []
-        while self._heap and self._heap[0][0] <= now:
-            taken.append(heapq.heappop(self._heap))
-        return taken
-
-    def ended(self, place: int, now: int, why: str | None = None) -> list[int]:
-        """Goes on after a request: with those that continue it, or else its user's next. Returns what will
-        never be sent, if it ended without an answer for the reason `why`."""
-        followers = self.followers.pop(place, [])
-        if not followers and self.pace.users is not None:
-            self._open(now)
-        if why is None:
-            for follower in followers:
-                self._push(follower, now)
-            return []
-        return [lost for follower in followers for lost in (follower, *self.ended(follower, now, why))]
+    def after(self, place: int) -> int | None:
+        """Returns the place of the request that continues this one, if there is one."""
+        later = self._at(place + 1)
+        return place + 1 if later is not None and later.follows == place else None
 
 
 def _ns(seconds: float) -> int:
@@ -205,7 +180,7 @@ def drive(
     plan: Sequence[PlannedRequest],
     sampling: Callable[[int, int], SamplingParams],
     *,
-    pace: Pace = OPEN,
+    workload: ThroughputWorkload = OPEN,
     case: int = 0,
     on_progress: Callable[[int], None] = lambda finished: None,
     clock: Callable[[], float] = time.perf_counter,
@@ -217,7 +192,8 @@ def drive(
     Args:
         plan: in order of arrival, each conversation's requests one after the other.
         sampling: (output length, place in the plan) → sampling parameters.
-        pace: of users who wait for their answers, and what ends the sending and the requests.
+        workload: says how many users wait for their answers (`concurrency`, one number), and when to end the
+            sending and the requests.
         case: index of the run's row in the result's `cases`.
         on_progress: told now and then how many requests have ended since it was last told.
         clock, sleep: seconds; the clock must be the engine's own.
@@ -231,7 +207,7 @@ def drive(
     Raises:
         BackendError: a request continues an output of which the backend does not tell the tokens.
     """
-    due = _Due(plan, pace)
+    due, users, limit = _Due(plan, workload), workload.users[0], workload.timeout_s
     params = [sampling(planned.output_len, index) for index, planned in enumerate(plan)]
     steps: list[StepRecord] = []
     outputs: dict[int, RequestOutput | str] = {}  # of a request that was not taken the reason
@@ -245,30 +221,37 @@ def drive(
     now = 0
 
     def end(place: int, why: str | None = None) -> None:
+        """Goes on after a request: with what continues it, of which nothing can be sent if it has no answer,
+        for the reason `why`, or with its user's next."""
         watched.pop(place, None)
-        for lost in due.ended(place, now, why):
-            outputs[lost] = f"request {place}, which it continues, {why}"
-            arrivals[lost] = start + now / 1e9
+        while (later := due.after(place)) is not None and why is not None:
+            outputs[later] = f"request {place}, which it continues, {why}"
+            arrivals[later], place = start + now / 1e9, later
             on_progress(1)
+        if later is not None:
+            due.push(later, now)
+        elif users is not None:
+            due.open(now)
 
     try:
         while True:
-            if watched or due.first is not None:
+            if watched or due.heap:
                 now = agree(_ns(clock() - start))
             for place, output in list(watched.items()):
-                if pace.timeout_s is not None and not output.finished:
-                    if start + now / 1e9 >= arrivals[place] + pace.timeout_s:
-                        late[place] = f"no end within {pace.timeout_s:g} s (workload.timeout_s)"
-                        backend.abort(output.request_id)
+                if limit and not output.finished and start + now / 1e9 >= arrivals[place] + limit:
+                    late[place] = f"no end within {limit:g} s (workload.timeout_s)"
+                    backend.abort(output.request_id)
                 if output.finished or place in late:
                     end(place, late.get(place) or _broken_off(output))
-            for instant, place in due.take(now):
-                if place >= len(params):
-                    params.append(sampling(due.plan[place].output_len, place))
-                arrivals[place] = start + instant / 1e9
-                prompt = _prompt(due.plan[place], outputs, backend)
+            ready = []
+            while due.heap and due.heap[0][0] <= now:
+                ready.append(heapq.heappop(due.heap))
+            for instant, place in ready:
+                asked, arrivals[place] = due.plan[place], start + instant / 1e9
+                chosen = params[place] if place < len(params) else sampling(asked.output_len, place)
+                prompt = _prompt(asked, outputs, backend)
                 try:
-                    output = backend.submit(prompt, params[place], arrival_time=arrivals[place])
+                    output = backend.submit(prompt, chosen, arrival_time=arrivals[place])
                 except RequestError as error:
                     outputs[place] = str(error)
                     on_progress(1)
@@ -276,7 +259,7 @@ def drive(
                 else:
                     outputs[place] = output
                     running.append(output)
-                    if pace.timeout_s or pace.users or place in due.followers:
+                    if limit or users or due.after(place) is not None:
                         watched[place] = output
             busy = backend.step()
             passed = clock()
@@ -291,9 +274,9 @@ def drive(
                     end(place, "was lost")
             if watched:
                 continue
-            if due.first is None:
+            if not due.heap:
                 break
-            sleep(max(0.0, start + due.first / 1e9 - clock()))
+            sleep(max(0.0, start + due.heap[0][0] / 1e9 - clock()))
     finally:
         backend.on_step = before
         for output in running:
@@ -309,7 +292,7 @@ def drive(
             served[place] = ServedRequest(record, None, 0, output, turn=turn)
         else:
             served[place] = _outcome(output, case, turn, late.get(place))
-    return TrafficRun(start, tuple(served.values()), tuple(steps), pace)
+    return TrafficRun(start, tuple(served.values()), tuple(steps), workload)
 
 
 def _prompt(

@@ -180,8 +180,13 @@ class ThroughputWorkload(SampledWorkload):
 
     @property
     def users(self) -> list[int | None]:
-        """How many users each case has; of an open loop's one case None."""
+        """Each case's users; of an open loop's one case None."""
         return [self.concurrency] if isinstance(self.concurrency, int | None) else list(self.concurrency)
+
+    @property
+    def endless(self) -> bool:
+        """Whether users go on until the time is over."""
+        return self.num_requests is None and self.trace_file is None and self.concurrency is not None
 
     @property
     def offered_rate(self) -> float | None:
@@ -232,47 +237,17 @@ class PlannedRequest:
         return self.prompt_len + self.output_len
 
 
-@dataclass(frozen=True)
-class Pace:
-    """What besides the plan decides which requests are sent, and which of them count; see
-    `ThroughputWorkload`.
-
-    Attributes:
-        users: how many there are; None: requests come at their times.
-        more: place → the request there, beyond the plan; None: the plan is all.
-    """
-
-    users: int | None = None
-    ramp_up_s: float = 0.0
-    warmup_s: float = 0.0
-    duration_s: float | None = None
-    timeout_s: float | None = None
-    more: Callable[[int], PlannedRequest] | None = None
-
-
-OPEN = Pace()
-
-
-def pace_of(
-    workload: ThroughputWorkload, users: int | None, plan: Sequence[PlannedRequest], vocab_size: int
-) -> Pace:
-    """Returns the pace of one of `workload.users`. Users who go on until the time is over get the plan's
-    lengths again, and new random prompts."""
-
-    def more(place: int) -> PlannedRequest:
-        asked = plan[place % len(plan)]
-        back = place - place % len(plan)
-        shared = workload.shared_prefix_len if asked.follows is None else 0
-        prompt = asked.prompt_token_ids
-        if workload.prompts_file is None:
-            own = _random(workload, _PROMPTS, place, len(prompt) - shared, vocab_size)
-            prompt = [*prompt[:shared], *own]
-        follows = None if asked.follows is None else asked.follows + back
-        return replace(asked, prompt_token_ids=prompt, follows=follows)
-
-    endless = workload.num_requests is None and workload.trace_file is None and users is not None
-    limits = {name: getattr(workload, name) for name in ("ramp_up_s", "warmup_s", "duration_s", "timeout_s")}
-    return Pace(users, **limits, more=more if endless else None)
+def next_request(workload: ThroughputWorkload, plan: Sequence[PlannedRequest], place: int) -> PlannedRequest:
+    """Returns the request at a place beyond a plan that only the clock ends: one of the plan's once more, its
+    own tokens, if they are random, in another order."""
+    asked, back = plan[place % len(plan)], place - place % len(plan)
+    shared = workload.shared_prefix_len if asked.follows is None else 0
+    if workload.prompts_file is not None:
+        shared = len(asked.prompt_token_ids)
+    rng = np.random.default_rng([workload.seed, _PROMPTS, place])
+    own = rng.permutation(asked.prompt_token_ids[shared:]).tolist()
+    follows = None if asked.follows is None else asked.follows + back
+    return replace(asked, prompt_token_ids=[*asked.prompt_token_ids[:shared], *own], follows=follows)
 
 
 def plan_requests(
@@ -305,14 +280,10 @@ def plan_requests(
 
 def _conversations(workload: ThroughputWorkload) -> list[TraceRow]:
     """Rows without prompts and lengths, a conversation's one after the other."""
-    count, turns = workload.num_requests, workload.turns
-    if count is not None:
-        starts = _arrivals(workload, count // turns)
-    elif workload.concurrency is not None:
-        starts = [0.0] * max(1, _BLOCK // turns)
-    else:
+    count, turns = workload.num_requests or _BLOCK, workload.turns
+    starts = _arrivals(workload, max(1, count // turns))
+    if workload.num_requests is None and not workload.endless:
         assert workload.duration_s is not None
-        starts = _arrivals(workload, _BLOCK)
         while starts[-1] < workload.duration_s:
             starts = _arrivals(workload, 2 * len(starts))
         starts = starts[: bisect.bisect_left(starts, workload.duration_s)]
@@ -323,10 +294,13 @@ def _conversations(workload: ThroughputWorkload) -> list[TraceRow]:
     ]
 
 
-def plan_fields(plan: Sequence[PlannedRequest], request_rate: float | None) -> dict[str, Any]:
-    """Returns a row's fields: requests/s, the number of requests, and their mean lengths in tokens."""
+def plan_fields(plan: Sequence[PlannedRequest], workload: ThroughputWorkload) -> dict[str, Any]:
+    """Returns a row's fields: requests/s, the users of a closed loop, the number of requests, and their mean
+    lengths in tokens."""
+    rate, users = workload.offered_rate, workload.users[0]
     return {
-        "request_rate": "inf" if request_rate == math.inf else request_rate,
+        "request_rate": "inf" if rate == math.inf else rate,
+        **({} if users is None else {"concurrency": users}),
         "num_requests": len(plan),
         "prompt_len": round(statistics.mean(request.prompt_len for request in plan)),
         "output_len": round(statistics.mean(request.output_len for request in plan)),

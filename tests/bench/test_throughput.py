@@ -15,7 +15,7 @@ from moejax.bench.backends.base import BackendError
 from moejax.bench.common.timeline import bin_steps, step_metrics
 from moejax.bench.driver import TrafficRun, drive
 from moejax.bench.throughput import measure, run_throughput
-from moejax.bench.traffic import OPEN, Lengths, Pace, PlannedRequest, ThroughputWorkload
+from moejax.bench.traffic import Lengths, PlannedRequest, ThroughputWorkload
 from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.stats import StepRecord
@@ -128,11 +128,13 @@ def test_goodput_worked_out_by_hand() -> None:
 # --- conversations and users --------------------------------------------------------------------------------
 
 
-def drive_with(asked: list[PlannedRequest], pace: Pace, **fields: Any) -> tuple[TrafficRun, FakeLLM]:
-    """`run` at a pace."""
+def drive_with(
+    asked: list[PlannedRequest], workload: ThroughputWorkload, **fields: Any
+) -> tuple[TrafficRun, FakeLLM]:
+    """`run` as a workload says."""
     clock = VirtualClock()
     llm = FakeLLM(EngineConfig(max_num_seqs=4), clock=clock, advance=clock.advance, **fields)
-    return drive(llm, asked, SAMPLING, pace=pace, clock=clock, sleep=clock.sleep), llm
+    return drive(llm, asked, SAMPLING, workload=workload, clock=clock, sleep=clock.sleep), llm
 
 
 TURNS = [
@@ -144,7 +146,7 @@ TURNS = [
 
 
 def test_a_turn_continues_what_was_answered_when_it_was() -> None:
-    done, llm = drive_with(TURNS, OPEN)
+    done, llm = drive_with(TURNS, ThroughputWorkload())
     # The first answer is there after three steps, the second turn 0.1 s later and answered after two.
     assert [(prompt, arrival - done.start) for prompt, _, arrival in llm.submitted] == [
         ([5, 6], 0.0), ([5, 6, 1, 1, 1, 7], pytest.approx(0.13)),
@@ -165,9 +167,9 @@ def test_a_turn_continues_what_was_answered_when_it_was() -> None:
     ],
 )
 def test_what_continues_a_lost_request_is_lost_too(fields: dict[str, Any], text: str) -> None:
-    done, llm = drive_with(TURNS, OPEN, **fields)
+    done, llm = drive_with(TURNS, ThroughputWorkload(), **fields)
     assert len(llm.submitted) == 2 and [item.record.completed for item in done.served] == [False] * 3 + [True]
-    assert [item.error for item in done.served[1:3]] == [text, text]
+    assert [item.error for item in done.served[1:3]] == [text, text.replace("request 0", "request 1")]
     assert [item.record.finish_reason for item in done.served[1:3]] == ["error", "error"]
 
 
@@ -199,11 +201,11 @@ def test_processes_send_the_same_turns_before_the_same_steps() -> None:
         llm.submit = lambda prompt, *rest, **more: (  # type: ignore[method-assign]
             sent.append((llm.stats()["steps"], prompt)), submit(prompt, *rest, **more)
         )[1]  # fmt: skip
-        pace = Pace(users=2, timeout_s=0.2)
+        workload = ThroughputWorkload(concurrency=2, timeout_s=0.2)
         asked = [
             PlannedRequest(0.02 * i, [i], 1 + 5 * i % 7, follows=i - 1 if i % 3 else None) for i in range(12)
         ]
-        drive(llm, asked, SAMPLING, pace=pace, clock=clock, sleep=clock.sleep, agree=decide)
+        drive(llm, asked, SAMPLING, workload=workload, clock=clock, sleep=clock.sleep, agree=decide)
         return sent
 
     first = submitted(0.03, lambda value: decisions.append(value) or value)  # type: ignore[func-returns-value]
@@ -215,7 +217,7 @@ def test_processes_send_the_same_turns_before_the_same_steps() -> None:
 def test_users_wait_for_their_answers_and_think() -> None:
     """Two users, the second from 0.05 s on; ten requests of two steps, and a tenth of a second between."""
     asked = [PlannedRequest(0.1, [i], 2) for i in range(5)]
-    done, _ = drive_with(asked, Pace(users=2, ramp_up_s=0.1))
+    done, _ = drive_with(asked, ThroughputWorkload(concurrency=2, think_s=0.1, ramp_up_s=0.1))
     arrivals = [item.record.metrics.arrival_time - done.start for item in done.served]
     assert arrivals == pytest.approx([0.0, 0.05, 0.12, 0.17, 0.24])
     assert done.duration_s == pytest.approx(0.26)
@@ -224,8 +226,8 @@ def test_users_wait_for_their_answers_and_think() -> None:
 def test_rates_are_of_the_window_and_latencies_of_what_arrived_in_it() -> None:
     """One user, requests of four steps without end: a token each 10 ms. Sending ends after 0.5 s; the first
     0.1 s do not count. Of the request that was sent at 0.48 s two tokens come too late."""
-    more = lambda place: PlannedRequest(0.0, [place], 4)  # noqa: E731
-    done, _ = drive_with([more(0)], Pace(users=1, warmup_s=0.1, duration_s=0.5, more=more))
+    workload = ThroughputWorkload(None, concurrency=1, warmup_s=0.1, duration_s=0.5)
+    done, _ = drive_with([PlannedRequest(0.0, [1], 4)], workload)
     metrics = done.metrics(Slo(ttft_ms=1000))
     assert len(done.served) == 13 and done.duration_s == pytest.approx(0.4)
     assert metrics["ttft_samples"] == len(done.rows(Slo())) == 10  # of 0.12 s and later
@@ -240,7 +242,7 @@ def test_what_takes_too_long_is_given_up() -> None:
         PlannedRequest(0.0, [2], 50),
         PlannedRequest(0.0, [3], 1, follows=1),
     ]
-    done, llm = drive_with(asked, Pace(timeout_s=0.1))
+    done, llm = drive_with(asked, ThroughputWorkload(timeout_s=0.1))
     assert [item.record.completed for item in done.served] == [True, False, False]
     assert done.served[1].error == "no end within 0.1 s (workload.timeout_s)" and llm.aborted == ["1"]
     assert done.served[2].error == f"request 1, which it continues, {done.served[1].error}"

@@ -17,7 +17,7 @@ from moejax.bench.traffic import (
     Lengths,
     ThroughputWorkload,
     ideal_hit_rate,
-    pace_of,
+    next_request,
     plan_requests,
 )
 from moejax.core.errors import ConfigError, RequestError
@@ -383,10 +383,9 @@ def test_requests_of_users_and_of_a_rate_that_only_the_clock_ends():
     assert len(timed) == sum(time < 5 for time in arrivals(short(num_requests=2000, request_rate=50.0)))
     users = ThroughputWorkload(None, concurrency=[1, 4], duration_s=5.0, turns=2, think_s=0.5, seed=3)
     plan = plan_requests(users, VOCAB)
-    pace = pace_of(users, 4, plan, VOCAB)
     assert users.users == [1, 4] and {asked.arrival_s for asked in plan} == {0.5} and len(plan) == 1024
-    again = pace.more(1024 + 7)
+    assert users.endless and not replace(users, num_requests=8).endless
+    again = next_request(users, plan, 1024 + 7)
     assert again.follows == 1024 + 6 and again.output_len == plan[7].output_len
-    assert len(again.prompt_token_ids) == len(plan[7].prompt_token_ids)
+    assert sorted(again.prompt_token_ids) == sorted(plan[7].prompt_token_ids)
     assert again.prompt_token_ids != plan[7].prompt_token_ids
-    assert pace_of(replace(users, num_requests=8), 4, plan, VOCAB).more is None

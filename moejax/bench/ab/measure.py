@@ -20,8 +20,8 @@ from moejax.bench.driver import drive
 from moejax.bench.latency.cases import plan_batches, prepare_peer
 from moejax.bench.latency.measure import batch_records
 from moejax.bench.throughput.measure import warm_up
-from moejax.bench.throughput.modes import plan_modes, plan_traffic
-from moejax.bench.traffic import ThroughputWorkload
+from moejax.bench.throughput.modes import Mode, plan_traffic
+from moejax.bench.traffic import ThroughputWorkload, plan_fields
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.requests.api import RequestOutput
@@ -85,20 +85,20 @@ class TrafficLoad:
             )
         self.workload = workload
         self.plan = plan_traffic(backends, workload)
-        self.modes = plan_modes(backends[:1], dataclasses.replace(workload, compare=()), self.plan)
+        self.loads = [dataclasses.replace(workload, concurrency=users) for users in workload.users]
         self.cases: list[dict[str, Any]] = [
-            {**mode.fields(), "batch_size": len(self.plan)} for mode in self.modes
+            {**plan_fields(self.plan, load), "batch_size": len(self.plan)} for load in self.loads
         ]
 
     def warm_up(self, backend: Backend, case: int) -> None:
         if not case:
-            warm_up(dataclasses.replace(self.modes[0], backend=backend), self.workload)
+            warm_up(Mode(backend, self.plan, self.workload), self.workload)
 
     def run(self, backend: Backend, case: int) -> tuple[Metrics, list[dict[str, Any]]]:
         backend.reset_stats()
         gc.collect()
-        pace, sampling = self.modes[case].pace, self.workload.sampling
-        passed = drive(backend, self.plan, sampling, pace=pace, case=case, agree=agree)
+        load = self.loads[case]
+        passed = drive(backend, self.plan, load.sampling, workload=load, case=case, agree=agree)
         passed.require_completed(backend.name)
         return passed.metrics(self.workload.slo), passed.rows(self.workload.slo)
 

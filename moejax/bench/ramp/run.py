@@ -88,7 +88,7 @@ def _climb(
             rate, refined = (followed * saturated) ** 0.5, refined + 1
         else:
             return
-        step = Mode(mode.backend, plan(rate), rate, mode.pace)
+        step = Mode(mode.backend, plan(rate), dataclasses.replace(workload, request_rate=rate))
         total = len(step.plan) * workload.iterations
         with progress(f"{rate:.3g} requests/s", total=total) as task:
             for _ in range(workload.iterations):

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.compilation import shown_compilation
@@ -29,13 +30,11 @@ def measure(modes: Sequence[Mode], workload: ThroughputWorkload, run: Experiment
         RequestError: a pass in which no request was completed.
     """
     with progress("compiling and warming up") as task:
-        # Users' cases share their backends.
-        for mode in list({id(mode.backend): mode for mode in reversed(modes)}.values())[::-1]:
+        for mode in modes[: len(modes) // len(workload.users)]:  # the others share their backends
             task.describe(f"compiling and warming up ({mode.label})")
             with shown_compilation(engine_of(mode.backend), task):
                 warm_up(mode, workload)
-    count = sum(len(mode.plan) for mode in modes) * workload.iterations
-    total = None if any(mode.pace.more for mode in modes) else count
+    total = None if workload.endless else sum(len(mode.plan) for mode in modes) * workload.iterations
     run.read_peaks()
     with progress("measuring", total=total) as task:
         for iteration in range(workload.iterations):
@@ -54,9 +53,7 @@ def warm_up(mode: Mode, workload: ThroughputWorkload) -> None:
         max_total_len=max(request.total_len for request in mode.plan),
         params=[workload.sampling(max(request.output_len for request in mode.plan))],
     )
-    starts = [place for place, each in enumerate(mode.plan) if each.follows is None]
-    starts.append(len(mode.plan))
-    count = starts[min(2 * (mode.backend.max_num_seqs or _WARMUP_BATCH), len(starts) - 1)]
+    count = 2 * (mode.backend.max_num_seqs or _WARMUP_BATCH) * workload.turns
     short = [
         dataclasses.replace(each, arrival_s=0.0, output_len=min(each.output_len, 1 + i % _WARMUP_TOKENS))
         for i, each in enumerate(mode.plan[:count])
@@ -73,15 +70,13 @@ def run_pass(mode: Mode, workload: ThroughputWorkload, case: int, task: Task, me
     start_capture(llm)
     gc.collect()  # now, and not on the first mode's behalf in the second's time
     with meter.part(case):
-        run = drive(
-            mode.backend,
-            mode.plan,
-            workload.sampling,
-            pace=mode.pace,
-            case=case,
-            on_progress=task.advance,
-            agree=agree,
-        )
+        given: dict[str, Any] = {
+            "workload": mode.workload,
+            "case": case,
+            "on_progress": task.advance,
+            "agree": agree,
+        }
+        run = drive(mode.backend, mode.plan, workload.sampling, **given)
     if not mode.runs and case == 0:
         mode.trace = take_capture(llm, case)
     mode.failed_steps += mode.backend.stats()["failed_steps"]

@@ -1,22 +1,14 @@
 """The unit that a throughput experiment measures: a batching mode of a backend under planned traffic."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend, check_length
 from moejax.bench.backends.registry import encoder
 from moejax.bench.driver import ServedRequest, TrafficRun
-from moejax.bench.traffic import (
-    OPEN,
-    Pace,
-    PlannedRequest,
-    ThroughputWorkload,
-    pace_of,
-    plan_fields,
-    plan_requests,
-)
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests
 from moejax.core.errors import ConfigError
 from moejax.routing.capture import RoutingCapture
 
@@ -28,8 +20,7 @@ class Mode:
     Attributes:
         backend: the engine, in its own batching mode.
         plan: its traffic, in order of arrival.
-        request_rate: mean arrivals per second, inf for all at once; None for a trace and for users.
-        pace: how the plan is sent.
+        workload: as it is of this row: with one number of users, at one rate.
         runs: what was measured, one for each iteration.
         failed_steps: of all iterations.
         trace: of the first iteration, where the engine captures routing.
@@ -38,8 +29,7 @@ class Mode:
 
     backend: Backend
     plan: Sequence[PlannedRequest]
-    request_rate: float | None
-    pace: Pace = OPEN
+    workload: ThroughputWorkload
     runs: list[TrafficRun] = field(default_factory=list)
     failed_steps: int = 0
     trace: RoutingCapture | None = None
@@ -53,12 +43,8 @@ class Mode:
     def label(self) -> str:
         """For messages: the batching mode of our engine, a peer's name; and how many users."""
         name = self.batching if isinstance(self.backend, MoejaxBackend) else self.backend.name
-        return f"{name}, {self.pace.users} users" if self.pace.users else name
-
-    def fields(self) -> dict[str, Any]:
-        """Returns what of its traffic a row says: `plan_fields`, and the users of a closed loop."""
-        fields = plan_fields(self.plan, self.request_rate)
-        return fields if self.pace.users is None else {**fields, "concurrency": self.pace.users}
+        users = self.workload.concurrency
+        return name if users is None else f"{name}, {users} users"
 
     @property
     def served(self) -> list[ServedRequest]:
@@ -84,9 +70,8 @@ def plan_modes(
         raise ConfigError(
             f"workload.compare is of moejax's batching modes; backend={backends[0].name} has one of its own"
         )
-    rate, vocab_size = workload.offered_rate, min(backend.vocab_size for backend in backends)
-    paces = [pace_of(workload, users, plan, vocab_size) for users in workload.users]
-    return [Mode(backend, plan, rate, pace) for pace in paces for backend in chosen]
+    cases = [replace(workload, concurrency=users) for users in workload.users]
+    return [Mode(backend, plan, case) for case in cases for backend in chosen]
 
 
 def plan_traffic(backends: Sequence[Backend], workload: ThroughputWorkload) -> list[PlannedRequest]:

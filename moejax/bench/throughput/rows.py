@@ -11,7 +11,7 @@ from moejax.bench.common.step_cost import traffic_step_costs
 from moejax.bench.common.timeline import step_metrics
 from moejax.bench.driver import TrafficRun
 from moejax.bench.throughput.modes import Mode
-from moejax.bench.traffic import ThroughputWorkload, ideal_hit_rate
+from moejax.bench.traffic import ThroughputWorkload, ideal_hit_rate, plan_fields
 from moejax.core.hardware import Hardware
 from moejax.results.metric_names import GLOSSARY, RATES
 from moejax.results.metrics import case_row, flat_metrics, summarize
@@ -28,9 +28,9 @@ def mode_rows(
     own = [mode for mode in modes if isinstance(mode.backend, MoejaxBackend)] or modes
     for mode, row in zip(modes, rows, strict=True):
         if mode.backend.name != modes[0].backend.name:
-            first = next(one for one in modes if one.pace.users == mode.pace.users)
+            first = next(one for one in modes if one.workload == mode.workload)
             row |= against_first(*([run.metrics(workload.slo) for run in one.runs] for one in (mode, first)))
-        ours = next(one for one in own if one.pace.users == mode.pace.users)
+        ours = next(one for one in own if one.workload == mode.workload)
         if mode.backend.name != ours.backend.name and workload.temperature == 0:
             row["tokens_agree_percent"] = percent_agreed(
                 *([item.token_ids for item in one.runs[0].served] for one in (mode, ours))
@@ -48,9 +48,9 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
         "batching": mode.batching,
         "max_num_seqs": limit,
         "batch_size": limit or len(plan),
-        **mode.fields(),
+        **plan_fields(plan, mode.workload),
     }
-    if mode.pace.duration_s is not None:
+    if workload.duration_s is not None:
         fields["num_requests"] = len(mode.runs[0].served)
     served, steps = mode.served, [step for run in mode.runs for step in run.steps]
     records, measured = [item.record for item in served], [item for run in mode.runs for item in run.measured]
