@@ -113,9 +113,8 @@ class TrafficRun:
     @property
     def measured_steps(self) -> list[StepRecord]:
         """The steps after the warm-up, up to the end of `duration_s` where there is one."""
-        begin, end = self.window
-        last = end if self.workload.duration_s else math.inf
-        return [step for step in self.steps if begin <= step.time <= last]
+        begin, end = self.workload.warmup_s, self.workload.duration_s or math.inf
+        return [step for step in self.steps if begin <= step.time - self.start <= end]
 
     def metrics(self, slo: Slo) -> Metrics:
         """`compute_metrics` of this pass: latencies of the measured requests, counts and rates of what came
@@ -283,15 +282,15 @@ def drive(
             if not output.finished:
                 backend.abort(output.request_id)
     served: dict[int, ServedRequest] = {}
-    for place, output in sorted(outputs.items()):
+    for place, answer in sorted(outputs.items()):
         name, follows = f"{case}-{place}", due.plan[place].follows
         turn = 0 if follows is None else served[follows].turn + 1
-        if isinstance(output, str):
+        if isinstance(answer, str):
             planned = 0 if follows is not None else len(due.plan[place].prompt_token_ids)
             record = RequestRecord(name, case, planned, 0, RequestMetrics(arrivals[place]), "error")
-            served[place] = ServedRequest(record, None, 0, output, turn=turn)
+            served[place] = ServedRequest(record, None, 0, answer, turn=turn)
         else:
-            served[place] = _outcome(output, case, turn, late.get(place))
+            served[place] = _outcome(answer, case, turn, late.get(place))
     return TrafficRun(start, tuple(served.values()), tuple(steps), workload)
 
 

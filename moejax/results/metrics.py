@@ -127,8 +127,8 @@ def latency_samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
 
 
 def summarize(samples: Sequence[float], name: str) -> Metrics:
-    """`{"mean_<name>_ms": …, "median_…", "std_…", "p90_…", "p95_…", "p99_…", "max_…"}` of milliseconds, and
-    their number `<name>_samples`.
+    """`{"mean_<name>_ms": …, "median_…", "std_…", "p90_…", "p95_…", "p99_…", "min_…", "max_…"}` of
+    milliseconds, and their number `<name>_samples`.
 
     The standard deviation is the population's and percentiles interpolate linearly, as in vLLM. A statistic
     that needs more samples (`least_samples`) is None.
@@ -166,7 +166,7 @@ def compute_metrics(
             token did, requests whose last token did.
 
     Returns:
-        `{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and `request_goodput`
+        `{mean,median,std,p90,p95,p99,min,max}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and `request_goodput`
         in requests/s; `output_throughput` and `total_token_throughput` in tokens/s; `completed`,
         `total_input_tokens`, `total_output_tokens`, `duration_s`. A value that is not defined is None.
     """

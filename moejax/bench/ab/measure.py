@@ -80,8 +80,7 @@ class TrafficLoad:
     def __init__(self, workload: ThroughputWorkload, backends: Sequence[Backend]) -> None:
         if workload.duration_s is not None:
             raise ConfigError(
-                "an A/B run needs the same requests in every pass: set workload.num_requests instead of"
-                " workload.duration_s"
+                "an A/B run needs the same requests in every pass: leave out workload.duration_s"
             )
         self.workload = workload
         self.plan = plan_traffic(backends, workload)

@@ -43,8 +43,7 @@ class Mode:
     def label(self) -> str:
         """For messages: the batching mode of our engine, a peer's name; and how many users."""
         name = self.batching if isinstance(self.backend, MoejaxBackend) else self.backend.name
-        users = self.workload.concurrency
-        return name if users is None else f"{name}, {users} users"
+        return name if self.workload.concurrency is None else f"{name}, {self.workload.concurrency} users"
 
     @property
     def served(self) -> list[ServedRequest]:

@@ -82,10 +82,9 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
 
 def metrics_of_all(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the flat metrics of a mode's cases: of a single one all, of several the totals."""
-    if len(rows) == 1:
-        return flat_metrics(rows[0])
     counts = [m.name for m in GLOSSARY if m.section == "Rates and totals" and m.exact]
-    return {name: sum(row[name] for row in rows) for name in (*counts, "duration_s")}
+    totals = {name: sum(row[name] for row in rows) for name in (*counts, "duration_s")}
+    return totals if len(rows) > 1 else flat_metrics(rows[0])
 
 
 def iteration_rates(mode: Mode, workload: ThroughputWorkload) -> list[dict[str, Any]]:
