@@ -117,8 +117,8 @@ class TrafficRun:
         return [step for step in self.steps if begin <= step.time - self.start <= end]
 
     def metrics(self, slo: Slo) -> Metrics:
-        """`compute_metrics` of this pass: latencies of the measured requests, counts and rates of what came
-        in the window, whenever its request did."""
+        """`compute_metrics` of this pass: latencies of the measured requests, rates of what came in the
+        window, whenever its request did, totals of all."""
         counted = compute_metrics(self.records, self.duration_s, slo, latencies=False, window=self.window)
         return compute_metrics([item.record for item in self.measured], self.duration_s) | counted
 

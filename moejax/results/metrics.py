@@ -162,8 +162,8 @@ def compute_metrics(
         duration_s: seconds in which they were served; of several repeats the sum of theirs.
         slo: objectives for `request_goodput`, which is None without any.
         latencies: False leaves them out, as of several cases: a percentile of pooled cases is none of any.
-        window: first and last instant of what is counted: output tokens that came in it, prompts whose first
-            token did, requests whose last token did.
+        window: first and last instant of what rates count: output tokens that came in it, prompts whose first
+            token did, requests whose last token did. Totals are of all.
 
     Returns:
         `{mean,median,std,p90,p95,p99,min,max}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and `request_goodput`
@@ -188,9 +188,9 @@ def compute_metrics(
         output_throughput=rate(outputs),
         total_token_throughput=rate(inputs + outputs),
         request_goodput=rate(sum(slo.met_by(record) for record in ended)) if slo else None,
-        completed=len(ended),
-        total_input_tokens=inputs,
-        total_output_tokens=outputs,
+        completed=len(done),
+        total_input_tokens=sum(record.prompt_len for record in done),
+        total_output_tokens=sum(record.output_len for record in done),
         duration_s=float(duration_s),
     )
     return metrics

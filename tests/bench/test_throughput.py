@@ -232,7 +232,8 @@ def test_rates_are_of_the_window_and_latencies_of_what_arrived_in_it() -> None:
     assert len(done.served) == 13 and done.duration_s == pytest.approx(0.4)
     assert metrics["ttft_samples"] == len(done.rows(Slo())) == 10  # of 0.12 s and later
     assert metrics["output_throughput"] == pytest.approx(40 / 0.4, rel=0.03)
-    assert metrics["completed"] == 10 and metrics["request_goodput"] == pytest.approx(10 / 0.4)
+    assert metrics["request_throughput"] == pytest.approx(10 / 0.4) and metrics["completed"] == 13
+    assert metrics["total_output_tokens"] == 52 and metrics["request_goodput"] == pytest.approx(10 / 0.4)
     assert 39 <= len(done.measured_steps) <= 41
 
 

@@ -50,9 +50,6 @@ def run_throughput(
     measure(modes, workload, run)
     result = _build(run, modes, workload)
     run.meter.add_to(result, _first(modes))
-    if workload.warmup_s or workload.duration_s:  # energy is a whole pass's, and tokens are its window's
-        for row in (result["metrics"], *result["cases"], *result["telemetry"]["cases"]):
-            row.pop("energy_per_output_token_j", None)
     without_our_process(result["metrics"], backends[0])
     with run.parts.part(CAPTURE_FILE):
         result |= write_capture([modes[0].trace], run.out_dir, run.provenance)
