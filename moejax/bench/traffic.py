@@ -147,7 +147,7 @@ class ThroughputWorkload(SampledWorkload):
         waiting = closed or self.turns > 1 or (self.trace_file is not None and not self.timed)
         for wrong, text in (
             (uncounted and self.duration_s is None,
-             "num_requests=null needs workload.trace_file, which it takes all of, or workload.duration_s"),
+             "num_requests=null takes all rows of a workload.trace_file: add it, or workload.duration_s"),
             (uncounted and (self.branches is not None or (at_once and not closed)),
              "num_requests=null needs workload.concurrency or a finite workload.request_rate, and no tree"),
             (self.timed and not at_once,
@@ -201,7 +201,10 @@ class ThroughputWorkload(SampledWorkload):
             del content[name]
         # JSON has no infinity, and null must not stand for it here.
         content["request_rate"] = repr(float(self.request_rate))
-        content["trace"] = load_trace(self.trace_file) if self.trace_file else None
+        rows = load_trace(self.trace_file) if self.trace_file else []
+        content["trace"] = [
+            {k: v for k, v in vars(row).items() if k != "follows" or v} for row in rows
+        ] or None
         content["prompts"] = load_prompts(self.prompts_file) if self.prompts_file else None
         return content_hash(content)[:16]
 
