@@ -166,9 +166,9 @@ def compute_metrics(
             token did, requests whose last token did. Totals are of all.
 
     Returns:
-        `{mean,median,std,p90,p95,p99,min,max}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and `request_goodput`
-        in requests/s; `output_throughput` and `total_token_throughput` in tokens/s; `completed`,
-        `total_input_tokens`, `total_output_tokens`, `duration_s`. A value that is not defined is None.
+        `{mean,median,std,p90,p95,p99,min,max}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and
+        `request_goodput` in requests/s; `output_throughput` and `total_token_throughput` in tokens/s;
+        `completed`, `total_input_tokens`, `total_output_tokens`, `duration_s`; None where not defined.
     """
     done = [record for record in records if record.completed]
     begin, end = window
