@@ -147,7 +147,7 @@ class ThroughputWorkload(SampledWorkload):
         waiting = closed or self.turns > 1 or (self.trace_file is not None and not self.timed)
         for wrong, text in (
             (uncounted and self.duration_s is None,
-             "num_requests=null takes all rows of a workload.trace_file: add it, or workload.duration_s"),
+             "num_requests=null takes all rows of a trace: add workload.trace_file=FILE, or duration_s"),
             (uncounted and (self.branches is not None or (at_once and not closed)),
              "num_requests=null needs workload.concurrency or a finite workload.request_rate, and no tree"),
             (self.timed and not at_once,
