@@ -21,7 +21,6 @@ class TraceRow:
     prompt: str | list[int] | None = None
     prompt_len: int | None = None
     output_len: int | None = None
-    follows: int | None = None
 
 
 def load_trace(path: str | Path) -> list[TraceRow]:
