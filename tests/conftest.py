@@ -123,8 +123,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-# The two that compute most.
-SLOW_NOTEBOOKS = ("04_quantization_pareto.ipynb", "06_comparing_runs.ipynb")
+# Those that compute most.
+SLOW_NOTEBOOKS = ("04_quantization_pareto.ipynb", "06_comparing_runs.ipynb", "07_conversations.ipynb")
 
 
 @pytest.hookimpl(tryfirst=True)

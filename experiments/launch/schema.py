@@ -211,8 +211,9 @@ class ThroughputConfig(ServingSections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_objective(self.objective, "ramp" if self.ramp.enabled else "throughput", self.workload.slo)
-        self.ramp.check_alone(self.workload.request_rate, self.workload.trace_file)
+        kind = "ramp" if self.ramp.enabled else "users" if len(self.workload.users) > 1 else "throughput"
+        check_objective(self.objective, kind, self.workload.slo)
+        self.ramp.check_alone(self.workload)
         if self.ramp.enabled:
             self._refuse_capture("a ramp")
 

@@ -37,11 +37,11 @@ ANY_CASE = ObjectiveCase()
 
 
 def known_objectives(experiment: str, *, several: bool = False) -> list[str]:
-    """Names of the flat metrics that a run of an experiment (`latency`, `throughput` or `ramp`) has or may
-    have; with `several` cases no latencies, which are each case's own."""
+    """Names of the flat metrics that a run (`latency`, `throughput`, `ramp`, or `users` with several numbers
+    of them) has or may have; with `several` cases no latencies, which are each case's own."""
     latencies = [f"{statistic}_{name}_ms" for name in LATENCIES for statistic in STATISTICS]
-    if experiment == "ramp":
-        return [*_OF_RAMP, *_OF_RUN]
+    if experiment in ("ramp", "users"):
+        return [*_OF_RAMP[experiment == "users" :], *_OF_RUN]
     of_case = () if several else (*latencies, *(_OF_TRAFFIC if experiment == "throughput" else ()))
     return [*RATES, *of_case, *_OF_RUN, *_ANYWHERE]
 

@@ -1,4 +1,4 @@
-"""The workload of a throughput experiment: requests that arrive over time.
+"""The workload of a throughput experiment: requests that arrive over time, or that users send in turn.
 
 Host code on plain values: no JAX, no Hydra. Arrivals, prompt lengths, output lengths and the prompts'
 contents each have a random stream of their own: changing one leaves the others as they were, and fewer
@@ -9,21 +9,26 @@ import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from moejax.bench.trace import TraceRow, load_trace
-from moejax.bench.workload import SampledWorkload, load_prompts, prompt_ids
-from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, PositiveNumber
+from moejax.bench.workload import SampledWorkload, Sizes, load_prompts, prompt_ids
+from moejax.core.checked import Checked, Must, NonNegativeInt, NonNegativeNumber, PositiveInt, PositiveNumber
 from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
 from moejax.core.files import content_hash
 
 # Which of the seed's random streams draws what.
 _ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS, _PREFIXES = range(5)
+
+# Of users who go on until the time is over, so many requests have lengths of their own, which then repeat.
+_BLOCK = 1024
+# Fields that are no part of a workload's hash while they have their defaults.
+_HASHED_IF_SET = "turns think_s branches concurrency duration_s warmup_s ramp_up_s timeout_s".split()
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,14 @@ LengthOrDistribution = Annotated[
 
 @dataclass(frozen=True)
 class ThroughputWorkload(SampledWorkload):
-    """Requests that arrive whether or not the engine keeps up (an open loop).
+    """Requests that arrive whether or not the engine keeps up (an open loop), or of so many users who each
+    wait for their answer (a closed one).
 
     Attributes:
-        num_requests: how many; of a trace at most that many rows, None takes all.
-        request_rate: mean arrivals per second; inf lets all arrive at once.
+        num_requests: how many; of a trace at most that many rows, None takes all. Also None where
+            `duration_s` ends it.
+        request_rate: mean arrivals per second, of conversations their first turns; inf lets all arrive at
+            once.
         burstiness: shape of the gamma-distributed gaps between arrivals, as in vLLM's benchmark: 1 is a
             Poisson process, less comes in bursts, more is steadier (the gaps' variance is mean²/burstiness).
         trace_file: arrivals from a JSONL file instead (see `moejax.bench.trace.load_trace`).
@@ -93,6 +101,17 @@ class ThroughputWorkload(SampledWorkload):
             and prompts come first; those of `prompts_file` are taken in turn and at their own lengths.
         shared_prefix_len: tokens with which random prompts begin before their own `prompt_len`, one of
             `shared_prefixes` each in turn: a system prompt, or several with examples.
+        turns: requests of a conversation. Each further one's prompt is the one before it, the tokens that
+            were answered, and `prompt_len` new ones; it is sent `think_s` seconds after that answer.
+        branches: prompts are the nodes of a tree, filled level by level: each is its parent's and
+            `prompt_len` new tokens, and has so many children. None: no tree.
+        concurrency: so many users, each of whom sends the next request `think_s` seconds after the answer to
+            the last; a list measures each as a case. None: an open loop.
+        ramp_up_s: over so many seconds users begin, one after the other.
+        warmup_s: requests that arrive in the first so many seconds, and tokens that come in them, are in no
+            statistic.
+        duration_s: after so many seconds no request is sent, and tokens that come later are in no rate.
+        timeout_s: a request that has not ended so many seconds after its arrival is aborted.
         iterations: measured repetitions of the whole traffic.
         warmup: short passes before, not measured, after all buckets are compiled; 0 measures a cold engine,
             compilation included.
@@ -108,37 +127,77 @@ class ThroughputWorkload(SampledWorkload):
     output_len: LengthOrDistribution = field(default_factory=lambda: Lengths(8, 128))
     shared_prefix_len: NonNegativeInt = 0
     shared_prefixes: PositiveInt = 1
+    turns: PositiveInt = 1
+    branches: PositiveInt | None = None
+    concurrency: Sizes | None = None
+    think_s: NonNegativeNumber = 0.0
+    ramp_up_s: NonNegativeNumber = 0.0
+    warmup_s: NonNegativeNumber = 0.0
+    duration_s: PositiveNumber | None = None
+    timeout_s: PositiveNumber | None = None
     iterations: PositiveInt = 1
     warmup: NonNegativeInt = 1
     compare: tuple[Batching, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_requests is None and self.trace_file is None:
-            raise ConfigError(
-                "workload.num_requests=null takes all rows of a trace: add workload.trace_file=FILE"
-            )
-        if self.trace_file is not None:
-            if self.request_rate != math.inf:
-                raise ConfigError(
-                    f"workload.request_rate={self.request_rate:g} and workload.trace_file exclude each other:"
-                    " a trace has its own arrival times (workload.trace_speedup makes them denser)"
-                )
-            load_trace(self.trace_file)
-        elif self.trace_speedup != 1.0:
-            raise ConfigError("workload.trace_speedup needs workload.trace_file")
-        if self.shared_prefix_len and (self.trace_file or self.prompts_file):
-            raise ConfigError(
-                "workload.shared_prefix_len is for random prompts: those of workload.trace_file and "
-                "workload.prompts_file begin as they do"
-            )
-        if self.burstiness != 1.0 and self.request_rate == math.inf:
-            raise ConfigError("workload.burstiness needs a finite workload.request_rate")
+        closed, at_once = self.concurrency is not None, self.request_rate == math.inf
+        uncounted = self.num_requests is None and self.trace_file is None
+        shapes = (self.turns > 1, self.branches is not None, self.trace_file is not None)
+        waiting = closed or self.turns > 1 or (self.trace_file is not None and not self.timed)
+        for wrong, text in (
+            (uncounted and self.duration_s is None,
+             "num_requests=null takes all rows of a trace: add workload.trace_file=FILE, or duration_s"),
+            (uncounted and (self.branches is not None or (at_once and not closed)),
+             "num_requests=null needs workload.concurrency or a finite workload.request_rate, and no tree"),
+            (self.timed and not at_once,
+             f"request_rate={self.request_rate:g} and workload.trace_file exclude each other:"
+             " a trace has its own arrival times (workload.trace_speedup makes them denser)"),
+            (closed and (self.timed or not at_once),
+             "concurrency excludes workload.request_rate and a trace's times: its users send when answered"),
+            (self.trace_speedup != 1.0 and not self.timed,
+             "trace_speedup needs workload.trace_file, with times"),
+            (self.shared_prefix_len and (self.trace_file or self.prompts_file),
+             "shared_prefix_len is for random prompts: those of workload.trace_file and "
+             "workload.prompts_file begin as they do"),
+            (self.burstiness != 1.0 and at_once, "burstiness needs a finite workload.request_rate"),
+            (sum(shapes) > 1, "turns, workload.branches and workload.trace_file exclude each other"),
+            ((self.num_requests or 0) % self.turns,
+             f"num_requests={self.num_requests} is no multiple of workload.turns={self.turns}"),
+            (self.think_s and not waiting,
+             "think_s needs workload.turns above 1, workload.concurrency or a trace of conversations"),
+            (self.ramp_up_s and not closed, "ramp_up_s needs workload.concurrency"),
+            (self.duration_s is not None and self.warmup_s >= self.duration_s,
+             f"warmup_s={self.warmup_s:g} leaves nothing of workload.duration_s={self.duration_s}"),
+        ):  # fmt: skip
+            if wrong:
+                raise ConfigError(f"workload.{text}")
+
+    @property
+    def timed(self) -> bool:
+        """Whether a trace says when its requests came."""
+        return self.trace_file is not None and load_trace(self.trace_file)[0].time is not None
+
+    @property
+    def users(self) -> list[int | None]:
+        """Each case's users; of an open loop's one case None."""
+        return [self.concurrency] if isinstance(self.concurrency, int | None) else list(self.concurrency)
+
+    @property
+    def endless(self) -> bool:
+        """Whether users go on until the time is over."""
+        return self.num_requests is None and self.trace_file is None and self.concurrency is not None
+
+    @property
+    def offered_rate(self) -> float | None:
+        """Mean arrivals per second, inf for all at once; None where a trace or its users say when."""
+        return None if self.timed or self.concurrency is not None else self.request_rate
 
     @property
     def hash(self) -> str:
         content = asdict(self)
-        for name in ("iterations", "warmup", "compare", "slo", "trace_file", "prompts_file"):
+        unset = [f.name for f in fields(self) if f.name in _HASHED_IF_SET and content[f.name] == f.default]
+        for name in ("iterations", "warmup", "compare", "slo", "trace_file", "prompts_file", *unset):
             del content[name]
         # JSON has no infinity, and null must not stand for it here.
         content["request_rate"] = repr(float(self.request_rate))
@@ -149,16 +208,46 @@ class ThroughputWorkload(SampledWorkload):
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """A request before it is sent: `arrival_s` seconds after the first one, and what it asks."""
+    """A request before it is sent.
+
+    Attributes:
+        arrival_s: seconds after the first one's; of one that follows another after the end of that one, and
+            of one that a user sends after the end of the user's last.
+        prompt_token_ids: its prompt; of one that follows another what comes after that one's prompt and
+            actual output.
+        output_len: tokens asked for.
+        follows: place in the plan of the request whose output it continues, an earlier one.
+        history_len: tokens before `prompt_token_ids` if all outputs are as long as asked for.
+    """
 
     arrival_s: float
     prompt_token_ids: list[int]
     output_len: int
+    follows: int | None = None
+    history_len: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the whole prompt, at most."""
+        return self.history_len + len(self.prompt_token_ids)
 
     @property
     def total_len(self) -> int:
-        """Tokens of prompt and output together, which the engine's `max_model_len` must hold."""
-        return len(self.prompt_token_ids) + self.output_len
+        """Tokens of prompt and output together at most, which the engine's `max_model_len` must hold."""
+        return self.prompt_len + self.output_len
+
+
+def next_request(workload: ThroughputWorkload, plan: Sequence[PlannedRequest], place: int) -> PlannedRequest:
+    """Returns the request at a place beyond a plan that only the clock ends: one of the plan's once more, its
+    own tokens, if they are random, in another order."""
+    asked, back = plan[place % len(plan)], place - place % len(plan)
+    shared = workload.shared_prefix_len if asked.follows is None else 0
+    if workload.prompts_file is not None:
+        shared = len(asked.prompt_token_ids)
+    rng = np.random.default_rng([workload.seed, _PROMPTS, place])
+    own = rng.permutation(asked.prompt_token_ids[shared:]).tolist()
+    follows = None if asked.follows is None else asked.follows + back
+    return replace(asked, prompt_token_ids=[*asked.prompt_token_ids[:shared], *own], follows=follows)
 
 
 def plan_requests(
@@ -167,7 +256,7 @@ def plan_requests(
     *,
     encode: Callable[[str], Sequence[int]] | None = None,
 ) -> list[PlannedRequest]:
-    """The workload's requests in order of arrival.
+    """The workload's requests: conversations in order of arrival, each with its turns in theirs.
 
     Args:
         vocab_size: random prompts are uniform in [0, vocab_size).
@@ -177,24 +266,40 @@ def plan_requests(
         ConfigError: a file cannot be read, or a prompt of it has no token or one outside the vocabulary.
     """
     rows = load_trace(workload.trace_file)[: workload.num_requests] if workload.trace_file else []
-    count = len(rows) or workload.num_requests
-    assert count is not None
-    rows = rows or [TraceRow(time) for time in _arrivals(workload, count)]
-    origin = rows[0].time
+    rows = rows or _conversations(workload)
     prompts = _prompts(workload, rows, vocab_size, encode)
-    outputs = _draw(workload.output_len, workload.seed, _OUTPUT_LENGTHS, count)
-    return [
-        PlannedRequest((row.time - origin) / workload.trace_speedup, ids, row.output_len or output)
-        for row, ids, output in zip(rows, prompts, outputs, strict=True)
-    ]
+    outputs = _draw(workload.output_len, workload.seed, _OUTPUT_LENGTHS, len(rows))
+    plan: list[PlannedRequest] = []
+    for place, (row, ids, output) in enumerate(zip(rows, prompts, outputs, strict=True)):
+        follows = place - 1 if place % workload.turns else None
+        waits = follows is not None or workload.concurrency is not None
+        arrival = workload.think_s if waits else (row.time - rows[0].time) / workload.trace_speedup
+        history = 0 if follows is None else plan[follows].total_len
+        plan.append(PlannedRequest(arrival, ids, row.output_len or output, follows, history))
+    return plan
 
 
-def plan_fields(plan: Sequence[PlannedRequest], request_rate: float | None) -> dict[str, Any]:
-    """Returns a row's fields: requests/s, the number of requests, and their mean lengths in tokens."""
+def _conversations(workload: ThroughputWorkload) -> list[TraceRow]:
+    """Rows without prompts and lengths, a conversation's one after the other."""
+    count, turns = workload.num_requests or _BLOCK, workload.turns
+    starts = _arrivals(workload, max(1, count // turns))
+    if workload.num_requests is None and not workload.endless:
+        assert workload.duration_s is not None
+        while starts[-1] < workload.duration_s:
+            starts = _arrivals(workload, 2 * len(starts))
+        starts = starts[: bisect.bisect_left(starts, workload.duration_s)]
+    return [TraceRow(start) for start in starts for _ in range(turns)]
+
+
+def plan_fields(plan: Sequence[PlannedRequest], workload: ThroughputWorkload) -> dict[str, Any]:
+    """Returns a row's fields: requests/s, the users of a closed loop, the number of requests, and their mean
+    lengths in tokens."""
+    rate, users = workload.offered_rate, workload.users[0]
     return {
-        "request_rate": "inf" if request_rate == math.inf else request_rate,
+        "request_rate": "inf" if rate == math.inf else rate,
+        **({} if users is None else {"concurrency": users}),
         "num_requests": len(plan),
-        "prompt_len": round(statistics.mean(len(request.prompt_token_ids) for request in plan)),
+        "prompt_len": round(statistics.mean(request.prompt_len for request in plan)),
         "output_len": round(statistics.mean(request.output_len for request in plan)),
     }
 
@@ -221,34 +326,51 @@ def _prompts(
     """
     lengths = _draw(workload.prompt_len, workload.seed, _PROMPT_LENGTHS, len(rows))
     from_file = itertools.cycle(load_prompts(workload.prompts_file)) if workload.prompts_file else None
-    prompts = []
+    prompts: list[list[int]] = []
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        before: list[int] = []
+        if workload.branches is not None and index:
+            before = prompts[(index - 1) // workload.branches]
+        elif workload.shared_prefix_len and index % workload.turns == 0:
+            which = index // workload.turns % workload.shared_prefixes
+            before = _random(workload, _PREFIXES, which, workload.shared_prefix_len, vocab_size)
         if row.prompt is not None:
             where = f"workload.trace_file {workload.trace_file!r}"
-            prompts.append(prompt_ids(row.prompt, vocab_size, encode, where))
+            own = prompt_ids(row.prompt, vocab_size, encode, where)
         elif from_file is not None and row.prompt_len is None:
             where = f"workload.prompts_file {workload.prompts_file!r}"
-            prompts.append(prompt_ids(next(from_file), vocab_size, encode, where))
+            own = prompt_ids(next(from_file), vocab_size, encode, where)
         else:
-            rng = np.random.default_rng([workload.seed, _PROMPTS, index])
-            own = rng.integers(0, vocab_size, size=row.prompt_len or length).tolist()
-            rng = np.random.default_rng([workload.seed, _PREFIXES, index % workload.shared_prefixes])
-            prompts.append([*rng.integers(0, vocab_size, size=workload.shared_prefix_len).tolist(), *own])
+            own = _random(workload, _PROMPTS, index, row.prompt_len or length, vocab_size)
+        prompts.append([*before, *own])
     return prompts
 
 
-def ideal_hit_rate(plan: Sequence[PlannedRequest]) -> float:
-    """Returns the share of prompt tokens that an unlimited prefix cache finds: of each prompt the longest
-    prefix that an earlier one has, all but its last token at most."""
-    earlier: list[list[int]] = []
-    found = 0
-    for request in plan:
-        prompt = request.prompt_token_ids
-        place = bisect.bisect(earlier, prompt)
-        beside = earlier[max(0, place - 1) : place + 1]  # the most alike of a sorted list
-        found += max((_common(prompt[:-1], other) for other in beside), default=0)
-        earlier.insert(place, prompt)
-    return found / sum(len(request.prompt_token_ids) for request in plan)
+def _random(workload: ThroughputWorkload, stream: int, place: int, length: int, vocab_size: int) -> list[int]:
+    """Token ids, uniform in [0, vocab_size); fewer are the first of more."""
+    rng = np.random.default_rng([workload.seed, stream, place])
+    return rng.integers(0, vocab_size, size=length).tolist()
+
+
+def ideal_hit_rate(passes: Iterable[Iterable[tuple[Sequence[int], Sequence[int]]]]) -> float | None:
+    """Returns the share of prompt tokens that an unlimited prefix cache finds, which each pass begins empty:
+    of each prompt the longest prefix that an earlier one with its output has, all but the last token at most,
+    of the prompt and of that output, whose last token no step computes.
+
+    Args:
+        passes: of each pass the requests' prompts and outputs in order of arrival.
+    """
+    found = total = 0
+    for requests in passes:
+        earlier: list[list[int]] = []
+        for prompt, output in requests:
+            asked = list(prompt)
+            place = bisect.bisect(earlier, asked)
+            beside = earlier[max(0, place - 1) : place + 1]  # the most alike of a sorted list
+            found += max((_common(asked[:-1], other) for other in beside), default=0)
+            total += len(asked)
+            bisect.insort(earlier, [*asked, *output[:-1]])
+    return found / total if total else None
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -36,8 +36,8 @@ _MOST_ROOFLINES = 4
 _LONGEST = 400
 # In a case's table, in front: what it is, then what is looked at first.
 _CASE_FIRST = (
-    "case", "name", "variant", "backend", "batching", "request_rate", "batch_size", "prompt_len",
-    "output_len", *SHOWN_FIRST, "roofline_percent",
+    "case", "name", "variant", "backend", "batching", "request_rate", "concurrency", "batch_size",
+    "prompt_len", "output_len", *SHOWN_FIRST, "roofline_percent",
 )  # fmt: skip
 
 

@@ -37,8 +37,9 @@ Panels = Callable[..., tuple[Figure, list[Axes]]]
 PLOT_FILE = "sweep.png"
 
 # What a case is of, apart from what was swept; in the order in which they make good axes.
-_CASE_AXES = ("prompt_len", "batch_size", "output_len", "request_rate", "batching", "backend", "phase")
-_SHORT = {"prompt_len": "in", "output_len": "out", "batch_size": "batch", "request_rate": "rate"}
+_USERS = {"request_rate": "rate", "concurrency": "users"}
+_CASE_AXES = ("prompt_len", "batch_size", "output_len", *_USERS, "batching", "backend", "phase")
+_SHORT = {"prompt_len": "in", "output_len": "out", "batch_size": "batch", **_USERS}
 # Each experiment's columns; the first ones that occur are also plotted.
 _METRICS = {
     "latency": (

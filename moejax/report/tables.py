@@ -156,9 +156,9 @@ _LATENCY = (
     "p99_tpot_ms", "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms", "output_throughput", "roofline_percent",
 )  # fmt: skip
 _THROUGHPUT = (
-    "batching", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "request_throughput",
-    "request_goodput", "output_throughput", "prefix_hit_rate", "mean_batch_size", "cache_use_peak",
-    "padding_waste",
+    "batching", "concurrency", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms",
+    "request_throughput", "request_goodput", "output_throughput", "prefix_hit_rate", "mean_batch_size",
+    "cache_use_peak", "padding_waste",
 )  # fmt: skip
 # Where other engines were measured too: fewer figures of each, and what it is to the first one.
 _LATENCY_BESIDE = (
@@ -166,8 +166,8 @@ _LATENCY_BESIDE = (
     "output_throughput", "roofline_percent", "ttft_ratio", "tpot_ratio", "tokens_agree_percent",
 )  # fmt: skip
 _THROUGHPUT_BESIDE = (
-    "backend", "batching", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "request_throughput",
-    "request_goodput", "output_throughput", "output_ratio", "tokens_agree_percent",
+    "backend", "batching", "concurrency", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms",
+    "request_throughput", "request_goodput", "output_throughput", "output_ratio", "tokens_agree_percent",
 )  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def throughput_table(result: Mapping[str, Any]) -> Table:
         cases,
         caption + case_notes(result) + (_beside_caption(result) if beside else ""),
     )
-    if len(cases) == 2 and not beside:
+    if len(cases) == 2 and not beside and cases[0]["batching"] != cases[1]["batching"]:
         table.add_section()
         ratios = [_ratio(column.value(cases[0]), column.value(cases[1])) for column in columns[1:]]
         table.add_row("ratio", *ratios, style="bold")
@@ -261,8 +261,8 @@ def throughput_table(result: Mapping[str, Any]) -> Table:
 
 def _traffic(case: Mapping[str, Any]) -> str:
     """Describes the requests of a throughput case in words."""
-    rate = case.get("request_rate")
-    arrival = "from a trace" if rate is None else "all at once" if rate == "inf" else f"at {rate:g}/s"
+    rate, timed = case.get("request_rate"), "of users in turn" if "concurrency" in case else "from a trace"
+    arrival = timed if rate is None else "all at once" if rate == "inf" else f"at {rate:g}/s"
     return (
         f"{number(case['num_requests'])} requests {arrival}"
         + (f", at most {case['max_num_seqs']} running" if case["max_num_seqs"] else "")

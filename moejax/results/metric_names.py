@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-STATISTICS = ("mean", "median", "std", "p90", "p95", "p99", "max")
+STATISTICS = ("mean", "median", "std", "p90", "p95", "p99", "min", "max")
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 """What every request's times give, and how tables and plots call it."""
 
 CASE_FIELDS = (
-    "variant", "backend", "batching", "request_rate", "bucket", "batch_size", "prompt_len", "output_len",
+    "variant", "backend", "batching", "request_rate", "concurrency", "bucket", "batch_size", "prompt_len",
+    "output_len",
 )  # fmt: skip
 """Fields of a case's row that say what was asked for or of whom, in the order in which they are shown."""
 
@@ -97,7 +98,7 @@ def latency_name(name: str) -> tuple[str, str] | None:
 
 
 def percentile_of(statistic: str) -> float | None:
-    """50 for `median`, 99 for `p99`; None for mean, std and max."""
+    """50 for `median`, 99 for `p99`; None for mean, std, min and max."""
     if statistic == "median":
         return 50.0
     return float(statistic[1:]) if re.fullmatch(r"p\d+", statistic) else None

@@ -5,6 +5,7 @@ the tokens were delivered. All latencies are in milliseconds here, while `Reques
 It knows nothing of engines, files or JAX.
 """
 
+import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,8 +127,8 @@ def latency_samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
 
 
 def summarize(samples: Sequence[float], name: str) -> Metrics:
-    """`{"mean_<name>_ms": …, "median_…", "std_…", "p90_…", "p95_…", "p99_…", "max_…"}` of milliseconds, and
-    their number `<name>_samples`.
+    """`{"mean_<name>_ms": …, "median_…", "std_…", "p90_…", "p95_…", "p99_…", "min_…", "max_…"}` of
+    milliseconds, and their number `<name>_samples`.
 
     The standard deviation is the population's and percentiles interpolate linearly, as in vLLM. A statistic
     that needs more samples (`least_samples`) is None.
@@ -147,7 +148,12 @@ def statistic_of(values: NDArray[np.float64], statistic: str) -> float:
 
 
 def compute_metrics(
-    records: Iterable[RequestRecord], duration_s: float, slo: Slo | None = None, *, latencies: bool = True
+    records: Iterable[RequestRecord],
+    duration_s: float,
+    slo: Slo | None = None,
+    *,
+    latencies: bool = True,
+    window: tuple[float, float] = (-math.inf, math.inf),
 ) -> Metrics:
     """The metrics of measured requests.
 
@@ -156,15 +162,20 @@ def compute_metrics(
         duration_s: seconds in which they were served; of several repeats the sum of theirs.
         slo: objectives for `request_goodput`, which is None without any.
         latencies: False leaves them out, as of several cases: a percentile of pooled cases is none of any.
+        window: first and last instant of what rates count: output tokens that came in it, prompts whose first
+            token did, requests whose last token did. Totals are of all.
 
     Returns:
-        `{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and `request_goodput`
-        in requests/s; `output_throughput` and `total_token_throughput` in tokens/s; `completed`,
-        `total_input_tokens`, `total_output_tokens`, `duration_s`. A value that is not defined is None.
+        `{mean,median,std,p90,p95,p99,min,max}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and
+        `request_goodput` in requests/s; `output_throughput` and `total_token_throughput` in tokens/s;
+        `completed`, `total_input_tokens`, `total_output_tokens`, `duration_s`; None where not defined.
     """
     done = [record for record in records if record.completed]
-    inputs = sum(record.prompt_len for record in done)
-    outputs = sum(record.output_len for record in done)
+    begin, end = window
+    ended = [record for record in done if begin <= record.metrics.token_times[-1] <= end]
+    inputs = sum(r.prompt_len for r in done if begin <= r.metrics.token_times[0] <= end)
+    times = [record.metrics.token_times for record in done]
+    outputs = sum(bisect.bisect_right(each, end) - bisect.bisect_left(each, begin) for each in times)
 
     def rate(count: int) -> float | None:
         return count / duration_s if duration_s > 0 else None
@@ -173,13 +184,13 @@ def compute_metrics(
     for name, samples in latency_samples(done).items() if latencies else ():
         metrics.update(summarize(samples, name))
     metrics.update(
-        request_throughput=rate(len(done)),
+        request_throughput=rate(len(ended)),
         output_throughput=rate(outputs),
         total_token_throughput=rate(inputs + outputs),
-        request_goodput=rate(sum(slo.met_by(record) for record in done)) if slo else None,
+        request_goodput=rate(sum(slo.met_by(record) for record in ended)) if slo else None,
         completed=len(done),
-        total_input_tokens=inputs,
-        total_output_tokens=outputs,
+        total_input_tokens=sum(record.prompt_len for record in done),
+        total_output_tokens=sum(record.output_len for record in done),
         duration_s=float(duration_s),
     )
     return metrics

@@ -89,6 +89,7 @@ class FakeLLM:
         self.engine = self  # whose `on_step` a backend sets
         self.warmups: list[dict[str, Any]] = []
         self.submitted: list[tuple[list[int], SamplingParams, float | None]] = []
+        self.outputs: list[RequestOutput] = []
         self.aborted: list[str] = []
         self.closed = 0
         self.variants: list[FakeLLM] = []
@@ -137,12 +138,18 @@ class FakeLLM:
             raise RequestError("refused")
         times = RequestMetrics(self.clock() if arrival_time is None else arrival_time)
         output = RequestOutput(str(place), None, prompt, [CompletionOutput(0, "", [])], times)
+        self.outputs.append(output)
         if place not in self.forget:
             self._waiting.append(_Sequence(output, sampling_params))
         return output
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+        held = [s for s in (*self._waiting, *self._running) if s.output.request_id == request_id]
+        for sequence in held:
+            sequence.output.outputs[0].finish_reason, sequence.output.finished = "abort", True
+        self._waiting = deque(s for s in self._waiting if s not in held)
+        self._running = [s for s in self._running if s not in held]
 
     def step(self) -> bool:
         waiting, room = len(self._waiting), self.engine_config.max_num_seqs - len(self._running)

@@ -1,6 +1,7 @@
 """A/B runs: turns are balanced, the truth is found, and where there is none no winner is called."""
 
 import copy
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from moejax.bench.ab import measure
 from moejax.bench.ab.config import AbSection
 from moejax.bench.ab.judge import judge, judged_metrics
-from moejax.bench.ab.measure import orders
+from moejax.bench.ab.measure import TrafficLoad, orders
 from moejax.bench.ab.run import run_ab
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.base import Backend
@@ -291,13 +292,14 @@ def test_a_single_variant_stands_against_the_command_line_as_it_is():
     assert list(AbSection(variants={"x": ["a=1"], "y": []}).all_variants) == ["x", "y"]
 
 
-def test_traffic_is_measured_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [{}, {"turns": 3, "think_s": 0.1}, {"concurrency": [1, 2]}])
+def test_traffic_is_measured_too(tmp_path, monkeypatch, more):
     clock = VirtualClock()
     timed = functools.partial(measure.drive, clock=clock, sleep=clock.sleep)
     monkeypatch.setattr(measure, "drive", timed)
     workload = ThroughputWorkload(
-        num_requests=6, request_rate=float("inf"), prompt_len=Lengths(4, 8), output_len=Lengths(3, 6)
-    )
+        num_requests=6, prompt_len=Lengths(4, 8), output_len=Lengths(3, 6), **more
+    )  # fmt: skip
     engines = {
         n: FakeLLM(clock=clock, advance=clock.advance, step_s=s) for n, s in (("a", 0.01), ("b", 0.02))
     }
@@ -307,7 +309,11 @@ def test_traffic_is_measured_too(tmp_path, monkeypatch):
         result = run_ab(variants, workload, AbSection(rounds=8), this)
     assert result["experiment"] == "throughput_ab"
     found = by_metric(result["verdicts"])
-    assert found["output_throughput"]["outcome"] == "worse" and found["output_throughput"][
-        "ratio"
-    ] == pytest.approx(0.5)
-    assert [row["request_rate"] for row in result["cases"]] == ["inf"] * 3
+    assert found["output_throughput"]["outcome"] == "worse"
+    # Thirteen steps of 10 or 20 ms, and thinking 0.2 s on both.
+    assert found["output_throughput"]["ratio"] == pytest.approx(0.33 / 0.46 if "turns" in more else 0.5)
+    users = more.get("concurrency", [None])
+    assert [row.get("concurrency") for row in result["cases"]] == users * 3
+    assert {row["request_rate"] for row in result["cases"]} == {None if "concurrency" in more else "inf"}
+    with pytest.raises(ConfigError, match="an A/B run needs the same requests in every pass"):
+        TrafficLoad(dataclasses.replace(workload, duration_s=1.0), list(backends.values()))

@@ -197,7 +197,19 @@ def test_bad_config(fields: dict[str, Any], text: str) -> None:
         RampConfig(**fields)
 
 
+def test_conversations_are_ramped_by_their_first_turns(clock: VirtualClock, tmp_path: Path) -> None:
+    """40 requests/s are 20 conversations of two turns, and the think time is no load."""
+    config = RampConfig(start=5, max_steps=6, refine=2, duration_s=4)
+    result, _ = ramp(clock, tmp_path, config, turns=2, think_s=0.3)
+    assert [case["saturated"] for case in result["cases"][:4]] == [False, False, False, True]
+    assert 17 < result["ramp"][0]["knee_rate"] <= 28 and result["cases"][1]["num_requests"] == 80
+    assert result["cases"][1]["offered_rate"] == pytest.approx(10, rel=0.3)
+
+
 def test_a_ramp_has_arrivals_of_its_own(clock: VirtualClock, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"workload.request_rate=3 and a ramp exclude each other"):
         ramp(clock, tmp_path, RampConfig(start=1), request_rate=3.0)
+    for name in ("concurrency", "duration_s"):
+        with pytest.raises(ConfigError, match=f"leave out workload.{name}"):
+            ramp(clock, tmp_path, RampConfig(start=1), **{name: 2})
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moejax.bench.backends.base import BackendError
 from moejax.bench.common.timeline import bin_steps, step_metrics
 from moejax.bench.driver import TrafficRun, drive
 from moejax.bench.throughput import measure, run_throughput
@@ -122,6 +123,130 @@ def test_goodput_worked_out_by_hand() -> None:
         assert metrics["request_goodput"] == pytest.approx(good / 0.09)
         assert sum(item.row(0.0, slo)["slo_met"] for item in done.served) == good
     assert metrics["output_throughput"] == pytest.approx(9 / 0.09)
+
+
+# --- conversations and users --------------------------------------------------------------------------------
+
+
+def drive_with(
+    asked: list[PlannedRequest], workload: ThroughputWorkload, **fields: Any
+) -> tuple[TrafficRun, FakeLLM]:
+    """`run` as a workload says."""
+    clock = VirtualClock()
+    llm = FakeLLM(EngineConfig(max_num_seqs=4), clock=clock, advance=clock.advance, **fields)
+    return drive(llm, asked, SAMPLING, workload=workload, clock=clock, sleep=clock.sleep), llm
+
+
+TURNS = [
+    PlannedRequest(0.0, [5, 6], 3),
+    PlannedRequest(0.1, [7], 2, follows=0, history_len=5),
+    PlannedRequest(0.0, [8], 1, follows=1, history_len=8),
+    PlannedRequest(0.2, [9], 1),
+]
+
+
+def test_a_turn_continues_what_was_answered_when_it_was() -> None:
+    done, llm = drive_with(TURNS, ThroughputWorkload())
+    # The first answer is there after three steps, the second turn 0.1 s later and answered after two.
+    assert [(prompt, arrival - done.start) for prompt, _, arrival in llm.submitted] == [
+        ([5, 6], 0.0), ([5, 6, 1, 1, 1, 7], pytest.approx(0.13)),
+        ([5, 6, 1, 1, 1, 7, 1, 1, 8], pytest.approx(0.15)), ([9], pytest.approx(0.2)),
+    ]  # fmt: skip
+    assert [item.record.prompt_len for item in done.served] == [2, 6, 9, 1]
+    assert [row["turn"] for row in done.rows(Slo())] == [0, 1, 2, 0]
+    assert all(item.record.completed for item in done.served)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"refuse": [0]}, "request 0, which it continues, was refused: refused"),
+        ({"fail": [0]}, "request 0, which it continues, failed: a step failed: out of luck"),
+        ({"abort_after": [0]}, "request 0, which it continues, was aborted"),
+        ({"forget": [0]}, "request 0, which it continues, was lost"),
+    ],
+)
+def test_what_continues_a_lost_request_is_lost_too(fields: dict[str, Any], text: str) -> None:
+    done, llm = drive_with(TURNS, ThroughputWorkload(), **fields)
+    assert len(llm.submitted) == 2 and [item.record.completed for item in done.served] == [False] * 3 + [True]
+    assert [item.error for item in done.served[1:3]] == [text, text.replace("request 0", "request 1")]
+    assert [item.record.finish_reason for item in done.served[1:3]] == ["error", "error"]
+
+
+def test_outputs_without_token_ids_cannot_be_continued() -> None:
+    clock = VirtualClock()
+    llm = FakeLLM(clock=clock, advance=clock.advance)
+    llm.name = "mute"
+    asked = [PlannedRequest(0.0, [5], 1), PlannedRequest(0.0, [7], 2, follows=0)]
+    step = llm.step
+
+    def mute() -> bool:
+        busy = step()
+        llm.outputs[0].outputs[0].token_ids.clear()
+        return busy
+
+    llm.step = mute  # type: ignore[method-assign]
+    with pytest.raises(BackendError, match="backend mute does not tell its outputs' token ids"):
+        drive(llm, asked, SAMPLING, clock=clock, sleep=clock.sleep)
+
+
+def test_processes_send_the_same_turns_before_the_same_steps() -> None:
+    """Whatever their own clocks say: process 0's decides, also when an answer came and who takes too long."""
+    decisions: list[int] = []
+
+    def submitted(step_s: float, decide: Callable[[int], int]) -> list[tuple[int, list[int]]]:
+        clock, sent = VirtualClock(), []
+        llm = FakeLLM(EngineConfig(max_num_seqs=2), clock=clock, advance=clock.advance, step_s=step_s)
+        submit = llm.submit
+        llm.submit = lambda prompt, *rest, **more: (  # type: ignore[method-assign]
+            sent.append((llm.stats()["steps"], prompt)), submit(prompt, *rest, **more)
+        )[1]  # fmt: skip
+        workload = ThroughputWorkload(concurrency=2, timeout_s=0.2)
+        asked = [
+            PlannedRequest(0.02 * i, [i], 1 + 5 * i % 7, follows=i - 1 if i % 3 else None) for i in range(12)
+        ]
+        drive(llm, asked, SAMPLING, workload=workload, clock=clock, sleep=clock.sleep, agree=decide)
+        return sent
+
+    first = submitted(0.03, lambda value: decisions.append(value) or value)  # type: ignore[func-returns-value]
+    replayed = iter(decisions)
+    assert submitted(0.07, lambda _: next(replayed)) == first and next(replayed, None) is None
+    assert submitted(0.07, lambda value: value) != first
+
+
+def test_users_wait_for_their_answers_and_think() -> None:
+    """Two users, the second from 0.05 s on; ten requests of two steps, and a tenth of a second between."""
+    asked = [PlannedRequest(0.1, [i], 2) for i in range(5)]
+    done, _ = drive_with(asked, ThroughputWorkload(concurrency=2, think_s=0.1, ramp_up_s=0.1))
+    arrivals = [item.record.metrics.arrival_time - done.start for item in done.served]
+    assert arrivals == pytest.approx([0.0, 0.05, 0.12, 0.17, 0.24])
+    assert done.duration_s == pytest.approx(0.26)
+
+
+def test_rates_are_of_the_window_and_latencies_of_what_arrived_in_it() -> None:
+    """One user, requests of four steps without end: a token each 10 ms. Sending ends after 0.5 s; the first
+    0.1 s do not count. Of the request that was sent at 0.48 s two tokens come too late."""
+    workload = ThroughputWorkload(None, concurrency=1, warmup_s=0.1, duration_s=0.5)
+    done, _ = drive_with([PlannedRequest(0.0, [1], 4)], workload)
+    metrics = done.metrics(Slo(ttft_ms=1000))
+    assert len(done.served) == 13 and done.duration_s == pytest.approx(0.4)
+    assert metrics["ttft_samples"] == len(done.rows(Slo())) == 10  # of 0.12 s and later
+    assert metrics["output_throughput"] == pytest.approx(40 / 0.4, rel=0.03)
+    assert metrics["request_throughput"] == pytest.approx(10 / 0.4) and metrics["completed"] == 13
+    assert metrics["total_output_tokens"] == 52 and metrics["request_goodput"] == pytest.approx(10 / 0.4)
+    assert 39 <= len(done.measured_steps) <= 41
+
+
+def test_what_takes_too_long_is_given_up() -> None:
+    asked = [
+        PlannedRequest(0.0, [1], 3),
+        PlannedRequest(0.0, [2], 50),
+        PlannedRequest(0.0, [3], 1, follows=1),
+    ]
+    done, llm = drive_with(asked, ThroughputWorkload(timeout_s=0.1))
+    assert [item.record.completed for item in done.served] == [True, False, False]
+    assert done.served[1].error == "no end within 0.1 s (workload.timeout_s)" and llm.aborted == ["1"]
+    assert done.served[2].error == f"request 1, which it continues, {done.served[1].error}"
 
 
 # --- steps --------------------------------------------------------------------------------------------------
@@ -338,3 +463,24 @@ def test_a_request_that_just_fits_is_taken(clock: VirtualClock, tmp_path: Path) 
     llm = fake(clock, num_blocks=2, max_model_len=33)
     experiment(llm, ThroughputWorkload(num_requests=1, prompt_len=12, output_len=21), tmp_path)
     assert math.isfinite(load_result(tmp_path)["metrics"]["mean_e2el_ms"])
+
+
+def test_each_number_of_users_is_a_case(
+    clock: VirtualClock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of four takes as long as one of one: two users get twice the tokens of one."""
+    workload = ThroughputWorkload(
+        None, concurrency=[1, 2], turns=2, prompt_len=8, output_len=4, warmup_s=0.2, duration_s=1.2
+    )
+    result = experiment(fake(clock), workload, tmp_path)
+    one, two = result["cases"]
+    assert (one["concurrency"], two["concurrency"]) == (1, 2)
+    assert one["output_throughput"] == pytest.approx(100, rel=0.05)
+    assert two["output_throughput"] == pytest.approx(200, rel=0.05)
+    assert one["num_requests"] == 30 and one["ttft_samples"] == 25 and two["mean_running"] == 2
+    assert result["metrics"]["completed"] == one["completed"] + two["completed"]
+    assert result["metrics"]["max_output_throughput"] == two["output_throughput"]
+    assert "median_ttft_ms" not in result["metrics"] and result["metrics"]["max_goodput"] is None
+    assert {row["turn"] for row in load_requests(tmp_path)} == {0, 1}
+    err = " ".join(capsys.readouterr().err.split())
+    assert "30 requests of users in turn" in err and "users" in err and "ratio" not in err

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from moejax.bench.trace import TraceRow, load_trace
 from moejax.bench.traffic import (
     Lengths,
-    PlannedRequest,
     ThroughputWorkload,
     ideal_hit_rate,
+    next_request,
     plan_requests,
 )
 from moejax.core.errors import ConfigError, RequestError
@@ -246,6 +246,16 @@ def test_unusable_trace_files(tmp_path: Path) -> None:
     [
         ({"num_requests": 0}, "workload.num_requests must be an integer of at least 1"),
         ({"num_requests": None}, "workload.num_requests=null"),
+        ({"num_requests": None, "duration_s": 1.0}, "null needs workload.concurrency or a finite"),
+        ({"turns": 3}, "num_requests=64 is no multiple of workload.turns=3"),
+        ({"turns": 2, "branches": 2}, "workload.turns, workload.branches and workload.trace_file exclude"),
+        ({"branches": 0}, "workload.branches must be an integer of at least 1"),
+        ({"concurrency": 2, "request_rate": 1.0}, "workload.concurrency excludes workload.request_rate"),
+        ({"concurrency": []}, "workload.concurrency must be an integer of at least 1 or a list"),
+        ({"ramp_up_s": 1.0}, "workload.ramp_up_s needs workload.concurrency"),
+        ({"think_s": 1.0}, "workload.think_s needs workload.turns above 1"),
+        ({"warmup_s": 2.0, "duration_s": 2.0}, "workload.warmup_s=2 leaves nothing of workload.duration_s=2"),
+        ({"timeout_s": 0.0}, "workload.timeout_s must be a positive number"),
         ({"request_rate": 0}, "workload.request_rate must be requests per second above 0, or inf, got 0"),
         ({"request_rate": math.nan}, "workload.request_rate"),
         ({"request_rate": "fast"}, "'fast'"),
@@ -308,6 +318,7 @@ def test_hash_is_of_what_is_asked_and_nothing_else(tmp_path: Path) -> None:
     assert base == ThroughputWorkload(iterations=3, warmup=0, compare=("static",)).hash
     for fields in (
         {"num_requests": 65}, {"request_rate": 4.0}, {"request_rate": 4.0, "burstiness": 2.0}, {"seed": 1},
+        {"turns": 2}, {"concurrency": 2}, {"branches": 2},
         {"prompt_len": 9}, {"output_len": Lengths(8, 129)}, {"temperature": 1.0}, {"ignore_eos": False},
     ):  # fmt: skip
         assert ThroughputWorkload(**fields).hash != base
@@ -330,11 +341,51 @@ def test_prompts_share_prefixes_in_turn():
         ThroughputWorkload(shared_prefix_len=3, prompts_file=__file__)
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
-def test_ideal_hit_rate_is_the_longest_prefix_that_came_before(prompts: list[list[int]]):
-    found = 0
-    for i, prompt in enumerate(prompts):
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=8))
+def test_ideal_hit_rate_is_the_longest_prefix_that_came_before(asked: list[tuple[list[int], list[int]]]):
+    """Of prompts and outputs; the last token of either was not computed."""
+    found, kept = 0, [[*prompt, *output[:-1]] for prompt, output in asked]
+    for i, (prompt, _) in enumerate(asked):
         lengths = range(len(prompt))
-        found += max(n for n in lengths if not n or any(p[:n] == prompt[:n] for p in prompts[:i]))
-    plan = [PlannedRequest(0.0, prompt, 1) for prompt in prompts]
-    assert ideal_hit_rate(plan) == found / sum(map(len, prompts))
+        found += max(n for n in lengths if not n or any(p[:n] == prompt[:n] for p in kept[:i]))
+    total = sum(len(prompt) for prompt, _ in asked)
+    assert ideal_hit_rate([asked]) == ideal_hit_rate([asked, asked]) == found / total
+    assert ideal_hit_rate([[]]) is None
+
+
+# --- conversations, trees and users -------------------------------------------------------------------------
+
+
+def test_a_conversation_s_turns_follow_each_other():
+    fields = dict(num_requests=6, turns=3, think_s=0.5, request_rate=2.0, prompt_len=4, output_len=5)
+    workload = ThroughputWorkload(**fields, shared_prefix_len=2, shared_prefixes=2)
+    plan = plan_requests(workload, 50)
+    assert [asked.follows for asked in plan] == [None, 0, 1, None, 3, 4]
+    assert [asked.history_len for asked in plan] == [0, 11, 20] * 2
+    assert [asked.prompt_len for asked in plan] == [6, 15, 24] * 2 and plan[2].total_len == 29
+    assert [asked.arrival_s for asked in plan[1:3]] == [0.5, 0.5] and plan[3].arrival_s > 0
+    assert plan_requests(replace(workload, num_requests=3), 50) == plan[:3]
+
+
+def test_a_tree_s_prompts_begin_with_their_parents():
+    asked = prompts(ThroughputWorkload(num_requests=8, branches=3, prompt_len=2, shared_prefix_len=1))
+    assert [len(prompt) for prompt in asked] == [3, 5, 5, 5, 7, 7, 7, 7]
+    parents = [None, 0, 0, 0, 1, 1, 1, 2]
+    assert all(p is None or own[: len(asked[p])] == asked[p] for own, p in zip(asked, parents, strict=True))
+    assert len({tuple(prompt) for prompt in asked}) == 8
+
+
+def test_requests_of_users_and_of_a_rate_that_only_the_clock_ends():
+    timed = plan_requests(short(num_requests=None, duration_s=5.0, request_rate=50.0), VOCAB)
+    assert len(timed) == sum(time < 5 for time in arrivals(short(num_requests=2000, request_rate=50.0)))
+    users = ThroughputWorkload(None, concurrency=[1, 4], duration_s=5.0, turns=2, think_s=0.5, seed=3)
+    plan = plan_requests(users, VOCAB)
+    assert users.users == [1, 4] and {asked.arrival_s for asked in plan} == {0.5} and len(plan) == 1024
+    assert users.endless and not replace(users, num_requests=8).endless
+    again = next_request(users, plan, 1024 + 7)
+    assert again.follows == 1024 + 6 and again.output_len == plan[7].output_len
+    assert sorted(again.prompt_token_ids) == sorted(plan[7].prompt_token_ids)
+    assert again.prompt_token_ids != plan[7].prompt_token_ids

@@ -23,10 +23,10 @@ from moejax.bench.throughput.measure import warm_up
 from moejax.bench.throughput.modes import Mode, plan_traffic
 from moejax.bench.traffic import ThroughputWorkload, plan_fields
 from moejax.bench.workload import WorkloadConfig
-from moejax.core.errors import RequestError
+from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
-from moejax.results.metrics import RequestRecord, compute_metrics, record_row
+from moejax.results.metrics import Metrics, compute_metrics, record_row
 from moejax.sharding.distributed import agree
 
 
@@ -57,10 +57,11 @@ class BatchLoad:
         for _ in range(max(1, self.workload.warmup)):
             self._generate(backend, case)
 
-    def run(self, backend: Backend, case: int) -> tuple[list[RequestRecord], float, list[dict[str, Any]]]:
-        """Runs a case once: records, seconds, and rows of requests.jsonl."""
+    def run(self, backend: Backend, case: int) -> tuple[Metrics, list[dict[str, Any]]]:
+        """Runs a case once: its metrics, and rows of requests.jsonl."""
         records, start, end = batch_records(self._generate(backend, case), case)
-        return records, end - start, [record_row(record, start) for record in records]
+        metrics = compute_metrics(records, end - start, self.workload.slo)
+        return metrics, [record_row(record, start) for record in records]
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
         """Returns the output token ids of a pass that is not timed."""
@@ -68,30 +69,37 @@ class BatchLoad:
 
 
 class TrafficLoad:
-    """Requests that arrive over time, as `experiments.throughput` has them: one case. Members are those of
-    `BatchLoad`.
+    """Requests that arrive over time, as `experiments.throughput` has them: one case, or one for each number
+    of users. Members are those of `BatchLoad`.
 
     Raises:
-        ConfigError: a request that does not fit a backend's model or cache.
+        ConfigError: a request that does not fit a backend's model or cache, or the clock decides how many
+            there are.
     """
 
     def __init__(self, workload: ThroughputWorkload, backends: Sequence[Backend]) -> None:
+        if workload.duration_s is not None:
+            raise ConfigError(
+                "an A/B run needs the same requests in every pass: leave out workload.duration_s"
+            )
         self.workload = workload
         self.plan = plan_traffic(backends, workload)
-        self.rate = None if workload.trace_file else workload.request_rate
+        self.loads = [dataclasses.replace(workload, concurrency=users) for users in workload.users]
         self.cases: list[dict[str, Any]] = [
-            {**plan_fields(self.plan, self.rate), "batch_size": len(self.plan)}
+            {**plan_fields(self.plan, load), "batch_size": len(self.plan)} for load in self.loads
         ]
 
     def warm_up(self, backend: Backend, case: int) -> None:
-        warm_up(Mode(backend, self.plan, self.rate), self.workload)
+        if not case:
+            warm_up(Mode(backend, self.plan, self.workload), self.workload)
 
-    def run(self, backend: Backend, case: int) -> tuple[list[RequestRecord], float, list[dict[str, Any]]]:
+    def run(self, backend: Backend, case: int) -> tuple[Metrics, list[dict[str, Any]]]:
         backend.reset_stats()
         gc.collect()
-        passed = drive(backend, self.plan, self.workload.sampling, case=case, agree=agree)
+        load = self.loads[case]
+        passed = drive(backend, self.plan, load.sampling, workload=load, case=case, agree=agree)
         passed.require_completed(backend.name)
-        return passed.records, passed.duration_s, passed.rows(self.workload.slo)
+        return passed.metrics(self.workload.slo), passed.rows(self.workload.slo)
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
         at_once = [dataclasses.replace(request, arrival_s=0.0) for request in self.plan]
@@ -138,8 +146,7 @@ def run_rounds(
         for case in range(len(load.cases)):
             for position, index in enumerate(turns):
                 arm = arms[index]
-                records, seconds, rows = load.run(arm.backend, case)
-                metrics = dict(compute_metrics(records, seconds, load.workload.slo))
+                metrics, rows = load.run(arm.backend, case)
                 known = arm.backend.itl_known
                 arm.rounds[round_, case] = blank_unknown(metrics, itl_known=known)
                 extra = {"variant": arm.name, "iteration": round_, "position": position}

@@ -4,25 +4,21 @@ JAX."""
 from collections.abc import Sequence
 from typing import Any
 
-from moejax.results.metrics import RequestRecord, compute_metrics
+from moejax.results.metrics import Metrics
 from moejax.results.statistics import interval_fields, paired_ratio
 
-Iterations = Sequence[tuple[Sequence[RequestRecord], float]]
-"""Each iteration's requests, and the seconds that they took together."""
 
-
-def against_first(measured: Iterations, first: Iterations) -> dict[str, float | None]:
-    """A backend's figures over the first one's, both of the same iterations in turns.
+def against_first(measured: Sequence[Metrics], first: Sequence[Metrics]) -> dict[str, float | None]:
+    """A backend's figures over the first one's, both of the same iterations in turns, each with its metrics.
 
     `ttft_ratio`, `tpot_ratio` and `e2el_ratio` are of times: 2 is twice as long as the first. `output_ratio`
     is of output tokens/s: 2 is twice as fast. Each is the median of the iterations' ratios, with a bootstrap
     interval as `_low` and `_high`; None where there is nothing to divide.
     """
-    mine, theirs = ([compute_metrics(*iteration) for iteration in side] for side in (measured, first))
     row: dict[str, float | None] = {}
     for name in ("ttft", "tpot", "e2el", "output"):
         key = "output_throughput" if name == "output" else f"mean_{name}_ms"
-        pairs = [(one[key], other[key]) for one, other in zip(mine, theirs, strict=True)]
+        pairs = [(one[key], other[key]) for one, other in zip(measured, first, strict=True)]
         known = [pair for pair in pairs if all(pair)]
         row |= interval_fields(f"{name}_ratio", paired_ratio(*zip(*known, strict=True)) if known else None)
     return row

@@ -12,7 +12,7 @@ from moejax.bench.common.step_cost import EngineSteps, latency_step_costs
 from moejax.bench.latency.cases import CaseData
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware
-from moejax.results.metrics import case_row
+from moejax.results.metrics import case_row, compute_metrics
 
 
 def case_rows(
@@ -25,7 +25,7 @@ def case_rows(
         same = [other for other in data if other.case == item.case]
         reference = next((other for other in same if engine_of(other.backend) is not None), same[0])
         if item is not same[0]:
-            row |= against_first(item.iterations, same[0].iterations)
+            row |= against_first(*([compute_metrics(*one) for one in c.iterations] for c in (item, same[0])))
         if item is not reference and workload.temperature == 0:
             row["tokens_agree_percent"] = percent_agreed(item.tokens, reference.tokens)
     return rows

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError
 
@@ -27,7 +28,8 @@ class RampConfig(Checked, section="ramp"):
         refine: after the first saturated rate, so many more between it and the last that was followed, each
             in the (geometric) middle.
         duration_s: seconds over which the requests of a step arrive: a step has rate times this of them,
-            but at least `min_requests` (more at low rates give steadier percentiles).
+            but at least `min_requests` (more at low rates give steadier percentiles); of conversations so
+            many of each turn.
         followed: share of the arrivals that must end in the same time for the engine to have followed.
     """
 
@@ -58,15 +60,17 @@ class RampConfig(Checked, section="ramp"):
     def enabled(self) -> bool:
         return self.start is not None or self.rates is not None
 
-    def check_alone(self, request_rate: float, trace_file: str | None) -> None:
-        """Raises `ConfigError` where the workload has arrivals of its own."""
+    def check_alone(self, workload: ThroughputWorkload) -> None:
+        """Raises `ConfigError` where the workload has arrivals, or an end, of its own."""
+        request_rate = workload.request_rate
         if self.enabled and request_rate != math.inf:
             raise ConfigError(
                 f"workload.request_rate={request_rate:g} and a ramp exclude each other: leave it out, or set "
                 "ramp.start=null ramp.rates=null"
             )
-        if self.enabled and trace_file is not None:
-            raise ConfigError("a ramp has arrivals of its own: leave out workload.trace_file")
+        for name in ("trace_file", "concurrency", "duration_s", "warmup_s", "branches"):
+            if self.enabled and getattr(workload, name):
+                raise ConfigError(f"a ramp has arrivals of its own: leave out workload.{name}")
 
     def steps(self) -> list[float]:
         """Requests/s of every step, in order."""

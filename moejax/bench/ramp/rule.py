@@ -5,6 +5,7 @@ share `followed` of as many as came. It is saturated if it did not, and requests
 step when the last one came: without a queue, too few to end means only that they are still being served. (The
 first half is left out because the batch fills in it.) It is also saturated if at that moment more than the
 share 1 - `followed` of all requests were waiting: then what ended in the second half was the first's backlog.
+Of conversations the rate is their first turns', and requests that come after the last of these are left out.
 Host code on plain values; no JAX.
 """
 
@@ -27,7 +28,7 @@ class Followed:
     """How an engine kept up with a step's arrivals.
 
     Attributes:
-        offered_rate: requests/s that came.
+        offered_rate: requests/s that came, of conversations their first turns.
         followed: requests ended over requests come, at most 1, in the second half of the arrivals' time.
         waiting: requests without a first step when the last one came.
         saturated: see the module.
@@ -41,18 +42,19 @@ class Followed:
 
 def judge(run: TrafficRun, least: float) -> Followed:
     """Whether the engine followed, from one pass; `least` is `RampConfig.followed`."""
-    arrivals = np.array([item.record.metrics.arrival_time - run.start for item in run.served])
-    ends = np.array([_end(item, run.start) for item in run.served])
-    last = float(arrivals.max())
+    times = [(item.record.metrics.arrival_time - run.start, item) for item in run.served]
+    offered = [time for time, item in times if not item.turn]
+    last = max(offered)
     if last <= 0:  # all at once: there is no rate to follow
-        return Followed(float("inf"), 0.0, len(arrivals), True)
-    came = int((arrivals > last / 2).sum())
-    ended = int(((ends > last / 2) & (ends <= last)).sum())
-    waiting = sum(_first_step(item, run.start) > last for item in run.served)
+        return Followed(float("inf"), 0.0, len(offered), True)
+    due = [item for time, item in times if time <= last]
+    came = sum(last / 2 < time <= last for time, _ in times)
+    ended = sum(last / 2 < _end(item, run.start) <= last for item in due)
+    waiting = sum(_first_step(item, run.start) > last for item in due)
     share = min(1.0, ended / came)
     behind = share < least and waiting > 1 + _WAITING * came
-    saturated = behind or waiting > 1 + (1 - least) * len(arrivals)
-    return Followed((len(arrivals) - 1) / last, share, waiting, saturated)
+    saturated = behind or waiting > 1 + (1 - least) * len(due)
+    return Followed((len(offered) - 1) / last, share, waiting, saturated)
 
 
 def user_rates(served: Sequence[ServedRequest], median_tpot_ms: float | None) -> dict[str, float | None]:

@@ -13,13 +13,11 @@ from moejax.bench.ramp.config import RampConfig
 from moejax.bench.ramp.rule import best_goodput, judge, knee, pareto_front, user_rates
 from moejax.bench.throughput.measure import run_pass, warm_up
 from moejax.bench.throughput.modes import Mode, plan_modes, plan_traffic
-from moejax.bench.throughput.rows import mode_rows, request_rows
+from moejax.bench.throughput.rows import metrics_of_all, mode_rows, request_rows
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
 from moejax.report.progress import progress
-from moejax.results.metric_names import GLOSSARY
-from moejax.results.metrics import flat_metrics
 from moejax.results.result import Result
 from moejax.sharding.distributed import agree
 
@@ -37,12 +35,12 @@ def run_ramp(
     Raises:
         ConfigError: also where the workload brings arrivals of its own.
     """
-    ramp.check_alone(workload.request_rate, workload.trace_file)
+    ramp.check_alone(workload)
     backends = [as_backend(engine) for engine in engines]
 
     def plan(rate: float) -> list[PlannedRequest]:
-        step = dataclasses.replace(workload, request_rate=rate, num_requests=ramp.num_requests(rate))
-        return plan_traffic(backends, step)
+        count = ramp.num_requests(rate) * workload.turns
+        return plan_traffic(backends, dataclasses.replace(workload, request_rate=rate, num_requests=count))
 
     longest = plan(ramp.steps()[-1])  # a lower rate's requests are the first of these
     run.start_backends(backends, workload)
@@ -90,7 +88,7 @@ def _climb(
             rate, refined = (followed * saturated) ** 0.5, refined + 1
         else:
             return
-        step = Mode(mode.backend, plan(rate), rate)
+        step = Mode(mode.backend, plan(rate), dataclasses.replace(workload, request_rate=rate))
         total = len(step.plan) * workload.iterations
         with progress(f"{rate:.3g} requests/s", total=total) as task:
             for _ in range(workload.iterations):
@@ -149,8 +147,5 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _metrics(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the totals over a mode's rates, of a single one all its metrics; and its ramp's figures."""
-    counts = [m.name for m in GLOSSARY if m.section == "Rates and totals" and m.exact]
-    totals = {name: sum(row[name] for row in rows) for name in (*counts, "duration_s")}
-    metrics = totals if len(rows) > 1 else flat_metrics(rows[0])
     names = ("knee_rate", "max_output_throughput", "max_goodput", "max_goodput_rate")
-    return metrics | {name: summary[name] for name in names}
+    return metrics_of_all(rows) | {name: summary[name] for name in names}

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.compilation import shown_compilation
@@ -29,11 +30,11 @@ def measure(modes: Sequence[Mode], workload: ThroughputWorkload, run: Experiment
         RequestError: a pass in which no request was completed.
     """
     with progress("compiling and warming up") as task:
-        for mode in modes:
+        for mode in modes[: len(modes) // len(workload.users)]:  # the others share their backends
             task.describe(f"compiling and warming up ({mode.label})")
             with shown_compilation(engine_of(mode.backend), task):
                 warm_up(mode, workload)
-    total = sum(len(mode.plan) for mode in modes) * workload.iterations
+    total = None if workload.endless else sum(len(mode.plan) for mode in modes) * workload.iterations
     run.read_peaks()
     with progress("measuring", total=total) as task:
         for iteration in range(workload.iterations):
@@ -52,9 +53,10 @@ def warm_up(mode: Mode, workload: ThroughputWorkload) -> None:
         max_total_len=max(request.total_len for request in mode.plan),
         params=[workload.sampling(max(request.output_len for request in mode.plan))],
     )
+    count = 2 * (mode.backend.max_num_seqs or _WARMUP_BATCH) * workload.turns
     short = [
         dataclasses.replace(each, arrival_s=0.0, output_len=min(each.output_len, 1 + i % _WARMUP_TOKENS))
-        for i, each in enumerate(mode.plan[: 2 * (mode.backend.max_num_seqs or _WARMUP_BATCH)])
+        for i, each in enumerate(mode.plan[:count])
     ]
     for _ in range(workload.warmup):
         drive(mode.backend, short, workload.sampling, agree=agree)
@@ -68,9 +70,13 @@ def run_pass(mode: Mode, workload: ThroughputWorkload, case: int, task: Task, me
     start_capture(llm)
     gc.collect()  # now, and not on the first mode's behalf in the second's time
     with meter.part(case):
-        run = drive(
-            mode.backend, mode.plan, workload.sampling, case=case, on_progress=task.advance, agree=agree
-        )
+        given: dict[str, Any] = {
+            "workload": mode.workload,
+            "case": case,
+            "on_progress": task.advance,
+            "agree": agree,
+        }
+        run = drive(mode.backend, mode.plan, workload.sampling, **given)
     if not mode.runs and case == 0:
         mode.trace = take_capture(llm, case)
     mode.failed_steps += mode.backend.stats()["failed_steps"]

@@ -1,7 +1,7 @@
 """The unit that a throughput experiment measures: a batching mode of a backend under planned traffic."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moejax.bench.backends.base import Backend
@@ -20,7 +20,7 @@ class Mode:
     Attributes:
         backend: the engine, in its own batching mode.
         plan: its traffic, in order of arrival.
-        request_rate: mean arrivals per second, inf for all at once; None for a trace.
+        workload: as it is of this row: with one number of users, at one rate.
         runs: what was measured, one for each iteration.
         failed_steps: of all iterations.
         trace: of the first iteration, where the engine captures routing.
@@ -29,7 +29,7 @@ class Mode:
 
     backend: Backend
     plan: Sequence[PlannedRequest]
-    request_rate: float | None
+    workload: ThroughputWorkload
     runs: list[TrafficRun] = field(default_factory=list)
     failed_steps: int = 0
     trace: RoutingCapture | None = None
@@ -41,8 +41,9 @@ class Mode:
 
     @property
     def label(self) -> str:
-        """For messages: the batching mode of our engine, a peer's name."""
-        return self.batching if isinstance(self.backend, MoejaxBackend) else self.backend.name
+        """For messages: the batching mode of our engine, a peer's name; and how many users."""
+        name = self.batching if isinstance(self.backend, MoejaxBackend) else self.backend.name
+        return name if self.workload.concurrency is None else f"{name}, {self.workload.concurrency} users"
 
     @property
     def served(self) -> list[ServedRequest]:
@@ -52,13 +53,12 @@ class Mode:
 def plan_modes(
     backends: Sequence[Backend], workload: ThroughputWorkload, plan: Sequence[PlannedRequest]
 ) -> list[Mode]:
-    """A mode for each backend; our own is followed by `workload.compare`'s other modes of it, which share its
-    weights and have a cache and a scheduler of their own.
+    """For each number of users a mode for each backend; our own is followed by `workload.compare`'s other
+    modes of it, which share its weights and have a cache and a scheduler of their own.
 
     Raises:
         ConfigError: `workload.compare` without our engine.
     """
-    rate = None if workload.trace_file else workload.request_rate
     chosen: list[Backend] = []
     for backend in backends:
         chosen.append(backend)
@@ -69,7 +69,8 @@ def plan_modes(
         raise ConfigError(
             f"workload.compare is of moejax's batching modes; backend={backends[0].name} has one of its own"
         )
-    return [Mode(backend, plan, rate) for backend in chosen]
+    cases = [replace(workload, concurrency=users) for users in workload.users]
+    return [Mode(backend, plan, case) for case in cases for backend in chosen]
 
 
 def plan_traffic(backends: Sequence[Backend], workload: ThroughputWorkload) -> list[PlannedRequest]:
@@ -86,5 +87,5 @@ def plan_traffic(backends: Sequence[Backend], workload: ThroughputWorkload) -> l
     longest = max(plan, key=lambda asked: asked.total_len)
     for backend in backends:
         backend.check(workload.sampling(longest.output_len))
-        check_length(backend, "the longest request", len(longest.prompt_token_ids), longest.output_len)
+        check_length(backend, "the longest request", longest.prompt_len, longest.output_len)
     return plan

@@ -9,12 +9,15 @@ from moejax.bench.backends.peer_ratios import against_first, blank_unknown
 from moejax.bench.common.agreement import percent_agreed
 from moejax.bench.common.step_cost import traffic_step_costs
 from moejax.bench.common.timeline import step_metrics
+from moejax.bench.driver import TrafficRun
 from moejax.bench.throughput.modes import Mode
 from moejax.bench.traffic import ThroughputWorkload, ideal_hit_rate, plan_fields
 from moejax.core.hardware import Hardware
-from moejax.results.metric_names import RATES
-from moejax.results.metrics import RequestRecord, case_row, compute_metrics, summarize
+from moejax.results.metric_names import GLOSSARY, RATES
+from moejax.results.metrics import case_row, flat_metrics, summarize
 from moejax.results.statistics import interval_fields, paired_ratio
+
+_TOTALS = ("completed", "total_input_tokens", "total_output_tokens", "duration_s")
 
 
 def mode_rows(
@@ -22,19 +25,17 @@ def mode_rows(
 ) -> list[dict[str, Any]]:
     """A row for each mode, in their order; utilisation is of `hardware`, one device, where it is known."""
     rows = [_row(mode, workload, index, hardware) for index, mode in enumerate(modes)]
-    ours = next((mode for mode in modes if isinstance(mode.backend, MoejaxBackend)), modes[0])
+    own = [mode for mode in modes if isinstance(mode.backend, MoejaxBackend)] or modes
     for mode, row in zip(modes, rows, strict=True):
         if mode.backend.name != modes[0].backend.name:
-            row |= against_first(_iterations(mode), _iterations(modes[0]))
+            first = next(one for one in modes if one.workload == mode.workload)
+            row |= against_first(*([run.metrics(workload.slo) for run in one.runs] for one in (mode, first)))
+        ours = next(one for one in own if one.workload == mode.workload)
         if mode.backend.name != ours.backend.name and workload.temperature == 0:
             row["tokens_agree_percent"] = percent_agreed(
                 *([item.token_ids for item in one.runs[0].served] for one in (mode, ours))
             )
     return rows
-
-
-def _iterations(mode: Mode) -> list[tuple[list[RequestRecord], float]]:
-    return [(run.records, run.duration_s) for run in mode.runs]
 
 
 def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardware | None) -> dict[str, Any]:
@@ -47,15 +48,19 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
         "batching": mode.batching,
         "max_num_seqs": limit,
         "batch_size": limit or len(plan),
-        **plan_fields(plan, mode.request_rate),
+        **plan_fields(plan, mode.workload),
     }
+    if workload.duration_s is not None:
+        fields["num_requests"] = len(mode.runs[0].served)
     served, steps = mode.served, [step for run in mode.runs for step in run.steps]
-    records = [item.record for item in served]
-    row = case_row(fields, records, sum(run.duration_s for run in mode.runs), workload.slo)
-    rates = iteration_rates(mode, workload)
-    row |= {name: _median([run[name] for run in rates]) for name in RATES}
-    row |= summarize([item.queue_s * 1e3 for item in served if item.queue_s is not None], "queue")
-    row |= step_metrics(steps, mode.backend.stats()["block_size"])
+    records, measured = [item.record for item in served], [item for run in mode.runs for item in run.measured]
+    row = case_row(fields, [item.record for item in measured], 0.0, workload.slo)
+    passes = [run.metrics(workload.slo) for run in mode.runs]
+    row |= {name: _median([one[name] for one in passes]) for name in RATES}
+    row |= {name: sum(one[name] or 0 for one in passes) for name in _TOTALS}
+    row |= summarize([item.queue_s * 1e3 for item in measured if item.queue_s is not None], "queue")
+    counted = [step for run in mode.runs for step in run.measured_steps]
+    row |= step_metrics(counted, mode.backend.stats()["block_size"])
     row = blank_unknown(row, itl_known=mode.backend.itl_known)
     if isinstance(mode.backend, MoejaxBackend):
         traced = mode.trace, mode.runs[0].steps
@@ -65,7 +70,7 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
             prompts = sum(item.record.prompt_len for item in served)
             cached = sum(item.record.metrics.cached_tokens for item in served)
             row["prefix_hit_rate"] = cached / prompts if prompts else None
-            row["prefix_hit_rate_ideal"] = ideal_hit_rate(plan)
+            row["prefix_hit_rate_ideal"] = ideal_hit_rate(map(_asked, mode.runs))
     else:
         row["preemptions"] = None  # not told
     row["failed"] = sum(item.failed for item in served)
@@ -75,10 +80,23 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
     return row
 
 
+def metrics_of_all(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the flat metrics of a mode's cases: of a single one all, of several the totals."""
+    counts = [m.name for m in GLOSSARY if m.section == "Rates and totals" and m.exact]
+    totals = {name: sum(row[name] for row in rows) for name in (*counts, "duration_s")}
+    return totals if len(rows) > 1 else flat_metrics(rows[0])
+
+
 def iteration_rates(mode: Mode, workload: ThroughputWorkload) -> list[dict[str, Any]]:
     """Each iteration's rates and duration."""
-    passes = [compute_metrics(run.records, run.duration_s, workload.slo) for run in mode.runs]
+    passes = [run.metrics(workload.slo) for run in mode.runs]
     return [{name: metrics[name] for name in ("duration_s", *RATES)} for metrics in passes]
+
+
+def _asked(run: TrafficRun) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Returns the prompts and outputs of a pass in order of arrival."""
+    in_order = sorted(run.served, key=lambda item: item.record.metrics.arrival_time)
+    return [(item.prompt_token_ids, item.token_ids) for item in in_order if item.prompt_token_ids]
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -89,11 +107,11 @@ def _median(values: Sequence[float | None]) -> float | None:
 def speedup(
     modes: Sequence[Mode], rows: Sequence[Mapping[str, Any]], workload: ThroughputWorkload
 ) -> dict[str, float | None]:
-    """Continuous over static, where both were measured: output tokens/s, as the median of the iterations'
-    ratios with its bootstrap interval, and the 99th percentile of the time to the first token where both
-    have one."""
+    """Continuous over static, where both were measured in one case: output tokens/s, as the median of the
+    iterations' ratios with its bootstrap interval, and the 99th percentile of the time to the first token
+    where both have one."""
     by_name = {mode.batching: mode for mode in modes if isinstance(mode.backend, MoejaxBackend)}
-    if not {"continuous", "static"} <= by_name.keys():
+    if not {"continuous", "static"} <= by_name.keys() or len(workload.users) > 1:
         return {}
     rates = (
         [rates["output_throughput"] for rates in iteration_rates(by_name[name], workload)]

@@ -12,11 +12,10 @@ from moejax.bench.common.trace_io import write_capture
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.throughput.measure import measure
 from moejax.bench.throughput.modes import Mode, plan_modes, plan_traffic
-from moejax.bench.throughput.rows import iteration_rates, mode_rows, request_rows, speedup
+from moejax.bench.throughput.rows import iteration_rates, metrics_of_all, mode_rows, request_rows, speedup
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
-from moejax.results.metrics import flat_metrics
 from moejax.results.result import Result
 from moejax.routing.capture import CAPTURE_FILE
 
@@ -50,7 +49,7 @@ def run_throughput(
     modes = plan_modes(backends, workload, plan)
     measure(modes, workload, run)
     result = _build(run, modes, workload)
-    run.meter.add_to(result, [0])
+    run.meter.add_to(result, _first(modes))
     without_our_process(result["metrics"], backends[0])
     with run.parts.part(CAPTURE_FILE):
         result |= write_capture([modes[0].trace], run.out_dir, run.provenance)
@@ -63,9 +62,14 @@ def run_throughput(
 
 
 def _build(run: ExperimentRun, modes: Sequence[Mode], workload: ThroughputWorkload) -> Result:
-    """Returns the result; its flat metrics are the first mode's."""
+    """Returns the result; its flat metrics are the first backend's, over several numbers of users totals and
+    best rates."""
     rows = mode_rows(modes, workload, run.hardware)
-    metrics = flat_metrics(rows[0])
+    mine = [rows[place] for place in _first(modes)]
+    metrics = metrics_of_all(mine)
+    if len(mine) > 1:
+        metrics["max_output_throughput"] = max(row["output_throughput"] or 0.0 for row in mine)
+        metrics["max_goodput"] = max(row["request_goodput"] or 0.0 for row in mine) if workload.slo else None
     metrics |= speedup(modes, rows, workload) | modes[0].backend.memory()
     extra: dict[str, Any] = {}
     engines = [llm for mode in modes if (llm := engine_of(mode.backend)) is not None]
@@ -99,5 +103,11 @@ def _build(run: ExperimentRun, modes: Sequence[Mode], workload: ThroughputWorklo
     )
 
 
-def _names(mode: Mode) -> dict[str, str]:
-    return {"backend": mode.backend.name, "batching": mode.batching}
+def _first(modes: Sequence[Mode]) -> list[int]:
+    """Returns the places of the first backend's modes."""
+    return [place for place, mode in enumerate(modes) if mode.backend is modes[0].backend]
+
+
+def _names(mode: Mode) -> dict[str, Any]:
+    users = {} if mode.workload.concurrency is None else {"concurrency": mode.workload.concurrency}
+    return {"backend": mode.backend.name, "batching": mode.batching, **users}

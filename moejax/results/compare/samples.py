@@ -18,7 +18,8 @@ Values = NDArray[np.float64]
 Rows = Sequence[Mapping[str, Any]]
 
 _SHORT = {
-    "bucket": "rows", "batch_size": "bs", "prompt_len": "in", "output_len": "out", "request_rate": "rate"
+    "bucket": "rows", "batch_size": "bs", "prompt_len": "in", "output_len": "out", "request_rate": "rate",
+    "concurrency": "users",
 }  # fmt: skip
 _MODES = ("variant", "backend", "batching")
 
@@ -48,7 +49,7 @@ class Cases:
         """Returns the fields that tell a case from others. In a throughput run the batch is a limit and
         lengths are means, which follow from the configuration."""
         row = self.rows[index]
-        kept = CASE_FIELDS[: 4 if "batching" in row or "request_rate" in row else None]
+        kept = CASE_FIELDS[: 5 if "batching" in row or "request_rate" in row else None]
         return {name: row[name] for name in kept if row.get(name) is not None}
 
     def requests(self, index: int) -> Rows:
@@ -206,12 +207,12 @@ def case_name(fields: Mapping[str, Any]) -> str:
 
 
 def short_case_name(row: Mapping[str, Any]) -> str:
-    """A case by what it is offered: its request rate, or the batch and the lengths."""
-    names = ("request_rate",) if "request_rate" in row else CASE_FIELDS[-3:]
+    """A case by what it is offered: its request rate or users, or the batch and the lengths."""
+    names = ("request_rate", "concurrency") if "request_rate" in row else CASE_FIELDS[-3:]
     return case_name({name: row[name] for name in names if row.get(name) is not None})
 
 
 def modes_differ(cases: Cases) -> bool:
     """Whether a run's cases are different ways of serving, of which no average says anything."""
     keys = [cases.fields(index) for index in range(len(cases.rows))]
-    return any(len({str(key.get(name)) for key in keys}) > 1 for name in (*_MODES, "request_rate"))
+    return any(len({str(key.get(name)) for key in keys}) > 1 for name in (*_MODES, *CASE_FIELDS[3:5]))

@@ -22,7 +22,7 @@ from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.requests.api import RequestMetrics
 from moejax.report.plot_peers import backends_beside
 from moejax.report.tables import backends_table, latency_table, throughput_table
-from moejax.results.metrics import RequestRecord, flat_metrics
+from moejax.results.metrics import RequestRecord, compute_metrics, flat_metrics
 from moejax.results.result import load_requests, load_result
 from moejax.tracking.base import TrackerConfig
 from moejax.tracking.telemetry import TelemetryConfig
@@ -43,8 +43,8 @@ def record(*times: float, reason: Any = "length") -> RequestRecord:
 
 def test_ratios_are_medians_over_the_iterations_pairs() -> None:
     """TTFT 1, 1, 1 s against 2, 4, 8; then 1 s a token against 2, 2, 2."""
-    ours = [([record(1.0, 2.0, 3.0)], 3.0)] * 3
-    theirs = [([record(t, t + 2, t + 4)], t + 4) for t in (2.0, 4.0, 8.0)]
+    ours = [compute_metrics([record(1.0, 2.0, 3.0)], 3.0)] * 3
+    theirs = [compute_metrics([record(t, t + 2, t + 4)], t + 4) for t in (2.0, 4.0, 8.0)]
     found = against_first(theirs, ours)
     assert found["ttft_ratio"] == 4.0 and found["tpot_ratio"] == 2.0
     assert found["e2el_ratio"] == pytest.approx(8 / 3) and found["output_ratio"] == pytest.approx(3 / 8)
@@ -52,9 +52,9 @@ def test_ratios_are_medians_over_the_iterations_pairs() -> None:
 
 
 def test_ratios_without_anything_to_divide_are_none() -> None:
-    one = [([record(1.0)], 1.0)]
+    one = [compute_metrics([record(1.0)], 1.0)]
     assert against_first(one, one)["tpot_ratio"] is None  # a single token has no time per further token
-    failed = [([record(reason="error")], 0.0)]
+    failed = [compute_metrics([record(reason="error")], 0.0)]
     assert set(against_first(failed, one).values()) == {None}
 
 
