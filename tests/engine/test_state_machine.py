@@ -143,7 +143,7 @@ def limits(draw: st.DrawFn, prefixes: st.SearchStrategy[PrefixCacheConfig] | Non
         max_num_seqs=seqs,
         max_num_batched_tokens=seqs + draw(st.one_of(st.integers(0, 3), st.integers(0, 20))),
         overlap=draw(st.booleans()),
-        static=caches is None and draw(st.sampled_from((False, False, False, True))),
+        static=caches is None and draw(st.sampled_from((False, False, True))),
         policy=draw(st.sampled_from(("fcfs", "priority", "edf", "slo", *policies.POLICIES))),
         scheduling=draw(schedulings),
         prefixes=caches,
@@ -185,18 +185,17 @@ class Machine(RuleBasedStateMachine):
     def crowd(self, n: int, max_tokens: int) -> None:
         """Two that grow and behind them a group: its prompt takes long, and often memory is short before."""
         for _ in range(2):
-            for _ in range(2):
-                self._submit(Ask(1, MOST_TOKENS))
-            self.steps(2)
-            self.fill(n, 0, max_tokens, False)
-            self.steps(4)
+            self._submit(Ask(1, MOST_TOKENS))
+        self.steps(2)
+        self.fill(n, 0, max_tokens, False)
 
+    @precondition(lambda self: self.engine.idle)
     @rule(n=st.integers(1, 2), prompt_len=st.integers(1, LONGEST_PROMPT))
     def hurry(self, n: int, prompt_len: int) -> None:
         """One of the best class, when as many as can run have been at it for a while."""
         urgent = RequestOptions(priority=-2, deadline_ms=1e3, slo_class="interactive")
         for _ in range(self.engine.limits.max_num_seqs):
-            self._submit(Ask(1, MOST_TOKENS))
+            self._submit(Ask(1, 12))
         self.steps(6)
         self._submit(Ask(prompt_len, 4, n, options=urgent))
 
@@ -476,4 +475,4 @@ def test_a_defect_is_found(defect: Any):
     else:
         Broken.scheduler = (defect, StaticScheduler)
     with pytest.raises((AssertionError, LookupError)):
-        explore(Broken, 300, phases=[Phase.generate], report_multiple_bugs=False)
+        explore(Broken, 600, phases=[Phase.generate], report_multiple_bugs=False)
